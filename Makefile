@@ -1,0 +1,61 @@
+# Penstock: every target sets up what it needs in .venv. No root, no GPU.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+NATIVE_TESTS := build/native-tests
+
+CSRC    := $(wildcard csrc/*.cpp csrc/*.h)
+CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
+
+.PHONY: help demo test test-vm lint format bench clean
+help:
+	@echo "make demo      place tensors on this machine's memory nodes and show where they are"
+	@echo "make test      build and run the tests (no GPU, no root)"
+	@echo "make test-vm   the placement suite in a VM with CXL memory (root, Debian)"
+	@echo "make lint      ruff, mypy --strict, clang-format"
+	@echo "make bench     speed of placement and the native core, ratios in one run"
+	@echo "make format    rewrite the sources in house style"
+
+$(VENV)/tools: requirements/dev.txt requirements/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Penstock needs Python 3.11 or newer; set PYTHON=python3.11 or the like" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "python3 -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.txt -c requirements/constraints.txt
+	@touch $@
+
+# Editable: Python is read from src/, only the native core needs a rebuild.
+$(VENV)/built: $(VENV)/tools CMakeLists.txt pyproject.toml $(CSRC)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --disable-pip-version-check \
+	  --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(NATIVE_TESTS)/native_tests: $(VENV)/tools CMakeLists.txt $(CXX_ALL)
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B $(NATIVE_TESTS) -G Ninja -DPENSTOCK_NATIVE_TESTS=ON >/dev/null
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(NATIVE_TESTS)
+
+demo: $(VENV)/built
+	@$(BIN)/python examples/placement.py
+
+test: $(VENV)/built $(NATIVE_TESTS)/native_tests
+	$(BIN)/python -m pytest -m "not gpu and not vm" $(ARGS)
+
+test-vm: $(VENV)/built
+	tests/vm/run.sh $(ARGS)
+
+lint: $(VENV)/tools
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_ALL)
+
+format: $(VENV)/tools
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_ALL)
+
+bench: $(VENV)/built
+	$(BIN)/python bench/bench_placement.py $(ARGS)
+
+clean:
+	rm -rf build $(VENV)

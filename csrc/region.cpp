@@ -1,0 +1,163 @@
+#include "region.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <utility>
+
+namespace penstock {
+namespace {
+
+constexpr std::size_t kPiece = std::size_t{32} << 20;  // one thread's share of a touch at a time
+
+// [Note: stripes and the kernel's map count]
+// A bound stripe is one kernel mapping per run of units, and a process may have about 65,530 of
+// them: 128 GiB of 2 MiB units. So a stripe is bound and touched window by window, and each window
+// is then given one policy for all its nodes, without moving pages, upon which the kernel merges it
+// into its neighbour. The kernel merges only mappings that share one reverse-map root, hence the
+// page that is touched before the first split.
+constexpr std::size_t kWindow = 1024 * kUnitBytes;
+
+// Every living region by its first address, so that a tensor's address leads back to its region.
+struct Living {
+  std::mutex using_it;  // guards `regions`
+  std::map<const std::byte*, Region*> regions;
+};
+
+Living& living() {
+  static Living* all =
+      new Living;  // never destroyed: the last tensor may die after static objects do
+  return *all;
+}
+
+}  // namespace
+
+std::shared_ptr<Region> Region::take(RegionSpec spec, Os& os) {
+  return std::make_shared<Region>(std::move(spec), os);
+}
+
+std::shared_ptr<Region> Region::at(const void* address) {
+  const auto* byte = static_cast<const std::byte*>(address);
+  Living& all = living();
+  const std::lock_guard hold{all.using_it};
+  auto next = all.regions.upper_bound(byte);
+  if (next == all.regions.begin()) return nullptr;
+  Region* region = std::prev(next)->second;
+  if (byte >= region->data() + region->mapped_bytes()) return nullptr;
+  return region->weak_from_this().lock();  // null once its destruction has begun
+}
+
+Region::Region(RegionSpec spec, Os& os) : os_{os}, spec_{std::move(spec)}, made_by_{os.process()} {
+  mapping_ = os_.map(spec_.bytes, kUnitBytes, spec_.huge);
+  try {
+    place(0, mapping_.bytes, spec_.placement, /*move=*/false);
+  } catch (...) {
+    os_.unmap(mapping_);
+    throw;
+  }
+  const std::lock_guard hold{living().using_it};
+  living().regions[data()] = this;
+}
+
+Region::~Region() {
+  {
+    const std::lock_guard hold{living().using_it};
+    living().regions.erase(data());
+  }
+  drop_pin();
+  os_.unmap(mapping_);
+}
+
+bool Region::is_ours() const noexcept { return made_by_ == os_.process(); }
+
+void Region::place(std::size_t offset, std::size_t bytes, const Placement& placement, bool move) {
+  std::byte* at = data() + offset;
+  if (placement.pattern.empty()) {
+    if (move || placement.policy != Policy::local) {
+      os_.bind(at, bytes, placement.policy, placement.nodes, move);
+    }
+    if (spec_.prefault && !move) touch(offset, bytes, placement);
+    return;
+  }
+  const bool settle = spec_.prefault || move;  // pages will be there: one policy may cover them
+  if (settle && !move) {
+    // See [Note: stripes and the kernel's map count].
+    const int first = runs_of(placement, offset, 1).front().node;
+    os_.bind(at, bytes, Policy::bind, std::span{&first, 1}, /*move=*/false);
+    os_.populate(at, os_.page_bytes());
+  }
+  for (std::size_t done = 0; done < bytes; done += kWindow) {
+    const std::size_t window = std::min(kWindow, bytes - done);
+    for (const Run& run : runs_of(placement, offset + done, window)) {
+      os_.bind(data() + run.offset, run.bytes, Policy::bind, std::span{&run.node, 1}, move);
+    }
+    if (!settle) continue;
+    if (!move) touch(offset + done, window, placement);
+    os_.bind(at + done, window, Policy::bind, placement.nodes, /*move=*/false);
+  }
+}
+
+void Region::touch(std::size_t offset, std::size_t bytes, const Placement& placement) {
+  std::map<int, std::vector<Run>> by_node;
+  for (const Run& piece : cut(runs_of(placement, offset, bytes), kPiece)) {
+    by_node[piece.node].push_back(piece);
+  }
+  if (by_node.size() == 1) return touch_pieces(by_node.begin()->second, by_node.begin()->first);
+  // Every node's own threads at once: a stripe is touched at the sum of its nodes' rates.
+  std::vector<std::pair<int, std::vector<Run>>> teams{by_node.begin(), by_node.end()};
+  in_parallel(os_, teams.size(), static_cast<unsigned>(teams.size()), {},
+              [&](std::size_t i) { touch_pieces(teams[i].second, teams[i].first); });
+}
+
+void Region::touch_pieces(const std::vector<Run>& pieces, int node) {
+  const auto cpus = spec_.cpus.find(node);
+  in_parallel(os_, pieces.size(), spec_.threads,
+              cpus == spec_.cpus.end() ? std::vector<int>{} : cpus->second,
+              [&](std::size_t i) { os_.populate(data() + pieces[i].offset, pieces[i].bytes); });
+}
+
+void Region::lock() {
+  const std::lock_guard hold{pinning_};
+  if (pin_ != Pin::none) return;
+  os_.lock(mapping_.at, mapping_.bytes);
+  pin_ = Pin::locked;
+}
+
+void Region::register_with(Registrar& registrar) {
+  const std::lock_guard hold{pinning_};
+  if (pin_ == Pin::registered) return;
+  registrar.add(mapping_.at, mapping_.bytes);
+  registrar_ = &registrar;
+  pin_ = Pin::registered;
+}
+
+void Region::drop_pin() noexcept {
+  if (pin_ == Pin::registered && is_ours()) registrar_->remove(mapping_.at);
+  if (pin_ == Pin::locked) os_.unlock(mapping_.at, mapping_.bytes);
+  pin_ = Pin::none;
+}
+
+void Region::move(std::size_t offset, std::size_t bytes, Placement to) {
+  const std::lock_guard hold{pinning_};
+  const std::size_t page = spec_.huge == Huge::reserved ? kUnitBytes : os_.page_bytes();
+  const std::size_t end = std::min((offset + bytes + page - 1) / page * page, mapping_.bytes);
+  offset = offset / page * page;
+  Registrar* registrar = registrar_;
+  const bool was_registered = pin_ == Pin::registered;
+  if (was_registered) drop_pin();
+  // Registered again whether or not the pages moved: a failed move must not cost the pin.
+  const auto restore = [&] {
+    if (!was_registered) return;
+    registrar->add(mapping_.at, mapping_.bytes);
+    pin_ = Pin::registered;
+  };
+  try {
+    place(offset, end - offset, to, /*move=*/true);
+  } catch (...) {
+    restore();
+    throw;
+  }
+  restore();
+}
+
+}  // namespace penstock

@@ -1,0 +1,77 @@
+#include "residency.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "workers.h"
+
+namespace penstock {
+namespace {
+
+constexpr std::size_t kBatch = 4096;  // pages per system call: 16 MiB, 48 KiB of lists
+
+struct Pages {
+  std::byte* first;
+  std::size_t count;
+  std::size_t page;
+
+  Pages(void* at, std::size_t bytes, std::size_t page) : page{page} {
+    const auto start = reinterpret_cast<std::uintptr_t>(at);
+    const auto floor = start / page * page;
+    first = reinterpret_cast<std::byte*>(floor);
+    count = bytes == 0 ? 0 : (start + bytes - floor + page - 1) / page;
+  }
+  std::size_t batches() const { return (count + kBatch - 1) / kBatch; }
+  std::vector<void*> batch(std::size_t i) const {
+    std::vector<void*> list(std::min(kBatch, count - i * kBatch));
+    for (std::size_t k = 0; k < list.size(); ++k) list[k] = first + (i * kBatch + k) * page;
+    return list;
+  }
+};
+
+}  // namespace
+
+std::map<int, std::size_t> count_pages(Os& os, void* at, std::size_t bytes, unsigned threads) {
+  const Pages pages{at, bytes, os.page_bytes()};
+  std::map<int, std::size_t> total;
+  std::mutex adding;  // guards `total`
+  in_parallel(os, pages.batches(), threads, {}, [&](std::size_t i) {
+    const std::vector<void*> list = pages.batch(i);
+    std::vector<int> nodes(list.size());
+    os.page_nodes(list, nodes);
+    std::map<int, std::size_t> counted;
+    for (const int node : nodes) ++counted[node < 0 ? kUnmapped : node];
+    const std::lock_guard hold{adding};
+    for (const auto& [node, count] : counted) total[node] += count;
+  });
+  return total;
+}
+
+std::size_t migrate_pages(Os& os, void* at, std::size_t bytes, const Placement& to,
+                          unsigned threads) {
+  const Pages pages{at, bytes, os.page_bytes()};
+  const std::size_t per_unit = kUnitBytes / pages.page;
+  std::atomic<std::size_t> stuck{0};
+  in_parallel(os, pages.batches(), threads, {}, [&](std::size_t i) {
+    const std::vector<void*> list = pages.batch(i);
+    std::vector<int> targets(list.size());
+    for (std::size_t k = 0; k < list.size(); ++k) {
+      const std::size_t page = i * kBatch + k;
+      targets[k] = to.pattern.empty() ? to.nodes[page % to.nodes.size()]
+                                      : to.pattern[page / per_unit % to.pattern.size()];
+    }
+    std::vector<int> status(list.size());
+    os.move_pages(list, targets, status);
+    for (std::size_t k = 0; k < list.size(); ++k) {
+      // Never touched: it will come from wherever the owner's policy says.
+      if (status[k] != targets[k] && status[k] != -ENOENT && status[k] != -EFAULT) ++stuck;
+    }
+  });
+  return stuck;
+}
+
+}  // namespace penstock

@@ -1,0 +1,73 @@
+"""Fine-tune language models larger than the GPU's memory.
+
+Names are looked up on first use: `import penstock` loads neither torch nor the native core, so that
+planning works on machines that have no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.discovery import discover
+    from penstock.errors import PenstockError
+    from penstock.machine import Machine
+    from penstock.memory.arena import Arena
+    from penstock.memory.placement import Interleave, Node, Stripe, placing
+    from penstock.memory.residency import Residency
+    from penstock.memory.tensors import empty, from_tensor, full, move, where, zeros
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # places
+    "Node",
+    "Stripe",
+    "Interleave",
+    "placing",
+    # tensors on them
+    "empty",
+    "zeros",
+    "full",
+    "from_tensor",
+    "where",
+    "move",
+    "Residency",
+    "Arena",
+    # the machine
+    "Machine",
+    "discover",
+    # what can go wrong
+    "PenstockError",
+]
+
+_HOME = {
+    "Node": "memory.placement",
+    "Stripe": "memory.placement",
+    "Interleave": "memory.placement",
+    "placing": "memory.placement",
+    "empty": "memory.tensors",
+    "zeros": "memory.tensors",
+    "full": "memory.tensors",
+    "from_tensor": "memory.tensors",
+    "where": "memory.tensors",
+    "move": "memory.tensors",
+    "Residency": "memory.residency",
+    "Arena": "memory.arena",
+    "Machine": "machine",
+    "discover": "discovery",
+    "PenstockError": "errors",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"penstock.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,241 @@
+"""Ranges of host memory, checked before they are taken. Room: hold.
+
+The kernel answers a bound range that does not fit with its OOM killer, not with an error, so room
+is checked first. Native code knows numbers, this file knows names; the message joins both.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import resource
+import warnings
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from penstock import _native
+from penstock.errors import (
+    ForbiddenNodeError,
+    HugePagesError,
+    MapError,
+    MemoryLimitError,
+    MoveError,
+    NodeFullError,
+    OfflineNodeError,
+    PinError,
+    PlacementPermissionError,
+    SizeError,
+    UnknownNodeError,
+)
+from penstock.memory.placement import Interleave, Place, Stripe, check_place, current_place
+from penstock.system import System
+from penstock.units import MiB, format_bytes, round_up
+
+Huge = Literal["auto", "thp", "2M"] | None
+
+KEEP_FREE = 64 * MiB
+"""Left on every node for the kernel's own needs: below its watermarks an allocation reclaims and
+then kills."""
+
+MAX_TOUCHERS = 32
+"""Threads per node for the first touch. Zeroing saturates a node's memory well before this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionOptions:
+    """How a range is taken. Where it is taken is the place."""
+
+    pinned: bool = False
+    """Registered with CUDA where there is a GPU, locked in memory where there is none."""
+
+    huge: Huge = "auto"
+    """`"thp"`: 2 MiB pages where the kernel finds them. `"2M"`: from the reserved pool, or an
+    error. None: 4 KiB pages. `"auto"`: `"thp"`, except under Interleave, which deals pages."""
+
+    prefault: bool = True
+    """Take every page now, so that a shortage shows here and not in the middle of a step."""
+
+    def __post_init__(self) -> None:
+        if self.huge not in ("auto", "thp", "2M", None):
+            raise SizeError(f'huge is "auto", "thp", "2M" or None, got {self.huge!r}')
+
+    def resolve(self, place: Place | None) -> RegionOptions:
+        if self.huge != "auto":
+            return self
+        return replace(self, huge=None if isinstance(place, Interleave) else "thp")
+
+
+def take_region(
+    nbytes: int,
+    place: Place | None,
+    options: RegionOptions,
+    system: System | None = None,
+) -> _native.Region:
+    """A new range of at least `nbytes`, in whole pages.
+
+    Without a `place` it is the one set by `placing`, or else the kernel's own choice. Nothing is
+    left mapped when this raises.
+    """
+    system = system or System()
+    check_place(place)
+    place = place or current_place()
+    if nbytes < 1:
+        raise SizeError(f"a range holds at least 1 byte, got {nbytes}")
+    options = options.resolve(place)
+    wanted = round_up(nbytes, _page_bytes(options.huge))
+    check_room(place, wanted if options.prefault else 0, system)
+    _check_maps(place, wanted, options, system)
+    try:
+        region = _native.Region(
+            nbytes=nbytes,
+            placement=_native_placement(place),
+            huge=_NATIVE_HUGE[options.huge],
+            prefault=options.prefault,
+            threads=MAX_TOUCHERS,
+            cpus=_cpus_for(place, system),
+        )
+    except OSError as failed:
+        raise _explain(failed, wanted, options.huge, system) from None
+    if options.pinned:
+        _pin(region)
+    return region
+
+
+def move_region(
+    region: _native.Region, offset: int, nbytes: int, place: Place, system: System | None = None
+) -> None:
+    """Migrate part of a range, widened to whole pages. No copy may be in flight."""
+    check_room(place, nbytes, system or System())
+    try:
+        region.move(offset, nbytes, place.native())
+    except OSError as failed:
+        raise explain_move(failed, nbytes) from None
+
+
+def explain_move(failed: OSError, nbytes: int) -> Exception:
+    if failed.errno in (errno.EPERM, errno.EACCES):
+        return PlacementPermissionError(_call(failed), failed.errno)
+    reason = {
+        errno.EIO: "the kernel holds some pages in place (pinned by a driver or by I/O in flight)",
+        errno.ENOMEM: "the target node ran out of memory on the way",
+    }.get(failed.errno or 0, str(failed.strerror))
+    return MoveError(wanted=nbytes, reason=reason)
+
+
+def check_room(place: Place | None, nbytes: int, system: System) -> None:
+    """Raise unless every node of `place` exists, is allowed, and has room for its share."""
+    if place is not None:
+        _check_nodes(place.nodes, system)
+        available = {n: system.node_bytes(n).available for n in system.allowed_nodes()}
+        room = {n: max(0, nbytes_n - KEEP_FREE) for n, nbytes_n in available.items()}
+        for node, share in place.shares(nbytes).items():
+            if share > room[node]:
+                others = {n: r for n, r in room.items() if n not in place.nodes}
+                raise NodeFullError(node, wanted=share, free=room[node], others=others)
+    limited = system.memory_limit()
+    if limited is not None and nbytes > limited[1]:
+        raise MemoryLimitError(wanted=nbytes, free=limited[1], limit=limited[0])
+
+
+def _check_nodes(nodes: tuple[int, ...], system: System) -> None:
+    possible, online, allowed = (
+        system.possible_nodes(),
+        system.memory_nodes(),
+        system.allowed_nodes(),
+    )
+    for node in nodes:
+        if node in allowed:
+            continue
+        if node in online:
+            raise ForbiddenNodeError(node, allowed)
+        if node in possible:
+            raise OfflineNodeError(node, online)
+        raise UnknownNodeError(node, online)
+
+
+def _check_maps(place: Place | None, wanted: int, options: RegionOptions, system: System) -> None:
+    """A stripe that is not touched now stays one kernel mapping per run of units."""
+    if options.prefault or not isinstance(place, Stripe):
+        return
+    runs = wanted // _native.UNIT_NBYTES
+    limit = system.number("proc/sys/vm/max_map_count") or 65530
+    if runs > limit // 2:
+        raise MapError(
+            wanted=wanted,
+            errno=errno.ENOMEM,
+            reason=f"an untouched stripe of that length takes up to {runs} mappings of the "
+            f"{limit} a process may have",
+            advice="use prefault=True or raise vm.max_map_count",
+        )
+
+
+def _cpus_for(place: Place | None, system: System) -> dict[int, list[int]]:
+    nodes = place.nodes if place else ()
+    cpus = {node: list(system.nearest_cpus(node)) for node in nodes}
+    # For memory of no one node: every CPU we may use.
+    cpus[-1] = sorted(os.sched_getaffinity(0))
+    return cpus
+
+
+def _native_placement(place: Place | None) -> _native.Placement:
+    return place.native() if place else _native.Placement(_native.Policy.local, [], [])
+
+
+_NATIVE_HUGE = {
+    None: _native.Huge.none,
+    "thp": _native.Huge.transparent,
+    "2M": _native.Huge.reserved,
+}
+
+
+def _page_bytes(huge: Huge) -> int:
+    return _native.UNIT_NBYTES if huge == "2M" else _native.page_nbytes()
+
+
+def _explain(failed: OSError, wanted: int, huge: Huge, system: System) -> Exception:
+    call = _call(failed)
+    if failed.errno in (errno.EPERM, errno.EACCES):
+        return PlacementPermissionError(call, failed.errno)
+    if huge == "2M" and failed.errno == errno.ENOMEM:
+        free = system.number("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages") or 0
+        unit = _native.UNIT_NBYTES
+        return HugePagesError(wanted=wanted // unit, free=free, unit=unit)
+    advice = "free memory or ask for less; `ulimit -v` and vm.overcommit_memory also limit it"
+    if failed.errno == errno.ENOSYS:
+        advice = "this kernel has no NUMA support; leave out `place`"
+    return MapError(
+        wanted=wanted,
+        errno=failed.errno or 0,
+        reason=f"{call}: {os.strerror(failed.errno or 0)}",
+        advice=advice,
+    )
+
+
+def _call(failed: OSError) -> str:
+    """`mbind: Operation not permitted` -> `mbind`."""
+    return str(failed.strerror).split(":")[0]
+
+
+def _pin(region: _native.Region) -> None:
+    if _native.cuda_devices() > 0:
+        try:
+            region.register()
+        except _native.CudaError as failed:
+            code, name = failed.args
+            raise PinError(wanted=region.mapped_nbytes, code=code, name=name) from None
+        return
+    try:
+        region.lock()
+    except OSError:
+        _warn_unpinned()
+
+
+@functools.cache  # once a process: a training run makes thousands of tensors
+def _warn_unpinned() -> None:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    warnings.warn(
+        f"pinned=True: there is no GPU, and this process may lock only {format_bytes(limit)}, so "
+        f"memory stays pageable; results are the same. `ulimit -l unlimited` lifts the limit",
+        stacklevel=4,
+    )

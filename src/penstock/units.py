@@ -1,0 +1,68 @@
+"""Bytes and seconds, read and written for people. Room: names."""
+
+from __future__ import annotations
+
+import math
+import re
+
+KiB = 1 << 10
+MiB = 1 << 20
+GiB = 1 << 30
+TiB = 1 << 40
+
+_SCALES = {
+    "": 1, "b": 1,
+    "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """`"64GiB"`, `"1.5 TB"`, `"4096"` or `4096` as a number of bytes.
+
+    GiB is 2**30 and GB is 10**9, always. Raises ValueError that names the text.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    scale = _SCALES.get(match[2].lower()) if match else None
+    if match is None or scale is None:
+        raise ValueError(f"{text!r} is not a size; write one such as 64GiB, 500GB or 4096")
+    return round(float(match[1]) * scale) if "." in match[1] else int(match[1]) * scale
+
+
+def format_bytes(nbytes: float) -> str:
+    """Three figures and a binary unit: `1.50 GiB`, `512 B`."""
+    for unit, scale in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if abs(nbytes) >= scale:
+            return f"{_three_figures(nbytes / scale)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """Rates are decimal, as drives and links are sold: `55.3 GB/s`."""
+    for unit, scale in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if bytes_per_second >= scale:
+            return f"{_three_figures(bytes_per_second / scale)} {unit}"
+    return f"{bytes_per_second:.0f} B/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three figures and a unit: `84.1 ns`, `1.20 ms`, `3.50 s`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= scale:
+            return f"{_three_figures(seconds / scale)} {unit}"
+    return f"{_three_figures(seconds / 1e-9)} ns"
+
+
+def round_up(value: int, unit: int) -> int:
+    """The least multiple of `unit` that is not below `value`."""
+    return -(-value // unit) * unit
+
+
+def _three_figures(value: float) -> str:
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    whole = len(str(int(abs(value))))
+    return f"{value:.{max(0, 3 - whole)}f}"

@@ -1,0 +1,201 @@
+"""What every place promises, whatever is behind it: run here on one node, in the VM on three.
+
+Parametrised over places (conftest) and backings: pages small, transparent huge and reserved huge;
+pinned or not; a range of one's own or a block of an arena.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import penstock as ps
+from penstock import _native
+from penstock.memory.placement import Place
+from penstock.memory.region import Huge
+from penstock.system import System
+from penstock.units import MiB
+from tests.places import places_here
+
+UNIT = _native.UNIT_NBYTES
+PAGE = _native.page_nbytes()
+
+
+@dataclass(frozen=True)
+class Backing:
+    huge: Huge
+    pinned: bool
+    arena: bool
+
+    def make(self, numel: int, place: Place | None, dtype: torch.dtype) -> torch.Tensor:
+        if not self.arena:
+            return ps.empty(numel, dtype=dtype, place=place, pinned=self.pinned, huge=self.huge)
+        arena = ps.Arena(numel * dtype.itemsize, place, self.pinned, huge=self.huge)
+        return arena.tensor(numel, dtype)
+
+
+BACKINGS = [
+    Backing(huge, pinned, arena)
+    for huge in ("auto", "thp", "2M", None)
+    for pinned in (False, True)
+    for arena in (False, True)
+]
+
+
+@pytest.fixture(params=BACKINGS, ids=repr)
+def backing(request: pytest.FixtureRequest) -> Backing:
+    backing: Backing = request.param
+    if backing.huge == "2M":
+        free = System().number("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages") or 0
+        if free < 8:
+            pytest.skip(f"needs 8 reserved huge pages, {free} free (sysctl vm.nr_hugepages)")
+    return backing
+
+
+def nbytes_per_node(place: Place, nbytes: int) -> dict[int, int]:
+    return {node: share for node, share in place.shares(nbytes).items() if share}
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, 3 * UNIT + PAGE + 4], ids=str)
+def test_pages_are_where_the_place_says(place: Place, backing: Backing, nbytes: int) -> None:
+    tensor = backing.make(nbytes, place, torch.uint8)
+
+    found = ps.where(tensor)
+
+    assert found.unmapped == 0
+    assert set(found.pages) <= set(place.nodes)
+    grain = UNIT if backing.huge in ("thp", "2M") or isinstance(place, ps.Stripe) else PAGE
+    for node, share in nbytes_per_node(place, nbytes).items():
+        assert abs(found.nbytes.get(node, 0) - share) <= grain
+
+
+@pytest.mark.parametrize("stripe", [p for p in places_here() if isinstance(p, ps.Stripe)], ids=repr)
+def test_a_stripe_deals_exactly_its_units(stripe: ps.Stripe, backing: Backing) -> None:
+    tensor = backing.make(5 * UNIT, stripe, torch.uint8)
+
+    for unit in range(5):
+        piece = tensor[unit * UNIT : (unit + 1) * UNIT]
+        node = stripe.pattern[unit % len(stripe.pattern)]
+        assert dict(ps.where(piece).pages) == {node: UNIT // PAGE}
+
+
+def test_no_more_than_one_page_is_taken_beyond_the_tensor(place: Place, backing: Backing) -> None:
+    tensor = backing.make(MiB + 1, place, torch.uint8)
+    region = _native.Region.at(tensor.data_ptr())
+
+    assert region is not None
+    grain = UNIT if backing.huge == "2M" else PAGE
+    assert region.mapped_nbytes - tensor.nbytes < grain
+
+
+def test_fresh_memory_is_zero_and_holds_what_is_written(place: Place, backing: Backing) -> None:
+    tensor = backing.make(MiB + 3, place, torch.float32)
+    assert torch.count_nonzero(tensor) == 0
+
+    tensor.copy_(torch.arange(tensor.numel()) % 251)
+
+    assert torch.equal(tensor, (torch.arange(tensor.numel()) % 251).float())
+
+
+def test_memory_goes_back_when_the_last_view_goes(place: Place, backing: Backing) -> None:
+    tensor = backing.make(4 * MiB, place, torch.uint8)
+    address = tensor.data_ptr()
+    view = tensor[MiB:].view(-1, 1024)[::3]
+    del tensor
+    gc.collect()
+    assert _native.Region.at(address) is not None
+
+    assert int(view.sum()) == 0
+    del view
+    gc.collect()
+
+    assert _native.Region.at(address) is None
+
+
+def test_a_view_may_die_in_another_thread(place: Place, backing: Backing) -> None:
+    held = [backing.make(MiB, place, torch.uint8)]
+    address = held[0].data_ptr()
+    held[0].fill_(7)
+    seen: list[int] = []
+
+    def use_and_drop() -> None:
+        view = held.pop()[5:].view(-1)
+        seen.append(int(view[0]))
+
+    thread = threading.Thread(target=use_and_drop)
+    thread.start()
+    thread.join()
+    gc.collect()
+
+    assert seen == [7]
+    assert _native.Region.at(address) is None
+
+
+def _saved(tensor: torch.Tensor) -> torch.Tensor:
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    buffer.seek(0)
+    loaded: torch.Tensor = torch.load(buffer, weights_only=True)
+    return loaded
+
+
+COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clone": torch.clone,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),  # type: ignore[no-any-return]
+    "torch.save": _saved,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_is_a_plain_tensor(place: Place, how: str) -> None:
+    tensor = ps.full((64, 1024), 3.0, place=place)
+
+    made = COPIES[how](tensor)
+
+    assert torch.equal(made, tensor)
+    assert _native.Region.at(made.data_ptr()) is None
+
+
+def test_moving_keeps_address_contents_and_views(place: Place, backing: Backing) -> None:
+    tensor = backing.make(3 * UNIT, ps.Node(System().allowed_nodes()[0]), torch.uint8)
+    tensor.copy_(torch.arange(3 * UNIT) % 251)
+    view, address = tensor[UNIT:], tensor.data_ptr()
+
+    ps.move(tensor, place)
+
+    assert tensor.data_ptr() == address
+    assert torch.equal(view, (torch.arange(UNIT, 3 * UNIT) % 251).to(torch.uint8))
+    found = ps.where(tensor)
+    assert found.unmapped == 0
+    assert set(found.pages) <= set(place.nodes)
+
+
+def test_the_default_place_holds_inside_the_block_alone(place: Place) -> None:
+    with ps.placing(place):
+        inside = ps.empty(2 * UNIT, dtype=torch.uint8)
+        with ps.placing(None):
+            pass
+        again = ps.empty(2 * UNIT, dtype=torch.uint8)
+
+    for tensor in (inside, again):
+        assert set(ps.where(tensor).pages) <= set(place.nodes)
+
+
+def test_untouched_memory_is_unmapped_and_then_lands_on_its_place(place: Place) -> None:
+    tensor = ps.empty(3 * UNIT, dtype=torch.uint8, place=place, prefault=False, huge=None)
+    assert ps.where(tensor).unmapped == 3 * UNIT // PAGE
+
+    tensor.fill_(1)
+
+    found = ps.where(tensor)
+    assert found.unmapped == 0
+    assert set(found.pages) <= set(place.nodes)

@@ -1,0 +1,202 @@
+#include "region.h"
+
+#include <thread>
+
+#include "check.h"
+#include "fake_os.h"
+
+using namespace penstock;
+
+namespace {
+
+constexpr std::size_t kUnit = kUnitBytes;
+
+RegionSpec on_node(int node, std::size_t bytes) {
+  return {bytes, {Policy::bind, {node}, {}}, Huge::none, true, 2, {}};
+}
+
+RegionSpec striped(std::vector<int> pattern, std::vector<int> nodes, std::size_t bytes) {
+  return {bytes, {Policy::bind, std::move(nodes), std::move(pattern)}, Huge::none, true, 2, {}};
+}
+
+// Every way the making of a region can fail leaves nothing mapped.
+void leaves_nothing(const char* call, int nth, const RegionSpec& spec) {
+  FakeOs os;
+  os.fail(call, nth, ENOMEM);
+  CHECK_THROWS_AS((Region{spec, os}), std::system_error);
+  CHECK(os.mapped == 0);
+}
+
+}  // namespace
+
+TEST_CASE("a region that cannot be mapped leaves nothing") {
+  leaves_nothing("map", 1, on_node(2, 4096));
+}
+
+TEST_CASE("a region that cannot be bound leaves nothing") {
+  leaves_nothing("bind", 1, on_node(2, 4096));
+}
+
+TEST_CASE("a region that cannot be touched leaves nothing") {
+  leaves_nothing("populate", 1, on_node(2, 4096));
+}
+
+TEST_CASE("a stripe that fails half way leaves nothing") {
+  for (int nth = 1; nth <= 5; ++nth) {
+    leaves_nothing("bind", nth, striped({1, 2}, {1, 2}, 4 * kUnit));
+    leaves_nothing("populate", nth, striped({1, 2}, {1, 2}, 4 * kUnit));
+  }
+}
+
+TEST_CASE("the second of two regions failing leaves the first whole") {
+  FakeOs os;
+  os.fail("map", 2, ENOMEM);
+  {
+    const Region first{on_node(0, 8192), os};
+    CHECK_THROWS_AS((Region{on_node(1, 8192), os}), std::system_error);
+    CHECK(os.mapped == 8192);
+  }
+  CHECK(os.mapped == 0);
+}
+
+TEST_CASE("every page of a stripe is touched under its own node") {
+  FakeOs os;
+  const std::size_t bytes = 7 * kUnit + 12345;
+  const Region region{striped({1, 1, 2}, {1, 2}, bytes), os};
+  const std::vector<int> pattern{1, 1, 2};
+  CHECK(os.touched_under.size() == (bytes + 4095) / 4096);
+  for (const auto& [page, node] : os.touched_under) {
+    CHECK(node == pattern[page / kUnit % 3]);
+  }
+}
+
+TEST_CASE("a touched stripe ends as one policy over all its nodes") {
+  FakeOs os;
+  const Region region{striped({1, 2}, {1, 2}, 4 * kUnit), os};
+  const Bound& last = os.bound.back();
+  CHECK(last.offset == 0 && last.bytes == 4 * kUnit);
+  CHECK(last.nodes == std::vector<int>({1, 2}) && !last.move);
+}
+
+TEST_CASE("an untouched stripe keeps a policy per unit and takes no page") {
+  FakeOs os;
+  RegionSpec spec = striped({1, 2}, {1, 2}, 4 * kUnit);
+  spec.prefault = false;
+  const Region region{spec, os};
+  CHECK(os.touched_under.empty());
+  CHECK(os.bound.size() == 4);
+  for (const Bound& bound : os.bound) CHECK(bound.nodes.size() == 1);
+}
+
+TEST_CASE("a failed registration leaves the region usable and unpinned") {
+  FakeOs os;
+  FakeRegistrar cuda;
+  cuda.fail_nth = 1;
+  {
+    Region region{on_node(0, 4096), os};
+    CHECK_THROWS_AS(region.register_with(cuda), CudaError);
+    CHECK(region.pinned() == Pin::none);
+  }
+  CHECK(os.mapped == 0 && cuda.removes == 0);
+}
+
+TEST_CASE("a registered region is let go once, before it is unmapped") {
+  FakeOs os;
+  FakeRegistrar cuda;
+  {
+    Region region{on_node(0, 4096), os};
+    region.register_with(cuda);
+    region.register_with(cuda);
+    CHECK(cuda.adds == 1 && region.pinned() == Pin::registered);
+  }
+  CHECK(cuda.registered == 0 && cuda.removes == 1 && os.mapped == 0);
+}
+
+TEST_CASE("a forked child does not talk to its parent's driver") {
+  FakeOs os;
+  FakeRegistrar cuda;
+  {
+    Region region{on_node(0, 4096), os};
+    region.register_with(cuda);
+    os.process_id = 101;
+  }
+  CHECK(cuda.removes == 0 && os.mapped == 0);
+}
+
+TEST_CASE("a failed lock leaves the region unlocked") {
+  FakeOs os;
+  os.fail("lock", 1, ENOMEM);
+  {
+    Region region{on_node(0, 4096), os};
+    CHECK_THROWS_AS(region.lock(), std::system_error);
+    CHECK(region.pinned() == Pin::none);
+    region.lock();
+    CHECK(os.locked == 4096);
+  }
+  CHECK(os.locked == 0 && os.mapped == 0);
+}
+
+TEST_CASE("moving registered memory lets it go and registers it again") {
+  FakeOs os;
+  FakeRegistrar cuda;
+  Region region{on_node(0, 3 * 4096), os};
+  region.register_with(cuda);
+  region.move(5000, 100, {Policy::bind, {1}, {}});
+  CHECK(cuda.adds == 2 && cuda.registered == 1 && region.pinned() == Pin::registered);
+  const Bound& moved = os.bound.back();
+  CHECK(moved.offset == 4096 && moved.bytes == 4096 && moved.move);
+}
+
+TEST_CASE("a failed move keeps the pin") {
+  FakeOs os;
+  FakeRegistrar cuda;
+  Region region{on_node(0, 4096), os};
+  region.register_with(cuda);
+  os.fail("bind", 1, EIO);
+  CHECK_THROWS_AS(region.move(0, 4096, {Policy::bind, {1}, {}}), std::system_error);
+  CHECK(cuda.registered == 1 && region.pinned() == Pin::registered);
+}
+
+TEST_CASE("a pin that cannot be taken back is not remembered") {
+  FakeOs os;
+  FakeRegistrar cuda;
+  cuda.fail_nth = 2;
+  {
+    Region region{on_node(0, 4096), os};
+    region.register_with(cuda);
+    CHECK_THROWS_AS(region.move(0, 4096, {Policy::bind, {1}, {}}), CudaError);
+    CHECK(region.pinned() == Pin::none);
+  }
+  CHECK(cuda.removes == 1 && cuda.registered == 0);
+}
+
+TEST_CASE("a stripe's units count from the start of the range, wherever a caller begins") {
+  const Placement stripe{Policy::bind, {1, 2}, {1, 2}};
+  const auto runs = runs_of(stripe, 1023 * kUnit + 5, 2 * kUnit);
+  CHECK(runs.size() == 3);
+  CHECK(runs[0].node == 2 && runs[0].bytes == kUnit - 5);
+  CHECK(runs[1].node == 1 && runs[1].bytes == kUnit);
+  CHECK(runs[2].node == 2 && runs[2].bytes == 5);
+}
+
+TEST_CASE("a cut run keeps every byte once and in order") {
+  const auto pieces = cut({{10, 100, 1}, {110, 7, 2}}, 30);
+  std::size_t at = 10;
+  for (const Run& piece : pieces) {
+    CHECK(piece.offset == at && piece.bytes <= 30 && piece.bytes > 0);
+    at += piece.bytes;
+  }
+  CHECK(at == 117 && pieces.size() == 5);
+}
+
+TEST_CASE("an address leads to its living region and to nothing after") {
+  FakeOs os;
+  std::byte* inside = nullptr;
+  {
+    const auto region = Region::take(on_node(0, 8192), os);
+    inside = region->data() + 8191;
+    CHECK(Region::at(inside) == region);
+    CHECK(Region::at(region->data() + 8192) == nullptr);
+  }
+  CHECK(Region::at(inside) == nullptr);
+}

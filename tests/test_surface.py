@@ -1,0 +1,47 @@
+"""The public surface, frozen. A change here is a change to users: argue for it in the commit."""
+
+from __future__ import annotations
+
+import inspect
+
+import penstock
+from penstock import errors
+
+PUBLIC = [
+    "Arena",
+    "Interleave",
+    "Machine",
+    "Node",
+    "PenstockError",
+    "Residency",
+    "Stripe",
+    "discover",
+    "empty",
+    "from_tensor",
+    "full",
+    "move",
+    "placing",
+    "where",
+    "zeros",
+]
+
+
+def test_public_names() -> None:
+    assert sorted(penstock.__all__) == PUBLIC
+    assert set(dir(penstock)) == {*PUBLIC, "__version__"}
+
+
+def test_every_public_name_is_there_and_explained() -> None:
+    for name in PUBLIC:
+        assert inspect.getdoc(getattr(penstock, name)), name
+
+
+def test_a_missing_name_is_an_attribute_error() -> None:
+    assert not hasattr(penstock, "no_such_thing")
+
+
+def test_every_error_is_a_penstock_error() -> None:
+    kinds = [k for k in vars(errors).values() if inspect.isclass(k) and issubclass(k, Exception)]
+
+    assert len(kinds) > 10
+    assert all(issubclass(kind, errors.PenstockError) for kind in kinds)
