@@ -1,0 +1,265 @@
+"""Frozen dataclasses to JSON and back, by their type hints. Room: names.
+
+A record is a dataclass whose fields are int, float, str, bool, Literal, StrEnum, other records,
+`tuple[T, ...]`, `Mapping[int | str, T]`, or one of these `| None`. Reading checks everything and
+names the field that is wrong; what a record checks of itself in `__post_init__` is told likewise.
+Two class attributes widen what a file may hold:
+
+- `FORMAT`, an int beside a field `version`: a file with a higher version is refused by that reason,
+  not for the fields this version does not know.
+- `from_number`, a classmethod: the record may be written as a plain number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from penstock.errors import RecordError
+from penstock.units import parse_bytes
+
+T = TypeVar("T")
+
+_LARGEST = sys.float_info.max
+
+
+class _Size:
+    """Marks an int that may be written by hand as a text with a unit."""
+
+
+Bytes = Annotated[int, _Size]
+"""A number of bytes, which a file may also give as `"64GiB"`. Written out as the plain number."""
+
+
+def to_json(value: object) -> object:
+    """What `json.dumps` takes. Fields that are absent or empty by default are left out."""
+    return _write(value, "")
+
+
+def from_json(
+    cls: type[T], data: object, where: str = "", error: type[RecordError] = RecordError
+) -> T:
+    """A `cls` made of parsed JSON. Raises `error`, which names `where` and the field."""
+    try:
+        if not isinstance(data, Mapping):
+            raise RecordError("", f"must hold an object {{...}}, got {_show(data)}")
+        return _read_record(cls, data, "")
+    except RecordError as problem:
+        raise error(problem.field, problem.problem, where=where) from None
+
+
+# Writing.
+
+
+def _write(value: object, path: str) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kept = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        absent = {f.name for f in dataclasses.fields(value) if _goes_without_saying(value, f)}
+        return {k: _write(v, _join(path, k)) for k, v in kept.items() if k not in absent}
+    if isinstance(value, Mapping):
+        return {str(k): _write(v, f"{path}[{k}]") for k, v in value.items()}
+    if isinstance(value, StrEnum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RecordError(path, f"must be finite to be written, got {value}")
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Sequence):
+        return [_write(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    raise TypeError(f"{path or 'value'}: {type(value).__name__} is no part of a record")
+
+
+def _goes_without_saying(record: object, field: dataclasses.Field[Any]) -> bool:
+    """Nothing is there and nothing is what reading puts there."""
+    value = getattr(record, field.name)
+    empty = value is None or (isinstance(value, str | Sequence | Mapping) and len(value) == 0)
+    return empty and bool(value == _default(field))
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+# Reading.
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+def _read_record(cls: type[T], data: object, path: str) -> T:
+    if not isinstance(data, Mapping):
+        raise RecordError(path, f"must be {_wanted(cls)}, got {_show(data)}")
+    _refuse_newer(cls, data, path)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    for key in data:
+        if key not in fields:
+            raise RecordError(_join(path, str(key)), _stranger(str(key), data, fields))
+    hints = _hints(cls)  # type: ignore[arg-type]
+    values = {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = _read(hints[name], data[name], _join(path, name))
+        elif _required(field):
+            wanted = _wanted(hints[name])
+            raise RecordError(_join(path, name), f"is missing; it must be {wanted}")
+    with _within(path):
+        return cls(**values)
+
+
+@contextmanager
+def _within(path: str) -> Iterator[None]:
+    """What a record finds wrong with itself is told by its place in the file."""
+    try:
+        yield
+    except RecordError as problem:
+        raise RecordError(_join(path, problem.field), problem.problem) from None
+
+
+def _refuse_newer(cls: type, data: Mapping[Any, object], path: str) -> None:
+    newest, version = getattr(cls, "FORMAT", None), data.get("version")
+    if newest is not None and isinstance(version, int | float) and version > newest:
+        raise RecordError(
+            _join(path, "version"),
+            f"is {_show(version)}, but this Penstock reads versions up to {newest}; "
+            f"upgrade Penstock, or make the file anew with this one",
+        )
+
+
+def _stranger(key: str, data: Mapping[Any, object], fields: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(key, [name for name in fields if name not in data], n=1)
+    way_out = f"did you mean {close[0]}?" if close else f"the fields are {', '.join(fields)}"
+    return f"is not a field here; {way_out}"
+
+
+def _read(hint: Any, data: object, path: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _read_size(data, path) if _Size in args[1:] else _read(args[0], data, path)
+    if origin in (Union, UnionType):
+        (inner,) = (arg for arg in args if arg is not NoneType)
+        return None if data is None else _read(inner, data, path)
+    if origin is tuple:
+        if not isinstance(data, list | tuple):
+            raise RecordError(path, f"must be {_wanted(hint)}, got {_show(data)}")
+        return tuple(_read(args[0], item, f"{path}[{i}]") for i, item in enumerate(data))
+    if origin is not None and origin is not Literal and issubclass(origin, Mapping):
+        return _read_mapping(hint, data, path)
+    if dataclasses.is_dataclass(hint):
+        short = getattr(hint, "from_number", None)
+        if short is not None and _is_number(data):
+            number = _read_scalar(float, data, path)
+            with _within(path):
+                return short(number)
+        return _read_record(hint, data, path)  # type: ignore[arg-type]
+    return _read_scalar(hint, data, path)
+
+
+def _read_mapping(hint: Any, data: object, path: str) -> dict[Any, Any]:
+    key_hint, value_hint = get_args(hint)
+    if not isinstance(data, Mapping):
+        raise RecordError(path, f"must be {_wanted(hint)}, got {_show(data)}")
+    for key in data:
+        # JSON has only text for keys. "01" is refused so that two keys never mean one number.
+        if key_hint is int and not re.fullmatch(r"0|-?[1-9][0-9]{0,17}", str(key)):
+            raise RecordError(path, f"must have whole numbers for keys, got {_show(key)}")
+    return {key_hint(key): _read(value_hint, item, f"{path}[{key}]") for key, item in data.items()}
+
+
+def _read_size(data: object, path: str) -> int:
+    try:
+        value = _number(int, parse_bytes(data) if isinstance(data, str) else data)
+    except (ValueError, OverflowError):
+        value = None
+    if value is None:
+        raise RecordError(path, f"must be {_wanted(Bytes)}, got {_show(data)}")
+    return int(value)
+
+
+def _read_scalar(hint: Any, data: object, path: str) -> Any:
+    if hint in (int, float):
+        value = _number(hint, data)
+        if value is not None:
+            return value
+    elif hint in (str, bool):
+        if type(data) is hint:
+            return data
+    else:
+        choices = _choices(hint)
+        for choice in choices:
+            # By type as well: True equals 1.
+            if type(data) is type(getattr(choice, "value", choice)) and data == choice:
+                return choice
+    raise RecordError(path, f"must be {_wanted(hint)}, got {_show(data)}")
+
+
+def _number(hint: type, data: object) -> int | float | None:
+    """JSON does not tell 1e9 from 1000000000, so an int may be written either way."""
+    if not isinstance(data, int | float) or isinstance(data, bool):
+        return None
+    if not abs(data) <= _LARGEST:  # infinite, not a number, or beyond what any tool can read back
+        return None
+    if hint is float:
+        return float(data)
+    return int(data) if int(data) == data and abs(data) < 1 << 63 else None
+
+
+def _is_number(data: object) -> bool:
+    return isinstance(data, int | float) and not isinstance(data, bool)
+
+
+# The words of messages.
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return tuple(hint)
+    raise TypeError(f"{hint} is no type of a record's field")
+
+
+def _wanted(hint: Any) -> str:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return 'a number of bytes such as 4096 or "64GiB"' if _Size in args else _wanted(args[0])
+    if origin in (Union, UnionType):
+        return _wanted(next(arg for arg in args if arg is not NoneType))
+    if origin is tuple:
+        return "a list"
+    if dataclasses.is_dataclass(hint):
+        return "an object {...}" + (" or a number" if hasattr(hint, "from_number") else "")
+    if origin is not None and origin is not Literal:
+        return "an object {...}"
+    plain = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    return plain.get(hint) or " or ".join(_show(choice) for choice in _choices(hint))
+
+
+def _show(data: object) -> str:
+    try:
+        text = json.dumps(data)
+    except (TypeError, ValueError, RecursionError):
+        text = f"a {type(data).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
