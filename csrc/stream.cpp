@@ -28,6 +28,10 @@ double seconds_between(Clock::time_point first, Clock::time_point last) {
   return std::chrono::duration<double>(last - first).count();
 }
 
+std::size_t round_up(std::size_t value, std::size_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
 std::atomic<std::uint64_t> sink;  // where sums go, so that no compiler may leave the reads out
 
 void run_once(const StreamKernels& kernels, const StreamSpec& spec, std::size_t offset,
@@ -113,7 +117,7 @@ class Team {
     if (gate_ == Gate::give_up) return;
     // Parts end on whole pages, so that no two threads share a line.
     const std::size_t page = os_.page_bytes();
-    const std::size_t part = (spec_.bytes / spec_.threads + page - 1) / page * page;
+    const std::size_t part = round_up(round_up(spec_.bytes, spec_.threads) / spec_.threads, page);
     const std::size_t first = std::min(spec_.bytes, index * part);
     const std::size_t bytes = std::min(part, spec_.bytes - first);
     for (Lap& lap : laps_[index]) {

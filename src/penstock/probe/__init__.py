@@ -1,0 +1,9 @@
+"""How fast the machine is, measured. Room: measure.
+
+docs/probe.md says what each figure means and what it does not.
+"""
+
+from penstock.probe.progress import OnProgress
+from penstock.probe.session import ProbeOptions, ProbeResult, probe
+
+__all__ = ["OnProgress", "ProbeOptions", "ProbeResult", "probe"]

@@ -1,0 +1,95 @@
+"""A probe as one picture. Room: measure. matplotlib is imported where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import ProbeError
+from penstock.machine import Figure, Machine
+from penstock.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(slots=True)
+class Panel:
+    """One set of axes, as data. x is on a scale of powers of two, y is a rate."""
+
+    title: str
+    x_label: str
+    x_text: Callable[[int], str]
+    lines: dict[str, dict[int, Figure]] = field(default_factory=dict)
+
+    def add(self, line: str, x: int, figure: Figure) -> None:
+        self.lines.setdefault(line, {})[x] = figure
+
+
+def save_plot(machine: Machine, path: Path) -> None:
+    """Draw what was measured: memory by threads, GPU copies and storage by length."""
+    try:
+        from matplotlib.figure import Figure as Picture
+    except ImportError as missing:
+        raise ProbeError("a plot needs matplotlib: pip install 'penstock[plot]'") from missing
+    panels = [p for p in (memory(machine), transfers(machine), *storage(machine)) if p.lines]
+    if not panels:
+        raise ProbeError("there is nothing to plot: nothing was measured")
+    picture = Picture(figsize=(6.5 * len(panels), 6.5), layout="constrained")
+    picture.suptitle(": ".join(filter(None, (machine.name, machine.cpu.model))))
+    for place, panel in enumerate(panels, start=1):
+        _draw(picture.add_subplot(1, len(panels), place), panel)
+    picture.savefig(path, dpi=150)
+
+
+def memory(machine: Machine) -> Panel:
+    panel = Panel("Memory", "threads", str)
+    for node in machine.nodes:
+        for rate in node.rates:
+            line = f"node {node.id} ({node.kind}) {rate.operation}"
+            panel.add(line, rate.threads, rate.bytes_per_second)
+    return panel
+
+
+def transfers(machine: Machine) -> Panel:
+    panel = Panel("Copies to and from GPUs", "length of one copy", format_bytes)
+    for t in machine.transfers:
+        gpus = "+".join(map(str, t.gpus))
+        streams = f", {t.streams} streams" if t.streams > 1 else ""
+        line = f"node {t.node}, GPU {gpus} {t.direction}{streams}"
+        panel.add(line, t.nbytes, t.bytes_per_second)
+    return panel
+
+
+def storage(machine: Machine) -> list[Panel]:
+    panels = []
+    for path in machine.storage:
+        panel = Panel(f"Storage: {path.path}", "length of one request", format_bytes)
+        for rate in path.rates:
+            line = f"{rate.operation}, {rate.depth} in flight"
+            panel.add(line, rate.block, rate.bytes_per_second)
+        panels.append(panel)
+    return panels
+
+
+def _draw(axes: Axes, panel: Panel) -> None:
+    for number, (name, points) in enumerate(panel.lines.items()):
+        xs = sorted(points)
+        medians = [points[x].median / 1e9 for x in xs]
+        below = [(points[x].median - points[x].low) / 1e9 for x in xs]
+        above = [(points[x].high - points[x].median) / 1e9 for x in xs]
+        style = _STYLES[number // 10 % len(_STYLES)]  # colours repeat after ten
+        axes.errorbar(xs, medians, [below, above], fmt=f"o{style}", ms=4, capsize=3, label=name)
+    ticks = sorted({x for points in panel.lines.values() for x in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [panel.x_text(x) for x in ticks], rotation=30)
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set(title=panel.title, xlabel=panel.x_label, ylabel="GB/s (median, lowest, highest)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22))
+
+
+_STYLES = ("-", "--", ":", "-.")

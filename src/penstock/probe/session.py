@@ -1,0 +1,168 @@
+"""One probe from start to end: what to measure, in which order, in how much time. Room: measure."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+
+from penstock.discovery import discover
+from penstock.errors import ProbeError
+from penstock.machine import Machine, MemoryNode, NodeCopy, StoragePath, Transfer
+from penstock.probe import gpu, memory, storage
+from penstock.probe.progress import OnProgress, Progress
+from penstock.probe.sampling import Effort
+from penstock.system import System
+from penstock.units import GiB, MiB
+
+QUICK_SECONDS = 11.0
+"""For all figures of a quick probe; set-up and start come on top."""
+
+OVERHEAD = 1.6
+"""What a figure takes for each second of its slice: finding the length of a run, and warming up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOptions:
+    """What a user may ask for."""
+
+    quick: bool = False
+    """Fewer thread counts, sizes and depths, and less time for each."""
+
+    storage: tuple[Path, ...] = ()
+    """Directories to measure storage in. Without any, storage is not measured."""
+
+    nodes: tuple[int, ...] | None = None
+    """The memory nodes to measure; None measures all that this process may use."""
+
+    gpus: bool = True
+    """Measure copies to and from the GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeResult:
+    """A measured machine, and what could not be measured."""
+
+    machine: Machine
+    notes: tuple[str, ...]
+    """One for each thing left out or to be read with care."""
+
+    seconds: float
+    """How long the probe took."""
+
+
+def probe(
+    options: ProbeOptions, on_progress: OnProgress | None = None, system: System | None = None
+) -> ProbeResult:
+    """Measure this machine. Leaves no file, thread or memory behind, also on Ctrl-C."""
+    start = time.monotonic()
+    system = system or System()
+    session = Session(discover(system, options.storage), options, system)
+    machine, notes = session.run(on_progress)
+    return ProbeResult(machine=machine, notes=notes, seconds=time.monotonic() - start)
+
+
+def choose_effort(num_figures: int, *, quick: bool) -> Effort:
+    if not quick:
+        return Effort(slice_seconds=0.5, host_bytes=2 * GiB)
+    slice_seconds = QUICK_SECONDS / OVERHEAD / max(1, num_figures)
+    return Effort(slice_seconds=min(0.3, max(0.02, slice_seconds)), host_bytes=512 * MiB)
+
+
+class Session:
+    """The work of one probe. Its figures are known before the first is taken."""
+
+    def __init__(self, machine: Machine, options: ProbeOptions, system: System) -> None:
+        self._machine, self._options, self._system = machine, options, system
+        allowed = system.allowed_nodes()
+        chosen = allowed if options.nodes is None else options.nodes
+        self._nodes = tuple(machine.node(id) for id in chosen)  # raises for one that is not there
+        self._pairs = tuple(permutations([node.id for node in self._nodes], 2))
+        self._requests = storage.requests(quick=options.quick)
+        indices = [g.index for g in machine.gpus] if options.gpus else []
+        self._groups = gpu.plan(indices, self.effort(1).host_bytes, quick=options.quick)
+
+    def effort(self, num_figures: int) -> Effort:
+        return choose_effort(num_figures, quick=self._options.quick)
+
+    @property
+    def num_figures(self) -> int:
+        nodes = sum(len(self._threads(n.id)) * len(memory.OPERATIONS) + 1 for n in self._nodes)
+        transfers = sum(map(len, self._groups)) * len(self._nodes)
+        requests = len(self._requests) * len(self._machine.storage)
+        return nodes + len(self._pairs) + transfers + requests
+
+    def run(self, on_progress: OnProgress | None = None) -> tuple[Machine, tuple[str, ...]]:
+        total = self.num_figures
+        effort, progress = self.effort(total), Progress(total, on_progress)
+        measured = {node.id: self._probe_node(node, effort, progress) for node in self._nodes}
+        machine = dataclasses.replace(
+            self._machine,
+            nodes=tuple(measured.get(node.id, node) for node in self._machine.nodes),
+            node_copies=self._probe_copies(effort, progress),
+            transfers=self._probe_gpus(effort, progress),
+            storage=self._probe_storage(effort, progress),
+        )
+        progress.say("done")
+        return machine, tuple(progress.notes)
+
+    def _threads(self, node: int) -> tuple[int, ...]:
+        num_cpus = len(self._system.nearest_cpus(node))
+        return memory.thread_counts(num_cpus, quick=self._options.quick)
+
+    def _probe_node(self, node: MemoryNode, effort: Effort, progress: Progress) -> MemoryNode:
+        threads = self._threads(node.id)
+        take = partial(memory.take_stretch, node.id, effort, self._system)
+        figures = len(memory.OPERATIONS) * len(threads) + 1
+        stretch = progress.attempt(f"node {node.id}", take, figures=figures)
+        if stretch is None:
+            return node
+        return memory.probe_node(node, stretch, threads, effort, progress)
+
+    def _probe_copies(self, effort: Effort, progress: Progress) -> tuple[NodeCopy, ...]:
+        copies = []
+        for source, target in self._pairs:
+            take = partial(memory.take_stretch, source, effort, self._system, target)
+            stretch = progress.attempt(f"node {source} to node {target}", take, figures=1)
+            if stretch is not None:
+                threads = len(memory.cpus_between(source, target, self._system))
+                copy = memory.probe_copy((source, target), stretch, threads, effort, progress)
+                copies += [copy] if copy is not None else []
+        return tuple(copies)
+
+    def _probe_gpus(self, effort: Effort, progress: Progress) -> tuple[Transfer, ...]:
+        if not self._groups:
+            return ()
+        progress.say("starting CUDA")
+        find = partial(gpu.cuda_ordinals, self._machine.gpus)
+        figures = sum(map(len, self._groups)) * len(self._nodes)
+        ordinals = progress.attempt("GPU copies", find, figures=figures)
+        transfers: list[Transfer] = []
+        for node in self._nodes if ordinals is not None else ():
+            for group in filter(None, self._groups):
+                take = partial(self._copier, node.id, group[0].gpus, ordinals or {}, effort)
+                what = f"node {node.id} and GPU {', '.join(map(str, group[0].gpus))}"
+                copier = progress.attempt(what, take, figures=len(group))
+                if copier is not None:
+                    transfers += gpu.probe_group(node.id, group, copier, effort, progress)
+                del take, copier  # its buffers, before the next one's are taken
+        return tuple(transfers)
+
+    def _copier(
+        self, node: int, gpus: tuple[int, ...], ordinals: dict[int, int], effort: Effort
+    ) -> gpu.Copier:
+        if hidden := [index for index in gpus if index not in ordinals]:
+            raise ProbeError(f"CUDA does not show GPU {hidden[0]} to this process")
+        spare = memory.spare_bytes(node, effort, self._system)
+        return gpu.TorchCopier(node, {index: ordinals[index] for index in gpus}, spare)
+
+    def _probe_storage(self, effort: Effort, progress: Progress) -> tuple[StoragePath, ...]:
+        paths = []
+        for path in self._machine.storage:
+            take = partial(storage.probe_path, path, self._requests, effort, progress)
+            measured = progress.attempt(path.path, take, figures=len(self._requests))
+            paths.append(path if measured is None else measured)
+        return tuple(paths)
