@@ -1,0 +1,162 @@
+"""The `penstock` command. Room: show.
+
+Exit codes: 0 fine; 1 something the user can mend, said in one message; 2 wrong usage; 70 a bug of
+ours, with a traceback. `--json` puts data on standard output and nothing else there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+
+from penstock import __version__
+from penstock.errors import PenstockError, ProbeError
+
+EXIT_MENDABLE = 1
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Fine-tune language models larger than the GPU's memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+T = TypeVar("T")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs, nothing else.")]
+
+
+def main() -> None:
+    """The entry point: runs the command and turns what went wrong into an exit code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """One command line as an exit code. Usage errors and --help are typer's own business."""
+    try:
+        app(args=arguments, prog_name="penstock")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0
+    except PenstockError as problem:
+        _say(f"error: {problem}")
+        return EXIT_MENDABLE
+    except Exception:
+        _say(f"{traceback.format_exc()}This is a bug in Penstock {__version__}; please report it.")
+        return EXIT_BUG
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _print_json(data: object) -> None:
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+@app.callback(invoke_without_command=True)
+def penstock(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    if version:
+        if as_json:
+            _print_json({"penstock": __version__})
+        else:
+            print(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Check this machine and say what to mend, why, and how. Exits 1 if something is bad."""
+    from penstock.doctor import examine, render, to_json
+
+    findings = examine()
+    if as_json:
+        _print_json(to_json(findings))
+    else:
+        render(findings, Console())
+    if any(finding.status == "bad" for finding in findings):
+        raise typer.Exit(EXIT_MENDABLE)
+
+
+@app.command()
+def probe(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where to write it.")] = Path(
+        "machine.json"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="Coarser, in under 20 s.")] = False,
+    storage: Annotated[
+        list[Path] | None,
+        typer.Option("--storage", help="A directory whose disk to measure; may be repeated."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw it, as a PNG.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure memory, GPU links and disks, and write machine.json, from which plans are made."""
+    from penstock import probe as probing
+    from penstock import records
+    from penstock.probe import plot as plotting
+    from penstock.probe import show
+
+    _check_writable(out, plot)
+    options = probing.ProbeOptions(quick=quick, storage=tuple(storage or ()))
+    try:
+        result = _with_progress(lambda tell: probing.probe(options, tell), quiet=as_json)
+    except KeyboardInterrupt:
+        _say("interrupted; nothing was written")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    made = replace(result.machine.made, command=shlex.join(["penstock", *sys.argv[1:]]))
+    machine = replace(result.machine, made=made)
+    machine.save(out)
+    if plot is not None:
+        plotting.save_plot(machine, plot)
+    if as_json:
+        _print_json(records.to_json(machine))
+        return
+    console = Console()
+    console.print(show.tables(result))
+    console.print(f"{out} written, {result.seconds:.1f} s", highlight=False)
+
+
+def _check_writable(out: Path, plot: Path | None) -> None:
+    """Before the work, not after it."""
+    for path in filter(None, (out, plot)):
+        if not os.access(path.parent, os.W_OK) or path.is_dir():
+            raise ProbeError(f"{path} cannot be written; name a file in a directory that can be")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ProbeError("a plot needs matplotlib: pip install 'penstock[plot]'")
+
+
+def _with_progress(work: Callable[[Callable[[int, int, str], None]], T], *, quiet: bool) -> T:
+    """Run `work(tell)` under a progress bar on standard error, where there is a terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("looking", total=None)
+
+        def tell(done: int, total: int, text: str) -> None:
+            bar.update(task, completed=done, total=total, description=text)
+
+        return work(tell)
+
+
+if __name__ == "__main__":
+    main()

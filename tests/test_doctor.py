@@ -1,0 +1,359 @@
+"""The doctor names what is wrong, why it matters and the way out, and where all is well, that."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from penstock import _native, doctor
+from penstock.doctor import CHECKS, Finding, devices, examine, limits, memory, render, to_json
+from penstock.system import System
+from penstock.units import GiB, KiB, MiB
+from tests.fakeroot import fake_root
+
+Check = Callable[[System], Finding]
+
+STATUS = "CapEff:\t{caps:016x}\nSeccomp:\t0\nCpus_allowed_list:\t{cpus}\nMems_allowed_list:\t{mems}"
+PCI = "sys/bus/pci/devices/0000:17:00.0"
+HUGE = "sys/kernel/mm/hugepages/hugepages-2048kB"
+DAX = "sys/bus/dax/devices/dax0.0"
+REGION = "sys/bus/cxl/devices/region0"
+
+
+def status(caps: int = 0, cpus: str = "0-1", mems: str = "0") -> Mapping[str, str | None]:
+    return {"proc/self/status": STATUS.format(caps=caps, cpus=cpus, mems=mems)}
+
+
+BAD: list[tuple[Check, tuple[str, ...], Mapping[str, str | None], str, str, str]] = [
+    # check, listings, changes, status, words of what is found, words of the way out
+    (
+        limits.check_memlock, ("healthy",),
+        {"proc/self/limits": "Max locked memory         8388608    8388608    bytes"},
+        "warn", "8.00 MiB may be locked", "ulimit -l unlimited",
+    ),
+    (
+        limits.check_sys_nice, ("healthy",), status(),
+        "note", "no CAP_SYS_NICE", "--cap-add SYS_NICE",
+    ),
+    (
+        limits.check_cpuset, ("healthy",), status(cpus="1"),
+        "note", "1 of 1 nodes, 1 of 2 CPUs", "cpuset.cpus",
+    ),
+    (
+        limits.check_cpuset, ("healthy", "numa"), status(mems="0-1"),
+        "warn", "2 of 3 nodes, 2 of 2 CPUs", "cpuset.mems",
+    ),
+    (
+        limits.check_memory_limit, ("healthy",),
+        {
+            "proc/self/cgroup": "0::/box",
+            "sys/fs/cgroup/box/memory.max": str(8 * GiB),
+            "sys/fs/cgroup/box/memory.current": str(2 * GiB),
+        },
+        "note", "8.00 GiB of 16.0 GiB, 6.00 GiB left", "memory.max",
+    ),
+    (
+        limits.check_memory_limit, ("healthy",),
+        {
+            "proc/self/cgroup": "0::/box",
+            "sys/fs/cgroup/box/memory.max": str(GiB),
+            "sys/fs/cgroup/box/memory.current": str(GiB // 2),
+        },
+        "warn", "512 MiB left", "memory.max",
+    ),
+    (
+        limits.check_wsl, ("healthy",),
+        {"proc/sys/kernel/osrelease": "6.6.87.2-microsoft-standard-WSL2"},
+        "warn", "Windows Subsystem for Linux", ".wslconfig",
+    ),
+    (
+        memory.check_transparent_huge_pages, ("healthy",),
+        {"sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"},
+        "warn", "never", "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+    ),
+    (
+        memory.check_transparent_huge_pages, ("healthy",),
+        {"sys/kernel/mm/transparent_hugepage/enabled": None},
+        "warn", "the kernel has none", "madvise",
+    ),
+    (
+        memory.check_reserved_huge_pages, ("healthy",),
+        {f"{HUGE}/nr_hugepages": "1024", f"{HUGE}/free_hugepages": "512"},
+        "note", "1024 of 2 MiB, 512 free", "vm.nr_hugepages=0",
+    ),
+    (
+        memory.check_overcommit, ("healthy",), {"proc/sys/vm/overcommit_memory": "2"},
+        "warn", "vm.overcommit_memory=2", "sysctl vm.overcommit_memory=0",
+    ),
+    (
+        memory.check_map_count, ("healthy",), {"proc/sys/vm/max_map_count": "1000"},
+        "warn", "vm.max_map_count=1000", "sysctl vm.max_map_count=1048480",
+    ),
+    (
+        memory.check_balancing, ("healthy", "numa"), {"proc/sys/kernel/numa_balancing": "1"},
+        "note", "kernel.numa_balancing=1", "sysctl kernel.numa_balancing=0",
+    ),
+    (
+        memory.check_nodes, (), {"proc/meminfo": "MemTotal: 1048576 kB"},
+        "note", "node 0 dram 1.00 GiB; the kernel shows no NUMA nodes", "CONFIG_NUMA",
+    ),
+    (
+        memory.check_cxl, ("cxl",),
+        {
+            DAX: None, f"{DAX}/driver": None, f"{DAX}/target_node": None,
+            f"{REGION}/target0": None, f"{REGION}/resource": None,
+        },
+        "warn", "mem0 1.00 GiB on no node", "cxl create-region -t ram -d decoder0.0 -m mem0",
+    ),
+    (
+        memory.check_cxl, ("cxl",),
+        {DAX: None, f"{DAX}/driver": None, f"{DAX}/target_node": None},
+        "warn", "mem0 1.00 GiB on no node", "cxl enable-region region0",
+    ),
+    (
+        memory.check_cxl, ("cxl",),
+        {
+            f"{DAX}/driver": "-> ../../../../bus/dax/drivers/device_dax",
+            "sys/devices/system/node/has_memory": "0-1",
+        },
+        "warn", "mem0 1.00 GiB for node 2", "daxctl reconfigure-device --mode=system-ram --no-m",
+    ),
+    (
+        memory.check_cxl, ("cxl",), {"sys/devices/system/node/has_memory": "0-1"},
+        "warn", "mem0 1.00 GiB for node 2", "daxctl online-memory --no-movable dax0.0",
+    ),
+    (
+        memory.check_movable, ("cxl",), {"sys/devices/system/node/has_normal_memory": "0-1"},
+        "warn", "node 2: movable memory only", "daxctl online-memory --no-movable dax0.0",
+    ),
+    (
+        devices.check_pcie_links, ("healthy",), {f"{PCI}/current_link_width": "8"},
+        "warn", "gen 5 x8 of gen 5 x16", "lspci -vv -s 0000:17:00.0",
+    ),
+    (
+        devices.check_pcie_links, ("healthy",), {f"{PCI}/current_link_speed": "2.5 GT/s PCIe"},
+        "note", "gen 1 x16 of gen 5 x16", "under load",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "listings", "changes", "status", "found", "mend"), BAD)
+def test_what_is_wrong_is_found_with_its_way_out(
+    tmp_path: Path, check: Check, listings: tuple[str, ...], changes: Mapping[str, str | None],
+    status: str, found: str, mend: str,
+) -> None:  # fmt: skip
+    finding = check(fake_root(tmp_path, *listings, changes=changes))
+    assert (finding.status, found in finding.found, mend in finding.mend) == (status, True, True), (
+        finding
+    )
+
+
+def of_kernel_files() -> list[Check]:
+    """Checks that ask only the kernel's files; the others are asked below with a stand-in."""
+    return list(dict.fromkeys(check for check, *_ in BAD))
+
+
+@pytest.mark.parametrize("check", of_kernel_files())
+def test_a_healthy_machine_has_nothing_to_mend(tmp_path: Path, check: Check) -> None:
+    assert check(fake_root(tmp_path, "healthy")).status == "ok"
+
+
+def test_a_cxl_device_that_is_a_node_is_fine(tmp_path: Path) -> None:
+    finding = memory.check_cxl(fake_root(tmp_path, "cxl_cdat"))
+    assert (finding.status, finding.found) == ("ok", "mem0 1.00 GiB for node 3")
+
+
+def test_the_node_map_shows_which_nodes_have_no_cpus(tmp_path: Path) -> None:
+    found = memory.check_nodes(fake_root(tmp_path, "cxl_cdat")).found
+    assert "node 0 dram 2.89 GiB, " in found
+    assert "node 3 cxl 1.00 GiB (no CPUs)" in found
+
+
+def test_the_right_to_lock_overrides_the_limit(tmp_path: Path) -> None:
+    low = {"proc/self/limits": "Max locked memory   65536   65536   bytes"}
+    changes = {**low, **status(caps=0x4000)}
+    assert limits.check_memlock(fake_root(tmp_path, "healthy", changes=changes)).status == "ok"
+
+
+def test_balancing_with_one_node_moves_nothing(tmp_path: Path) -> None:
+    changes = {"proc/sys/kernel/numa_balancing": "1"}
+    assert memory.check_balancing(fake_root(tmp_path, "healthy", changes=changes)).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("code", "changes", "found", "mend"),
+    [
+        (0, {}, "works", ""),
+        (errno.EPERM, {"proc/sys/kernel/io_uring_disabled": "2"}, "disabled=2", "sudo sysctl"),
+        (errno.ENOSYS, {}, "the kernel has none", "Linux 5.6"),
+        (errno.EPERM, {"proc/self/status": "Seccomp:\t2"}, "seccomp", "--security-opt"),
+        (errno.EPERM, {}, "refused: Operation not permitted", "dmesg"),
+    ],
+)
+def test_io_uring_is_tried_and_the_reason_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, changes: dict[str, str],
+    found: str, mend: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(_native, "io_uring_errno", lambda: code)
+    finding = devices.check_io_uring(fake_root(tmp_path, "healthy", changes=changes))
+    assert finding.status == ("warn" if code else "ok")
+    assert found in finding.found
+    assert mend in finding.mend
+
+
+def test_binding_that_the_kernel_refuses_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(*args: object) -> None:
+        asked.append(args)
+        raise PermissionError(errno.EPERM, "mbind: Operation not permitted")
+
+    monkeypatch.setattr(_native, "Region", refuse)
+    finding = memory.check_binding(fake_root(tmp_path, "numa"))
+    assert (finding.status, len(asked)) == ("bad", 1)
+    assert finding.found == "node 0: mbind: Operation not permitted"
+    assert "--cap-add SYS_NICE" in finding.mend
+
+
+def test_plain_instructions_on_x86_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "isa_name", lambda: "baseline")
+    monkeypatch.setattr(_native, "isa_names", lambda: ["baseline"])
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="x86_64"))
+    assert limits.check_instruction_sets(System()).status == "warn"
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="aarch64"))
+    assert limits.check_instruction_sets(System()).status == "ok"
+
+
+def test_an_old_python_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.sys, "version_info", (3, 10, 4, "final", 0))
+    finding = limits.check_python(System())
+    assert (finding.status, finding.found) == ("bad", "3.10.4")
+
+
+@pytest.mark.parametrize(("free", "status"), [(9 * GiB, "warn"), (11 * GiB, "ok")])
+def test_little_free_space_is_told(monkeypatch: pytest.MonkeyPatch, free: int, status: str) -> None:
+    space = SimpleNamespace(f_bavail=free // (4 * KiB), f_frsize=4 * KiB)
+    monkeypatch.setattr(os, "statvfs", lambda _: space)
+    finding = devices.check_free_space(System())
+    assert finding.status == status
+    assert str(Path.cwd()) in finding.found
+
+
+@pytest.mark.parametrize(("nbytes", "status"), [(64 * MiB, "warn"), (8 * GiB, "ok")])
+def test_small_shared_memory_is_told(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, status: str
+) -> None:
+    space = SimpleNamespace(f_blocks=nbytes // (4 * KiB), f_frsize=4 * KiB)
+    monkeypatch.setattr(os, "statvfs", lambda _: space)
+    assert devices.check_shared_memory(System()).status == status
+
+
+def test_no_shared_memory_at_all_is_told(tmp_path: Path) -> None:
+    finding = devices.check_shared_memory(System(tmp_path))
+    assert (finding.status, finding.found) == ("warn", "no /dev/shm")
+
+
+@pytest.mark.parametrize(
+    ("listings", "count", "status"), [((), 0, "note"), (("healthy",), 0, "bad"), ((), 2, "ok")]
+)
+def test_a_driver_that_is_missing_is_bad_only_where_there_is_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listings: tuple[str, ...], count: int,
+    status: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(_native, "cuda_devices", lambda: count)
+    monkeypatch.setattr(_native, "cuda_why_none", lambda: "no CUDA driver")
+    assert devices.check_driver(fake_root(tmp_path, *listings)).status == status
+
+
+def fake_torch(version: str, cuda: str | None, *, available: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(
+        __version__=version,
+        version=SimpleNamespace(cuda=cuda),
+        cuda=SimpleNamespace(is_available=lambda: available),
+    )
+
+
+@pytest.mark.parametrize(
+    ("torch", "gpus", "status", "found"),
+    [
+        (None, 0, "bad", "cannot be imported"),
+        (fake_torch("2.5.1", None), 0, "bad", "torch 2.5.1, CPU only"),
+        (fake_torch("2.13.0+cpu", None, available=False), 0, "ok", "torch 2.13.0+cpu, CPU only"),
+        (fake_torch("2.13.0", None, available=False), 1, "bad", "it does not see the GPU"),
+        (fake_torch("2.13.0", "12.8"), 1, "ok", "torch 2.13.0, CUDA 12.8"),
+    ],
+)
+def test_torch_must_be_new_enough_and_see_the_gpu_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, torch: object, gpus: int, status: str, found: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(_native, "cuda_devices", lambda: gpus)
+    finding = devices.check_torch(System())
+    assert finding.status == status
+    assert found in finding.found
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "status"),
+    [(12080, "13.0", "bad"), (12020, "12.8", "ok"), (13000, "12.8", "ok"), (12080, None, "ok")],
+)
+def test_a_driver_older_than_torchs_cuda_is_bad(
+    monkeypatch: pytest.MonkeyPatch, driver: int, cuda: str | None, status: str
+) -> None:
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetCudaDriverVersion=lambda: driver,
+        NVMLError=RuntimeError,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setitem(sys.modules, "torch", fake_torch("2.13.0", cuda))
+    assert devices.check_cuda_versions(System()).status == status
+
+
+def test_every_check_has_a_test_of_its_bad_side() -> None:
+    asked_with_a_stand_in = {
+        limits.check_python, limits.check_instruction_sets, memory.check_binding,
+        devices.check_io_uring, devices.check_free_space, devices.check_shared_memory,
+        devices.check_driver, devices.check_torch, devices.check_cuda_versions,
+    }  # fmt: skip
+    assert set(CHECKS) == asked_with_a_stand_in | set(of_kernel_files())
+
+
+def test_this_machine_is_examined_by_every_check() -> None:
+    findings = examine()
+    assert len(findings) == len(doctor.CHECKS)
+    assert len({finding.check for finding in findings}) == len(findings)
+    by_name = {finding.check: finding for finding in findings}
+    assert by_name["python"].status == "ok"
+    assert by_name["torch"].found.startswith("torch ")
+    assert json.loads(json.dumps(to_json(findings)))[0]["check"] == findings[0].check
+
+
+def test_the_page_keeps_the_kernels_brackets_and_reads_without_colour() -> None:
+    page = io.StringIO()
+    findings = [
+        Finding(check="a", status="ok", found="[madvise] always"),
+        Finding(check="b", status="bad", found="broken", why="it matters", mend="`mend it`"),
+    ]
+    render(findings, Console(file=page, width=80, no_color=True))
+    text = page.getvalue()
+    assert "[madvise] always" in text
+    for words in ("bad", "broken", "it matters", "-> `mend it`", "1 ok, 0 note, 0 warn, 1 bad"):
+        assert words in text
+
+
+def test_a_finding_that_leaves_one_guessing_cannot_be_made() -> None:
+    with pytest.raises(AssertionError, match="leaves one guessing"):
+        Finding(check="a", status="warn", found="broken", why="it matters")
