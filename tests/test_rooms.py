@@ -1,0 +1,158 @@
+"""Who may import whom: the architecture, as a test."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src/penstock"
+
+MAY_IMPORT: dict[str, set[str]] = {
+    # names
+    "units": set(),
+    "tiers": set(),
+    "errors": {"units"},
+    "system": {"units"},
+    "records": {"errors", "units"},
+    "record_files": {"errors", "records"},
+    # measure
+    "figures": {"errors", "records"},
+    "machine_parts": {"errors", "figures", "records", "tiers"},
+    "machine": {"errors", "figures", "machine_parts", "record_files"},
+    "discovery": {"__init__", "machine", "machine_parts", "system"},
+    "probe": {
+        *{"_native", "discovery", "errors", "machine", "machine_parts", "system", "units"},
+        *{"memory.arena", "memory.placement", "memory.region"},  # what it measures, it must hold
+    },
+    # hold
+    "memory.placement": {"_native", "errors"},
+    "memory.region": {"_native", "errors", "memory.placement", "system", "units"},
+    "memory.residency": {"_native", "units"},
+    "memory.arena": {
+        *{"_native", "errors", "units", "memory.placement", "memory.region", "memory.residency"},
+        "memory.tensors",  # inside a function: the core imports without torch
+    },
+    "memory.tensors": {
+        *{"_native", "errors", "system"},
+        *{"memory.arena", "memory.placement", "memory.region", "memory.residency"},
+    },
+    # show
+    "doctor": {"_native", "discovery", "records", "system", "units"},
+    "cli": {"__init__", "doctor", "errors", "probe", "records"},
+    "__init__": {
+        *{"discovery", "errors", "machine"},
+        *{"memory.arena", "memory.placement", "memory.residency", "memory.tensors"},
+    },
+}
+"""A package's row holds for each of its modules, which may also import each other."""
+
+MAY_IMPORT_TORCH = {"memory.tensors"}
+"""At module level. Elsewhere torch is imported inside the function that needs it, or not at all."""
+
+TORCH_FREE = ["cli", "discovery", "doctor", "machine", "memory.arena", "probe"]
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def row_of(path: Path) -> str | None:
+    """The row that speaks for a file: its own, or its package's."""
+    name = name_of(path)
+    return next((row for row in (name, name.split(".")[0]) if row in MAY_IMPORT), None)
+
+
+def penstock_imports(path: Path) -> set[str]:
+    """Modules of ours that a file imports, anywhere in it, without the leading `penstock.`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names if a.name.split(".")[0] == "penstock"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "penstock":
+            for alias in node.names:
+                below = f"{node.module}.{alias.name}"
+                found.add(below if is_module(below) else str(node.module))
+    return {name.removeprefix("penstock.") if "." in name else "__init__" for name in found}
+
+
+def is_module(dotted: str) -> bool:
+    path = PACKAGE.parent.joinpath(*dotted.split("."))
+    return path.with_suffix(".py").exists() or path.with_suffix(".pyi").exists()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_stay_in_their_room(path: Path) -> None:
+    if path.name == "__init__.py" and not penstock_imports(path):
+        return
+    row = row_of(path)
+    assert row is not None, "a new module: say in MAY_IMPORT what it may know"
+    allowed = MAY_IMPORT[row]
+    for name in penstock_imports(path):
+        package = name.split(".")[0]
+        assert name in allowed or package in allowed or package == row, name
+
+
+def test_the_table_has_no_ghosts() -> None:
+    assert set(MAY_IMPORT) <= {row_of(path) for path in MODULES}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_torch_is_imported_at_the_top_of_few_modules(path: Path) -> None:
+    top = ast.parse(path.read_text()).body
+    imported = {a.name for node in top if isinstance(node, ast.Import) for a in node.names}
+    imported |= {str(node.module) for node in top if isinstance(node, ast.ImportFrom)}
+
+    if name_of(path) not in MAY_IMPORT_TORCH:
+        assert not {name for name in imported if name.split(".")[0] == "torch"}
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_the_core_imports_without_torch(module: str) -> None:
+    code = f"import sys, penstock.{module}; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_says_its_room(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+
+    assert "Room: " in docstring or path.stem == "__init__"
+
+
+CSRC = PACKAGE.parents[1] / "csrc"
+
+KNOWS_ONE_THING = {
+    # what the text of a file shows                 the only files that may show it
+    "sys/mman.h": {"os_linux.cpp"},
+    "sys/syscall.h": {"os_linux.cpp"},
+    "unistd.h": {"os_linux.cpp"},
+    "nanobind": {"bind.cpp"},
+    "libcuda": {"cuda_driver.cpp"},
+    "dlfcn.h": {"cuda_driver.cpp"},
+    "torch/": set(),
+    "Python.h": set(),
+}
+
+
+@pytest.mark.parametrize("sign", KNOWS_ONE_THING)
+def test_in_the_native_core_one_file_knows(sign: str) -> None:
+    knowing = {path.name for path in CSRC.iterdir() if sign in path.read_text()}
+
+    assert knowing <= KNOWS_ONE_THING[sign]
+
+
+def test_files_and_functions_stay_short() -> None:
+    for path in [*MODULES, *CSRC.iterdir()]:
+        assert len(path.read_text().splitlines()) <= 300, f"{path.name} has grown past one room"
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= 40, f"{name_of(path)}.{node.name} does too much: {length} lines"
