@@ -1,0 +1,164 @@
+"""Copies between a GPU and placed memory, beside torch's own pinned memory. Needs CUDA.
+
+Run by bench_placement.py; a module of its own because it alone needs a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+import penstock as ps
+from bench.certificate import percentiles
+from penstock import _native
+from penstock.memory.region import RegionOptions, take_region
+from penstock.units import GiB, KiB
+
+COPY_NBYTES = GiB
+
+
+def run(place: ps.Node, repeats: int) -> dict[str, object]:
+    torch.cuda.init()
+    return {
+        "copies": copies(place, repeats),
+        "odd_pinned": odd_pinned(place),
+        "pinning": pinning(place, repeats=3),
+        "registering_in_pieces": registering_in_pieces(place),
+    }
+
+
+def copies(place: ps.Node, repeats: int) -> dict[str, object]:
+    """Arms in turn, three rounds of copies each, timed on the device."""
+    arena = ps.Arena(COPY_NBYTES, place, pinned=True)
+    hosts = {
+        "arena": arena.tensor(COPY_NBYTES, torch.uint8),
+        "torch_pinned": torch.empty(COPY_NBYTES, dtype=torch.uint8, pin_memory=True),
+        "pageable": torch.zeros(COPY_NBYTES, dtype=torch.uint8),
+    }
+    assert hosts["arena"].is_pinned()
+    pattern = torch.randint(0, 255, (COPY_NBYTES,), dtype=torch.uint8, device="cuda")
+    device = torch.empty_like(pattern)
+    taken: dict[str, list[float]] = {f"{d}_{n}": [] for n in hosts for d in ("h2d", "d2h")}
+    for number in range(repeats + 1):
+        for name, host in hosts.items():
+            d2h = _timed(host, pattern)
+            h2d = _timed(device, host)
+            if number:  # the first round is a warm-up
+                taken[f"d2h_{name}"].append(COPY_NBYTES / d2h)
+                taken[f"h2d_{name}"].append(COPY_NBYTES / h2d)
+            assert torch.equal(device, pattern), f"{name} lost bytes"
+            device.zero_()
+    rates = {name: percentiles(samples) for name, samples in taken.items()}
+    ratio = {
+        d: rates[f"{d}_arena"]["p50"] / rates[f"{d}_torch_pinned"]["p50"] for d in ("h2d", "d2h")
+    }
+    return {"nbytes": COPY_NBYTES, "bytes_per_second": rates, "ratio_to_torch_pinned": ratio}
+
+
+def _timed(target: torch.Tensor, source: torch.Tensor) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    target.copy_(source, non_blocking=True)
+    stop.record()
+    stop.synchronize()
+    elapsed: float = start.elapsed_time(stop)
+    return elapsed / 1e3
+
+
+def odd_pinned(place: ps.Node) -> dict[str, int]:
+    """What 1 GiB + 4 KiB takes, by the machine's own free memory and by what is mapped."""
+    wanted = GiB + 4 * KiB
+    before = _available()
+    tensor = ps.empty(wanted, dtype=torch.uint8, place=place, pinned=True)
+    region = _native.Region.at(tensor.data_ptr())
+    assert region is not None
+    placed = before - _available()
+    before = _available()
+    plain = torch.empty(wanted, dtype=torch.uint8, pin_memory=True)
+    pinned = before - _available()
+    del tensor, plain
+    return {
+        "wanted": wanted,
+        "mapped": region.mapped_nbytes,
+        "available_drop_penstock": placed,
+        "available_drop_torch": pinned,
+    }
+
+
+def pinning(place: ps.Node, repeats: int) -> dict[str, object]:
+    nbytes = 4 * GiB
+    found: dict[str, list[float]] = {"penstock": [], "torch": []}
+    for _ in range(repeats):
+        start = time.perf_counter()
+        tensor = ps.empty(nbytes, dtype=torch.uint8, place=place, pinned=True)
+        found["penstock"].append(time.perf_counter() - start)
+        del tensor
+        start = time.perf_counter()
+        plain = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        found["torch"].append(time.perf_counter() - start)
+        del plain
+        torch.accelerator.empty_host_cache()
+    return {"nbytes": nbytes, "seconds": {k: percentiles(v) for k, v in found.items()}}
+
+
+def registering_in_pieces(place: ps.Node) -> dict[str, object]:
+    """Would several registrations from several threads be faster than one?
+
+    A copy that spans two registrations must work too, or pieces are no use.
+    """
+    nbytes, pieces = 8 * GiB, 8
+    runtime = torch.cuda.cudart()
+    options = RegionOptions()
+    whole = take_region(nbytes, place, options)
+    start = time.perf_counter()
+    whole.register()
+    one = time.perf_counter() - start
+    del whole
+
+    region = take_region(nbytes, place, options)
+    block = _native.Block(region)
+    share = nbytes // pieces
+    errors: list[int] = []
+
+    def register(part: int) -> None:
+        errors.append(int(runtime.cudaHostRegister(region.address + part * share, share, 1)))
+
+    team = [threading.Thread(target=register, args=(part,)) for part in range(pieces)]
+    start = time.perf_counter()
+    for thread in team:
+        thread.start()
+    for thread in team:
+        thread.join()
+    several = time.perf_counter() - start
+    spanning = _spans(block, share)
+    for part in range(pieces):
+        runtime.cudaHostUnregister(region.address + part * share)
+    return {
+        "nbytes": nbytes,
+        "one_seconds": one,
+        "pieces": pieces,
+        "pieces_seconds": several,
+        "errors": sum(map(bool, errors)),
+        "copy_across_a_seam": spanning,
+    }
+
+
+def _spans(block: _native.Block, share: int) -> str:
+    host = torch.frombuffer(block, dtype=torch.uint8)[share - 64 * KiB : share + 64 * KiB]
+    host.fill_(9)
+    try:
+        device = host.to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+        return "works" if bool((device == 9).all()) else "wrong bytes"
+    except RuntimeError as failed:
+        return f"fails: {str(failed).splitlines()[0]}"
+
+
+def _available() -> int:
+    match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
