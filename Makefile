@@ -11,7 +11,7 @@ CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 help:
 	@echo "make demo      place tensors on this machine's memory nodes and show where they are"
 	@echo "make test      build and run the tests (no GPU, no root)"
-	@echo "make test-vm   the placement suite in a VM with CXL memory (root, Debian)"
+	@echo "make test-vm   the placement suite in a VM with CXL memory (Debian)"
 	@echo "make lint      ruff, mypy --strict, clang-format"
 	@echo "make bench     speed of placement and the native core, ratios in one run"
 	@echo "make format    rewrite the sources in house style"
@@ -38,7 +38,7 @@ demo: $(VENV)/built
 	@$(BIN)/python examples/placement.py
 
 test: $(VENV)/built $(NATIVE_TESTS)/native_tests
-	$(BIN)/python -m pytest -m "not gpu and not vm" $(ARGS)
+	$(BIN)/python -m pytest --timeout 300 -m "not gpu and not vm" $(ARGS)
 
 test-vm: $(VENV)/built
 	tests/vm/run.sh $(ARGS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -42,12 +43,20 @@ class Backing:
         return arena.tensor(numel, dtype)
 
 
-BACKINGS = [
+ALL_BACKINGS = [
     Backing(huge, pinned, arena)
     for huge in ("auto", "thp", "2M", None)
     for pinned in (False, True)
     for arena in (False, True)
 ]
+# Every page with every place, pinned and arena each both ways: enough for a guest that is emulated.
+FEW_BACKINGS = [
+    Backing("auto", pinned=False, arena=False),
+    Backing("thp", pinned=True, arena=True),
+    Backing("2M", pinned=True, arena=False),
+    Backing(None, pinned=False, arena=True),
+]
+BACKINGS = FEW_BACKINGS if "PENSTOCK_VM_MODE" in os.environ else ALL_BACKINGS
 
 
 @pytest.fixture(params=BACKINGS, ids=repr)

@@ -1,0 +1,107 @@
+"""Placed memory and a real GPU: registered, exact in size, fast paths taken, freed in time."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import penstock as ps
+from penstock import _native
+from penstock.memory.placement import Place
+from penstock.units import GiB, KiB, MiB
+
+pytestmark = pytest.mark.gpu
+
+
+def random_bytes(nbytes: int) -> torch.Tensor:
+    return torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device="cuda")
+
+
+def test_the_driver_is_found() -> None:
+    assert _native.cuda_devices() == torch.cuda.device_count() > 0
+    assert _native.cuda_why_none() == ""
+
+
+def test_torch_sees_pinned_memory(place: Place) -> None:
+    tensor = ps.empty(3 * MiB + 5, dtype=torch.uint8, place=place, pinned=True)
+
+    assert tensor.is_pinned()
+    assert tensor[7:100].is_pinned()
+    assert not ps.empty(MiB, place=place).is_pinned()
+
+
+def test_bytes_survive_the_way_there_and_back(place: Place) -> None:
+    sent = random_bytes(64 * MiB + 3)
+    host = ps.empty(sent.numel(), dtype=torch.uint8, place=place, pinned=True)
+
+    host.copy_(sent, non_blocking=True)
+    torch.cuda.synchronize()
+    back = host.to("cuda", non_blocking=True)
+
+    assert torch.equal(back, sent)
+    assert torch.equal(host, sent.cpu())
+
+
+def test_an_arena_is_pinned_as_a_whole(place: Place) -> None:
+    arena = ps.Arena(8 * MiB, place, pinned=True)
+    tensors = [arena.tensor(MiB, torch.uint8) for _ in range(8)]
+
+    assert arena.pinned
+    assert all(tensor.is_pinned() for tensor in tensors)
+
+
+def test_a_pinned_tensor_takes_its_pages_and_no_more() -> None:
+    wanted = GiB + 4 * KiB
+    tensor = ps.empty(wanted, dtype=torch.uint8, pinned=True)
+    region = _native.Region.at(tensor.data_ptr())
+
+    assert region is not None
+    assert region.mapped_nbytes == wanted
+
+
+def test_a_moved_tensor_is_pinned_again(place: Place) -> None:
+    sent = random_bytes(4 * MiB)
+    tensor = ps.empty(4 * MiB, dtype=torch.uint8, pinned=True)
+    tensor.copy_(sent)
+
+    ps.move(tensor, place)
+
+    assert tensor.is_pinned()
+    assert torch.equal(tensor.to("cuda", non_blocking=True), sent)
+
+
+def test_memory_freed_during_a_copy_is_read_to_the_end() -> None:
+    """Freeing waits: without that the copy would read pages that are someone else's by then."""
+    for round_ in range(4):
+        host = ps.full(512 * MiB, round_ + 1, dtype=torch.uint8, pinned=True)
+        device = torch.empty(512 * MiB, dtype=torch.uint8, device="cuda")
+        torch.cuda._sleep(200_000_000)  # the copy is queued behind about 100 ms of work
+        device.copy_(host, non_blocking=True)
+        address = host.data_ptr()
+        del host
+        gc.collect()
+        assert _native.Region.at(address) is None
+        assert bool((device == round_ + 1).all())
+
+
+def test_pinned_memory_is_given_back_to_cuda() -> None:
+    """Registering the same addresses again would fail if the first registration had stayed."""
+    for _ in range(20):
+        tensor = ps.empty(64 * MiB, dtype=torch.uint8, pinned=True)
+        assert tensor.is_pinned()
+        del tensor
+
+
+def test_pinning_from_a_thread_without_a_context() -> None:
+    import threading
+
+    made: list[torch.Tensor] = []
+    thread = threading.Thread(
+        target=lambda: made.append(ps.empty(MiB, dtype=torch.uint8, pinned=True))
+    )
+    thread.start()
+    thread.join()
+
+    assert made[0].is_pinned()

@@ -1,0 +1,78 @@
+"""Sizes read as people write them, and the other way round."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.units import (
+    GiB,
+    KiB,
+    MiB,
+    format_bytes,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    round_up,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("1KiB", KiB),
+        ("64GiB", 64 * GiB),
+        (" 64 gib ", 64 * GiB),
+        ("1.5MiB", 3 * MiB // 2),
+        (".5KiB", 512),
+        ("2GB", 2 * 10**9),
+        ("1TB", 10**12),
+        (7, 7),
+    ],
+)
+def test_sizes_are_read(text: str | int, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 G", "1,5GiB", "1e9", "nan", "0x10", "1 2"])
+def test_what_is_not_a_size_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("value", [None, 1.5, True, [1]])
+def test_only_text_and_whole_numbers_are_sizes(value: object) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_bytes(value)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 2**60))
+def test_large_numbers_keep_every_byte(nbytes: int) -> None:
+    assert parse_bytes(str(nbytes)) == nbytes
+    assert parse_bytes(f"{nbytes}KiB") == nbytes * KiB
+
+
+@given(st.integers(0, 2**60))
+def test_what_is_written_reads_back_within_its_figures(nbytes: int) -> None:
+    assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.006, abs=0.5)
+
+
+def test_figures_and_units() -> None:
+    assert format_bytes(0) == "0 B"
+    assert format_bytes(1536 * MiB) == "1.50 GiB"
+    assert format_bytes(MiB - 1) == "1024 KiB"
+    assert format_rate(55.3e9) == "55.3 GB/s"
+    assert format_rate(12) == "12 B/s"
+    assert format_seconds(84.1e-9) == "84.1 ns"
+    assert format_seconds(1.2e-3) == "1.20 ms"
+
+
+@given(st.integers(0, 2**50), st.integers(1, 2**30))
+def test_rounding_up_is_the_least_multiple(value: int, unit: int) -> None:
+    rounded = round_up(value, unit)
+
+    assert rounded % unit == 0
+    assert value <= rounded < value + unit

@@ -1,0 +1,253 @@
+"""Placement, discovery and the probe against a real kernel with several nodes and a CXL device.
+
+Free of torch, whose import takes most of a minute here; tests/conformance covers tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import _native
+from penstock.discovery import discover
+from penstock.errors import (
+    NodeFullError,
+    OfflineNodeError,
+    UnknownNodeError,
+)
+from penstock.machine import Machine
+from penstock.memory.arena import Arena
+from penstock.memory.placement import Interleave, Node, Place, Stripe
+from penstock.memory.region import RegionOptions, move_region, take_region
+from penstock.memory.residency import Residency, residency
+from penstock.system import System
+from penstock.units import GiB, MiB
+
+pytestmark = pytest.mark.vm
+
+MODE = os.environ.get("PENSTOCK_VM_MODE", "")
+NODES = {"numa": (0, 1, 2), "cxl": (0, 1, 2), "cxlperf": (0, 1, 3)}.get(MODE, ())
+FAR = NODES[-1] if NODES else 0
+UNIT = _native.UNIT_NBYTES
+PAGE = _native.page_nbytes()
+
+
+def where(region: _native.Region) -> Residency:
+    return residency(region.address, region.mapped_nbytes)
+
+
+def take(nbytes: int, place: Place, **options: object) -> _native.Region:
+    return take_region(nbytes, place, RegionOptions(**options))  # type: ignore[arg-type]
+
+
+def test_the_guest_is_the_one_asked_for() -> None:
+    assert System().memory_nodes() == NODES
+
+
+@pytest.mark.parametrize("huge", [None, "thp"])
+@pytest.mark.parametrize("node", NODES)
+def test_every_page_is_on_the_node_named(node: int, huge: str | None) -> None:
+    region = take(2 * UNIT + PAGE, Node(node), huge=huge)
+
+    assert where(region) == Residency(pages={node: 2 * UNIT // PAGE + 1}, unmapped=0)
+
+
+@pytest.mark.parametrize("weights", [{1: 2, FAR: 1}, {0: 1, 1: 1, FAR: 1}, {FAR: 3, 0: 2}], ids=str)
+def test_a_stripe_deals_units_exactly(weights: dict[int, int]) -> None:
+    stripe = Stripe(weights)
+    region = take(7 * UNIT, stripe)
+
+    for unit in range(7):
+        found = residency(region.address + unit * UNIT, UNIT)
+        assert found.pages == {stripe.pattern[unit % len(stripe.pattern)]: UNIT // PAGE}
+    assert where(region).nbytes == {n: s for n, s in sorted(stripe.shares(7 * UNIT).items()) if s}
+
+
+def test_interleave_deals_pages() -> None:
+    region = take(UNIT, Interleave([0, 1, FAR]))
+
+    counts = where(region).pages
+
+    assert set(counts) == {0, 1, FAR}
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_a_long_stripe_costs_one_mapping_not_one_per_unit() -> None:
+    region = take(40 * UNIT, Stripe([0, 1]))
+    end = region.address + region.mapped_nbytes
+    with open("/proc/self/maps") as maps:
+        spans = [line.split()[0].split("-") for line in maps]
+    inside = [low for low, high in spans if region.address <= int(low, 16) < end]
+
+    assert len(inside) <= 2, f"{len(inside)} mappings: the kernel did not merge them"
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(NODES, 2)))
+def test_moving_takes_every_page_and_keeps_every_byte(source: int, target: int) -> None:
+    region = take(UNIT + PAGE, Node(source))
+    view = memoryview(_native.Block(region))
+    view[:] = bytes(i % 251 for i in range(PAGE)) * (len(view) // PAGE)
+    address = region.address
+
+    move_region(region, 0, region.nbytes, Node(target))
+
+    assert region.address == address
+    assert where(region) == Residency(pages={target: UNIT // PAGE + 1}, unmapped=0)
+    assert bytes(view[-PAGE:]) == bytes(i % 251 for i in range(PAGE))
+
+
+def test_part_of_a_range_moves_alone() -> None:
+    region = take(4 * UNIT, Node(0))
+
+    move_region(region, UNIT, 2 * UNIT, Stripe({1: 1, FAR: 1}))
+
+    assert where(region).nbytes == {0: 2 * UNIT, 1: UNIT, FAR: UNIT}
+
+
+def test_a_locked_range_moves_too() -> None:
+    region = take(UNIT, Node(0), pinned=True)
+    assert region.pin is _native.Pin.locked
+
+    move_region(region, 0, UNIT, Node(1))
+
+    assert where(region).nbytes == {1: UNIT}
+
+
+@pytest.mark.parametrize("node", NODES[1:])
+def test_a_full_node_is_an_error_with_numbers_and_a_way_out(node: int) -> None:
+    wanted = System().node_bytes(node).total + 64 * MiB
+
+    with pytest.raises(NodeFullError, match=f"on node {node}, which has") as caught:
+        take(wanted, Node(node))
+
+    assert caught.value.wanted == wanted
+    assert 0 < caught.value.free < wanted
+    assert list(caught.value.roomier) == [0]
+    assert "node 0 has" in str(caught.value)
+
+
+def test_a_stripe_that_overfills_one_node_names_it() -> None:
+    with pytest.raises(NodeFullError) as caught:
+        take(3 * GiB, Stripe({0: 1, FAR: 2}))
+
+    assert caught.value.node == FAR
+    assert caught.value.wanted == 2 * GiB
+
+
+def test_a_full_node_is_found_when_moving_too() -> None:
+    region = take(2 * UNIT, Node(0))
+    held = take(System().node_bytes(1).available - 100 * MiB, Node(1))
+    with pytest.raises(NodeFullError):
+        take(100 * MiB, Node(1))
+    del held
+
+    move_region(region, 0, 2 * UNIT, Node(1))
+
+    assert where(region).nbytes == {1: 2 * UNIT}
+
+
+def test_a_node_that_is_not_there_is_unknown() -> None:
+    with pytest.raises(UnknownNodeError, match=r"no node 63; this machine has nodes 0, 1"):
+        take(1, Node(63))
+
+
+@pytest.mark.skipif(MODE != "cxlperf", reason="only there a node is possible but empty")
+def test_a_node_without_memory_is_offline() -> None:
+    with pytest.raises(OfflineNodeError, match="node 2 has no memory online") as caught:
+        take(1, Node(2))
+
+    assert caught.value.online == NODES
+
+
+def test_a_confined_process_is_told_where_it_may_go() -> None:
+    code = """if True:
+        from penstock.errors import ForbiddenNodeError
+        from penstock.memory.arena import Arena
+        from penstock.memory.placement import Node
+        Arena(4096, Node(0))
+        try:
+            Arena(4096, Node(1))
+        except ForbiddenNodeError as error:
+            assert error.allowed == (0,), error.allowed
+            raise SystemExit(42)
+    """
+    group = Path("/sys/fs/cgroup/confined")
+    (group.parent / "cgroup.subtree_control").write_text("+cpuset")
+    group.mkdir()
+    (group / "cpuset.mems").write_text("0")
+    join = f"echo $$ > {group}/cgroup.procs && exec {sys.executable} -c '{code}'"
+
+    run = subprocess.run(["sh", "-c", join], capture_output=True, text=True, check=False)
+
+    group.rmdir()
+    assert run.returncode == 42, run.stderr
+
+
+def test_an_arena_lies_where_it_was_put() -> None:
+    arena = Arena("6MiB", Stripe({1: 2, FAR: 1}))
+    blocks = [arena.take(3 * MiB), arena.take(3 * MiB)]
+
+    assert arena.where().nbytes == {1: 2 * UNIT, FAR: UNIT}
+    assert residency(blocks[0].address, 3 * MiB).nbytes == {1: 3 * MiB}
+
+
+def test_nodes_without_cpus_are_cxl() -> None:
+    machine = discover()
+
+    kinds = {node.id: node.kind for node in machine.nodes}
+
+    assert kinds == {0: "dram", 1: "cxl", FAR: "cxl"}
+    assert [node.id for node in machine.nodes if node.cpus] == [0]
+
+
+@pytest.mark.skipif(MODE == "numa", reason="that guest has no CXL device")
+def test_the_cxl_device_is_found_on_its_node() -> None:
+    machine = discover()
+
+    assert machine.node(FAR).devices == ("mem0",)
+    assert not machine.node(1).devices
+
+
+@pytest.mark.skipif(MODE == "cxl", reason="that guest's firmware gives no figures")
+def test_the_firmwares_figures_are_read_in_bytes_and_seconds() -> None:
+    near, far = discover().node(0).firmware, discover().node(FAR).firmware
+
+    assert near is not None
+    assert far is not None
+    assert near.read_bandwidth is not None
+    assert far.read_bandwidth is not None
+    assert 1e9 < far.read_bandwidth < near.read_bandwidth
+    assert far.read_latency is not None
+    assert 1e-8 < far.read_latency < 1e-4
+
+
+def test_a_quick_probe_measures_every_node(tmp_path: Path) -> None:
+    out = tmp_path / "machine.json"
+    command = [sys.executable, "-m", "penstock.cli", "probe", "--quick", "-o", str(out), "--json"]
+
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == json.loads(out.read_text())
+    machine = Machine.load(out)
+    assert [node.id for node in machine.nodes] == list(NODES)
+    for node in machine.nodes:
+        assert node.latency is not None
+        assert {rate.operation for rate in node.rates} == {"read", "write", "copy"}
+    pairs = {(copy.source, copy.target) for copy in machine.node_copies}
+    assert pairs == set(itertools.permutations(NODES, 2))
+
+
+def test_the_doctor_finds_nothing_bad() -> None:
+    from penstock.doctor import examine
+
+    findings = {finding.check: finding for finding in examine()}
+
+    assert "bad" not in {finding.status for finding in findings.values()}
+    assert findings["cxl"].status == "ok"
