@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -42,6 +44,12 @@ def test_bytes_survive_the_way_there_and_back(place: Place) -> None:
 
     assert torch.equal(back, sent)
     assert torch.equal(host, sent.cpu())
+
+
+def test_the_first_pinned_tensor_of_a_process_is_seen_as_pinned() -> None:
+    code = "import penstock as ps; raise SystemExit(not ps.zeros(5, pinned=True).is_pinned())"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_an_arena_is_pinned_as_a_whole(place: Place) -> None:

@@ -45,6 +45,7 @@ def empty(
     dtype = _check_dtype(dtype)
     sizes = _check_shape(shape)
     options = RegionOptions(pinned=pinned, huge=huge, prefault=prefault)
+    _wake_cuda(pinned)
     region = take_region(math.prod(sizes) * dtype.itemsize, place, options)
     return _over(_native.Block(region), sizes, dtype).requires_grad_(requires_grad)
 
@@ -139,8 +140,15 @@ def in_arena(
     """The next free bytes of an arena as a tensor."""
     dtype = _check_dtype(dtype)
     sizes = _check_shape(shape)
+    _wake_cuda(arena.pinned)
     block = arena.take(math.prod(sizes) * dtype.itemsize, align=align, name=name)
     return _over(block, sizes, dtype)
+
+
+def _wake_cuda(pinned: bool) -> None:
+    """Until torch has started CUDA it calls no memory pinned; `pin_memory=True` starts it too."""
+    if pinned and torch.cuda.is_available():
+        torch.cuda.init()  # type: ignore[no-untyped-call]
 
 
 def _over(block: _native.Block, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
