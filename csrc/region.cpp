@@ -8,7 +8,7 @@
 namespace penstock {
 namespace {
 
-constexpr std::size_t kPiece = std::size_t{32} << 20;  // one thread's share of a touch at a time
+constexpr std::size_t kPiece = std::size_t{4} << 20;  // one thread's share of a touch at a time
 
 // [Note: stripes and the kernel's map count]
 // A bound stripe is one kernel mapping per run of units, and a process may have about 65,530 of
@@ -102,18 +102,17 @@ void Region::touch(std::size_t offset, std::size_t bytes, const Placement& place
   for (const Run& piece : cut(runs_of(placement, offset, bytes), kPiece)) {
     by_node[piece.node].push_back(piece);
   }
-  if (by_node.size() == 1) return touch_pieces(by_node.begin()->second, by_node.begin()->first);
   // Every node's own threads at once: a stripe is touched at the sum of its nodes' rates.
-  std::vector<std::pair<int, std::vector<Run>>> teams{by_node.begin(), by_node.end()};
-  in_parallel(os_, teams.size(), static_cast<unsigned>(teams.size()), {},
-              [&](std::size_t i) { touch_pieces(teams[i].second, teams[i].first); });
-}
-
-void Region::touch_pieces(const std::vector<Run>& pieces, int node) {
-  const auto cpus = spec_.cpus.find(node);
-  in_parallel(os_, pieces.size(), spec_.threads,
-              cpus == spec_.cpus.end() ? std::vector<int>{} : cpus->second,
-              [&](std::size_t i) { os_.populate(data() + pieces[i].offset, pieces[i].bytes); });
+  std::vector<Team> teams;
+  for (const auto& [node, pieces] : by_node) {
+    const auto cpus = spec_.cpus.find(node);
+    teams.push_back({pieces.size(), spec_.threads,
+                     cpus == spec_.cpus.end() ? std::vector<int>{} : cpus->second,
+                     [this, &list = pieces](std::size_t i) {
+                       os_.populate(data() + list[i].offset, list[i].bytes);
+                     }});
+  }
+  run_teams(os_, teams);
 }
 
 void Region::lock() {

@@ -58,7 +58,6 @@ class Region : public std::enable_shared_from_this<Region> {
  private:
   void place(std::size_t offset, std::size_t bytes, const Placement& placement, bool move);
   void touch(std::size_t offset, std::size_t bytes, const Placement& placement);
-  void touch_pieces(const std::vector<Run>& pieces, int node);
   void drop_pin() noexcept;
 
   Os& os_;

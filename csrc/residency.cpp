@@ -39,7 +39,7 @@ std::map<int, std::size_t> count_pages(Os& os, void* at, std::size_t bytes, unsi
   const Pages pages{at, bytes, os.page_bytes()};
   std::map<int, std::size_t> total;
   std::mutex adding;  // guards `total`
-  in_parallel(os, pages.batches(), threads, {}, [&](std::size_t i) {
+  in_parallel(os, pages.batches(), threads, [&](std::size_t i) {
     const std::vector<void*> list = pages.batch(i);
     std::vector<int> nodes(list.size());
     os.page_nodes(list, nodes);
@@ -56,7 +56,7 @@ std::size_t migrate_pages(Os& os, void* at, std::size_t bytes, const Placement& 
   const Pages pages{at, bytes, os.page_bytes()};
   const std::size_t per_unit = kUnitBytes / pages.page;
   std::atomic<std::size_t> stuck{0};
-  in_parallel(os, pages.batches(), threads, {}, [&](std::size_t i) {
+  in_parallel(os, pages.batches(), threads, [&](std::size_t i) {
     const std::vector<void*> list = pages.batch(i);
     std::vector<int> targets(list.size());
     for (std::size_t k = 0; k < list.size(); ++k) {
