@@ -1,4 +1,5 @@
-// The only file that knows Python. It converts, drops the GIL and translates errors: no logic.
+// With bind_store.cpp, the only file that knows Python. It converts, drops the GIL and translates
+// errors: no logic.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
@@ -10,6 +11,7 @@
 #include <system_error>
 
 #include "arena.h"
+#include "bind_store.h"
 #include "cuda_driver.h"
 #include "isa.h"
 #include "residency.h"
@@ -208,4 +210,5 @@ NB_MODULE(_native, m) {
   bind_memory(m);
   bind_questions(m);
   bind_stream(m);
+  bind_store(m);
 }

@@ -1,0 +1,176 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <system_error>
+#include <utility>
+
+namespace penstock {
+namespace {
+
+auto deadline_in(double seconds) {
+  // A year at most: chrono's arithmetic overflows on "forever".
+  return std::chrono::steady_clock::now() +
+         std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+             std::chrono::duration<double>(std::clamp(seconds, 0.0, 3.15e7)));
+}
+
+// A full second for EAGAIN to pass, at no cost when the first retry does.
+void pause_before(unsigned stalls) {
+  if (stalls > 1) std::this_thread::sleep_for(std::chrono::microseconds{std::min(stalls, 100U)});
+}
+
+}  // namespace
+
+Queue::Queue(EngineOptions given) : options{std::move(given)}, slots_(options.depth) {}
+
+std::shared_ptr<Transfer> Queue::start(Op op, std::span<const Piece> pieces,
+                                       std::shared_ptr<Checksums> checksums) {
+  const std::size_t count = count_requests(pieces, options.request_bytes);
+  auto transfer = std::make_shared<Transfer>(op, count, std::move(checksums));
+  std::vector<Request> requests = cut(transfer, pieces, options.request_bytes);
+  const std::lock_guard hold{state_};
+  if (closing_) throw EngineClosed{};
+  for (Request& request : requests) waiting_.push_back(std::move(request));
+  if (broken_ != 0) drop_waiting(broken_);
+  requests.size() == 1 ? work_.notify_one() : work_.notify_all();
+  return transfer;
+}
+
+bool Queue::wait(std::span<const std::shared_ptr<Transfer>> transfers, bool all, double seconds) {
+  const auto done = [](const auto& transfer) { return transfer->done(); };
+  const auto enough = [&] {
+    return all ? std::all_of(transfers.begin(), transfers.end(), done)
+               : std::any_of(transfers.begin(), transfers.end(), done);
+  };
+  std::unique_lock hold{state_};
+  return settled_.wait_until(hold, deadline_in(seconds), enough);
+}
+
+std::vector<Hanging> Queue::close(double seconds) {
+  std::unique_lock hold{state_};
+  closing_ = true;
+  drop_waiting(ECANCELED);
+  work_.notify_all();
+  settled_.wait_until(hold, deadline_in(seconds), [&] { return with_kernel_ == 0; });
+  std::vector<Hanging> hanging;
+  for (const Slot& slot : slots_) {
+    if (!slot.busy) continue;
+    const Piece& piece = slot.request.piece;
+    hanging.push_back({slot.request.transfer->op, piece.file, piece.offset, piece.bytes});
+  }
+  return hanging;
+}
+
+Counters Queue::counters() const {
+  const std::lock_guard hold{state_};
+  return counters_;
+}
+
+bool Queue::closing() const {
+  const std::lock_guard hold{state_};
+  return closing_;
+}
+
+void Queue::take_front(Slot& slot) {
+  slot.request = std::move(waiting_.front());
+  waiting_.pop_front();
+  slot.busy = true;
+  ++with_kernel_;
+}
+
+bool Queue::take(Slot& slot) {
+  std::unique_lock hold{state_};
+  work_.wait(hold, [&] { return closing_ || !waiting_.empty(); });
+  if (waiting_.empty()) return false;
+  take_front(slot);
+  return true;
+}
+
+bool Queue::try_take(Slot& slot) {
+  const std::lock_guard hold{state_};
+  if (waiting_.empty()) return false;
+  take_front(slot);
+  return true;
+}
+
+bool Queue::answer(Slot& slot, ssize_t answer) {
+  const Next next = settle(slot.request, answer, options.align, options.retries);
+  if (next == Next::again) {
+    pause_before(slot.request.stalls);
+    const std::lock_guard hold{state_};
+    ++counters_.again;
+    return true;
+  }
+  release(slot, next == Next::failed);
+  return false;
+}
+
+void Queue::broken(Slot& slot, int error) {
+  const Piece& piece = slot.request.piece;
+  slot.request.transfer->fail({error, piece.file, piece.offset, piece.place, piece.bytes});
+  release(slot, /*failed=*/true);
+  const std::lock_guard hold{state_};
+  broken_ = error;
+  drop_waiting(error);
+}
+
+void Queue::release(Slot& slot, bool failed) {
+  const std::lock_guard hold{state_};
+  Request request = std::exchange(slot.request, {});
+  slot.busy = false;
+  --with_kernel_;
+  ++counters_.requests;
+  if (!failed) {
+    (request.transfer->op == Op::read ? counters_.read_bytes : counters_.written_bytes) +=
+        request.piece.bytes;
+  }
+  // Under the lock, so that a waiter cannot look between the count and the call.
+  if (request.transfer->finish_one() || with_kernel_ == 0) settled_.notify_all();
+}
+
+void Queue::drop_waiting(int error) {
+  for (Request& request : waiting_) {
+    const Piece& piece = request.piece;
+    request.transfer->fail({error, piece.file, piece.offset, piece.place, piece.bytes});
+    request.transfer->finish_one();
+  }
+  waiting_.clear();
+  settled_.notify_all();
+}
+
+int Engine::register_memory(std::byte*, std::size_t) { return EOPNOTSUPP; }
+
+void Engine::launch(std::function<void(Queue&)> serve) {
+  try {
+    team_.emplace_back([queue = queue_, serve = std::move(serve)] { serve(*queue); });
+  } catch (const std::system_error&) {
+    if (team_.empty()) throw;  // a process limit: fewer threads do the same work
+  }
+}
+
+std::vector<Hanging> Engine::close(double seconds) {
+  // A forked child has the memory but not the threads: there is nobody to wait for, and a lock may
+  // have been copied while held.
+  const bool is_ours = owner_ == linux_os().process();
+  std::vector<Hanging> hanging;
+  if (is_ours) {
+    // Workers asleep in the kernel must see that it is over before anybody waits for them.
+    queue_->close(0);
+    wake();
+    hanging = queue_->close(seconds);
+  }
+  for (std::thread& worker : team_) {
+    if (!worker.joinable()) continue;
+    if (!is_ours) {
+      worker.detach();
+      continue;
+    }
+    // One that is stuck in the kernel cannot be ended; it keeps the queue and touches nothing else.
+    hanging.empty() ? worker.join() : worker.detach();
+  }
+  return hanging;
+}
+
+}  // namespace penstock

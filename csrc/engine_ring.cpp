@@ -1,0 +1,165 @@
+// The io_uring engine. Each worker owns a ring and a share of the slots; it alone submits, because
+// the kernel cancels the requests of a thread that ends.
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+
+#include "engine.h"
+
+namespace penstock {
+namespace {
+
+// Memory the rings know. Filled front to back and only ever added to, so readers need no lock.
+class Buffers {
+ public:
+  int find(const std::byte* at, std::size_t bytes) const noexcept {
+    const unsigned count = count_.load(std::memory_order_acquire);
+    for (unsigned i = 0; i < count; ++i) {
+      if (at >= known_[i].at && at + bytes <= known_[i].at + known_[i].bytes) {
+        return static_cast<int>(i);
+      }
+    }
+    return -1;
+  }
+
+  int add(std::span<const std::shared_ptr<Ring>> rings, std::byte* at, std::size_t bytes) {
+    const std::lock_guard hold{adding_};
+    for (std::size_t done = 0; done < bytes; done += kMaxBufferBytes) {
+      const unsigned index = count_.load(std::memory_order_relaxed);
+      if (index == kMaxBuffers) return ENOBUFS;
+      const std::size_t part = std::min(kMaxBufferBytes, bytes - done);
+      for (const auto& ring : rings) {
+        if (const int error = ring->register_buffer(index, at + done, part)) return error;
+      }
+      known_[index] = {at + done, part};
+      count_.store(index + 1, std::memory_order_release);
+    }
+    return 0;
+  }
+
+ private:
+  struct Known {
+    const std::byte* at;
+    std::size_t bytes;
+  };
+  std::mutex adding_;
+  Known known_[kMaxBuffers] = {};
+  std::atomic<unsigned> count_{0};
+};
+
+class RingWorker {
+ public:
+  RingWorker(Queue& queue, Ring& ring, const Buffers& buffers, unsigned first, unsigned count)
+      : queue_{queue}, ring_{ring}, buffers_{buffers}, first_{first} {
+    for (unsigned i = 0; i < count; ++i) idle_.push_back(first + i);
+    depth_ = count;
+  }
+
+  void run() {
+    for (;;) {
+      while (take_one()) {
+      }
+      if (idle_.size() == depth_ && queue_.closing()) return;
+      const int error = -ring_.enter(/*wait=*/true);
+      collect();
+      // EAGAIN and EBUSY: the kernel wants its answers collected first. EINTR: a signal.
+      if (error > 0 && error != EINTR && error != EAGAIN && error != EBUSY) give_up(error);
+    }
+  }
+
+ private:
+  bool take_one() {
+    if (idle_.empty() || !queue_.try_take(queue_.slot(idle_.back()))) return false;
+    const unsigned index = idle_.back();
+    idle_.pop_back();
+    const Request& request = queue_.slot(index).request;
+    const Transfer& transfer = *request.transfer;
+    const bool sums = transfer.op == Op::write && transfer.checksums;
+    if (sums) {
+      transfer.checksums->note(request.piece.at, request.piece.bytes, request.piece.place);
+    }
+    push(index);
+    // With checksums to compute, the disk should work on this one meanwhile.
+    if (sums) ring_.enter(/*wait=*/false);
+    return true;
+  }
+
+  void push(unsigned index) {
+    const Request& request = queue_.slot(index).request;
+    ring_.push({request.transfer->op, request.piece.file, request.offset(), request.at(),
+                request.bytes(), buffers_.find(request.at(), request.bytes()), index});
+  }
+
+  void collect() {
+    Completion completion;
+    while (ring_.pop(completion)) {
+      const auto index = static_cast<unsigned>(completion.tag);
+      if (queue_.answer(queue_.slot(index), completion.answer)) {
+        push(index);
+      } else {
+        idle_.push_back(index);
+      }
+    }
+  }
+
+  // The ring is of no use any more. What it held may still move bytes, but nobody can know.
+  void give_up(int error) {
+    for (unsigned index = first_; index < first_ + depth_; ++index) {
+      if (std::find(idle_.begin(), idle_.end(), index) != idle_.end()) continue;
+      queue_.broken(queue_.slot(index), error);
+      idle_.push_back(index);
+    }
+  }
+
+  Queue& queue_;
+  Ring& ring_;
+  const Buffers& buffers_;
+  const unsigned first_;
+  unsigned depth_ = 0;
+  std::vector<unsigned> idle_;
+};
+
+class RingEngine final : public Engine {
+ public:
+  RingEngine(EngineOptions options, const RingMaker& make_ring) : Engine{std::move(options)} {
+    const EngineOptions& set = queue_->options;
+    const unsigned share = set.depth / set.workers;
+    // All rings before any thread: a refusal then has nothing to undo.
+    for (unsigned i = 0; i < set.workers; ++i) rings_.push_back(make_ring(share, set.files));
+    for (unsigned i = 0; i < set.workers; ++i) {
+      launch([ring = rings_[i], buffers = buffers_, first = i * share, share](Queue& queue) {
+        RingWorker{queue, *ring, *buffers, first, share}.run();
+      });
+    }
+  }
+  ~RingEngine() override { close(kLastChance); }
+
+  std::shared_ptr<Transfer> start(Op op, std::span<const Piece> pieces,
+                                  std::shared_ptr<Checksums> checksums) override {
+    auto transfer = Engine::start(op, pieces, std::move(checksums));
+    wake();
+    return transfer;
+  }
+
+  int register_memory(std::byte* at, std::size_t bytes) override {
+    return buffers_->add(rings_, at, bytes);
+  }
+
+ private:
+  void wake() override {
+    for (const auto& ring : rings_) ring->wake();
+  }
+
+  std::vector<std::shared_ptr<Ring>> rings_;
+  const std::shared_ptr<Buffers> buffers_ = std::make_shared<Buffers>();
+};
+
+}  // namespace
+
+std::unique_ptr<Engine> make_ring_engine(EngineOptions options, const RingMaker& make_ring) {
+  options.workers = std::clamp(options.workers, 1U, std::max(1U, options.depth));
+  options.depth = std::max(1U, options.depth) / options.workers * options.workers;
+  return std::make_unique<RingEngine>(std::move(options), make_ring);
+}
+
+}  // namespace penstock

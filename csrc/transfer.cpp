@@ -1,0 +1,130 @@
+#include "transfer.h"
+
+#include <algorithm>
+#include <cerrno>
+
+#include "crc32c.h"
+
+namespace penstock {
+namespace {
+
+// What NVMe and SCSI report for sectors and links that failed. ENODATA is NVMe's "unrecovered read
+// error"; EILSEQ its protection information not matching.
+bool is_media_error(int error) {
+  switch (error) {
+    case EIO:
+    case ENODATA:
+    case EILSEQ:
+    case EREMOTEIO:
+    case ETIMEDOUT:
+      return true;
+    default:
+      return false;
+  }
+}
+
+Next fail(const Request& request, int error) {
+  const Piece& piece = request.piece;
+  request.transfer->fail(
+      {error, piece.file, request.offset(), piece.place + request.moved, request.bytes()});
+  return Next::failed;
+}
+
+Next retry_media(Request& request, int error, const Retries& retries) {
+  return ++request.tries <= retries.media ? Next::again : fail(request, error);
+}
+
+Next retry_stalled(Request& request, int error, const Retries& retries) {
+  return ++request.stalls <= retries.stalled ? Next::again : fail(request, error);
+}
+
+// Whole again after a read: a flipped bit may be the link's and gone on a second try.
+Next check_whole(Request& request, const Retries& retries) {
+  const Transfer& transfer = *request.transfer;
+  if (transfer.op == Op::write || !transfer.checksums) return Next::finished;
+  const Piece& piece = request.piece;
+  std::uint64_t wrong = 0;
+  if (transfer.checksums->matches(piece.at, piece.bytes, piece.place, wrong)) return Next::finished;
+  const auto into = static_cast<std::size_t>(wrong - piece.place);
+  request.moved = into;  // only for the report, if this was the last try
+  const Next next = retry_media(request, kBadChecksum, retries);
+  request.moved = 0;
+  return next;
+}
+
+}  // namespace
+
+Checksums::Checksums(std::uint64_t bytes, std::size_t unit)
+    : unit_{unit}, units_((bytes + unit - 1) / unit) {}
+
+void Checksums::note(const std::byte* at, std::size_t bytes, std::uint64_t place) noexcept {
+  for (std::size_t done = 0; done < bytes; done += unit_) {
+    const std::uint32_t crc = crc32c(at + done, std::min(unit_, bytes - done));
+    units_[(place + done) / unit_].store(crc != 0 ? crc : 1, std::memory_order_release);
+  }
+}
+
+bool Checksums::matches(const std::byte* at, std::size_t bytes, std::uint64_t place,
+                        std::uint64_t& wrong) const noexcept {
+  for (std::size_t done = 0; done < bytes; done += unit_) {
+    const std::uint32_t kept = units_[(place + done) / unit_].load(std::memory_order_acquire);
+    if (kept == 0) continue;
+    const std::uint32_t crc = crc32c(at + done, std::min(unit_, bytes - done));
+    if (kept == (crc != 0 ? crc : 1)) continue;
+    wrong = place + done;
+    return false;
+  }
+  return true;
+}
+
+Failure Transfer::failure() const {
+  const std::lock_guard hold{state_};
+  return failure_;
+}
+
+void Transfer::fail(const Failure& failure) {
+  const std::lock_guard hold{state_};
+  if (failure_.error == 0) failure_ = failure;
+}
+
+Next settle(Request& request, ssize_t answer, std::size_t align, const Retries& retries) {
+  if (answer == -EINTR || answer == -EAGAIN) {
+    return retry_stalled(request, static_cast<int>(-answer), retries);
+  }
+  if (answer < 0) {
+    const int error = static_cast<int>(-answer);
+    return is_media_error(error) ? retry_media(request, error, retries) : fail(request, error);
+  }
+  const auto moved = std::min(static_cast<std::size_t>(answer), request.bytes());
+  if (moved == request.bytes()) return check_whole(request, retries);
+  if (moved == 0 && request.transfer->op == Op::read) return fail(request, kEndOfFile);
+  // The rest starts on a block again, or O_DIRECT refuses it; bytes before it move twice, unharmed.
+  const std::size_t reached = (request.moved + moved) / align * align;
+  if (reached <= request.moved) {  // a read that keeps stopping inside a block is at the file's end
+    return retry_stalled(request, request.transfer->op == Op::read ? kEndOfFile : EIO, retries);
+  }
+  request.moved = reached;
+  return Next::again;
+}
+
+std::size_t count_requests(std::span<const Piece> pieces, std::size_t bytes) noexcept {
+  std::size_t count = 0;
+  for (const Piece& piece : pieces) count += (piece.bytes + bytes - 1) / bytes;
+  return count;
+}
+
+std::vector<Request> cut(const std::shared_ptr<Transfer>& transfer, std::span<const Piece> pieces,
+                         std::size_t bytes) {
+  std::vector<Request> requests;
+  requests.reserve(count_requests(pieces, bytes));
+  for (const Piece& piece : pieces) {
+    for (std::size_t done = 0; done < piece.bytes; done += bytes) {
+      requests.push_back({transfer,
+                          {piece.file, piece.offset + done, piece.at + done,
+                           std::min(bytes, piece.bytes - done), piece.place + done}});
+    }
+  }
+  return requests;
+}
+
+}  // namespace penstock
