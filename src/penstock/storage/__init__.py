@@ -1,0 +1,1 @@
+"""The NVMe tier: extents on files or raw devices. Room: hold."""
