@@ -120,10 +120,10 @@ def make_pattern(weights: Sequence[float]) -> tuple[int, ...]:
     Every path gets at least one turn: one too slow for that would only hold the others up, and is
     better left out.
     """
-    if not weights or any(not w > 0 for w in weights):
-        raise ValueError(f"weights are positive, one per path, got {list(weights)}")
+    if not weights or len(weights) > MAX_ROUND or any(not w > 0 for w in weights):
+        raise ValueError(f"1 to {MAX_ROUND} positive weights, one per path, got {list(weights)}")
     counts = min(
-        ([max(1, round(w * n / sum(weights))) for w in weights] for n in range(1, MAX_ROUND + 1)),
+        (c for n in range(1, MAX_ROUND + 1) if sum(c := _shares(weights, n)) <= MAX_ROUND),
         key=lambda counts: (round(_error(counts, weights), 3), sum(counts)),
     )
     # Whoever is furthest behind its share goes next.
@@ -137,6 +137,10 @@ def make_pattern(weights: Sequence[float]) -> tuple[int, ...]:
         turns[path] += 1
         pattern.append(path)
     return tuple(pattern)
+
+
+def _shares(weights: Sequence[float], turns: int) -> list[int]:
+    return [max(1, round(w * turns / sum(weights))) for w in weights]
 
 
 def _error(counts: Sequence[int], weights: Sequence[float]) -> float:
