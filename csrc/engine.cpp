@@ -68,6 +68,11 @@ Counters Queue::counters() const {
   return counters_;
 }
 
+std::size_t Queue::with_kernel() const {
+  const std::lock_guard hold{state_};
+  return with_kernel_;
+}
+
 bool Queue::closing() const {
   const std::lock_guard hold{state_};
   return closing_;

@@ -69,6 +69,7 @@ class Queue {
   // Fails what no worker has taken yet and waits for the rest. Returns what still hangs.
   std::vector<Hanging> close(double seconds);
   Counters counters() const;
+  std::size_t with_kernel() const;
 
   // Workers. A slot belongs to one of them, which alone touches its request.
   Slot& slot(std::size_t index) { return slots_[index]; }
