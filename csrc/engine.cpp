@@ -175,6 +175,7 @@ std::vector<Hanging> Engine::close(double seconds) {
     // One that is stuck in the kernel cannot be ended; it keeps the queue and touches nothing else.
     hanging.empty() ? worker.join() : worker.detach();
   }
+  if (is_ours && hanging.empty()) let_go();
   return hanging;
 }
 

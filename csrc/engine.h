@@ -110,7 +110,8 @@ class Engine {
   }
   // Lets the kernel keep this memory mapped for I/O. 0 or an errno: work goes on without.
   virtual int register_memory(std::byte* at, std::size_t bytes);
-  // May be called again, to ask whether what hung still does.
+  // May be called again, to ask whether what hung still does. Nothing is left of an engine that
+  // closed well: no thread, no descriptor.
   std::vector<Hanging> close(double seconds);
 
   Queue& queue() noexcept { return *queue_; }
@@ -119,6 +120,7 @@ class Engine {
   // Runs `serve` on a thread of its own until it returns.
   void launch(std::function<void(Queue&)> serve);
   virtual void wake() {}
+  virtual void let_go() {}  // nothing runs any more
 
   static constexpr double kLastChance = 5.0;  // seconds a destructor waits for a disk
 

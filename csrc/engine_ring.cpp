@@ -142,14 +142,21 @@ class RingEngine final : public Engine {
   }
 
   int register_memory(std::byte* at, std::size_t bytes) override {
-    return buffers_->add(rings_, at, bytes);
+    const std::lock_guard hold{rings_kept_};
+    return rings_.empty() ? EBADF : buffers_->add(rings_, at, bytes);
   }
 
  private:
   void wake() override {
+    const std::lock_guard hold{rings_kept_};
     for (const auto& ring : rings_) ring->wake();
   }
+  void let_go() override {
+    const std::lock_guard hold{rings_kept_};
+    rings_.clear();
+  }
 
+  std::mutex rings_kept_;  // guards rings_
   std::vector<std::shared_ptr<Ring>> rings_;
   const std::shared_ptr<Buffers> buffers_ = std::make_shared<Buffers>();
 };

@@ -93,6 +93,10 @@ class LinuxRing final : public Ring {
     push_wake();
   }
 
+  // The kernel takes a ring down in its own time; files it still knew would stay open until then,
+  // and a raw device claimed.
+  ~LinuxRing() override { call_register(IORING_UNREGISTER_FILES, nullptr, 0); }
+
   void push(const Submission& submission) noexcept override {
     io_uring_sqe sqe{};
     const bool reads = submission.op == Op::read;
