@@ -7,11 +7,12 @@ NATIVE_TESTS := build/native-tests
 CSRC    := $(wildcard csrc/*.cpp csrc/*.h)
 CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 
-.PHONY: help demo test test-vm lint format bench clean
+.PHONY: help demo test test-vm fuzz lint format bench bench-storage clean
 help:
 	@echo "make demo      place tensors on this machine's memory nodes and show where they are"
 	@echo "make test      build and run the tests (no GPU, no root)"
 	@echo "make test-vm   the placement suite in a VM with CXL memory (Debian)"
+	@echo "make fuzz      10^6 mutated store headers against their parser"
 	@echo "make lint      ruff, mypy --strict, clang-format"
 	@echo "make bench     speed of placement and the native core, ratios in one run"
 	@echo "make format    rewrite the sources in house style"
@@ -43,6 +44,9 @@ test: $(VENV)/built $(NATIVE_TESTS)/native_tests
 test-vm: $(VENV)/built
 	tests/vm/run.sh $(ARGS)
 
+fuzz: $(VENV)/built
+	PYTHONPATH=. $(BIN)/python tests/fuzz_header.py $(ARGS)
+
 lint: $(VENV)/tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,6 +60,9 @@ format: $(VENV)/tools
 
 bench: $(VENV)/built
 	$(BIN)/python bench/bench_placement.py $(ARGS)
+
+bench-storage: $(VENV)/built
+	$(BIN)/python bench/bench_storage.py $(ARGS)
 
 clean:
 	rm -rf build $(VENV)

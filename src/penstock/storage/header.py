@@ -24,6 +24,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from uuid import UUID
 
@@ -39,7 +40,6 @@ DATA_OFFSET = 1 << 20
 
 _FIXED = struct.Struct("<8sII16s16sqQQQQIIIHHHH")
 _CRC = struct.Struct("<I")
-_MAX_PATHS = 256
 _MAX_HOST = 255
 
 
@@ -66,21 +66,20 @@ class Header:
             if not holds:
                 raise HeaderError("corrupt", f"a store header that cannot be: {problem}")
 
-    def _rules(self) -> list[tuple[bool, str]]:
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        """One by one: a later rule divides by what an earlier one has found to be sound."""
         turns = self.pattern
         paths = set(turns)
         known = bool(paths) and paths == set(range(len(paths)))
-        return [
-            (self.pid > 0, f"pid {self.pid}"),
-            (0 < len(turns) <= MAX_ROUND and known, f"pattern {turns}"),
-            (self.path in paths, f"path {self.path} of {len(paths)}"),
-            (_is_power(self.alignment) and self.alignment >= MIN_ALIGNMENT, "alignment"),
-            (_is_power(self.unit) and self.unit >= self.alignment, "unit"),
-            (self.stripe_nbytes > 0 and self.stripe_nbytes % self.unit == 0, "stripe"),
-            (0 < self.capacity < 1 << 62 and 0 < self.data_nbytes < 1 << 62, "capacity"),
-            (self.data_nbytes % self.alignment == 0, "bytes of data"),
-            (len(self.host.encode()) <= _MAX_HOST, "host"),
-        ]
+        yield self.pid > 0, f"pid {self.pid}"
+        yield 0 < len(turns) <= MAX_ROUND and known, f"pattern {turns}"
+        yield self.path in paths, f"path {self.path} of {len(paths)}"
+        yield _is_power(self.alignment) and self.alignment >= MIN_ALIGNMENT, "alignment"
+        yield _is_power(self.unit) and self.unit >= self.alignment, "unit"
+        yield self.stripe_nbytes > 0 and self.stripe_nbytes % self.unit == 0, "stripe"
+        yield 0 < self.capacity < 1 << 62 and 0 < self.data_nbytes < 1 << 62, "capacity"
+        yield self.data_nbytes % self.alignment == 0, "bytes of data"
+        yield len(self.host.encode()) <= _MAX_HOST, "host"
 
     @property
     def num_paths(self) -> int:
