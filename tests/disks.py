@@ -6,7 +6,9 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,57 @@ class Buffers:
         made = memoryview(self.arena.take(nbytes, align=align))
         made[:] = bytes(nbytes)
         return made
+
+
+@dataclass(frozen=True)
+class FaultyDisk:
+    """A raw device that fails while a file is there."""
+
+    device: str
+    switch: Path
+
+    def break_it(self) -> None:
+        self.switch.touch()
+
+    def mend_it(self) -> None:
+        self.switch.unlink()
+
+
+@contextlib.contextmanager
+def faulty_device(directory: Path, nbytes: int, *options: str) -> Iterator[FaultyDisk]:
+    """A loop device over FUSE over nbdkit, whose filters fail and delay: all in user space."""
+    missing = [t for t in ("nbdkit", "nbdfuse", "losetup", "fusermount3") if not shutil.which(t)]
+    if os.geteuid() != 0 or missing or not os.path.exists("/dev/fuse"):
+        pytest.skip(f"needs root, /dev/fuse and {', '.join(missing) or 'nbdkit'} for a bad disk")
+    mounted, switch = directory / "disk", directory / "broken"
+    mounted.touch()
+    filters = ["--filter=error", "--filter=delay", "memory", str(nbytes)]
+    errors = [f"error-file={switch}", "error-rate=100%", "error=EIO", *options]
+    with contextlib.ExitStack() as ending:
+        socket = directory / "socket"
+        server = subprocess.Popen(["nbdkit", "-f", "-U", socket, *filters, *errors])
+        ending.callback(_end, server)
+        _until(socket.exists)
+        fuse = subprocess.Popen(["nbdfuse", "-C", "4", mounted, "--unix", socket])
+        ending.callback(_end, fuse)
+        _until(lambda: mounted.stat().st_size == nbytes)
+        made = subprocess.run(
+            ["losetup", "-f", "--show", mounted], capture_output=True, text=True, check=True
+        )
+        device = made.stdout.strip()
+        ending.callback(subprocess.run, ["fusermount3", "-uqz", mounted], check=False)
+        ending.callback(subprocess.run, ["losetup", "-d", device], check=False)
+        yield FaultyDisk(device, switch)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    process.wait()
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        if time.monotonic() > end:
+            pytest.skip("nbdkit did not come up in 20 s")
+        time.sleep(0.02)

@@ -107,9 +107,9 @@ def _bundle(items: Sequence[Lifetime], sizes: Mapping[str, int]) -> list[_Bundle
     ]
 
 
-# The first two are right where lifetimes form a row, as a step's do; largest first leaves small ones
-# to fill the gaps; longest first keeps those that would split the range at its edge; the last is
-# right where lifetimes nest.
+# The first two are right where lifetimes form a row, as a step's do; largest first leaves the small
+# for the gaps; longest first keeps those that would split the range at its edge; the last is right
+# where lifetimes nest.
 _ORDERS: Sequence[Callable[[_Bundle], tuple[int, ...]]] = (
     lambda b: (b.start, -b.nbytes),
     lambda b: (-b.end, -b.nbytes),
@@ -129,7 +129,7 @@ def _search(bundles: Sequence[_Bundle], peak: int) -> list[int]:
     best: list[int] = []
     best_top = -1
     for key in _ORDERS:
-        order = sorted(range(len(bundles)), key=lambda i: key(bundles[i]))  # noqa: B023
+        order = sorted(range(len(bundles)), key=lambda i: key(bundles[i]))
         for _ in range(_MENDINGS // len(_ORDERS)):
             placed = _place(order, bundles, neighbours)
             ends = [at + bundle.nbytes for at, bundle in zip(placed, bundles, strict=True)]

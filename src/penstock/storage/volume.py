@@ -134,7 +134,12 @@ def create_volume(path: str | Path, uuid: UUID, header: Header, *, erase: bool) 
 def open_volume(data_path: str | Path) -> Volume:
     """An existing one, locked. Raises StoreInUseError while its owner lives."""
     is_device = _is_device(data_path)
-    fd, direct = _open(data_path, os.O_RDWR | (os.O_EXCL if is_device else 0))
+    try:
+        fd, direct = _open(data_path, os.O_RDWR | (os.O_EXCL if is_device else 0))
+    except OSError as failed:
+        if failed.errno == errno.EBUSY:
+            raise StoreInUseError(str(data_path), "whoever has the device") from None
+        raise
     number = os.fstat(fd).st_rdev if is_device else os.fstat(fd).st_dev
     volume = Volume(
         path=str(data_path),
