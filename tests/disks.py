@@ -112,8 +112,12 @@ def faulty_device(directory: Path, nbytes: int, *options: str) -> Iterator[Fault
         fuse = subprocess.Popen(["nbdfuse", "-C", "4", mounted, "--unix", socket])
         ending.callback(_end, fuse)
         _until(lambda: mounted.stat().st_size == nbytes)
+        # Direct, or the page cache between them would swallow the faults.
         made = subprocess.run(
-            ["losetup", "-f", "--show", mounted], capture_output=True, text=True, check=True
+            ["losetup", "--direct-io=on", "-f", "--show", mounted],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         device = made.stdout.strip()
         ending.callback(subprocess.run, ["fusermount3", "-uqz", mounted], check=False)

@@ -116,11 +116,10 @@ device, engine, scene = sys.argv[1:]
 store = Store.create(device, 8 * MiB, engine=engine)
 extent = store.allocate(64 * KiB, name="stuck")
 buffers = Buffers()
-store.start_write(extent, buffers.random(64 * KiB)).wait()
-ticket = store.start_read(extent, buffers.zeros(64 * KiB))
+ticket = store.start_write(extent, buffers.random(64 * KiB))
 if scene == "interrupt":
     signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
         ticket.wait()
     except KeyboardInterrupt:
@@ -128,7 +127,7 @@ if scene == "interrupt":
 else:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        hanging = store.close(timeout=0.1)
+        hanging = store.close(timeout=0.05)
     print("hanging", len(hanging), hanging[0])
     print("said", said[0].message)
     ticket.settle()
@@ -149,17 +148,17 @@ def run_child(device: str, engine: str, scene: str) -> str:
 
 
 def test_ctrl_c_ends_a_wait(tmp_path: Path, engine: EngineName) -> None:
-    with faulty_device(tmp_path, DISK, "delay-read=2") as disk:
+    with faulty_device(tmp_path, DISK, "delay-write=600ms") as disk:
         assert run_child(disk.device, engine, "interrupt") == "interrupted under way\n"
 
 
 def test_closing_over_a_hung_disk_returns_and_says_what_hangs(
     tmp_path: Path, engine: EngineName
 ) -> None:
-    with faulty_device(tmp_path, DISK, "delay-read=2") as disk:
+    with faulty_device(tmp_path, DISK, "delay-write=600ms") as disk:
         said = run_child(disk.device, engine, "hang")
 
-        assert f"hanging 1 read of 65536 B at 1048576 of {disk.device}" in said
+        assert f"hanging 1 write of 65536 B at 1048576 of {disk.device}" in said
         assert "still with the kernel" in said
         assert "in the end None" in said
 

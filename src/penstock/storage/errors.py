@@ -34,8 +34,7 @@ class TransferError(StorageError, OSError):
             f"{os.strerror(errno)} (errno {errno}). Run `smartctl -a` on the drive and resume from "
             f"the last checkpoint with a store on another one"
         )
-        self.errno = errno
-        self.strerror = os.strerror(errno)
+        self.errno = errno  # and no strerror, which str() would print in place of the above
 
 
 class TruncatedStoreError(StorageError):

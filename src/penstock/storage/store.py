@@ -15,7 +15,7 @@ from penstock import _native
 from penstock.memory.arena import Arena
 from penstock.storage.accounts import Accounts, StoreStats
 from penstock.storage.building import Parts, StoreOptions, build, make_engine, reopen
-from penstock.storage.ending import abandon, end_engine
+from penstock.storage.ending import abandon, end_engine, keep_volumes, remove_volumes
 from penstock.storage.endurance import Wear, wear_of
 from penstock.storage.engines import EngineChoice, EngineName, choose_engine
 from penstock.storage.errors import StoreClosedError, StoreFullError
@@ -23,7 +23,7 @@ from penstock.storage.header import DATA_OFFSET
 from penstock.storage.layout import Extent
 from penstock.storage.ledger import Ledger
 from penstock.storage.spans import check_span
-from penstock.storage.table import TABLE_OFFSET, table_to_bytes
+from penstock.storage.table import table_to_bytes
 from penstock.storage.tickets import Ticket, settle
 from penstock.storage.volume import Volume
 from penstock.units import format_bytes, parse_bytes, round_up
@@ -258,10 +258,9 @@ class Store:
         self._ledger.moving.clear()
         self._registered.clear()
         if keep:
-            table = table_to_bytes(self._extents.values())
-            self._parts.volumes[0].write_block(TABLE_OFFSET, table)
-        for volume in self._parts.volumes:
-            volume.close() if keep else volume.remove()
+            keep_volumes(self._parts, table_to_bytes(self._extents.values()))
+        else:
+            remove_volumes(self._parts)
         return []
 
     def __enter__(self) -> Self:
