@@ -23,7 +23,7 @@ void pause_before(unsigned stalls) {
 
 }  // namespace
 
-Queue::Queue(EngineOptions given) : options{std::move(given)}, slots_(options.depth) {}
+Queue::Queue(EngineOptions given, std::size_t slots) : options{std::move(given)}, slots_(slots) {}
 
 std::shared_ptr<Transfer> Queue::start(Op op, std::span<const Piece> pieces,
                                        std::shared_ptr<Checksums> checksums) {
@@ -53,10 +53,10 @@ std::vector<Hanging> Queue::close(double seconds) {
   closing_ = true;
   drop_waiting(ECANCELED);
   work_.notify_all();
-  settled_.wait_until(hold, deadline_in(seconds), [&] { return with_kernel_ == 0; });
+  settled_.wait_until(hold, deadline_in(seconds), [&] { return taken_ == 0; });
   std::vector<Hanging> hanging;
   for (const Slot& slot : slots_) {
-    if (!slot.busy) continue;
+    if (!slot.busy || !slot.with_kernel) continue;
     const Piece& piece = slot.request.piece;
     hanging.push_back({slot.request.transfer->op, piece.file, piece.offset, piece.bytes});
   }
@@ -68,9 +68,9 @@ Counters Queue::counters() const {
   return counters_;
 }
 
-std::size_t Queue::with_kernel() const {
+std::size_t Queue::taken() const {
   const std::lock_guard hold{state_};
-  return with_kernel_;
+  return taken_;
 }
 
 bool Queue::closing() const {
@@ -82,7 +82,7 @@ void Queue::take_front(Slot& slot) {
   slot.request = std::move(waiting_.front());
   waiting_.pop_front();
   slot.busy = true;
-  ++with_kernel_;
+  ++taken_;
 }
 
 bool Queue::take(Slot& slot) {
@@ -112,10 +112,14 @@ bool Queue::answer(Slot& slot, ssize_t answer) {
   return false;
 }
 
-void Queue::broken(Slot& slot, int error) {
+void Queue::drop(Slot& slot, int error) {
   const Piece& piece = slot.request.piece;
   slot.request.transfer->fail({error, piece.file, piece.offset, piece.place, piece.bytes});
   release(slot, /*failed=*/true);
+}
+
+void Queue::broken(Slot& slot, int error) {
+  drop(slot, error);
   const std::lock_guard hold{state_};
   broken_ = error;
   drop_waiting(error);
@@ -125,14 +129,15 @@ void Queue::release(Slot& slot, bool failed) {
   const std::lock_guard hold{state_};
   Request request = std::exchange(slot.request, {});
   slot.busy = false;
-  --with_kernel_;
+  slot.with_kernel = false;
+  --taken_;
   ++counters_.requests;
   if (!failed) {
     (request.transfer->op == Op::read ? counters_.read_bytes : counters_.written_bytes) +=
         request.piece.bytes;
   }
   // Under the lock, so that a waiter cannot look between the count and the call.
-  if (request.transfer->finish_one() || with_kernel_ == 0) settled_.notify_all();
+  if (request.transfer->finish_one() || taken_ == 0) settled_.notify_all();
 }
 
 void Queue::drop_waiting(int error) {

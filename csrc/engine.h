@@ -3,6 +3,7 @@
 // the kernel.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -52,12 +53,13 @@ struct Hanging {
 // device hangs: the stuck thread keeps it.
 class Queue {
  public:
-  struct Slot {  // what one request occupies while it is with the kernel
+  struct Slot {  // what one request occupies from when a worker takes it to when it is done
     Request request;
     bool busy = false;
+    std::atomic<bool> with_kernel{false};  // set by the worker around the kernel's part
   };
 
-  explicit Queue(EngineOptions options);
+  Queue(EngineOptions options, std::size_t slots);
 
   const EngineOptions options;
 
@@ -69,7 +71,7 @@ class Queue {
   // Fails what no worker has taken yet and waits for the rest. Returns what still hangs.
   std::vector<Hanging> close(double seconds);
   Counters counters() const;
-  std::size_t with_kernel() const;
+  std::size_t taken() const;  // by workers, and not done
 
   // Workers. A slot belongs to one of them, which alone touches its request.
   Slot& slot(std::size_t index) { return slots_[index]; }
@@ -78,6 +80,8 @@ class Queue {
   bool closing() const;
   // Takes the kernel's answer. True if the request must be issued again.
   bool answer(Slot& slot, ssize_t answer);
+  // Ends a request that a worker has taken but will not issue.
+  void drop(Slot& slot, int error);
   // The kernel takes no more requests: fails this one and, from now on, every other.
   void broken(Slot& slot, int error);
 
@@ -88,10 +92,10 @@ class Queue {
 
   mutable std::mutex state_;         // guards all below
   std::condition_variable work_;     // something waits, or closing
-  std::condition_variable settled_;  // a transfer is done, or nothing is with the kernel
+  std::condition_variable settled_;  // a transfer is done, or no worker has anything
   std::deque<Request> waiting_;
   std::vector<Slot> slots_;
-  std::size_t with_kernel_ = 0;
+  std::size_t taken_ = 0;
   bool closing_ = false;
   int broken_ = 0;
   Counters counters_;
@@ -99,7 +103,8 @@ class Queue {
 
 class Engine {
  public:
-  explicit Engine(EngineOptions options) : queue_{std::make_shared<Queue>(std::move(options))} {}
+  Engine(EngineOptions options, std::size_t slots)
+      : queue_{std::make_shared<Queue>(std::move(options), slots)} {}
   virtual ~Engine() = default;
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;

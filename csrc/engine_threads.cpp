@@ -13,6 +13,7 @@ void serve(Queue& queue, Queue::Slot& slot, Disk& disk) {
     if (transfer.op == Op::write && transfer.checksums) {
       transfer.checksums->note(request.piece.at, request.piece.bytes, request.piece.place);
     }
+    slot.with_kernel = true;
     const bool reads = transfer.op == Op::read;
     ssize_t answer;
     do {
@@ -25,7 +26,7 @@ void serve(Queue& queue, Queue::Slot& slot, Disk& disk) {
 
 class ThreadEngine final : public Engine {
  public:
-  ThreadEngine(EngineOptions options, Disk& disk) : Engine{std::move(options)} {
+  ThreadEngine(const EngineOptions& options, Disk& disk) : Engine{options, options.depth} {
     for (unsigned i = 0; i < queue_->options.depth; ++i) {
       launch([i, &disk](Queue& queue) { serve(queue, queue.slot(i), disk); });
     }

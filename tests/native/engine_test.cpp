@@ -234,7 +234,7 @@ ON_BOTH_ENGINES("closing ends what has not begun and finishes what has") {
   Bench bench{rings, options_of(/*depth=*/1)};
   bench.disk.hang();
   const auto begun = bench.start(Op::write, 0, 2 * kBlock);
-  while (bench.engine->queue().with_kernel() < 1) std::this_thread::yield();
+  while (bench.engine->queue().taken() < 1) std::this_thread::yield();
   const auto queued = bench.start(Op::write, 8 * kBlock, 2 * kBlock);
   std::vector<Hanging> hanging;
   std::thread closing{[&] { hanging = bench.engine->close(kLong); }};
@@ -250,7 +250,7 @@ ON_BOTH_ENGINES("closing over a hung device returns and says what hangs") {
   Bench bench{rings, options_of(/*depth=*/2)};
   bench.disk.hang();
   const auto stuck = bench.start(Op::write, 4 * kBlock, 4 * kBlock);
-  while (bench.engine->queue().with_kernel() < 2) std::this_thread::yield();
+  while (bench.engine->queue().taken() < 2) std::this_thread::yield();
   const auto queued = bench.start(Op::read, 16 * kBlock, 4 * kBlock);
   const std::vector<Hanging> hanging = bench.engine->close(0.01);
   CHECK(hanging.size() == 2);
@@ -258,7 +258,7 @@ ON_BOTH_ENGINES("closing over a hung device returns and says what hangs") {
     CHECK(h.op == Op::write && h.file == 0 && h.bytes == 2 * kBlock);
     CHECK(h.offset == 4 * kBlock || h.offset == 6 * kBlock);
   }
-  CHECK(queued->done() && queued->failure().error == ECANCELED && !stuck->done());
+  CHECK(bench.wait(queued) && queued->failure().error == ECANCELED && !stuck->done());
   bench.disk.release();
   bench.ring->wake();
   CHECK(bench.wait(stuck) && bench.engine->close(kLong).empty());

@@ -36,8 +36,9 @@ class StoreOptions:
     """The most that one request to the kernel moves."""
     depth: int = 16
     """Requests with the kernel at once, per path."""
-    workers: int = 1
-    """Threads that serve io_uring; the threads engine has one per request."""
+    workers: int = 2
+    """Threads that serve io_uring: checksums of a fast disk are more than one can do. The threads
+    engine has one per request."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,264 @@
+"""The store against fio: the same file, block size and depth, in turns, in one run.
+
+    python bench/bench_storage.py --path /mnt/nvme0 [--device] [--nbytes 1GiB] [--passes 5]
+
+Prints rates and ratios for both engines, reading, writing and the sweep's mix, with what the CPU,
+the page cache and the process's memory had to give; writes bench/results/storage_<hardware>_<date>.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fio import find_fio, fio_version, run_fio
+
+from penstock import _native
+from penstock.storage.building import StoreOptions
+from penstock.storage.engines import choose_engine
+from penstock.storage.header import DATA_OFFSET
+from penstock.storage.rates import PATTERNS, StorageBench
+from penstock.storage.store import Store
+from penstock.units import KiB, MiB, format_bytes, parse_bytes
+
+REPO = Path(__file__).parents[1]
+CHUNK = 8 * MiB
+LANES = 4
+
+
+@dataclass
+class Row:
+    """Samples of one setting, ours and fio's taken in turns."""
+
+    target: str
+    engine: str
+    pattern: str
+    request_nbytes: int
+    depth: int
+    ours: list[float] = field(default_factory=list)
+    verified: list[float] = field(default_factory=list)
+    fio: list[float] = field(default_factory=list)
+    ours_cpu: list[float] = field(default_factory=list)
+    fio_cpu: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ours) / statistics.median(self.fio)
+
+    @property
+    def verify_cost(self) -> float:
+        return 1 - statistics.median(self.verified) / statistics.median(self.ours)
+
+
+@dataclass
+class Memory:
+    """What a target's passes left behind in memory."""
+
+    target: str
+    cached_nbytes: int
+    """Of the file, in the page cache."""
+    grown_nbytes: int
+    """Of the process, beyond the arenas: from before the first pass to after the last."""
+
+
+def main() -> None:
+    chosen = arguments()
+    if find_fio() is None:
+        sys.exit("fio is not installed: apt install fio")
+    rows: list[Row] = []
+    memories: list[Memory] = []
+    targets = [("file", chosen.path)]
+    with contextlib.ExitStack() as ending:
+        if not chosen.no_loop and os.geteuid() == 0:
+            targets.append(("loop", ending.enter_context(loop_over(chosen.path, chosen.nbytes))))
+        for target, path in targets:
+            for request in chosen.requests:
+                made, memory = measure(target, path, request, chosen)
+                rows += made
+                memories.append(memory)
+                show(made, memory)
+    save(rows, memories, chosen)
+    best(rows)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--path", default=".", help="a directory on the disk to be measured")
+    parser.add_argument("--nbytes", type=parse_bytes, default=parse_bytes("1GiB"))
+    parser.add_argument("--requests", type=lambda s: [parse_bytes(p) for p in s.split(",")],
+                        default=[256 * KiB, 1 * MiB, 4 * MiB])  # fmt: skip
+    parser.add_argument("--depth", type=int, default=16)
+    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--no-loop", action="store_true")
+    parser.add_argument("--hardware", default="", help="for the name of the results file")
+    return parser.parse_args()
+
+
+@contextlib.contextmanager
+def loop_over(path: str, nbytes: int) -> Iterator[str]:
+    """A raw device over a file on the same disk, written first: holes read too fast."""
+    backing = Path(path) / f"bench-loop-{os.getpid()}"
+    subprocess.run(
+        ["dd", "if=/dev/zero", f"of={backing}", "bs=4M", "oflag=direct",
+         f"count={(nbytes + 64 * MiB) // (4 * MiB)}"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    attach = ["losetup", "--direct-io=on", "-f", "--show", str(backing)]
+    made = subprocess.run(attach, check=True, capture_output=True, text=True)
+    try:
+        yield made.stdout.strip()
+    finally:
+        subprocess.run(["losetup", "-d", made.stdout.strip()], check=True)
+        backing.unlink()
+
+
+def measure(
+    target: str, path: str, request: int, chosen: argparse.Namespace
+) -> tuple[list[Row], Memory]:
+    """Both engines and fio on one store's bytes, turn by turn."""
+    engines = list(dict.fromkeys([choose_engine().name, "threads"]))
+    rows = {(e, p): Row(target, e, p, request, chosen.depth) for e in engines for p in PATTERNS}
+    options = StoreOptions(request_nbytes=request, depth=chosen.depth)
+    memory = Memory(target, 0, 0)
+    for engine in engines:
+        for verify in (False, True):
+            with Store.create(
+                path, chosen.nbytes, engine=engine, verify=verify, options=options
+            ) as store:
+                bench = StorageBench(store, chosen.nbytes, chunk=max(CHUNK, request), lanes=LANES)
+                bench.run("write")  # the first write of new space pays for its metadata
+                before = resident()
+                for _ in range(chosen.passes):
+                    for pattern in PATTERNS:
+                        row = rows[engine, pattern]
+                        one_turn(row, bench, None if verify else store, chosen)
+                memory.grown_nbytes = max(memory.grown_nbytes, resident() - before)
+                if target == "file":
+                    cached = cached_nbytes(store.volumes[0].data_path)
+                    memory.cached_nbytes = max(memory.cached_nbytes, cached)
+    return list(rows.values()), memory
+
+
+def one_turn(
+    row: Row, bench: StorageBench, plain: Store | None, chosen: argparse.Namespace
+) -> None:
+    if plain is None:
+        row.verified.append(bench.run(row.pattern))  # type: ignore[arg-type]
+        return
+    used = cpu_seconds()
+    began = time.perf_counter()
+    row.ours.append(bench.run(row.pattern))  # type: ignore[arg-type]
+    row.ours_cpu.append((cpu_seconds() - used) / (time.perf_counter() - began))
+    yard = run_fio(
+        plain.volumes[0].data_path, row.pattern,
+        nbytes=bench.nbytes, request=row.request_nbytes, depth=row.depth,
+    )  # fmt: skip
+    row.fio.append(yard.rate)
+    row.fio_cpu.append(yard.cpu)
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * mmap.PAGESIZE
+
+
+def cached_nbytes(path: str) -> int:
+    """How much of the file's data is in the page cache, asked with mincore."""
+    length = os.path.getsize(path)
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), length) as mapped:
+        pages = (ctypes.c_ubyte * (-(-length // mmap.PAGESIZE)))()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), pages)
+        first = DATA_OFFSET // mmap.PAGESIZE
+        return sum(page & 1 for page in pages[first:]) * mmap.PAGESIZE
+
+
+def show(rows: list[Row], memory: Memory) -> None:
+    for row in rows:
+        ours, fio = (statistics.median(s) / 1e9 for s in (row.ours, row.fio))
+        print(
+            f"{row.target:5} {row.engine:9} {row.pattern:6} {format_bytes(row.request_nbytes):>8}"
+            f" x{row.depth}  ours {ours:5.2f} ({min(row.ours) / 1e9:.2f}-{max(row.ours) / 1e9:.2f})"
+            f"  fio {fio:5.2f} ({min(row.fio) / 1e9:.2f}-{max(row.fio) / 1e9:.2f}) GB/s"
+            f"  ratio {row.ratio:.2f}  verify costs {row.verify_cost:+.1%}"
+            f"  cpu {statistics.median(row.ours_cpu):.2f} / {statistics.median(row.fio_cpu):.2f}"
+        )
+    print(
+        f"{memory.target:5} in the page cache: {format_bytes(memory.cached_nbytes)}, process grew "
+        f"by {format_bytes(memory.grown_nbytes)} beyond its arenas\n"
+    )
+
+
+def best(rows: list[Row]) -> None:
+    """Each at its best block size, as fio is at its own."""
+    print("best block size of each, ours / fio:")
+    for target, engine, pattern in dict.fromkeys((r.target, r.engine, r.pattern) for r in rows):
+        same = [r for r in rows if (r.target, r.engine, r.pattern) == (target, engine, pattern)]
+        ours = max(statistics.median(r.ours) for r in same)
+        fio = max(statistics.median(r.fio) for r in same)
+        paired = max(r.ratio for r in same)
+        print(
+            f"  {target:5} {engine:9} {pattern:6} {ours / 1e9:5.2f} / {fio / 1e9:5.2f} GB/s"
+            f" = {ours / fio:.2f}; best ratio at one block size {paired:.2f}"
+        )
+
+
+def save(rows: list[Row], memories: list[Memory], chosen: argparse.Namespace) -> None:
+    git = ["git", "-C", str(REPO), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    now = datetime.now(UTC)
+    certificate = {
+        "hardware": chosen.hardware or platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "kernel": platform.release(),
+        "date": now.isoformat(timespec="seconds"),
+        "commit": commit,
+        "command": " ".join(["bench/bench_storage.py", *sys.argv[1:]]).replace(
+            str(chosen.path), "PATH"
+        ),
+        "fio": fio_version().strip(),
+        "load": os.getloadavg(),
+        "crc32c": "hardware" if _native.crc32c_is_hardware() else "table",
+        "rates_unit": "bytes per second; every sample is one pass",
+        "rows": [asdict(row) | {"percentiles": percentiles(row)} for row in rows],
+        "memory": [asdict(memory) for memory in memories],
+    }
+    name = (chosen.hardware or "machine").lower().replace(" ", "-")
+    path = REPO / f"bench/results/storage_{name}_{now:%Y-%m-%d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(certificate, indent=1) + "\n")
+    print(f"written: {path.relative_to(REPO)}")
+
+
+def percentiles(row: Row) -> dict[str, list[float]]:
+    """10, 50 and 90 of each list of rates."""
+    cut = {}
+    for name in ("ours", "verified", "fio"):
+        samples = sorted(getattr(row, name))
+        cut[name] = [samples[round(p * (len(samples) - 1))] for p in (0.1, 0.5, 0.9)]
+    return cut
+
+
+if __name__ == "__main__":
+    main()
