@@ -82,13 +82,16 @@ def main() -> None:
         sys.exit("fio is not installed: apt install fio")
     rows: list[Row] = []
     memories: list[Memory] = []
-    targets = [("file", chosen.path)]
+    targets = [("file", chosen.path, chosen.path)]
     with contextlib.ExitStack() as ending:
         if not chosen.no_loop and os.geteuid() == 0:
-            targets.append(("loop", ending.enter_context(loop_over(chosen.path, chosen.nbytes))))
-        for target, path in targets:
+            first, second = (
+                ending.enter_context(loop_over(chosen.path, name, chosen.nbytes)) for name in "ab"
+            )
+            targets.append(("loop", first, second))
+        for target, *paths in targets:
             for request in chosen.requests:
-                made, memory = measure(target, path, request, chosen)
+                made, memory = measure(target, paths, request, chosen)
                 rows += made
                 memories.append(memory)
                 show(made, memory)
@@ -110,9 +113,9 @@ def arguments() -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def loop_over(path: str, nbytes: int) -> Iterator[str]:
+def loop_over(path: str, name: str, nbytes: int) -> Iterator[str]:
     """A raw device over a file on the same disk, written first: holes read too fast."""
-    backing = Path(path) / f"bench-loop-{os.getpid()}"
+    backing = Path(path) / f"bench-loop-{os.getpid()}{name}"
     subprocess.run(
         ["dd", "if=/dev/zero", f"of={backing}", "bs=4M", "oflag=direct",
          f"count={(nbytes + 64 * MiB) // (4 * MiB)}"],
@@ -128,38 +131,39 @@ def loop_over(path: str, nbytes: int) -> Iterator[str]:
 
 
 def measure(
-    target: str, path: str, request: int, chosen: argparse.Namespace
+    target: str, paths: list[str], request: int, chosen: argparse.Namespace
 ) -> tuple[list[Row], Memory]:
-    """Both engines and fio on one store's bytes, turn by turn."""
+    """Both engines, with and without checksums, and fio, turn by turn: a change in what else the
+    machine does meets all of them."""
     engines = list(dict.fromkeys([choose_engine().name, "threads"]))
     rows = {(e, p): Row(target, e, p, request, chosen.depth) for e in engines for p in PATTERNS}
     options = StoreOptions(request_nbytes=request, depth=chosen.depth)
     memory = Memory(target, 0, 0)
     for engine in engines:
-        for verify in (False, True):
-            with Store.create(
-                path, chosen.nbytes, engine=engine, verify=verify, options=options
-            ) as store:
+        with contextlib.ExitStack() as ending:
+            benches = []
+            for path, verify in zip(paths, (False, True), strict=True):
+                store = Store.create(
+                    path, chosen.nbytes, engine=engine, verify=verify, options=options
+                )
+                ending.enter_context(store)
                 bench = StorageBench(store, chosen.nbytes, chunk=max(CHUNK, request), lanes=LANES)
                 bench.run("write")  # the first write of new space pays for its metadata
-                before = resident()
-                for _ in range(chosen.passes):
-                    for pattern in PATTERNS:
-                        row = rows[engine, pattern]
-                        one_turn(row, bench, None if verify else store, chosen)
-                memory.grown_nbytes = max(memory.grown_nbytes, resident() - before)
-                if target == "file":
+                benches.append((store, bench))
+            before = resident()
+            for _ in range(chosen.passes):
+                for pattern in PATTERNS:
+                    one_turn(rows[engine, pattern], benches)
+            memory.grown_nbytes = max(memory.grown_nbytes, resident() - before)
+            if target == "file":
+                for store, _ in benches:
                     cached = cached_nbytes(store.volumes[0].data_path)
                     memory.cached_nbytes = max(memory.cached_nbytes, cached)
     return list(rows.values()), memory
 
 
-def one_turn(
-    row: Row, bench: StorageBench, plain: Store | None, chosen: argparse.Namespace
-) -> None:
-    if plain is None:
-        row.verified.append(bench.run(row.pattern))  # type: ignore[arg-type]
-        return
+def one_turn(row: Row, benches: list[tuple[Store, StorageBench]]) -> None:
+    (plain, bench), (_, verifying) = benches
     used = cpu_seconds()
     began = time.perf_counter()
     row.ours.append(bench.run(row.pattern))  # type: ignore[arg-type]
@@ -170,6 +174,7 @@ def one_turn(
     )  # fmt: skip
     row.fio.append(yard.rate)
     row.fio_cpu.append(yard.cpu)
+    row.verified.append(verifying.run(row.pattern))  # type: ignore[arg-type]
 
 
 def cpu_seconds() -> float:
