@@ -31,7 +31,9 @@ def run_fio(path: str, pattern: str, *, nbytes: int, request: int, depth: int) -
     common = [
         "fio", "--output-format=json", "--ioengine=io_uring", "--fixedbufs", "--registerfiles",
         "--direct=1", f"--filename={path}", f"--bs={request}", "--thread", "--invalidate=0",
-        "--mem=mmap", "--allow_file_create=0", "--overwrite=1", "--refill_buffers=0",
+        "--mem=mmap", "--allow_file_create=0", "--overwrite=1",
+        # Nothing that only fio would do: no new patterns in the buffers, no clock per request.
+        "--refill_buffers=0", "--scramble_buffers=0", "--gtod_reduce=1",
     ]  # fmt: skip
     if pattern == "mixed":
         # The sweep's mix: one stream reads ahead, another writes behind, half of the depth each.
