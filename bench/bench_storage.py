@@ -147,7 +147,9 @@ def measure(
                     path, chosen.nbytes, engine=engine, verify=verify, options=options
                 )
                 ending.enter_context(store)
-                bench = StorageBench(store, chosen.nbytes, chunk=max(CHUNK, request), lanes=LANES)
+                # Twice the depth under way, or the queue would never be as deep as fio's.
+                chunk = max(CHUNK, 2 * chosen.depth * request // LANES)
+                bench = StorageBench(store, chosen.nbytes, chunk=chunk, lanes=LANES)
                 bench.run("write")  # the first write of new space pays for its metadata
                 benches.append((store, bench))
             before = resident()

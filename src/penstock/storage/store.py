@@ -62,7 +62,7 @@ class Store:
         capacity: int | str | None = None,
         *,
         engine: EngineName = "auto",
-        verify: bool = True,
+        verify: bool = False,
         erase: bool = False,
         options: StoreOptions | None = None,
     ) -> Self:
@@ -83,7 +83,7 @@ class Store:
         data_paths: str | Path | Sequence[str | Path],
         *,
         engine: EngineName = "auto",
-        verify: bool = True,
+        verify: bool = False,
         options: StoreOptions | None = None,
     ) -> Self:
         """A store that was closed with keep=True, or left by a killed run: its `data` files.
