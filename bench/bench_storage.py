@@ -238,7 +238,7 @@ def save(rows: list[Row], memories: list[Memory], chosen: argparse.Namespace) ->
     certificate = {
         "hardware": chosen.hardware or platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
-        "kernel": platform.release(),
+        "kernel": platform.release().split("-")[0],
         "date": now.isoformat(timespec="seconds"),
         "commit": commit,
         "command": " ".join(["bench/bench_storage.py", *sys.argv[1:]]).replace(
