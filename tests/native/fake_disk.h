@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <cstring>
@@ -85,7 +86,7 @@ class FakeRing final : public Ring {
  public:
   explicit FakeRing(FakeDisk& disk) : disk_{disk} {}
 
-  int enter_error = 0;  // what enter() answers from now on, if not 0
+  std::atomic<int> enter_error{0};  // what enter() answers from now on, if not 0
   int refuse_buffers = 0;
   std::atomic<int> fixed{0};  // submissions that named a registered buffer
 
