@@ -57,6 +57,16 @@ PyType_Slot block_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(block_get
 
 std::uintptr_t address(const void* at) { return reinterpret_cast<std::uintptr_t>(at); }
 
+// Giving back gigabytes takes seconds, and pinned ones wait for the GPU: other threads go on.
+void free_without_gil(Region* region) {
+  if (nb::is_alive() && PyGILState_Check() != 0) {
+    const nb::gil_scoped_release no_gil;
+    delete region;
+  } else {
+    delete region;
+  }
+}
+
 void bind_enums(nb::module_& m) {
   nb::enum_<Huge>(m, "Huge")
       .value("none", Huge::none)
@@ -85,9 +95,10 @@ void bind_memory(nb::module_& m) {
       .def(nb::new_([](std::size_t nbytes, Placement placement, Huge huge, bool prefault,
                        unsigned threads, NodeCpus cpus) {
              const nb::gil_scoped_release no_gil;
-             return Region::take(
-                 {nbytes, std::move(placement), huge, prefault, threads, std::move(cpus)},
-                 linux_os());
+             return std::shared_ptr<Region>{new Region{{nbytes, std::move(placement), huge,
+                                                        prefault, threads, std::move(cpus)},
+                                                       linux_os()},
+                                            free_without_gil};
            }),
            nb::arg("nbytes"), nb::arg("placement"), nb::arg("huge"), nb::arg("prefault"),
            nb::arg("threads"), nb::arg("cpus"))
@@ -141,7 +152,8 @@ void bind_questions(nb::module_& m) {
   m.def(
       "migrate_pages",
       [](std::uintptr_t at, std::size_t nbytes, const Placement& to, unsigned threads) {
-        return migrate_pages(linux_os(), reinterpret_cast<void*>(at), nbytes, to, threads);
+        return migrate_pages(linux_os(), reinterpret_cast<void*>(at), nbytes, to, kUnitBytes,
+                             threads);
       },
       nb::arg("address"), nb::arg("nbytes"), nb::arg("to"), nb::arg("threads"), NoGil());
   m.def("page_nbytes", [] { return linux_os().page_bytes(); });

@@ -92,7 +92,9 @@ class WithContext {
     static Result code = kSuccess;
     std::call_once(retained, [&] { code = d_.primary_retain(&primary, 0); });
     if (code != kSuccess) throw CudaError{code, name_of(d_, code)};
-    if (code == kSuccess) pushed_ = d_.context_push(primary) == kSuccess;
+    const Result pushed = d_.context_push(primary);
+    if (pushed != kSuccess) throw CudaError{pushed, name_of(d_, pushed)};
+    pushed_ = true;
   }
   ~WithContext() {
     Context ignored = nullptr;

@@ -10,7 +10,9 @@ namespace penstock {
 enum class Isa { baseline, avx2, avx512 };
 
 // The best one that was compiled in, that this processor has, and that is no better than the
-// environment variable PENSTOCK_ISA allows (baseline, avx2 or avx512). Read once.
+// environment variable PENSTOCK_ISA allows: baseline, avx2 or avx512, capitals or not. Read once.
+// Any other name is a std::invalid_argument: with the best one in its place a person would measure,
+// without a word, what was not asked for.
 Isa best_isa();
 
 // Those that can run here, worst first.

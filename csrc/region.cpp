@@ -1,9 +1,12 @@
 #include "region.h"
 
 #include <algorithm>
-#include <cstdint>
+#include <cerrno>
 #include <map>
+#include <system_error>
 #include <utility>
+
+#include "residency.h"
 
 namespace penstock {
 namespace {
@@ -71,16 +74,26 @@ Region::~Region() {
 bool Region::is_ours() const noexcept { return made_by_ == os_.process(); }
 
 void Region::place(std::size_t offset, std::size_t bytes, const Placement& placement, bool move) {
+  if (!placement.pattern.empty()) return place_stripe(offset, bytes, placement, move);
   std::byte* at = data() + offset;
-  if (placement.pattern.empty()) {
-    if (move || placement.policy != Policy::local) {
-      os_.bind(at, bytes, placement.policy, placement.nodes, move);
-    }
-    if (spec_.prefault && !move) touch(offset, bytes, placement);
-    return;
+  // To the kernel a page on any node of an interleave is in place already, so those are dealt.
+  const bool deal = move && placement.policy == Policy::interleave;
+  if (move || placement.policy != Policy::local) {
+    os_.bind(at, bytes, placement.policy, placement.nodes, move && !deal);
   }
-  const bool settle = spec_.prefault || move;  // pages will be there: one policy may cover them
-  if (settle && !move) {
+  if (deal) {
+    const std::size_t grain = spec_.huge == Huge::none ? os_.page_bytes() : kUnitBytes;
+    if (migrate_pages(os_, at, bytes, placement, grain, spec_.threads) > 0) {
+      throw std::system_error{EIO, std::generic_category(), "move_pages"};
+    }
+  }
+  if (spec_.prefault && !move) touch(offset, bytes, placement);
+}
+
+void Region::place_stripe(std::size_t offset, std::size_t bytes, const Placement& placement,
+                          bool move) {
+  std::byte* at = data() + offset;
+  if (spec_.prefault && !move) {
     // See [Note: stripes and the kernel's map count].
     const int first = runs_of(placement, offset, 1).front().node;
     os_.bind(at, bytes, Policy::bind, std::span{&first, 1}, /*move=*/false);
@@ -91,7 +104,7 @@ void Region::place(std::size_t offset, std::size_t bytes, const Placement& place
     for (const Run& run : runs_of(placement, offset + done, window)) {
       os_.bind(data() + run.offset, run.bytes, Policy::bind, std::span{&run.node, 1}, move);
     }
-    if (!settle) continue;
+    if (!spec_.prefault) continue;  // pages are still to come: each unit needs its own policy
     if (!move) touch(offset + done, window, placement);
     os_.bind(at + done, window, Policy::bind, placement.nodes, /*move=*/false);
   }
@@ -146,7 +159,7 @@ void Region::move(std::size_t offset, std::size_t bytes, Placement to) {
   if (was_registered) drop_pin();
   // Registered again whether or not the pages moved: a failed move must not cost the pin.
   const auto restore = [&] {
-    if (!was_registered) return;
+    if (!was_registered || !is_ours()) return;
     registrar->add(mapping_.at, mapping_.bytes);
     pin_ = Pin::registered;
   };

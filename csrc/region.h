@@ -2,6 +2,7 @@
 // in reverse by the destructor. A constructor that throws leaves nothing behind.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -57,16 +58,17 @@ class Region : public std::enable_shared_from_this<Region> {
 
  private:
   void place(std::size_t offset, std::size_t bytes, const Placement& placement, bool move);
+  void place_stripe(std::size_t offset, std::size_t bytes, const Placement& placement, bool move);
   void touch(std::size_t offset, std::size_t bytes, const Placement& placement);
   void drop_pin() noexcept;
 
   Os& os_;
   RegionSpec spec_;
   Mapping mapping_;
-  Pin pin_ = Pin::none;             // changed under pinning_
-  Registrar* registrar_ = nullptr;  // set while pin_ is registered
-  std::mutex pinning_;              // one of lock, register_with and move at a time
-  const long made_by_;              // process id
+  std::atomic<Pin> pin_{Pin::none};  // changed under pinning_, read by anyone
+  Registrar* registrar_ = nullptr;   // set while pin_ is registered
+  std::mutex pinning_;               // one of lock, register_with and move at a time
+  const long made_by_;               // process id
 };
 
 }  // namespace penstock

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstdint>
 #include <mutex>
 #include <vector>
@@ -33,6 +32,22 @@ struct Pages {
   }
 };
 
+// Moves until every page is on its target, or three times. What the kernel answers per page is not
+// to be trusted for huge ones: it moves them by their first page and says so of no other.
+std::size_t settle(Os& os, const std::vector<void*>& list, const std::vector<int>& targets) {
+  std::vector<int> status(list.size());
+  std::size_t wrong = 0;
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    os.move_pages(list, targets, status);
+    os.page_nodes(list, status);
+    wrong = 0;
+    for (std::size_t k = 0; k < list.size(); ++k)
+      wrong += status[k] >= 0 && status[k] != targets[k];
+    if (wrong == 0) break;
+  }
+  return wrong;
+}
+
 }  // namespace
 
 std::map<int, std::size_t> count_pages(Os& os, void* at, std::size_t bytes, unsigned threads) {
@@ -52,24 +67,17 @@ std::map<int, std::size_t> count_pages(Os& os, void* at, std::size_t bytes, unsi
 }
 
 std::size_t migrate_pages(Os& os, void* at, std::size_t bytes, const Placement& to,
-                          unsigned threads) {
+                          std::size_t grain, unsigned threads) {
   const Pages pages{at, bytes, os.page_bytes()};
-  const std::size_t per_unit = kUnitBytes / pages.page;
+  const std::vector<int>& order = to.pattern.empty() ? to.nodes : to.pattern;
   std::atomic<std::size_t> stuck{0};
   in_parallel(os, pages.batches(), threads, [&](std::size_t i) {
     const std::vector<void*> list = pages.batch(i);
     std::vector<int> targets(list.size());
     for (std::size_t k = 0; k < list.size(); ++k) {
-      const std::size_t page = i * kBatch + k;
-      targets[k] = to.pattern.empty() ? to.nodes[page % to.nodes.size()]
-                                      : to.pattern[page / per_unit % to.pattern.size()];
+      targets[k] = order[reinterpret_cast<std::uintptr_t>(list[k]) / grain % order.size()];
     }
-    std::vector<int> status(list.size());
-    os.move_pages(list, targets, status);
-    for (std::size_t k = 0; k < list.size(); ++k) {
-      // Never touched: it will come from wherever the owner's policy says.
-      if (status[k] != targets[k] && status[k] != -ENOENT && status[k] != -EFAULT) ++stuck;
-    }
+    stuck += settle(os, list, targets);
   });
   return stuck;
 }

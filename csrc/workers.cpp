@@ -24,6 +24,11 @@ struct Failure {
   }
 };
 
+struct Release {
+  std::latch& latch;
+  ~Release() { latch.count_down(); }
+};
+
 std::size_t size_of(const Team& team) {
   std::size_t size = std::max<std::size_t>(1, std::min<std::size_t>(team.threads, team.count));
   return team.cpus.empty() ? size : std::min(size, team.cpus.size());
@@ -34,15 +39,8 @@ std::size_t size_of(const Team& team) {
 void run_teams(Os& os, std::span<const Team> teams) {
   Failure failure;
   const auto next = std::make_unique<std::atomic<std::size_t>[]>(teams.size());
-
-  // Nobody works before everybody is there. Making a thread needs the process's memory map for
-  // itself, and threads that fault pages in hold it: started one by one, sixteen of them touched
-  // memory at a third of the speed.
-  std::latch everybody{1};
   const auto drain = [&](std::size_t t) {
-    everybody.wait();
     const Team& team = teams[t];
-    if (!team.cpus.empty()) os.run_on(team.cpus);
     try {
       for (std::size_t i; !failure.seen && (i = next[t].fetch_add(1)) < team.count;) team.work(i);
     } catch (...) {
@@ -50,25 +48,32 @@ void run_teams(Os& os, std::span<const Team> teams) {
     }
   };
 
+  // Nobody works before everybody is there. Making a thread needs the process's memory map for
+  // itself, and threads that fault pages in hold it: started one by one, sixteen of them touched
+  // memory at a third of the speed.
+  std::latch everybody{1};
+  const auto member = [&](std::size_t t) {
+    everybody.wait();
+    if (!teams[t].cpus.empty()) os.run_on(teams[t].cpus);
+    drain(t);
+  };
+
+  std::vector<std::size_t> alone;  // teams that got no thread
   {
-    // Never the calling thread: its affinity is the caller's business.
     std::vector<std::jthread> threads;
-    std::size_t total = 0;
-    for (const Team& team : teams) total += size_of(team);
-    threads.reserve(total);  // now: a throw later would leave threads waiting for everybody
+    const Release when_all_are_made{everybody};  // goes before `threads` joins, also on a throw
     for (std::size_t t = 0; t < teams.size(); ++t) {
       for (std::size_t i = 0; i < size_of(teams[t]); ++i) {
         try {
-          threads.emplace_back(drain, t);
-        } catch (const std::system_error&) {
-          // A limit on threads: fewer do the same work, but every team needs one.
-          if (i == 0) failure.keep(std::current_exception());
+          threads.emplace_back(member, t);
+        } catch (const std::system_error&) {  // a limit on threads: fewer do the same work
+          if (i == 0) alone.push_back(t);
           break;
         }
       }
     }
-    everybody.count_down();
   }
+  for (const std::size_t t : alone) drain(t);  // here, with the caller's affinity as it is
   if (failure.error) std::rethrow_exception(failure.error);
 }
 

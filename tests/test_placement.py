@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import pickle
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,6 +105,56 @@ def test_placing_nests_and_ends_with_its_block() -> None:
             _ = 1 / 0
         assert current_place() == Node(0)
     assert current_place() is None
+
+
+def test_placing_holds_for_its_own_thread_alone() -> None:
+    both_inside = threading.Barrier(2, timeout=30)
+    seen: dict[int, object] = {}
+
+    def place_on(node: int) -> None:
+        with placing(Node(node)):
+            both_inside.wait()
+            seen[node] = current_place()
+            both_inside.wait()
+
+    threads = [threading.Thread(target=place_on, args=(node,)) for node in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert seen == {0: Node(0), 1: Node(1)}
+    assert current_place() is None
+
+
+def test_placing_follows_the_tasks_started_inside() -> None:
+    async def look() -> object:
+        await asyncio.sleep(0)
+        return current_place()
+
+    async def start() -> tuple[object, object]:
+        outside = asyncio.create_task(look())
+        with placing(Node(1)):
+            inside = asyncio.create_task(look())
+            await outside
+        return await outside, await inside
+
+    assert asyncio.run(start()) == (None, Node(1))
+
+
+@pytest.mark.parametrize(
+    "place", [Node(3), Stripe({2: 4, 0: 6}), Stripe([1, 2]), Interleave([2, 0])], ids=repr
+)
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda place: pickle.loads(pickle.dumps(place))]
+)
+def test_a_place_copied_or_pickled_is_the_same_place(place, again) -> None:  # type: ignore[no-untyped-def]
+    made = again(place)
+
+    assert type(made) is type(place)
+    assert made == place
+    assert hash(made) == hash(place)
+    assert (made.nodes, repr(made)) == (place.nodes, repr(place))
 
 
 def test_placing_takes_a_place_and_says_so() -> None:

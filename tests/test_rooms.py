@@ -30,11 +30,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # hold
     "memory.placement": {"_native", "errors"},
-    "memory.region": {"_native", "errors", "memory.placement", "system", "units"},
-    "memory.residency": {"_native", "units"},
+    "memory.region": {
+        *{"_native", "errors", "system", "units"},
+        *{"memory.placement", "memory.residency"},
+    },
+    "memory.residency": {"_native", "errors", "units"},
     "memory.arena": {
         *{"_native", "errors", "units", "memory.placement", "memory.region", "memory.residency"},
         "memory.tensors",  # inside a function: the core imports without torch
+    },
+    "memory.packing": {"units"},
+    "memory.pool": {"errors", "memory.arena", "memory.packing", "units", "_native"},
+    "storage": {
+        *{"_native", "errors", "system", "units"},
+        *{"memory.arena", "memory.region"},
     },
     "memory.tensors": {
         *{"_native", "errors", "system"},
@@ -42,10 +51,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # show
     "doctor": {"_native", "discovery", "records", "system", "units"},
-    "cli": {"__init__", "doctor", "errors", "probe", "records"},
+    "store_command": {"storage", "errors", "units"},
+    "cli": {"__init__", "doctor", "errors", "probe", "records", "store_command"},
     "__init__": {
         *{"discovery", "errors", "machine"},
         *{"memory.arena", "memory.placement", "memory.residency", "memory.tensors"},
+        "storage.store",
     },
 }
 """A package's row holds for each of its modules, which may also import each other."""
@@ -130,10 +141,10 @@ CSRC = PACKAGE.parents[1] / "csrc"
 
 KNOWS_ONE_THING = {
     # what the text of a file shows                 the only files that may show it
-    "sys/mman.h": {"os_linux.cpp"},
-    "sys/syscall.h": {"os_linux.cpp"},
-    "unistd.h": {"os_linux.cpp"},
-    "nanobind": {"bind.cpp"},
+    "sys/mman.h": {"os_linux.cpp", "ring_linux.cpp"},
+    "sys/syscall.h": {"os_linux.cpp", "ring_linux.cpp"},
+    "unistd.h": {"os_linux.cpp", "disk_linux.cpp", "ring_linux.cpp"},
+    "nanobind": {"bind.cpp", "bind_store.cpp", "bind_store.h"},
     "libcuda": {"cuda_driver.cpp"},
     "dlfcn.h": {"cuda_driver.cpp"},
     "torch/": set(),

@@ -86,13 +86,17 @@ class MapError(PlacementError, MemoryError):
 
 
 class HugePagesError(PlacementError, MemoryError):
-    """Too few reserved huge pages."""
+    """Too few reserved huge pages, on one node or (None) in all."""
 
-    def __init__(self, *, wanted: int, free: int, unit: int) -> None:
-        self.wanted, self.free = wanted, free
+    def __init__(self, *, wanted: int, free: int, unit: int, node: int | None) -> None:
+        self.wanted, self.free, self.node = wanted, free, node
+        where = "here" if node is None else f"on node {node}"
+        path = "/proc/sys/vm/nr_hugepages"
+        if node is not None:
+            path = f"/sys/devices/system/node/node{node}/hugepages/hugepages-2048kB/nr_hugepages"
         super().__init__(
-            f"{wanted} huge pages of {format_bytes(unit)} wanted, {free} free; reserve them with "
-            f"`sysctl vm.nr_hugepages=N` or use huge='thp'"
+            f"{wanted} reserved huge pages of {format_bytes(unit)} wanted {where}, {free} free; "
+            f"reserve them with `echo N > {path}` or use huge='thp'"
         )
 
 

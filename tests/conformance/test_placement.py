@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import mmap
 import os
 import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,21 +71,21 @@ def backing(request: pytest.FixtureRequest) -> Backing:
     return backing
 
 
-def nbytes_per_node(place: Place, nbytes: int) -> dict[int, int]:
-    return {node: share for node, share in place.shares(nbytes).items() if share}
+def check_shares(tensor: torch.Tensor, place: Place, grain: int) -> None:
+    """Every page is there, and every node has its share of them to within one grain."""
+    found = ps.where(tensor)
+    assert found.unmapped == 0
+    assert set(found.pages) <= set(place.nodes)
+    for node, share in place.shares(tensor.nbytes).items():
+        assert abs(found.nbytes.get(node, 0) - share) <= grain, f"node {node}: {found}"
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, 3 * UNIT + PAGE + 4], ids=str)
 def test_pages_are_where_the_place_says(place: Place, backing: Backing, nbytes: int) -> None:
     tensor = backing.make(nbytes, place, torch.uint8)
 
-    found = ps.where(tensor)
-
-    assert found.unmapped == 0
-    assert set(found.pages) <= set(place.nodes)
     grain = UNIT if backing.huge in ("thp", "2M") or isinstance(place, ps.Stripe) else PAGE
-    for node, share in nbytes_per_node(place, nbytes).items():
-        assert abs(found.nbytes.get(node, 0) - share) <= grain
+    check_shares(tensor, place, grain)
 
 
 @pytest.mark.parametrize("stripe", [p for p in places_here() if isinstance(p, ps.Stripe)], ids=repr)
@@ -183,20 +185,58 @@ def test_moving_keeps_address_contents_and_views(place: Place, backing: Backing)
 
     assert tensor.data_ptr() == address
     assert torch.equal(view, (torch.arange(UNIT, 3 * UNIT) % 251).to(torch.uint8))
-    found = ps.where(tensor)
-    assert found.unmapped == 0
-    assert set(found.pages) <= set(place.nodes)
+    grain = PAGE if backing.huge is None and not isinstance(place, ps.Stripe) else UNIT
+    check_shares(tensor, place, grain)
 
 
+def other_memory(nbytes: int, advice: int) -> torch.Tensor:
+    """Bytes that Penstock did not map, beginning in the middle of a huge page."""
+    mapped = mmap.mmap(-1, nbytes + UNIT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped.madvise(advice)
+    return torch.frombuffer(mapped, dtype=torch.uint8)[3 * PAGE :][:nbytes]
+
+
+@pytest.mark.parametrize("advice", [mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE], ids=["thp", "4k"])
+def test_memory_of_another_allocator_moves_too(place: Place, advice: int) -> None:
+    tensor = other_memory(6 * UNIT, advice).copy_(torch.arange(6 * UNIT) % 251)
+
+    ps.move(tensor, place)
+
+    assert torch.equal(tensor, (torch.arange(6 * UNIT) % 251).to(torch.uint8))
+    order = place.pattern if isinstance(place, ps.Stripe) else place.nodes
+    for unit in range(tensor.data_ptr() // UNIT + 1, tensor.data_ptr() // UNIT + 6):
+        start = unit * UNIT - tensor.data_ptr()
+        found = ps.where(tensor[start : start + UNIT])
+        assert dict(found.pages) == {order[unit % len(order)]: UNIT // PAGE}
+
+
+def policy_of(tensor: torch.Tensor) -> str:
+    """How the kernel will place pages at this address: `default`, `bind:1`, `interleave:0-2`."""
+    for line in Path("/proc/self/numa_maps").read_text().splitlines():
+        address, policy = line.split()[:2]
+        if int(address, 16) == tensor.data_ptr():
+            return policy
+    raise AssertionError("a range has a mapping of its own")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/numa_maps"), reason="needs numa_maps")
 def test_the_default_place_holds_inside_the_block_alone(place: Place) -> None:
+    def make() -> torch.Tensor:
+        return ps.empty(2 * UNIT, dtype=torch.uint8)
+
+    before = make()
     with ps.placing(place):
-        inside = ps.empty(2 * UNIT, dtype=torch.uint8)
+        inside = make()
         with ps.placing(None):
-            pass
-        again = ps.empty(2 * UNIT, dtype=torch.uint8)
+            nobodys = make()
+        again = make()
+    after = make()
 
     for tensor in (inside, again):
         assert set(ps.where(tensor).pages) <= set(place.nodes)
+        assert policy_of(tensor) == policy_of(ps.empty(2 * UNIT, dtype=torch.uint8, place=place))
+        assert policy_of(tensor) != policy_of(before)
+    assert policy_of(nobodys) == policy_of(after) == policy_of(before)
 
 
 def test_untouched_memory_is_unmapped_and_then_lands_on_its_place(place: Place) -> None:

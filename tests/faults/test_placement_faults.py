@@ -121,7 +121,8 @@ def test_address_space_that_runs_out_is_an_error_with_numbers() -> None:
     in_child("""
         ps.empty(4096)
         used = int(open("/proc/self/statm").read().split()[0]) * 4096
-        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), -1))
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)  # which only root may raise
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), hard))
         error = refused(MapError, lambda: ps.empty(1 << 30, dtype=torch.uint8))
         assert error.wanted == 1 << 30 and "1.00 GiB" in str(error)
         assert isinstance(error, MemoryError)
@@ -188,9 +189,12 @@ class memory_group:  # noqa: N801
             pytest.skip("no memory control groups here")
         parent = v2 if is_v2 else v1 / self._own_v1_group()
         self.path = parent / f"penstock-test-{os.getpid()}"
+        self.switched_on: Path | None = None
         try:
-            if is_v2:
-                (v2 / "cgroup.subtree_control").write_text("+memory")
+            control = v2 / "cgroup.subtree_control"
+            if is_v2 and "memory" not in control.read_text().split():
+                control.write_text("+memory")
+                self.switched_on = control
             self.path.mkdir()
             name = "memory.max" if is_v2 else "memory.limit_in_bytes"
             (self.path / name).write_text(str(self.limit))
@@ -200,6 +204,8 @@ class memory_group:  # noqa: N801
 
     def __exit__(self, *exc: object) -> None:
         self.path.rmdir()
+        if self.switched_on is not None:
+            self.switched_on.write_text("-memory")
 
     @staticmethod
     def _own_v1_group() -> str:

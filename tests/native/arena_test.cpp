@@ -58,6 +58,30 @@ TEST_CASE("an arena in use cannot be reset") {
   CHECK(arena->used() == 0 && arena->peak() == 16);
 }
 
+TEST_CASE("the peak outlives a reset and a smaller second round") {
+  FakeOs os;
+  const auto arena = arena_of(4096, os);
+  {
+    const Block block = arena->take(1000, 1);
+  }
+  arena->reset();
+  const Block block = arena->take(10, 1);
+  CHECK(arena->used() == 10 && arena->peak() == 1000);
+}
+
+TEST_CASE("padding is counted, and forgotten by a reset") {
+  FakeOs os;
+  const auto arena = arena_of(4096, os);
+  {
+    const Block first = arena->take(1, 1);
+    const Block second = arena->take(16, 256);
+    const Block third = arena->take(16, 64);
+    CHECK(arena->padding() == 255 + 48 && arena->used() == 256 + 64 + 16);
+  }
+  arena->reset();
+  CHECK(arena->padding() == 0 && arena->used() == 0);
+}
+
 TEST_CASE("a block outlives its arena and frees it last") {
   FakeOs os;
   auto arena = arena_of(4096, os);

@@ -1,6 +1,6 @@
 #include "region.h"
 
-#include <thread>
+#include <algorithm>
 
 #include "check.h"
 #include "fake_os.h"
@@ -25,6 +25,16 @@ void leaves_nothing(const char* call, int nth, const RegionSpec& spec) {
   os.fail(call, nth, ENOMEM);
   CHECK_THROWS_AS((Region{spec, os}), std::system_error);
   CHECK(os.mapped == 0);
+}
+
+// Page offset -> node.
+std::map<std::size_t, int> nodes_of(const Region& region, const FakeOs& os) {
+  const auto base = reinterpret_cast<std::uintptr_t>(region.data());
+  std::map<std::size_t, int> nodes;
+  for (const auto& [page, node] : os.pages) {
+    if (page >= base && page < base + region.mapped_bytes()) nodes[page - base] = node;
+  }
+  return nodes;
 }
 
 }  // namespace
@@ -68,6 +78,27 @@ TEST_CASE("every page of a stripe is touched under its own node") {
   for (const auto& [page, node] : os.touched_under) {
     CHECK(node == pattern[page / kUnit % 3]);
   }
+}
+
+TEST_CASE("each node's pages are touched from its own CPUs") {
+  FakeOs os;
+  RegionSpec spec = striped({1, 2}, {1, 2}, 8 * kUnit);
+  spec.threads = 2;
+  spec.cpus = {{1, {4, 5, 6}}, {2, {7}}, {-1, {8}}};
+  const Region region{spec, os};
+  os.touched_from.erase(0);  // see [Note: stripes and the kernel's map count]
+  for (const auto& [page, cpus] : os.touched_from) CHECK(cpus == spec.cpus[1 + page / kUnit % 2]);
+  CHECK(std::count(os.ran_on.begin(), os.ran_on.end(), spec.cpus[1]) == 2);
+  CHECK(std::count(os.ran_on.begin(), os.ran_on.end(), spec.cpus[2]) == 1);
+}
+
+TEST_CASE("memory of no one node is touched from the CPUs for that") {
+  FakeOs os;
+  RegionSpec spec = on_node(0, 8 * kUnit);
+  spec.placement = {Policy::interleave, {0, 1}, {}};
+  spec.cpus = {{0, {4}}, {1, {5}}, {-1, {6, 7}}};
+  const Region region{spec, os};
+  for (const auto& [page, cpus] : os.touched_from) CHECK(cpus == std::vector<int>({6, 7}));
 }
 
 TEST_CASE("a touched stripe ends as one policy over all its nodes") {
@@ -170,23 +201,74 @@ TEST_CASE("a pin that cannot be taken back is not remembered") {
   CHECK(cuda.removes == 1 && cuda.registered == 0);
 }
 
-TEST_CASE("a stripe's units count from the start of the range, wherever a caller begins") {
-  const Placement stripe{Policy::bind, {1, 2}, {1, 2}};
-  const auto runs = runs_of(stripe, 1023 * kUnit + 5, 2 * kUnit);
-  CHECK(runs.size() == 3);
-  CHECK(runs[0].node == 2 && runs[0].bytes == kUnit - 5);
-  CHECK(runs[1].node == 1 && runs[1].bytes == kUnit);
-  CHECK(runs[2].node == 2 && runs[2].bytes == 5);
+TEST_CASE("an untouched region moved to a stripe keeps its units apart") {
+  FakeOs os;
+  RegionSpec spec = on_node(1, 4 * kUnit);
+  spec.prefault = false;
+  Region region{spec, os};
+  region.move(0, 4 * kUnit, {Policy::bind, {1, 2}, {1, 2}});
+  os.populate(region.data(), 4 * kUnit);
+  CHECK(os.touched_under.size() == 4 * kUnit / 4096);
+  for (const auto& [page, node] : os.touched_under) CHECK(node == (page / kUnit % 2 ? 2 : 1));
 }
 
-TEST_CASE("a cut run keeps every byte once and in order") {
-  const auto pieces = cut({{10, 100, 1}, {110, 7, 2}}, 30);
-  std::size_t at = 10;
-  for (const Run& piece : pieces) {
-    CHECK(piece.offset == at && piece.bytes <= 30 && piece.bytes > 0);
-    at += piece.bytes;
+TEST_CASE("a touched region moved to a stripe lies unit by unit under one policy") {
+  FakeOs os;
+  Region region{on_node(0, 5 * kUnit), os};
+  region.move(kUnit, 4 * kUnit, {Policy::bind, {1, 2}, {1, 2}});
+  for (const auto& [page, node] : nodes_of(region, os)) {
+    CHECK(node == (page < kUnit ? 0 : page / kUnit % 2 ? 2 : 1));
   }
-  CHECK(at == 117 && pieces.size() == 5);
+  CHECK(os.bound.back().offset == kUnit && os.bound.back().bytes == 4 * kUnit);
+  CHECK(os.bound.back().nodes == std::vector<int>({1, 2}) && !os.bound.back().move);
+}
+
+TEST_CASE("moving to an interleave deals also the pages of one of its own nodes") {
+  FakeOs os;
+  Region region{on_node(1, 3 * kUnit), os};
+  region.move(0, 3 * kUnit, {Policy::interleave, {1, 2}, {}});
+  std::map<int, std::size_t> counts;
+  int before = 0;
+  for (const auto& [page, node] : nodes_of(region, os)) {
+    CHECK(node != before);
+    before = node;
+    ++counts[node];
+  }
+  CHECK(counts == std::map<int, std::size_t>{{1, 768}, {2, 768}});
+  const Bound& last = os.bound.back();
+  CHECK(last.policy == Policy::interleave && last.nodes == std::vector<int>({1, 2}));
+}
+
+TEST_CASE("huge pages are dealt whole when moved to an interleave") {
+  for (const Huge huge : {Huge::transparent, Huge::reserved}) {
+    FakeOs os;
+    os.moves_whole_units = true;
+    RegionSpec spec = on_node(1, 4 * kUnit);
+    spec.huge = huge;
+    Region region{spec, os};
+    region.move(0, 4 * kUnit, {Policy::interleave, {1, 2}, {}});
+    std::map<int, std::size_t> counts;
+    for (const auto& [page, node] : nodes_of(region, os)) ++counts[node];
+    CHECK(counts == std::map<int, std::size_t>{{1, 1024}, {2, 1024}});
+  }
+}
+
+TEST_CASE("a page that stays where it was when dealt is an error") {
+  FakeOs os;
+  Region region{on_node(0, kUnit), os};
+  os.stuck = {reinterpret_cast<std::uintptr_t>(region.data()) + 4096};
+  CHECK_THROWS_AS(region.move(0, kUnit, {Policy::interleave, {1, 2}, {}}), std::system_error);
+}
+
+TEST_CASE("a forked child's move does not register with its parent's driver") {
+  FakeOs os;
+  FakeRegistrar cuda;
+  Region region{on_node(0, 4096), os};
+  region.register_with(cuda);
+  os.process_id = 101;
+  region.move(0, 4096, {Policy::bind, {1}, {}});
+  CHECK(cuda.adds == 1 && cuda.removes == 0);
+  CHECK(nodes_of(region, os) == std::map<std::size_t, int>{{0, 1}});
 }
 
 TEST_CASE("an address leads to its living region and to nothing after") {

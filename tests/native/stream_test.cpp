@@ -1,7 +1,10 @@
 #include "stream.h"
 
+#include <atomic>
+#include <chrono>
 #include <set>
 #include <stdexcept>
+#include <thread>
 
 #include "check.h"
 #include "fake_os.h"
@@ -88,6 +91,17 @@ TEST_CASE("threads share a copy without a gap, pass after pass") {
       for (const double s : seconds) CHECK(s > 0);
     }
   }
+}
+
+TEST_CASE("no thread starts a pass before the last one is there") {
+  FakeOs os;
+  std::atomic<int> started{0};
+  os.when_confined = [&] {
+    if (started++ == 0) std::this_thread::sleep_for(std::chrono::milliseconds{600});
+  };
+  std::vector<std::byte> target(4 * 4096);
+  const StreamSpec spec{StreamOp::write, target.data(), nullptr, target.size(), 4, {0}, 1};
+  CHECK(stream(os, spec, best_isa()).front() < 0.3);
 }
 
 TEST_CASE("a stream without threads is refused") {

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from penstock import _native
 from penstock.discovery import discover
 from penstock.errors import (
     NodeFullError,
@@ -23,27 +21,13 @@ from penstock.errors import (
 )
 from penstock.machine import Machine
 from penstock.memory.arena import Arena
-from penstock.memory.placement import Interleave, Node, Place, Stripe
-from penstock.memory.region import RegionOptions, move_region, take_region
+from penstock.memory.placement import Interleave, Node, Stripe
 from penstock.memory.residency import Residency, residency
 from penstock.system import System
 from penstock.units import GiB, MiB
+from tests.vm.guest import FAR, MODE, NODES, PAGE, UNIT, take, where
 
 pytestmark = pytest.mark.vm
-
-MODE = os.environ.get("PENSTOCK_VM_MODE", "")
-NODES = {"numa": (0, 1, 2), "cxl": (0, 1, 2), "cxlperf": (0, 1, 3)}.get(MODE, ())
-FAR = NODES[-1] if NODES else 0
-UNIT = _native.UNIT_NBYTES
-PAGE = _native.page_nbytes()
-
-
-def where(region: _native.Region) -> Residency:
-    return residency(region.address, region.mapped_nbytes)
-
-
-def take(nbytes: int, place: Place, **options: object) -> _native.Region:
-    return take_region(nbytes, place, RegionOptions(**options))  # type: ignore[arg-type]
 
 
 def test_the_guest_is_the_one_asked_for() -> None:
@@ -88,37 +72,6 @@ def test_a_long_stripe_costs_one_mapping_not_one_per_unit() -> None:
     assert len(inside) <= 2, f"{len(inside)} mappings: the kernel did not merge them"
 
 
-@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(NODES, 2)))
-def test_moving_takes_every_page_and_keeps_every_byte(source: int, target: int) -> None:
-    region = take(UNIT + PAGE, Node(source))
-    view = memoryview(_native.Block(region))
-    view[:] = bytes(i % 251 for i in range(PAGE)) * (len(view) // PAGE)
-    address = region.address
-
-    move_region(region, 0, region.nbytes, Node(target))
-
-    assert region.address == address
-    assert where(region) == Residency(pages={target: UNIT // PAGE + 1}, unmapped=0)
-    assert bytes(view[-PAGE:]) == bytes(i % 251 for i in range(PAGE))
-
-
-def test_part_of_a_range_moves_alone() -> None:
-    region = take(4 * UNIT, Node(0))
-
-    move_region(region, UNIT, 2 * UNIT, Stripe({1: 1, FAR: 1}))
-
-    assert where(region).nbytes == {0: 2 * UNIT, 1: UNIT, FAR: UNIT}
-
-
-def test_a_locked_range_moves_too() -> None:
-    region = take(UNIT, Node(0), pinned=True)
-    assert region.pin is _native.Pin.locked
-
-    move_region(region, 0, UNIT, Node(1))
-
-    assert where(region).nbytes == {1: UNIT}
-
-
 @pytest.mark.parametrize("node", NODES[1:])
 def test_a_full_node_is_an_error_with_numbers_and_a_way_out(node: int) -> None:
     wanted = System().node_bytes(node).total + 64 * MiB
@@ -138,18 +91,6 @@ def test_a_stripe_that_overfills_one_node_names_it() -> None:
 
     assert caught.value.node == FAR
     assert caught.value.wanted == 2 * GiB
-
-
-def test_a_full_node_is_found_when_moving_too() -> None:
-    region = take(2 * UNIT, Node(0))
-    held = take(System().node_bytes(1).available - 100 * MiB, Node(1))
-    with pytest.raises(NodeFullError):
-        take(100 * MiB, Node(1))
-    del held
-
-    move_region(region, 0, 2 * UNIT, Node(1))
-
-    assert where(region).nbytes == {1: 2 * UNIT}
 
 
 def test_a_node_that_is_not_there_is_unknown() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from penstock import _native
 from penstock.errors import ArenaBusyError, ArenaFullError, SizeError
 from penstock.memory.placement import Place
-from penstock.memory.region import Huge, RegionOptions, take_region
+from penstock.memory.region import Huge, RegionOptions, check_nbytes, take_region
 from penstock.memory.residency import Residency, residency
 from penstock.units import format_bytes, parse_bytes
 
@@ -57,8 +57,7 @@ class Arena:
 
     def take(self, nbytes: int, *, align: int = ALIGNMENT, name: str = "a block") -> _native.Block:
         """Reserve `nbytes` at a multiple of `align`. The block keeps the arena's memory mapped."""
-        if nbytes < 1:
-            raise SizeError(f"{name}: a block holds at least 1 byte, got {nbytes}")
+        check_nbytes(name, nbytes)
         if align < 1 or align & (align - 1) or align > MAX_ALIGNMENT:
             raise SizeError(
                 f"{name}: align is a power of two up to {format_bytes(MAX_ALIGNMENT)}, got {align}"

@@ -72,6 +72,9 @@ class Stripe:
     def __repr__(self) -> str:
         return f"Stripe({dict(self.weights)})"
 
+    def __reduce__(self) -> tuple[type[Stripe], tuple[dict[int, int]]]:
+        return Stripe, (dict(self.weights),)
+
     def __hash__(self) -> int:
         return hash(self.pattern)
 

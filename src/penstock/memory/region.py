@@ -10,7 +10,9 @@ import errno
 import functools
 import os
 import resource
+import sys
 import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,6 +31,7 @@ from penstock.errors import (
     UnknownNodeError,
 )
 from penstock.memory.placement import Interleave, Place, Stripe, check_place, current_place
+from penstock.memory.residency import residency
 from penstock.system import System
 from penstock.units import MiB, format_bytes, round_up
 
@@ -37,6 +40,8 @@ Huge = Literal["auto", "thp", "2M"] | None
 KEEP_FREE = 64 * MiB
 """Left on every node for the kernel's own needs: below its watermarks an allocation reclaims and
 then kills."""
+
+MAX_NBYTES = 2**63 - 1
 
 MAX_TOUCHERS = 32
 """Threads per node for the first touch. Zeroing saturates a node's memory well before this."""
@@ -80,12 +85,10 @@ def take_region(
     system = system or System()
     check_place(place)
     place = place or current_place()
-    if nbytes < 1:
-        raise SizeError(f"a range holds at least 1 byte, got {nbytes}")
+    check_nbytes("a range", nbytes)
     options = options.resolve(place)
     wanted = round_up(nbytes, _page_bytes(options.huge))
-    check_room(place, wanted if options.prefault else 0, system)
-    _check_maps(place, wanted, options, system)
+    _check_room(place, wanted, options, system)
     try:
         region = _native.Region(
             nbytes=nbytes,
@@ -106,11 +109,24 @@ def move_region(
     region: _native.Region, offset: int, nbytes: int, place: Place, system: System | None = None
 ) -> None:
     """Migrate part of a range, widened to whole pages. No copy may be in flight."""
-    check_room(place, nbytes, system or System())
+    check_move(region.address + offset, nbytes, place, system or System())
     try:
         region.move(offset, nbytes, place.native())
     except OSError as failed:
         raise explain_move(failed, nbytes) from None
+    except _native.CudaError as failed:  # moved, but no longer pinned
+        raise _explain_pin(failed, region) from None
+
+
+def check_move(address: int, nbytes: int, place: Place, system: System) -> None:
+    """Raise unless the nodes of `place` have room for what is not there yet.
+
+    Moving takes no more memory in all, so a control group has no say in it.
+    """
+    _check_nodes(place.nodes, system)
+    here = residency(address, nbytes).nbytes
+    missing = {n: max(0, share - here.get(n, 0)) for n, share in place.shares(nbytes).items()}
+    _check_free(missing, system)
 
 
 def explain_move(failed: OSError, nbytes: int) -> Exception:
@@ -118,24 +134,51 @@ def explain_move(failed: OSError, nbytes: int) -> Exception:
         return PlacementPermissionError(_call(failed), failed.errno)
     reason = {
         errno.EIO: "the kernel holds some pages in place (pinned by a driver or by I/O in flight)",
-        errno.ENOMEM: "the target node ran out of memory on the way",
+        errno.ENOMEM: "the target ran out of memory, or the process out of vm.max_map_count",
     }.get(failed.errno or 0, str(failed.strerror))
     return MoveError(wanted=nbytes, reason=reason)
 
 
-def check_room(place: Place | None, nbytes: int, system: System) -> None:
+def check_nbytes(what: str, nbytes: int) -> None:
+    if not 1 <= nbytes <= MAX_NBYTES:
+        raise SizeError(f"{what} holds from 1 to {MAX_NBYTES} bytes, got {nbytes}")
+
+
+def _check_room(place: Place | None, wanted: int, options: RegionOptions, system: System) -> None:
     """Raise unless every node of `place` exists, is allowed, and has room for its share."""
     if place is not None:
         _check_nodes(place.nodes, system)
-        available = {n: system.node_bytes(n).available for n in system.allowed_nodes()}
-        room = {n: max(0, nbytes_n - KEEP_FREE) for n, nbytes_n in available.items()}
-        for node, share in place.shares(nbytes).items():
-            if share > room[node]:
-                others = {n: r for n, r in room.items() if n not in place.nodes}
-                raise NodeFullError(node, wanted=share, free=room[node], others=others)
+    if options.huge == "2M":
+        return _check_pool(place, wanted, system)
+    if not options.prefault:
+        return _check_maps(place, wanted, system)
+    if place is not None:
+        _check_free(place.shares(wanted), system)
     limited = system.memory_limit()
-    if limited is not None and nbytes > limited[1]:
-        raise MemoryLimitError(wanted=nbytes, free=limited[1], limit=limited[0])
+    if limited is not None and wanted > limited[1]:
+        raise MemoryLimitError(wanted=wanted, free=limited[1], limit=limited[0])
+    return None
+
+
+def _check_free(shares: Mapping[int, int], system: System) -> None:
+    available = {n: system.node_bytes(n).available for n in system.allowed_nodes()}
+    room = {n: max(0, nbytes - KEEP_FREE) for n, nbytes in available.items()}
+    for node, share in shares.items():
+        if share > room[node]:
+            others = {n: r for n, r in room.items() if n not in shares}
+            raise NodeFullError(node, wanted=share, free=room[node], others=others)
+
+
+def _check_pool(place: Place | None, wanted: int, system: System) -> None:
+    """Reserved pages are apart from ordinary memory: their pool alone counts."""
+    unit = _native.UNIT_NBYTES
+    shares: Iterable[tuple[int | None, int]] = [(None, wanted)]
+    if place is not None:
+        shares = place.shares(wanted).items()
+    for node, share in shares:
+        pages, free = -(-share // unit), system.free_huge_pages(node)
+        if pages > free:
+            raise HugePagesError(wanted=pages, free=free, unit=unit, node=node)
 
 
 def _check_nodes(nodes: tuple[int, ...], system: System) -> None:
@@ -154,9 +197,9 @@ def _check_nodes(nodes: tuple[int, ...], system: System) -> None:
         raise UnknownNodeError(node, online)
 
 
-def _check_maps(place: Place | None, wanted: int, options: RegionOptions, system: System) -> None:
+def _check_maps(place: Place | None, wanted: int, system: System) -> None:
     """A stripe that is not touched now stays one kernel mapping per run of units."""
-    if options.prefault or not isinstance(place, Stripe):
+    if not isinstance(place, Stripe):
         return
     runs = wanted // _native.UNIT_NBYTES
     limit = system.number("proc/sys/vm/max_map_count") or 65530
@@ -197,10 +240,10 @@ def _explain(failed: OSError, wanted: int, huge: Huge, system: System) -> Except
     call = _call(failed)
     if failed.errno in (errno.EPERM, errno.EACCES):
         return PlacementPermissionError(call, failed.errno)
-    if huge == "2M" and failed.errno == errno.ENOMEM:
-        free = system.number("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages") or 0
+    if huge == "2M" and failed.errno in (errno.ENOMEM, errno.EFAULT):
         unit = _native.UNIT_NBYTES
-        return HugePagesError(wanted=wanted // unit, free=free, unit=unit)
+        free = system.free_huge_pages(None)
+        return HugePagesError(wanted=wanted // unit, free=free, unit=unit, node=None)
     advice = "free memory or ask for less; `ulimit -v` and vm.overcommit_memory also limit it"
     if failed.errno == errno.ENOSYS:
         advice = "this kernel has no NUMA support; leave out `place`"
@@ -222,8 +265,7 @@ def _pin(region: _native.Region) -> None:
         try:
             region.register()
         except _native.CudaError as failed:
-            code, name = failed.args
-            raise PinError(wanted=region.mapped_nbytes, code=code, name=name) from None
+            raise _explain_pin(failed, region) from None
         return
     try:
         region.lock()
@@ -231,11 +273,25 @@ def _pin(region: _native.Region) -> None:
         _warn_unpinned()
 
 
+def _explain_pin(failed: _native.CudaError, region: _native.Region) -> PinError:
+    code, name = failed.args
+    return PinError(wanted=region.mapped_nbytes, code=code, name=name)
+
+
 @functools.cache  # once a process: a training run makes thousands of tensors
 def _warn_unpinned() -> None:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    allowed = "no more" if limit == resource.RLIM_INFINITY else f"only {format_bytes(limit)}"
     warnings.warn(
-        f"pinned=True: there is no GPU, and this process may lock only {format_bytes(limit)}, so "
-        f"memory stays pageable; results are the same. `ulimit -l unlimited` lifts the limit",
-        stacklevel=4,
+        f"pinned=True: there is no GPU, and this process may lock {allowed}, so memory stays "
+        f"pageable; results are the same. `ulimit -l unlimited` lifts the limit",
+        stacklevel=_frames_of_ours(),
     )
+
+
+def _frames_of_ours() -> int:
+    """How far up the stack the user's own code is, as `warnings.warn` counts."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("penstock"):
+        depth, frame = depth + 1, frame.f_back
+    return depth

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock import _native
+from penstock.errors import PlacementPermissionError
 from penstock.units import format_bytes, round_up
 
 _MAPS = "/proc/self/maps"
@@ -15,8 +17,8 @@ _NUMA_MAPS = "/proc/self/numa_maps"
 
 # Seconds a page, measured: asking for one page by system call, and letting the kernel walk its
 # tables for numa_maps, which counts every page of the process.
-_ASK = 100e-9
-_WALK = 20e-9
+_ASK_SECONDS = 100e-9
+_WALK_SECONDS = 20e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,17 @@ def residency(address: int, nbytes: int) -> Residency:
     last = round_up(address + nbytes, page)
     counts = _from_numa_maps(first, last, page) if _walk_is_cheaper(last - first, page) else None
     if counts is None:
-        counts = _native.count_pages(first, last - first, os.cpu_count() or 1)
+        counts = _ask(first, last - first)
     counts.pop(-1, None)
     total = (last - first) // page
     return Residency(pages=dict(sorted(counts.items())), unmapped=total - sum(counts.values()))
+
+
+def _ask(address: int, nbytes: int) -> dict[int, int]:
+    try:
+        return _native.count_pages(address, nbytes, os.cpu_count() or 1)
+    except OSError as failed:
+        raise PlacementPermissionError("move_pages", failed.errno or errno.EPERM) from None
 
 
 def _walk_is_cheaper(nbytes: int, page: int) -> bool:
@@ -62,7 +71,7 @@ def _walk_is_cheaper(nbytes: int, page: int) -> bool:
             resident = int(statm.read().split()[1])
     except OSError:
         return False
-    return nbytes // page * _ASK > resident * _WALK
+    return nbytes // page * _ASK_SECONDS > resident * _WALK_SECONDS
 
 
 def _from_numa_maps(first: int, last: int, page: int) -> dict[int, int] | None:

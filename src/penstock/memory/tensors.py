@@ -16,7 +16,7 @@ from penstock.memory.placement import Place, check_place
 from penstock.memory.region import (
     Huge,
     RegionOptions,
-    check_room,
+    check_move,
     explain_move,
     move_region,
     take_region,
@@ -124,8 +124,9 @@ def move(tensor: torch.Tensor, place: Place) -> None:
     if region is not None:
         move_region(region, address - region.address, nbytes, place)
         return
-    # Another allocator's memory: its pages move, its policy is not ours to change.
-    check_room(place, nbytes, System())
+    # Another allocator's memory: its pages move, its policy is not ours to change. They are dealt
+    # in whole 2 MiB, for there may be huge pages among them.
+    check_move(address, nbytes, place, System())
     try:
         stuck = _native.migrate_pages(address, nbytes, place.native(), os.cpu_count() or 1)
     except OSError as failed:
@@ -162,7 +163,9 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses from a tensor's first element to its last, strides and all."""
     if tensor.device.type != "cpu":
         raise TypeError(f"only host memory has a node; this tensor is on {tensor.device}")
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
+    if tensor.layout is not torch.strided:
+        raise SizeError(f"only dense tensors lie in one range, this one is {tensor.layout}")
+    if tensor.numel() == 0:
         raise SizeError(f"a tensor of shape {tuple(tensor.shape)} has no memory to look at")
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), (reach + 1) * tensor.element_size()
