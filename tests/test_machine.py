@@ -216,6 +216,11 @@ def test_a_file_that_is_not_json_is_a_machine_error_that_names_it(tmp_path: Path
         Machine.load(path)
 
 
+def test_a_file_that_is_not_there_is_a_machine_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match=r"none\.json: cannot be read: No such file"):
+        Machine.load(tmp_path / "none.json")
+
+
 def test_the_best_rate_is_over_all_thread_counts_or_of_one() -> None:
     machine = full_machine()
     best, one = machine.rate(0, "read"), machine.rate(0, "read", threads=1)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import record_files
 from penstock.errors import MachineError, PenstockError, RecordError
 from penstock.record_files import layout, parse
 from penstock.records import Bytes, from_json, to_json
@@ -218,59 +215,3 @@ def test_what_is_empty_by_default_is_left_out_and_what_is_not_stays() -> None:
 def test_a_number_that_json_lacks_is_refused_when_written() -> None:
     with pytest.raises(RecordError, match=r"leaves\[0\].value: must be finite"):
         to_json(Tree(kind="oak", must_say=1, leaves=(Leaf(value=float("nan")),)))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', "^c: is given twice$"),
-        ('{"a": NaN}', "^NaN is not a number that JSON has"),
-        ('{"a": -Infinity}', "^-Infinity is not a number"),
-        ('{"a": 1e400}', "^1e400 is not a number that JSON has"),
-        ('{"a": 1,}', "^line 1, column 9: is not JSON"),
-        ("[" * 200_000, "^is nested too deeply"),
-        (b'{"a": "\xff"}', "^is not JSON: .*utf-8"),
-        ("1" * 5000, "^is not JSON: "),
-    ],
-)
-def test_text_that_is_not_strict_json_is_refused(text: str | bytes, message: str) -> None:
-    with pytest.raises(RecordError, match=message):
-        parse(text)
-
-
-def test_the_layout_keeps_short_things_on_one_line() -> None:
-    document = {"cpus": list(range(100)), "rates": [{"threads": 1}, {"threads": 2, "x": "y" * 90}]}
-    text = layout(document)
-    assert json.loads(text) == document
-    assert f'  "cpus": {json.dumps(document["cpus"])},' in text.splitlines()
-    assert '    {"threads": 1},' in text.splitlines()
-
-
-def test_a_failed_save_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "leaf.json"
-    record_files.save(Leaf(value=1.0), path)
-
-    def power_cut(_: int) -> None:
-        raise OSError("power cut")
-
-    monkeypatch.setattr(os, "fsync", power_cut)
-    with pytest.raises(OSError, match="power cut"):
-        record_files.save(Leaf(value=2.0), path)
-    assert record_files.load(Leaf, path) == Leaf(value=1.0)
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_save_through_a_link_replaces_what_the_link_points_to(tmp_path: Path) -> None:
-    (tmp_path / "link.json").symlink_to("real.json")
-    record_files.save(Leaf(value=1.0), tmp_path / "link.json")
-    assert (tmp_path / "link.json").is_symlink()
-    assert record_files.load(Leaf, tmp_path / "real.json") == Leaf(value=1.0)
-
-
-def test_a_load_names_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "leaf.json"
-    path.write_text("{")
-    with pytest.raises(RecordError, match=re.escape(f"{path}: line 1, column 2: is not JSON")):
-        record_files.load(Leaf, path)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import tomllib
+from pathlib import Path
 
 import penstock
 from penstock import errors
+
+REPO = Path(__file__).parents[1]
 
 PUBLIC = [
     "Arena",
@@ -14,6 +18,7 @@ PUBLIC = [
     "Node",
     "PenstockError",
     "Residency",
+    "Store",
     "Stripe",
     "discover",
     "empty",
@@ -45,3 +50,9 @@ def test_every_error_is_a_penstock_error() -> None:
 
     assert len(kinds) > 10
     assert all(issubclass(kind, errors.PenstockError) for kind in kinds)
+
+
+def test_the_version_is_the_same_in_both_places() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+
+    assert penstock.__version__ == project["version"]

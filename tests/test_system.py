@@ -56,7 +56,58 @@ def test_a_nodes_own_figures_count_where_there_are_several(tmp_path: Path) -> No
     found = fake_root(tmp_path, changes=TWO_NODES).node_bytes(1)
 
     assert (found.total, found.free) == (1000 * KiB, 400 * KiB)
-    assert found.available == 450 * KiB  # half of the page cache would be given back
+    assert found.available == 450 * KiB  # no watermarks are shown: half of the page cache
+
+
+ZONE = """Node {node}, zone   {name}
+  per-node stats
+      nr_inactive_file 280638
+  pages free     100
+        min      {min}
+        low      {low}
+        high     {high}
+        managed  {managed}
+        protection: (0, {kept}, {kept})
+  pagesets
+    cpu: 0
+              count:    0
+              high:     999
+              low:      999
+"""
+
+
+def test_a_nodes_cache_counts_but_for_its_low_watermark(tmp_path: Path) -> None:
+    """The kernel's own sum, as of MemAvailable, in one node's figures."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    zones = [
+        ZONE.format(node=0, name="Normal", min=1, low=7000, high=9000, managed=10**6, kept=0),
+        ZONE.format(node=1, name="DMA32", min=2, low=10, high=12, managed=5000, kept=300),
+        ZONE.format(node=1, name="Normal", min=20, low=90, high=188, managed=10**6, kept=0),
+        ZONE.format(node=1, name="Movable", min=0, low=0, high=0, managed=0, kept=700),
+    ]
+    meminfo = "".join(
+        f"Node 1 {key}: {pages * page // KiB} kB\n"
+        for key, pages in {
+            "MemTotal": 10**6, "MemFree": 40_000, "Active(file)": 500_000,
+            "Inactive(file)": 300_000, "KReclaimable": 120, "SReclaimable": 50,
+        }.items()
+    )  # fmt: skip
+    changes = {
+        **TWO_NODES,
+        "proc/zoneinfo": "".join(zones).rstrip(),
+        "sys/devices/system/node/node1/meminfo": meminfo.rstrip(),
+    }
+    found = fake_root(tmp_path, changes=changes).node_bytes(1)
+
+    kept, low = (12 + 300) + 188, 100  # a zone without pages keeps none
+    assert found.available == page * (40_000 - kept + 800_000 - low + 120 // 2)
+
+
+def test_a_node_with_less_than_its_reserve_has_nothing(tmp_path: Path) -> None:
+    zone = ZONE.format(node=1, name="Normal", min=1, low=700, high=900, managed=10**6, kept=0)
+    changes = {**TWO_NODES, "proc/zoneinfo": zone.rstrip()}
+
+    assert fake_root(tmp_path, changes=changes).node_bytes(1).available == 0
 
 
 def test_memory_without_cpus_is_touched_from_the_nearest(tmp_path: Path) -> None:
@@ -90,7 +141,9 @@ def test_a_confined_process_sees_its_nodes_only(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/memory.usage_in_bytes": "5",
             "sys/fs/cgroup/memory/a/memory.limit_in_bytes": str(GiB),
             "sys/fs/cgroup/memory/a/memory.usage_in_bytes": str(700 * MiB),
-            "sys/fs/cgroup/memory/a/memory.stat": f"total_inactive_file {100 * MiB}\n",
+            # As the kernel has them: the group's own first, then with those of the groups below.
+            "sys/fs/cgroup/memory/a/memory.stat": f"inactive_file {5 * MiB}\nactive_file 0\n"
+            f"total_inactive_file {100 * MiB}\n",
         },
     ],
     ids=["v2", "v1"],

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.memory.placement import Interleave, Node, Stripe, placing
     from penstock.memory.residency import Residency
     from penstock.memory.tensors import empty, from_tensor, full, move, where, zeros
+    from penstock.storage.store import Store
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,8 @@ __all__ = [
     "move",
     "Residency",
     "Arena",
+    # bytes on disk
+    "Store",
     # the machine
     "Machine",
     "discover",
@@ -55,6 +58,7 @@ _HOME = {
     "move": "memory.tensors",
     "Residency": "memory.residency",
     "Arena": "memory.arena",
+    "Store": "storage.store",
     "Machine": "machine",
     "discover": "discovery",
     "PenstockError": "errors",

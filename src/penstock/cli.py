@@ -6,22 +6,28 @@ ours, with a traceback. `--json` puts data on standard output and nothing else t
 
 from __future__ import annotations
 
-import importlib.util
+import codecs
+import contextlib
+import errno
+import io
 import json
 import os
 import shlex
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from penstock import __version__
 from penstock.errors import PenstockError, ProbeError
+from penstock.store_command import bench_app, store_app
 
 EXIT_MENDABLE = 1
 EXIT_BUG = 70
@@ -36,12 +42,18 @@ app = typer.Typer(
 
 T = TypeVar("T")
 
+app.add_typer(store_app, name="store")
+app.add_typer(bench_app, name="bench")
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs, nothing else.")]
 
 
 def main() -> None:
     """The entry point: runs the command and turns what went wrong into an exit code."""
-    sys.exit(run(sys.argv[1:]))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        codecs.register_error("penstock", _spell_out)
+        sys.stdout.reconfigure(errors="penstock")
+    sys.exit(_flushed(run(sys.argv[1:])))
 
 
 def run(arguments: list[str]) -> int:
@@ -53,10 +65,51 @@ def run(arguments: list[str]) -> int:
     except PenstockError as problem:
         _say(f"error: {problem}")
         return EXIT_MENDABLE
-    except Exception:
+    except Exception as problem:
+        if isinstance(problem, OSError) and _is_mendable(problem):
+            where = f"{problem.filename}: " if problem.filename is not None else ""
+            _say(f"error: {where}{problem.strerror or problem}")
+            return EXIT_MENDABLE
         _say(f"{traceback.format_exc()}This is a bug in Penstock {__version__}; please report it.")
         return EXIT_BUG
     return 0
+
+
+def _is_mendable(problem: OSError) -> bool:
+    """It names a file, or is of a kind that no program can help."""
+    return problem.filename is not None or problem.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _flushed(code: int) -> int:
+    """`code`, or 1 where standard output did not take all of it: a closed pipe, a full disk."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as problem:
+        # Whoever closed the pipe has read enough and wants no message.
+        if problem.errno != errno.EPIPE:
+            _say(f"error: standard output: {problem.strerror}")
+        # What is left would be tried again at exit, and complained of there.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code or EXIT_MENDABLE
+    return code
+
+
+def _spell_out(failed: UnicodeError) -> tuple[str, int]:
+    """What an encoding lacks, in ASCII: a table is to be read on every terminal."""
+    assert isinstance(failed, UnicodeEncodeError)
+    lacking = failed.object[failed.start : failed.end]
+    return "".join({"±": "+-"}.get(sign, "?") for sign in lacking), failed.end
+
+
+class _Page(Console):
+    """A console that spells out what its encoding lacks before it measures a table's columns."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        with contextlib.suppress(LookupError):
+            text = text.encode(self.encoding, "penstock").decode(self.encoding)
+        return super().render_str(text, **options)
 
 
 def _say(text: str) -> None:
@@ -89,7 +142,7 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         _print_json(to_json(findings))
     else:
-        render(findings, Console())
+        render(findings, _Page())
     if any(finding.status == "bad" for finding in findings):
         raise typer.Exit(EXIT_MENDABLE)
 
@@ -113,7 +166,10 @@ def probe(
     from penstock.probe import plot as plotting
     from penstock.probe import show
 
-    _check_writable(out, plot)
+    _check_writable(out)
+    if plot is not None:
+        plotting.check_plot(plot)
+        _check_writable(plot)
     options = probing.ProbeOptions(quick=quick, storage=tuple(storage or ()))
     try:
         result = _with_progress(lambda tell: probing.probe(options, tell), quiet=as_json)
@@ -128,18 +184,27 @@ def probe(
     if as_json:
         _print_json(records.to_json(machine))
         return
-    console = Console()
+    console = _Page()
     console.print(show.tables(result))
     console.print(f"{out} written, {result.seconds:.1f} s", highlight=False)
 
 
-def _check_writable(out: Path, plot: Path | None) -> None:
-    """Before the work, not after it."""
-    for path in filter(None, (out, plot)):
-        if not os.access(path.parent, os.W_OK) or path.is_dir():
-            raise ProbeError(f"{path} cannot be written; name a file in a directory that can be")
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ProbeError("a plot needs matplotlib: pip install 'penstock[plot]'")
+def _check_writable(path: Path) -> None:
+    """By trying it, before the work and not after it. Leaves nothing behind."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists() and not path.is_file():  # a terminal, a pipe: written to, not replaced
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as refused:
+        raise ProbeError(
+            f"{path} cannot be written ({refused.strerror}); "
+            f"name a file in a directory where one can be made"
+        ) from None
 
 
 def _with_progress(work: Callable[[Callable[[int, int, str], None]], T], *, quiet: bool) -> T:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import secrets
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -19,18 +22,46 @@ _WIDTH = 100
 
 
 def load(cls: type[T], path: str | Path, error: type[RecordError] = RecordError) -> T:
-    """Read a record. OSError if the file cannot be read, `error` if what it says is wrong."""
-    raw = Path(path).read_bytes()
+    """Read a record. `error` if the file cannot be read or what it says is wrong."""
+    with _told(path, "read", error):
+        raw = Path(path).read_bytes()
     try:
         return from_json(cls, parse(raw), where=str(path), error=error)
     except RecordError as problem:
         raise error(problem.field, problem.problem, where=str(path)) from None
 
 
-def save(value: object, path: str | Path) -> None:
-    """Write a record so that a reader finds the old file or the new one, never a part."""
+def save(value: object, path: str | Path, error: type[RecordError] = RecordError) -> None:
+    """Write a record so that a reader finds the old file or the new one, never a part.
+
+    What is no file (a terminal, a pipe, /dev/null) is written to and stays what it is. `error` if
+    it cannot be written.
+    """
     text = layout(to_json(value)) + "\n"
-    target = Path(os.path.realpath(path))  # a link stays a link; what it points to is replaced
+    with _told(path, "written", error):
+        if (descriptor := _descriptor(path)) is not None:
+            # Opened by its name, a file behind it would be written from its start once more.
+            with open(descriptor, "w", encoding="utf-8", closefd=False) as stream:
+                stream.write(text)
+        elif _is_special(path):
+            with open(path, "w", encoding="utf-8") as stream:
+                stream.write(text)
+        else:
+            _replace(Path(os.path.realpath(path)), text)  # what a link points to, not the link
+
+
+def _is_special(path: str | Path) -> bool:
+    """There is something at the path and it is not a file."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return False
+    if stat.S_ISBLK(mode):
+        raise OSError(errno.EINVAL, "it is a disk, which would lose its first bytes")
+    return not stat.S_ISREG(mode)
+
+
+def _replace(target: Path, text: str) -> None:
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(draft, "x", encoding="utf-8") as file:
@@ -48,6 +79,28 @@ def save(value: object, path: str | Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _descriptor(path: str | Path) -> int | None:
+    """N where the path means our open descriptor N: /dev/stdout, /dev/fd/N, a link to them."""
+    at = str(path)
+    for _ in range(40):  # as many links as the kernel follows
+        parent, name = os.path.realpath(os.path.dirname(at)), os.path.basename(at)
+        if parent == f"/proc/{os.getpid()}/fd" and name.isdigit():
+            return int(name)
+        if not os.path.islink(at):
+            return None
+        at = os.path.join(parent, os.readlink(at))
+    return None
+
+
+@contextlib.contextmanager
+def _told(path: str | Path, done: str, error: type[RecordError]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as failed:
+        reason = failed.strerror or str(failed)
+        raise error("", f"cannot be {done}: {reason}", where=str(path)) from failed
 
 
 def parse(text: str | bytes) -> object:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from penstock.units import KiB
@@ -23,6 +24,17 @@ class NodeBytes:
     total: int
     free: int
     available: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """What the kernel keeps of one node, in bytes; it changes with sysctl and hotplug only."""
+
+    low: int
+    """Below this the kernel starts to reclaim: its zones' low watermarks."""
+
+    kept: int
+    """Never given to a process: high watermarks, and low zones kept for devices that need them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +96,32 @@ class System:
         return {other: int(value) for other, value in zip(online, row, strict=False)}
 
     def node_bytes(self, node: int) -> NodeBytes:
-        # The only node is the machine, whose own figures are better: they know the watermarks, and
-        # in a virtual machine that gets its memory as it asks for it, a node's figures lag behind.
+        """`available` is the kernel's MemAvailable, worked out for one node as the kernel does it.
+
+        That is free pages less what is never given out, plus file cache, plus reclaimable slab;
+        the last two less the node's low watermark each, or less half where that is less: so much
+        stays in use. Where /proc/zoneinfo shows no watermarks it is always half.
+        """
+        # The only node is the machine, whose own figures are better: in a virtual machine that gets
+        # its memory as it asks for it, a node's figures lag behind.
         only = self.memory_nodes() == (node,)
         path = "proc/meminfo" if only else f"{_NODES}/node{node}/meminfo"
         found = re.findall(r"(\w+(?:\(\w+\))?):\s+(\d+) kB", self.text(path) or "")
         kib = {key: int(value) * KiB for key, value in found}
-        free = kib.get("MemFree", 0)
-        reclaimable = sum(kib.get(k, 0) for k in ("Active(file)", "Inactive(file)", "SReclaimable"))
-        # Half of what is reclaimable: the rest is in use or needed to keep the machine moving.
-        available = kib.get("MemAvailable", free + reclaimable // 2)
-        return NodeBytes(total=kib.get("MemTotal", 0), free=free, available=available)
+        total, free = kib.get("MemTotal", 0), kib.get("MemFree", 0)
+        available = kib.get("MemAvailable")
+        if available is None:
+            reserve = _reserve(self, node, total)
+            cache = kib.get("Active(file)", 0) + kib.get("Inactive(file)", 0)
+            slab = kib.get("KReclaimable", kib.get("SReclaimable", 0))
+            given_back = sum(n - min(n // 2, reserve.low if reserve else n) for n in (cache, slab))
+            available = max(0, free - (reserve.kept if reserve else 0) + given_back)
+        return NodeBytes(total=total, free=free, available=available)
+
+    def free_huge_pages(self, node: int | None) -> int:
+        """Reserved 2 MiB pages that are free, on one node or (None) in all."""
+        top = "sys/kernel/mm" if node is None else f"{_NODES}/node{node}"
+        return self.number(f"{top}/hugepages/hugepages-2048kB/free_hugepages") or 0
 
     def nearest_cpus(self, node: int) -> tuple[int, ...]:
         """The CPUs of `node`, or of the node closest to it that has any; only ones we may use."""
@@ -117,7 +144,10 @@ class System:
             if limit is None or used is None or limit >= 1 << 60:
                 continue
             stat = self.text(f"{directory}/memory.stat") or ""
-            cached = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.M)
+            # v1 counts the groups below in `total_` alone; v2 has no such line and counts them.
+            cached = re.search(r"^total_inactive_file (\d+)$", stat, re.M) or re.search(
+                r"^inactive_file (\d+)$", stat, re.M
+            )
             left = max(0, limit - used + (int(cached[1]) if cached else 0))
             if tightest is None or left < tightest[1]:
                 tightest = (limit, left)
@@ -139,6 +169,25 @@ class System:
             for depth in range(len(parts), -1, -1):
                 groups.append(("/".join([top, *parts[:depth]]), *files))
         return groups
+
+
+@lru_cache(maxsize=64)
+def _reserve(system: System, node: int, total: int) -> Reserve | None:
+    """As calculate_totalreserve_pages() in mm/page_alloc.c; None where the kernel does not say.
+
+    Kept, for every tensor asks for room and the file is long; `total` tells a node that has grown.
+    """
+    page = os.sysconf("SC_PAGE_SIZE")
+    low = kept = 0
+    zones = re.split(r"^Node (\d+), zone .*$", system.text("proc/zoneinfo") or "", flags=re.M)
+    for owner, zone in zip(zones[1::2], zones[2::2], strict=True):
+        counts = {k: int(v) for k, v in re.findall(r"^ +(low|high|managed) +(\d+)$", zone, re.M)}
+        if int(owner) == node and len(counts) == 3:
+            protection = re.search(r"protection: \(([\d, ]+)\)", zone)
+            spared = max(map(int, protection[1].split(","))) if protection else 0
+            low += counts["low"]
+            kept += min(counts["managed"], counts["high"] + spared)
+    return Reserve(low=low * page, kept=kept * page) if low else None
 
 
 def parse_ids(text: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -47,18 +48,25 @@ def check_io_uring(system: System) -> Finding:
 
 
 def check_free_space(_: System) -> Finding:
-    places = dict.fromkeys([Path(tempfile.gettempdir()).resolve(), Path.cwd()])
+    places: dict[Path, None] = {}
+    missing = []
+    for what, find in (("temporary", tempfile.gettempdir), ("current", os.getcwd)):
+        try:
+            places[Path(find()).resolve()] = None
+        except OSError as failed:  # a read-only root, a directory deleted under us
+            missing.append(f"no {what} directory ({failed.strerror})")
     free = {place: _free(place) for place in places}
-    found = ", ".join(f"{place} {format_bytes(nbytes)} free" for place, nbytes in free.items())
-    if min(free.values()) >= _ROOMY:
+    texts = [f"{place} {format_bytes(nbytes)} free" for place, nbytes in free.items()]
+    found = ", ".join(texts + missing)
+    if not missing and min(free.values()) >= _ROOMY:
         return fine("free space", found)
     return Finding(
         check="free space",
         status="warn",
         found=found,
         why="Checkpoints and the NVMe tier are written whole beside what is there already.",
-        mend="make room, set TMPDIR, or name a path on a larger disk for the NVMe tier; "
-        "`df -h` lists them",
+        mend="make room, set TMPDIR, `cd` to a directory that is there, or name a path on a larger "
+        "disk for the NVMe tier; `df -h` lists them",
     )
 
 
@@ -205,11 +213,23 @@ def _free(place: Path) -> int:
 
 
 def _torch() -> Any:
+    # Intel's library in it looks for its files from there, and calls exit() if it cannot.
+    if "torch" not in sys.modules and not _has_directory():
+        gone = "the current directory is gone, where importing torch ends the process"
+        raise FileNotFoundError(errno.ENOENT, gone)
     try:
         import torch
     except (ImportError, OSError):  # OSError: a shared library it needs is missing
         return None
     return torch
+
+
+def _has_directory() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
 
 
 def _cuda(torch: Any) -> tuple[int, int] | None:

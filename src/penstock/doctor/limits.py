@@ -31,8 +31,18 @@ def check_python(_: System) -> Finding:
 
 
 def check_instruction_sets(_: System) -> Finding:
-    found = f"{', '.join(_native.isa_names())}; {_native.isa_name()} in use"
-    if _native.isa_name() != "baseline" or os.uname().machine != "x86_64":
+    try:
+        chosen = _native.isa_name()
+    except ValueError as unknown:
+        return Finding(
+            check="instruction sets",
+            status="bad",
+            found=str(unknown),
+            why="What runs on vector instructions, the probe first, refuses to start.",
+            mend="`unset PENSTOCK_ISA`, or set it to one of the names",
+        )
+    found = f"{', '.join(_native.isa_names())}; {chosen} in use"
+    if chosen != "baseline" or os.uname().machine != "x86_64":
         return fine("instruction sets", found)
     return Finding(
         check="instruction sets",
@@ -72,16 +82,19 @@ def check_sys_nice(system: System) -> Finding:
 
 
 def check_memlock(system: System) -> Finding:
-    if has_capability(system, CAP_IPC_LOCK):
+    may_lock = has_capability(system, CAP_IPC_LOCK)
+    if may_lock and not in_user_namespace(system):
         return fine("memlock", "no limit (CAP_IPC_LOCK held)")
     limits = system.text("proc/self/limits") or ""
     match = re.search(r"^Max locked memory\s+(\S+)", limits, re.M)
     if match is None or match[1] == "unlimited":
         return fine("memlock", "no limit")
+    # The kernel asks for the capability in the first user namespace, whatever is held in others.
+    void = "; CAP_IPC_LOCK of a user namespace does not lift that" if may_lock else ""
     return Finding(
         check="memlock",
         status="warn",
-        found=f"{format_bytes(int(match[1]))} may be locked",
+        found=f"{format_bytes(int(match[1]))} may be locked{void}",
         why="Without a GPU pinned=True locks memory and falls back to pageable beyond the limit; "
         "io_uring's registered buffers count against it too.",
         mend="`ulimit -l unlimited` as root, or `* - memlock unlimited` in "
@@ -126,6 +139,12 @@ def check_memory_limit(system: System) -> Finding:
 
 def has_capability(system: System, bit: int) -> bool:
     return bool(int(_status(system, "CapEff") or "0", 16) >> bit & 1)
+
+
+def in_user_namespace(system: System) -> bool:
+    """Whether this is another than the first, which alone maps every user to itself."""
+    text = system.text("proc/self/uid_map")
+    return text is not None and text.split() != ["0", "0", "4294967295"]
 
 
 def has_seccomp_filter(system: System) -> bool:

@@ -28,12 +28,24 @@ class Panel:
         self.lines.setdefault(line, {})[x] = figure
 
 
-def save_plot(machine: Machine, path: Path) -> None:
-    """Draw what was measured: memory by threads, GPU copies and storage by length."""
+def check_plot(path: Path) -> None:
+    """Raise ProbeError unless a picture of that name can be drawn; to be asked before the work."""
     try:
-        from matplotlib.figure import Figure as Picture
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as missing:
         raise ProbeError("a plot needs matplotlib: pip install 'penstock[plot]'") from missing
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in known:
+        raise ProbeError(
+            f"{path} cannot be drawn: its name must end in .png, or in one of .{', .'.join(known)}"
+        )
+
+
+def save_plot(machine: Machine, path: Path) -> None:
+    """Draw what was measured: memory by threads, GPU copies and storage by length."""
+    check_plot(path)
+    from matplotlib.figure import Figure as Picture
+
     panels = [p for p in (memory(machine), transfers(machine), *storage(machine)) if p.lines]
     if not panels:
         raise ProbeError("there is nothing to plot: nothing was measured")
@@ -41,7 +53,12 @@ def save_plot(machine: Machine, path: Path) -> None:
     picture.suptitle(": ".join(filter(None, (machine.name, machine.cpu.model))))
     for place, panel in enumerate(panels, start=1):
         _draw(picture.add_subplot(1, len(panels), place), panel)
-    picture.savefig(path, dpi=150)
+    try:
+        picture.savefig(path, dpi=150)
+    # A disk that is full, a directory that is gone; RuntimeError: a form that needs LaTeX.
+    except (OSError, RuntimeError) as failed:
+        reason = getattr(failed, "strerror", None) or failed
+        raise ProbeError(f"{path} cannot be written: {reason}") from failed
 
 
 def memory(machine: Machine) -> Panel:

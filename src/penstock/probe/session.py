@@ -9,6 +9,7 @@ from functools import partial
 from itertools import permutations
 from pathlib import Path
 
+from penstock import _native
 from penstock.discovery import discover
 from penstock.errors import ProbeError
 from penstock.machine import Machine, MemoryNode, NodeCopy, StoragePath, Transfer
@@ -59,6 +60,10 @@ def probe(
 ) -> ProbeResult:
     """Measure this machine. Leaves no file, thread or memory behind, also on Ctrl-C."""
     start = time.monotonic()
+    try:
+        _native.isa_name()
+    except ValueError as unknown:  # in PENSTOCK_ISA: no figure could be taken
+        raise ProbeError(str(unknown)) from None
     system = system or System()
     session = Session(discover(system, options.storage), options, system)
     machine, notes = session.run(on_progress)
@@ -77,7 +82,8 @@ class Session:
 
     def __init__(self, machine: Machine, options: ProbeOptions, system: System) -> None:
         self._machine, self._options, self._system = machine, options, system
-        allowed = system.allowed_nodes()
+        # Not every node that we may use is in the machine: a GPU's own memory is not.
+        allowed = [n.id for n in machine.nodes if n.id in system.allowed_nodes()]
         chosen = allowed if options.nodes is None else options.nodes
         self._nodes = tuple(machine.node(id) for id in chosen)  # raises for one that is not there
         self._pairs = tuple(permutations([node.id for node in self._nodes], 2))

@@ -1,0 +1,42 @@
+"""What the probe's tests share: efforts that take a moment, and links of known speed."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+
+from penstock.machine import MemoryNode
+from penstock.probe import session, storage
+from penstock.probe.sampling import Effort
+from penstock.units import GiB, KiB, MiB
+
+TINY = Effort(slice_seconds=0.004, host_bytes=16 * MiB)
+NODE = MemoryNode(id=0, kind="dram", capacity=GiB)
+
+
+def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes that take a moment and next to no memory or space."""
+    monkeypatch.setattr(session, "choose_effort", lambda num_figures, quick: TINY)
+    monkeypatch.setattr(storage, "MAX_FILE_BYTES", 4 * MiB)
+    monkeypatch.setattr(storage, "FILL_BLOCK", MiB)
+    few = tuple(
+        storage.Request(op, 64 * KiB, depth) for op in ("write", "read") for depth in (1, 3)
+    )
+    monkeypatch.setattr(storage, "requests", lambda quick: few)
+
+
+def probe_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("penstock-probe")]
+
+
+@dataclass
+class FakeCopier:
+    """Every GPU has its own link of 50 GB/s each way; a node's memory gives 120 GB/s in all."""
+
+    room: int = 64 * MiB
+
+    def seconds(self, copy, count):
+        ways = len(copy.gpus) * (2 if copy.direction == "both" else 1)
+        return count * ways * copy.nbytes / min(50e9 * ways, 120e9)
