@@ -64,6 +64,13 @@ def commit() -> str:
         return os.environ.get("BENCH_COMMIT", "unknown")
 
 
+def command_line() -> list[str]:
+    """The arguments, with the script named from the repository's root."""
+    script = Path(sys.argv[0]).resolve()
+    inside = script.is_relative_to(REPO)
+    return [str(script.relative_to(REPO)) if inside else script.name, *sys.argv[1:]]
+
+
 def short_name(machine: dict[str, object]) -> str:
     text = str(machine.get("gpu") or f"{machine['cpus']}x{machine['cpu']}")
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40]
@@ -77,7 +84,7 @@ def save(what: str, results: object, *, directory: Path | None = None) -> Path:
         "what": what,
         "date": today,
         "commit": commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *command_line()]),
         "hardware": machine,
         "results": results,
     }
