@@ -209,6 +209,8 @@ void bind_stream(nb::module_& m) {
 
 }  // namespace
 
+void bind_sweep(nb::module_& m);  // bind_sweep.cpp
+
 NB_MODULE(_native, m) {
   // A tensor that lives until the process ends keeps its block until then: no leak, and not to be
   // reported as one on every exit.
@@ -223,4 +225,5 @@ NB_MODULE(_native, m) {
   bind_questions(m);
   bind_stream(m);
   bind_store(m);
+  bind_sweep(m);
 }

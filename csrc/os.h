@@ -58,6 +58,9 @@ struct Os {
   // elsewhere.
   virtual void run_on(std::span<const int> cpus) noexcept = 0;
 
+  // Lets other threads go first, by 1 to 19. Best effort, and there is no way back.
+  virtual void be_nice(int) noexcept {}
+
   virtual std::size_t page_bytes() const noexcept = 0;
   virtual long process() const noexcept = 0;
 };

@@ -4,6 +4,7 @@
 #include <linux/mempolicy.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -146,6 +147,11 @@ class LinuxOs final : public Os {
       if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
     }
     if (CPU_COUNT(&set) > 0) ::sched_setaffinity(0, sizeof set, &set);
+  }
+
+  // Of a thread, not of the process: Linux keeps it so, whatever POSIX says.
+  void be_nice(int nice) noexcept override {
+    ::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), nice);
   }
 
   std::size_t page_bytes() const noexcept override {

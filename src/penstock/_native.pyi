@@ -152,3 +152,99 @@ def buffer_span(buffer: object, writable: bool) -> tuple[int, int]: ...
 def crc32c(buffer: object, before: int = 0, hardware: bool = True) -> int: ...
 def crc32c_is_hardware() -> bool: ...
 def allocate_space(fd: int, nbytes: int) -> int: ...
+# The sweep.
+
+SWEEP_LEAF: int
+SWEEP_LANES: int
+SWEEP_MOMENT_BLOCK: int
+
+class Rule(Enum):
+    adamw = 0
+    sgd = 1
+    lion = 2
+
+class GradType(Enum):
+    bf16 = 0
+    fp16 = 1
+    fp32 = 2
+
+class MasterType(Enum):
+    split = 0
+    single = 1
+    half = 2
+
+class MomentType(Enum):
+    none = 0
+    fp32 = 1
+    bf16 = 2
+    int8 = 3
+
+class Coefficients:
+    def __init__(
+        self,
+        *,
+        scale: float,
+        l2: float,
+        decay: float,
+        rate: float,
+        fresh1: float,
+        fresh2: float,
+        eps: float,
+        keep: float,
+        look: bool,
+    ) -> None: ...
+
+class Segment:
+    def __init__(
+        self,
+        *,
+        count: int,
+        first_index: int,
+        key: int,
+        grad: int,
+        weight: int,
+        rest: int,
+        first: int,
+        second: int,
+        first_bases: int,
+        second_bases: int,
+        by: Coefficients,
+    ) -> None: ...
+
+class SweepJob:
+    def wait(self) -> None: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def sum_squares_limbs(self) -> list[int]: ...
+    @property
+    def max_bits(self) -> int: ...
+    @property
+    def bad_grad(self) -> tuple[int, int] | None: ...
+    @property
+    def bad_master(self) -> tuple[int, int] | None: ...
+
+def sweep_overlap(
+    segments: Sequence[Segment],
+    rule: Rule,
+    grad: GradType,
+    master: MasterType,
+    moments: MomentType,
+) -> tuple[int, str, int, str] | None: ...
+
+class SweepPool:
+    def __init__(self, threads: int, cpus: Sequence[int], nice: int) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    def sweep(
+        self,
+        segments: Sequence[Segment],
+        rule: Rule,
+        grad: GradType,
+        master: MasterType,
+        moments: MomentType,
+        stats: bool,
+        isa: str = "",
+    ) -> SweepJob: ...
+    def stats(self, segments: Sequence[Segment], grad: GradType, isa: str = "") -> SweepJob: ...
+    def mix(self, segments: Sequence[Segment], grad: GradType, isa: str = "") -> SweepJob: ...

@@ -178,3 +178,39 @@ class ProbeError(PenstockError):
 
 def _nodes(nodes: Sequence[int]) -> str:
     return f"node{'s' if len(nodes) != 1 else ''} {', '.join(map(str, nodes)) or 'none'}"
+
+
+class SweepError(PenstockError):
+    """An optimizer step that was not, or not wholly, taken."""
+
+
+class SweepInputError(SweepError, ValueError):
+    """A buffer, or a setting, that the sweep cannot work with. Nothing was changed."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        self.name, self.problem = name, problem
+        super().__init__(f"{name} {problem}")
+
+
+class NonFiniteGradientError(SweepError, ArithmeticError):
+    """A gradient holds an infinity or a NaN. Nothing was changed."""
+
+    def __init__(self, name: str, index: int) -> None:
+        self.name, self.index = name, index
+        super().__init__(
+            f"the gradient of {name} is not finite, first at element {index}; nothing was updated. "
+            f"Skip this step, lower the loss scale or the learning rate, or pass "
+            f"nonfinite='trust' to step all the same"
+        )
+
+
+class NonFiniteMasterError(SweepError, ArithmeticError):
+    """A master would have become infinite, NaN or too large for its weight."""
+
+    def __init__(self, name: str, index: int) -> None:
+        self.name, self.index = name, index
+        super().__init__(
+            f"the step would make a weight of {name} infinite or NaN, first at element {index}; "
+            f"such elements kept their weight and moments, all others were updated. Lower the "
+            f"learning rate, or go back to the last checkpoint"
+        )

@@ -1,0 +1,84 @@
+#include "pool.h"
+
+#include <cfenv>
+#include <stdexcept>
+#include <string>
+
+namespace penstock {
+
+Pool::Pool(Os& os, unsigned threads, std::vector<int> cpus, int nice)
+    : os_{os}, cpus_{std::move(cpus)}, nice_{nice} {
+  if (threads == 0 || threads > kMaxThreads) {
+    throw std::invalid_argument{"threads must be 1 to " + std::to_string(kMaxThreads) + ", got " +
+                                std::to_string(threads)};
+  }
+  if (nice < 0 || nice > 19) {
+    throw std::invalid_argument{"nice must be 0 to 19, got " + std::to_string(nice)};
+  }
+  members_.reserve(threads);
+  try {
+    for (unsigned i = 0; i < threads; ++i) members_.emplace_back([this] { member(); });
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+Pool::~Pool() { close(); }
+
+void Pool::close() noexcept {
+  {
+    const std::lock_guard hold{lock_};
+    closed_ = true;
+  }
+  changed_.notify_all();
+  for (std::thread& member : members_) member.join();
+}
+
+void Pool::start(std::shared_ptr<Job> job) {
+  if (job->blocks_ == 0) {
+    job->done_.store(true, std::memory_order_release);
+    return;
+  }
+  {
+    const std::lock_guard hold{lock_};
+    queue_.push_back(std::move(job));
+  }
+  changed_.notify_all();
+}
+
+// The job to work on: the oldest that is not finished. A thread that found no block left in one
+// comes back with it and sleeps until the others are through, so that jobs never overlap.
+std::shared_ptr<Job> Pool::front(const std::shared_ptr<Job>& finished) {
+  std::unique_lock hold{lock_};
+  if (finished && finished->done() && !queue_.empty() && queue_.front() == finished) {
+    queue_.pop_front();
+    hold.unlock();
+    changed_.notify_all();
+    hold.lock();
+  }
+  changed_.wait(hold, [&] {
+    return queue_.empty() ? closed_ : queue_.front() != finished;
+  });
+  return queue_.empty() ? nullptr : queue_.front();
+}
+
+void Pool::member() noexcept {
+  // A thread inherits the mode its maker had: torch.set_flush_denormal would change results.
+  std::fesetenv(FE_DFL_ENV);
+  if (!cpus_.empty()) os_.run_on(cpus_);
+  if (nice_ > 0) os_.be_nice(nice_);
+  std::shared_ptr<Job> job;
+  while ((job = front(job))) {
+    const std::size_t blocks = job->blocks_;
+    for (std::size_t i; (i = job->next_.fetch_add(1, std::memory_order_relaxed)) < blocks;) {
+      job->run(i);
+      if (job->finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == blocks) {
+        job->done_.store(true, std::memory_order_release);
+        job->done_.notify_all();
+      }
+    }
+  }
+}
+
+}  // namespace penstock

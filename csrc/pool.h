@@ -1,0 +1,71 @@
+// The threads of the sweep: few, long-lived, confined to chosen CPUs, asleep between jobs. Apart
+// from torch's own, so that a sweep in the background neither takes them nor waits for them.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "os.h"
+
+namespace penstock {
+
+// Work cut in blocks. Which thread runs a block, and when, must not matter to the result.
+class Job {
+ public:
+  explicit Job(std::size_t blocks) noexcept : blocks_{blocks} {}
+  virtual ~Job() = default;
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
+
+  virtual void run(std::size_t block) noexcept = 0;
+
+  void wait() const noexcept { done_.wait(false, std::memory_order_acquire); }
+  bool done() const noexcept { return done_.load(std::memory_order_acquire); }
+
+ private:
+  friend class Pool;
+  const std::size_t blocks_;
+  std::atomic<std::size_t> next_{0};      // the first block that nobody took
+  std::atomic<std::size_t> finished_{0};  // the one who finishes the last block ends the job
+  std::atomic<bool> done_{false};
+};
+
+class Pool {
+ public:
+  static constexpr unsigned kMaxThreads = 512;
+
+  // Threads may run on `cpus` (anywhere if empty) and yield to others by `nice` (0 to 19). Throws
+  // std::invalid_argument, or std::system_error where the system refuses a thread.
+  Pool(Os& os, unsigned threads, std::vector<int> cpus, int nice);
+  // Finishes what was started.
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  // Jobs run one after the other, in the order of their start: one may use what the last one wrote.
+  void start(std::shared_ptr<Job> job);
+
+  unsigned threads() const noexcept { return static_cast<unsigned>(members_.size()); }
+
+ private:
+  void member() noexcept;
+  std::shared_ptr<Job> front(const std::shared_ptr<Job>& finished);
+  void close() noexcept;
+
+  Os& os_;
+  const std::vector<int> cpus_;
+  const int nice_;
+  std::mutex lock_;  // guards queue_ and closed_
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<Job>> queue_;
+  bool closed_ = false;
+  std::vector<std::thread> members_;
+};
+
+}  // namespace penstock

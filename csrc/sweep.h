@@ -1,0 +1,141 @@
+// One optimizer step over segments of host memory, in one pass, and the norm of gradients.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "isa.h"
+#include "pool.h"
+#include "sweep_kernels.h"
+
+namespace penstock {
+
+enum class Rule { adamw, sgd, lion };
+enum class GradType { bf16, fp16, fp32 };
+// Where the fp32 master is: in a bf16 weight and a signed 16-bit remainder; in the weight itself; or
+// beside an fp16 weight.
+enum class MasterType { split, single, half };
+enum class MomentType { none, fp32, bf16, int8 };
+
+struct SweepFormat {
+  Rule rule = Rule::adamw;
+  GradType grad = GradType::bf16;
+  MasterType master = MasterType::split;
+  MomentType moments = MomentType::fp32;
+};
+
+// Consecutive elements of one tensor. The memory must stay until the job is done.
+struct Segment {
+  std::size_t count = 0;
+  std::uint64_t first_index = 0;  // in its tensor; a multiple of kLeaf
+  const void* grad = nullptr;
+  void* weight = nullptr;
+  void* rest = nullptr;    // split: the low halves; half: the fp32 master
+  void* first = nullptr;   // moment, or its codes
+  void* second = nullptr;  // AdamW only
+  std::int16_t* first_bases = nullptr;
+  std::int16_t* second_bases = nullptr;
+  std::uint64_t key = 0;  // of stochastic rounding
+  Coefficients by;
+};
+
+// A sum of doubles without any rounding, so that its order does not matter: limb i counts units of
+// 2^(32 i - 320). It covers sums of squares of fp32 numbers, and nothing wider.
+class ExactSum {
+ public:
+  static constexpr std::size_t kLimbs = 20;
+  void add(double nonnegative) noexcept;
+  void add(const ExactSum& other) noexcept;
+  const std::array<std::int64_t, kLimbs>& limbs() const noexcept { return limbs_; }
+
+ private:
+  std::array<std::int64_t, kLimbs> limbs_{};
+};
+
+inline constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
+
+// An element: which segment, and its index in that segment. `segment` is kNowhere for none.
+struct Spot {
+  std::uint64_t segment = kNowhere;
+  std::uint64_t index = 0;
+  auto operator<=>(const Spot&) const = default;
+};
+
+struct SweepResult {
+  ExactSum sum_squares;        // of the finite leaves of the gradients as read
+  std::uint32_t max_bits = 0;  // bits of the largest absolute gradient
+  Spot bad_grad;               // the first that is not finite
+  Spot bad_master;             // the first whose update was refused
+};
+
+// What the blocks of a job have in common: which elements each covers, and the result.
+class SegmentJob : public Job {
+ public:
+  SegmentJob(std::vector<Segment> segments, GradType grad, Isa isa);
+  // Whole once the job is done.
+  const SweepResult& result() const noexcept { return result_; }
+
+ protected:
+  struct Piece {
+    std::size_t segment;
+    std::size_t begin;
+    std::size_t end;
+  };
+  Piece piece(std::size_t block) const noexcept;
+  const Segment& segment(std::size_t i) const noexcept { return segments_[i]; }
+  // Adds a leaf of gradients to a block's result.
+  void look(const Piece& at, std::size_t begin, std::size_t end, SweepResult& into) const noexcept;
+  void merge(const SweepResult& block) noexcept;
+  const SweepKernels& kernels() const noexcept { return kernels_; }
+
+ private:
+  const std::vector<Segment> segments_;
+  const std::vector<std::size_t> first_blocks_;  // of each segment, then the number of blocks
+  const GradType grad_;
+  const SweepKernels& kernels_;
+  std::mutex lock_;  // guards result_ until the job is done
+  SweepResult result_;
+};
+
+// Reads gradients, changes nothing.
+class StatsJob final : public SegmentJob {
+ public:
+  using SegmentJob::SegmentJob;
+  void run(std::size_t block) noexcept override;
+};
+
+// Takes the step. An element whose new master would not be a finite weight keeps its master and
+// moments, and is reported; all others are updated.
+class SweepJob final : public SegmentJob {
+ public:
+  SweepJob(std::vector<Segment> segments, SweepFormat format, bool stats, Isa isa);
+  void run(std::size_t block) noexcept override;
+
+ private:
+  std::size_t step_tile(const Segment& on, std::size_t begin, std::size_t count) const noexcept;
+  const SweepFormat format_;
+  const bool stats_;
+};
+
+// The exact format's traffic without its arithmetic, for the benchmark and the probe.
+class MixJob final : public SegmentJob {
+ public:
+  using SegmentJob::SegmentJob;
+  void run(std::size_t block) noexcept override;
+};
+
+// Two buffers of a job that share a byte, one of which is written: segment and role of each.
+struct Overlap {
+  std::size_t segment, other_segment;
+  std::string role, other_role;
+};
+
+// The first one in memory, if there is any.
+std::optional<Overlap> find_overlap(const std::vector<Segment>& segments, SweepFormat format);
+
+}  // namespace penstock

@@ -1,0 +1,206 @@
+"""How weights and moments are stored. Room: update. `docs/sweep.md` explains each.
+
+Everything here is plain torch, works on any device, and defines the bits: the native sweep and the
+GPU's must agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from penstock import _native
+from penstock.errors import SweepInputError
+
+Moments = Literal["fp32", "bf16", "int8"]
+
+BLOCK = _native.SWEEP_MOMENT_BLOCK
+"""Elements of one tensor under one base of 8-bit moments."""
+
+_GRID_SHIFT = 20
+_GRID_TOP = 0x7F7
+_MAGNITUDE = 0x7FFFFFFF
+_SIGN = -0x80000000
+_MASK32 = 0xFFFFFFFF
+
+_MOMENT_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+_REST = {torch.bfloat16: ("low", torch.int16), torch.float16: ("master", torch.float32)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateFormat:
+    """What is kept for each parameter, the gradient aside."""
+
+    weight: torch.dtype = torch.bfloat16
+    """bf16: with a remainder, together the fp32 master; fp16: beside the master; fp32: itself."""
+    moments: Moments = "fp32"
+    num_moments: int = 2
+
+    def __post_init__(self) -> None:
+        if self.weight not in (torch.float32, torch.bfloat16, torch.float16):
+            raise SweepInputError("weight", f"is fp32, bf16 or fp16, not {self.weight}")
+        if self.moments not in _MOMENT_DTYPE:
+            raise SweepInputError("moments", f"are 'fp32', 'bf16' or 'int8', not {self.moments!r}")
+
+    @property
+    def rest(self) -> tuple[str, torch.dtype] | None:
+        """Name and type of what the weight lacks of its master."""
+        return _REST.get(self.weight)
+
+    @property
+    def moment_dtype(self) -> torch.dtype:
+        return _MOMENT_DTYPE[self.moments]
+
+    def nbytes(self, numel: int) -> dict[str, int]:
+        """Bytes of each role for a tensor of `numel` elements."""
+        roles = {"weight": numel * self.weight.itemsize}
+        if self.rest is not None:
+            roles[self.rest[0]] = numel * self.rest[1].itemsize
+        for name in ("first", "second")[: self.num_moments]:
+            roles[name] = numel * self.moment_dtype.itemsize
+            if self.moments == "int8":
+                roles[f"{name}_base"] = num_blocks(numel) * torch.int16.itemsize
+        return roles
+
+    def bytes_per_parameter(self, grad: torch.dtype | None = None) -> float:
+        """Of a large tensor; with a gradient of that type at rest beside it, if given."""
+        held = sum(self.nbytes(BLOCK).values()) / BLOCK
+        return held + (grad.itemsize if grad is not None else 0)
+
+
+def num_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+# The master.
+
+
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A finite fp32 master as bf16 weight and signed 16-bit remainder, losslessly.
+
+    The weight is the nearest, ties away from zero: to nearest even, half the ties would leave a
+    remainder of +32768, which does not fit.
+    """
+    bits = _bits(master)
+    high = (bits + 0x8000) >> 16
+    low = bits - (high << 16)
+    return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
+
+
+def join(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a bf16 weight and its remainder."""
+    high = weight.view(torch.int16).to(torch.int32) << 16
+    return (high + low.to(torch.int32)).view(torch.float32)
+
+
+def read_master(weight: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
+    """The fp32 master, wherever it is."""
+    if weight.dtype == torch.bfloat16 and rest is not None:
+        return join(weight, rest)
+    return weight if rest is None else rest
+
+
+def fresh_rest(weight: torch.Tensor) -> torch.Tensor | None:
+    """What makes the master equal to the weight."""
+    if weight.dtype == torch.bfloat16:
+        return torch.zeros(weight.shape, dtype=torch.int16, device=weight.device)
+    return weight.detach().float() if weight.dtype == torch.float16 else None
+
+
+# The moments.
+
+
+def draw_bits(key: int, first_index: int, count: int, device: torch.device) -> torch.Tensor:
+    """Thirty-two random bits for each element, as int64: of key and index, and nothing else."""
+    index = torch.arange(first_index, first_index + count, dtype=torch.int64, device=device)
+    key0 = (key & _MASK32) ^ (((index >> 32) * 0x9E3779B1) & _MASK32)
+    x = (index & _MASK32) ^ key0
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
+    x = (((x ^ (x >> 15)) + (key >> 32)) * 0x846CA68B) & _MASK32
+    return x ^ (x >> 16)
+
+
+def round_bf16(value: torch.Tensor, random16: torch.Tensor) -> torch.Tensor:
+    """To one of the two neighbours in bf16, with the odds that make the mean right."""
+    bits = _bits(value)
+    top = ((bits & _MAGNITUDE) + random16.to(torch.int32)) >> 16
+    top = top.clamp(max=0x7F7F)
+    return ((bits & _SIGN) >> 16 | top).to(torch.int16).view(torch.bfloat16)
+
+
+def encode_first(value: torch.Tensor, random16: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 to a sign and 7 bits each, and a base for every block."""
+    bits, place, base = _onto_grid(value, random16, codes=127)
+    unit = ((base + 1) << _GRID_SHIFT).view(torch.float32) * 2.0**-16
+    dart = random16.to(torch.float32) * _spread(unit, value.numel())
+    low = ((bits & _MAGNITUDE).view(torch.float32) > dart).to(torch.int32)
+    above = place - _spread(base, value.numel())
+    size = torch.where(above > 0, above, low)
+    code = ((bits & _SIGN) >> 24 & 0x80) | size
+    return code.to(torch.uint8), base.to(torch.int16)
+
+
+def encode_second(value: torch.Tensor, random16: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Non-negative fp32 to 8 bits each, and a base for every block. Only zero becomes zero."""
+    bits, place, base = _onto_grid(value, random16, codes=255)
+    size = (place - _spread(base, value.numel())).clamp(min=1)
+    return torch.where(bits == 0, 0, size).to(torch.uint8), base.to(torch.int16)
+
+
+def decode_first(code: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    wide = code.to(torch.int32)
+    magnitude = _off_grid(wide & 0x7F, base)
+    return torch.where(wide >= 0x80, -magnitude, magnitude)
+
+
+def decode_second(code: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    return _off_grid(code.to(torch.int32), base)
+
+
+def read_moment(state: Mapping[str, torch.Tensor], name: str, *, second: bool) -> torch.Tensor:
+    """A moment as flat fp32, from whichever form `state` holds under `name`."""
+    if f"{name}_code" not in state:
+        return state[name].reshape(-1).float()
+    decode = decode_second if second else decode_first
+    return decode(state[f"{name}_code"].reshape(-1), state[f"{name}_base"])
+
+
+def write_moment(
+    value: torch.Tensor, name: str, moments: Moments, *, second: bool
+) -> dict[str, torch.Tensor]:
+    """State entries for an fp32 moment of any shape, rounded to nearest."""
+    if moments != "int8":
+        return {name: value.to(_MOMENT_DTYPE[moments]).clone()}
+    encode = encode_second if second else encode_first
+    halfway = torch.full((value.numel(),), 0x8000, dtype=torch.int64, device=value.device)
+    code, base = encode(value.reshape(-1).float(), halfway)
+    return {f"{name}_code": code.view(value.shape), f"{name}_base": base}
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().view(torch.int32)
+
+
+def _spread(per_block: torch.Tensor, numel: int) -> torch.Tensor:
+    return per_block.repeat_interleave(BLOCK)[:numel]
+
+
+def _onto_grid(
+    value: torch.Tensor, random16: torch.Tensor, *, codes: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bits and place of each element, and the base of each block."""
+    bits = _bits(value)
+    draw = random16.to(torch.int32) << (_GRID_SHIFT - 16)
+    place = (((bits & _MAGNITUDE) + draw) >> _GRID_SHIFT).clamp(max=_GRID_TOP)
+    padded = torch.zeros(num_blocks(value.numel()) * BLOCK, dtype=torch.int32, device=value.device)
+    padded[: value.numel()] = place
+    base = (padded.view(-1, BLOCK).amax(dim=1) - codes).clamp(min=0)
+    return bits, place, base
+
+
+def _off_grid(size: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    place = size + _spread(base.to(torch.int32), size.numel())
+    return torch.where(size == 0, 0, place << _GRID_SHIFT).view(torch.float32)

@@ -1,0 +1,157 @@
+"""What every step must give, to the bit: the specification, in plain torch operations. Room: update.
+
+One operation a line, each rounded once. No `addcmul`, `lerp` or `alpha=`: torch may contract those
+to fused multiply-adds. It runs on any device, slowly, and with temporaries.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from penstock import _native
+from penstock.optim import formats
+from penstock.optim.rules import Coefficients, RuleName
+
+LEAF = _native.SWEEP_LEAF
+LANES = _native.SWEEP_LANES
+
+GRAD_LIMIT = 0x5F7FFFFF
+"""Bits of the largest fp32 number whose square is finite."""
+
+WEIGHT_LIMIT = {
+    torch.bfloat16: 0x7F7F7FFF,
+    torch.float32: 0x7F7FFFFF,
+    torch.float16: 0x477FEFFF,
+}
+"""Bits of the largest master whose weight is finite."""
+
+
+def gradient(raw: torch.Tensor, master: torch.Tensor, by: Coefficients) -> torch.Tensor:
+    """Scaled, with L2 decay, and no larger than what has a finite square."""
+    g = raw.float() * by.scale + master * by.l2
+    bits = g.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    bounded = torch.where(magnitude > 0x7F800000, magnitude, magnitude.clamp(max=GRAD_LIMIT))
+    return (bounded | (bits & -0x80000000)).view(torch.float32)
+
+
+def blend(old: torch.Tensor, fresh: torch.Tensor, share: float) -> torch.Tensor:
+    return old + (fresh - old) * share
+
+
+Step = tuple[torch.Tensor, list[torch.Tensor]]
+
+
+def adamw_step(master: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, by: Coefficients) -> Step:
+    first = blend(moments[0], g, by.fresh1)
+    second = blend(moments[1], g * g, by.fresh2)
+    toward = (first / (torch.sqrt(second) + by.eps)) * by.rate
+    return master - (toward + master * by.decay), [first, second]
+
+
+def sgd_step(master: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, by: Coefficients) -> Step:
+    first = moments[0] * by.keep + g * by.fresh1
+    ahead = g + first * by.keep if by.look else first
+    toward = ahead * by.rate
+    return master - (toward + master * by.decay), [first]
+
+
+def lion_step(master: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, by: Coefficients) -> Step:
+    lean = blend(moments[0], g, by.fresh1)
+    up, down = torch.full_like(lean, by.rate), torch.full_like(lean, -by.rate)
+    toward = torch.where(lean > 0, up, torch.where(lean < 0, down, lean))
+    return master - (toward + master * by.decay), [blend(moments[0], g, by.fresh2)]
+
+
+_STEP = {"adamw": adamw_step, "sgd": sgd_step, "lion": lion_step}
+
+
+def sweep(
+    rule: RuleName,
+    state: dict[str, torch.Tensor],
+    grad: torch.Tensor,
+    by: Coefficients,
+    *,
+    key: int = 0,
+    first_index: int = 0,
+) -> int | None:
+    """One step over flat tensors, in place; gives the index of the first refused element.
+
+    `state` holds `weight`, `rest` (unless fp32) and the moments `first` and `second`: plain, or
+    codes with `first_base` and `second_base`. An SGD without momentum has no `first`.
+    """
+    weight, rest = state["weight"], state.get("rest")
+    master = formats.read_master(weight, rest)
+    names = ("first", "second") if rule == "adamw" else ("first",)
+    old = [_read(state, name, master) for name in names]
+    next_master, next_moments = _STEP[rule](master, old, gradient(grad, master, by), by)
+    refused = (next_master.view(torch.int32) & 0x7FFFFFFF) > WEIGHT_LIMIT[weight.dtype]
+    _write_master(weight, rest, torch.where(refused, master, next_master))
+    random = formats.draw_bits(key, first_index, grad.numel(), grad.device)
+    for name, before, after in zip(names, old, next_moments, strict=True):
+        random16 = random >> 16 if name == "first" else random & 0xFFFF
+        _write(state, name, torch.where(refused, before, after), random16)
+    return int(refused.nonzero()[0]) if bool(refused.any()) else None
+
+
+def _read(state: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:
+    if name not in state:
+        return torch.zeros_like(like)
+    if f"{name}_base" not in state:
+        return state[name].float()
+    decode = formats.decode_first if name == "first" else formats.decode_second
+    return decode(state[name], state[f"{name}_base"])
+
+
+def _write(
+    state: dict[str, torch.Tensor], name: str, value: torch.Tensor, random16: torch.Tensor
+) -> None:
+    if name not in state:
+        return
+    if f"{name}_base" in state:
+        encode = formats.encode_first if name == "first" else formats.encode_second
+        code, base = encode(value, random16)
+        state[name].copy_(code)
+        state[f"{name}_base"].copy_(base)
+    elif state[name].dtype == torch.bfloat16:
+        state[name].copy_(formats.round_bf16(value, random16))
+    else:
+        state[name].copy_(value)
+
+
+def _write_master(weight: torch.Tensor, rest: torch.Tensor | None, master: torch.Tensor) -> None:
+    if weight.dtype == torch.bfloat16 and rest is not None:
+        high, low = formats.split(master)
+        weight.copy_(high)
+        rest.copy_(low)
+        return
+    weight.copy_(master)
+    if rest is not None:
+        rest.copy_(master)
+
+
+def leaf_sums(grad: torch.Tensor) -> torch.Tensor:
+    """fp64 sum of squares of every `LEAF` elements, in the one order that counts.
+
+    Lane j adds elements j, j + 32, j + 64, ... of its leaf; then the upper half of the lanes is
+    added to the lower, until one is left. The last leaf is padded with zeros.
+    """
+    flat = grad.reshape(-1)
+    leaves = -(-flat.numel() // LEAF)
+    padded = torch.zeros(leaves * LEAF, dtype=torch.float64, device=grad.device)
+    padded[: flat.numel()] = flat.double()
+    rows = padded.view(leaves, LEAF // LANES, LANES)
+    lanes = torch.zeros(leaves, LANES, dtype=torch.float64, device=grad.device)
+    for i in range(LEAF // LANES):
+        lanes = lanes + rows[:, i] * rows[:, i]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
+
+
+def sum_squares(grad: torch.Tensor) -> float:
+    """The leaves added without rounding, so that their order does not matter; then rounded once."""
+    return math.fsum(leaf_sums(grad).tolist())
