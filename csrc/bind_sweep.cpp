@@ -67,8 +67,8 @@ void bind_segment(nb::module_& m) {
           "__init__",
           [](Coefficients* self, float scale, float l2, float decay, float rate, float fresh1,
              float fresh2, float eps, float keep, bool look) {
-            new (self) Coefficients{scale,  l2,  decay, rate, fresh1,
-                                    fresh2, eps, keep,  look ? 1.0F : 0.0F};
+            new (self)
+                Coefficients{scale, l2, decay, rate, fresh1, fresh2, eps, keep, look ? 1.0F : 0.0F};
           },
           nb::kw_only(), nb::arg("scale"), nb::arg("l2"), nb::arg("decay"), nb::arg("rate"),
           nb::arg("fresh1"), nb::arg("fresh2"), nb::arg("eps"), nb::arg("keep"), nb::arg("look"));
@@ -138,10 +138,8 @@ void bind_pool(nb::module_& m) {
           [](Pool& pool, std::vector<Segment> segments, Rule rule, GradType grad, MasterType master,
              MomentType moments, bool stats,
              const std::string& isa) -> std::shared_ptr<SegmentJob> {
-            auto job =
-                std::make_shared<SweepJob>(std::move(segments),
-                                           SweepFormat{rule, grad, master, moments}, stats,
-                                           isa_of(isa));
+            auto job = std::make_shared<SweepJob>(
+                std::move(segments), SweepFormat{rule, grad, master, moments}, stats, isa_of(isa));
             pool.start(job);
             return job;
           },

@@ -57,9 +57,7 @@ std::shared_ptr<Job> Pool::front(const std::shared_ptr<Job>& finished) {
     changed_.notify_all();
     hold.lock();
   }
-  changed_.wait(hold, [&] {
-    return queue_.empty() ? closed_ : queue_.front() != finished;
-  });
+  changed_.wait(hold, [&] { return queue_.empty() ? closed_ : queue_.front() != finished; });
   return queue_.empty() ? nullptr : queue_.front();
 }
 

@@ -17,8 +17,8 @@ namespace penstock {
 
 enum class Rule { adamw, sgd, lion };
 enum class GradType { bf16, fp16, fp32 };
-// Where the fp32 master is: in a bf16 weight and a signed 16-bit remainder; in the weight itself; or
-// beside an fp16 weight.
+// Where the fp32 master is: in a bf16 weight and a signed 16-bit remainder; in the weight itself;
+// or beside an fp16 weight.
 enum class MasterType { split, single, half };
 enum class MomentType { none, fp32, bf16, int8 };
 

@@ -86,10 +86,10 @@ std::size_t SweepJob::step_tile(const Segment& on, std::size_t begin,
   float* v = two ? read(k, second, moments, count, k.decode_second, buffers.second) : nullptr;
   const auto step = k.step[static_cast<std::size_t>(rule)][static_cast<std::size_t>(grad)]
                           [static_cast<std::size_t>(master)];
-  const std::size_t bad = step({plus(on.grad, begin * grad_bytes(grad)),
-                                plus(on.weight, begin * weight_bytes(master)),
-                                plus(on.rest, begin * rest_bytes(master)), m, v, count},
-                               on.by);
+  const std::size_t bad =
+      step({plus(on.grad, begin * grad_bytes(grad)), plus(on.weight, begin * weight_bytes(master)),
+            plus(on.rest, begin * rest_bytes(master)), m, v, count},
+           on.by);
   if (moments == MomentType::bf16 || moments == MomentType::int8) {
     k.draw({on.key, on.first_index + begin}, buffers.random, count);
   }

@@ -159,7 +159,7 @@ void mix(const std::uint16_t* __restrict grad, std::uint16_t* __restrict weight,
 
 }  // namespace
 
-#define PENSTOCK_STEPS(rule, grad) \
+#define PENSTOCK_STEPS(rule, grad)                                          \
   {step_tile<rule, grad, SplitMaster>, step_tile<rule, grad, SingleMaster>, \
    step_tile<rule, grad, HalfMaster>}
 #define PENSTOCK_RULE(rule) \

@@ -19,15 +19,15 @@ inline constexpr std::size_t kSweepBlock = 16384;  // elements a thread takes at
 
 // A group's constants for one step, worked out in double by the caller and rounded once.
 struct Coefficients {
-  float scale = 1;     // on the gradient as read: unscale x clip, negative to maximize
-  float l2 = 0;        // weight decay added to the gradient
-  float decay = 0;     // lr x weight decay taken off the master
-  float rate = 0;      // lr, for AdamW with both bias corrections folded in
-  float fresh1 = 1;    // share of the new gradient in the first moment: 1 - beta1
-  float fresh2 = 1;    // AdamW: in the second moment; Lion: in the moment (fresh1 in the sign)
-  float eps = 0;       // AdamW: with the second bias correction folded in
-  float keep = 0;      // SGD: momentum
-  float look = 0;      // SGD: 1 with Nesterov's look ahead, else 0
+  float scale = 1;   // on the gradient as read: unscale x clip, negative to maximize
+  float l2 = 0;      // weight decay added to the gradient
+  float decay = 0;   // lr x weight decay taken off the master
+  float rate = 0;    // lr, for AdamW with both bias corrections folded in
+  float fresh1 = 1;  // share of the new gradient in the first moment: 1 - beta1
+  float fresh2 = 1;  // AdamW: in the second moment; Lion: in the moment (fresh1 in the sign)
+  float eps = 0;     // AdamW: with the second bias correction folded in
+  float keep = 0;    // SGD: momentum
+  float look = 0;    // SGD: 1 with Nesterov's look ahead, else 0
 };
 
 // Where a tile lies among the draws of stochastic rounding: never a matter of threads or chunks.

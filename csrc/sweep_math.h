@@ -23,8 +23,8 @@ inline float from_fp16(std::uint16_t x) {
   return float_of(magnitude | (std::uint32_t{x} & 0x8000) << 16);
 }
 
-// To nearest, ties to even. Denormal halves are aligned by adding 0.5, whose last bit weighs as much
-// as theirs: the addition itself rounds.
+// To nearest, ties to even. Denormal halves are aligned by adding 0.5, whose last bit weighs as
+// much as theirs: the addition itself rounds.
 inline std::uint16_t to_fp16(float x) {
   const std::uint32_t sign = (bits_of(x) & kSign) >> 16;
   const std::uint32_t magnitude = bits_of(x) & kMagnitude;
@@ -36,8 +36,8 @@ inline std::uint16_t to_fp16(float x) {
   return static_cast<std::uint16_t>(sign | (magnitude >= 0x47800000 ? special : finite));
 }
 
-// The gradient as every rule sees it. One whose square does not fit fp32 counts as the largest whose
-// square does: torch's second moment becomes infinite there and the weight never moves again.
+// The gradient as every rule sees it. One whose square does not fit fp32 counts as the largest
+// whose square does: torch's second moment becomes infinite there and the weight never moves again.
 constexpr std::uint32_t kGradLimit = 0x5F7FFFFF;
 
 inline float gradient(float raw, float master, const Coefficients& by) {
@@ -64,7 +64,8 @@ inline std::uint32_t draw_bits(std::uint32_t index, std::uint32_t key0, std::uin
 constexpr int kGridShift = 20;
 constexpr std::uint32_t kGridTop = 0x7F7;  // the largest finite one
 
-// Rounds a magnitude up or down the grid with the odds that make the mean right, from 16 random bits.
+// Rounds a magnitude up or down the grid with the odds that make the mean right, from 16 random
+// bits.
 inline std::uint32_t onto_grid(std::uint32_t magnitude, std::uint32_t random) {
   return least((magnitude + (random << (kGridShift - 16))) >> kGridShift, kGridTop);
 }

@@ -1,5 +1,5 @@
-// The rules, for sweep_kernels.cpp alone (see sweep_math.h): how a gradient and a master are stored,
-// what one element's step is, and the loop over a tile.
+// The rules, for sweep_kernels.cpp alone (see sweep_math.h): how a gradient and a master are
+// stored, what one element's step is, and the loop over a tile.
 
 struct Bf16Grad {
   using Stored = std::uint16_t;

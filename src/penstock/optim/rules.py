@@ -66,8 +66,8 @@ def adamw(
 ) -> Coefficients:
     """AdamW's step number `step` (from 1), or Adam's with L2 decay.
 
-    `m_hat / (sqrt(v_hat) + eps)` equals `c m / (sqrt(v) + eps c2)` with `c2 = sqrt(1 - beta2^t)` and
-    `c = c2 / (1 - beta1^t)`: one division and no rounding of the corrected moments.
+    `m_hat / (sqrt(v_hat) + eps)` equals `c m / (sqrt(v) + eps c2)` with `c2 = sqrt(1 - beta2^t)`
+    and `c = c2 / (1 - beta1^t)`: one division, and no rounding of the corrected moments.
     """
     beta1, beta2 = betas
     correction2 = math.sqrt(1 - beta2**step)

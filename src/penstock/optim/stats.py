@@ -1,0 +1,60 @@
+"""Norm and overflow of gradients at rest in host memory, in one read. Room: update."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+from penstock import _native
+
+_UNIT_BITS = 320
+"""The exact sum counts units of 2^-320: squares of fp32 numbers are whole multiples of 2^-298."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradStats:
+    """What one pass over gradients found. Stats of parts add up to the stats of the whole, exactly:
+    neither chunks nor threads nor their order can change a norm."""
+
+    units: int
+    """The sum of squares in units of 2^-320, unrounded; meaningless if not `finite`."""
+    max_abs: float
+    """The largest absolute value; infinite or NaN if one is."""
+    first_bad: tuple[int, int] | None
+    """Which tensor, and which of its elements, is the first that is not finite."""
+
+    @property
+    def finite(self) -> bool:
+        return self.first_bad is None
+
+    @property
+    def sum_squares(self) -> float:
+        """Rounded once, to nearest; NaN unless all is finite."""
+        return self.units / (1 << _UNIT_BITS) if self.finite else math.nan
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.sum_squares)
+
+    def __add__(self, other: GradStats) -> GradStats:
+        """Both together. `first_bad` stays that of the first operand that has one."""
+        return GradStats(
+            self.units + other.units,
+            max(self.max_abs, other.max_abs)
+            if self.max_abs == self.max_abs and other.max_abs == other.max_abs
+            else math.nan,
+            self.first_bad if self.first_bad is not None else other.first_bad,
+        )
+
+
+def read_stats(job: _native.SweepJob) -> GradStats:
+    """The stats of a finished native job."""
+    units = sum(limb << (32 * i) for i, limb in enumerate(job.sum_squares_limbs))
+    max_abs: float = struct.unpack("<f", struct.pack("<I", job.max_bits))[0]
+    return GradStats(units, max_abs, job.bad_grad)
+
+
+def clip_scale(norm: float, max_norm: float) -> float:
+    """The factor that brings `norm` down to `max_norm`, as torch's `clip_grad_norm_` has it."""
+    return min(1.0, max_norm / (norm + 1e-6))
