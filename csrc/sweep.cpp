@@ -77,7 +77,7 @@ bool is_finite(const void* grad, GradType type, std::size_t i) noexcept {
 }  // namespace
 
 void ExactSum::add(double nonnegative) noexcept {
-  constexpr int kLowest = 320;  // the first limb's unit is 2^-320
+  constexpr int kLowest = 352;  // the last bit of the smallest square, 2^-298, as a double
   if (nonnegative == 0) return;
   int exponent = 0;
   const double fraction = std::frexp(nonnegative, &exponent);

@@ -45,10 +45,10 @@ struct Segment {
 };
 
 // A sum of doubles without any rounding, so that its order does not matter: limb i counts units of
-// 2^(32 i - 320). It covers sums of squares of fp32 numbers, and nothing wider.
+// 2^(32 i - 352). It covers sums of squares of fp32 numbers, and nothing wider.
 class ExactSum {
  public:
-  static constexpr std::size_t kLimbs = 20;
+  static constexpr std::size_t kLimbs = 21;
   void add(double nonnegative) noexcept;
   void add(const ExactSum& other) noexcept;
   const std::array<std::int64_t, kLimbs>& limbs() const noexcept { return limbs_; }

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from penstock import _native
 
-_UNIT_BITS = 320
-"""The exact sum counts units of 2^-320: squares of fp32 numbers are whole multiples of 2^-298."""
+_UNIT_BITS = 352
+"""The exact sum counts units of 2^-352, the last bit of the smallest fp32 square as a double."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class GradStats:
     neither chunks nor threads nor their order can change a norm."""
 
     units: int
-    """The sum of squares in units of 2^-320, unrounded; meaningless if not `finite`."""
+    """The sum of squares in units of 2^-352, unrounded; meaningless if not `finite`."""
     max_abs: float
     """The largest absolute value; infinite or NaN if one is."""
     first_bad: tuple[int, int] | None
