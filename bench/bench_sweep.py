@@ -1,0 +1,255 @@
+"""The sweep against torch, DeepSpeed and the machine's own memory, all in one run.
+
+    python bench/bench_sweep.py                       # 100 M and 500 M parameters, all CPUs
+    python bench/bench_sweep.py --params 1000000 --rounds 2
+
+Every round times every arm once, in turn, so that a busy moment hits them alike; ratios are taken
+within a round and their median is reported. DeepSpeed's arm runs where `deepspeed` can be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.certificate import percentiles, save
+from penstock import _native, empty
+from penstock.optim.rate import TRAFFIC, Bed
+from penstock.optim.rules import Coefficients
+from penstock.optim.sweep import Pool, grad_stats
+
+Arm = Callable[[], float]
+SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+
+def timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def placed(numel: int, dtype: torch.dtype, scale: float = 0.0) -> torch.Tensor:
+    """Memory of the kind the sweep's own arms use, huge pages included, for everyone."""
+    tensor = empty(numel, dtype=dtype)
+    sample = torch.randn(min(numel, 1 << 20)).mul_(scale).to(dtype)
+    for part in tensor.split(1 << 20):
+        part.copy_(sample[: part.numel()])
+    return tensor
+
+
+def peak_growth(work: Callable[[], object]) -> int | None:
+    """Bytes that the process's peak resident memory grew by, or None where it cannot be reset."""
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
+
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+
+# Arms. Each is a function that does its work once and gives the seconds.
+
+
+def ceiling_arm(bed: Bed, pool: Pool) -> Arm:
+    """The exact format's reads and writes without its arithmetic; two passes undo each other."""
+    segment = _native.Segment(
+        count=bed.numel,
+        first_index=0,
+        key=0,
+        grad=bed.grad.data_ptr(),
+        weight=bed.weight.data_ptr(),
+        rest=bed.low.data_ptr(),
+        first=bed.moment[0].data_ptr(),
+        second=bed.moment[1].data_ptr(),
+        first_bases=0,
+        second_bases=0,
+        by=Coefficients().native(),
+    )
+
+    def once() -> float:
+        return timed(lambda: pool.native.mix([segment], _native.GradType.bf16).wait())
+
+    return lambda: (once() + once()) / 2
+
+
+def in_place_arm(tensor: torch.Tensor, pool: Pool) -> Arm:
+    """The machine's best case, another way: one long array multiplied in place."""
+    return lambda: timed(lambda: tensor.mul_(1.0))
+
+
+def torch_arm(master: torch.Tensor, grad: torch.Tensor, moments: list[torch.Tensor]) -> Arm:
+    master.grad = grad
+    optimizer = torch.optim.AdamW([master], fused=True, **SETTINGS)
+    optimizer.state[master] = {
+        "step": torch.tensor(0.0),
+        "exp_avg": moments[0],
+        "exp_avg_sq": moments[1],
+    }
+    return lambda: timed(optimizer.step)
+
+
+def deepspeed_arm(
+    master: torch.Tensor, grad: torch.Tensor, moments: list[torch.Tensor], weight: torch.Tensor
+) -> Arm | None:
+    """Its three passes: unscale the fp32 gradient, step, cast to bf16."""
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        master.grad = grad
+        optimizer = DeepSpeedCPUAdam([master], adamw_mode=True, **SETTINGS)
+    except Exception as missing:
+        print(f"no DeepSpeed arm: {type(missing).__name__}: {missing}")
+        return None
+    optimizer.state[master] = {"step": 0, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+
+    def three_passes() -> None:
+        grad.mul_(1.0)
+        optimizer.step()
+        weight.copy_(master)
+
+    return lambda: timed(three_passes)
+
+
+def run_rounds(arms: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for arm in arms.values():
+        arm()  # warm: pages, lazily built state, branch predictors
+    for _ in range(rounds):
+        for name, arm in arms.items():
+            seconds[name].append(arm())
+    return seconds
+
+
+def figures(seconds: dict[str, list[float]], numel: int, traffic: dict[str, float]) -> dict:
+    found = {}
+    for name, samples in seconds.items():
+        per = [s / numel * 1e9 for s in samples]
+        found[name] = {"ns_per_parameter": percentiles(per)}
+        if name in traffic:
+            found[name]["bytes_per_parameter"] = traffic[name]
+            found[name]["gb_per_s_p50"] = traffic[name] / statistics.median(per)
+    return found
+
+
+def ratio(seconds: dict[str, list[float]], fast: str, slow: str) -> dict[str, float]:
+    """How many times faster `fast` is than `slow`, round by round."""
+    return percentiles([b / a for a, b in zip(seconds[fast], seconds[slow], strict=True)])
+
+
+def exact_phase(numel: int, pool: Pool, rounds: int) -> dict:
+    """Everything with fp32 moments side by side."""
+    bed = Bed(numel, "fp32")
+    master = placed(numel, torch.float32, 0.02).requires_grad_()
+    grad = placed(numel, torch.float32, 1e-3)
+    arms: dict[str, Arm] = {
+        "ceiling": ceiling_arm(bed, pool),
+        "in_place": in_place_arm(grad, pool),
+        "exact": lambda: bed.step(pool),
+        "exact_with_stats": lambda: bed.step(pool, stats=True),
+        "torch_fused": torch_arm(master, grad, bed.moment),
+    }
+    with torch.no_grad():
+        if (deepspeed := deepspeed_arm(master, grad, bed.moment, bed.weight)) is not None:
+            arms["deepspeed_three_passes"] = deepspeed
+        seconds = run_rounds(arms, rounds)
+    traffic = {"ceiling": 26.0, "in_place": 8.0, "exact": 26.0, "exact_with_stats": 26.0}
+    traffic |= {"torch_fused": 28.0, "deepspeed_three_passes": 42.0}
+    ratios = {
+        "exact_of_ceiling": ratio(seconds, "exact", "ceiling"),
+        "exact_over_torch_fused": ratio(seconds, "exact", "torch_fused"),
+    }
+    if deepspeed is not None:
+        ratios["exact_over_deepspeed"] = ratio(seconds, "exact", "deepspeed_three_passes")
+    return {"arms": figures(seconds, numel, traffic), "ratios": ratios}
+
+
+def compressed_phase(numel: int, pool: Pool, rounds: int) -> dict:
+    beds = {m: Bed(numel, m) for m in ("bf16", "int8")}
+    seconds = run_rounds({m: lambda b=b: b.step(pool) for m, b in beds.items()}, rounds)
+    return {"arms": figures(seconds, numel, dict(TRAFFIC)), "ratios": {}}
+
+
+def stats_phase(numel: int, pool: Pool, rounds: int) -> dict:
+    grad = placed(numel, torch.float32, 1e-3)
+    short = placed(numel, torch.bfloat16, 1e-3)
+    cpus = sorted(pool.cpus)
+
+    def read(tensor: torch.Tensor) -> float:
+        at, nbytes, op = tensor.data_ptr(), tensor.nbytes, _native.StreamOp.read
+        return _native.stream(op, 0, at, nbytes, pool.threads, cpus, 1)[0]
+
+    def peers_check() -> None:
+        bool(torch.isinf(grad).any()) or bool(torch.isnan(grad).any())
+
+    arms: dict[str, Arm] = {
+        "read_fp32": lambda: read(grad),
+        "stats_fp32": lambda: timed(lambda: grad_stats(grad, pool=pool)),
+        "read_bf16": lambda: read(short),
+        "stats_bf16": lambda: timed(lambda: grad_stats(short, pool=pool)),
+        "isinf_or_isnan_fp32": lambda: timed(peers_check),
+    }
+    seconds = run_rounds(arms, rounds)
+    traffic = {"read_fp32": 4.0, "stats_fp32": 4.0, "read_bf16": 2.0, "stats_bf16": 2.0}
+    ratios = {
+        "stats_fp32_of_read": ratio(seconds, "stats_fp32", "read_fp32"),
+        "stats_bf16_of_read": ratio(seconds, "stats_bf16", "read_bf16"),
+        "stats_fp32_over_isinf_isnan": ratio(seconds, "stats_fp32", "isinf_or_isnan_fp32"),
+    }
+    extra = {
+        "grad_stats": peak_growth(lambda: grad_stats(grad, pool=pool)),
+        "isinf_or_isnan": peak_growth(peers_check),
+    }
+    return {"arms": figures(seconds, numel, traffic), "ratios": ratios, "extra_bytes": extra}
+
+
+def show(numel: int, phase: dict) -> None:
+    for name, arm in phase["arms"].items():
+        ns = arm["ns_per_parameter"]
+        rate = f"{arm['gb_per_s_p50']:7.1f} GB/s" if "gb_per_s_p50" in arm else ""
+        spread = f"({ns['p20']:.3f} to {ns['p80']:.3f})"
+        print(f"{numel / 1e6:6.0f} M  {name:24} {ns['p50']:7.3f} ns/param {spread:18} {rate}")
+    for name, of in phase["ratios"].items():
+        print(
+            f"{numel / 1e6:6.0f} M  {name:28} {of['p50']:.2f} ({of['p20']:.2f} to {of['p80']:.2f})"
+        )
+    for name, nbytes in phase.get("extra_bytes", {}).items():
+        print(f"{numel / 1e6:6.0f} M  extra bytes of {name}: {nbytes}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--params", type=int, nargs="+", default=[100_000_000, 500_000_000])
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--out", type=Path, default=None, help="directory of the result")
+    args = parser.parse_args()
+    pool = Pool(args.threads)
+    torch.set_num_threads(pool.threads)
+    results: dict = {"threads": pool.threads, "isa": _native.isa_name(), "sizes": {}}
+    for numel in args.params:
+        done = {}
+        for phase in (exact_phase, compressed_phase, stats_phase):
+            done[phase.__name__] = phase(numel, pool, args.rounds)
+            show(numel, done[phase.__name__])
+            gc.collect()
+        results["sizes"][str(numel)] = done
+    print(save("sweep", results, directory=args.out))
+
+
+if __name__ == "__main__":
+    main()
