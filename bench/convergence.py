@@ -304,7 +304,7 @@ def show(found: dict[str, dict[str, object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=Study().steps)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
     parser.add_argument("--plot", nargs=2, type=Path, metavar=("RESULT", "IMAGE"))
@@ -315,7 +315,7 @@ def main() -> None:
         compare(Study(steps=args.steps), args.seeds, args.arms, args.jobs)
 
 
-def compare(study: Study, seeds: int, arms: list[str], jobs: int) -> None:
+def compare(study: Study, seeds: list[int], arms: list[str], jobs: int) -> None:
     """Run every arm with every seed; the results file is complete after each run."""
     learned, held, digest = read_text()
     about = {
@@ -323,7 +323,7 @@ def compare(study: Study, seeds: int, arms: list[str], jobs: int) -> None:
         "parameters": sum(p.numel() for p in Model(study).parameters()),
         "text": {"learned": learned.numel(), "held_out": held.numel(), "sha256": digest},
     }
-    wanted = [(arm, seed, study) for seed in range(seeds) for arm in arms]
+    wanted = [(arm, seed, study) for seed in seeds for arm in arms]
     runs: list[dict[str, Any]] = []
     with multiprocessing.get_context("fork").Pool(jobs) as team:
         for done in team.imap(run_one, wanted):
