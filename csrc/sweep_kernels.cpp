@@ -3,11 +3,19 @@
 // for AVX-512, on a processor without.
 #include "sweep_kernels.h"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
+// In this order: each uses what the one before it has.
+// clang-format off
+#include "sweep_vec.h"
 #include "sweep_math.h"
 #include "sweep_rules.h"
+// clang-format on
 
 // Elements past 2^32 of one tensor get other keys. A tile never straddles that line: it is aligned.
 void draw(Draw at, std::uint32_t* __restrict random, std::size_t count) noexcept {
@@ -20,7 +28,8 @@ void draw(Draw at, std::uint32_t* __restrict random, std::size_t count) noexcept
   }
 }
 
-void widen(const std::uint16_t* __restrict bf16, float* __restrict to, std::size_t count) noexcept {
+void widen_all(const std::uint16_t* __restrict bf16, float* __restrict to,
+               std::size_t count) noexcept {
   for (std::size_t i = 0; i < count; ++i) to[i] = from_bf16(bf16[i]);
 }
 
@@ -126,13 +135,13 @@ LeafStats stats_of(const void* grad, std::size_t count) noexcept {
   std::size_t at = 0;
   for (; at + kLanes <= count; at += kLanes) {
     for (std::size_t j = 0; j < kLanes; ++j) {
-      const float g = Grad::load(x[at + j]);
+      const float g = Grad::one(x[at + j]);
       sums[j] += static_cast<double>(g) * static_cast<double>(g);
       tops[j] = most(tops[j], bits_of(g) & kMagnitude);
     }
   }
   for (std::size_t j = 0; at + j < count; ++j) {
-    const float g = Grad::load(x[at + j]);
+    const float g = Grad::one(x[at + j]);
     sums[j] += static_cast<double>(g) * static_cast<double>(g);
     tops[j] = most(tops[j], bits_of(g) & kMagnitude);
   }
@@ -170,7 +179,7 @@ const SweepKernels sweep_kernels{
     {PENSTOCK_RULE(AdamWRule), PENSTOCK_RULE(SgdRule), PENSTOCK_RULE(LionRule)},
     {stats_of<Bf16Grad>, stats_of<Fp16Grad>, stats_of<Fp32Grad>},
     draw,
-    widen,
+    widen_all,
     round,
     decode_first,
     decode_second,

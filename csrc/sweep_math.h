@@ -1,11 +1,9 @@
-// Single elements, for sweep_kernels.cpp alone: included inside its namespace, so that each
-// instruction set has its own copy (see the note there). Plain expressions on purpose: the compiler
-// turns loops over them into vectors, and every instruction set gives the same bits, as each
-// operation is rounded once (IEEE, no contraction) and conversions are integer arithmetic.
+// The arithmetic, for sweep_kernels.cpp alone: included inside its namespace, so that each
+// instruction set has its own copy (see the note there). Every instruction set gives the same bits:
+// each operation is rounded once (IEEE, no contraction) and conversions are integer arithmetic.
 
 constexpr std::uint32_t kSign = 0x80000000;
 constexpr std::uint32_t kMagnitude = 0x7FFFFFFF;
-constexpr std::uint32_t kInfinity = 0x7F800000;
 
 inline std::uint32_t bits_of(float x) { return __builtin_bit_cast(std::uint32_t, x); }
 inline float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
@@ -16,40 +14,43 @@ inline std::uint32_t most(std::uint32_t a, std::uint32_t b) { return a > b ? a :
 inline float from_bf16(std::uint16_t x) { return float_of(std::uint32_t{x} << 16); }
 
 // A half's exponent is rebased by a multiplication, which is exact and gets its denormals right.
-inline float from_fp16(std::uint16_t x) {
-  const std::uint32_t shifted = (std::uint32_t{x} & 0x7FFF) << 13;
-  const std::uint32_t finite = bits_of(float_of(shifted) * 0x1p112F);
-  const std::uint32_t magnitude = shifted >= 0x0F800000 ? (shifted | 0x7F800000) : finite;
-  return float_of(magnitude | (std::uint32_t{x} & 0x8000) << 16);
+// For words and for vectors of them.
+template <class Bits>
+inline Bits widen_fp16(Bits half) {
+  const Bits shifted = (half & 0x7FFF) << 13;
+  const Bits finite = bits_of(float_of(shifted) * 0x1p112F);
+  const Bits magnitude = shifted >= 0x0F800000 ? (shifted | 0x7F800000) : finite;
+  return magnitude | (half & 0x8000) << 16;
 }
+inline float from_fp16(std::uint16_t x) { return float_of(widen_fp16(std::uint32_t{x})); }
 
-// To nearest, ties to even. Denormal halves are aligned by adding 0.5, whose last bit weighs as
-// much as theirs: the addition itself rounds.
-inline std::uint16_t to_fp16(float x) {
-  const std::uint32_t sign = (bits_of(x) & kSign) >> 16;
-  const std::uint32_t magnitude = bits_of(x) & kMagnitude;
-  const std::uint32_t odd = (magnitude >> 13) & 1;
-  const std::uint32_t normal = (magnitude - 0x38000000 + 0xFFF + odd) >> 13;
-  const std::uint32_t denormal = bits_of(float_of(magnitude) + 0.5F) - 0x3F000000;
-  const std::uint32_t special = magnitude > 0x7F800000 ? 0x7E00 : 0x7C00;
-  const std::uint32_t finite = magnitude < 0x38800000 ? denormal : normal;
-  return static_cast<std::uint16_t>(sign | (magnitude >= 0x47800000 ? special : finite));
+inline Floats from_bf16(Halves x) { return float_of(widen(x) << 16); }
+inline Floats from_fp16(Halves x) { return float_of(widen_fp16(widen(x))); }
+
+// To nearest, ties to even, for finite results. Denormal halves are aligned by adding 0.5, whose
+// last bit weighs as much as theirs: the addition itself rounds.
+inline Halves to_fp16(Floats x) {
+  const Words magnitude = bits_of(x) & kMagnitude;
+  const Words odd = (magnitude >> 13) & 1;
+  const Words normal = (magnitude - 0x38000000 + 0xFFF + odd) >> 13;
+  const Words denormal = bits_of(float_of(magnitude) + 0.5F) - 0x3F000000;
+  const Words finite = magnitude < 0x38800000 ? denormal : normal;
+  return narrow((bits_of(x) & kSign) >> 16 | finite);
 }
 
 // The gradient as every rule sees it. One whose square does not fit fp32 counts as the largest
 // whose square does: torch's second moment becomes infinite there and the weight never moves again.
-constexpr std::uint32_t kGradLimit = 0x5F7FFFFF;
+constexpr float kGradLimit = 0x1.fffffep+63F;
 
-inline float gradient(float raw, float master, const Coefficients& by) {
-  const std::uint32_t bits = bits_of(raw * by.scale + by.l2 * master);
-  const std::uint32_t magnitude = bits & kMagnitude;
-  const std::uint32_t bounded = magnitude > kInfinity ? magnitude : least(magnitude, kGradLimit);
-  return float_of(bounded | (bits & kSign));
+inline Floats gradient(Floats raw, Floats master, const Coefficients& by) {
+  const Floats scaled = raw * by.scale;
+  const Floats g = by.l2 == 0 ? scaled : scaled + by.l2 * master;
+  return at_least(all(-kGradLimit), at_most(all(kGradLimit), g));
 }
 
 // Old and new in one rounding of the difference: in steady state this is exact, where
 // old * beta + new * (1 - beta) drifts by what the two rounded factors lack to one.
-inline float blend(float old, float fresh, float share) { return old + share * (fresh - old); }
+inline Floats blend(Floats old, Floats fresh, float share) { return old + share * (fresh - old); }
 
 // Thirty-two random bits for an element: a bijection of its index, keyed at both ends.
 inline std::uint32_t draw_bits(std::uint32_t index, std::uint32_t key0, std::uint32_t key1) {

@@ -3,15 +3,18 @@
 
 struct Bf16Grad {
   using Stored = std::uint16_t;
-  static float load(Stored x) { return from_bf16(x); }
+  static float one(Stored x) { return from_bf16(x); }
+  static Floats many(const Stored* at) { return from_bf16(load<Halves>(at)); }
 };
 struct Fp16Grad {
   using Stored = std::uint16_t;
-  static float load(Stored x) { return from_fp16(x); }
+  static float one(Stored x) { return from_fp16(x); }
+  static Floats many(const Stored* at) { return from_fp16(load<Halves>(at)); }
 };
 struct Fp32Grad {
   using Stored = float;
-  static float load(Stored x) { return x; }
+  static float one(Stored x) { return x; }
+  static Floats many(const Stored* at) { return load<Floats>(at); }
 };
 
 // kLimit: the bits of the largest master whose weight is finite.
@@ -21,14 +24,13 @@ struct SplitMaster {
   using Weight = std::uint16_t;
   using Rest = std::int16_t;
   static constexpr std::uint32_t kLimit = 0x7F7F7FFF;
-  static float load(const Weight& weight, const Rest& rest) {
-    const auto remainder = static_cast<std::uint32_t>(std::int32_t{rest});
-    return float_of((std::uint32_t{weight} << 16) + remainder);
+  static Floats read(const Weight* weight, const Rest* rest) {
+    const auto remainder = reinterpret_cast<Words>(widen(load<Shorts>(rest)));
+    return float_of((widen(load<Halves>(weight)) << 16) + remainder);
   }
-  static void store(float master, Weight& weight, Rest& rest) {
-    const std::uint32_t high = (bits_of(master) + 0x8000) >> 16;
-    weight = static_cast<Weight>(high);
-    rest = static_cast<Rest>(bits_of(master) - (high << 16));
+  static void write(Floats master, Weight* weight, Rest* rest) {
+    store(weight, narrow((bits_of(master) + 0x8000) >> 16));
+    store(rest, narrow(bits_of(master)));  // master - weight, of which only the low half counts
   }
 };
 
@@ -36,78 +38,146 @@ struct SingleMaster {
   using Weight = float;
   using Rest = float;  // never touched
   static constexpr std::uint32_t kLimit = 0x7F7FFFFF;
-  static float load(const Weight& weight, const Rest&) { return weight; }
-  static void store(float master, Weight& weight, Rest&) { weight = master; }
+  static Floats read(const Weight* weight, const Rest*) { return load<Floats>(weight); }
+  static void write(Floats master, Weight* weight, Rest*) { store(weight, master); }
 };
 
 struct HalfMaster {
   using Weight = std::uint16_t;
   using Rest = float;
   static constexpr std::uint32_t kLimit = 0x477FEFFF;
-  static float load(const Weight&, const Rest& rest) { return rest; }
-  static void store(float master, Weight& weight, Rest& rest) {
-    weight = to_fp16(master);
-    rest = master;
+  static Floats read(const Weight*, const Rest* rest) { return load<Floats>(rest); }
+  static void write(Floats master, Weight* weight, Rest* rest) {
+    store(weight, to_fp16(master));
+    store(rest, master);
   }
 };
 
-struct Element {
-  float master, first, second;
+struct Elements {
+  Floats master, first, second;
 };
 
 struct AdamWRule {
   static constexpr bool kTwoMoments = true;
-  static Element step(Element old, float raw, const Coefficients& by) {
-    const float g = gradient(raw, old.master, by);
-    const float m = blend(old.first, g, by.fresh1);
-    const float v = blend(old.second, g * g, by.fresh2);
-    const float toward = by.rate * (m / (__builtin_sqrtf(v) + by.eps));
+  static Elements step(const Elements& old, Floats raw, const Coefficients& by) {
+    const Floats g = gradient(raw, old.master, by);
+    const Floats m = blend(old.first, g, by.fresh1);
+    const Floats v = blend(old.second, g * g, by.fresh2);
+    const Floats toward = by.rate * (m / (root(v) + by.eps));
     return {old.master - (toward + by.decay * old.master), m, v};
   }
 };
 
 struct SgdRule {
   static constexpr bool kTwoMoments = false;
-  static Element step(Element old, float raw, const Coefficients& by) {
-    const float g = gradient(raw, old.master, by);
-    const float m = by.keep * old.first + by.fresh1 * g;
-    const float toward = by.rate * (by.look == 0 ? m : g + by.keep * m);
-    return {old.master - (toward + by.decay * old.master), m, 0};
+  static Elements step(const Elements& old, Floats raw, const Coefficients& by) {
+    const Floats g = gradient(raw, old.master, by);
+    const Floats m = by.keep * old.first + by.fresh1 * g;
+    const Floats toward = by.rate * (by.look == 0 ? m : g + by.keep * m);
+    return {old.master - (toward + by.decay * old.master), m, Floats{}};
   }
 };
 
 struct LionRule {
   static constexpr bool kTwoMoments = false;
-  static Element step(Element old, float raw, const Coefficients& by) {
-    const float g = gradient(raw, old.master, by);
-    const float lean = blend(old.first, g, by.fresh1);
+  static Elements step(const Elements& old, Floats raw, const Coefficients& by) {
+    const Floats g = gradient(raw, old.master, by);
+    const Floats lean = blend(old.first, g, by.fresh1);
     // Zero leans nowhere, and NaN stays NaN.
-    const float toward = lean > 0 ? by.rate : lean < 0 ? -by.rate : lean;
-    return {old.master - (toward + by.decay * old.master), blend(old.first, g, by.fresh2), 0};
+    const Floats toward = lean > 0 ? all(by.rate) : (lean < 0 ? all(-by.rate) : lean);
+    return {old.master - (toward + by.decay * old.master), blend(old.first, g, by.fresh2),
+            Floats{}};
   }
 };
 
-// A refused element keeps all it had; which was the first is found by a minimum, so that the loop
-// has no branch and becomes vectors.
+struct Kept {
+  Floats master, first, second;
+  std::size_t bad;  // the first that was refused
+};
+
+// A refused element keeps all it had. Out of line and with plain arguments: the loop's own vectors
+// then stay in registers.
+[[gnu::noinline, gnu::cold]] void keep_refused(Floats old_master, Floats old_first,
+                                               Floats old_second, Floats master, Floats first,
+                                               Floats second, std::uint32_t limit, Kept* kept) {
+  kept->bad = kWide;
+  for (std::size_t i = kWide; i-- > 0;) {
+    if ((bits_of(master)[i] & kMagnitude) <= limit) continue;
+    master[i] = old_master[i];
+    first[i] = old_first[i];
+    second[i] = old_second[i];
+    kept->bad = i;
+  }
+  kept->master = master;
+  kept->first = first;
+  kept->second = second;
+}
+
+template <class Rule, class Grad, class Master>
+inline std::size_t step_some(const typename Grad::Stored* grad, typename Master::Weight* weight,
+                             typename Master::Rest* rest, float* first, float* second,
+                             const Coefficients& by) {
+  const Elements old{Master::read(weight, rest), load<Floats>(first),
+                     Rule::kTwoMoments ? load<Floats>(second) : Floats{}};
+  Elements next = Rule::step(old, Grad::many(grad), by);
+  std::size_t bad = kWide;
+  if (any_above(bits_of(next.master) & kMagnitude, all(Master::kLimit))) [[unlikely]] {
+    Kept kept;
+    keep_refused(old.master, old.first, old.second, next.master, next.first, next.second,
+                 Master::kLimit, &kept);
+    next = {kept.master, kept.first, kept.second};
+    bad = kept.bad;
+  }
+  Master::write(next.master, weight, rest);
+  store(first, next.first);
+  if constexpr (Rule::kTwoMoments) store(second, next.second);
+  return bad;
+}
+
+template <class T>
+inline void copy(T* to, const T* from, std::size_t count) {
+  if (from != nullptr && to != nullptr) __builtin_memcpy(to, from, count * sizeof(T));
+}
+
+// The last few, by way of a whole vector's worth of memory.
+template <class Rule, class Grad, class Master>
+inline std::size_t step_rest(const Tile& on, std::size_t at, const Coefficients& by) {
+  typename Grad::Stored grad[kWide] = {};
+  typename Master::Weight weight[kWide] = {};
+  typename Master::Rest rest[kWide] = {};
+  float first[kWide] = {}, second[kWide] = {};
+  const std::size_t count = on.count - at;
+  const auto move = [&](auto&& pass) {
+    pass(weight, static_cast<typename Master::Weight*>(on.weight));
+    pass(rest, static_cast<typename Master::Rest*>(on.rest));
+    pass(first, on.first);
+    pass(second, on.second);
+  };
+  copy(grad, static_cast<const typename Grad::Stored*>(on.grad) + at, count);
+  move([&](auto* here, auto* there) { copy(here, there ? there + at : there, count); });
+  const std::size_t bad = step_some<Rule, Grad, Master>(grad, weight, rest, first, second, by);
+  move([&](auto* here, auto* there) { copy(there ? there + at : there, here, count); });
+  return bad < count ? at + bad : on.count;
+}
+
 template <class Rule, class Grad, class Master>
 std::size_t step_tile(const Tile& on, const Coefficients& given) noexcept {
   const Coefficients by = given;
-  const auto* __restrict grad = static_cast<const typename Grad::Stored*>(on.grad);
-  auto* __restrict weight = static_cast<typename Master::Weight*>(on.weight);
-  auto* __restrict rest = static_cast<typename Master::Rest*>(on.rest);
-  float* __restrict first = on.first;
-  float* __restrict second = on.second;
-  const auto count = static_cast<std::uint32_t>(on.count);
-  std::uint32_t bad = count;
-  for (std::uint32_t i = 0; i < count; ++i) {
-    const Element old{Master::load(weight[i], rest[i]), first[i],
-                      Rule::kTwoMoments ? second[i] : 0};
-    const Element next = Rule::step(old, Grad::load(grad[i]), by);
-    const bool refused = (bits_of(next.master) & kMagnitude) > Master::kLimit;
-    Master::store(refused ? old.master : next.master, weight[i], rest[i]);
-    first[i] = refused ? old.first : next.first;
-    if constexpr (Rule::kTwoMoments) second[i] = refused ? old.second : next.second;
-    bad = least(bad, refused ? i : count);
+  const auto* grad = static_cast<const typename Grad::Stored*>(on.grad);
+  auto* weight = static_cast<typename Master::Weight*>(on.weight);
+  auto* rest = static_cast<typename Master::Rest*>(on.rest);
+  float *first = on.first, *second = on.second;
+  std::size_t bad = on.count;
+  std::size_t i = 0;
+  for (; i + kWide <= on.count; i += kWide) {
+    const std::size_t here =
+        step_some<Rule, Grad, Master>(grad + i, weight + i, rest + i, first + i, second + i, by);
+    if (here < kWide && bad == on.count) [[unlikely]]
+      bad = i + here;
+  }
+  if (i < on.count) {
+    const std::size_t here = step_rest<Rule, Grad, Master>(on, i, by);
+    if (bad == on.count) bad = here;
   }
   return bad;
 }

@@ -30,7 +30,8 @@ WEIGHT_LIMIT = {
 
 def gradient(raw: torch.Tensor, master: torch.Tensor, by: Coefficients) -> torch.Tensor:
     """Scaled, with L2 decay, and no larger than what has a finite square."""
-    g = raw.float() * by.scale + master * by.l2
+    g = raw.float() * by.scale
+    g = g if by.l2 == 0 else g + master * by.l2
     bits = g.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     bounded = torch.where(magnitude > 0x7F800000, magnitude, magnitude.clamp(max=GRAD_LIMIT))

@@ -1,0 +1,75 @@
+// Vectors as wide as the instruction set has them, for sweep_kernels.cpp alone (see sweep_math.h).
+// Arithmetic on them is the compiler's own; here is what it has no operator for, or no good
+// instruction. Each gives the bits that the plain expression gives.
+
+#if defined(__AVX512F__)
+constexpr std::size_t kWide = 16;
+#elif defined(__AVX2__)
+constexpr std::size_t kWide = 8;
+#else
+constexpr std::size_t kWide = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kWide)));
+typedef std::uint32_t Words __attribute__((vector_size(4 * kWide)));
+typedef std::int32_t Ints __attribute__((vector_size(4 * kWide)));
+typedef std::uint16_t Halves __attribute__((vector_size(2 * kWide)));
+typedef std::int16_t Shorts __attribute__((vector_size(2 * kWide)));
+
+inline Words bits_of(Floats x) { return reinterpret_cast<Words>(x); }
+inline Floats float_of(Words bits) { return reinterpret_cast<Floats>(bits); }
+
+// From any address.
+template <class Vector, class T>
+inline Vector load(const T* at) {
+  Vector v;
+  __builtin_memcpy(&v, at, sizeof v);
+  return v;
+}
+template <class T, class Vector>
+inline void store(T* at, Vector v) {
+  __builtin_memcpy(at, &v, sizeof v);
+}
+
+#if defined(__AVX512F__)  // where GCC would go by way of two halves
+inline Words widen(Halves x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }
+inline Ints widen(Shorts x) { return (Ints)_mm512_cvtepi16_epi32((__m256i)x); }
+inline Halves narrow(Words x) { return (Halves)_mm512_cvtepi32_epi16((__m512i)x); }
+#else
+inline Words widen(Halves x) { return __builtin_convertvector(x, Words); }
+inline Ints widen(Shorts x) { return __builtin_convertvector(x, Ints); }
+inline Halves narrow(Words x) { return __builtin_convertvector(x, Halves); }
+#endif
+
+// The larger of the bound and x, or x if that is no number; the smaller likewise. What the hardware
+// does with its operands in this order.
+#if defined(__AVX512F__)
+inline Floats at_least(Floats bound, Floats x) { return (Floats)_mm512_max_ps(bound, x); }
+inline Floats at_most(Floats bound, Floats x) { return (Floats)_mm512_min_ps(bound, x); }
+inline Floats root(Floats x) { return (Floats)_mm512_sqrt_ps(x); }
+inline bool any_above(Words x, Words limit) {
+  return _mm512_cmpgt_epu32_mask((__m512i)x, (__m512i)limit) != 0;
+}
+#elif defined(__AVX2__)
+inline Floats at_least(Floats bound, Floats x) { return (Floats)_mm256_max_ps(bound, x); }
+inline Floats at_most(Floats bound, Floats x) { return (Floats)_mm256_min_ps(bound, x); }
+inline Floats root(Floats x) { return (Floats)_mm256_sqrt_ps(x); }
+inline bool any_above(Words x, Words limit) {
+  return _mm256_movemask_ps((__m256)(reinterpret_cast<Ints>(x) > reinterpret_cast<Ints>(limit)));
+}
+#else
+inline Floats at_least(Floats bound, Floats x) { return bound > x ? bound : x; }
+inline Floats at_most(Floats bound, Floats x) { return bound < x ? bound : x; }
+inline Floats root(Floats x) {
+  for (std::size_t i = 0; i < kWide; ++i) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+}
+inline bool any_above(Words x, Words limit) {
+  bool any = false;
+  for (std::size_t i = 0; i < kWide; ++i) any |= x[i] > limit[i];
+  return any;
+}
+#endif
+
+inline Floats all(float x) { return x - Floats{}; }
+inline Words all(std::uint32_t x) { return x - Words{}; }
