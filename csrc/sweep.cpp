@@ -1,6 +1,7 @@
 #include "sweep.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -79,10 +80,9 @@ bool is_finite(const void* grad, GradType type, std::size_t i) noexcept {
 void ExactSum::add(double nonnegative) noexcept {
   constexpr int kLowest = 352;  // the last bit of the smallest square, 2^-298, as a double
   if (nonnegative == 0) return;
-  int exponent = 0;
-  const double fraction = std::frexp(nonnegative, &exponent);
-  const auto mantissa = static_cast<std::uint64_t>(std::ldexp(fraction, 53));
-  const int shift = exponent - 53 + kLowest;
+  const auto bits = std::bit_cast<std::uint64_t>(nonnegative);
+  const std::uint64_t mantissa = (bits & 0xFFFFFFFFFFFFF) | 0x10000000000000;
+  const int shift = static_cast<int>(bits >> 52) - 1075 + kLowest;
   // Up to 31 bits further left a 53-bit mantissa reaches into three limbs.
   const std::uint64_t low = (mantissa & 0xFFFFFFFF) << (shift % 32);
   const std::uint64_t high = (mantissa >> 32) << (shift % 32);

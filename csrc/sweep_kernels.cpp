@@ -134,6 +134,7 @@ LeafStats stats_of(const void* grad, std::size_t count) noexcept {
   std::uint32_t tops[kLanes] = {};
   std::size_t at = 0;
   for (; at + kLanes <= count; at += kLanes) {
+    prefetch(x + at, kLanes);
     for (std::size_t j = 0; j < kLanes; ++j) {
       const float g = Grad::one(x[at + j]);
       sums[j] += static_cast<double>(g) * static_cast<double>(g);
@@ -157,12 +158,20 @@ LeafStats stats_of(const void* grad, std::size_t count) noexcept {
 void mix(const std::uint16_t* __restrict grad, std::uint16_t* __restrict weight,
          std::int16_t* __restrict rest, std::uint32_t* __restrict first,
          std::uint32_t* __restrict second, std::size_t count) noexcept {
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::uint16_t g = grad[i];
-    weight[i] = static_cast<std::uint16_t>(weight[i] ^ g);
-    rest[i] = static_cast<std::int16_t>(rest[i] ^ g);
-    first[i] ^= g;
-    second[i] ^= g;
+  for (std::size_t at = 0; at < count; at += kLanes) {
+    const std::size_t end = count - at < kLanes ? count : at + kLanes;
+    prefetch(grad + at, kLanes);
+    prefetch(weight + at, kLanes);
+    prefetch(rest + at, kLanes);
+    prefetch(first + at, kLanes);
+    prefetch(second + at, kLanes);
+    for (std::size_t i = at; i < end; ++i) {
+      const std::uint16_t g = grad[i];
+      weight[i] = static_cast<std::uint16_t>(weight[i] ^ g);
+      rest[i] = static_cast<std::int16_t>(rest[i] ^ g);
+      first[i] ^= g;
+      second[i] ^= g;
+    }
   }
 }
 

@@ -170,6 +170,11 @@ std::size_t step_tile(const Tile& on, const Coefficients& given) noexcept {
   std::size_t bad = on.count;
   std::size_t i = 0;
   for (; i + kWide <= on.count; i += kWide) {
+    prefetch(grad + i, kWide);
+    prefetch(weight + i, kWide);
+    prefetch(rest + i, kWide);
+    prefetch(first + i, kWide);
+    prefetch(second + i, kWide);
     const std::size_t here =
         step_some<Rule, Grad, Master>(grad + i, weight + i, rest + i, first + i, second + i, by);
     if (here < kWide && bad == on.count) [[unlikely]]
