@@ -7,8 +7,8 @@ and keeps denormals:
 
 - products and sums: kernels are launched with `enable_fp_fusion=False`, so that the PTX says
   `mul.rn`, `add.rn` and `sub.rn`, which no later stage may contract, and never `.ftz`;
-- division and square root: written as PTX, since Triton's `div_rn` and `sqrt_rn` go through a
-  library that flushes denormals. Its interpreter has no PTX; there (`PTX=False`) numpy's are right;
+- division and square root: written as PTX, so that no version of Triton has a say in what `div_rn`
+  and `sqrt_rn` become. Its interpreter has no PTX; there (`PTX=False`) numpy's are right;
 - everything else is integer arithmetic on the bits.
 
 `tests/test_device_sweep.py` reads the PTX for the first two.
