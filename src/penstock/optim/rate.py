@@ -43,7 +43,8 @@ class Bed:
     ) -> torch.Tensor:
         tensor = empty(self.numel, dtype=dtype, place=place)
         sample = make(min(self.numel, _FILL)).to(dtype)
-        for part in tensor.split(_FILL):
+        for at in range(0, self.numel, _FILL):
+            part = tensor[at : at + _FILL]
             part.copy_(sample[: part.numel()])
         return tensor
 

@@ -1,0 +1,71 @@
+"""States and gradients for the sweep's tests."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.optim import formats, rules
+from penstock.optim.rules import Coefficients, RuleName
+from penstock.optim.sweep import Segment
+
+FLOATS = (torch.bfloat16, torch.float32, torch.float16)
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+RULES: dict[RuleName, Coefficients] = {
+    "adamw": rules.adamw(
+        step=3, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, scale=0.3
+    ),
+    "sgd": rules.sgd(step=2, lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.01, nesterov=True),
+    "lion": rules.lion(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1),
+}
+
+State = dict[str, torch.Tensor]
+
+
+def state_of(n: int, rule: RuleName, weight: torch.dtype, moments: str) -> State:
+    torch.manual_seed(5)
+    state = {"weight": torch.randn(n).to(weight)}
+    if weight == torch.bfloat16:
+        state["rest"] = torch.randint(-(2**15), 2**15, (n,), dtype=torch.int16)
+    if weight == torch.float16:
+        state["rest"] = state["weight"].float()
+    for role in ("first", "second")[: rules.NUM_MOMENTS[rule]]:
+        state[role] = torch.zeros(n, dtype=MOMENTS[moments])
+        if moments == "int8":
+            state[f"{role}_base"] = torch.zeros(formats.num_blocks(n), dtype=torch.int16)
+    return state
+
+
+def rough_grad(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Over many octaves, with zeros, denormals of its type and neighbours of overflow."""
+    torch.manual_seed(seed)
+    grad = torch.randn(n) * torch.exp2(torch.randn(n) * 6)
+    grad[::7] = 0
+    grad[1::97] = torch.finfo(dtype).tiny * 0.3
+    if dtype != torch.float16:
+        grad[2::97] = -3e38
+    return grad.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+
+
+def copy_of(state: State) -> State:
+    return {role: tensor.clone() for role, tensor in state.items()}
+
+
+def same(a: State, b: State) -> bool:
+    return all(torch.equal(a[k].view(torch.uint8), b[k].view(torch.uint8)) for k in a)
+
+
+def cut(state: State, grad: torch.Tensor, by: Coefficients, at: list[int]) -> list[Segment]:
+    """The same tensor as several segments."""
+    ends = [*at, grad.numel()]
+    segments = []
+    for begin, end in zip([0, *at], ends, strict=True):
+        parts = {
+            role: t[begin // formats.BLOCK : -(-end // formats.BLOCK)]
+            if role.endswith("_base")
+            else t[begin:end]
+            for role, t in state.items()
+        }
+        segments.append(
+            Segment(name="x", by=by, grad=grad[begin:end], first_index=begin, key=77, **parts)
+        )
+    return segments
