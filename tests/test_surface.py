@@ -25,6 +25,7 @@ PUBLIC = [
     "from_tensor",
     "full",
     "move",
+    "optim",
     "placing",
     "where",
     "zeros",

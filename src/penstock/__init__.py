@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock import optim
     from penstock.discovery import discover
     from penstock.errors import PenstockError
     from penstock.machine import Machine
@@ -38,6 +39,8 @@ __all__ = [
     "Arena",
     # bytes on disk
     "Store",
+    # optimizers over host memory
+    "optim",
     # the machine
     "Machine",
     "discover",
@@ -64,10 +67,14 @@ _HOME = {
     "PenstockError": "errors",
 }
 
+_PACKAGES = {"optim"}
+
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _HOME and name not in _PACKAGES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    if name in _PACKAGES:
+        return importlib.import_module(f"penstock.{name}")
     value = getattr(importlib.import_module(f"penstock.{_HOME[name]}"), name)
     globals()[name] = value
     return value
