@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from penstock.units import format_bytes
+from penstock.units import format_bytes, format_bytes_up
 
 
 class PenstockError(Exception):
@@ -170,6 +170,36 @@ class RecordError(PenstockError, ValueError):
 
 class MachineError(RecordError):
     """A machine description that does not hold together."""
+
+
+class InventoryError(RecordError):
+    """A description of a model that does not hold together."""
+
+
+class WorkloadError(RecordError):
+    """A piece of work that makes no sense, or not for this model."""
+
+
+class PlanError(RecordError):
+    """A plan that does not hold together, or is for another model or machine."""
+
+
+class SurveyError(PenstockError, ValueError):
+    """A model whose blocks could not be found."""
+
+
+class InfeasibleError(PenstockError, ValueError):
+    """No placement fits the budgets."""
+
+    def __init__(self, problem: str, *, least: Mapping[str, int | None]) -> None:
+        self.problem, self.least = problem, dict(least)
+        rows = [
+            f"with --{tier} {format_bytes_up(nbytes)} or more"
+            for tier, nbytes in self.least.items()
+            if nbytes is not None
+        ]
+        way_out = f"; it fits {', or '.join(rows)}" if rows else ""
+        super().__init__(f"{problem}{way_out}")
 
 
 class ProbeError(PenstockError):

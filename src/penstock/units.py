@@ -40,6 +40,13 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def format_bytes_up(nbytes: int) -> str:
+    """A size to type, never below the true one: `23.5GiB`. What it reads back holds `nbytes`."""
+    unit, scale = ("GiB", GiB) if nbytes >= GiB else ("MiB", MiB)
+    tenths = -(-nbytes * 10 // scale)
+    return f"{tenths // 10}.{tenths % 10}{unit}" if tenths % 10 else f"{tenths // 10}{unit}"
+
+
 def format_rate(bytes_per_second: float) -> str:
     """Rates are decimal, as drives and links are sold: `55.3 GB/s`."""
     for unit, scale in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):

@@ -1,0 +1,139 @@
+"""What one transformer block takes of a GPU, and how fast it runs: the cost model's constants.
+
+Measures the CUDA context, the peak memory and the time of one layer's forward and of its recompute
+plus backward, and of one chunk of the head. Prints JSON; docs/planner.md quotes it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.llama.modeling_llama import (
+    LlamaConfig,
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+)
+
+SIZES = {
+    "3B": dict(hidden_size=2048, intermediate_size=11008, num_attention_heads=16,
+               num_key_value_heads=2, vocab_size=151936),
+    "8B": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+               num_key_value_heads=8, vocab_size=128256),
+}  # fmt: skip
+GiB = 1 << 30
+
+
+def used_by_the_device() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def context_bytes() -> dict[str, int]:
+    torch.cuda.init()
+    bare = used_by_the_device()
+    a = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    (a @ a).sum().item()
+    nn.functional.scaled_dot_product_attention(*[a.view(1, 8, 1024, 128)] * 3, is_causal=True)
+    torch.cuda.synchronize()
+    return {"context": bare, "with_libraries": used_by_the_device() - torch.cuda.memory_reserved()}
+
+
+def timed(run, repeat: int = 5) -> float:
+    run()
+    torch.cuda.synchronize()
+    seconds = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[repeat // 2]
+
+
+def peak_above(run) -> int:
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def layer(size: str, sequences: int, context: int) -> dict[str, float]:
+    config = LlamaConfig(**SIZES[size], num_hidden_layers=1, attn_implementation="sdpa",
+                         max_position_embeddings=131072)  # fmt: skip
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        block, rotary = LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config)
+        torch.set_default_dtype(torch.float32)
+    for p in block.parameters():
+        p.grad = torch.zeros_like(p)
+    x = torch.randn(sequences, context, config.hidden_size, device="cuda", dtype=torch.bfloat16)
+    position = rotary(x, torch.arange(context, device="cuda")[None])
+    x.requires_grad_()
+    out_grad = torch.randn_like(x)
+
+    def forward():
+        with torch.no_grad():
+            block(x, position_embeddings=position, attention_mask=None)
+
+    def backward():
+        x.grad = None
+        out = block(x, position_embeddings=position, attention_mask=None)
+        (out[0] if isinstance(out, tuple) else out).backward(out_grad)
+
+    return {
+        "size": size, "sequences": sequences, "context": context,
+        "parameters": sum(p.numel() for p in block.parameters()),
+        "forward_seconds": timed(forward), "recompute_backward_seconds": timed(backward),
+        "forward_peak": peak_above(forward), "recompute_backward_peak": peak_above(backward),
+    }  # fmt: skip
+
+
+def head(size: str, chunk: int) -> dict[str, float]:
+    sizes = SIZES[size]
+    weight = torch.randn(sizes["vocab_size"], sizes["hidden_size"], device="cuda",
+                         dtype=torch.bfloat16, requires_grad=True)  # fmt: skip
+    weight.grad = torch.zeros_like(weight)
+    x = torch.randn(chunk, sizes["hidden_size"], device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(0, sizes["vocab_size"], (chunk,), device="cuda")
+
+    def run():
+        y = x.detach().requires_grad_()
+        nn.functional.cross_entropy((y @ weight.T).float(), target).backward()
+
+    return {"size": size, "chunk": chunk, "seconds": timed(run), "peak": peak_above(run)}
+
+
+def matmul() -> float:
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    return 2 * 8192**3 / timed(lambda: a @ a, 20)
+
+
+def main() -> None:
+    context = context_bytes()
+    work = [("3B", 4, 4096), ("3B", 1, 16384), ("8B", 4, 4096), ("8B", 1, 32768), ("8B", 1, 65536)]
+    layers = [layer(*case) for case in work]
+    heads = [head(*case) for case in [("3B", 1024), ("3B", 2048), ("8B", 2048)]]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    json.dump(
+        {
+            "what": "memory and time of one transformer block",
+            "hardware": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"),
+            "commit": commit.stdout.strip(), "command": "python bench/bench_block_memory.py",
+            "torch": torch.__version__, "transformers": transformers.__version__,
+            "matmul_flops": matmul(), "context": context, "layers": layers, "heads": heads,
+        },
+        sys.stdout, indent=1,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
