@@ -60,7 +60,7 @@ class Block:
     """Tensors of earlier blocks that it computes with too: a tied head borrows the embedding."""
 
     matmul_elements: int = 0
-    """Weights that every token is multiplied with, borrowed ones too; of experts the active ones."""
+    """Weights each token is multiplied with, borrowed ones too; of experts the active ones."""
 
     query_width: int = 0
     """Query heads times their size; 0 where there is no attention."""

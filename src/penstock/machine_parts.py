@@ -24,7 +24,7 @@ from penstock.records import Bytes
 from penstock.tiers import Tier
 
 NodeKind = Literal["dram", "cxl"]
-MemoryOperation = Literal["read", "write", "copy"]
+MemoryOperation = Literal["read", "write", "copy", "sweep"]
 Direction = Literal["h2d", "d2h", "both"]
 StorageOperation = Literal["read", "write"]
 
@@ -34,7 +34,8 @@ class MemoryRate:
     """How fast threads stream through one node's memory."""
 
     operation: MemoryOperation
-    """A copy counts its bytes once, though each is read and written."""
+    """A copy counts its bytes once, though each is read and written. A sweep is the optimizer's
+    pass over parameters, moments and gradients, with every byte read or written counted."""
 
     threads: int = 1
     """Threads at work at once, on the CPUs nearest to the node."""
@@ -177,6 +178,15 @@ class Gpu:
     capability: str = ""
     """The CUDA compute capability, such as `9.0`."""
 
+    matmul_flops: Figure | None = None
+    """Operations per second in large 16-bit matrix products."""
+
+    block_flops: Figure | None = None
+    """Operations per second sustained in a whole transformer layer, attention included."""
+
+    memory_bandwidth: Figure | None = None
+    """Bytes per second of its own memory, reads and writes together."""
+
     def __post_init__(self) -> None:
         check_at_least(self, 0, "index", "free")
         check_above_zero(self, "memory", "pcie_generation", "pcie_width")
@@ -266,13 +276,16 @@ class StoragePath:
     direct: bool | None = None
     """Whether O_DIRECT works here."""
 
+    rated_writes: Bytes | None = None
+    """Bytes that its maker says can be written over its life (TBW)."""
+
     rates: tuple[StorageRate, ...] = ()
     """Measured rates, by operation, request length and depth."""
 
     def __post_init__(self) -> None:
         if not self.path:
             raise MachineError("path", "must name a directory or a block device, got an empty text")
-        check_above_zero(self, "capacity")
+        check_above_zero(self, "capacity", "rated_writes")
         check_at_least(self, 0, "free")
         check_no_more_than(self, "free", "capacity")
         if self.block < 1 or self.block & (self.block - 1):

@@ -1,0 +1,10 @@
+"""How long a step takes on a machine, and what bounds it. Room: decide.
+
+`rates` reads the machine, `jobs` turns a schedule into timed work, `simulate` runs that work over
+shared resources, `estimate` says what came out.
+"""
+
+from penstock.cost.estimate import Cost, estimate
+from penstock.cost.rates import Rates
+
+__all__ = ["Cost", "Rates", "estimate"]

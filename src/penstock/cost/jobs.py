@@ -1,0 +1,184 @@
+"""A schedule as timed work: how many seconds of what each operation asks for. Room: decide."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.cost.compute import Computation
+from penstock.cost.rates import Rates
+from penstock.cost.simulate import Job
+from penstock.inventory import Inventory
+from penstock.placement_parts import Placement, Share
+from penstock.roles import STATE, TRAINED, Role
+from penstock.schedule import COMPUTE, Operation, Schedule, Verb
+from penstock.tiers import Tier
+from penstock.workload import Workload
+
+
+class Demands:
+    """Adds up what an operation asks of a machine."""
+
+    def __init__(self, rates: Rates, gpus: int = 1) -> None:
+        self.rates = rates
+        self.gpus = gpus
+        """GPUs that do the same at the same time and share the host's memory."""
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def memory(self, node: int, *, read: float = 0.0, write: float = 0.0, times: int = 1) -> None:
+        rates = self.rates.nodes[node]
+        self.seconds[f"read@{node}"] += times * read / rates.read
+        self.seconds[f"write@{node}"] += times * write / rates.write
+        self.seconds[f"memory@{node}"] += times * (read + write) / rates.total
+
+    def copy_in(self, shares: Iterable[Share], part: float = 1.0) -> None:
+        """From the host to the GPU, through the host where it rests on NVMe."""
+        for share in shares:
+            nbytes = part * share.nbytes
+            if share.tier is Tier.HBM:
+                continue
+            node = share.node
+            if node is None:
+                self.disk_read(share.path, nbytes)
+                node = self.rates.staging_node
+            self.seconds["h2d"] += nbytes / self.rates.h2d
+            self.seconds["link"] += nbytes / self.rates.both
+            self.seconds[f"h2d@{node}"] += nbytes / self.rates.nodes[node].to_gpu
+            self.memory(node, read=nbytes, times=self.gpus)
+
+    def copy_out(self, shares: Iterable[Share], part: float = 1.0) -> None:
+        for share in shares:
+            nbytes = part * share.nbytes
+            if share.tier is Tier.HBM:
+                continue
+            node = share.node if share.node is not None else self.rates.staging_node
+            self.seconds["d2h"] += nbytes / self.rates.d2h
+            self.seconds["link"] += nbytes / self.rates.both
+            self.seconds[f"d2h@{node}"] += nbytes / self.rates.nodes[node].from_gpu
+            self.memory(node, write=nbytes, times=self.gpus)
+            if share.path:
+                self.disk_write(share.path, nbytes)
+
+    def disk_read(self, path: str, nbytes: float) -> None:
+        self.seconds[f"disk@{path}"] += nbytes / self.rates.disks[path][0]
+        self.memory(self.rates.staging_node, write=nbytes)
+
+    def disk_write(self, path: str, nbytes: float) -> None:
+        self.seconds[f"disk@{path}"] += nbytes / self.rates.disks[path][1]
+        self.memory(self.rates.staging_node, read=nbytes)
+
+    def sweep(self, share: Share, *, read: float, write: float) -> None:
+        """The CPU's pass over bytes of one place; from NVMe they are in staging by now."""
+        node = share.node if share.node is not None else self.rates.staging_node
+        self.seconds[f"sweep@{node}"] += (read + write) / self.rates.nodes[node].sweep
+        self.memory(node, read=read, write=write)
+
+    def total(self) -> dict[str, float]:
+        return {resource: s for resource, s in self.seconds.items() if s > 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Translator:
+    """Everything an operation's demands depend on."""
+
+    inventory: Inventory
+    """The model."""
+
+    workload: Workload
+    """What is done."""
+
+    placement: Placement
+    """Where it rests."""
+
+    rates: Rates
+    """How fast the machine is."""
+
+    gpus: int = 1
+    """GPUs that share the host and do the same."""
+
+    def jobs(self, schedule: Schedule) -> list[Job]:
+        # Layers are alike: what differs is only which block, so most demands are computed once.
+        known: dict[tuple[object, ...], dict[str, float]] = {}
+        compute = Computation(self.inventory, self.workload, self.placement.rounds, self.rates)
+        made = []
+        for operation in schedule.operations:
+            if operation.verb in COMPUTE:
+                demands = {"gpu": compute.seconds(operation)}
+            else:
+                key = self._key(operation)
+                if key not in known:
+                    known[key] = self._demands(operation, schedule)
+                demands = known[key]
+            made.append(Job(operation.lane, demands, operation.after))
+        return made
+
+    def _key(self, operation: Operation) -> tuple[object, ...]:
+        homes = self.placement.blocks[operation.block].homes
+        block = self.inventory.blocks[operation.block]
+        elements = block.flat_elements(True)
+        step = self.placement.piece_elements
+        last = operation.piece is not None and (operation.piece + 1) * step > elements
+        return (operation.verb, operation.roles, operation.gpu, operation.piece is None, last,
+                elements, homes)  # fmt: skip
+
+    def _demands(self, operation: Operation, schedule: Schedule) -> dict[str, float]:
+        if operation.verb in (Verb.DROP, Verb.RELEASE):
+            return {}
+        part = self._part(operation)
+        demands = Demands(self.rates, self.gpus)
+        if operation.verb is Verb.SWEEP:
+            if operation.gpu:
+                return {"gpu": self._gpu_sweep_seconds(operation.block)}
+            self._sweep(demands, operation, part)
+            return demands.total()
+        block = self.placement.blocks[operation.block]
+        shares = [s for r in operation.roles if (home := block.home(r)) for s in home.shares]
+        match operation.verb:
+            case Verb.FETCH if operation.piece is not None or Role.WEIGHT in operation.roles:
+                demands.copy_in([_staged(share, self.rates) for share in shares], part)
+            case Verb.FETCH:
+                demands.copy_in(shares, part)
+            case Verb.DRAIN:
+                demands.copy_out(shares, part)
+            case Verb.READ:
+                for share in (s for s in shares if s.path):
+                    demands.disk_read(share.path, part * share.nbytes)
+            case Verb.WRITE:
+                for share in (s for s in shares if s.path):
+                    demands.disk_write(share.path, part * share.nbytes)
+        return demands.total()
+
+    def _part(self, operation: Operation) -> float:
+        """The share of the block that one piece is."""
+        if operation.piece is None:
+            return 1.0
+        elements = self.inventory.blocks[operation.block].flat_elements(True)
+        step = self.placement.piece_elements
+        return min(step, elements - operation.piece * step) / elements
+
+    def _sweep(self, demands: Demands, operation: Operation, part: float) -> None:
+        block = self.placement.blocks[operation.block]
+        model = self.inventory.blocks[operation.block]
+        trained = model.flat_elements(True)
+        whole = trained + model.flat_elements(False)
+        for role in TRAINED:
+            home = block.home(role)
+            for share in home.shares if home else ():
+                scale = trained / whole if role is Role.WEIGHT else 1.0
+                nbytes = part * scale * share.nbytes
+                back = 0.0 if role is Role.GRADIENT else nbytes
+                demands.sweep(share, read=nbytes, write=back)
+
+    def _gpu_sweep_seconds(self, block: int) -> float:
+        at = self.placement.blocks[block]
+        moved = sum(2 * home.nbytes for r in (Role.WEIGHT, *STATE) if (home := at.home(r)))
+        gradient = at.home(Role.GRADIENT)
+        return (moved + (gradient.nbytes if gradient else 0)) / self.rates.hbm
+
+
+def _staged(share: Share, rates: Rates) -> Share:
+    """Weights on NVMe are fetched from staging: a read, or the sweep, has put them there."""
+    if not share.path:
+        return share
+    return Share(tier=Tier.DRAM, nbytes=share.nbytes, node=rates.staging_node)

@@ -1,0 +1,203 @@
+"""The speeds a step depends on, read off a machine, and what had to be assumed. Room: decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.errors import MachineError
+from penstock.gpu_catalogue import BLOCK_SHARE, MATMUL_SHARE, data_sheet
+from penstock.machine import Gpu, Machine, MemoryNode, StoragePath
+
+SWEEP_SHARE = 0.91
+"""A sweep's bytes per second against a copy's, reads and writes: 118 of 129 GB/s (measured)."""
+
+BOTH_WAYS = 0.915
+"""Of the two directions' sum, when a link runs both at once: 101.1 of 110.5 GB/s (measured)."""
+
+LANE_RATE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""Bytes per second of one PCIe lane, by generation, before packets' own overhead."""
+
+PACKET_SHARE = 0.877
+"""What remains of it for copies: 55.3 of 63.0 GB/s (measured)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRates:
+    """One memory node, in bytes per second."""
+
+    read: float
+    """By everyone together."""
+
+    write: float
+    """By everyone together. CXL writes slower than it reads."""
+
+    total: float
+    """Reads and writes together."""
+
+    sweep: float
+    """Every byte that a sweep reads or writes."""
+
+    to_gpu: float
+    """One GPU's copies from it."""
+
+    from_gpu: float
+    """One GPU's copies to it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """All of them, for the first GPU of a machine."""
+
+    block_flops: float
+    """Operations per second in a transformer layer."""
+
+    hbm: float
+    """Bytes per second of the GPU's own memory."""
+
+    h2d: float
+    """Bytes per second into the GPU from the best node."""
+
+    d2h: float
+    """Bytes per second out of the GPU to the best node."""
+
+    both: float
+    """Bytes per second in both directions at once, summed."""
+
+    nodes: Mapping[int, NodeRates]
+    """By node."""
+
+    disks: Mapping[str, tuple[float, float]]
+    """Reads and writes per second, by path. They share the drive: measured together, they do not
+    exceed the faster of the two."""
+
+    staging_node: int
+    """Where host buffers are: the DRAM node nearest to the GPU."""
+
+    assumed: tuple[str, ...] = ()
+    """What the machine file did not say."""
+
+    @classmethod
+    def of(cls, machine: Machine) -> Rates:
+        """Raises MachineError naming the field without which nothing can be said."""
+        assumed: list[str] = []
+        gpu = machine.gpus[0] if machine.gpus else None
+        flops, hbm = _gpu_rates(machine, gpu, assumed)
+        links = _links(machine, gpu, assumed)
+        nodes = {
+            node.id: _node_rates(machine, i, node, links, assumed)
+            for i, node in enumerate(machine.nodes)
+        }
+        h2d = max(node.to_gpu for node in nodes.values())
+        d2h = max(node.from_gpu for node in nodes.values())
+        both = _transfer(machine, "both", None)
+        dram = [node.id for node in machine.dram_nodes]
+        near = gpu.node if gpu is not None and gpu.node in dram else dram[0]
+        return cls(
+            block_flops=flops,
+            hbm=hbm,
+            h2d=h2d,
+            d2h=d2h,
+            both=both or BOTH_WAYS * (h2d + d2h),
+            nodes=nodes,
+            disks={s.path: _disk(i, s) for i, s in enumerate(machine.storage)},
+            staging_node=near if near is not None else dram[0],
+            assumed=tuple(assumed),
+        )
+
+
+CPU_FLOPS_PER_CORE = 50e9
+"""A processor in the GPU's place: AVX2 at 3 GHz, sustained. Only the order of magnitude counts."""
+
+
+def _gpu_rates(machine: Machine, gpu: Gpu | None, assumed: list[str]) -> tuple[float, float]:
+    if gpu is None:
+        cores = machine.cpu.cores or len(machine.dram_nodes[0].cpus) or 1
+        assumed.append(f"no GPU: {cores} cores compute at {CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s")
+        return cores * CPU_FLOPS_PER_CORE, 20e9
+    sheet = data_sheet(gpu.name)
+    matmul = gpu.matmul_flops.median if gpu.matmul_flops else None
+    if matmul is None and gpu.block_flops is None:
+        if sheet is None:
+            raise MachineError(
+                "gpus[0].matmul_flops",
+                f'is missing, and "{gpu.name}" is not a GPU whose data sheet is known; '
+                f"give its 16-bit matrix rate in FLOP/s",
+            )
+        matmul = MATMUL_SHARE * sheet[0]
+        assumed.append(f"{gpu.name}: {matmul / 1e12:.0f} TFLOP/s from its data sheet")
+    flops = gpu.block_flops.median if gpu.block_flops else BLOCK_SHARE * (matmul or 0.0)
+    if gpu.memory_bandwidth is not None:
+        return flops, gpu.memory_bandwidth.median
+    return flops, sheet[1] if sheet else 0.5e12
+
+
+def _links(machine: Machine, gpu: Gpu | None, assumed: list[str]) -> float:
+    """What a node gives a GPU where no transfer was measured."""
+    if gpu is None:
+        return 20e9
+    if gpu.pcie_generation is not None and gpu.pcie_width is not None:
+        lane = LANE_RATE.get(gpu.pcie_generation, LANE_RATE[6])
+        rate = PACKET_SHARE * lane * gpu.pcie_width
+        if not machine.transfers:
+            assumed.append(f"PCIe at {rate / 1e9:.0f} GB/s each way, from generation and width")
+        return rate
+    if not machine.transfers:
+        raise MachineError(
+            "transfers",
+            "is missing, and gpus[0] has no pcie_generation and pcie_width to stand in for it",
+        )
+    return 0.0
+
+
+def _node_rates(
+    machine: Machine, i: int, node: MemoryNode, link: float, assumed: list[str]
+) -> NodeRates:
+    read, write, copy, sweep = (
+        figure.median if (figure := machine.rate(node.id, operation)) else None
+        for operation in ("read", "write", "copy", "sweep")
+    )
+    claims = node.firmware
+    read = read or (claims.read_bandwidth if claims else None)
+    write = write or (claims.write_bandwidth if claims else None)
+    total = max((r for r in (2 * copy if copy else None, read, write, sweep) if r), default=None)
+    if total is None:
+        raise MachineError(
+            f"nodes[{i}].rates", "must have a read, write, copy or sweep rate, got none"
+        )
+    if sweep is None:
+        sweep = SWEEP_SHARE * (2 * copy if copy else total)
+        assumed.append(f"node {node.id}: a sweep at {sweep / 1e9:.0f} GB/s, from its copy rate")
+    to_gpu = _transfer(machine, "h2d", node.id)
+    from_gpu = _transfer(machine, "d2h", node.id)
+    return NodeRates(
+        read=max(read or total, _transfer(machine, "h2d", node.id, all_gpus=True) or 0.0),
+        write=max(write or total, _transfer(machine, "d2h", node.id, all_gpus=True) or 0.0),
+        total=total,
+        sweep=sweep,
+        to_gpu=to_gpu or link or total,
+        from_gpu=from_gpu or link or total,
+    )
+
+
+def _transfer(
+    machine: Machine, direction: str, node: int | None, *, all_gpus: bool = False
+) -> float | None:
+    rates = [
+        t.bytes_per_second.median
+        for t in machine.transfers
+        if t.direction == direction
+        and node in (None, t.node)
+        and (all_gpus or len(t.gpus) == 1)
+    ]  # fmt: skip
+    return max(rates, default=None)
+
+
+def _disk(i: int, storage: StoragePath) -> tuple[float, float]:
+    found = []
+    for operation in ("read", "write"):
+        rates = [r.bytes_per_second.median for r in storage.rates if r.operation == operation]
+        if not rates:
+            raise MachineError(f"storage[{i}].rates", f"must have a {operation} rate, got none")
+        found.append(max(rates))
+    return found[0], found[1]

@@ -1,0 +1,102 @@
+"""From when to when each passing buffer is needed, read off a schedule. Room: decide.
+
+The engine lays its buffers out by the same lists, so what is planned is what is taken.
+"""
+
+from __future__ import annotations
+
+from penstock.inventory import Inventory
+from penstock.packing import Lifetime
+from penstock.placement_parts import Placement
+from penstock.roles import EXTENT, Formats, Role
+from penstock.schedule import COMPUTE, Operation, Schedule, Verb
+from penstock.tiers import Tier
+from penstock.units import round_up
+
+
+def weight_lifetimes(schedule: Schedule, placement: Placement) -> list[Lifetime]:
+    """Streamed weights in HBM: from fetch to drop."""
+    since: dict[int, int] = {}
+    found = []
+    for at, operation in enumerate(schedule.operations):
+        if operation.roles != (Role.WEIGHT,):
+            continue
+        if operation.verb is Verb.FETCH:
+            since.setdefault(operation.block, at)
+        elif operation.verb is Verb.DROP:
+            home = placement.blocks[operation.block].home(Role.WEIGHT)
+            assert home is not None
+            found.append(Lifetime(home.nbytes, since.pop(operation.block), at))
+    return found
+
+
+def gradient_lifetimes(
+    inventory: Inventory, schedule: Schedule, placement: Placement, formats: Formats
+) -> list[Lifetime]:
+    """Gradients in HBM: an fp32 sum while a block computes, and what is on its way out.
+
+    With several rounds the sum rests in fp32, comes back for the next round and is added to in
+    place. A tied embedding's sum lives from the head to the embedding's own backward.
+    """
+    elements = [block.flat_elements(True) for block in inventory.blocks]
+    tied = inventory.tied
+    sums: dict[int, int] = {}  # block -> where its fp32 sum began
+    leaving: dict[int, int] = {}
+    found = []
+    for at, operation in enumerate(schedule.operations):
+        block = operation.block
+        if operation.verb is Verb.FETCH and operation.roles == (Role.GRADIENT,):
+            sums.setdefault(block, at)
+        elif operation.verb in (Verb.LOSS, Verb.BACKWARD):
+            if operation.verb is Verb.LOSS and tied:
+                sums.setdefault(0, at)
+            start = sums.pop(block, at)
+            in_place = formats.rounds > 1 and _leaves(placement, block)
+            if elements[block] and not in_place:
+                found.append(Lifetime(round_up(4 * elements[block], EXTENT), start, at))
+            leaving[block] = start if in_place else at
+        elif operation.verb is Verb.DROP and operation.roles == (Role.GRADIENT,):
+            nbytes = formats.at_rest(Role.GRADIENT, elements[block])
+            found.append(Lifetime(nbytes, leaving.pop(block), at))
+    return found
+
+
+def staging_lifetimes(
+    inventory: Inventory, schedule: Schedule, placement: Placement, formats: Formats
+) -> list[Lifetime]:
+    """Host staging: from a read off NVMe until it is released."""
+    since: dict[tuple[int, int | None, tuple[Role, ...]], int] = {}
+    found = []
+    for at, operation in enumerate(schedule.operations):
+        key = (operation.block, operation.piece, operation.roles)
+        if operation.verb is Verb.READ:
+            since[key] = at
+        elif operation.verb is Verb.RELEASE:
+            nbytes = staged_nbytes(inventory, operation, placement, formats)
+            found.append(Lifetime(nbytes, since.pop(key), at))
+    return found
+
+
+def staged_nbytes(
+    inventory: Inventory, operation: Operation, placement: Placement, formats: Formats
+) -> int:
+    """Host bytes that one read, and what is done with it, needs."""
+    block = inventory.blocks[operation.block]
+    elements = block.flat_elements(True)
+    if operation.piece is not None:
+        step = placement.piece_elements
+        elements = min(step, elements - operation.piece * step)
+        return sum(formats.at_rest(role, elements) for role in operation.roles)
+    home = placement.blocks[operation.block].home(Role.WEIGHT)
+    assert home is not None
+    assert operation.roles == (Role.WEIGHT,)
+    return home.nbytes
+
+
+def computes(schedule: Schedule) -> int:
+    return sum(operation.verb in COMPUTE for operation in schedule.operations)
+
+
+def _leaves(placement: Placement, block: int) -> bool:
+    at = placement.blocks[block]
+    return at.home(Role.GRADIENT) is not None and not at.all_on(Role.GRADIENT, Tier.HBM)

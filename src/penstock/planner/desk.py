@@ -1,0 +1,172 @@
+"""Weighs candidates: their bytes to the byte, and their time by the cost model. Room: decide."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.budget import Budget
+from penstock.cost import Cost, Rates, estimate
+from penstock.inventory import Inventory
+from penstock.machine import Machine
+from penstock.placement_parts import (
+    BlockPlacement,
+    Home,
+    Placement,
+    Share,
+    SweepSide,
+    stripe,
+)
+from penstock.planner.choice import GROUPS, BlockSpots, Choice, Spot
+from penstock.pools import CUDA_CONTEXT, Pool, input_nbytes, pools
+from penstock.roles import EXTENT, Role
+from penstock.step_order import step_schedule
+from penstock.tiers import Tier
+from penstock.units import round_up
+from penstock.workload import Workload
+
+PIECE_ELEMENTS = 1 << 26
+"""Parameters of one piece of a sweep over NVMe: 640 MiB of exact states, long enough for a drive's
+best rate and short enough that three of them are cheap to hold."""
+
+
+@dataclass(slots=True)
+class Desk:
+    """One model, one workload, one machine, one budget."""
+
+    inventory: Inventory
+    """The model."""
+
+    workload: Workload
+    """What is to be done."""
+
+    machine: Machine
+    """Where."""
+
+    budget: Budget
+    """With what."""
+
+    unbounded: bool = False
+    """Believe the budget even where the machine has less: to say what would be enough."""
+
+    rates: Rates = field(init=False)
+    weighed: dict[Choice, float] = field(init=False, default_factory=dict)
+    _homes: dict[tuple[int, Role, Spot], Home] = field(init=False, default_factory=dict)
+    _places: Mapping[Spot, tuple[tuple[Share, float], ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rates = Rates.of(self.machine)
+        self._places = _places(self.machine, self.rates, self.budget)
+
+    # Bytes.
+
+    @property
+    def context_nbytes(self) -> int:
+        return CUDA_CONTEXT if self.machine.gpus else 0
+
+    def capacity(self, tier: Tier) -> int:
+        """The budget, or less where a stripe by bandwidth cannot use all of every node."""
+        limit = self.budget.of(tier)
+        spot = {Tier.CXL: Spot.CXL, Tier.DRAM: Spot.DRAM}.get(tier)
+        if spot is not None and not self.unbounded:
+            places = self._places[spot]
+            total = sum(weight for _, weight in places)
+            for share, weight in places:
+                assert share.node is not None
+                limit = min(limit, int(self.machine.node(share.node).capacity * total / weight))
+            return limit if places else 0
+        return limit
+
+    def nbytes(self, block: int, group: str, rounds: int) -> int:
+        return sum(self._role_nbytes(block, role, rounds) for role in GROUPS[group])
+
+    def demand(self, choice: Choice) -> Counter[Tier]:
+        """Bytes that rest in each tier, inputs included."""
+        found: Counter[Tier] = Counter()
+        for block in self.placement(choice).blocks:
+            for home in block.homes:
+                for share in home.shares:
+                    found[share.tier] += share.nbytes
+        return found
+
+    def pools(self, choice: Choice) -> tuple[Pool, ...]:
+        placement = self.placement(choice)
+        schedule = step_schedule(self.inventory, placement)
+        return pools(
+            self.inventory, self.workload, placement, schedule, context_nbytes=self.context_nbytes
+        )
+
+    def shortage(self, choice: Choice) -> dict[Tier, int]:
+        """Bytes by which each tier is too small, exactly; empty if it fits."""
+        wanted = self.demand(choice)
+        for pool in self.pools(choice):
+            wanted[pool.tier] += pool.nbytes
+        return {t: wanted[t] - self.capacity(t) for t in Tier if wanted[t] > self.capacity(t)}
+
+    # Time.
+
+    def seconds(self, choice: Choice) -> float:
+        """The step's time; infinite if it does not fit."""
+        if choice not in self.weighed:
+            fits = not self.shortage(choice)
+            self.weighed[choice] = self.cost(choice).step_seconds if fits else math.inf
+        return self.weighed[choice]
+
+    def cost(self, choice: Choice) -> Cost:
+        return estimate(self.inventory, self.workload, self.placement(choice), self.rates)
+
+    # From spots to homes.
+
+    def placement(self, choice: Choice) -> Placement:
+        return Placement(
+            rounds=choice.rounds,
+            slots=choice.slots,
+            ahead=choice.ahead,
+            piece_elements=PIECE_ELEMENTS,
+            blocks=tuple(self._block(i, s, choice.rounds) for i, s in enumerate(choice.spots)),
+        )
+
+    def _block(self, index: int, spots: BlockSpots, rounds: int) -> BlockPlacement:
+        homes: list[Home] = []
+        for group, spot in spots._asdict().items():
+            if spot is not None:
+                homes += [self.home(index, role, spot, rounds) for role in GROUPS[group]]
+        side: SweepSide = "none" if spots.state is None else "gpu" if spots.resident else "cpu"
+        name = self.inventory.blocks[index].name
+        return BlockPlacement(block=name, homes=tuple(homes), sweep=side)
+
+    def home(self, block: int, role: Role, spot: Spot, rounds: int) -> Home:
+        key = (self._role_nbytes(block, role, rounds), role, spot)
+        if key not in self._homes:
+            self._homes[key] = Home(role=role, shares=stripe(key[0], self._places[spot]))
+        return self._homes[key]
+
+    def _role_nbytes(self, block: int, role: Role, rounds: int) -> int:
+        model = self.inventory.blocks[block]
+        formats = self.workload.formats(rounds)
+        if role is Role.INPUT:
+            return input_nbytes(self.inventory, self.workload, rounds)
+        if role is Role.WEIGHT:
+            both = (formats.nbytes(role, model.flat_elements(t)) for t in (True, False))
+            return round_up(sum(both), EXTENT)
+        return formats.at_rest(role, model.flat_elements(True))
+
+
+def _places(
+    machine: Machine, rates: Rates, budget: Budget
+) -> Mapping[Spot, tuple[tuple[Share, float], ...]]:
+    """The places of each spot, with their weights in a stripe."""
+    dram = [(Share(tier=Tier.DRAM, nbytes=0, node=n.id), rates.nodes[n.id]) for n in
+            machine.dram_nodes]  # fmt: skip
+    cxl = [(Share(tier=Tier.CXL, nbytes=0, node=n.id), rates.nodes[n.id]) for n in
+           machine.cxl_nodes]  # fmt: skip
+    paths = [(Share(tier=Tier.NVME, nbytes=0, path=p.path), float(p.nbytes)) for p in budget.nvme]
+    return {
+        Spot.HBM: ((Share(tier=Tier.HBM, nbytes=0), 1.0),),
+        Spot.DRAM: tuple((share, node.sweep) for share, node in dram),
+        Spot.MIX: tuple((share, node.sweep) for share, node in [*dram, *cxl]),
+        Spot.CXL: tuple((share, node.to_gpu) for share, node in cxl),
+        Spot.NVME: tuple(paths),
+    }

@@ -1,0 +1,172 @@
+"""First candidates: tiers filled from the fastest, group by group. Room: decide.
+
+Latency-critical groups come first where the fast tiers are scarce, but which groups those are
+depends on the work: so several orders are tried and the cost model judges.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.planner.choice import GROUPS, BlockSpots, Choice, Spot
+from penstock.planner.desk import Desk
+from penstock.tiers import Tier
+
+ORDERS: tuple[tuple[str, ...], ...] = (
+    ("state", "gradient", "weight", "input"),
+    ("state", "gradient", "input", "weight"),
+    ("gradient", "weight", "input", "state"),
+    ("input", "weight", "gradient", "state"),
+    ("weight", "gradient", "state", "input"),
+)
+"""Which group gets the fast tiers first. The sweep's own comes first by default; where states must
+go to disk anyway, the others are better off in DRAM."""
+
+PREFERENCES: tuple[dict[str, tuple[Spot, ...]], ...] = (
+    {"state": (Spot.DRAM, Spot.MIX, Spot.CXL, Spot.NVME)},
+    {"state": (Spot.MIX, Spot.DRAM, Spot.CXL, Spot.NVME)},
+    {
+        "state": (Spot.DRAM, Spot.MIX, Spot.CXL, Spot.NVME),
+        "weight": (Spot.CXL, Spot.DRAM, Spot.NVME),
+        "input": (Spot.CXL, Spot.DRAM, Spot.NVME),
+    },
+)
+"""Where each group looks for room, first choice first; the last two matter with CXL only."""
+
+OTHERS = (Spot.DRAM, Spot.CXL, Spot.NVME)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to fill."""
+
+    order: tuple[str, ...] = ORDERS[0]
+    """Which group first."""
+
+    preference: int = 0
+    """Which of PREFERENCES."""
+
+    resident: tuple[int, ...] = ()
+    """Blocks that live in HBM."""
+
+    hbm_inputs: int = 0
+    """Layers, from the last, whose inputs stay in HBM: they are needed again soonest."""
+
+    rounds: int = 1
+    """See Placement."""
+
+    slots: int = 2
+    """See Placement."""
+
+    ahead: int = 1
+    """See Placement."""
+
+
+def fill(desk: Desk, recipe: Recipe) -> Choice | None:
+    """A candidate that fits, or None."""
+    reserve: Counter[Tier] = Counter()
+    for _ in range(4):
+        choice = _fill_once(desk, recipe, reserve)
+        if choice is None:
+            return None
+        short = desk.shortage(choice)
+        if not short:
+            return choice
+        if set(short) - {Tier.DRAM}:
+            return None
+        # Staging shows only when it is known what goes to NVMe: leave room for it and try again.
+        reserve[Tier.DRAM] += short[Tier.DRAM]
+    return None
+
+
+def _fill_once(desk: Desk, recipe: Recipe, reserve: Counter[Tier]) -> Choice | None:
+    room = {tier: desk.capacity(tier) - reserve[tier] for tier in Tier}
+    spots = [_start(desk, recipe, i) for i in range(len(desk.inventory.blocks))]
+    for group in recipe.order:
+        wants = PREFERENCES[recipe.preference].get(group, OTHERS)
+        open_blocks = [i for i, s in enumerate(spots) if getattr(s, group) is Spot.DRAM]
+        for spot in wants:
+            if spot in (Spot.MIX, Spot.CXL) and not desk.capacity(Tier.CXL):
+                continue
+            took = _take(desk, group, spot, open_blocks, room, recipe.rounds)
+            for i in took:
+                spots[i] = spots[i]._replace(**{group: spot})
+            open_blocks = [i for i in open_blocks if i not in took]
+        if open_blocks:
+            return None
+    return Choice(tuple(spots), recipe.rounds, recipe.slots, recipe.ahead)
+
+
+def _start(desk: Desk, recipe: Recipe, index: int) -> BlockSpots:
+    """Everything to be placed says DRAM; what the block does not have, None."""
+    block = desk.inventory.blocks[index]
+    trained, layer = bool(block.parameters(True)), block.kind == "layer"
+    home = Spot.HBM if index in recipe.resident else Spot.DRAM
+    last = len(desk.inventory.blocks) - 2
+    keeps_input = index > last - recipe.hbm_inputs
+    return BlockSpots(
+        weight=home if block.tensors else None,
+        state=home if trained else None,
+        gradient=home if trained else None,
+        input=(Spot.HBM if keeps_input else Spot.DRAM) if layer else None,
+    )
+
+
+def _take(
+    desk: Desk, group: str, spot: Spot, blocks: Sequence[int], room: dict[Tier, int], rounds: int
+) -> set[int]:
+    """As many as fit: the outer blocks, which are largest, and layers spread evenly, so that what
+    a slower tier must do is spread over the step too."""
+    if not blocks:
+        return set()
+    layers = [i for i in blocks if desk.inventory.blocks[i].kind == "layer"]
+    order = [i for i in blocks if i not in layers] + spread(layers)
+    taken = set()
+    for i in order:
+        wanted = _by_tier(desk, i, group, spot, rounds)
+        if all(room[tier] >= nbytes for tier, nbytes in wanted.items()):
+            for tier, nbytes in wanted.items():
+                room[tier] -= nbytes
+            taken.add(i)
+    return taken
+
+
+def _by_tier(desk: Desk, block: int, group: str, spot: Spot, rounds: int) -> Counter[Tier]:
+    found: Counter[Tier] = Counter()
+    for role in GROUPS[group]:
+        for share in desk.home(block, role, spot, rounds).shares:
+            found[share.tier] += share.nbytes
+    return found
+
+
+def spread(layers: Sequence[int]) -> list[int]:
+    """Any first part of the order lies evenly over the row."""
+    golden = 0.6180339887498949
+    return sorted(layers, key=lambda i: ((i * golden) % 1.0, i))
+
+
+def residents(desk: Desk, base: Recipe) -> Iterator[Recipe]:
+    """The same with HBM filled by whole blocks, as far as it goes, in two orders."""
+    count = len(desk.inventory.blocks)
+    outer = [i for i in (0, count - 1) if desk.inventory.blocks[i].tensors]
+    layers = list(range(1, count - 1))
+    yield base
+    for order in ([*outer, *layers], layers):
+        most = _most(desk, base, order)
+        for number in sorted({most, most // 2}, reverse=True):
+            if number:
+                yield replace(base, resident=tuple(sorted(order[:number])))
+
+
+def _most(desk: Desk, base: Recipe, order: Sequence[int]) -> int:
+    """How many blocks HBM holds, by bisection: each more takes more."""
+    low, high = 0, len(order)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fill(desk, replace(base, resident=tuple(sorted(order[:middle])))) is not None:
+            low = middle
+        else:
+            high = middle - 1
+    return low

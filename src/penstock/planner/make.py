@@ -1,0 +1,113 @@
+"""The planner's face: make a plan, or say the least that would do. Room: decide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.budget import Budget, PathBudget
+from penstock.cost import Cost
+from penstock.errors import InfeasibleError
+from penstock.inventory import Inventory
+from penstock.machine import Machine
+from penstock.plan import Plan
+from penstock.planner.choice import Choice
+from penstock.planner.desk import Desk
+from penstock.planner.search import THOROUGH, Effort, first_fit, search
+from penstock.tiers import Tier
+from penstock.units import MiB, format_bytes
+from penstock.workload import Workload
+
+_CEILING = 1 << 50
+"""More than any machine has: what does not fit in this fits nowhere."""
+
+_GRAIN = 64 * MiB
+"""How finely the least budget is told."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A plan and what it is expected to cost."""
+
+    plan: Plan
+    """What rests where."""
+
+    cost: Cost
+    """How long a step takes, and why."""
+
+    assumed: tuple[str, ...]
+    """What the machine file did not say."""
+
+
+def make_plan(
+    inventory: Inventory,
+    workload: Workload,
+    budget: Budget,
+    machine: Machine,
+    *,
+    effort: Effort = THOROUGH,
+) -> Planned:
+    """The best plan found. InfeasibleError says the least budgets that would do."""
+    workload.check(inventory)
+    desk = Desk(inventory, workload, machine, budget)
+    choice = search(desk, effort)
+    if choice is None:
+        raise InfeasibleError(
+            f"{inventory.model} at {workload.batch} x {workload.context} tokens does not fit in "
+            + ", ".join(f"{format_bytes(budget.of(tier))} {tier}" for tier in Tier),
+            least=least_budget(inventory, workload, budget, machine),
+        )
+    return planned(desk, choice)
+
+
+def planned(desk: Desk, choice: Choice) -> Planned:
+    """A candidate, written out."""
+    plan = Plan(
+        model=desk.inventory.model,
+        fingerprint=desk.inventory.fingerprint,
+        parameters=desk.inventory.parameters(),
+        machine=desk.machine.name,
+        workload=desk.workload,
+        budget=desk.budget,
+        placement=desk.placement(choice),
+        pools=desk.pools(choice),
+        note=desk.inventory.not_trainable,
+    )
+    return Planned(plan=plan, cost=desk.cost(choice), assumed=desk.rates.assumed)
+
+
+def least_budget(
+    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine
+) -> dict[str, int | None]:
+    """Per tier, the least that makes it fit with the other budgets as they are, by bisection; None
+    where no amount of that tier alone would do."""
+    return {
+        tier.value: _least(inventory, workload, _with_paths(budget, machine, tier), machine, tier)
+        for tier in Tier
+        if tier is not Tier.CXL or machine.cxl_nodes
+    }
+
+
+def _least(
+    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine, tier: Tier
+) -> int | None:
+    def fits(nbytes: int) -> bool:
+        desk = Desk(inventory, workload, machine, budget.changed(tier, nbytes), unbounded=True)
+        return first_fit(desk) is not None
+
+    if (tier is Tier.NVME and not budget.nvme) or not fits(_CEILING):
+        return None
+    low, high = 0, _GRAIN
+    while not fits(high):
+        low, high = high, high * 2
+    while high - low > _GRAIN:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _with_paths(budget: Budget, machine: Machine, tier: Tier) -> Budget:
+    """No NVMe was offered, but the machine has some: say what that would take."""
+    if tier is Tier.NVME and not budget.of(tier) and machine.storage:
+        path = PathBudget(path=machine.storage[0].path, nbytes=1)
+        return Budget(hbm=budget.hbm, dram=budget.dram, cxl=budget.cxl, nvme=(path,))
+    return budget

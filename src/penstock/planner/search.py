@@ -1,0 +1,196 @@
+"""From first candidates to the best found: the cost model judges every step. Room: decide.
+
+Deterministic: no clock, no random numbers, ties go to the earlier candidate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, permutations
+
+from penstock.planner.choice import Choice, Spot
+from penstock.planner.desk import Desk
+from penstock.planner.fill import ORDERS, PREFERENCES, Recipe, fill, residents, spread
+from penstock.tiers import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How many candidates are timed."""
+
+    seeds: int = 60
+    """First candidates."""
+
+    moves: int = 120
+    """Changes tried on the best of them."""
+
+
+THOROUGH = Effort()
+QUICK = Effort(seeds=12, moves=16)
+"""For what-if questions, of which there are many."""
+
+
+def search(desk: Desk, effort: Effort = THOROUGH) -> Choice | None:
+    """The best candidate found, or None if nothing fits."""
+    best: Choice | None = None
+    seen: set[Choice] = set()
+    for recipe in _recipes(desk):
+        if len(seen) >= effort.seeds:
+            break
+        choice = fill(desk, recipe)
+        if choice is None or choice in seen:
+            continue
+        seen.add(choice)
+        if best is None or desk.seconds(choice) < desk.seconds(best):
+            best = choice
+    return _climb(desk, best, effort.moves) if best is not None else None
+
+
+def first_fit(desk: Desk) -> Choice | None:
+    """Anything that fits, untimed."""
+    return next((c for r in _recipes(desk, bare=True) if (c := fill(desk, r)) is not None), None)
+
+
+def _recipes(desk: Desk, *, bare: bool = False) -> Iterator[Recipe]:
+    """The most promising first: few rounds, the sweep's states in DRAM, HBM full."""
+    kinds = range(len(PREFERENCES) if desk.capacity(Tier.CXL) else 1)
+    fitting = 0
+    for rounds in _rounds(desk.workload.micro_batches):
+        found = False
+        for order in ORDERS:
+            for kind in kinds:
+                base = Recipe(order=order, preference=kind, rounds=rounds)
+                if fill(desk, base) is None:
+                    # Inputs may fit in HBM alone where the host has no room for them.
+                    layers = len(desk.inventory.layers)
+                    base = replace(base, hbm_inputs=layers)
+                    if fill(desk, base) is None:
+                        continue
+                found = True
+                yield from [base] if bare else residents(desk, base)
+        fitting += found
+        if fitting >= 3:
+            return
+
+
+def _rounds(micro_batches: int) -> list[int]:
+    found = [1]
+    while found[-1] * 2 <= micro_batches:
+        found.append(found[-1] * 2)
+    return found if found[-1] == micro_batches else [*found, micro_batches]
+
+
+def _climb(desk: Desk, choice: Choice, moves: int) -> Choice:
+    """Take every change that helps, coarse ones first, until none does or the moves are spent."""
+    tried = 0
+    improved = True
+    while improved and tried < moves:
+        improved = False
+        for other in _neighbours(desk, choice):
+            if other in desk.weighed:
+                continue
+            tried += 1
+            if desk.seconds(other) < desk.seconds(choice) * (1 - 1e-4):
+                choice, improved = other, True
+                break
+            if tried >= moves:
+                break
+    return choice
+
+
+def _neighbours(desk: Desk, choice: Choice) -> Iterator[Choice]:
+    yield from _buffers(choice)
+    count = len(choice.spots)
+    size = max(1, count // 4)
+    while True:
+        yield from _moves(desk, choice, size)
+        yield from _swaps(desk, choice, size)
+        if size == 1:
+            return
+        size = max(1, size // 4)
+
+
+def _buffers(choice: Choice) -> Iterator[Choice]:
+    """More blocks in flight, or more of them kept over the turn."""
+    layers = len(choice.spots) - 2
+    for slots, ahead in ((3, 2), (4, 1), (8, 1), (16, 1), (2, 1)):
+        if slots <= layers + 1 and (slots, ahead) != (choice.slots, choice.ahead):
+            yield replace(choice, slots=slots, ahead=ahead)
+
+
+def _moves(desk: Desk, choice: Choice, size: int) -> Iterator[Choice]:
+    """Some blocks' group to another tier."""
+    for group in ("state", "weight", "gradient", "input"):
+        for source in Spot:
+            blocks = _blocks_at(choice, group, source)
+            for target in _targets(desk, group):
+                if target is not source and blocks:
+                    ordered = sorted(blocks)
+                    patterns = (spread(blocks)[:size], ordered[:size], ordered[-size:])
+                    for some in dict.fromkeys(map(tuple, patterns)):
+                        yield _put(choice, group, some, target)
+    yield from _residents(choice, size)
+
+
+def _swaps(desk: Desk, choice: Choice, size: int) -> Iterator[Choice]:
+    """Two groups trade places, about as many bytes each way."""
+    spots = (Spot.DRAM, Spot.CXL, Spot.NVME)
+    for one, other in permutations(("state", "weight", "gradient", "input"), 2):
+        for a, b in combinations(spots, 2):
+            first, second = _blocks_at(choice, one, a), _blocks_at(choice, other, b)
+            if not first or not second:
+                continue
+            some = spread(first)[:size]
+            wanted = sum(desk.nbytes(i, one, choice.rounds) for i in some)
+            each = desk.nbytes(second[0], other, choice.rounds)
+            back = spread(second)[: max(1, math.ceil(wanted / max(each, 1)))]
+            yield _put(_put(choice, one, some, b), other, back, a)
+
+
+def _residents(choice: Choice, size: int) -> Iterator[Choice]:
+    """Whole blocks into HBM, or out of it."""
+    inside = [i for i, s in enumerate(choice.spots) if s.resident]
+    outside = [i for i, s in enumerate(choice.spots) if s.weight and not s.resident]
+    for some in (outside[:size], outside[-size:]):
+        changes = {
+            i: choice.spots[i]._replace(
+                weight=Spot.HBM,
+                state=Spot.HBM if choice.spots[i].state else None,
+                gradient=Spot.HBM if choice.spots[i].gradient else None,
+            )
+            for i in some
+        }
+        yield choice.moved(changes)
+    for some in (inside[:size], inside[-size:]):
+        changes = {
+            i: choice.spots[i]._replace(
+                weight=Spot.DRAM,
+                state=Spot.DRAM if choice.spots[i].state else None,
+                gradient=Spot.DRAM if choice.spots[i].gradient else None,
+            )
+            for i in some
+        }
+        yield choice.moved(changes)
+
+
+def _targets(desk: Desk, group: str) -> list[Spot]:
+    found = [Spot.DRAM]
+    if desk.capacity(Tier.CXL):
+        found += [Spot.CXL, Spot.MIX] if group == "state" else [Spot.CXL]
+    if desk.capacity(Tier.NVME):
+        found.append(Spot.NVME)
+    return [*found, Spot.HBM] if group == "input" else found
+
+
+def _blocks_at(choice: Choice, group: str, spot: Spot) -> list[int]:
+    return [
+        i
+        for i, s in enumerate(choice.spots)
+        if getattr(s, group) is spot and (group == "input" or not s.resident)
+    ]
+
+
+def _put(choice: Choice, group: str, blocks: list[int] | tuple[int, ...], spot: Spot) -> Choice:
+    return choice.moved({i: choice.spots[i]._replace(**{group: spot}) for i in blocks})

@@ -1,0 +1,132 @@
+"""What a step needs beside what rests: buffers, working memory, the driver's share. Room: decide.
+
+Taken once, before step 1, and held for the run. The constants are measurements; their source is
+`bench/results/block_memory_h200_2026-11-15.json` (one layer, forward and backward, two sizes; the
+fit is exact for both) and docs/planner.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.errors import PlanError
+from penstock.inventory import Block, Inventory
+from penstock.lifetimes import gradient_lifetimes, staging_lifetimes, weight_lifetimes
+from penstock.packing import pack
+from penstock.placement_parts import Placement
+from penstock.roles import EXTENT, Role
+from penstock.schedule import Schedule
+from penstock.tiers import Tier
+from penstock.units import MiB, round_up
+from penstock.workload import Workload
+
+CUDA_CONTEXT = 704 * MiB
+"""Context, cuBLAS, cuDNN and their kernels: 693 MiB seen by the driver after first use."""
+
+SLACK = 0.20
+"""Of working memory, for the caching allocator's gaps. A prototype that left everything to the
+allocator reserved 19 to 39 % more than it used; fixed buffers, which are most of it, have none."""
+
+RING = 4 * 32 * MiB
+"""Host staging for inputs and gradients on their way to and from NVMe: two pieces each way."""
+
+# Elements alive at once per token besides the layer's input, as multiples of the hidden width, of
+# the width inside the MLP, and of queries, keys and values together.
+FORWARD_HIDDEN, FORWARD_MLP = 2, 3
+BACKWARD_HIDDEN, BACKWARD_MLP, BACKWARD_ATTENTION = 9, 6, 1
+
+LOGIT_NBYTES = 12
+"""One logit in its chunk: 16 bit, fp32, and the gradient of both."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    """Memory of one tier that is taken for the run, and what for."""
+
+    tier: Tier
+    """Where."""
+
+    what: str
+    """What for."""
+
+    nbytes: int
+    """How much."""
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0:
+            raise PlanError("nbytes", f"must be 0 or more, got {self.nbytes}")
+
+
+def pools(
+    inventory: Inventory,
+    workload: Workload,
+    placement: Placement,
+    schedule: Schedule,
+    *,
+    context_nbytes: int = CUDA_CONTEXT,
+) -> tuple[Pool, ...]:
+    """Everything that is not at rest, in the order the table shows it."""
+    formats = workload.formats(placement.rounds)
+    working = working_nbytes(inventory, workload)
+    weights = pack(weight_lifetimes(schedule, placement)).nbytes
+    gradients = pack(gradient_lifetimes(inventory, schedule, placement, formats)).nbytes
+    staging = pack(staging_lifetimes(inventory, schedule, placement, formats)).nbytes
+    hbm = {
+        "CUDA context": context_nbytes,
+        "weight slots": weights,
+        "gradient buffers": gradients,
+        "hidden states in flight": hidden_nbytes(inventory, workload, placement.rounds),
+        "working memory": working,
+        "allocator slack": round_up(int(SLACK * working), EXTENT),
+    }
+    dram = {"NVMe staging": staging, "NVMe ring": RING if _needs_ring(placement) else 0}
+    made = [Pool(tier=Tier.HBM, what=k, nbytes=v) for k, v in hbm.items()]
+    made += [Pool(tier=Tier.DRAM, what=k, nbytes=v) for k, v in dram.items()]
+    return tuple(pool for pool in made if pool.nbytes)
+
+
+def round_sequences(workload: Workload, rounds: int) -> int:
+    """Sequences of the largest round: whole micro-batches."""
+    micro_batches = -(-workload.micro_batches // rounds)
+    return min(workload.batch, micro_batches * workload.numerics.micro_batch)
+
+
+def input_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
+    """One block's input, for all micro-batches of a round."""
+    tokens = round_sequences(workload, rounds) * workload.context
+    return round_up(tokens * inventory.hidden * 2, EXTENT)
+
+
+def hidden_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
+    """What passes from block to block for a whole round, two micro-batches on their way out or in,
+    and the token ids and labels."""
+    passing = input_nbytes(inventory, workload, rounds)
+    micro = workload.numerics.micro_batch * workload.context * inventory.hidden * 2
+    return passing + round_up(2 * micro, EXTENT) + round_up(16 * workload.tokens, EXTENT)
+
+
+def working_nbytes(inventory: Inventory, workload: Workload) -> int:
+    """The most that computing one micro-batch of any block takes."""
+    numerics = workload.numerics
+    tokens = numerics.micro_batch * workload.context
+    tile = min(tokens, numerics.mlp_tile)
+    layers = max(_layer_nbytes(block, inventory.hidden, tokens, tile) for block in inventory.layers)
+    chunk = min(tokens, numerics.loss_chunk)
+    head = chunk * (inventory.vocabulary * LOGIT_NBYTES + 4 * inventory.hidden)
+    return round_up(max(layers, head), EXTENT)
+
+
+def _layer_nbytes(block: Block, hidden: int, tokens: int, tile: int) -> int:
+    attention = block.query_width + block.key_value_width
+    forward = FORWARD_HIDDEN * hidden * tokens + FORWARD_MLP * block.mlp_width * tile
+    backward = (BACKWARD_HIDDEN * hidden + BACKWARD_ATTENTION * attention) * tokens
+    backward += BACKWARD_MLP * block.mlp_width * tile
+    return 2 * max(forward, backward)
+
+
+def _needs_ring(placement: Placement) -> bool:
+    return any(
+        block.touches(role, Tier.NVME)
+        for block in placement.blocks
+        for role in (Role.INPUT, Role.GRADIENT)
+    )
