@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from penstock.errors import InventoryError
@@ -74,7 +74,10 @@ class Block:
     window: int | None = None
     """The furthest back that attention looks, where that is limited."""
 
+    _flat: tuple[int, int] = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_flat", (self._padded(False), self._padded(True)))
         for name in ("matmul_elements", "query_width", "key_value_width", "mlp_width"):
             if getattr(self, name) < 0:
                 raise InventoryError(name, f"must be 0 or more, got {getattr(self, name)}")
@@ -87,7 +90,7 @@ class Block:
 
     def flat_elements(self, trainable: bool) -> int:
         """Elements of the flat buffer that holds its trainable or its frozen tensors."""
-        return sum(round_up(t.elements, TENSOR_ALIGNMENT) for t in self._of(trainable))
+        return self._flat[trainable]
 
     def offsets(self, trainable: bool) -> dict[str, int]:
         """Where each tensor starts in that buffer, in elements."""
@@ -96,6 +99,9 @@ class Block:
             found[tensor.name] = at
             at += round_up(tensor.elements, TENSOR_ALIGNMENT)
         return found
+
+    def _padded(self, trainable: bool) -> int:
+        return sum(round_up(t.elements, TENSOR_ALIGNMENT) for t in self._of(trainable))
 
     def _of(self, trainable: bool | None) -> Iterator[TensorSpec]:
         return (t for t in self.tensors if trainable in (None, t.trainable))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.roles import Role
 
@@ -58,8 +58,7 @@ class Verb(StrEnum):
 COMPUTE = (Verb.FORWARD, Verb.LOSS, Verb.BACKWARD)
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """One thing done. Its number is its place in the schedule."""
 
     verb: Verb

@@ -53,10 +53,14 @@ def estimate(
     placement: Placement,
     rates: Rates,
     *,
+    schedule: Schedule | None = None,
     gpus: int = 1,
 ) -> Cost:
-    """Time one step. Pure, and the same for the same arguments on any machine."""
-    schedule = step_schedule(inventory, placement)
+    """Time one step. Pure, and the same for the same arguments on any machine.
+
+    `schedule` saves writing it again; `gpus` is how many share the host and do the same.
+    """
+    schedule = schedule or step_schedule(inventory, placement)
     translator = Translator(inventory, workload, placement, rates, gpus)
     jobs = translator.jobs(schedule)
     spans = simulate(jobs)

@@ -104,17 +104,19 @@ class Translator:
         made = []
         for operation in schedule.operations:
             if operation.verb in COMPUTE:
-                demands = {"gpu": compute.seconds(operation)}
+                key: tuple[object, ...] = ("gpu", seconds := compute.seconds(operation))
+                if key not in known:
+                    known[key] = {"gpu": seconds}
             else:
                 key = self._key(operation)
                 if key not in known:
-                    known[key] = self._demands(operation, schedule)
-                demands = known[key]
-            made.append(Job(operation.lane, demands, operation.after))
+                    known[key] = self._demands(operation)
+            made.append(Job(operation.lane, known[key], operation.after))
         return made
 
     def _key(self, operation: Operation) -> tuple[object, ...]:
-        homes = self.placement.blocks[operation.block].homes
+        # By identity: equal homes are mostly one object, and comparing them would take longer.
+        homes = tuple(map(id, self.placement.blocks[operation.block].homes))
         block = self.inventory.blocks[operation.block]
         elements = block.flat_elements(True)
         step = self.placement.piece_elements
@@ -122,7 +124,7 @@ class Translator:
         return (operation.verb, operation.roles, operation.gpu, operation.piece is None, last,
                 elements, homes)  # fmt: skip
 
-    def _demands(self, operation: Operation, schedule: Schedule) -> dict[str, float]:
+    def _demands(self, operation: Operation) -> dict[str, float]:
         if operation.verb in (Verb.DROP, Verb.RELEASE):
             return {}
         part = self._part(operation)

@@ -22,6 +22,7 @@ from penstock.placement_parts import (
 from penstock.planner.choice import GROUPS, BlockSpots, Choice, Spot
 from penstock.pools import CUDA_CONTEXT, Pool, input_nbytes, pools
 from penstock.roles import EXTENT, Role
+from penstock.schedule import Schedule
 from penstock.step_order import step_schedule
 from penstock.tiers import Tier
 from penstock.units import round_up
@@ -53,12 +54,22 @@ class Desk:
 
     rates: Rates = field(init=False)
     weighed: dict[Choice, float] = field(init=False, default_factory=dict)
+    _short: dict[Choice, dict[Tier, int]] = field(init=False, default_factory=dict)
+    _latest: tuple[Choice, Schedule] | None = field(init=False, default=None)
+    _capacities: dict[Tier, int] = field(init=False)
+    _blocks: dict[tuple[int, BlockSpots, int], BlockPlacement] = field(
+        init=False, default_factory=dict
+    )
+    _demands: dict[tuple[int, BlockSpots, int], tuple[tuple[Tier, int], ...]] = field(
+        init=False, default_factory=dict
+    )
     _homes: dict[tuple[int, Role, Spot], Home] = field(init=False, default_factory=dict)
     _places: Mapping[Spot, tuple[tuple[Share, float], ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.rates = Rates.of(self.machine)
         self._places = _places(self.machine, self.rates, self.budget)
+        self._capacities = {tier: self._capacity(tier) for tier in Tier}
 
     # Bytes.
 
@@ -67,6 +78,9 @@ class Desk:
         return CUDA_CONTEXT if self.machine.gpus else 0
 
     def capacity(self, tier: Tier) -> int:
+        return self._capacities[tier]
+
+    def _capacity(self, tier: Tier) -> int:
         """The budget, or less where a stripe by bandwidth cannot use all of every node."""
         limit = self.budget.of(tier)
         spot = {Tier.CXL: Spot.CXL, Tier.DRAM: Spot.DRAM}.get(tier)
@@ -85,25 +99,52 @@ class Desk:
     def demand(self, choice: Choice) -> Counter[Tier]:
         """Bytes that rest in each tier, inputs included."""
         found: Counter[Tier] = Counter()
-        for block in self.placement(choice).blocks:
-            for home in block.homes:
-                for share in home.shares:
-                    found[share.tier] += share.nbytes
+        for index, spots in enumerate(choice.spots):
+            for tier, nbytes in self._block_demand(index, spots, choice.rounds):
+                found[tier] += nbytes
         return found
 
+    def _block_demand(
+        self, index: int, spots: BlockSpots, rounds: int
+    ) -> tuple[tuple[Tier, int], ...]:
+        key = (index, spots, rounds)
+        if key not in self._demands:
+            block = self._block(index, spots, rounds)
+            pairs = ((s.tier, s.nbytes) for home in block.homes for s in home.shares)
+            self._demands[key] = tuple(pairs)
+        return self._demands[key]
+
     def pools(self, choice: Choice) -> tuple[Pool, ...]:
-        placement = self.placement(choice)
-        schedule = step_schedule(self.inventory, placement)
         return pools(
-            self.inventory, self.workload, placement, schedule, context_nbytes=self.context_nbytes
+            self.inventory,
+            self.workload,
+            self.placement(choice),
+            self._schedule(choice),
+            context_nbytes=self.context_nbytes,
         )
 
+    def _schedule(self, choice: Choice) -> Schedule:
+        """The bytes and the time of one candidate are asked for one after the other."""
+        if self._latest is None or self._latest[0] != choice:
+            self._latest = (choice, step_schedule(self.inventory, self.placement(choice)))
+        return self._latest[1]
+
     def shortage(self, choice: Choice) -> dict[Tier, int]:
-        """Bytes by which each tier is too small, exactly; empty if it fits."""
-        wanted = self.demand(choice)
-        for pool in self.pools(choice):
-            wanted[pool.tier] += pool.nbytes
-        return {t: wanted[t] - self.capacity(t) for t in Tier if wanted[t] > self.capacity(t)}
+        """Bytes by which each tier is too small; empty if it fits. Exact unless what rests alone
+        is already too much."""
+        if choice not in self._short:
+            wanted = self.demand(choice)
+            short = self._over(wanted)
+            if not short:
+                for pool in self.pools(choice):
+                    wanted[pool.tier] += pool.nbytes
+                short = self._over(wanted)
+            self._short[choice] = short
+        return self._short[choice]
+
+    def _over(self, wanted: Mapping[Tier, int]) -> dict[Tier, int]:
+        room = self._capacities
+        return {t: wanted[t] - room[t] for t in Tier if wanted.get(t, 0) > room[t]}
 
     # Time.
 
@@ -115,7 +156,8 @@ class Desk:
         return self.weighed[choice]
 
     def cost(self, choice: Choice) -> Cost:
-        return estimate(self.inventory, self.workload, self.placement(choice), self.rates)
+        placement, schedule = self.placement(choice), self._schedule(choice)
+        return estimate(self.inventory, self.workload, placement, self.rates, schedule=schedule)
 
     # From spots to homes.
 
@@ -129,6 +171,12 @@ class Desk:
         )
 
     def _block(self, index: int, spots: BlockSpots, rounds: int) -> BlockPlacement:
+        key = (index, spots, rounds)
+        if key not in self._blocks:
+            self._blocks[key] = self._make_block(index, spots, rounds)
+        return self._blocks[key]
+
+    def _make_block(self, index: int, spots: BlockSpots, rounds: int) -> BlockPlacement:
         homes: list[Home] = []
         for group, spot in spots._asdict().items():
             if spot is not None:

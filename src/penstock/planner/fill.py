@@ -7,7 +7,7 @@ depends on the work: so several orders are tried and the cost model judges.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.planner.choice import GROUPS, BlockSpots, Choice, Spot
@@ -147,17 +147,16 @@ def spread(layers: Sequence[int]) -> list[int]:
     return sorted(layers, key=lambda i: ((i * golden) % 1.0, i))
 
 
-def residents(desk: Desk, base: Recipe) -> Iterator[Recipe]:
-    """The same with HBM filled by whole blocks, as far as it goes, in two orders."""
+def residents(desk: Desk, base: Recipe) -> list[tuple[int, ...]]:
+    """Blocks to keep in HBM: as many as it holds, in two orders; half of them; none."""
     count = len(desk.inventory.blocks)
     outer = [i for i in (0, count - 1) if desk.inventory.blocks[i].tensors]
     layers = list(range(1, count - 1))
-    yield base
+    found: list[tuple[int, ...]] = []
     for order in ([*outer, *layers], layers):
         most = _most(desk, base, order)
-        for number in sorted({most, most // 2}, reverse=True):
-            if number:
-                yield replace(base, resident=tuple(sorted(order[:number])))
+        found += [tuple(sorted(order[:number])) for number in (most, most // 2)]
+    return list(dict.fromkeys([*found, ()]))
 
 
 def _most(desk: Desk, base: Recipe, order: Sequence[int]) -> int:

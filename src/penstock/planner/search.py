@@ -58,21 +58,27 @@ def _recipes(desk: Desk, *, bare: bool = False) -> Iterator[Recipe]:
     kinds = range(len(PREFERENCES) if desk.capacity(Tier.CXL) else 1)
     fitting = 0
     for rounds in _rounds(desk.workload.micro_batches):
-        found = False
-        for order in ORDERS:
-            for kind in kinds:
-                base = Recipe(order=order, preference=kind, rounds=rounds)
-                if fill(desk, base) is None:
-                    # Inputs may fit in HBM alone where the host has no room for them.
-                    layers = len(desk.inventory.layers)
-                    base = replace(base, hbm_inputs=layers)
-                    if fill(desk, base) is None:
-                        continue
-                found = True
-                yield from [base] if bare else residents(desk, base)
-        fitting += found
+        bases = [
+            base
+            for order in ORDERS
+            for kind in kinds
+            if (base := _base(desk, Recipe(order=order, preference=kind, rounds=rounds)))
+        ]
+        if bases:
+            full = [()] if bare else residents(desk, bases[0])
+            yield from (replace(base, resident=some) for some in full for base in bases)
+            fitting += 1
         if fitting >= 3:
             return
+
+
+def _base(desk: Desk, recipe: Recipe) -> Recipe | None:
+    """The recipe if it fits, or if it does with inputs in HBM, where the host has no room."""
+    for inputs in (0, len(desk.inventory.layers)):
+        recipe = replace(recipe, hbm_inputs=inputs)
+        if fill(desk, recipe) is not None:
+            return recipe
+    return None
 
 
 def _rounds(micro_batches: int) -> list[int]:
@@ -91,7 +97,7 @@ def _climb(desk: Desk, choice: Choice, moves: int) -> Choice:
         for other in _neighbours(desk, choice):
             if other in desk.weighed:
                 continue
-            tried += 1
+            tried += not desk.shortage(other)
             if desk.seconds(other) < desk.seconds(choice) * (1 - 1e-4):
                 choice, improved = other, True
                 break
