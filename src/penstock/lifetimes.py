@@ -5,11 +5,13 @@ The engine lays its buffers out by the same lists, so what is planned is what is
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+
 from penstock.inventory import Inventory
 from penstock.packing import Lifetime
 from penstock.placement_parts import Placement
 from penstock.roles import EXTENT, Formats, Role
-from penstock.schedule import COMPUTE, Operation, Schedule, Verb
+from penstock.schedule import Operation, Schedule, Verb
 from penstock.tiers import Tier
 from penstock.units import round_up
 
@@ -65,15 +67,16 @@ def staging_lifetimes(
     inventory: Inventory, schedule: Schedule, placement: Placement, formats: Formats
 ) -> list[Lifetime]:
     """Host staging: from a read off NVMe until it is released."""
-    since: dict[tuple[int, int | None, tuple[Role, ...]], int] = {}
+    # A block may be read again while its first reading still waits to be released.
+    since: dict[tuple[int, int | None, tuple[Role, ...]], deque[int]] = defaultdict(deque)
     found = []
     for at, operation in enumerate(schedule.operations):
         key = (operation.block, operation.piece, operation.roles)
         if operation.verb is Verb.READ:
-            since[key] = at
+            since[key].append(at)
         elif operation.verb is Verb.RELEASE:
             nbytes = staged_nbytes(inventory, operation, placement, formats)
-            found.append(Lifetime(nbytes, since.pop(key), at))
+            found.append(Lifetime(nbytes, since[key].popleft(), at))
     return found
 
 
@@ -91,10 +94,6 @@ def staged_nbytes(
     assert home is not None
     assert operation.roles == (Role.WEIGHT,)
     return home.nbytes
-
-
-def computes(schedule: Schedule) -> int:
-    return sum(operation.verb in COMPUTE for operation in schedule.operations)
 
 
 def _leaves(placement: Placement, block: int) -> bool:

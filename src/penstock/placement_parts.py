@@ -133,6 +133,7 @@ def stripe(nbytes: int, weights: Iterable[tuple[Share, float]]) -> tuple[Share, 
     The shares given say where; their own bytes do not matter.
     """
     places = [(share, weight) for share, weight in weights if weight > 0]
+    assert places or not nbytes, "bytes with no place to go"
     total = sum(weight for _, weight in places)
     made: list[Share] = []
     left = nbytes

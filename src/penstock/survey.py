@@ -109,9 +109,8 @@ def _build(config: Any, trust_remote_code: bool) -> nn.Module:
 
     try:
         with torch.device("meta"):
-            body: nn.Module = transformers.AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust_remote_code
-            )
+            make: Any = transformers.AutoModelForCausalLM
+            body: nn.Module = make.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, ImportError, AttributeError) as problem:
         kind = getattr(config, "model_type", "?")
         raise SurveyError(
@@ -212,7 +211,7 @@ class _Rows:
 
     def _name_of_input(self) -> str:
         source = self.body.get_input_embeddings()  # type: ignore[operator]
-        return next(name for name, module in self.body.named_modules() if module is source)
+        return next(str(name) for name, module in self.body.named_modules() if module is source)
 
     def _specs(self, names: Any) -> tuple[TensorSpec, ...]:
         every = {**self.outside, **{n: t for ts in self.in_layers.values() for n, t in ts.items()}}

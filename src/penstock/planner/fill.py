@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.planner.choice import GROUPS, BlockSpots, Choice, Spot
+from penstock.planner.choice import GROUPS, TIERS, BlockSpots, Choice, Spot
 from penstock.planner.desk import Desk
 from penstock.tiers import Tier
 
@@ -88,7 +88,7 @@ def _fill_once(desk: Desk, recipe: Recipe, reserve: Counter[Tier]) -> Choice | N
         wants = PREFERENCES[recipe.preference].get(group, OTHERS)
         open_blocks = [i for i, s in enumerate(spots) if getattr(s, group) is Spot.DRAM]
         for spot in wants:
-            if spot in (Spot.MIX, Spot.CXL) and not desk.capacity(Tier.CXL):
+            if not all(desk.capacity(tier) for tier in TIERS[spot]):
                 continue
             took = _take(desk, group, spot, open_blocks, room, recipe.rounds)
             for i in took:

@@ -26,9 +26,15 @@ class Effort:
     moves: int = 120
     """Changes tried on the best of them."""
 
+    orders: int = len(ORDERS)
+    """Ways to fill."""
+
+    rounds: int = 3
+    """Numbers of rounds, of those that fit."""
+
 
 THOROUGH = Effort()
-QUICK = Effort(seeds=12, moves=16)
+QUICK = Effort(seeds=8, moves=12, orders=3, rounds=1)
 """For what-if questions, of which there are many."""
 
 
@@ -36,31 +42,32 @@ def search(desk: Desk, effort: Effort = THOROUGH) -> Choice | None:
     """The best candidate found, or None if nothing fits."""
     best: Choice | None = None
     seen: set[Choice] = set()
-    for recipe in _recipes(desk):
+    for recipe in _recipes(desk, effort):
         if len(seen) >= effort.seeds:
             break
         choice = fill(desk, recipe)
         if choice is None or choice in seen:
             continue
         seen.add(choice)
-        if best is None or desk.seconds(choice) < desk.seconds(best):
+        if best is None or desk.score(choice) < desk.score(best):
             best = choice
     return _climb(desk, best, effort.moves) if best is not None else None
 
 
 def first_fit(desk: Desk) -> Choice | None:
     """Anything that fits, untimed."""
-    return next((c for r in _recipes(desk, bare=True) if (c := fill(desk, r)) is not None), None)
+    recipes = _recipes(desk, Effort(orders=1, rounds=1), bare=True)
+    return next((c for r in recipes if (c := fill(desk, r)) is not None), None)
 
 
-def _recipes(desk: Desk, *, bare: bool = False) -> Iterator[Recipe]:
+def _recipes(desk: Desk, effort: Effort, *, bare: bool = False) -> Iterator[Recipe]:
     """The most promising first: few rounds, the sweep's states in DRAM, HBM full."""
     kinds = range(len(PREFERENCES) if desk.capacity(Tier.CXL) else 1)
     fitting = 0
     for rounds in _rounds(desk.workload.micro_batches):
         bases = [
             base
-            for order in ORDERS
+            for order in ORDERS[: effort.orders]
             for kind in kinds
             if (base := _base(desk, Recipe(order=order, preference=kind, rounds=rounds)))
         ]
@@ -68,7 +75,7 @@ def _recipes(desk: Desk, *, bare: bool = False) -> Iterator[Recipe]:
             full = [()] if bare else residents(desk, bases[0])
             yield from (replace(base, resident=some) for some in full for base in bases)
             fitting += 1
-        if fitting >= 3:
+        if fitting >= effort.rounds:
             return
 
 
@@ -98,7 +105,7 @@ def _climb(desk: Desk, choice: Choice, moves: int) -> Choice:
             if other in desk.weighed:
                 continue
             tried += not desk.shortage(other)
-            if desk.seconds(other) < desk.seconds(choice) * (1 - 1e-4):
+            if desk.score(other) < desk.score(choice) * (1 - 1e-4):
                 choice, improved = other, True
                 break
             if tried >= moves:
