@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.budget import Budget
-from penstock.errors import InfeasibleError, PenstockError
+from penstock.errors import PenstockError
 from penstock.inventory import Inventory
 from penstock.machine import Machine
-from penstock.planner import QUICK, THOROUGH, Effort, Planned, make_plan
+from penstock.planner import QUICK, Effort, Planned, find_plan, fits
 from penstock.tiers import Tier
 from penstock.units import GiB, format_bytes
 from penstock.workload import Workload, default_numerics
@@ -55,17 +55,15 @@ class Question:
     def ask(self, **changes: object) -> Planned | None:
         """The plan with something changed, or None if that does not fit."""
         asked = replace(self, **changes)  # type: ignore[arg-type]
-        try:
-            return make_plan(
-                asked.inventory, asked.workload, asked.budget, asked.machine, effort=QUICK
-            )
-        except InfeasibleError:
-            return None
+        return find_plan(asked.inventory, asked.workload, asked.budget, asked.machine, effort=QUICK)
 
 
 def advise(question: Question, most: int = 3) -> list[Advice]:
     """The few things that help most, best first."""
-    found = [advice for advice in _ideas(question) if advice.speedup >= WORTH]
+    cost = question.planned.cost
+    computing = cost.bounds.get("gpu", 0.0) / cost.step_seconds
+    ideas = _ideas(question) if computing * WORTH < 1 else ()  # no other placement can help
+    found = [advice for advice in ideas if advice.speedup >= WORTH]
     found.sort(key=lambda advice: (-advice.speedup, advice.what))
     return found[:most] + _without_nvme(question)
 
@@ -106,7 +104,7 @@ def _without_nvme(question: Question) -> list[Advice]:
             question.inventory, context=context, batch=question.workload.batch
         )
         work = replace(question.workload, context=context, numerics=numerics)
-        if question.ask(workload=work, budget=budget) is not None:
+        if fits(question.inventory, work, budget, question.machine):
             return [Advice(what=f"context {context:,}", speedup=1.0, gain="fits without NVMe")]
         context //= 2
     return []
@@ -157,17 +155,15 @@ def vary(
     points: list[Point] = []
     best: float | None = None
     for nbytes in sorted(sizes):
-        try:
-            seconds = make_plan(
-                question.inventory,
-                question.workload,
-                question.budget.changed(tier, nbytes),
-                _roomy(question.machine, tier, nbytes),
-                effort=effort,
-            ).cost.step_seconds
-            best = seconds if best is None else min(best, seconds)
-        except InfeasibleError:
-            pass
+        planned = find_plan(
+            question.inventory,
+            question.workload,
+            question.budget.changed(tier, nbytes),
+            _roomy(question.machine, tier, nbytes),
+            effort=effort,
+        )
+        if planned is not None:
+            best = min(best or planned.cost.step_seconds, planned.cost.step_seconds)
         points.append(Point(nbytes=nbytes, step_seconds=best))
     return points
 
@@ -197,6 +193,3 @@ def plot(points: Sequence[Point], tier: Tier, path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
-
-
-__all__ = ["THOROUGH", "Advice", "Point", "Question", "advise", "plot", "vary"]

@@ -1,6 +1,15 @@
 """Budgets in, one frozen plan out. Room: decide."""
 
-from penstock.planner.make import Planned, least_budget, make_plan
+from penstock.planner.make import Planned, find_plan, fits, least_budget, make_plan
 from penstock.planner.search import QUICK, THOROUGH, Effort
 
-__all__ = ["QUICK", "THOROUGH", "Effort", "Planned", "least_budget", "make_plan"]
+__all__ = [
+    "QUICK",
+    "THOROUGH",
+    "Effort",
+    "Planned",
+    "find_plan",
+    "fits",
+    "least_budget",
+    "make_plan",
+]

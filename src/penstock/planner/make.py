@@ -47,16 +47,34 @@ def make_plan(
     effort: Effort = THOROUGH,
 ) -> Planned:
     """The best plan found. InfeasibleError says the least budgets that would do."""
-    workload.check(inventory)
-    desk = Desk(inventory, workload, machine, budget)
-    choice = search(desk, effort)
-    if choice is None:
+    found = find_plan(inventory, workload, budget, machine, effort=effort)
+    if found is None:
         raise InfeasibleError(
             f"{inventory.model} at {workload.batch} x {workload.context} tokens does not fit in "
             + ", ".join(f"{format_bytes(budget.of(tier))} {tier}" for tier in Tier),
             least=least_budget(inventory, workload, budget, machine),
         )
-    return planned(desk, choice)
+    return found
+
+
+def find_plan(
+    inventory: Inventory,
+    workload: Workload,
+    budget: Budget,
+    machine: Machine,
+    *,
+    effort: Effort = THOROUGH,
+) -> Planned | None:
+    """The best plan found, or None."""
+    workload.check(inventory)
+    desk = Desk(inventory, workload, machine, budget)
+    choice = search(desk, effort)
+    return planned(desk, choice) if choice is not None else None
+
+
+def fits(inventory: Inventory, workload: Workload, budget: Budget, machine: Machine) -> bool:
+    """Whether any placement does, untimed."""
+    return first_fit(Desk(inventory, workload, machine, budget)) is not None
 
 
 def planned(desk: Desk, choice: Choice) -> Planned:
@@ -90,18 +108,18 @@ def least_budget(
 def _least(
     inventory: Inventory, workload: Workload, budget: Budget, machine: Machine, tier: Tier
 ) -> int | None:
-    def fits(nbytes: int) -> bool:
+    def enough(nbytes: int) -> bool:
         desk = Desk(inventory, workload, machine, budget.changed(tier, nbytes), unbounded=True)
         return first_fit(desk) is not None
 
-    if (tier is Tier.NVME and not budget.nvme) or not fits(_CEILING):
+    if (tier is Tier.NVME and not budget.nvme) or not enough(_CEILING):
         return None
     low, high = 0, _GRAIN
-    while not fits(high):
+    while not enough(high):
         low, high = high, high * 2
     while high - low > _GRAIN:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
+        low, high = (low, middle) if enough(middle) else (middle, high)
     return high
 
 
