@@ -120,9 +120,12 @@ class WeightWindow:
         ]
         idle = sorted((b for b in rivals if b not in soon), key=lambda b: (-self._next(b, at), b))
         if not layer:
-            # The tied embedding is worth keeping until the head has used it.
-            return [b for b in idle if self._next(b, at) == len(self.uses)]
+            # They are large: kept within a round, as a tied embedding is for the head, not beyond.
+            return [b for b in idle if self._round(self._next(b, at)) > self._round(at)]
         return idle[: max(0, len(rivals) + 1 - self.facts.placement.slots)]
+
+    def _round(self, at: int) -> int:
+        return self.uses[at].round if at < len(self.uses) else self.facts.placement.rounds
 
     def _next(self, block: int, at: int) -> int:
         return next((k for k in self._needed.get(block, ()) if k >= at), len(self.uses))
