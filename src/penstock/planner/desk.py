@@ -56,6 +56,9 @@ class Desk:
     unbounded: bool = False
     """Believe the budget even where the machine has less: to say what would be enough."""
 
+    piece_elements: int = PIECE_ELEMENTS
+    """See Placement."""
+
     rates: Rates = field(init=False)
     weighed: dict[Choice, float] = field(init=False, default_factory=dict)
     _short: dict[Choice, dict[Tier, int]] = field(init=False, default_factory=dict)
@@ -137,14 +140,15 @@ class Desk:
         """Bytes by which each tier is too small; empty if it fits. Exact unless what rests alone
         is already too much."""
         if choice not in self._short:
-            wanted = self.demand(choice)
-            short = self._over(wanted)
-            if not short:
-                for pool in self.pools(choice):
-                    wanted[pool.tier] += pool.nbytes
-                short = self._over(wanted)
-            self._short[choice] = short
+            self._short[choice] = self._over(self.demand(choice)) or self._over(self.needs(choice))
         return self._short[choice]
+
+    def needs(self, choice: Choice) -> Counter[Tier]:
+        """Bytes that each tier must have, all in all."""
+        wanted = self.demand(choice)
+        for pool in self.pools(choice):
+            wanted[pool.tier] += pool.nbytes
+        return wanted
 
     def _over(self, wanted: Mapping[Tier, int]) -> dict[Tier, int]:
         room = self._capacities
@@ -175,7 +179,7 @@ class Desk:
             rounds=choice.rounds,
             slots=choice.slots,
             ahead=choice.ahead,
-            piece_elements=PIECE_ELEMENTS,
+            piece_elements=self.piece_elements,
             blocks=tuple(self._block(i, s, choice.rounds) for i, s in enumerate(choice.spots)),
         )
 

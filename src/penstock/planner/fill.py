@@ -147,24 +147,27 @@ def spread(layers: Sequence[int]) -> list[int]:
     return sorted(layers, key=lambda i: ((i * golden) % 1.0, i))
 
 
-def residents(desk: Desk, base: Recipe) -> list[tuple[int, ...]]:
+def residents(desk: Desk, rounds: int) -> list[tuple[int, ...]]:
     """Blocks to keep in HBM: as many as it holds, in two orders; half of them; none."""
     count = len(desk.inventory.blocks)
     outer = [i for i in (0, count - 1) if desk.inventory.blocks[i].tensors]
     layers = list(range(1, count - 1))
     found: list[tuple[int, ...]] = []
-    for order in ([*outer, *layers], layers):
-        most = _most(desk, base, order)
+    for order in ([*outer, *layers], [*layers, *outer]):
+        most = _most(desk, Recipe(rounds=rounds), order)
         found += [tuple(sorted(order[:number])) for number in (most, most // 2)]
     return list(dict.fromkeys([*found, ()]))
 
 
 def _most(desk: Desk, base: Recipe, order: Sequence[int]) -> int:
-    """How many blocks HBM holds, by bisection: each more takes more."""
+    """How many blocks HBM holds, whatever the host can do, by bisection: each more takes more."""
     low, high = 0, len(order)
     while low < high:
         middle = (low + high + 1) // 2
-        if fill(desk, replace(base, resident=tuple(sorted(order[:middle])))) is not None:
+        resident = tuple(sorted(order[:middle]))
+        recipe = replace(base, resident=resident)
+        spots = tuple(_start(desk, recipe, i) for i in range(len(desk.inventory.blocks)))
+        if desk.needs(Choice(spots, base.rounds))[Tier.HBM] <= desk.capacity(Tier.HBM):
             low = middle
         else:
             high = middle - 1

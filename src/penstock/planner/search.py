@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations
+from itertools import combinations, islice, permutations, product
 
-from penstock.planner.choice import Choice, Spot
+from penstock.planner.choice import BlockSpots, Choice, Spot
 from penstock.planner.desk import Desk
 from penstock.planner.fill import ORDERS, PREFERENCES, Recipe, fill, residents, spread
 from penstock.tiers import Tier
@@ -41,14 +41,7 @@ QUICK = Effort(seeds=8, moves=12, orders=3, rounds=1)
 def search(desk: Desk, effort: Effort = THOROUGH) -> Choice | None:
     """The best candidate found, or None if nothing fits."""
     best: Choice | None = None
-    seen: set[Choice] = set()
-    for recipe in _recipes(desk, effort):
-        if len(seen) >= effort.seeds:
-            break
-        choice = fill(desk, recipe)
-        if choice is None or choice in seen:
-            continue
-        seen.add(choice)
+    for choice in islice(_candidates(desk, effort), effort.seeds):
         if best is None or desk.score(choice) < desk.score(best):
             best = choice
     return _climb(desk, best, effort.moves) if best is not None else None
@@ -56,36 +49,28 @@ def search(desk: Desk, effort: Effort = THOROUGH) -> Choice | None:
 
 def first_fit(desk: Desk) -> Choice | None:
     """Anything that fits, untimed."""
-    recipes = _recipes(desk, Effort(orders=1, rounds=1), bare=True)
-    return next((c for r in recipes if (c := fill(desk, r)) is not None), None)
+    return next(_candidates(desk, Effort(orders=1, rounds=1)), None)
 
 
-def _recipes(desk: Desk, effort: Effort, *, bare: bool = False) -> Iterator[Recipe]:
-    """The most promising first: few rounds, the sweep's states in DRAM, HBM full."""
+def _candidates(desk: Desk, effort: Effort) -> Iterator[Choice]:
+    """Those that fit, the most promising first: few rounds, HBM full, the sweep's states in
+    DRAM."""
     kinds = range(len(PREFERENCES) if desk.capacity(Tier.CXL) else 1)
+    inputs = (0, len(desk.inventory.layers))
+    seen: set[Choice] = set()
     fitting = 0
     for rounds in _rounds(desk.workload.micro_batches):
-        bases = [
-            base
-            for order in ORDERS[: effort.orders]
-            for kind in kinds
-            if (base := _base(desk, Recipe(order=order, preference=kind, rounds=rounds)))
-        ]
-        if bases:
-            full = [()] if bare else residents(desk, bases[0])
-            yield from (replace(base, resident=some) for some in full for base in bases)
-            fitting += 1
+        before = len(seen)
+        for some in residents(desk, rounds):
+            for order, kind, kept in product(ORDERS[: effort.orders], kinds, inputs):
+                recipe = Recipe(order, kind, some, hbm_inputs=kept, rounds=rounds)
+                choice = fill(desk, recipe)
+                if choice is not None and choice not in seen:
+                    seen.add(choice)
+                    yield choice
+        fitting += len(seen) > before
         if fitting >= effort.rounds:
             return
-
-
-def _base(desk: Desk, recipe: Recipe) -> Recipe | None:
-    """The recipe if it fits, or if it does with inputs in HBM, where the host has no room."""
-    for inputs in (0, len(desk.inventory.layers)):
-        recipe = replace(recipe, hbm_inputs=inputs)
-        if fill(desk, recipe) is not None:
-            return recipe
-    return None
 
 
 def _rounds(micro_batches: int) -> list[int]:
@@ -163,29 +148,25 @@ def _swaps(desk: Desk, choice: Choice, size: int) -> Iterator[Choice]:
 
 
 def _residents(choice: Choice, size: int) -> Iterator[Choice]:
-    """Whole blocks into HBM, or out of it."""
+    """Whole blocks into HBM, out of it, or in exchange for others."""
     inside = [i for i, s in enumerate(choice.spots) if s.resident]
     outside = [i for i, s in enumerate(choice.spots) if s.weight and not s.resident]
-    for some in (outside[:size], outside[-size:]):
-        changes = {
-            i: choice.spots[i]._replace(
-                weight=Spot.HBM,
-                state=Spot.HBM if choice.spots[i].state else None,
-                gradient=Spot.HBM if choice.spots[i].gradient else None,
-            )
-            for i in some
-        }
-        yield choice.moved(changes)
-    for some in (inside[:size], inside[-size:]):
-        changes = {
-            i: choice.spots[i]._replace(
-                weight=Spot.DRAM,
-                state=Spot.DRAM if choice.spots[i].state else None,
-                gradient=Spot.DRAM if choice.spots[i].gradient else None,
-            )
-            for i in some
-        }
-        yield choice.moved(changes)
+    come = [outside[:size], outside[-size:]]
+    gone = [inside[:size], inside[-size:]]
+    yield from (_settle(choice, some, Spot.HBM) for some in come)
+    yield from (_settle(choice, some, Spot.DRAM) for some in gone)
+    for some, others in product(come, gone):
+        yield _settle(_settle(choice, others, Spot.DRAM), some, Spot.HBM)
+
+
+def _settle(choice: Choice, blocks: list[int], spot: Spot) -> Choice:
+    """All of some blocks in one place."""
+
+    def settled(spots: BlockSpots) -> BlockSpots:
+        trained = spot if spots.state else None
+        return spots._replace(weight=spot, state=trained, gradient=trained)
+
+    return choice.moved({i: settled(choice.spots[i]) for i in blocks})
 
 
 def _targets(desk: Desk, group: str) -> list[Spot]:
