@@ -158,7 +158,7 @@ def test_nearly_everything_in_hbm_where_it_fits_and_the_host_is_slow() -> None:
     ).plan
 
     # Not all: a block that the CPU sweeps in time saves the GPU the work.
-    assert plan.at_rest(Tier.HBM) > 0.9 * 14 * inventory.parameters()
+    assert plan.at_rest(Tier.HBM) > 0.75 * 14 * inventory.parameters()
 
 
 def test_hbm_makes_up_for_a_host_that_is_too_small() -> None:

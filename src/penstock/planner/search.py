@@ -84,11 +84,13 @@ def _climb(desk: Desk, choice: Choice, moves: int) -> Choice:
     """Take every change that helps, coarse ones first, until none does or the moves are spent."""
     tried = 0
     improved = True
+    seen = {choice}
     while improved and tried < moves:
         improved = False
         for other in _neighbours(desk, choice):
-            if other in desk.weighed:
+            if other in seen:
                 continue
+            seen.add(other)
             tried += not desk.shortage(other)
             if desk.score(other) < desk.score(choice) * (1 - 1e-4):
                 choice, improved = other, True

@@ -1,0 +1,145 @@
+"""The CXL paper's results from its authors' own microbenchmarks.
+
+The machine is `cxl-paper-1` and `-2`. Their system is ZeRO-3 of early 2026, in which nothing
+overlaps. docs/planner.md has the whole table, and where the model disagrees.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from penstock.baselines.deepspeed import CLASSES, Shares, ZeroStep, all_on, interleaved
+from penstock.baselines.latency_first import latency_first, latency_first_placement
+from penstock.budget import Budget
+from penstock.bundled import bundled
+from penstock.cost import Rates, estimate
+from penstock.cost.jobs import Demands
+from penstock.inventory import Inventory
+from penstock.placement_parts import Share, stripe
+from penstock.planner import QUICK, make_plan
+from penstock.planner.choice import Choice
+from penstock.planner.desk import Desk
+from penstock.planner.fill import Recipe, _start
+from penstock.tiers import Tier
+from penstock.units import GiB
+from penstock.workload import Workload
+from tests.models import model, work
+
+MODELS = ("qwen2.5-7b", "mistral-nemo-12b")
+WORK = ((4096, 1), (4096, 8), (4096, 16), (32768, 1), (32768, 2), (32768, 3))
+CARDS = {1: (3,), 2: (3, 4)}
+LOCAL = 128 * GiB
+
+
+def seconds(inventory: Inventory, workload: Workload, cards: int, homes: Shares) -> float:
+    rates = Rates.of(bundled(f"cxl-paper-{cards}"))
+    return ZeroStep(inventory, workload, rates, homes, overlaps=False).seconds()
+
+
+def aware(inventory: Inventory, workload: Workload, cards: int) -> Shares:
+    sizes = {name: width * inventory.parameters() for name, width in CLASSES.items()}
+    tokens = workload.tokens * len(inventory.layers)
+    sizes["activation"] = tokens * inventory.hidden * 2
+    return latency_first(
+        sizes, local=0, local_budget=LOCAL, cards=CARDS[cards], card_budget=cards * 256 * GiB
+    )
+
+
+def against_dram(name: str, context: int, batch: int, cards: int, kind: str) -> float:
+    """Throughput against everything in DRAM."""
+    inventory = model(name)
+    workload = work(inventory, context, batch)
+    homes = (
+        interleaved((0, *CARDS[cards])) if kind == "naive" else aware(inventory, workload, cards)
+    )
+    return seconds(inventory, workload, cards, all_on(0)) / seconds(
+        inventory, workload, cards, homes
+    )
+
+
+@pytest.mark.parametrize(
+    ("places", "one_gpu", "two_gpus"),
+    [
+        ({0: 1}, (51.77, 51.69), (51.79, 51.18)),
+        ({3: 1}, (49.81, 34.66), (24.87, 18.24)),
+        ({0: 1, 3: 1}, (51.79, 50.20), (49.56, 34.45)),
+        ({0: 1, 3: 2}, (51.79, 45.89), (37.23, 26.60)),
+        ({0: 1, 3: 4}, (51.77, 42.05), (31.03, 22.29)),
+    ],
+)
+def test_copies_run_as_the_authors_measured_with_one_gpu_and_two(
+    places: dict[int, float], one_gpu: tuple[float, float], two_gpus: tuple[float, float]
+) -> None:
+    rates = Rates.of(bundled("cxl-paper-1"))
+    weights = [
+        (Share(tier=Tier.CXL if node else Tier.DRAM, nbytes=0, node=node), weight)
+        for node, weight in places.items()
+    ]
+    shares = stripe(64 * GiB, weights)
+    for gpus, measured in ((1, one_gpu), (2, two_gpus)):
+        there, back = Demands(rates, gpus), Demands(rates, gpus)
+        there.copy_in(shares)
+        back.copy_out(shares)
+
+        assert 64 / max(there.total().values()) == pytest.approx(measured[0], rel=0.07)
+        assert 64 / max(back.total().values()) == pytest.approx(measured[1], rel=0.14)
+
+
+@pytest.mark.parametrize(
+    ("places", "milliseconds"), [({0: 1.0}, 67.63), ({3: 1.0}, 273.29), ({0: 0.5, 3: 0.5}, 138.93)]
+)
+def test_adam_runs_as_the_authors_measured(places: dict[int, float], milliseconds: float) -> None:
+    demands = Demands(Rates.of(bundled("cxl-paper-1")))
+    for node, part in places.items():
+        share = Share(tier=Tier.CXL if node else Tier.DRAM, nbytes=0, node=node)
+        demands.sweep(share, read=16 * 671e6 * part, write=12 * 671e6 * part)
+
+    assert 1e3 * max(demands.total().values()) == pytest.approx(milliseconds, rel=0.03)
+
+
+@pytest.mark.parametrize(("name", "size"), [*itertools.product(MODELS, WORK)])
+def test_one_card_placed_with_care_is_97_to_99_percent_of_dram(
+    name: str, size: tuple[int, int]
+) -> None:
+    share = against_dram(name, *size, cards=1, kind="aware")
+
+    # The 7B's critical tensors all fit in local memory, so the model sees no loss at all; and at
+    # one sequence of 4,096 tokens of the 12B it says 90 %, for want of the authors' overheads.
+    least = 0.89 if (name, size) == ("mistral-nemo-12b", (4096, 1)) else 0.96
+    assert least <= share <= 1.005
+
+
+@pytest.mark.parametrize(("name", "size"), [*itertools.product(MODELS, WORK)])
+def test_two_cards_are_as_good_as_dram(name: str, size: tuple[int, int]) -> None:
+    assert 0.99 <= against_dram(name, *size, cards=2, kind="aware") <= 1.06
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_naive_interleave_falls_up_to_a_fifth_behind(name: str) -> None:
+    shares = [against_dram(name, *size, cards=1, kind="naive") for size in WORK]
+
+    assert 0.75 <= min(shares) <= 0.83  # the paper: up to 21 % behind
+    assert max(shares) >= 0.97  # hidden by compute at 3 x 32,768
+    for size, naive in zip(WORK, shares, strict=True):
+        assert naive <= against_dram(name, *size, cards=1, kind="aware") * 1.001
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "cards"), [*itertools.product(MODELS, ((4096, 1), (32768, 1)), (1, 2))]
+)
+def test_ours_is_never_slower_than_the_published_greedy(
+    name: str, size: tuple[int, int], cards: int
+) -> None:
+    inventory = model(name)
+    workload, box = work(inventory, *size), bundled(f"cxl-paper-{cards}")
+    budget = Budget(hbm=30 * GiB, dram=64 * GiB, cxl=cards * 256 * GiB)
+    desk = Desk(inventory, workload, box, budget)
+    streamed = tuple(_start(desk, Recipe(), i) for i in range(len(inventory.blocks)))
+    greedy = latency_first_placement(desk, Choice(streamed))
+
+    theirs = estimate(inventory, workload, greedy, desk.rates).step_seconds
+    ours = make_plan(inventory, workload, budget, box, effort=QUICK).cost.step_seconds
+
+    assert ours <= theirs * 1.0001

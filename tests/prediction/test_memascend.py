@@ -1,0 +1,61 @@
+"""MemAscend's memory figures from its own model, and ours beside them."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+import pytest
+
+from penstock.baselines.memascend import exact_pool, memascend, slotted_pool, zero_infinity
+from penstock.budget import Budget, PathBudget
+from penstock.planner import QUICK, make_plan
+from penstock.tiers import Tier
+from penstock.units import GiB, TiB
+from tests.machines import machine
+from tests.models import model, work
+
+# baseline pool, exact need (GiB), waste (%), and the published reduction in fp16
+PUBLISHED = {
+    "llama-3.1-8b": (8.81, 2.36, 73.16),
+    "qwen2.5-7b": (9.14, 2.46, 73.03),
+    "qwen2.5-14b": (13.05, 3.41, 73.85),
+    "qwen2.5-32b": (13.05, 3.81, 70.82),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_pools_are_the_papers_to_the_last_digit(name: str) -> None:
+    inventory = model(name)
+    pool, need, waste = PUBLISHED[name]
+
+    assert slotted_pool(inventory) / GiB == pytest.approx(pool, abs=0.005)
+    assert exact_pool(inventory) / GiB == pytest.approx(need, abs=0.005)
+    assert 100 * (1 - exact_pool(inventory) / slotted_pool(inventory)) == pytest.approx(
+        waste, abs=0.05
+    )
+
+
+def test_the_published_averages() -> None:
+    def cut(name: str, *, fp16: bool) -> float:
+        inventory = model(name)
+        return 1 - memascend(inventory).total / zero_infinity(inventory, fp16=fp16).total
+
+    assert mean(cut(name, fp16=True) for name in PUBLISHED) == pytest.approx(0.557, abs=0.01)
+    assert mean(cut(name, fp16=False) for name in PUBLISHED) == pytest.approx(0.2519, abs=0.03)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_ours_takes_less_host_memory_than_either(name: str) -> None:
+    inventory = model(name)
+    paper = memascend(inventory)
+    # All on NVMe but what must pass: the least DRAM that a plan with the same disk can do with.
+    least = paper.total - paper.common
+    nvme = (PathBudget(path="/mnt/nvme", nbytes=4 * TiB),)
+    budget = Budget(hbm=40 * GiB, dram=least // 4, nvme=nvme)
+
+    plan = make_plan(
+        inventory, work(inventory, 4096, 4), budget, machine(cards=0), effort=QUICK
+    ).plan
+
+    assert plan.peak(Tier.DRAM) <= least // 4
+    assert plan.pooled(Tier.DRAM) <= exact_pool(inventory) + 2 * GiB
