@@ -15,7 +15,8 @@ DEFAULT = "desktop-24gb"
 
 def bundled_names() -> list[str]:
     folder = resources.files("penstock") / "machines"
-    return sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name != "README.md")
+    names = (file.name for file in folder.iterdir())
+    return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
 def bundled(name: str) -> Machine:

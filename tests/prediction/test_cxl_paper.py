@@ -21,7 +21,7 @@ from penstock.placement_parts import Share, stripe
 from penstock.planner import QUICK, make_plan
 from penstock.planner.choice import Choice
 from penstock.planner.desk import Desk
-from penstock.planner.fill import Recipe, _start
+from penstock.planner.fill import Recipe, undecided
 from penstock.tiers import Tier
 from penstock.units import GiB
 from penstock.workload import Workload
@@ -136,7 +136,7 @@ def test_ours_is_never_slower_than_the_published_greedy(
     workload, box = work(inventory, *size), bundled(f"cxl-paper-{cards}")
     budget = Budget(hbm=30 * GiB, dram=64 * GiB, cxl=cards * 256 * GiB)
     desk = Desk(inventory, workload, box, budget)
-    streamed = tuple(_start(desk, Recipe(), i) for i in range(len(inventory.blocks)))
+    streamed = tuple(undecided(desk, Recipe(), i) for i in range(len(inventory.blocks)))
     greedy = latency_first_placement(desk, Choice(streamed))
 
     theirs = estimate(inventory, workload, greedy, desk.rates).step_seconds

@@ -83,7 +83,7 @@ def fill(desk: Desk, recipe: Recipe) -> Choice | None:
 
 def _fill_once(desk: Desk, recipe: Recipe, reserve: Counter[Tier]) -> Choice | None:
     room = {tier: desk.capacity(tier) - reserve[tier] for tier in Tier}
-    spots = [_start(desk, recipe, i) for i in range(len(desk.inventory.blocks))]
+    spots = [undecided(desk, recipe, i) for i in range(len(desk.inventory.blocks))]
     for group in recipe.order:
         wants = PREFERENCES[recipe.preference].get(group, OTHERS)
         open_blocks = [i for i, s in enumerate(spots) if getattr(s, group) is Spot.DRAM]
@@ -99,7 +99,7 @@ def _fill_once(desk: Desk, recipe: Recipe, reserve: Counter[Tier]) -> Choice | N
     return Choice(tuple(spots), recipe.rounds, recipe.slots, recipe.ahead)
 
 
-def _start(desk: Desk, recipe: Recipe, index: int) -> BlockSpots:
+def undecided(desk: Desk, recipe: Recipe, index: int) -> BlockSpots:
     """Everything to be placed says DRAM; what the block does not have, None."""
     block = desk.inventory.blocks[index]
     trained, layer = bool(block.parameters(True)), block.kind == "layer"
@@ -166,7 +166,7 @@ def _most(desk: Desk, base: Recipe, order: Sequence[int]) -> int:
         middle = (low + high + 1) // 2
         resident = tuple(sorted(order[:middle]))
         recipe = replace(base, resident=resident)
-        spots = tuple(_start(desk, recipe, i) for i in range(len(desk.inventory.blocks)))
+        spots = tuple(undecided(desk, recipe, i) for i in range(len(desk.inventory.blocks)))
         if desk.needs(Choice(spots, base.rounds))[Tier.HBM] <= desk.capacity(Tier.HBM):
             low = middle
         else:
