@@ -20,13 +20,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-SIZES = {
-    "3B": dict(hidden_size=2048, intermediate_size=11008, num_attention_heads=16,
-               num_key_value_heads=2, vocab_size=151936),
-    "8B": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
-               num_key_value_heads=8, vocab_size=128256),
-}  # fmt: skip
-GiB = 1 << 30
+# hidden, inside the MLP, query heads, key-value heads, vocabulary
+SIZES = {"3B": (2048, 11008, 16, 2, 151936), "8B": (4096, 14336, 32, 8, 128256)}
 
 
 def used_by_the_device() -> int:
@@ -67,8 +62,15 @@ def peak_above(run) -> int:
 
 
 def layer(size: str, sequences: int, context: int) -> dict[str, float]:
-    config = LlamaConfig(**SIZES[size], num_hidden_layers=1, attn_implementation="sdpa",
-                         max_position_embeddings=131072)  # fmt: skip
+    hidden, mlp, heads, kv_heads, _ = SIZES[size]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        num_hidden_layers=1,
+        attn_implementation="sdpa",
+    )
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         block, rotary = LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config)
@@ -98,12 +100,12 @@ def layer(size: str, sequences: int, context: int) -> dict[str, float]:
 
 
 def head(size: str, chunk: int) -> dict[str, float]:
-    sizes = SIZES[size]
-    weight = torch.randn(sizes["vocab_size"], sizes["hidden_size"], device="cuda",
-                         dtype=torch.bfloat16, requires_grad=True)  # fmt: skip
+    hidden, _, _, _, vocabulary = SIZES[size]
+    kind = {"device": "cuda", "dtype": torch.bfloat16}
+    weight = torch.randn(vocabulary, hidden, requires_grad=True, **kind)
     weight.grad = torch.zeros_like(weight)
-    x = torch.randn(chunk, sizes["hidden_size"], device="cuda", dtype=torch.bfloat16)
-    target = torch.randint(0, sizes["vocab_size"], (chunk,), device="cuda")
+    x = torch.randn(chunk, hidden, **kind)
+    target = torch.randint(0, vocabulary, (chunk,), device="cuda")
 
     def run():
         y = x.detach().requires_grad_()
@@ -122,7 +124,9 @@ def main() -> None:
     work = [("3B", 4, 4096), ("3B", 1, 16384), ("8B", 4, 4096), ("8B", 1, 32768), ("8B", 1, 65536)]
     layers = [layer(*case) for case in work]
     heads = [head(*case) for case in [("3B", 1024), ("3B", 2048), ("8B", 2048)]]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
     json.dump(
         {
             "what": "memory and time of one transformer block",

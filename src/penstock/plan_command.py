@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -20,6 +21,7 @@ from penstock.advice import Advice, Point, Question, advise, plot, vary
 from penstock.budget import Budget, parse_budget
 from penstock.bundled import DEFAULT, bundled, bundled_names
 from penstock.errors import InfeasibleError, PenstockError, PlanError
+from penstock.inventory import Inventory
 from penstock.machine import Machine
 from penstock.plan_view import explain, infeasible_json, plan_json, plan_view
 from penstock.planner import make_plan
@@ -55,41 +57,72 @@ def plan_command(
     as_json: Annotated[bool, Option("--json", help="For programs.")] = False,
 ) -> None:
     """Say what will rest where, how long a step takes and what bounds it. Needs no GPU."""
-    from penstock.survey import survey
-
-    console = Console(soft_wrap=as_json)
+    console = Console()
     chosen, remark = find_machine(machine)
     if remark and not as_json:
         console.print(remark, style="yellow")
-    inventory = survey(model, blocks=blocks, freeze=tuple(freeze or ()))
+    inventory = _survey(model, blocks, freeze or [])
     budget = parse_budget(chosen, hbm=hbm, dram=dram, cxl=cxl, nvme=tuple(nvme or ()))
+    numerics = default_numerics(inventory, context=context, batch=batch, micro_batch=micro_batch)
+    kinds = {
+        "dtype": _one_of("dtype", dtype, Dtype),
+        "moments": _one_of("moments", moments, Moments),
+    }
     workload = Workload(
-        context=context,
-        batch=batch,
-        dtype=_one_of("dtype", dtype, Dtype),
-        moments=_one_of("moments", moments, Moments),
-        clip=clip or None,
-        steps=steps,
-        numerics=default_numerics(inventory, context=context, batch=batch, micro_batch=micro_batch),
+        context=context, batch=batch, clip=clip or None, steps=steps, numerics=numerics, **kinds
     )
-    try:
-        planned = make_plan(inventory, workload, budget, chosen)
-    except InfeasibleError as problem:
-        _tell_infeasible(console, problem, budget, as_json)
-        raise typer.Exit(1) from None
-    if output is not None:
-        planned.plan.save(output)
-    if as_json:
-        print(json.dumps(plan_json(planned)))
-        return
-    console.print(plan_view(planned, chosen))
-    question = Question(inventory, workload, budget, chosen, planned)
-    if explain_:
-        console.print(explain(planned, inventory, explain_))
-    elif vary_:
-        _show_curve(console, question, vary_)
-    else:
-        console.print(advice_text(advise(question)))
+    answer = _Answer(output, explain_, vary_, as_json)
+    answer.give(console, inventory, workload, budget, chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """How the user wants to be told."""
+
+    output: Path | None
+    """Where the plan goes."""
+
+    block: str | None
+    """One block in full."""
+
+    curve: str | None
+    """A tier and its range."""
+
+    as_json: bool
+    """For programs."""
+
+    def give(
+        self,
+        console: Console,
+        inventory: Inventory,
+        workload: Workload,
+        budget: Budget,
+        machine: Machine,
+    ) -> None:
+        try:
+            planned = make_plan(inventory, workload, budget, machine)
+        except InfeasibleError as problem:
+            _tell_infeasible(console, problem, budget, self.as_json)
+            raise typer.Exit(1) from None
+        if self.output is not None:
+            planned.plan.save(self.output)
+        if self.as_json:
+            print(json.dumps(plan_json(planned)))
+            return
+        console.print(plan_view(planned, machine))
+        question = Question(inventory, workload, budget, machine, planned)
+        if self.block:
+            console.print(explain(planned, inventory, self.block))
+        elif self.curve:
+            _show_curve(console, question, self.curve)
+        else:
+            console.print(advice_text(advise(question)))
+
+
+def _survey(model: str, blocks: str | None, freeze: list[str]) -> Inventory:
+    from penstock.survey import survey  # brings transformers, which takes seconds
+
+    return survey(model, blocks=blocks, freeze=tuple(freeze))
 
 
 def machines_command() -> None:
