@@ -131,7 +131,7 @@ class Walker:
     forward = loss = backward = _compute
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_a_step_computes_with_what_is_there_and_leaves_nothing(case: tuple[Desk, Choice]) -> None:
     desk, choice = case
@@ -151,7 +151,7 @@ def test_a_step_computes_with_what_is_there_and_leaves_nothing(case: tuple[Desk,
     assert {block for block, _ in walker.swept} == trained
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases())
 def test_no_more_is_in_flight_than_the_pools_hold(case: tuple[Desk, Choice]) -> None:
     desk, choice = case
@@ -171,7 +171,7 @@ def test_no_more_is_in_flight_than_the_pools_hold(case: tuple[Desk, Choice]) -> 
         assert promised.get(what, 0) >= alive_at_once(lifetimes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases())
 def test_streamed_layers_never_outnumber_their_slots(case: tuple[Desk, Choice]) -> None:
     desk, choice = case
