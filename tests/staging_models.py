@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.memory.packing import Lifetime
+from penstock.packing import Lifetime
 
 FOLDER = Path(__file__).parent / "fixtures/models"
 BF16 = 2

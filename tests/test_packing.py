@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.memory.packing import Lifetime, Packing, pack, peak_nbytes
+from penstock.packing import Lifetime, Packing, pack, peak_nbytes
 from penstock.units import GiB
 from tests.staging_models import (
     Model,
@@ -58,6 +58,24 @@ def test_what_lives_at_once_never_shares_bytes(items: list[Lifetime]) -> None:
     check_apart(items, packing)
     assert packing.nbytes >= packing.peak
     assert all(packing.sizes[item.name] >= item.nbytes for item in items)
+
+
+@settings(max_examples=50, deadline=None)
+@given(lifetimes)
+def test_less_effort_is_still_right_and_more_never_takes_more(items: list[Lifetime]) -> None:
+    quick = pack(items, mendings=0)
+
+    check_apart(items, quick)
+    assert quick.nbytes >= pack(items).nbytes >= quick.peak
+    assert pack(items, mendings=0) == quick
+
+
+def test_a_large_tensor_uses_the_place_of_a_slightly_smaller_one() -> None:
+    # The head is the embedding plus a norm; it must not be put on top for those few bytes.
+    rows = [("embedding", 1000, 0, 10), ("layer", 400, 5, 26), ("head", 1004, 10, 21)]
+    items = [Lifetime(name=n, nbytes=b, start=s, end=e) for n, b, s, e in rows]
+
+    assert pack(items, alignment=1, mendings=0).nbytes == peak_nbytes(items) == 1404
 
 
 def test_nothing_takes_nothing() -> None:

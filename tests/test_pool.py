@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from penstock.memory.arena import Arena
-from penstock.memory.packing import Lifetime, pack
 from penstock.memory.pool import SlotError, SlotHeldError, StagingPool
+from penstock.packing import Lifetime, pack
 from penstock.units import KiB
 
 

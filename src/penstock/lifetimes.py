@@ -1,6 +1,7 @@
 """From when to when each passing buffer is needed, read off a schedule. Room: decide.
 
-The engine lays its buffers out by the same lists, so what is planned is what is taken.
+The engine lays its buffers out by the same lists, so what is planned is what is taken. The clock
+counts the schedule's operations; a name says what it is, of which block, since which operation.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def weight_lifetimes(schedule: Schedule, placement: Placement) -> list[Lifetime]
         elif operation.verb is Verb.DROP:
             home = placement.blocks[operation.block].home(Role.WEIGHT)
             assert home is not None
-            found.append(Lifetime(home.nbytes, since.pop(operation.block), at))
+            start = since.pop(operation.block)
+            found.append(_lifetime("weight", operation.block, home.nbytes, start, at))
     return found
 
 
@@ -55,11 +57,12 @@ def gradient_lifetimes(
             start = sums.pop(block, at)
             in_place = formats.rounds > 1 and _leaves(placement, block)
             if elements[block] and not in_place:
-                found.append(Lifetime(round_up(4 * elements[block], EXTENT), start, at))
+                nbytes = round_up(4 * elements[block], EXTENT)
+                found.append(_lifetime("sum", block, nbytes, start, at))
             leaving[block] = start if in_place else at
         elif operation.verb is Verb.DROP and operation.roles == (Role.GRADIENT,):
             nbytes = formats.at_rest(Role.GRADIENT, elements[block])
-            found.append(Lifetime(nbytes, leaving.pop(block), at))
+            found.append(_lifetime("gradient", block, nbytes, leaving.pop(block), at))
     return found
 
 
@@ -76,7 +79,8 @@ def staging_lifetimes(
             since[key].append(at)
         elif operation.verb is Verb.RELEASE:
             nbytes = staged_nbytes(inventory, operation, placement, formats)
-            found.append(Lifetime(nbytes, since[key].popleft(), at))
+            start = since[key].popleft()
+            found.append(_lifetime("staged", operation.block, nbytes, start, at))
     return found
 
 
@@ -94,6 +98,11 @@ def staged_nbytes(
     assert home is not None
     assert operation.roles == (Role.WEIGHT,)
     return home.nbytes
+
+
+def _lifetime(what: str, block: int, nbytes: int, first: int, last: int) -> Lifetime:
+    """Of what is there for both operations and those between."""
+    return Lifetime(name=f"{what} {block} @{first}", nbytes=nbytes, start=first, end=last + 1)
 
 
 def _leaves(placement: Placement, block: int) -> bool:

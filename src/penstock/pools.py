@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from penstock.errors import PlanError
 from penstock.inventory import Block, Inventory
 from penstock.lifetimes import gradient_lifetimes, staging_lifetimes, weight_lifetimes
-from penstock.packing import pack
+from penstock.packing import Lifetime, pack
 from penstock.placement_parts import Placement
 from penstock.roles import EXTENT, Role
 from penstock.schedule import Schedule
@@ -68,9 +68,9 @@ def pools(
     """Everything that is not at rest, in the order the table shows it."""
     formats = workload.formats(placement.rounds)
     working = working_nbytes(inventory, workload)
-    weights = pack(weight_lifetimes(schedule, placement)).nbytes
-    gradients = pack(gradient_lifetimes(inventory, schedule, placement, formats)).nbytes
-    staging = pack(staging_lifetimes(inventory, schedule, placement, formats)).nbytes
+    weights = _packed(weight_lifetimes(schedule, placement))
+    gradients = _packed(gradient_lifetimes(inventory, schedule, placement, formats))
+    staging = _packed(staging_lifetimes(inventory, schedule, placement, formats))
     hbm = {
         "CUDA context": context_nbytes,
         "weight slots": weights,
@@ -122,6 +122,11 @@ def _layer_nbytes(block: Block, hidden: int, tokens: int, tile: int) -> int:
     backward = (BACKWARD_HIDDEN * hidden + BACKWARD_ATTENTION * attention) * tokens
     backward += BACKWARD_MLP * block.mlp_width * tile
     return 2 * max(forward, backward)
+
+
+def _packed(lifetimes: list[Lifetime]) -> int:
+    """Not mended: the search asks for thousands of these."""
+    return pack(lifetimes, mendings=0).nbytes
 
 
 def _needs_ring(placement: Placement) -> bool:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from penstock.errors import PenstockError
 from penstock.memory.arena import Arena
-from penstock.memory.packing import Packing
+from penstock.packing import Packing
 from penstock.units import format_bytes
 
 SLICE = 0.05
