@@ -12,11 +12,14 @@ Dtype = Literal["bf16", "fp16"]
 Moments = Literal["fp32", "bf16", "int8"]
 
 SCALE_BLOCK = 256
-"""Elements that share one fp32 scale in an int8 moment."""
+"""Elements that share one base in an int8 moment, as the sweep stores it."""
+
+BASE_NBYTES = 2
+"""One int16 base."""
 
 TENSOR_ALIGNMENT = 256
 """Elements. A tensor starts at a multiple in its flat buffer, so that its bytes start at a multiple
-of 256 in every role, int8 included, and no scale spans two tensors."""
+of 256 in every role, int8 included, and no base spans two tensors."""
 
 EXTENT = 4096
 """Bytes. Each role of each block starts on a page, which is also a disk's block."""
@@ -67,7 +70,7 @@ class Formats:
     def nbytes(self, role: Role, elements: int) -> int:
         """Bytes of `elements` elements, without the padding of their home."""
         if role in (Role.FIRST, Role.SECOND) and self.moments == "int8":
-            return elements + 4 * (round_up(elements, SCALE_BLOCK) // SCALE_BLOCK)
+            return elements + BASE_NBYTES * (round_up(elements, SCALE_BLOCK) // SCALE_BLOCK)
         return elements * self._width(role)
 
     def at_rest(self, role: Role, elements: int) -> int:
