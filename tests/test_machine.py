@@ -70,6 +70,7 @@ def full_machine() -> Machine:
             Gpu(
                 index=0, name="G", memory=80 * GiB, free=79 * GiB, pcie_generation=5,
                 pcie_width=16, node=0, uuid="GPU-1", capability="9.0",
+                matmul_flops=figure(), block_flops=figure(), memory_bandwidth=figure(),
             ),
         ),
         transfers=(
@@ -80,6 +81,7 @@ def full_machine() -> Machine:
             StoragePath(
                 path="/scratch", device="/dev/nvme0n1", model="M", file_system="ext4", block=512,
                 capacity=GiB, free=MiB, rotational=False, direct=True,
+                rated_writes=600 * GiB,
                 rates=(StorageRate(operation="read", block=MiB, depth=8,
                                    bytes_per_second=figure()),),
             ),
