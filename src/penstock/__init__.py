@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock import optim
+    from penstock.budget import Budget
     from penstock.discovery import discover
     from penstock.errors import PenstockError
     from penstock.machine import Machine
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from penstock.memory.residency import Residency
     from penstock.memory.tensors import empty, from_tensor, full, move, where, zeros
     from penstock.storage.store import Store
+    from penstock.plan import Plan
+    from penstock.planner import make_plan
+    from penstock.survey import survey
+    from penstock.workload import Workload
 
 __version__ = "0.1.0"
 
@@ -44,6 +49,12 @@ __all__ = [
     # the machine
     "Machine",
     "discover",
+    # the plan
+    "survey",
+    "Workload",
+    "Budget",
+    "Plan",
+    "make_plan",
     # what can go wrong
     "PenstockError",
 ]
@@ -64,6 +75,11 @@ _HOME = {
     "Store": "storage.store",
     "Machine": "machine",
     "discover": "discovery",
+    "survey": "survey",
+    "Workload": "workload",
+    "Budget": "budget",
+    "Plan": "plan",
+    "make_plan": "planner",
     "PenstockError": "errors",
 }
 
