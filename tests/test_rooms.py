@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "system": {"units"},
     "records": {"errors", "units"},
     "record_files": {"errors", "records"},
+    "packing": {"units"},
     # measure
     "figures": {"errors", "records"},
     "machine_parts": {"errors", "figures", "records", "tiers"},
@@ -28,6 +29,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"_native", "discovery", "errors", "machine", "machine_parts", "system", "units"},
         *{"memory.arena", "memory.placement", "memory.region"},  # what it measures, it must hold
     },
+    "gpu_catalogue": set(),
+    "bundled": {"errors", "machine", "record_files", "records"},
+    "model_survey": {"errors", "inventory"},
     # hold
     "memory.placement": {"_native", "errors"},
     "memory.region": {
@@ -39,8 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"_native", "errors", "units", "memory.placement", "memory.region", "memory.residency"},
         "memory.tensors",  # inside a function: the core imports without torch
     },
-    "memory.packing": {"units"},
-    "memory.pool": {"errors", "memory.arena", "memory.packing", "units", "_native"},
+    "memory.pool": {"errors", "memory.arena", "packing", "units"},
     "storage": {
         *{"_native", "errors", "system", "units"},
         *{"memory.arena", "memory.region"},
@@ -51,12 +54,55 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # update
     "optim": {"_native", "errors", "system", "memory.placement", "memory.tensors"},
+    # decide: neither torch, nor the native core, nor memory
+    "roles": {"units"},
+    "inventory": {"errors", "roles", "units"},
+    "workload": {"errors", "inventory", "roles", "units"},
+    "budget": {"errors", "machine", "records", "tiers", "units"},
+    "placement_parts": {"errors", "roles", "tiers", "units"},
+    "schedule": {"roles"},
+    "step_facts": {"inventory", "placement_parts", "roles", "tiers"},
+    "step_order": {"inventory", "placement_parts", "roles", "schedule", "step_facts"},
+    "lifetimes": {
+        *{"inventory", "packing", "placement_parts", "roles", "schedule", "tiers", "units"},
+    },
+    "pools": {
+        *{"errors", "inventory", "lifetimes", "packing", "placement_parts", "roles", "schedule"},
+        *{"tiers", "units", "workload"},
+    },
+    "plan": {
+        *{"budget", "errors", "inventory", "machine", "placement_parts", "pools", "record_files"},
+        *{"roles", "tiers", "units", "workload"},
+    },
+    "cost": {
+        *{"errors", "gpu_catalogue", "inventory", "machine", "placement_parts", "roles"},
+        *{"schedule", "step_order", "tiers", "workload"},
+    },
+    "planner": {
+        *{"budget", "cost", "errors", "inventory", "machine", "placement_parts", "plan", "pools"},
+        *{"roles", "schedule", "step_order", "tiers", "units", "workload"},
+    },
+    "baselines": {
+        *{"cost", "errors", "inventory", "placement_parts", "planner", "roles", "schedule"},
+        *{"tiers", "units", "workload"},
+    },
     # show
+    "advice": {"budget", "errors", "inventory", "machine", "planner", "tiers", "units", "workload"},
+    "plan_words": {"machine", "plan", "tiers"},
+    "plan_view": {
+        *{"cost", "errors", "inventory", "machine", "plan", "plan_words", "planner"},
+        *{"tiers", "units"},
+    },
+    "plan_command": {
+        *{"advice", "budget", "bundled", "discovery", "errors", "inventory", "machine"},
+        *{"plan_view", "planner", "probe", "roles", "model_survey", "tiers", "units", "workload"},
+    },
     "doctor": {"_native", "discovery", "records", "system", "units"},
     "store_command": {"storage", "errors", "units"},
-    "cli": {"__init__", "doctor", "errors", "probe", "records", "store_command"},
+    "cli": {"__init__", "doctor", "errors", "plan_command", "probe", "records", "store_command"},
     "__init__": {
         *{"discovery", "errors", "machine"},
+        *{"budget", "plan", "planner", "model_survey", "workload"},
         *{"memory.arena", "memory.placement", "memory.residency", "memory.tensors"},
         "storage.store",
     },
@@ -66,7 +112,17 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_IMPORT_TORCH = {"memory.tensors", "optim"}
 """At module level. Elsewhere torch is imported inside the function that needs it, or not at all."""
 
-TORCH_FREE = ["cli", "discovery", "doctor", "machine", "memory.arena", "probe"]
+TORCH_FREE = [
+    "cli",
+    "cost",
+    "discovery",
+    "doctor",
+    "machine",
+    "memory.arena",
+    "plan",
+    "planner",
+    "probe",
+]
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
