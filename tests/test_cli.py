@@ -24,6 +24,12 @@ FLAGS = {
     "": {"--version", "--json", "--help"},
     "doctor": {"--json", "--help"},
     "probe": {"--out", "-o", "--quick", "--storage", "--plot", "--json", "--help"},
+    "plan": {
+        *{"model", "--context", "--batch", "--hbm", "--dram", "--cxl", "--nvme", "--machine"},
+        *{"--output", "-o", "--moments", "--dtype", "--micro-batch", "--clip", "--steps"},
+        *{"--freeze", "--blocks", "--vary", "--explain", "--json", "--help"},
+    },
+    "machines": {"--json", "--help"},
     "store ls": {"paths", "--json", "--help"},
     "store rm": {"paths", "--force", "--json", "--help"},
     "bench storage": {"path", "--size", "--passes", "--json", "--help"},

@@ -95,7 +95,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plan_command": {
         *{"advice", "budget", "bundled", "discovery", "errors", "inventory", "machine"},
-        *{"plan_view", "planner", "probe", "roles", "model_survey", "tiers", "units", "workload"},
+        *{"plan_view", "planner", "probe", "records", "roles", "model_survey", "tiers", "units"},
+        "workload",
     },
     "doctor": {"_native", "discovery", "records", "system", "units"},
     "store_command": {"storage", "errors", "units"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import tomllib
 from pathlib import Path
@@ -45,6 +46,12 @@ def test_public_names() -> None:
 def test_every_public_name_is_there_and_explained() -> None:
     for name in PUBLIC:
         assert inspect.getdoc(getattr(penstock, name)), name
+
+
+def test_a_name_is_the_thing_and_not_a_module_of_that_name() -> None:
+    importlib.import_module("penstock.plan_command")  # imports most of the package
+
+    assert all(callable(getattr(penstock, name)) for name in PUBLIC if name != "optim")
 
 
 def test_a_missing_name_is_an_attribute_error() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import SurveyError
-from penstock.survey import survey
+from penstock.model_survey import survey
 
 CONFIGS = Path(__file__).parent / "configs"
 

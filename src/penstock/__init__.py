@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from penstock.memory.placement import Interleave, Node, Stripe, placing
     from penstock.memory.residency import Residency
     from penstock.memory.tensors import empty, from_tensor, full, move, where, zeros
-    from penstock.storage.store import Store
+    from penstock.model_survey import survey
     from penstock.plan import Plan
     from penstock.planner import make_plan
-    from penstock.survey import survey
+    from penstock.storage.store import Store
     from penstock.workload import Workload
 
 __version__ = "0.1.0"
@@ -75,7 +75,7 @@ _HOME = {
     "Store": "storage.store",
     "Machine": "machine",
     "discover": "discovery",
-    "survey": "survey",
+    "survey": "model_survey",
     "Workload": "workload",
     "Budget": "budget",
     "Plan": "plan",

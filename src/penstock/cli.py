@@ -27,6 +27,7 @@ from rich.text import Text
 
 from penstock import __version__
 from penstock.errors import PenstockError, ProbeError
+from penstock.plan_command import machines_command, plan_command
 from penstock.store_command import bench_app, store_app
 
 EXIT_MENDABLE = 1
@@ -42,6 +43,8 @@ app = typer.Typer(
 
 T = TypeVar("T")
 
+app.command("plan")(plan_command)
+app.command("machines")(machines_command)
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")
 

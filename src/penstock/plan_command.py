@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from penstock import records
 from penstock.advice import Advice, Point, Question, advise, plot, vary
 from penstock.budget import Budget, parse_budget
 from penstock.bundled import DEFAULT, bundled, bundled_names
@@ -120,13 +121,18 @@ class _Answer:
 
 
 def _survey(model: str, blocks: str | None, freeze: list[str]) -> Inventory:
-    from penstock.survey import survey  # brings transformers, which takes seconds
+    from penstock.model_survey import survey  # brings transformers, which takes seconds
 
     return survey(model, blocks=blocks, freeze=tuple(freeze))
 
 
-def machines_command() -> None:
+def machines_command(
+    as_json: Annotated[bool, Option("--json", help="For programs.")] = False,
+) -> None:
     """List the machine files that come with Penstock, each with its source."""
+    if as_json:
+        print(json.dumps({name: records.to_json(bundled(name)) for name in bundled_names()}))
+        return
     table = Table("name", "HBM", "DRAM", "CXL", "source", box=None, pad_edge=False)
     for name in bundled_names():
         machine = bundled(name)
