@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from penstock.advice import Advice
+from penstock.budget import check_paths, parse_budget, with_paths
 from penstock.bundled import DEFAULT, bundled
 from penstock.errors import PenstockError, PlanError
 from penstock.plan import Plan
@@ -45,6 +46,24 @@ def test_the_table_the_time_line_and_what_bounds_it(penstock: Callable[..., Resu
     for words in ("hbm", "dram", "GPU computes", "tokens/s; bound by", "14.00 bytes a parameter",
                   "What would help most"):  # fmt: skip
         assert words in done.output
+
+
+def test_a_disk_that_was_not_measured_is_assumed_and_said_so(
+    penstock: Callable[..., Result],
+) -> None:
+    done = penstock("plan", GPT2, *SMALL, "--dram", "1GiB", "--nvme", "/data/scratch:4GiB")
+
+    assert done.exit_code == 0, done.output
+    assert "/data/scratch: not measured, taken to be like" in done.output
+
+
+def test_a_plan_for_a_path_the_machine_lacks_is_refused_by_name() -> None:
+    machine = bundled(DEFAULT)
+    budget = parse_budget(machine, hbm="3GiB", dram="1GiB", nvme=("/data/scratch:4GiB",))
+
+    with pytest.raises(PlanError, match="/data/scratch is not in the machine's storage"):
+        check_paths(machine, budget)
+    check_paths(with_paths(machine, budget)[0], budget)
 
 
 def test_json_has_the_frozen_shape(penstock: Callable[..., Result]) -> None:

@@ -9,7 +9,6 @@ import errno
 import os
 import warnings
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -26,6 +25,7 @@ from penstock.errors import (
     UnknownNodeError,
 )
 from penstock.memory import region as module
+from penstock.memory.arena import Arena
 from penstock.memory.placement import Interleave, Node, Place, Stripe, placing
 from penstock.memory.region import KEEP_FREE, RegionOptions, take_region
 from penstock.system import System
@@ -219,24 +219,20 @@ def test_a_gpu_driver_that_registers_no_more_is_a_pin_error(
 
 
 def test_memory_that_cannot_be_locked_is_said_once_where_it_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Unlockable(StandIn):
-        asked: ClassVar[list[dict[str, object]]] = []
-        failure = None
+    def refuse(_: _native.Region) -> None:
+        raise OSError(errno.ENOMEM, "mlock: Cannot allocate memory")
 
-        def lock(self) -> None:
-            raise OSError(errno.ENOMEM, "mlock: Cannot allocate memory")
-
-    monkeypatch.setattr(_native, "Region", Unlockable)
+    monkeypatch.setattr(_native.Region, "lock", refuse)
     monkeypatch.setattr(_native, "cuda_devices", lambda: 0)
     module._warn_unpinned.cache_clear()
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(3):
-            take(PAGE, Node(0), machine(tmp_path / str(_)), pinned=True)
+        kept = [Arena(PAGE, pinned=True) for _ in range(3)]
 
     assert [(Path(w.filename).name, "ulimit -l" in str(w.message)) for w in said] == [
         (Path(__file__).name, True)
     ]
+    assert not any(arena.pinned for arena in kept)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.machine import Machine
+from penstock.machine import Figure, Machine, StoragePath, StorageRate
 from penstock.records import Bytes
 from penstock.tiers import Tier
-from penstock.units import GiB, parse_bytes
+from penstock.units import GiB, MiB, parse_bytes
 
 HBM_RESERVE = 0.02
 """Of a GPU's memory, left for the display and for other programs where the budget is `auto`."""
@@ -104,6 +106,40 @@ def auto_dram(machine: Machine) -> int:
     free = sum(node.capacity if node.free is None else node.free for node in nodes)
     reserve = HOST_RESERVE + int(HOST_SHARE * sum(node.capacity for node in nodes))
     return max(0, free - reserve)
+
+
+ASSUMED_DRIVE: Mapping[Literal["read", "write"], float] = {"read": 5.0e9, "write": 3.0e9}
+"""Bytes per second of a PCIe 4.0 drive, for paths that nobody measured. Data sheets say more."""
+
+
+def with_paths(machine: Machine, budget: Budget) -> tuple[Machine, str]:
+    """The machine with every path of the budget, and what had to be assumed for new ones.
+
+    A path that was not measured is taken to be like the first one that was.
+    """
+    known = {storage.path for storage in machine.storage}
+    new = [path.path for path in budget.nvme if path.path not in known]
+    if not new:
+        return machine, ""
+    measured = next((storage for storage in machine.storage if storage.rates), None)
+    rates = measured.rates if measured else tuple(
+        StorageRate(operation=operation, block=MiB, depth=16,
+                    bytes_per_second=Figure(median=rate, low=rate, high=rate, samples=0))
+        for operation, rate in ASSUMED_DRIVE.items()
+    )  # fmt: skip
+    like = f"like {measured.path}" if measured else "a PCIe 4.0 drive"
+    added = tuple(StoragePath(path=path, rates=rates) for path in new)
+    told = f"{', '.join(new)}: not measured, taken to be {like}; `penstock probe --storage` tells."
+    return replace(machine, storage=machine.storage + added), told
+
+
+def check_paths(machine: Machine, budget: Budget) -> None:
+    """Raise PlanError unless the machine knows every path of the budget."""
+    known = [storage.path for storage in machine.storage]
+    for path in budget.nvme:
+        if path.path not in known:
+            listed = ", ".join(known) or "none"
+            raise PlanError("nvme", f"{path.path} is not in the machine's storage ({listed})")
 
 
 def _path_budget(machine: Machine, text: str) -> PathBudget:

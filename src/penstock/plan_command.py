@@ -19,7 +19,7 @@ from rich.table import Table
 
 from penstock import records
 from penstock.advice import Advice, Point, Question, advise, plot, vary
-from penstock.budget import Budget, parse_budget
+from penstock.budget import Budget, parse_budget, with_paths
 from penstock.bundled import DEFAULT, bundled, bundled_names
 from penstock.errors import InfeasibleError, PenstockError, PlanError
 from penstock.inventory import Inventory
@@ -64,6 +64,9 @@ def plan_command(
         console.print(remark, style="yellow")
     inventory = _survey(model, blocks, freeze or [])
     budget = parse_budget(chosen, hbm=hbm, dram=dram, cxl=cxl, nvme=tuple(nvme or ()))
+    chosen, remark = with_paths(chosen, budget)
+    if remark and not as_json:
+        console.print(remark, style="yellow")
     numerics = default_numerics(inventory, context=context, batch=batch, micro_batch=micro_batch)
     kinds = {
         "dtype": _one_of("dtype", dtype, Dtype),

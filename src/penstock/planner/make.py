@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.budget import Budget, PathBudget
+from penstock.budget import Budget, PathBudget, check_paths
 from penstock.cost import Cost
 from penstock.errors import InfeasibleError
 from penstock.inventory import Inventory
@@ -67,6 +67,7 @@ def find_plan(
 ) -> Planned | None:
     """The best plan found, or None."""
     workload.check(inventory)
+    check_paths(machine, budget)
     desk = Desk(inventory, workload, machine, budget)
     choice = search(desk, effort)
     return planned(desk, choice) if choice is not None else None
