@@ -53,6 +53,17 @@ def test_moving_asks_nothing_of_the_control_group(tmp_path: Path, region: StandI
     assert len(region.asked) == 2
 
 
+def test_what_is_not_in_memory_needs_no_room(
+    tmp_path: Path, region: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untouched = Residency(pages={}, unmapped=64 * MiB // PAGE)
+    monkeypatch.setattr(module, "residency", lambda address, nbytes: untouched)
+
+    move_region(region, 0, 64 * MiB, Node(1), machine(tmp_path, free={0: 0, 1: 0}))
+
+    assert region.asked[-1]["nbytes"] == 64 * MiB
+
+
 def test_what_is_there_already_needs_no_room(tmp_path: Path, region: StandIn) -> None:
     system = machine(tmp_path, free={0: 10 * MiB, 1: (64 + 32) * MiB})
 

@@ -59,13 +59,11 @@ def plan_command(
 ) -> None:
     """Say what will rest where, how long a step takes and what bounds it. Needs no GPU."""
     console = Console()
-    chosen, remark = find_machine(machine)
-    if remark and not as_json:
-        console.print(remark, style="yellow")
+    chosen, about_machine = find_machine(machine)
     inventory = _survey(model, blocks, freeze or [])
     budget = parse_budget(chosen, hbm=hbm, dram=dram, cxl=cxl, nvme=tuple(nvme or ()))
-    chosen, remark = with_paths(chosen, budget)
-    if remark and not as_json:
+    chosen, about_disks = with_paths(chosen, budget)
+    for remark in filter(None, () if as_json else (about_machine, about_disks)):
         console.print(remark, style="yellow")
     numerics = default_numerics(inventory, context=context, batch=batch, micro_batch=micro_batch)
     kinds = {

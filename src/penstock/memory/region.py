@@ -124,9 +124,10 @@ def check_move(address: int, nbytes: int, place: Place, system: System) -> None:
     Moving takes no more memory in all, so a control group has no say in it.
     """
     _check_nodes(place.nodes, system)
-    here = residency(address, nbytes).nbytes
-    missing = {n: max(0, share - here.get(n, 0)) for n, share in place.shares(nbytes).items()}
-    _check_free(missing, system)
+    found = residency(address, nbytes)
+    here, in_memory = found.nbytes, nbytes - found.unmapped * found.page_nbytes
+    shares = place.shares(max(0, in_memory))  # what is not in memory does not move
+    _check_free({n: max(0, share - here.get(n, 0)) for n, share in shares.items()}, system)
 
 
 def explain_move(failed: OSError, nbytes: int) -> Exception:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock import _native
-from penstock.errors import PlacementPermissionError
+from penstock.errors import PlacementError, PlacementPermissionError
 from penstock.units import format_bytes, round_up
 
 _MAPS = "/proc/self/maps"
@@ -61,8 +61,10 @@ def residency(address: int, nbytes: int) -> Residency:
 def _ask(address: int, nbytes: int) -> dict[int, int]:
     try:
         return _native.count_pages(address, nbytes, os.cpu_count() or 1)
-    except OSError as failed:
+    except PermissionError as failed:
         raise PlacementPermissionError("move_pages", failed.errno or errno.EPERM) from None
+    except OSError as failed:
+        raise PlacementError(f"the kernel would not say where pages are: {failed}") from None
 
 
 def _walk_is_cheaper(nbytes: int, page: int) -> bool:
