@@ -244,3 +244,37 @@ class NonFiniteMasterError(SweepError, ArithmeticError):
             f"such elements kept their weight and moments, all others were updated. Lower the "
             f"learning rate, or go back to the last checkpoint"
         )
+
+
+class EngineError(PenstockError):
+    """Training that cannot go on."""
+
+
+class DeviceMemoryError(EngineError, MemoryError):
+    """The GPU has too little memory left."""
+
+    def __init__(self, what: str, *, wanted: int, free: int, total: int) -> None:
+        self.what, self.wanted, self.free, self.total = what, wanted, free, total
+        super().__init__(
+            f"{format_bytes(wanted)} of GPU memory wanted for {what}, {format_bytes(free)} of "
+            f"{format_bytes(total)} free; lower --hbm, or end what else uses the GPU"
+        )
+
+
+class UnsupportedModelError(EngineError, ValueError):
+    """A model that can be planned for but not trained."""
+
+
+class BatchError(EngineError, ValueError):
+    """A batch that the engine was not prepared for."""
+
+
+class NonFiniteLossError(EngineError, ArithmeticError):
+    """The loss or a gradient is infinite or NaN. No weight was changed by this batch."""
+
+    def __init__(self, problem: str, *, step: int) -> None:
+        self.problem, self.step = problem, step
+        super().__init__(
+            f"step {step}: {problem}; this batch changed no weight. Look at the batch, lower the "
+            f"learning rate, or go back to an earlier checkpoint"
+        )

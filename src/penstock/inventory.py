@@ -6,6 +6,7 @@ person or a test may write one by hand.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import math
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from penstock.errors import InventoryError
-from penstock.roles import TENSOR_ALIGNMENT
+from penstock.roles import SWEEP_LEAF, TENSOR_ALIGNMENT
 from penstock.units import round_up
 
 BlockKind = Literal["embedding", "layer", "head"]
@@ -75,6 +76,9 @@ class Block:
     """The furthest back that attention looks, where that is limited."""
 
     _flat: tuple[int, int] = field(init=False, repr=False, compare=False)
+    _cuts: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_flat", (self._padded(False), self._padded(True)))
@@ -99,6 +103,25 @@ class Block:
             found[tensor.name] = at
             at += round_up(tensor.elements, TENSOR_ALIGNMENT)
         return found
+
+    def pieces(self, step: int, trainable: bool = True) -> tuple[tuple[int, int], ...]:
+        """That buffer in runs of at most `step` elements, cut where the sweep may cut a tensor."""
+        if step < SWEEP_LEAF:
+            raise InventoryError("step", f"must be {SWEEP_LEAF} or more, got {step}")
+        if (step, trainable) not in self._cuts:
+            self._cuts[step, trainable] = tuple(self._cut(step, trainable))
+        return self._cuts[step, trainable]
+
+    def _cut(self, step: int, trainable: bool) -> Iterator[tuple[int, int]]:
+        starts = sorted(self.offsets(trainable).values())
+        at, end = 0, self.flat_elements(trainable)
+        while at < end:
+            stop = min(at + step, end)
+            if stop < end:
+                tensor = starts[bisect.bisect_right(starts, stop) - 1]
+                stop -= (stop - tensor) % SWEEP_LEAF
+            yield at, stop
+            at = stop
 
     def _padded(self, trainable: bool) -> int:
         return sum(round_up(t.elements, TENSOR_ALIGNMENT) for t in self._of(trainable))

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from penstock.inventory import Inventory
+from penstock.inventory import Block, Inventory
 from penstock.packing import Lifetime
 from penstock.placement_parts import Placement
 from penstock.roles import EXTENT, Formats, Role
 from penstock.schedule import Operation, Schedule, Verb
-from penstock.tiers import Tier
 from penstock.units import round_up
 
 
@@ -55,7 +54,7 @@ def gradient_lifetimes(
             if operation.verb is Verb.LOSS and tied:
                 sums.setdefault(0, at)
             start = sums.pop(block, at)
-            in_place = formats.rounds > 1 and _leaves(placement, block)
+            in_place = formats.rounds > 1  # what rests, or is on its way there, is the sum
             if elements[block] and not in_place:
                 nbytes = round_up(4 * elements[block], EXTENT)
                 found.append(_lifetime("sum", block, nbytes, start, at))
@@ -88,23 +87,20 @@ def staged_nbytes(
     inventory: Inventory, operation: Operation, placement: Placement, formats: Formats
 ) -> int:
     """Host bytes that one read, and what is done with it, needs."""
-    block = inventory.blocks[operation.block]
-    elements = block.flat_elements(True)
-    if operation.piece is not None:
-        step = placement.piece_elements
-        elements = min(step, elements - operation.piece * step)
-        return sum(formats.at_rest(role, elements) for role in operation.roles)
-    home = placement.blocks[operation.block].home(Role.WEIGHT)
-    assert home is not None
-    assert operation.roles == (Role.WEIGHT,)
-    return home.nbytes
+    assert operation.piece is not None
+    start, stop, _ = piece_span(inventory.blocks[operation.block], operation.piece, placement)
+    return sum(formats.at_rest(role, stop - start) for role in operation.roles)
+
+
+def piece_span(block: Block, piece: int, placement: Placement) -> tuple[int, int, bool]:
+    """Its elements, and whether they are of the trainable buffer or of the frozen one."""
+    trained = block.pieces(placement.piece_elements)
+    if piece < len(trained):
+        return (*trained[piece], True)
+    frozen = block.pieces(placement.piece_elements, trainable=False)
+    return (*frozen[piece - len(trained)], False)
 
 
 def _lifetime(what: str, block: int, nbytes: int, first: int, last: int) -> Lifetime:
     """Of what is there for both operations and those between."""
     return Lifetime(name=f"{what} {block} @{first}", nbytes=nbytes, start=first, end=last + 1)
-
-
-def _leaves(placement: Placement, block: int) -> bool:
-    at = placement.blocks[block]
-    return at.home(Role.GRADIENT) is not None and not at.all_on(Role.GRADIENT, Tier.HBM)

@@ -17,7 +17,7 @@ from penstock.placement_parts import Placement
 from penstock.roles import EXTENT, Role
 from penstock.schedule import Schedule
 from penstock.tiers import Tier
-from penstock.units import MiB, round_up
+from penstock.units import KiB, MiB, round_up
 from penstock.workload import Workload
 
 CUDA_CONTEXT = 704 * MiB
@@ -27,8 +27,12 @@ SLACK = 0.20
 """Of working memory, for the caching allocator's gaps. A prototype that left everything to the
 allocator reserved 19 to 39 % more than it used; fixed buffers, which are most of it, have none."""
 
-RING = 4 * 32 * MiB
-"""Host staging for inputs and gradients on their way to and from NVMe: two pieces each way."""
+PIPE_HALF = 16 * MiB
+"""Of a pipe between device and NVMe, for inputs or gradients: while one half is copied, the other
+is written or read."""
+
+PIPE_UNIT = 64 * KiB
+"""What halves are multiples of: a store's unit."""
 
 # Elements alive at once per token besides the layer's input, as multiples of the hidden width, of
 # the width inside the MLP, and of queries, keys and values together.
@@ -79,30 +83,38 @@ def pools(
         "working memory": working,
         "allocator slack": round_up(int(SLACK * working), EXTENT),
     }
-    dram = {"NVMe staging": staging, "NVMe ring": RING if _needs_ring(placement) else 0}
+    pipes = pipe_lanes(placement)
+    dram = {
+        "NVMe staging": staging,
+        "NVMe pipes": len(pipes) * pipe_nbytes(inventory, workload) if pipes else 0,
+    }
     made = [Pool(tier=Tier.HBM, what=k, nbytes=v) for k, v in hbm.items()]
     made += [Pool(tier=Tier.DRAM, what=k, nbytes=v) for k, v in dram.items()]
     return tuple(pool for pool in made if pool.nbytes)
 
 
-def round_sequences(workload: Workload, rounds: int) -> int:
-    """Sequences of the largest round: whole micro-batches."""
-    micro_batches = -(-workload.micro_batches // rounds)
-    return min(workload.batch, micro_batches * workload.numerics.micro_batch)
+def round_micro_batches(workload: Workload, rounds: int) -> int:
+    """Micro-batches of the largest round."""
+    return -(-workload.micro_batches // rounds)
+
+
+def micro_nbytes(inventory: Inventory, workload: Workload) -> int:
+    """One block's input, for one micro-batch."""
+    tokens = workload.numerics.micro_batch * workload.context
+    return round_up(tokens * inventory.hidden * 2, EXTENT)
 
 
 def input_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
     """One block's input, for all micro-batches of a round."""
-    tokens = round_sequences(workload, rounds) * workload.context
-    return round_up(tokens * inventory.hidden * 2, EXTENT)
+    return round_micro_batches(workload, rounds) * micro_nbytes(inventory, workload)
 
 
 def hidden_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
     """What passes from block to block for a whole round, two micro-batches on their way out or in,
     and the token ids and labels."""
-    passing = input_nbytes(inventory, workload, rounds)
-    micro = workload.numerics.micro_batch * workload.context * inventory.hidden * 2
-    return passing + round_up(2 * micro, EXTENT) + round_up(16 * workload.tokens, EXTENT)
+    passing = round_micro_batches(workload, rounds) + 2
+    tokens = round_up(16 * workload.tokens, EXTENT)
+    return passing * micro_nbytes(inventory, workload) + tokens
 
 
 def working_nbytes(inventory: Inventory, workload: Workload) -> int:
@@ -129,9 +141,20 @@ def _packed(lifetimes: list[Lifetime]) -> int:
     return pack(lifetimes, mendings=0).nbytes
 
 
-def _needs_ring(placement: Placement) -> bool:
-    return any(
-        block.touches(role, Tier.NVME)
-        for block in placement.blocks
+def pipe_lanes(placement: Placement) -> tuple[str, ...]:
+    """Lanes that have a pipe of their own between device and NVMe."""
+    inputs, gradients = (
+        any(block.touches(role, Tier.NVME) for block in placement.blocks)
         for role in (Role.INPUT, Role.GRADIENT)
     )
+    lanes = ("drain inputs", "fetch inputs") if inputs else ()
+    if gradients:
+        lanes += ("drain", "fetch") if placement.rounds > 1 else ("drain",)
+    return lanes
+
+
+def pipe_nbytes(inventory: Inventory, workload: Workload) -> int:
+    """Both halves: no larger than what passes through them."""
+    gradient = max(4 * block.flat_elements(True) for block in inventory.blocks)
+    largest = max(micro_nbytes(inventory, workload), gradient)
+    return 2 * min(PIPE_HALF, round_up(largest, PIPE_UNIT))

@@ -21,6 +21,9 @@ TENSOR_ALIGNMENT = 256
 """Elements. A tensor starts at a multiple in its flat buffer, so that its bytes start at a multiple
 of 256 in every role, int8 included, and no base spans two tensors."""
 
+SWEEP_LEAF = 4096
+"""Elements. The sweep may cut a tensor at multiples of this, counted from the tensor's start."""
+
 EXTENT = 4096
 """Bytes. Each role of each block starts on a page, which is also a disk's block."""
 

@@ -77,7 +77,8 @@ class Operation(NamedTuple):
     """In which round."""
 
     piece: int | None = None
-    """Which piece of a sweep, where it is done in pieces."""
+    """Which piece of the block, where it passes through staging: those that are swept come first,
+    then those of frozen weights."""
 
     gpu: bool = False
     """A sweep that the GPU does, over states that rest in HBM."""
@@ -109,9 +110,6 @@ class Schedule:
 
     operations: tuple[Operation, ...]
     """Each refers only to earlier ones."""
-
-    pieces: tuple[int, ...]
-    """How many pieces each block's sweep is cut into."""
 
     def __post_init__(self) -> None:
         for i, operation in enumerate(self.operations):

@@ -24,6 +24,9 @@ class StepFacts:
     pieces: tuple[int, ...]
     """Per block, how many pieces its sweep is cut into."""
 
+    frozen_pieces: tuple[int, ...]
+    """Per block, how many more there are of weights that are not trained."""
+
     @classmethod
     def of(cls, inventory: Inventory, placement: Placement) -> StepFacts:
         owner = {t.name: i for i, b in enumerate(inventory.blocks) for t in b.tensors}
@@ -31,10 +34,10 @@ class StepFacts:
             tuple(sorted({owner[name] for name in b.borrows} | ({i} if b.tensors else set())))
             for i, b in enumerate(inventory.blocks)
         )
-        pieces = tuple(
-            max(1, -(-b.flat_elements(True) // placement.piece_elements)) for b in inventory.blocks
-        )
-        return cls(placement, owned, pieces)
+        step = placement.piece_elements
+        pieces = tuple(len(b.pieces(step)) for b in inventory.blocks)
+        frozen = tuple(len(b.pieces(step, trainable=False)) for b in inventory.blocks)
+        return cls(placement, owned, pieces, frozen)
 
     @property
     def count(self) -> int:
@@ -54,6 +57,12 @@ class StepFacts:
 
     def weight_on_nvme(self, block: int) -> bool:
         return self._at(block).touches(Role.WEIGHT, Tier.NVME)
+
+    def adds_to(self, block: int) -> tuple[int, ...]:
+        """Blocks whose gradients its backward adds to: its own, and that of a tied embedding."""
+        owners = (*self.owned[block], block) if block == self.count - 1 else (block,)
+        trained = (o for o in owners if self._at(o).home(Role.GRADIENT) is not None)
+        return tuple(sorted(set(trained)))
 
     def offloads_input(self, block: int) -> bool:
         home = self._at(block).home(Role.INPUT)
@@ -84,7 +93,7 @@ class Use:
     """The block computed."""
 
     backward: bool
-    """Whether it is its backward."""
+    """Whether it differentiates: the head does so at the turn."""
 
     round: int
     """In which round."""
@@ -100,9 +109,10 @@ class WeightWindow:
     are kept: what is needed furthest in the future goes first.
     """
 
-    def __init__(self, facts: StepFacts) -> None:
+    def __init__(self, facts: StepFacts, *, backward: bool = True) -> None:
         self.facts = facts
-        self.uses = [use for round in range(facts.placement.rounds) for use in _uses(facts, round)]
+        rounds = facts.placement.rounds if backward else 1
+        self.uses = [use for round in range(rounds) for use in _uses(facts, round, backward)]
         self._needed: dict[int, list[int]] = {}
         for k, use in enumerate(self.uses):
             for owner in use.owners:
@@ -125,15 +135,17 @@ class WeightWindow:
         return idle[: max(0, len(rivals) + 1 - self.facts.placement.slots)]
 
     def _round(self, at: int) -> int:
-        return self.uses[at].round if at < len(self.uses) else self.facts.placement.rounds
+        return self.uses[at].round if at < len(self.uses) else self.uses[-1].round + 1
 
     def _next(self, block: int, at: int) -> int:
         return next((k for k in self._needed.get(block, ()) if k >= at), len(self.uses))
 
 
-def _uses(facts: StepFacts, round: int) -> list[Use]:
+def _uses(facts: StepFacts, round: int, backward: bool) -> list[Use]:
     last = facts.count - 1
     forth = [Use(i, False, round, facts.owners(i)) for i in range(last)]
-    turn = [Use(last, False, round, facts.owners(last))]
+    turn = [Use(last, backward, round, facts.owners(last))]
+    if not backward:
+        return [*forth, *turn]
     back = [Use(i, True, round, facts.owners(i)) for i in range(last - 1, 0, -1)]
     return [*forth, *turn, *back, Use(0, True, round, ())]

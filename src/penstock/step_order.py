@@ -12,28 +12,55 @@ from penstock.schedule import Operation, Phase, Schedule, Verb
 from penstock.step_facts import StepFacts, WeightWindow
 
 
-def step_schedule(inventory: Inventory, placement: Placement) -> Schedule:
-    """The order of one step. Pure: the same arguments give the same list."""
-    facts = StepFacts.of(inventory, placement)
-    writer = _Writer(facts)
+def step_schedule(inventory: Inventory, placement: Placement, *, pending: bool = True) -> Schedule:
+    """The order of one step. Pure: the same arguments give the same list.
+
+    Without `pending` there is nothing to sweep: the first step, or one after a pause in which the
+    sweeps were finished.
+    """
+    writer = _Writer(StepFacts.of(inventory, placement), pending=pending)
     for round in range(placement.rounds):
         writer.pass_forward(round)
         writer.pass_backward(round)
-    writer.drop_what_is_left()
-    return Schedule(operations=tuple(writer.listed), pieces=facts.pieces)
+    return writer.finished()
+
+
+def evaluation_schedule(inventory: Inventory, placement: Placement) -> Schedule:
+    """One pass forward, with the loss and no gradients. Sweeps are finished before it."""
+    facts = StepFacts.of(inventory, placement)
+    writer = _Writer(facts, pending=False, backward=False)
+    writer.pass_forward(0)
+    writer.turn(0)
+    return writer.finished()
+
+
+def sweep_schedule(inventory: Inventory, placement: Placement) -> Schedule:
+    """Every pending sweep and nothing else: before saving, evaluating or reading a parameter."""
+    writer = _Writer(StepFacts.of(inventory, placement), sends=False)
+    for block in range(len(inventory.blocks)):
+        writer.sweep(block)
+    return writer.finished()
 
 
 class _Writer:
     """Appends operations and remembers what later ones must wait for."""
 
-    def __init__(self, facts: StepFacts) -> None:
+    def __init__(
+        self,
+        facts: StepFacts,
+        *,
+        pending: bool = True,
+        backward: bool = True,
+        sends: bool = True,
+    ) -> None:
         self.facts = facts
+        self.pending, self.backward, self.sends = pending, backward, sends
         self.listed: list[Operation] = []
-        self.window = WeightWindow(facts)
+        self.window = WeightWindow(facts, backward=backward)
         self.use = 0
         self.computed: dict[int, int] = {}  # block -> its last computation
         self.swept: dict[int, tuple[int, ...]] = {}  # block -> its sweeps
-        self.written: dict[int, tuple[int, ...]] = {}  # block -> the writes of its fresh weights
+        self.written: dict[tuple[int, int], tuple[int, ...]] = {}  # block and piece -> its write
         self.fetched: dict[tuple[int, Role], tuple[int, ...]] = {}  # in HBM now, and since when
         self.drained: dict[tuple[int, Role], int] = {}  # out of HBM, and since when
         self.staged: list[tuple[Operation, tuple[int, ...]]] = []  # reads, and what holds them
@@ -48,13 +75,21 @@ class _Writer:
             leaves = self.drained.get((i - 1, Role.INPUT))
             waits = self.weights_of(i) + (() if leaves is None else (leaves,))
             self.compute(Verb.FORWARD, i, "forward", round, waits)
-            if self.facts.offloads_input(i + 1):
+            if self.backward and self.facts.offloads_input(i + 1):
                 self.drain(i + 1, Role.INPUT, "forward", round, after=self.computed[i])
+
+    def turn(self, round: int) -> None:
+        last = self.facts.count - 1
+        phase: Phase = "backward" if self.backward else "forward"
+        self.bring(phase, round)
+        waits = self.weights_of(last)
+        for block in self.facts.adds_to(last):
+            waits += self.in_hbm(block, Role.GRADIENT)
+        self.compute(Verb.LOSS, last, phase, round, waits)
 
     def pass_backward(self, round: int) -> None:
         last = self.facts.count - 1
-        self.bring("backward", round)
-        self.compute(Verb.LOSS, last, "backward", round, self.weights_of(last))
+        self.turn(round)
         self.send_gradient(last, round)
         for i in range(last - 1, -1, -1):
             self.bring("backward", round)
@@ -66,10 +101,14 @@ class _Writer:
             self.send_gradient(i, round)
         self.make_room_for_gradient(round, keep=0)
 
-    def drop_what_is_left(self) -> None:
+    def finished(self) -> Schedule:
+        """Drops what is left, and hands the list over."""
+        phase: Phase = "backward" if self.backward else "forward"
+        round = self.window.uses[-1].round
         for block, role in list(self.fetched):
-            self.drop(block, role, "backward", self.facts.placement.rounds - 1)
-        self.release("backward", self.facts.placement.rounds - 1, keep=0)
+            self.drop(block, role, phase, round)
+        self.release(phase, round, keep=0)
+        return Schedule(operations=tuple(self.listed))
 
     # Bringing blocks in, as far ahead as the plan says.
 
@@ -92,33 +131,39 @@ class _Writer:
         if not self.facts.weight_on_nvme(owner):
             self.sweep(owner)
             self.fetch(owner, Role.WEIGHT, phase, round, after=self.swept.get(owner, ()))
-        elif not self.sweep(owner):  # a sweep sends what it wrote straight on
-            self.fetch_staged_weight(owner, phase, round)
+        elif self.sweep(owner):  # which sends what it wrote straight on
+            self.fetch_staged_weight(owner, phase, round, first=self.facts.pieces[owner])
+        else:
+            self.fetch_staged_weight(owner, phase, round, first=0)
 
-    def fetch_staged_weight(self, owner: int, phase: Phase, round: int) -> None:
-        self.release(phase, round, keep=1)
-        after = self.written.get(owner, ())
-        read = self.emit(Verb.READ, owner, (Role.WEIGHT,), phase, round, after=after)
-        self.fetch(owner, Role.WEIGHT, phase, round, after=(read,))
-        self.staged.append((self.listed[read], self.fetched[owner, Role.WEIGHT]))
+    def fetch_staged_weight(self, owner: int, phase: Phase, round: int, first: int) -> None:
+        for piece in range(first, self.facts.pieces[owner] + self.facts.frozen_pieces[owner]):
+            self.release(phase, round, keep=self.facts.placement.pieces_staged - 1)
+            # It may have been written only now.
+            after = self.written.get((owner, piece), ())
+            weight = (Role.WEIGHT,)
+            read = self.emit(Verb.READ, owner, weight, phase, round, piece=piece, after=after)
+            at = self.emit(Verb.FETCH, owner, weight, phase, round, piece=piece, after=(read,))
+            self.fetched[owner, Role.WEIGHT] = (*self.in_hbm(owner, Role.WEIGHT), at)
+            self.staged.append((self.listed[read], (at,)))
 
     def fetch_for_backward(self, block: int, round: int) -> None:
-        wanted = [Role.INPUT] if self.facts.offloads_input(block) else []
-        if round > 0 and self.facts.gradient_leaves(block):
-            wanted.append(Role.GRADIENT)
-        for role in wanted:
-            if (block, role) not in self.fetched:
+        wanted = [(block, Role.INPUT)] if self.facts.offloads_input(block) else []
+        if round > 0:
+            added = (b for b in self.facts.adds_to(block) if self.facts.gradient_leaves(b))
+            wanted += [(b, Role.GRADIENT) for b in added]
+        for key in wanted:
+            if key not in self.fetched:
                 # The buffers of the block two before are free by then.
                 after = tuple(self.computed[b] for b in (block + 2,) if b in self.computed)
-                after += (self.drained[block, role],)
-                self.fetch(block, role, "backward", round, after=after)
+                self.fetch(*key, "backward", round, after=(*after, self.drained[key]))
 
     # The sweep, in pieces where it passes through staging.
 
     def sweep(self, block: int) -> bool:
         """False if there is nothing to sweep, or it is done already."""
         side = self.facts.placement.blocks[block].sweep
-        if block in self.swept or side == "none":
+        if block in self.swept or side == "none" or not self.pending:
             return False
         staged = self.facts.staged_roles(block)
         if staged:
@@ -137,8 +182,8 @@ class _Writer:
         back = tuple(role for role in staged if role is not Role.GRADIENT)
         if back:
             holds = (self.emit(Verb.WRITE, block, back, "forward", piece=piece, after=holds),)
-        if Role.WEIGHT in staged:
-            self.written[block] = (*self.written.get(block, ()), *holds)
+        if Role.WEIGHT in staged and self.sends:
+            self.written[block, piece] = holds
             at = self.emit(
                 Verb.FETCH, block, (Role.WEIGHT,), "forward", piece=piece, after=(swept,)
             )

@@ -10,6 +10,7 @@ from penstock.cost.compute import Computation
 from penstock.cost.rates import Rates
 from penstock.cost.simulate import Job
 from penstock.inventory import Inventory
+from penstock.lifetimes import piece_span
 from penstock.placement_parts import Placement, Share
 from penstock.roles import STATE, TRAINED, Role
 from penstock.schedule import COMPUTE, Operation, Schedule, Verb
@@ -118,11 +119,12 @@ class Translator:
         # By identity: equal homes are mostly one object, and comparing them would take longer.
         homes = tuple(map(id, self.placement.blocks[operation.block].homes))
         block = self.inventory.blocks[operation.block]
-        elements = block.flat_elements(True)
-        step = self.placement.piece_elements
-        last = operation.piece is not None and (operation.piece + 1) * step > elements
-        return (operation.verb, operation.roles, operation.gpu, operation.piece is None, last,
-                elements, homes)  # fmt: skip
+        length = 0
+        if operation.piece is not None:
+            start, stop, _ = piece_span(block, operation.piece, self.placement)
+            length = stop - start
+        return (operation.verb, operation.roles, operation.gpu, length,
+                block.flat_elements(True), homes)  # fmt: skip
 
     def _demands(self, operation: Operation) -> dict[str, float]:
         if operation.verb in (Verb.DROP, Verb.RELEASE):
@@ -155,9 +157,12 @@ class Translator:
         """The share of the block that one piece is."""
         if operation.piece is None:
             return 1.0
-        elements = self.inventory.blocks[operation.block].flat_elements(True)
-        step = self.placement.piece_elements
-        return min(step, elements - operation.piece * step) / elements
+        block = self.inventory.blocks[operation.block]
+        start, stop, trained = piece_span(block, operation.piece, self.placement)
+        if operation.roles == (Role.WEIGHT,):  # a weight's buffer holds frozen tensors too
+            return (stop - start) / (block.flat_elements(True) + block.flat_elements(False))
+        assert trained
+        return (stop - start) / block.flat_elements(True)
 
     def _sweep(self, demands: Demands, operation: Operation, part: float) -> None:
         block = self.placement.blocks[operation.block]

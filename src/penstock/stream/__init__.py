@@ -1,0 +1,1 @@
+"""Moving blocks past the device that computes. Room: move."""

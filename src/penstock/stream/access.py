@@ -1,0 +1,101 @@
+"""Reading and writing what rests, tensor by tensor, in bounded memory. Room: move.
+
+For loading, saving and looking at parameters; between steps only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from penstock.inventory import TensorSpec
+from penstock.roles import Role
+from penstock.stream.spans import Span
+from penstock.stream.state import Taken
+
+PART = 1 << 22
+"""Elements handed over at a time: a multiple of what the sweep cuts at."""
+
+Source = Callable[[TensorSpec, int, int], torch.Tensor]
+"""Elements `low` to `high` of a tensor, in the role's own type, on the host."""
+
+
+class Access:
+    """What each role of each tensor holds."""
+
+    def __init__(self, taken: Taken) -> None:
+        self._taken, self._homes = taken, taken.homes
+        blocks = taken.homes.inventory.blocks
+        self._owner = {t.name: (i, t) for i, b in enumerate(blocks) for t in b.tensors}
+
+    def tensor(self, name: str) -> tuple[int, TensorSpec]:
+        """Its block and its shape."""
+        return self._owner[name]
+
+    def parts(self, name: str, role: Role, *, bases: bool = False) -> Iterator[torch.Tensor]:
+        """Its elements on the host, a part at a time: each is good until the next."""
+        block, tensor = self._owner[name]
+        at = self._start(block, tensor)
+        for span in self._spans(block, role, at, at + tensor.elements):
+            low, stop = max(span.first, at), min(span.first + span.count, at + tensor.elements)
+            while low < stop:
+                high = min(low + PART, stop)
+                values = span.bases(low, high) if bases else span.values(low, high)
+                assert values is not None
+                yield values.cpu()
+                low = high
+
+    def fill(self, block: int, role: Role, source: Source, *, bases: Source | None = None) -> None:
+        """Every element of the block's role, from `source`; with 8-bit moments also the bases."""
+        end = self._homes.inventory.blocks[block].flat_elements(True)
+        if role is Role.WEIGHT:
+            end += self._homes.inventory.blocks[block].flat_elements(False)
+        for span in self._spans(block, role, 0, end, write=True):
+            for tensor in self._homes.inventory.blocks[block].tensors:
+                if role is Role.WEIGHT or tensor.trainable:
+                    self._fill_tensor(span, block, tensor, source, bases)
+
+    def _fill_tensor(
+        self, span: Span, block: int, tensor: TensorSpec, source: Source, bases: Source | None
+    ) -> None:
+        at = self._start(block, tensor)
+        low, stop = max(span.first, at), min(span.first + span.count, at + tensor.elements)
+        while low < stop:
+            high = min(low + PART, stop)
+            span.values(low, high).copy_(source(tensor, low - at, high - at))
+            if bases is not None:
+                into = span.bases(low, high)
+                assert into is not None
+                into.copy_(bases(tensor, low - at, high - at))
+            low = high
+
+    def _start(self, block: int, tensor: TensorSpec) -> int:
+        model = self._homes.inventory.blocks[block]
+        shift = 0 if tensor.trainable else model.flat_elements(True)
+        return shift + model.offsets(tensor.trainable)[tensor.name]
+
+    def _spans(
+        self, block: int, role: Role, start: int, stop: int, *, write: bool = False
+    ) -> Iterator[Span]:
+        """Where elements `start` to `stop` are; what is on disk comes through staging."""
+        if not self._homes.on_disk(block, role):
+            yield self._homes.span(block, role)
+            return
+        trained = self._homes.inventory.blocks[block].flat_elements(True)
+        for piece in self._homes.pieces(block, role):
+            low, high, trainable = self._homes.piece_span(block, piece)
+            shift = 0 if trainable else trained
+            if low + shift < stop and start < high + shift:
+                yield from self._staged(block, role, piece, low + shift, high - low, write)
+
+    def _staged(
+        self, block: int, role: Role, piece: int, first: int, count: int, write: bool
+    ) -> Iterator[Span]:
+        store, extent = self._taken.store, self._homes.extent(block, role, piece)
+        data = self._taken.staging[: extent.stored_nbytes]
+        if not write:
+            store.start_read(extent, data.numpy()).wait()
+        yield Span(role, data, first, count, self._homes.formats)
+        if write:
+            store.start_write(extent, data.numpy()).wait()

@@ -1,0 +1,208 @@
+"""A transformers model taken apart into embedding, layers and head. Room: move.
+
+The model's own code computes every part: its layers are lifted out, and probes stand in for them.
+Running the model up to the first probe is the embedding, and shows with which arguments each layer
+is called; letting a probe answer with what the last layer made runs the head. So position
+encodings, scales and caps are the model's own, whatever its family.
+
+Parameters have no memory here. Before a part runs, views of where its weights lie are bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.inventory import Inventory
+from penstock.stream import attention
+from penstock.stream.tiles import tile_mlps
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """How one micro-batch's layers are called, beside the hidden states."""
+
+    arguments: Sequence[Arguments]
+    bounds: attention.Bounds | None
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Rows computed at once, on the device."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    targets: torch.Tensor
+    """What each token is to predict."""
+    bounds: attention.Bounds | None
+    """Where documents begin."""
+    number: int
+    """Its place in the whole step."""
+    calls: Calls | None = None
+    """How layers are called for it; known once it was embedded."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, length = self.input_ids.shape
+        return rows, length
+
+
+class _Reached(Exception):
+    """The last probe was reached: what follows is the head's business."""
+
+
+class _Probe(nn.Module):
+    """Stands where a layer was."""
+
+    def __init__(self, seen: list[Arguments], last: bool, kind: str | None = None) -> None:
+        super().__init__()
+        self.seen, self.last = seen, last
+        self.answer: torch.Tensor | None = None
+        self.hidden: torch.Tensor | None = None
+        if kind is not None:
+            self.attention_type = kind  # some models ask a layer before they call it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.answer is not None:
+            return self.answer
+        given = dict(kwargs)
+        hidden = args[0] if args else given.pop("hidden_states")
+        self.hidden = hidden
+        self.seen.append((tuple(args[1:]), given))
+        if self.last:
+            raise _Reached
+        return hidden
+
+
+class Body:
+    """The parts, and where their weights are bound."""
+
+    def __init__(self, model: nn.Module, inventory: Inventory, *, mlp_tile: int) -> None:
+        self.model, self.inventory = model, inventory
+        attention.register()
+        path = inventory.layers[0].name.rpartition(".")[0]
+        parent, _, self._list = path.rpartition(".")
+        self._base = model.get_submodule(parent)
+        self.layers: list[nn.Module] = list(model.get_submodule(path))  # type: ignore[arg-type]
+        self._seen: list[Arguments] = []
+        count = len(self.layers)
+        self._probes = nn.ModuleList(
+            _Probe(self._seen, i == count - 1, getattr(layer, "attention_type", None))
+            for i, layer in enumerate(self.layers)
+        )
+        self._answering = _Probe(self._seen, True)
+        self._one = nn.ModuleList([self._answering])
+        self._places = _places(model)
+        tile_mlps(self.layers, mlp_tile)
+        self.drops_out = self._has_dropout()
+        setattr(self._base, self._list, self._one)
+        self._head_stand_ins = self._stand_ins()
+
+    # Weights.
+
+    def bind(self, tensors: Mapping[str, nn.Parameter]) -> None:
+        """Let modules compute with these, by their names in the state dict."""
+        for name, tensor in tensors.items():
+            for module, leaf in self._places[name]:
+                module._parameters[leaf] = tensor
+
+    def release(self, names: Sequence[str]) -> None:
+        """Forget them: what computes with them now would fail."""
+        for name in names:
+            for module, leaf in self._places[name]:
+                module._parameters[leaf] = None
+
+    # Parts.
+
+    def embed(self, micro: MicroBatch) -> tuple[torch.Tensor, Calls]:
+        """What enters the first layer, and how layers are to be called."""
+        with self._probing():
+            self._seen.clear()
+            with contextlib.suppress(_Reached):
+                self._base(
+                    input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False
+                )
+            first = self._probes[0]
+            assert isinstance(first, _Probe) and first.hidden is not None
+            hidden, calls = first.hidden, Calls(list(self._seen), micro.bounds)
+            for probe in self._probes:
+                probe.hidden = None  # type: ignore[assignment]
+        return hidden, calls
+
+    def layer(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
+        """What leaves layer `index`, counted from 0."""
+        args, kwargs = calls.arguments[index]
+        with attention.documents(calls.bounds):
+            out: Any = self.layers[index](hidden, *args, **kwargs)
+        found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return found
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] to [tokens, vocabulary], caps and scales included."""
+        self._answering.answer = hidden[None]
+        positions = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        try:
+            out: Any = self.model(
+                inputs_embeds=hidden[None].detach(), position_ids=positions, use_cache=False
+            )
+        finally:
+            self._answering.answer = None
+        found: torch.Tensor = out.logits[0]
+        return found
+
+    def bind_head(self, tensors: Mapping[str, nn.Parameter]) -> None:
+        """The head's weights; what only the embedding uses is stood in for by zeros."""
+        self.bind(self._head_stand_ins)
+        self.bind(tensors)
+
+    @contextlib.contextmanager
+    def _probing(self) -> Iterator[None]:
+        setattr(self._base, self._list, self._probes)
+        try:
+            yield
+        finally:
+            setattr(self._base, self._list, self._one)
+
+    def _has_dropout(self) -> bool:
+        config: Any = self.model.config
+        rates = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout",
+                 "dropout", "attention_probs_dropout_prob", "hidden_dropout_prob")  # fmt: skip
+        by_config = any(getattr(config, name, 0.0) for name in rates)
+        return by_config or any(m.p > 0 for m in self.model.modules() if isinstance(m, nn.Dropout))
+
+    def _stand_ins(self) -> dict[str, nn.Parameter]:
+        """Zeros that take no memory, for the embedding's tensors."""
+        device = next((b.device for b in self.model.buffers()), torch.device("cpu"))
+        return {
+            t.name: nn.Parameter(
+                torch.zeros((), dtype=self.dtype, device=device).expand(t.shape),
+                requires_grad=False,
+            )
+            for t in self.inventory.blocks[0].tensors
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.model.config.dtype  # type: ignore[union-attr, assignment]
+        return found
+
+
+def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Modules that hold each tensor, under its first name as the inventory has it: a tied one is
+    held twice."""
+    first: dict[int, str] = {}
+    found: dict[str, list[tuple[nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for leaf, held in module._parameters.items():
+            if held is not None:
+                name = first.setdefault(id(held), f"{path}.{leaf}" if path else leaf)
+                found.setdefault(name, []).append((module, leaf))
+    return found

@@ -1,0 +1,199 @@
+"""What computes: a GPU, or the CPU in its place. Room: move.
+
+Work is issued on lanes. On a GPU a lane is a stream, and what is issued may still be under way when
+the call returns; on the CPU it is done by then. A mark stands for all that was issued on a lane up
+to it: another lane waits for it without stopping the host, `settle` stops the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from penstock.errors import DeviceMemoryError
+from penstock.optim import device_stats, device_sweep, sweep
+from penstock.optim.rules import RuleName
+from penstock.optim.stats import GradStats
+from penstock.optim.sweep import Segment
+from penstock.optim.threads import Pool
+
+
+class Mark(Protocol):
+    """Something issued."""
+
+    def settle(self) -> None:
+        """Wait on the host until it is done. Raises what went wrong with it."""
+
+
+class Done:
+    """What was done by the time it was issued."""
+
+    def settle(self) -> None:
+        return
+
+
+DONE = Done()
+
+
+class StatsTicket(Protocol):
+    """Norm and overflow, being found."""
+
+    def wait(self) -> GradStats: ...
+
+
+class Device(Protocol):
+    """The few things the engine asks of whatever computes."""
+
+    torch: torch.device
+    pinned: bool
+    """Whether host memory must be registered for copies to be fast."""
+
+    def empty(self, nbytes: int, what: str) -> torch.Tensor:
+        """Bytes of its own memory."""
+
+    def lane(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """What is issued inside goes on that lane."""
+
+    def mark(self) -> Mark:
+        """After all that was issued on the current lane."""
+
+    def wait(self, mark: Mark) -> None:
+        """What is issued next on the current lane comes after it."""
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """On the current lane."""
+
+    def start_stats(self, grads: Sequence[torch.Tensor]) -> StatsTicket:
+        """Norm and overflow of gradients in its memory."""
+
+    def sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> Mark:
+        """Step over states in its memory."""
+
+    def seed(self, value: int) -> None:
+        """What its random numbers follow from next."""
+
+    def peak_nbytes(self) -> int:
+        """The most of its memory that this process has held, as far as torch knows."""
+
+
+class CpuDevice:
+    """The CPU: its `hbm` is host memory, and everything is done when it is issued."""
+
+    def __init__(self) -> None:
+        self.torch = torch.device("cpu")
+        self.pinned = False
+        self._taken = 0
+
+    def empty(self, nbytes: int, what: str) -> torch.Tensor:
+        self._taken += nbytes
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def lane(self, name: str) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def mark(self) -> Mark:
+        return DONE
+
+    def wait(self, mark: Mark) -> None:
+        mark.settle()
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        into.copy_(source)
+
+    def start_stats(self, grads: Sequence[torch.Tensor]) -> StatsTicket:
+        return _Found(sweep.grad_stats(grads))
+
+    def sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> Mark:
+        return SweepMark(sweep.start(rule, segments, pool=pool))
+
+    def seed(self, value: int) -> None:
+        torch.manual_seed(value)
+
+    def peak_nbytes(self) -> int:
+        return self._taken
+
+
+class CudaDevice:
+    """One NVIDIA GPU."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch = torch.device("cuda", index)
+        self.pinned = True
+        self._streams: dict[str, Any] = {}
+
+    def empty(self, nbytes: int, what: str) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+        except torch.OutOfMemoryError:
+            free, total = torch.cuda.mem_get_info(self.torch)
+            raise DeviceMemoryError(what, wanted=nbytes, free=free, total=total) from None
+
+    @contextlib.contextmanager
+    def lane(self, name: str) -> Iterator[None]:
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(self.torch)
+        with torch.cuda.device(self.torch), torch.cuda.stream(self._streams[name]):
+            yield
+
+    def mark(self) -> Mark:
+        stream: Any = torch.cuda.current_stream(self.torch)
+        return _Event(stream.record_event())
+
+    def wait(self, mark: Mark) -> None:
+        if isinstance(mark, _Event):
+            stream: Any = torch.cuda.current_stream(self.torch)
+            stream.wait_event(mark.event)
+        else:
+            mark.settle()
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        into.copy_(source, non_blocking=True)
+
+    def start_stats(self, grads: Sequence[torch.Tensor]) -> StatsTicket:
+        return device_stats.start_stats(grads)
+
+    def sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> Mark:
+        return SweepMark(device_sweep.start(rule, segments))
+
+    def seed(self, value: int) -> None:
+        torch.cuda.manual_seed(value)
+
+    def peak_nbytes(self) -> int:
+        return int(torch.cuda.max_memory_reserved(self.torch))
+
+
+class _Event:
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def settle(self) -> None:
+        self.event.synchronize()
+
+
+class _Found:
+    def __init__(self, stats: GradStats) -> None:
+        self._stats = stats
+
+    def wait(self) -> GradStats:
+        return self._stats
+
+
+class SweepMark:
+    """A sweep under way; `settle` raises NonFiniteMasterError where an element was refused."""
+
+    def __init__(self, ticket: sweep.Ticket | device_sweep.DeviceTicket) -> None:
+        self._ticket = ticket
+
+    def settle(self) -> None:
+        self._ticket.wait()
+
+
+def pick_device(name: str | None = None) -> Device:
+    """`cpu`, `cuda` or `cuda:1`; the first GPU if there is one and nothing is said."""
+    wanted = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if wanted.type == "cuda":
+        return CudaDevice(wanted.index or 0)
+    return CpuDevice()

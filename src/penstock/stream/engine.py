@@ -1,0 +1,252 @@
+"""The engine: whole optimizer steps over a model that rests in tiers. Room: move.
+
+It obeys the plan and never re-plans. The sweep of a step is pending until the next forward, or
+until somebody wants to see its result: `finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.errors import EngineError, NonFiniteLossError
+from penstock.inventory import Inventory
+from penstock.optim.stats import GradStats, clip_scale
+from penstock.optim.threads import Pool
+from penstock.plan import Plan
+from penstock.step_facts import StepFacts
+from penstock.stream.access import Access
+from penstock.stream.batches import Batch, cut_batch
+from penstock.stream.body import Body
+from penstock.stream.computing import Computer
+from penstock.stream.device import Device
+from penstock.stream.groups import Grouping, StreamedAdamW
+from penstock.stream.homes import StoreSettings
+from penstock.stream.loss import ChunkedLoss, LossFunction
+from penstock.stream.moving import Mover
+from penstock.stream.runner import Progress, Runner
+from penstock.stream.scale import LossScale
+from penstock.stream.state import Run
+from penstock.stream.taking import Programs, take
+from penstock.stream.updates import Pending, draw_keys
+from penstock.tiers import Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What cannot change a bit of the result, and what the caller adds to the workload."""
+
+    optimizer: Mapping[str, Any]
+    grouping: Grouping
+    loss: LossFunction | None = None
+    seed: int = 0
+    store: StoreSettings = StoreSettings()
+    sweep_threads: int | None = None
+    nonfinite: str = "raise"
+    """`raise`, or `skip`: leave the step out and go on. fp16 always skips, and halves its scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The mean over trained tokens."""
+
+    loss: float
+    tokens: int
+
+
+class Engine:
+    """Made by `prepare`. Not for several threads at once."""
+
+    def __init__(
+        self, plan: Plan, inventory: Inventory, body: Body, device: Device, settings: EngineSettings
+    ) -> None:
+        self.plan, self.inventory, self.workload = plan, inventory, plan.workload
+        self.settings = settings
+        self.body, self.device = body, device
+        self.optimizer = StreamedAdamW(
+            inventory, settings.optimizer, settings.grouping, self.apply
+        )
+        self._programs = Programs.of(plan, inventory)
+        pool = Pool(settings.sweep_threads)
+        self._taken = take(plan, inventory, self._programs, device, settings.store, pool)
+        self.access = Access(self._taken)
+        mover = Mover(self._taken)
+        facts = StepFacts.of(inventory, plan.placement)
+        loss = ChunkedLoss(body.logits, self.workload.numerics.loss_chunk, settings.loss)
+        self._computer = Computer(self._taken, body, loss, mover, facts)
+        self._computer.seed = settings.seed
+        self._runner = Runner(self._taken, self._computer, mover)
+        self.steps = 0
+        self.batches = 0
+        self.grad_norm = float("nan")
+        self.skipped = False
+        self.scale = LossScale.of(self.workload.dtype)
+        self._pending: Pending | None = None
+        self._stats: GradStats | None = None
+        self._closed = False
+
+    # Training.
+
+    def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """One whole update with all micro-batches of the batch; its mean loss."""
+        loss = self.forward_backward(batch)
+        self.apply()
+        return loss
+
+    def forward_backward(
+        self, batch: Mapping[str, torch.Tensor], *, num_items: int | None = None
+    ) -> torch.Tensor:
+        """Gradients of the batch, without an update. The loss is divided by `num_items`, or by the
+        batch's trained tokens."""
+        self._check_open()
+        if self._stats is not None:
+            raise EngineError(
+                "gradients are there already: call apply() before the next forward_backward(), or "
+                "pass all sequences of a step in one batch"
+            )
+        cut = cut_batch(batch, self.workload, self.plan.placement.rounds, self.device.torch)
+        items = cut.items if num_items is None else num_items
+        self.body.model.train()
+        pending, self._pending = self._pending, None
+        program = self._programs.first if pending is None else self._programs.step
+        run = Run(program, cut.rounds, pending, self.batches, max(items, 1), self.scale.value)
+        try:
+            self._runner.run(run)
+        except BaseException:
+            if pending is not None and not self._swept(pending):
+                self._pending = pending  # what is left of it can still be finished
+            raise
+        self.batches += 1
+        self._stats = self._gather()
+        assert run.loss is not None
+        loss = (run.loss / max(items, 1)).float().cpu()
+        self._check_finite(loss)
+        return loss
+
+    def apply(self) -> None:
+        """The update with the gradients that are there. Its learning rate, betas, decay, step
+        number and clip scale are fixed now; the sweep itself comes with the next forward."""
+        if self._stats is None:
+            raise EngineError("there are no gradients: call forward_backward() first")
+        stats, self._stats = self._stats, None
+        self.skipped = not stats.finite
+        if self.skipped:
+            self.scale.overflowed()
+            return
+        unscale = 1.0 / self.scale.value
+        self.grad_norm = stats.norm * unscale
+        clip = self.workload.clip
+        scale = unscale if clip is None else unscale * clip_scale(self.grad_norm, clip)
+        self.steps += 1
+        self._pending = Pending(
+            "adamw",
+            self.optimizer.coefficients(self.steps, scale),
+            draw_keys(self.inventory, self.settings.seed, self.steps),
+        )
+        self.scale.took_step()
+
+    def finish(self) -> None:
+        """Make the pending sweeps now."""
+        self._check_open()
+        if self._pending is not None:
+            run = Run(self._programs.sweep, (), self._pending, self.batches)
+            self._runner.run(run)
+            self._pending = None
+
+    # Looking.
+
+    def evaluate(self, batches: Iterable[Mapping[str, torch.Tensor]]) -> Evaluation:
+        """The mean loss over trained tokens; nothing is changed."""
+        self.finish()
+        self.body.model.eval()
+        total, tokens = 0.0, 0
+        for batch in batches:
+            cut = cut_batch(batch, self.workload, self.plan.placement.rounds, self.device.torch)
+            for micros in cut.rounds:
+                if micros:
+                    run = Run(self._programs.evaluate, [micros], None, self.batches)
+                    self._runner.run(run)
+                    assert run.loss is not None
+                    total += float(run.loss)
+            tokens += cut.items
+        return Evaluation(total / tokens if tokens else float("nan"), tokens)
+
+    @property
+    def on_progress(self) -> Progress | None:
+        return self._runner.on_progress
+
+    @on_progress.setter
+    def on_progress(self, tell: Progress | None) -> None:
+        self._runner.on_progress = tell
+
+    def waiting(self) -> str:
+        """What it waits for right now; callable from any thread."""
+        return self._runner.waiting()
+
+    def tiers(self) -> dict[str, dict[str, int]]:
+        """What each tier holds, as planned and taken."""
+        plan = self.plan
+        return {
+            tier.value: {
+                "budget": plan.budget.of(tier),
+                "at_rest": plan.at_rest(tier),
+                "peak": plan.peak(tier),
+            }
+            for tier in Tier
+        }
+
+    # Ending.
+
+    def close(self) -> None:
+        """Give everything back. Pending sweeps are not made: `finish` first to keep them."""
+        if not self._closed:
+            self._closed = True
+            self._runner.close()
+            self._taken.homes.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Within.
+
+    def _gather(self) -> GradStats:
+        total = GradStats(0, 0.0, None)
+        for block, ticket in self._taken.gradients.stats:
+            found = ticket.wait()
+            where = None if found.first_bad is None else (block, found.first_bad[0])
+            total = total + GradStats(found.units, found.max_abs, where)
+        return total
+
+    def _check_finite(self, loss: torch.Tensor) -> None:
+        assert self._stats is not None
+        if bool(torch.isfinite(loss)) and self._stats.finite:
+            return
+        if not self.scale.fixed and bool(torch.isfinite(loss)):
+            return  # fp16: apply() leaves the step out and halves the scale
+        if self.settings.nonfinite == "skip":
+            return
+        bad, self._stats = self._stats.first_bad, None
+        problem = f"the loss is {float(loss)}"
+        if bool(torch.isfinite(loss)) and bad is not None:
+            tensors = [t for t in self.inventory.blocks[bad[0]].tensors if t.trainable]
+            problem = f"the gradient of {tensors[bad[1]].name} is not finite"
+        raise NonFiniteLossError(problem, step=self.steps + 1)
+
+    def _swept(self, pending: Pending) -> bool:
+        wanted = {
+            (op.block, op.piece) for op in self._programs.sweep.operations if op.verb == "sweep"
+        }
+        return wanted <= pending.done
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+
+
+__all__ = ["Batch", "Engine", "EngineSettings", "Evaluation"]

@@ -1,0 +1,81 @@
+"""Gradients on the device: summed in fp32 over micro-batches, rounded once. Room: move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.inventory import Inventory
+from penstock.roles import Formats
+from penstock.stream.device import Device, StatsTicket
+
+ROUND_ELEMENTS = 1 << 22
+"""Elements that are rounded at a time where the sum stays in fp32."""
+
+
+@dataclass(slots=True)
+class Sum:
+    """The sum of one block's gradients, being made."""
+
+    block: int
+    flat: torch.Tensor
+    """fp32."""
+    untouched: set[str]
+    """Tensors that hold no sum yet: what is there is not theirs."""
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Gradients:
+    """Of the thread that computes."""
+
+    def __init__(self, inventory: Inventory, formats: Formats, device: Device) -> None:
+        self._inventory, self._formats, self._device = inventory, formats, device
+        self._owner = {t.name: i for i, b in enumerate(inventory.blocks) for t in b.tensors}
+        self._open: dict[int, Sum] = {}
+        self.stats: list[tuple[int, StatsTicket]] = []
+
+    def start_step(self) -> None:
+        self._open.clear()
+        self.stats.clear()
+
+    def open(self, block: int, flat: torch.Tensor, *, fresh: bool) -> None:
+        """Sum into `flat`; it holds the sum so far unless `fresh`."""
+        tensors = [t for t in self._inventory.blocks[block].tensors if t.trainable]
+        offsets = self._inventory.blocks[block].offsets(True)
+        views = {
+            t.name: flat[offsets[t.name] : offsets[t.name] + t.elements].view(t.shape)
+            for t in tensors
+        }
+        self._open[block] = Sum(block, flat, set(views) if fresh else set(), views)
+
+    def is_open(self, block: int) -> bool:
+        return block in self._open
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """One micro-batch's, or one chunk's."""
+        total = self._open[self._owner[name]]
+        if name in total.untouched:
+            total.untouched.discard(name)
+            total.views[name].copy_(gradient)
+        else:
+            total.views[name].add_(gradient)
+
+    def close(self, block: int, into: torch.Tensor | None, *, last: bool) -> None:
+        """With one round the sum is rounded into `into`, 16 bit. With several it stays in fp32
+        where it is, and the last round rounds it there, to what 16 bit would hold."""
+        total = self._open.pop(block)
+        for name in total.untouched:
+            total.views[name].zero_()
+        if into is not None:
+            into.copy_(total.flat)
+        elif last:
+            sixteen = torch.bfloat16 if self._formats.dtype == "bf16" else torch.float16
+            for part in total.flat.split(ROUND_ELEMENTS):
+                part.copy_(part.to(sixteen))
+        if last:
+            flat = total.flat if into is None else into
+            offsets = self._inventory.blocks[block].offsets(True)
+            tensors = [t for t in self._inventory.blocks[block].tensors if t.trainable]
+            grads = [flat[offsets[t.name] : offsets[t.name] + t.elements] for t in tensors]
+            self.stats.append((block, self._device.start_stats(grads)))

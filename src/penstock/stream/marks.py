@@ -1,0 +1,65 @@
+"""Where threads wait for one another's work to be issued. Room: move."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+
+from penstock.stream.device import Mark
+
+
+class Stopped(Exception):
+    """Another thread failed; its error is the one to show."""
+
+
+class Marks:
+    """Marks of one run by name. A reader waits until the writer has issued the work."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # guards all below
+        self._found: dict[Hashable, Mark] = {}
+        self._failed: BaseException | None = None
+        self._waiting: dict[int, Hashable] = {}
+
+    def put(self, key: Hashable, mark: Mark) -> None:
+        with self._changed:
+            self._found[key] = mark
+            self._changed.notify_all()
+
+    def get(self, key: Hashable) -> Mark:
+        """Raises Stopped if another thread failed meanwhile."""
+        found = self._found.get(key)  # without the lock: a key is written once
+        if found is not None and self._failed is None:
+            return found
+        me = threading.get_ident()
+        with self._changed:
+            self._waiting[me] = key
+            try:
+                # In slices, so that Ctrl-C is seen.
+                while self._failed is None and key not in self._found:
+                    self._changed.wait(0.2)
+            finally:
+                del self._waiting[me]
+            if self._failed is not None:
+                raise Stopped
+            return self._found[key]
+
+    def fail(self, error: BaseException) -> None:
+        """The first one counts. Everybody who waits is woken."""
+        with self._changed:
+            if self._failed is None and not isinstance(error, Stopped):
+                self._failed = error
+            self._changed.notify_all()
+
+    @property
+    def failed(self) -> BaseException | None:
+        return self._failed
+
+    def issued(self) -> list[Mark]:
+        with self._changed:
+            return list(self._found.values())
+
+    def waiting(self) -> list[Hashable]:
+        """What threads wait for right now."""
+        with self._changed:
+            return list(self._waiting.values())

@@ -1,0 +1,200 @@
+"""Jobs of the lanes that move bytes: reads, writes, sweeps, copies in and out. Room: move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from penstock.optim import sweep
+from penstock.roles import STATE, Role
+from penstock.schedule import Operation, Verb
+from penstock.stream.device import DONE
+from penstock.stream.disk import DiskPipe, Tickets
+from penstock.stream.program import Program
+from penstock.stream.spans import Span
+from penstock.stream.state import Run, Taken
+from penstock.stream.updates import segments
+
+SWEPT = (Role.WEIGHT, *STATE, Role.GRADIENT)
+
+
+class Mover:
+    """Carries out operations that do not compute. Each method runs in its lane's thread."""
+
+    def __init__(self, taken: Taken) -> None:
+        self._taken, self._homes, self._device = taken, taken.homes, taken.device
+        self._pipes: dict[str, DiskPipe] = taken.pipes
+
+    # Host staging and disks.
+
+    def read(self, run: Run, at: int, op: Operation) -> None:
+        self._settle(run, at)
+        store, piece = self._taken.store, op.piece
+        assert piece is not None
+        tickets = [
+            store.start_read(self._homes.extent(op.block, role, piece), span.data.numpy())
+            for role, span in self._staged(run.program, at, op).items()
+        ]
+        run.marks.put(at, Tickets(tickets))
+
+    def write(self, run: Run, at: int, op: Operation) -> None:
+        self._settle(run, at)
+        store, piece = self._taken.store, op.piece
+        assert piece is not None
+        read = run.program.read_of[at]
+        spans = self._staged(run.program, read, run.program.operations[read])
+        tickets = [
+            store.start_write(self._homes.extent(op.block, role, piece), spans[role].data.numpy())
+            for role in op.roles
+        ]
+        run.marks.put(at, Tickets(tickets))
+
+    def sweep(self, run: Run, at: int, op: Operation) -> None:
+        """On the CPU. What is in staging was read by the operation before."""
+        self._settle(run, at)
+        pending = run.pending
+        assert pending is not None
+        if (op.block, op.piece) not in pending.done:
+            roles, start, stop = self.swept_roles(run, at, op)
+            parts = segments(self._homes.inventory, op.block, pending, roles, start, stop)
+            sweep.start(pending.rule, parts, pool=self._taken.pool).wait()
+            pending.done.add((op.block, op.piece))
+        run.marks.put(at, DONE)
+
+    def swept_roles(self, run: Run, at: int, op: Operation) -> tuple[dict[Role, Span], int, int]:
+        """Where each role is for a sweep of the block or of a piece of it."""
+        stop = self._homes.inventory.blocks[op.block].flat_elements(True)
+        start, roles = 0, {}
+        if op.piece is not None:
+            start, stop, _ = self._homes.piece_span(op.block, op.piece)
+            read = run.program.read_of[at]
+            roles = self._staged(run.program, read, run.program.operations[read])
+        for role in SWEPT:
+            if role not in roles and self._homes.has(op.block, role):
+                roles[role] = self._homes.span(op.block, role)
+        return roles, start, stop
+
+    def _staged(self, program: Program, read: int, op: Operation) -> dict[Role, Span]:
+        """The roles of a piece, one after the other in its part of the staging pool."""
+        assert op.piece is not None
+        start, stop, trained = self._homes.piece_span(op.block, op.piece)
+        first = start if trained else start + self._trained(op.block)
+        offset = program.staging.offset("staged", op.block, read)
+        found = {}
+        for role in op.roles:
+            nbytes = self._homes.formats.at_rest(role, stop - start)
+            data = self._taken.staging[offset : offset + nbytes]
+            found[role] = Span(role, data, first, stop - start, self._homes.formats)
+            offset += nbytes
+        return found
+
+    # Into the device.
+
+    def fetch(self, run: Run, at: int, op: Operation) -> None:
+        if op.roles == (Role.GRADIENT,):
+            self._fetch_gradient(run, at, op)
+            return
+        self._wait(run, at)
+        offset = run.program.weights.offset("weight", op.block, run.program.since[at])
+        into = self._taken.weights.span(op.block, offset)
+        if op.piece is None:
+            self._device.copy(into.data, self._homes.span(op.block, Role.WEIGHT).data[: into.nbytes])
+        else:
+            read = run.program.read_of[at]
+            source = self._staged(run.program, read, run.program.operations[read])[Role.WEIGHT]
+            low, high = source.first, source.first + source.count
+            self._device.copy(into.values(low, high), source.values(low, high))
+        run.marks.put(at, self._device.mark())
+
+    def _fetch_gradient(self, run: Run, at: int, op: Operation) -> None:
+        """The sum so far, for the next round to add to."""
+        self._wait(run, at)
+        count = 4 * self._trained(op.block)
+        offset = run.program.gradients.offset("gradient", op.block, at)
+        into = self._taken.gradient_pool[offset : offset + count]
+        if self._homes.on_disk(op.block, Role.GRADIENT):
+            self._each_piece(op.block, into, self._pipes["fetch"].read)
+        else:
+            self._device.copy(into, self._homes.data(op.block, Role.GRADIENT)[:count])
+        run.marks.put(at, self._device.mark())
+
+    def fetch_inputs(self, run: Run, at: int, op: Operation) -> None:
+        """Micro-batch by micro-batch, through two slots."""
+        self._wait(run, at)
+        computed = run.program.at[Verb.BACKWARD, op.block, op.round, None]
+        for micro, (rows, length) in enumerate(run.shapes(op.round)):
+            slot, freed = run.next_input(op.round, (computed, micro))
+            if freed is not None:
+                self._device.wait(run.marks.get(freed))
+            into = self._taken.hidden.slot(slot, rows, length)
+            if self._homes.on_disk(op.block, Role.INPUT):
+                extent = self._homes.extent(op.block, Role.INPUT, micro)
+                self._pipes["fetch inputs"].read(extent, _bytes(into))
+            else:
+                source = self._taken.hidden.home(op.block, micro, rows, length)
+                self._device.copy(into, source)
+            run.marks.put((at, micro), self._device.mark())
+        run.marks.put(at, self._device.mark())
+
+    # Out of it.
+
+    def drain(self, run: Run, at: int, op: Operation) -> None:
+        """A block's gradient, to where it waits for the sweep."""
+        self._wait(run, at)
+        source = run.leaving[op.block]
+        if self._homes.on_disk(op.block, Role.GRADIENT):
+            self._each_piece(op.block, source, self._pipes["drain"].write)
+            self._pipes["drain"].finish()
+        else:
+            into = self._homes.data(op.block, Role.GRADIENT)[: source.numel()]
+            self._device.copy(into, source)
+        run.marks.put(at, self._device.mark())
+
+    def drain_inputs(self, run: Run, at: int, op: Operation) -> None:
+        """Micro-batch by micro-batch, as soon as the block before has made it."""
+        computed = run.program.at[Verb.FORWARD, op.block - 1, op.round, None]
+        on_disk = self._homes.on_disk(op.block, Role.INPUT)
+        for micro, (rows, length) in enumerate(run.shapes(op.round)):
+            self._device.wait(run.marks.get((computed, micro)))
+            source = self._taken.hidden.slot(run.slots[op.round, op.block, micro], rows, length)
+            if on_disk:
+                extent = self._homes.extent(op.block, Role.INPUT, micro)
+                self._pipes["drain inputs"].write(extent, _bytes(source))
+            else:
+                into = self._taken.hidden.home(op.block, micro, rows, length)
+                self._device.copy(into, source)
+            run.marks.put((at, micro), self._device.mark())
+        if on_disk:
+            self._pipes["drain inputs"].finish()
+        run.marks.put(at, self._device.mark())
+
+    # Waiting.
+
+    def _each_piece(self, block: int, data: torch.Tensor, move: object) -> None:
+        """A gradient on disk is cut as its sweep is."""
+        width = 4 if self._homes.formats.rounds > 1 else 2
+        for piece in self._homes.pieces(block, Role.GRADIENT):
+            start, stop, _ = self._homes.piece_span(block, piece)
+            extent = self._homes.extent(block, Role.GRADIENT, piece)
+            move(extent, data[width * start : width * stop])  # type: ignore[operator]
+
+    def _wait(self, run: Run, at: int) -> None:
+        """What is issued next on this lane comes after all that the operation needs."""
+        for mark in self._needs(run, at):
+            self._device.wait(mark)
+
+    def _settle(self, run: Run, at: int) -> None:
+        """The same for work of the host's own."""
+        for mark in self._needs(run, at):
+            mark.settle()
+
+    def _needs(self, run: Run, at: int) -> Iterable[object]:
+        return [run.marks.get(need) for need in run.program.needs[at]]
+
+    def _trained(self, block: int) -> int:
+        return self._homes.inventory.blocks[block].flat_elements(True)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,100 @@
+"""Carries a program out: lanes move, the caller's thread computes. Room: move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.schedule import COMPUTE, Operation, Verb
+from penstock.stream.computing import Computer
+from penstock.stream.lanes import Job, Lanes
+from penstock.stream.moving import Mover
+from penstock.stream.program import INSTANT
+from penstock.stream.state import Run, Taken
+
+LANES = ("read", "sweep", "write", "fetch", "fetch inputs", "drain", "drain inputs")
+
+Progress = Callable[[int, int, str], None]
+
+
+class Runner:
+    """One per engine. `run` returns when every operation has ended, or raises the first failure
+    once nothing uses a buffer any more."""
+
+    def __init__(self, taken: Taken, computer: Computer, mover: Mover) -> None:
+        self._taken, self._computer, self._mover = taken, computer, mover
+        self._lanes = Lanes(LANES, taken.device)
+        self._names = [block.name for block in taken.homes.inventory.blocks]
+        self._now: Run | None = None
+        self.on_progress: Progress | None = None
+
+    def run(self, run: Run) -> None:
+        jobs: dict[str, list[Job]] = {name: [] for name in LANES}
+        for at, op in enumerate(run.program.operations):
+            if (lane := op.lane) in jobs:
+                jobs[lane].append(self._job(run, at, op))
+        self._now = run
+        idle = self._lanes.start(jobs, run.marks)
+        try:
+            with self._taken.device.lane("compute"):
+                self._compute(run)
+        except BaseException as error:
+            run.marks.fail(error)
+        for event in idle:
+            while not event.wait(0.2):  # in slices, so that Ctrl-C is seen
+                pass
+        self._settle(run)
+        self._now = None
+        if run.marks.failed is not None:
+            raise run.marks.failed
+
+    def waiting(self) -> str:
+        """What threads wait for right now, in words."""
+        run = self._now
+        if run is None:
+            return ""
+        return "; ".join(sorted({self._words(run, key) for key in run.marks.waiting()}))
+
+    def close(self) -> None:
+        self._lanes.close()
+
+    def _compute(self, run: Run) -> None:
+        self._computer.start()
+        total = len(run.program.operations)
+        for at, op in enumerate(run.program.operations):
+            if op.verb in INSTANT:
+                continue
+            if op.verb in COMPUTE or op.gpu:
+                if self.on_progress is not None:
+                    self.on_progress(at, total, f"{op.verb} {self._names[op.block]}")
+                self._computer.compute(run, at, op)
+            else:
+                self._computer.note(run, at, op)
+
+    def _job(self, run: Run, at: int, op: Operation) -> Job:
+        mover = self._mover
+        work = {
+            "read": mover.read,
+            "sweep": mover.sweep,
+            "write": mover.write,
+            "fetch": mover.fetch,
+            "fetch inputs": mover.fetch_inputs,
+            "drain": mover.drain,
+            "drain inputs": mover.drain_inputs,
+        }[op.lane]
+        return lambda: work(run, at, op)
+
+    def _settle(self, run: Run) -> None:
+        """Wait for all that was issued; after a failure, without complaint."""
+        for mark in [*run.marks.issued(), *run.swept]:
+            try:
+                mark.settle()
+            except Exception as error:
+                run.marks.fail(error)
+
+    def _words(self, run: Run, key: object) -> str:
+        at = key[0] if isinstance(key, tuple) else key
+        if not isinstance(at, int):
+            return str(key)
+        op = run.program.operations[at]
+        what = f" ({', '.join(op.roles)})" if op.roles and op.verb is not Verb.SWEEP else ""
+        return f"{op.verb} of {self._names[op.block]}{what}"
