@@ -268,9 +268,9 @@ def test_a_large_model_is_planned() -> None:
 
 
 DECIDE = [
-    "roles", "inventory", "workload", "budget", "placement_parts", "schedule", "step_facts",
-    "step_order", "packing", "lifetimes", "pools", "plan", "cost", "planner", "baselines.deepspeed",
-    "baselines.latency_first", "baselines.memascend",
+    "roles", "inventory", "workload", "budget", "cpu_machine", "placement_parts", "schedule",
+    "step_facts", "step_order", "packing", "lifetimes", "pools", "plan", "cost", "planner",
+    "baselines.deepspeed", "baselines.latency_first", "baselines.memascend",
 ]  # fmt: skip
 
 

@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inventory": {"errors", "roles", "units"},
     "workload": {"errors", "inventory", "roles", "units"},
     "budget": {"errors", "machine", "records", "tiers", "units"},
+    "cpu_machine": {"machine"},
     "placement_parts": {"errors", "roles", "tiers", "units"},
     "schedule": {"roles"},
     "step_facts": {"inventory", "placement_parts", "roles", "tiers"},

@@ -20,6 +20,9 @@ HOST_RESERVE = 2 * GiB
 
 HOST_SHARE = 0.05
 
+CPU_SHARE = 0.25
+"""Of free DRAM, for what the CPU computes with where there is no GPU."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PathBudget:
@@ -81,10 +84,15 @@ def parse_budget(
     machine: Machine, *, hbm: str = "auto", dram: str = "auto", cxl: str = "auto",
     nvme: tuple[str, ...] = (),
 ) -> Budget:  # fmt: skip
-    """A budget from what a user types. PlanError names the tier."""
+    """A budget from what a user types. PlanError names the tier.
+
+    Where the CPU computes, HBM is a part of DRAM: what one takes, the other does not have.
+    """
+    fast = _size("hbm", hbm, auto_hbm(machine))
+    left = auto_dram(machine) - (0 if machine.gpus else fast)
     return Budget(
-        hbm=_size("hbm", hbm, auto_hbm(machine)),
-        dram=_size("dram", dram, auto_dram(machine)),
+        hbm=fast,
+        dram=_size("dram", dram, max(0, left)),
         cxl=_size("cxl", cxl, sum(n.capacity if n.free is None else n.free
                                   for n in machine.cxl_nodes)),
         nvme=tuple(_path_budget(machine, text) for text in nvme),
@@ -92,7 +100,9 @@ def parse_budget(
 
 
 def auto_hbm(machine: Machine) -> int:
-    """What the first GPU has free, less the reserve."""
+    """What the first GPU has free, less the reserve; of a machine without one, a part of DRAM."""
+    if not machine.gpus:
+        return int(CPU_SHARE * auto_dram(machine))
     for gpu in machine.gpus:
         if gpu.memory is not None:
             free = gpu.memory if gpu.free is None else gpu.free
@@ -117,8 +127,8 @@ def with_paths(machine: Machine, budget: Budget) -> tuple[Machine, str]:
 
     A path that was not measured is taken to be like the first one that was.
     """
-    known = {storage.path for storage in machine.storage}
-    new = [path.path for path in budget.nvme if path.path not in known]
+    known = {storage.path: storage for storage in machine.storage}
+    new = [p.path for p in budget.nvme if p.path not in known or not known[p.path].rates]
     if not new:
         return machine, ""
     measured = next((storage for storage in machine.storage if storage.rates), None)
@@ -128,9 +138,10 @@ def with_paths(machine: Machine, budget: Budget) -> tuple[Machine, str]:
         for operation, rate in ASSUMED_DRIVE.items()
     )  # fmt: skip
     like = f"like {measured.path}" if measured else "a PCIe 4.0 drive"
-    added = tuple(StoragePath(path=path, rates=rates) for path in new)
+    added = (replace(known.get(path, StoragePath(path=path)), rates=rates) for path in new)
+    kept = (storage for storage in machine.storage if storage.path not in new)
     told = f"{', '.join(new)}: not measured, taken to be {like}; `penstock probe --storage` tells."
-    return replace(machine, storage=machine.storage + added), told
+    return replace(machine, storage=(*kept, *added)), told
 
 
 def check_paths(machine: Machine, budget: Budget) -> None:

@@ -138,6 +138,8 @@ class Plan:
                 by_path[share.path] += share.nbytes
         # Buffers of the host go to the first node, where the GPU's driver finds them soonest.
         by_node[machine.dram_nodes[0].id] += self.pooled(Tier.DRAM)
+        if not machine.gpus:  # the CPU computes, and what is called HBM is memory of that node
+            by_node[machine.dram_nodes[0].id] += self.peak(Tier.HBM)
         capacities = {node.id: node.capacity for node in machine.nodes}
         for node, wanted in sorted(by_node.items()):
             _check_room(f"node {node}", f"node {node}", wanted, capacities.get(node, 0))

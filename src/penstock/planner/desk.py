@@ -20,6 +20,7 @@ from penstock.placement_parts import (
     stripe,
 )
 from penstock.planner.choice import GROUPS, BlockSpots, Choice, Spot
+from penstock.planner.pieces import MOST, with_ring
 from penstock.pools import CUDA_CONTEXT, Pool, input_nbytes, pools
 from penstock.roles import EXTENT, Role
 from penstock.schedule import Schedule
@@ -27,11 +28,6 @@ from penstock.step_order import step_schedule
 from penstock.tiers import Tier
 from penstock.units import round_up
 from penstock.workload import Workload
-
-PIECE_ELEMENTS = 1 << 26
-"""Parameters of one piece of a sweep over NVMe: 640 MiB of exact states, long enough for a drive's
-best rate and short enough that three of them are cheap to hold."""
-
 
 WEAR = 1e-11
 """Seconds per byte: 100 GB on NVMe weigh as much as one second of step time."""
@@ -56,7 +52,7 @@ class Desk:
     unbounded: bool = False
     """Believe the budget even where the machine has less: to say what would be enough."""
 
-    piece_elements: int = PIECE_ELEMENTS
+    piece_elements: int = MOST
     """See Placement."""
 
     rates: Rates = field(init=False)
@@ -122,13 +118,14 @@ class Desk:
         return self._demands[key]
 
     def pools(self, choice: Choice) -> tuple[Pool, ...]:
-        return pools(
+        found = pools(
             self.inventory,
             self.workload,
             self.placement(choice),
             self._schedule(choice),
             context_nbytes=self.context_nbytes,
         )
+        return tuple(with_ring(pool, self.piece_elements) for pool in found)
 
     def _schedule(self, choice: Choice) -> Schedule:
         """The bytes and the time of one candidate are asked for one after the other."""

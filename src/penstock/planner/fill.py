@@ -7,12 +7,17 @@ depends on the work: so several orders are tried and the cost model judges.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.planner.choice import GROUPS, TIERS, BlockSpots, Choice, Spot
 from penstock.planner.desk import Desk
 from penstock.tiers import Tier
+
+BLOCK = "block"
+"""State, gradient and weight of one block in one place, from the first block on. What is left for
+the slow tiers is then the end of the row, whose turn comes last, so that a disk can begin with it
+at once."""
 
 ORDERS: tuple[tuple[str, ...], ...] = (
     ("state", "gradient", "weight", "input"),
@@ -20,6 +25,8 @@ ORDERS: tuple[tuple[str, ...], ...] = (
     ("gradient", "weight", "input", "state"),
     ("input", "weight", "gradient", "state"),
     ("weight", "gradient", "state", "input"),
+    ("input", BLOCK),
+    (BLOCK, "input"),
 )
 """Which group gets the fast tiers first. The sweep's own comes first by default; where states must
 go to disk anyway, the others are better off in DRAM."""
@@ -84,19 +91,32 @@ def fill(desk: Desk, recipe: Recipe) -> Choice | None:
 def _fill_once(desk: Desk, recipe: Recipe, reserve: Counter[Tier]) -> Choice | None:
     room = {tier: desk.capacity(tier) - reserve[tier] for tier in Tier}
     spots = [undecided(desk, recipe, i) for i in range(len(desk.inventory.blocks))]
-    for group in recipe.order:
-        wants = PREFERENCES[recipe.preference].get(group, OTHERS)
-        open_blocks = [i for i, s in enumerate(spots) if getattr(s, group) is Spot.DRAM]
+    for groups, blocks in _turns(recipe, spots):
+        wants = PREFERENCES[recipe.preference].get("+".join(groups), OTHERS)
+        open_blocks = [i for i in blocks if getattr(spots[i], groups[0]) is Spot.DRAM]
         for spot in wants:
             if not all(desk.capacity(tier) for tier in TIERS[spot]):
                 continue
-            took = _take(desk, group, spot, open_blocks, room, recipe.rounds)
+            took = _take(desk, groups, spot, open_blocks, room, recipe.rounds)
             for i in took:
-                spots[i] = spots[i]._replace(**{group: spot})
+                spots[i] = spots[i]._replace(**dict.fromkeys(groups, spot))
             open_blocks = [i for i in open_blocks if i not in took]
         if open_blocks:
             return None
     return Choice(tuple(spots), recipe.rounds, recipe.slots, recipe.ahead)
+
+
+def _turns(
+    recipe: Recipe, spots: Sequence[BlockSpots]
+) -> Iterator[tuple[tuple[str, ...], Sequence[int]]]:
+    """Which groups of which blocks take room, first to last."""
+    for group in recipe.order:
+        if group == BLOCK:
+            frozen = [i for i, spot in enumerate(spots) if spot.state is None]
+            yield from ((("state", "gradient", "weight"), (i,)) for i in range(len(spots)))
+            yield ("weight",), frozen
+        else:
+            yield (group,), range(len(spots))
 
 
 def undecided(desk: Desk, recipe: Recipe, index: int) -> BlockSpots:
@@ -115,8 +135,9 @@ def undecided(desk: Desk, recipe: Recipe, index: int) -> BlockSpots:
 
 
 def _take(
-    desk: Desk, group: str, spot: Spot, blocks: Sequence[int], room: dict[Tier, int], rounds: int
-) -> set[int]:
+    desk: Desk, groups: tuple[str, ...], spot: Spot, blocks: Sequence[int], room: dict[Tier, int],
+    rounds: int,
+) -> set[int]:  # fmt: skip
     """As many as fit: the outer blocks, which are largest, and layers spread evenly, so that what
     a slower tier must do is spread over the step too."""
     if not blocks:
@@ -125,7 +146,7 @@ def _take(
     order = [i for i in blocks if i not in layers] + spread(layers)
     taken = set()
     for i in order:
-        wanted = _by_tier(desk, i, group, spot, rounds)
+        wanted = _by_tier(desk, i, groups, spot, rounds)
         if all(room[tier] >= nbytes for tier, nbytes in wanted.items()):
             for tier, nbytes in wanted.items():
                 room[tier] -= nbytes
@@ -133,9 +154,11 @@ def _take(
     return taken
 
 
-def _by_tier(desk: Desk, block: int, group: str, spot: Spot, rounds: int) -> Counter[Tier]:
+def _by_tier(
+    desk: Desk, block: int, groups: tuple[str, ...], spot: Spot, rounds: int
+) -> Counter[Tier]:
     found: Counter[Tier] = Counter()
-    for role in GROUPS[group]:
+    for role in (role for group in groups for role in GROUPS[group]):
         for share in desk.home(block, role, spot, rounds).shares:
             found[share.tier] += share.nbytes
     return found

@@ -12,16 +12,19 @@ from penstock.machine import Machine
 from penstock.plan import Plan
 from penstock.planner.choice import Choice
 from penstock.planner.desk import Desk
+from penstock.planner.pieces import piece_sizes
 from penstock.planner.search import THOROUGH, Effort, first_fit, search
 from penstock.tiers import Tier
-from penstock.units import MiB, format_bytes
+from penstock.units import KiB, MiB, format_bytes
 from penstock.workload import Workload
 
 _CEILING = 1 << 50
 """More than any machine has: what does not fit in this fits nowhere."""
 
 _GRAIN = 64 * MiB
-"""How finely the least budget is told."""
+"""How finely the least budget is told; more finely where it is small."""
+
+_FINEST = 64 * KiB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,14 +71,25 @@ def find_plan(
     """The best plan found, or None."""
     workload.check(inventory)
     check_paths(machine, budget)
-    desk = Desk(inventory, workload, machine, budget)
-    choice = search(desk, effort)
-    return planned(desk, choice) if choice is not None else None
+    for piece in piece_sizes(inventory, workload, budget):
+        desk = Desk(inventory, workload, machine, budget, piece_elements=piece)
+        choice = search(desk, effort)
+        if choice is not None:
+            return planned(desk, choice)
+    return None
 
 
 def fits(inventory: Inventory, workload: Workload, budget: Budget, machine: Machine) -> bool:
     """Whether any placement does, untimed."""
-    return first_fit(Desk(inventory, workload, machine, budget)) is not None
+    return _first_fit(inventory, workload, budget, machine, unbounded=False)
+
+
+def _first_fit(
+    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine, *, unbounded: bool
+) -> bool:
+    piece = piece_sizes(inventory, workload, budget)[-1]
+    desk = Desk(inventory, workload, machine, budget, unbounded=unbounded, piece_elements=piece)
+    return first_fit(desk) is not None
 
 
 def planned(desk: Desk, choice: Choice) -> Planned:
@@ -110,15 +124,15 @@ def _least(
     inventory: Inventory, workload: Workload, budget: Budget, machine: Machine, tier: Tier
 ) -> int | None:
     def enough(nbytes: int) -> bool:
-        desk = Desk(inventory, workload, machine, budget.changed(tier, nbytes), unbounded=True)
-        return first_fit(desk) is not None
+        changed = budget.changed(tier, nbytes)
+        return _first_fit(inventory, workload, changed, machine, unbounded=True)
 
     if (tier is Tier.NVME and not budget.nvme) or not enough(_CEILING):
         return None
-    low, high = 0, _GRAIN
+    low, high = 0, _FINEST
     while not enough(high):
         low, high = high, high * 2
-    while high - low > _GRAIN:
+    while high - low > max(_FINEST, min(_GRAIN, high // 32)):
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high

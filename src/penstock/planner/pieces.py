@@ -1,0 +1,53 @@
+"""How large the pieces are in which a sweep passes through host staging. Room: decide.
+
+A piece should be long enough for a drive's best rate, and three of them a small part of DRAM. It
+can change no result: a sweep goes element by element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.budget import Budget
+from penstock.inventory import Inventory
+from penstock.pools import RING, Pool
+from penstock.roles import EXTENT
+from penstock.tiers import Tier
+from penstock.units import round_up
+from penstock.workload import Workload
+
+MOST = 1 << 26
+"""Parameters: 640 MiB of exact states, long enough for any drive's best rate."""
+
+LEAST = 1 << 12
+"""A page of the smallest role."""
+
+STAGED_SHARE = 1 / 8
+"""Of DRAM that three pieces may take, with every role of theirs on NVMe."""
+
+PIECES = 1024
+"""Of a whole model, about the most that are worth cutting: every piece is an operation or four of
+the schedule."""
+
+
+def piece_sizes(inventory: Inventory, workload: Workload, budget: Budget) -> tuple[int, ...]:
+    """The size to plan with, and the least, for where that one does not fit.
+
+    The least depends on the model alone, so that what fits into a budget fits into a larger one.
+    """
+    least = max(LEAST, min(MOST, _power_of_two_below(inventory.parameters(True) // PIECES)))
+    staged = 3 * workload.formats().per_parameter
+    right = _power_of_two_below(int(STAGED_SHARE * budget.of(Tier.DRAM) / staged))
+    right = max(least, min(MOST, right))
+    return (right, least) if right > least else (least,)
+
+
+def with_ring(pool: Pool, piece_elements: int) -> Pool:
+    """A ring for small pieces is small too: each of its four buffers is a 16-bit role of one."""
+    if pool.what != "NVMe ring":
+        return pool
+    return replace(pool, nbytes=min(RING, 4 * round_up(2 * piece_elements, EXTENT)))
+
+
+def _power_of_two_below(value: int) -> int:
+    return 1 << max(value.bit_length() - 1, 0)
