@@ -14,7 +14,7 @@ from penstock.inventory import Block, Inventory
 from penstock.lifetimes import gradient_lifetimes, staging_lifetimes, weight_lifetimes
 from penstock.packing import Lifetime, pack
 from penstock.placement_parts import Placement
-from penstock.roles import EXTENT, Role
+from penstock.roles import EXTENT, Formats, Role
 from penstock.schedule import Schedule
 from penstock.tiers import Tier
 from penstock.units import KiB, MiB, round_up
@@ -86,7 +86,7 @@ def pools(
     pipes = pipe_lanes(placement)
     dram = {
         "NVMe staging": staging,
-        "NVMe pipes": len(pipes) * pipe_nbytes(inventory, workload) if pipes else 0,
+        "NVMe pipes": len(pipes) * pipe_nbytes(inventory, workload, placement),
     }
     made = [Pool(tier=Tier.HBM, what=k, nbytes=v) for k, v in hbm.items()]
     made += [Pool(tier=Tier.DRAM, what=k, nbytes=v) for k, v in dram.items()]
@@ -153,8 +153,17 @@ def pipe_lanes(placement: Placement) -> tuple[str, ...]:
     return lanes
 
 
-def pipe_nbytes(inventory: Inventory, workload: Workload) -> int:
-    """Both halves: no larger than what passes through them."""
+def pipe_nbytes(inventory: Inventory, workload: Workload, placement: Placement) -> int:
+    """Both halves: no larger than what passes through them, nor than pieces are."""
     gradient = max(4 * block.flat_elements(True) for block in inventory.blocks)
     largest = max(micro_nbytes(inventory, workload), gradient)
-    return 2 * min(PIPE_HALF, round_up(largest, PIPE_UNIT))
+    half = min(PIPE_HALF, largest, 2 * placement.piece_elements)
+    return 2 * round_up(half, PIPE_UNIT)
+
+
+def role_nbytes(block: Block, role: Role, formats: Formats, step: int) -> int:
+    """What a role of a block takes at rest: each piece whole pages, as a disk needs it."""
+    spans = block.pieces(step)
+    if role is Role.WEIGHT:
+        spans += block.pieces(step, trainable=False)
+    return sum(formats.at_rest(role, stop - start) for start, stop in spans)

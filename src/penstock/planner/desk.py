@@ -20,13 +20,12 @@ from penstock.placement_parts import (
     stripe,
 )
 from penstock.planner.choice import GROUPS, BlockSpots, Choice, Spot
-from penstock.planner.pieces import MOST, with_ring
-from penstock.pools import CUDA_CONTEXT, Pool, input_nbytes, pools
-from penstock.roles import EXTENT, Role
+from penstock.planner.pieces import MOST
+from penstock.pools import CUDA_CONTEXT, Pool, input_nbytes, pools, role_nbytes
+from penstock.roles import Role
 from penstock.schedule import Schedule
 from penstock.step_order import step_schedule
 from penstock.tiers import Tier
-from penstock.units import round_up
 from penstock.workload import Workload
 
 WEAR = 1e-11
@@ -118,14 +117,13 @@ class Desk:
         return self._demands[key]
 
     def pools(self, choice: Choice) -> tuple[Pool, ...]:
-        found = pools(
+        return pools(
             self.inventory,
             self.workload,
             self.placement(choice),
             self._schedule(choice),
             context_nbytes=self.context_nbytes,
         )
-        return tuple(with_ring(pool, self.piece_elements) for pool in found)
 
     def _schedule(self, choice: Choice) -> Schedule:
         """The bytes and the time of one candidate are asked for one after the other."""
@@ -202,14 +200,10 @@ class Desk:
         return self._homes[key]
 
     def _role_nbytes(self, block: int, role: Role, rounds: int) -> int:
-        model = self.inventory.blocks[block]
-        formats = self.workload.formats(rounds)
         if role is Role.INPUT:
             return input_nbytes(self.inventory, self.workload, rounds)
-        if role is Role.WEIGHT:
-            both = (formats.nbytes(role, model.flat_elements(t)) for t in (True, False))
-            return round_up(sum(both), EXTENT)
-        return formats.at_rest(role, model.flat_elements(True))
+        formats = self.workload.formats(rounds)
+        return role_nbytes(self.inventory.blocks[block], role, formats, self.piece_elements)
 
 
 def _places(

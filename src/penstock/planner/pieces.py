@@ -6,21 +6,17 @@ can change no result: a sweep goes element by element.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from penstock.budget import Budget
 from penstock.inventory import Inventory
-from penstock.pools import RING, Pool
-from penstock.roles import EXTENT
+from penstock.roles import SWEEP_LEAF
 from penstock.tiers import Tier
-from penstock.units import round_up
 from penstock.workload import Workload
 
 MOST = 1 << 26
 """Parameters: 640 MiB of exact states, long enough for any drive's best rate."""
 
-LEAST = 1 << 12
-"""A page of the smallest role."""
+LEAST = SWEEP_LEAF
+"""Also a page of the smallest role."""
 
 STAGED_SHARE = 1 / 8
 """Of DRAM that three pieces may take, with every role of theirs on NVMe."""
@@ -40,13 +36,6 @@ def piece_sizes(inventory: Inventory, workload: Workload, budget: Budget) -> tup
     right = _power_of_two_below(int(STAGED_SHARE * budget.of(Tier.DRAM) / staged))
     right = max(least, min(MOST, right))
     return (right, least) if right > least else (least,)
-
-
-def with_ring(pool: Pool, piece_elements: int) -> Pool:
-    """A ring for small pieces is small too: each of its four buffers is a 16-bit role of one."""
-    if pool.what != "NVMe ring":
-        return pool
-    return replace(pool, nbytes=min(RING, 4 * round_up(2 * piece_elements, EXTENT)))
 
 
 def _power_of_two_below(value: int) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from penstock.inventory import TensorSpec
 from penstock.roles import Role
-from penstock.stream.spans import Span
+from penstock.stream.spans import Span, role_dtype
 from penstock.stream.state import Taken
 
 PART = 1 << 22
@@ -28,6 +28,14 @@ class Access:
         self._taken, self._homes = taken, taken.homes
         blocks = taken.homes.inventory.blocks
         self._owner = {t.name: (i, t) for i, b in enumerate(blocks) for t in b.tensors}
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return role_dtype(Role.WEIGHT, self._homes.formats)
+
+    @property
+    def has_bases(self) -> bool:
+        return self._homes.formats.moments == "int8"
 
     def tensor(self, name: str) -> tuple[int, TensorSpec]:
         """Its block and its shape."""

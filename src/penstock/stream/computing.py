@@ -13,10 +13,11 @@ from penstock.optim.rules import draw_key
 from penstock.roles import Role
 from penstock.schedule import Operation, Verb
 from penstock.step_facts import StepFacts
-from penstock.stream.body import Body
+from penstock.stream.body import Body, MicroBatch
+from penstock.stream.hidden import EXTRA
 from penstock.stream.loss import ChunkedLoss
 from penstock.stream.moving import Mover
-from penstock.stream.state import MicroBatch, Run, Taken
+from penstock.stream.state import Run, Taken
 from penstock.stream.updates import segments
 
 
@@ -93,6 +94,9 @@ class Computer:
                 into = self._taken.hidden.slot(slot, *micro.shape)
             into.copy_(out)
             run.marks.put((at, index), self._device.mark())
+        if op.block == self._last - 1:
+            self._taken.hidden.turn(len(run.rounds[op.round]))
+            run.turned[op.round] = [self._taken.hidden.input_slot(i) for i in range(EXTRA)]
 
     def _output(self, run: Run, block: int, index: int, micro: MicroBatch) -> torch.Tensor:
         self._reseed(run, block, micro)
@@ -117,8 +121,6 @@ class Computer:
         owners = self._facts.owners(self._last)
         parameters = {k: v for o in owners for k, v in self._parameters(o).items()}
         self._body.bind_head(parameters)
-        hidden.turn(len(micros))
-        run.turned[op.round] = [hidden.input_slot(i) for i in range(2)]
         differentiate = op.phase == "backward"
         if differentiate:
             for block in self._facts.adds_to(self._last):

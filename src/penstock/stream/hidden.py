@@ -90,4 +90,4 @@ class Hidden:
 
     def _shaped(self, data: torch.Tensor, rows: int, length: int) -> torch.Tensor:
         flat = data.view(self._dtype)[: rows * length * self._width]
-        return flat.view(rows, length, self._width)
+        return flat.view(rows, length, self._width).data  # not one count of changes for the ring

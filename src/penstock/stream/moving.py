@@ -123,6 +123,8 @@ class Mover:
         """Micro-batch by micro-batch, through two slots."""
         self._wait(run, at)
         computed = run.program.at[Verb.BACKWARD, op.block, op.round, None]
+        last = len(self._homes.inventory.blocks) - 2
+        self._device.wait(run.marks.get(run.program.at[Verb.FORWARD, last, op.round, None]))
         for micro, (rows, length) in enumerate(run.shapes(op.round)):
             slot, freed = run.next_input(op.round, (computed, micro))
             if freed is not None:

@@ -68,7 +68,9 @@ class WeightSlots:
         return made
 
     def _parameter(self, tensor: TensorSpec, data: torch.Tensor) -> nn.Parameter:
-        parameter = nn.Parameter(data, requires_grad=tensor.trainable)
+        # `.data`: views of one pool share a count of changes, and autograd would take a block's
+        # arrival for a change to its neighbour.
+        parameter = nn.Parameter(data.data, requires_grad=tensor.trainable)
         if tensor.trainable:
             parameter.register_post_accumulate_grad_hook(self._hook(tensor.name))
         return parameter

@@ -67,7 +67,7 @@ class Run:
     leaving: dict[int, torch.Tensor] = field(default_factory=dict)
     """By block: the bytes of its gradient on the device."""
     turned: dict[int, Sequence[int]] = field(default_factory=dict)
-    """By round: the slots through which inputs come back."""
+    """By round: the slots through which inputs come back, once forward has no use for them."""
     loss: torch.Tensor | None = None
     """The sum over trained tokens."""
     swept: list[Mark] = field(default_factory=list)

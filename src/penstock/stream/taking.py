@@ -91,7 +91,7 @@ def _take_staging(
 ) -> tuple[torch.Tensor, dict[str, DiskPipe]]:
     """Host buffers between disks and the rest, on the node that the plan counts them on."""
     staging, lanes = programs.nbytes("staging"), pipe_lanes(plan.placement)
-    pipe = pipe_nbytes(inventory, plan.workload)
+    pipe = pipe_nbytes(inventory, plan.workload, plan.placement)
     nbytes = staging + len(lanes) * pipe
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8), {}

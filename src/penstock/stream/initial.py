@@ -1,0 +1,116 @@
+"""First weights: drawn at random, or taken from a model that is there. Room: move."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import UnsupportedModelError
+from penstock.inventory import Block, Inventory, TensorSpec
+from penstock.optim import formats
+from penstock.optim.rules import draw_key
+from penstock.roles import Role
+from penstock.stream.access import Access, Source
+
+
+def set_master(access: Access, block: int, inventory: Inventory, source: Source) -> None:
+    """Weights and the rest of their masters, from elements in fp32 or in the weight's own type."""
+    dtype = access.weight_dtype
+
+    def weight(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
+        values = source(tensor, low, high)
+        if values.dtype == dtype:
+            return values
+        if dtype == torch.bfloat16:
+            return formats.split(values.float())[0]
+        return values.to(dtype)
+
+    def rest(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
+        values = source(tensor, low, high)
+        if dtype == torch.bfloat16:
+            if values.dtype == dtype:
+                return torch.zeros(high - low, dtype=torch.int16)
+            return formats.split(values.float())[1]
+        return values.float()
+
+    access.fill(block, Role.WEIGHT, weight)
+    if inventory.blocks[block].parameters(True):
+        access.fill(block, Role.MASTER, rest)
+        clear_moments(access, block)
+
+
+def clear_moments(access: Access, block: int) -> None:
+    """Zero, in every format."""
+    for role in (Role.FIRST, Role.SECOND):
+        access.fill(block, role, _zeros, bases=_zero_bases if access.has_bases else None)
+
+
+def _zeros(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
+    return torch.zeros(high - low)
+
+
+def _zero_bases(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
+    return torch.zeros(formats.num_blocks(high - low), dtype=torch.int16)
+
+
+def take_weights(
+    access: Access, inventory: Inventory, state: Mapping[str, torch.Tensor]
+) -> None:
+    """From tensors by name."""
+    for index in range(len(inventory.blocks)):
+        set_master(
+            access, index, inventory, lambda t, low, high: state[t.name].reshape(-1)[low:high]
+        )
+
+
+def draw_weights(access: Access, inventory: Inventory, model: nn.Module, seed: int) -> None:
+    """As the model's own class initialises itself, a block at a time in fp32; what is drawn depends
+    on the seed and the block, and on no plan."""
+    for index, block in enumerate(inventory.blocks):
+        drawn = _drawn(model, block, draw_key(seed, 0, index) & ((1 << 63) - 1))
+        set_master(
+            access, index, inventory,
+            lambda t, low, high, drawn=drawn: drawn[t.name].reshape(-1)[low:high],  # type: ignore[misc]
+        )  # fmt: skip
+
+
+def _drawn(model: nn.Module, block: Block, seed: int) -> dict[str, torch.Tensor]:
+    init: Any = model._init_weights
+    found: dict[str, torch.Tensor] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for path in dict.fromkeys(t.name.rpartition(".")[0] for t in block.tensors):
+            names = {t.name for t in block.tensors if t.name.rpartition(".")[0] == path}
+            found |= _init_module(model.get_submodule(path), path, names, init)
+    return found
+
+
+def _init_module(
+    module: nn.Module, path: str, names: set[str], init: Any
+) -> dict[str, torch.Tensor]:
+    """One leaf module's tensors."""
+    bare = copy.copy(module)
+    bare._parameters = {}
+    specs = {leaf: held for leaf, held in module._parameters.items() if held is not None}
+    for leaf, held in specs.items():
+        empty = torch.full(tuple(held.shape), float("nan"))
+        bare._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
+    with torch.no_grad():
+        init(bare)
+    found = {}
+    for leaf in specs:
+        name = f"{path}.{leaf}"
+        value = bare._parameters[leaf]
+        assert value is not None
+        if name in names:
+            if bool(value.isnan().any()):
+                raise UnsupportedModelError(
+                    f"{type(module).__name__} says nothing about how {name} begins; "
+                    f"start from a checkpoint instead of --init random"
+                )
+            found[name] = value.detach()
+    return found

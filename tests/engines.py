@@ -1,0 +1,130 @@
+"""Engines over tiny models, under plans chosen by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from penstock.budget import Budget, PathBudget, with_paths
+from penstock.cpu_machine import cpu_machine
+from penstock.discovery import discover
+from penstock.inventory import Inventory
+from penstock.machine import Machine
+from penstock.model_survey import inventory_of
+from penstock.plan import Plan
+from penstock.planner.choice import BlockSpots, Choice, Spot
+from penstock.planner.desk import Desk
+from penstock.planner.make import planned
+from penstock.stream.body import Body
+from penstock.stream.device import pick_device
+from penstock.stream.engine import Engine, EngineSettings
+from penstock.stream.groups import decay_matrices
+from penstock.stream.initial import take_weights
+from penstock.stream.model import build_model
+from penstock.units import GiB
+from penstock.workload import Numerics, Workload
+
+FAMILIES = ("llama", "qwen3", "gemma3")
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    """A model of a few ten thousand parameters."""
+    common = dict(
+        vocab_size=260, hidden_size=32, intermediate_size=80, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
+        tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    if family == "gemma3":
+        common |= dict(sliding_window=64, layer_types=["sliding_attention", "full_attention",
+                                                       "sliding_attention"])  # fmt: skip
+    kinds = {"llama": "LlamaConfig", "qwen3": "Qwen3Config", "gemma3": "Gemma3TextConfig"}
+    return getattr(transformers, kinds[family])(**(common | changes))
+
+
+def plain_model(config: Any, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> Any:
+    """The unmodified model, with weights."""
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def inventory(config: Any, freeze: Sequence[str] = ()) -> Inventory:
+    with torch.device("meta"):
+        body = transformers.AutoModelForCausalLM.from_config(config)
+    return inventory_of(body, config, name="tiny", freeze=freeze)
+
+
+def workload(**changes: Any) -> Workload:
+    numerics = dict(micro_batch=2, loss_chunk=4096, mlp_tile=4096)
+    given = dict(context=16, batch=6)
+    for name, value in changes.items():
+        (numerics if name in numerics else given)[name] = value
+    return Workload(numerics=Numerics(**numerics), **given)
+
+
+def make_plan_of(
+    model: Inventory,
+    work: Workload,
+    spots: str | Sequence[str],
+    *,
+    disk: Path | None = None,
+    rounds: int = 1,
+    slots: int = 2,
+    ahead: int = 1,
+    piece: int = 1 << 26,
+    machine: Machine | None = None,
+) -> Plan:
+    """`spots` names, per block, where weight, state, gradient and input rest: d, n, h, c or m."""
+    if machine is None:
+        machine = cpu_machine(discover())
+    nvme = (PathBudget(path=str(disk), nbytes=GiB),) if disk is not None else ()
+    cxl = sum(node.capacity for node in machine.cxl_nodes)
+    budget = Budget(hbm=8 * GiB, dram=8 * GiB, cxl=cxl, nvme=nvme)
+    machine, _ = with_paths(machine, budget)
+    desk = Desk(model, work, machine, budget, piece_elements=piece, unbounded=True)
+    rows = [spots] * len(model.blocks) if isinstance(spots, str) else list(spots)
+    chosen = [_spots(model, i, row) for i, row in enumerate(rows)]
+    return planned(desk, Choice(tuple(chosen), rounds, slots, ahead)).plan
+
+
+_LETTERS = {"d": Spot.DRAM, "n": Spot.NVME, "h": Spot.HBM, "c": Spot.CXL, "m": Spot.MIX}
+
+
+def _spots(model: Inventory, index: int, row: str) -> BlockSpots:
+    weight, state, gradient, hidden = (_LETTERS[letter] for letter in row)
+    block = model.blocks[index]
+    trained = bool(block.parameters(True))
+    return BlockSpots(
+        weight=weight if block.tensors else None,
+        state=state if trained else None,
+        gradient=gradient if trained else None,
+        input=hidden if block.kind == "layer" else None,
+    )
+
+
+def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **changes: Any) -> Engine:
+    """An engine on the CPU with the weights of `source`."""
+    device = pick_device(changes.pop("device", "cpu"))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[plan.workload.dtype]
+    body = Body(
+        build_model(config, dtype, device.torch), model, mlp_tile=plan.workload.numerics.mlp_tile
+    )
+    given: dict[str, Any] = dict(optimizer={"lr": 1e-2}, grouping=decay_matrices)
+    engine = Engine(plan, model, body, device, EngineSettings(**(given | changes)))
+    take_weights(engine.access, model, source.state_dict())
+    return engine
+
+
+def batches(count: int, work: Workload, vocabulary: int, seed: int = 5) -> list[Any]:
+    """Rows of random tokens, with some labels left out."""
+    drawn = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        ids = torch.randint(3, vocabulary, (work.batch, work.context), generator=drawn)
+        labels = ids.clone()
+        labels[torch.rand(labels.shape, generator=drawn) < 0.2] = -100
+        made.append({"input_ids": ids, "labels": labels})
+    return made
