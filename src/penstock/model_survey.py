@@ -7,7 +7,7 @@ is, and how its tensors are tied, is for transformers to say; here its blocks ar
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +43,23 @@ def survey(
     `blocks` names the list of layers where it cannot be found; `freeze` holds patterns such as
     `model.embed_tokens.*` for tensors that are not trained.
     """
-    config = _load_config(model, trust_remote_code)
+    config = load_config(model, trust_remote_code=trust_remote_code)
+    return survey_config(
+        config, name=str(model), blocks=blocks, freeze=freeze, trust_remote_code=trust_remote_code
+    )
+
+
+def survey_config(
+    config: Any,
+    *,
+    name: str,
+    blocks: str | None = None,
+    freeze: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> Inventory:
+    """The same from a config that was read already."""
     body = _build(config, trust_remote_code)
-    return inventory_of(body, config, name=str(model), blocks=blocks, freeze=freeze)
+    return inventory_of(body, config, name=name, blocks=blocks, freeze=freeze)
 
 
 def inventory_of(
@@ -74,7 +88,14 @@ def inventory_of(
 # Loading.
 
 
-def _load_config(model: str | Path, trust_remote_code: bool) -> Any:
+def load_config(
+    model: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Any:
+    """The config of the text model, with `changes` such as {"rope_parameters.rope_theta": 1e6}."""
     import transformers
 
     where = Path(model)
@@ -86,11 +107,30 @@ def _load_config(model: str | Path, trust_remote_code: bool) -> Any:
         raise SurveyError(f"there is no directory {where}")
     try:
         config = transformers.AutoConfig.from_pretrained(
-            str(where) if where.is_dir() else str(model), trust_remote_code=trust_remote_code
+            str(where) if where.is_dir() else str(model),
+            trust_remote_code=trust_remote_code,
+            revision=revision,
         )
     except (OSError, ValueError, KeyError) as problem:
         raise SurveyError(_why_no_config(model, where.is_dir(), problem)) from None
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name, value in (changes or {}).items():
+        _change(config, name, value)
+    return config
+
+
+def _change(config: Any, name: str, value: Any) -> None:
+    """Set a field, or one inside a field: `rope_theta` is looked for where models keep it."""
+    if not hasattr(config, name) and name in (getattr(config, "rope_parameters", None) or {}):
+        name = f"rope_parameters.{name}"
+    outer, _, inner = name.partition(".")
+    if not hasattr(config, outer):
+        known = ", ".join(sorted(k for k in config.to_dict() if not k.startswith("_"))[:40])
+        raise SurveyError(f"the model's config has no {outer!r}; it has {known}")
+    if inner:
+        getattr(config, outer)[inner] = value
+    else:
+        setattr(config, outer, value)
 
 
 def _why_no_config(model: str | Path, is_directory: bool, problem: Exception) -> str:

@@ -1,0 +1,229 @@
+"""From a model's name to an engine that is ready to train it. Room: show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from penstock.budget import Budget, parse_budget, with_paths
+from penstock.cpu_machine import cpu_machine
+from penstock.errors import EngineError
+from penstock.inventory import Inventory
+from penstock.machine import Machine
+from penstock.plan import Plan
+from penstock.planner import make_plan
+from penstock.roles import Dtype, Moments
+from penstock.workload import Workload, default_numerics
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from penstock.stream.engine import Engine
+    from penstock.stream.groups import Grouping
+    from penstock.stream.homes import StoreSettings
+    from penstock.stream.loss import LossFunction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Everything that `prepare` can be told. Fields that can change a bit of the result end up in
+    the workload; the others in the plan or nowhere."""
+
+    context: int = 4096
+    """Tokens in a sequence."""
+    batch: int = 8
+    """Sequences per optimizer step."""
+    micro_batch: int | None = None
+    """Sequences computed at once; None: what suits the context."""
+    dtype: Dtype = "bf16"
+    moments: Moments = "fp32"
+    clip: float | None = 1.0
+    steps: int | None = None
+    """Of the whole run, where known."""
+    freeze: Sequence[str] = ()
+    """Patterns of tensors that are not trained."""
+    blocks: str | None = None
+    """Where the layers are, if that cannot be found."""
+    deterministic: bool = False
+    seed: int = 0
+    init: Literal["pretrained", "random"] = "pretrained"
+    model_config: Mapping[str, Any] = field(default_factory=dict)
+    """Changes to the model's config."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """lr, betas, eps, weight_decay."""
+    device: str | None = None
+    """`cpu` or `cuda`; None: the GPU if there is one."""
+    sweep_threads: int | None = None
+    nonfinite: str = "raise"
+
+
+def prepare(
+    model: str | Path | nn.Module,
+    *,
+    budget: Budget | Mapping[str, Any] | None = None,
+    plan: Plan | None = None,
+    machine: Machine | None = None,
+    param_groups: Grouping | None = None,
+    loss: LossFunction | None = None,
+    store: StoreSettings | None = None,
+    recipe: Recipe | None = None,
+    **told: Any,
+) -> Engine:
+    """An engine for `model`: a Hugging Face id, a directory, or a live transformers model.
+
+    `budget` is a Budget, or sizes as the command takes them: {"dram": "16GiB", "nvme":
+    ["/mnt/nvme:400GiB"]}. Everything else is a field of Recipe: context=, batch=, optimizer=...
+    All memory is taken before this returns.
+    """
+    recipe = replace(recipe or Recipe(), **told)
+    config = _config(model, recipe)
+    inventory = _inventory(model, config, recipe)
+    chosen = plan or plan_for(inventory, recipe, budget=budget, machine=machine)
+    chosen.check_model(inventory)
+    return _assemble(model, config, inventory, chosen, recipe, param_groups, loss, store)
+
+
+def plan_for(
+    inventory: Inventory,
+    recipe: Recipe,
+    *,
+    budget: Budget | Mapping[str, Any] | None = None,
+    machine: Machine | None = None,
+) -> Plan:
+    """The plan that `prepare` would make."""
+    host = machine or this_machine(recipe.device)
+    if not isinstance(budget, Budget):
+        given = dict(budget or {})
+        nvme = given.pop("nvme", ())
+        listed = (nvme,) if isinstance(nvme, str) else tuple(nvme)
+        budget = parse_budget(host, nvme=listed, **given)
+    host, _ = with_paths(host, budget)
+    return make_plan(inventory, workload_for(inventory, recipe), budget, host).plan
+
+
+def workload_for(inventory: Inventory, recipe: Recipe) -> Workload:
+    numerics = default_numerics(
+        inventory, context=recipe.context, batch=recipe.batch, micro_batch=recipe.micro_batch
+    )
+    return Workload(
+        context=recipe.context,
+        batch=recipe.batch,
+        dtype=recipe.dtype,
+        moments=recipe.moments,
+        clip=recipe.clip,
+        steps=recipe.steps,
+        numerics=replace(numerics, deterministic=recipe.deterministic),
+    )
+
+
+def this_machine(device: str | None = None) -> Machine:
+    """The machine as it is; where the CPU computes, as a machine without a GPU."""
+    import torch
+
+    from penstock.discovery import discover
+
+    found = discover()
+    on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    if on_gpu and not found.gpus:
+        raise EngineError("device='cuda' was asked for, but there is no GPU that the driver knows")
+    return found if on_gpu else cpu_machine(found)
+
+
+def _config(model: str | Path | nn.Module, recipe: Recipe) -> Any:
+    from penstock.model_survey import load_config
+
+    if isinstance(model, str | Path):
+        return load_config(
+            model,
+            trust_remote_code=recipe.trust_remote_code,
+            revision=recipe.revision,
+            changes=recipe.model_config,
+        )
+    return model.config
+
+
+def _inventory(model: str | Path | nn.Module, config: Any, recipe: Recipe) -> Inventory:
+    from penstock.model_survey import inventory_of, survey_config
+
+    told: dict[str, Any] = {"blocks": recipe.blocks, "freeze": recipe.freeze}
+    if isinstance(model, str | Path):
+        trust = recipe.trust_remote_code
+        return survey_config(config, name=str(model), trust_remote_code=trust, **told)
+    return inventory_of(model, config, name=type(model).__name__, **told)
+
+
+def _assemble(
+    model: str | Path | nn.Module,
+    config: Any,
+    inventory: Inventory,
+    plan: Plan,
+    recipe: Recipe,
+    param_groups: Grouping | None,
+    loss: LossFunction | None,
+    store: StoreSettings | None,
+) -> Engine:
+    import torch
+
+    from penstock.stream.body import Body
+    from penstock.stream.device import pick_device
+    from penstock.stream.engine import Engine, EngineSettings
+    from penstock.stream.groups import decay_matrices
+    from penstock.stream.homes import StoreSettings
+    from penstock.stream.model import build_model, check_trainable, strip_model
+
+    check_trainable(inventory)
+    set_determinism(recipe.deterministic)
+    device = pick_device(recipe.device)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[plan.workload.dtype]
+    settings = EngineSettings(
+        optimizer=recipe.optimizer,
+        grouping=param_groups or decay_matrices,
+        loss=loss,
+        seed=recipe.seed,
+        store=store or StoreSettings(),
+        sweep_threads=recipe.sweep_threads,
+        nonfinite=recipe.nonfinite,
+    )
+    source = None
+    if isinstance(model, str | Path):
+        trust = recipe.trust_remote_code
+        bare = build_model(config, dtype, device.torch, trust_remote_code=trust)
+    else:
+        source = dict(model.state_dict())
+        bare = strip_model(model, device.torch)
+    body = Body(bare, inventory, mlp_tile=plan.workload.numerics.mlp_tile)
+    engine = Engine(plan, inventory, body, device, settings)
+    try:
+        _first_weights(engine, model, source, recipe)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _first_weights(engine: Engine, model: Any, source: Any, recipe: Recipe) -> None:
+    from penstock.stream.initial import draw_weights, take_weights
+
+    if source is not None:
+        take_weights(engine.access, engine.inventory, source)
+    elif recipe.init == "random":
+        draw_weights(engine.access, engine.inventory, engine.body.model, recipe.seed)
+    else:
+        from penstock.pretrained import load_pretrained
+
+        load_pretrained(engine, model, recipe.revision)
+
+
+def set_determinism(wanted: bool) -> None:
+    """Rule out kernels that may differ from run to run."""
+    import os
+
+    import torch
+
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
