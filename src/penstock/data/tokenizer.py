@@ -1,0 +1,123 @@
+"""Tokenizers: loading one, and what must be known of it. Room: show."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.data.chat import ChatWriter
+from penstock.data.errors import TokenizerError
+
+FILES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
+    *("sentencepiece.bpe.model", "tekken.json"),
+)
+"""One of these is in every directory that holds a tokenizer."""
+
+
+def load_tokenizer(
+    model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """The tokenizer of a model: a local directory or a Hugging Face id."""
+    from transformers import AutoTokenizer
+
+    path = Path(model)
+    if path.is_dir() and not trust_remote_code:
+        # Without this, transformers makes up an empty tokenizer for some model types.
+        if not any((path / name).is_file() for name in FILES):
+            raise TokenizerError(
+                f"{model} has no tokenizer (none of {', '.join(FILES[:4])}...); copy the "
+                f"tokenizer files of the model it comes from into it"
+            )
+    elif not path.is_dir() and (path.exists() or str(model).count("/") > 1):
+        raise TokenizerError(f"{model} is neither a directory nor a Hugging Face id")
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(model), revision=revision or "main", trust_remote_code=trust_remote_code
+        )
+    except Exception as wrong:  # the kinds it raises differ by version and by file
+        reason = str(wrong).strip().splitlines()[0] if str(wrong).strip() else type(wrong).__name__
+        raise TokenizerError(f"the tokenizer of {model} cannot be loaded: {reason}") from wrong
+
+
+class Tokens:
+    """One tokenizer, as far as the data needs it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.name = str(getattr(tokenizer, "name_or_path", "") or "this tokenizer")
+        self.size = len(tokenizer)
+
+    @cached_property
+    def chat(self) -> ChatWriter | None:
+        """None where there is no chat template."""
+        return ChatWriter(self._tokenizer) if self._tokenizer.chat_template else None
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """What the tokenizer puts before a text, a beginning-of-sequence token for instance."""
+        bare = self.encode(["x"])[0]
+        dressed = list(self._tokenizer("x", verbose=False)["input_ids"])
+        for start in range(len(dressed) - len(bare) + 1):
+            if dressed[start : start + len(bare)] == bare:
+                return dressed[:start]
+        return []
+
+    @cached_property
+    def end(self) -> int:
+        """The token that ends a document."""
+        if self._tokenizer.eos_token_id is None:
+            raise TokenizerError(
+                f"the tokenizer of {self.name} has no eos_token, and texts need one to end with; "
+                f"set it in tokenizer_config.json"
+            )
+        return int(self._tokenizer.eos_token_id)
+
+    @property
+    def pad(self) -> int:
+        """What fills a row. Never trained and never looked at, so any token will do."""
+        ids = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
+        return int(next(token for token in ids if token is not None))
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text and no others."""
+        if not texts:
+            return []
+        found = self._tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return [list(ids) for ids in found["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the tokens, special ones too, not tidied."""
+        return str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def fingerprint(self) -> str:
+        """The same for tokenizers that give the same tokens for the same data."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            rules = json.loads(backend.to_str())
+            rules.pop("truncation", None)  # state of the last call
+            rules.pop("padding", None)
+        else:
+            rules = sorted(self._tokenizer.get_vocab().items())
+        parts = (
+            type(self._tokenizer).__name__,
+            rules,
+            {name: str(word) for name, word in self._tokenizer.special_tokens_map.items()},
+            self._tokenizer.chat_template,
+            self.opening,
+        )
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
