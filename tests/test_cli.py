@@ -30,6 +30,10 @@ FLAGS = {
         *{"--freeze", "--blocks", "--vary", "--explain", "--json", "--help"},
     },
     "machines": {"--json", "--help"},
+    "data show": {
+        *{"file", "--model", "--context", "--count", "--overlong", "--skip-bad-lines", "--cache"},
+        *{"--revision", "--trust-remote-code", "--json", "--help"},
+    },
     "store ls": {"paths", "--json", "--help"},
     "store rm": {"paths", "--force", "--json", "--help"},
     "bench storage": {"path", "--size", "--passes", "--json", "--help"},

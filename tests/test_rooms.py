@@ -102,7 +102,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "doctor": {"_native", "discovery", "records", "system", "units"},
     "store_command": {"storage", "errors", "units"},
-    "cli": {"__init__", "doctor", "errors", "plan_command", "probe", "records", "store_command"},
+    "data": {"errors", "record_files", "units"},
+    "data_command": {"data"},
+    "cli": {
+        *{"__init__", "data_command", "doctor", "errors", "plan_command", "probe", "records"},
+        "store_command",
+    },
     "__init__": {
         *{"discovery", "errors", "machine"},
         *{"budget", "plan", "planner", "model_survey", "workload"},

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock import __version__
+from penstock.data_command import data_app
 from penstock.errors import PenstockError, ProbeError
 from penstock.plan_command import machines_command, plan_command
 from penstock.store_command import bench_app, store_app
@@ -45,6 +46,7 @@ T = TypeVar("T")
 
 app.command("plan")(plan_command)
 app.command("machines")(machines_command)
+app.add_typer(data_app, name="data")
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")
 

@@ -11,9 +11,9 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from penstock.data.cache import KEPT_LINES, Cache, State, Writer, begin, read_state
+from penstock.data.cache import KEPT_LINES, Cache, State, Writer, begin, read_state, written_to
 from penstock.data.encode import encode
-from penstock.data.errors import BadLinesError, CacheError, EmptyDataError
+from penstock.data.errors import BadLinesError, CacheError, EmptyDataError, SourceError
 from penstock.data.sources import Item, Place, Source
 from penstock.data.tokenizer import Tokens
 from penstock.units import MiB
@@ -38,10 +38,9 @@ def open_cache(
     key = _key(sources, tokens)
     final, wanted = directory / key, begin(key, tokens.size)
     if (cache := _open_whole(final, wanted, tokens.size, tell)) is None:
-        with _lock(directory, key, tell), _told_of_disk(directory):
-            cache = _open_whole(
-                final, wanted, tokens.size, tell
-            )  # by another process, while this one waited
+        with _lock(directory, key, tell):
+            # Another process may have made it while this one waited.
+            cache = _open_whole(final, wanted, tokens.size, tell)
             if cache is None:
                 state = _make(final, wanted, sources, tokens, skip_bad=skip_bad, tell=tell)
                 cache = Cache(final, state, tokens.size)
@@ -97,6 +96,8 @@ def _make(
                 if writer.state.bad and not skip_bad:
                     raise BadLinesError(writer.state.bad_lines, writer.state.bad)
             writer.append([], source=number + 1, offset=0, number=0)
+        if _key(sources, tokens) != wanted.key:
+            raise SourceError("data", "a source changed while it was read; start again")
         return writer.finish(final)
     finally:
         writer.close()
@@ -140,7 +141,7 @@ def _add(writer: Writer, chunk: list[Item], tokens: Tokens) -> None:
 @contextlib.contextmanager
 def _lock(directory: Path, key: str, tell: Tell) -> Iterator[None]:
     """One process at a time makes a cache. The kernel lets go of it when the process ends."""
-    with _told_of_disk(directory):
+    with written_to(directory):
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / f"{key}.lock").open("w")
     with file:
@@ -150,15 +151,3 @@ def _lock(directory: Path, key: str, tell: Tell) -> Iterator[None]:
             tell(0, 0, "waiting for another process that tokenizes the same data")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-@contextlib.contextmanager
-def _told_of_disk(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as failed:
-        raise CacheError(
-            str(directory),
-            f"the token cache cannot be written: {failed.strerror or failed}; free some room or "
-            f"choose another directory with --cache. What is there is kept and gone on from",
-        ) from failed

@@ -8,11 +8,12 @@ arrays to what the journal vouches for and goes on there; the last act is the re
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -110,12 +111,11 @@ class Writer:
 
     def __init__(self, directory: Path, state: State) -> None:
         self.directory, self.state = directory, state
-        directory.mkdir(parents=True, exist_ok=True)
-        self._files = []
-        for name, length in zip(ARRAYS, state.lengths, strict=True):
-            file = (directory / name).open("ab")
-            file.truncate(length)
-            self._files.append(file)
+        with written_to(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._files = [(directory / name).open("ab") for name in ARRAYS]
+            for file, length in zip(self._files, state.lengths, strict=True):
+                file.truncate(length)
 
     def append(self, documents: Sequence[Encoded], **progress: Any) -> None:
         """Write them, sync, and journal: them and the `progress` of the sources, or neither."""
@@ -127,14 +127,14 @@ class Writer:
         )
         rows, state = self._rows(documents, [part.tobytes() for part in ids])
         sums = []
-        for file, array, before in zip(
-            self._files, (*arrays, rows), self.state.checksums, strict=True
-        ):
-            raw = array.tobytes()
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-            sums.append(zlib.crc32(raw, before))
+        parts = zip(self._files, (*arrays, rows), self.state.checksums, strict=True)
+        with written_to(self.directory):
+            for file, array, before in parts:
+                raw = array.tobytes()
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+                sums.append(zlib.crc32(raw, before))
         self.state = replace(
             state,
             tokens=state.tokens + len(arrays[0]),
@@ -143,7 +143,8 @@ class Writer:
             left_open=state.left_open + sum(document.leaves_end_open for document in documents),
             **progress,
         )
-        save(self.state, self.directory / STATE)
+        with written_to(self.directory):
+            save(self.state, self.directory / STATE)
 
     def _rows(
         self, documents: Sequence[Encoded], raws: Sequence[bytes]
@@ -173,18 +174,34 @@ class Writer:
         """Say that it is whole, and give it its name."""
         self.close()
         self.state = replace(self.state, is_whole=True)
-        save(self.state, self.directory / STATE)
-        if final.exists():
-            shutil.rmtree(final)
-        os.rename(self.directory, final)
-        descriptor = os.open(final.parent, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        with written_to(self.directory):
+            save(self.state, self.directory / STATE)
+            if final.exists():
+                shutil.rmtree(final)
+            os.rename(self.directory, final)
+            descriptor = os.open(final.parent, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
         return self.state
 
     def close(self) -> None:
         for file in self._files:
-            file.close()
+            with contextlib.suppress(OSError):  # what was journaled is on disk, the rest not kept
+                file.close()
+
+
+@contextlib.contextmanager
+def written_to(directory: Path) -> Iterator[None]:
+    """Tell of a disk that is full or not writable as an error the user can mend."""
+    try:
+        yield
+    except (OSError, RecordError) as failed:
+        reason = getattr(failed, "strerror", None) or getattr(failed, "problem", None) or failed
+        raise CacheError(
+            str(directory),
+            f"the token cache cannot be written: {reason}; free some room, or choose another "
+            f"directory with --cache. What was tokenized is kept and gone on from",
+        ) from failed
 
 
 class Cache:

@@ -1,4 +1,4 @@
-"""A chat as the model's own template writes it, and which of its characters are trained. Room: show.
+"""A chat as the model's own template writes it, and which characters are trained. Room: show.
 
 Two ways to find the assistant's words. Where the template marks them with `{% generation %}`, its
 author has said which they are. Else the chat is written turn by turn: what the template adds after
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from penstock.data.errors import BadRecordError, MaskError, TokenizerError
@@ -39,13 +40,9 @@ class ChatWriter:
         """The text, and the spans of it that are trained, in order."""
         self._check_tools(chat)
         text, marked = self._render(chat.messages, chat.tools)
-        if self.is_marked:
-            spans = self._by_marks(chat, text, marked)
-        else:
-            spans = self._by_turns(chat, text)
-        starts = [start for start, _ in spans]
-        ends = [end for _, end in spans]
-        if any(start < end for start, end in zip(starts[1:], ends, strict=False)):
+        find = self._by_marks if self.is_marked else self._by_turns
+        spans = find(chat, text, marked)
+        if any(later[0] < earlier[1] for earlier, later in pairwise(spans)):
             raise MaskError("two of them overlap in the text")
         return text, spans
 
@@ -79,7 +76,7 @@ class ChatWriter:
                 )
         return [span for span, n in zip(spans, speaking, strict=True) if chat.trained[n]]
 
-    def _by_turns(self, chat: Chat, text: str) -> list[Span]:
+    def _by_turns(self, chat: Chat, text: str, _: list[Span]) -> list[Span]:
         spans = []
         for number, is_trained in enumerate(chat.trained):
             if is_trained:
@@ -90,7 +87,9 @@ class ChatWriter:
     def _turn(self, chat: Chat, number: int, text: str) -> Span:
         """The span of one turn of the assistant."""
         before, _ = self._render(chat.messages[:number], chat.tools, invite=True)
-        through, _ = self._render(chat.messages[: number + 1], chat.tools)
+        through = text
+        if number + 1 < len(chat.messages):
+            through, _ = self._render(chat.messages[: number + 1], chat.tools)
         if not (text.startswith(before) and through.startswith(before)):
             raise MaskError(
                 f"the text before message {number + 1}, written alone, is not how the chat begins"
@@ -118,9 +117,9 @@ class ChatWriter:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, marked = render_jinja_template(
+            found: Any = render_jinja_template(
                 [[dict(message) for message in messages]],
-                tools=tools,
+                tools=list(tools) if tools else None,
                 chat_template=self._template,
                 return_assistant_tokens_mask=self.is_marked,
                 add_generation_prompt=invite,
@@ -128,4 +127,5 @@ class ChatWriter:
             )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as refused:
             raise BadRecordError(f"the chat template refuses it: {refused}") from None
-        return str(texts[0]), [(start, end) for start, end in marked[0]] if marked else []
+        texts, marked = found
+        return str(texts[0]), [(int(start), int(end)) for start, end in marked[0]] if marked else []

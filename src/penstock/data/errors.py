@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from penstock.errors import PenstockError
 
-SHOWN = 5
+SHOWN = 3
 """Bad lines that a message quotes. The rest are counted."""
 
 
@@ -57,7 +57,7 @@ class NoChatTemplateError(TokenizerError):
     def __init__(self, tokenizer: str, where: str) -> None:
         self.tokenizer, self.where = tokenizer, where
         super().__init__(
-            f"{where} is a chat, but the tokenizer of {tokenizer} has no chat template. Use the "
+            f"{where} is a chat, but {tokenizer} has no chat template. Use the "
             f"instruction-tuned model's tokenizer, or put its chat_template.jinja next to "
             f"tokenizer.json, or write the data as prompt and completion"
         )

@@ -1,7 +1,7 @@
 """Where examples come from: files of lines, plain text, tables. Room: show.
 
-A source reads its items one by one from any place it has been at, so that tokenizing can stop and go
-on. It says what is wrong with an item instead of raising: who reads decides whether to stop.
+A source reads its items one by one from any place it has been at, so that tokenizing can stop and
+go on. It says what is wrong with an item instead of raising: who reads decides whether to stop.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class LineFile(_File):
                     line = file.readline(LONGEST_LINE)  # the rest of a line that is too long
                     length += len(line)
                 offset, number = offset + length, number + 1
-                if not line.strip():
+                if length <= LONGEST_LINE and not line.strip():
                     continue
                 record, problem = (
                     _parse(line) if length <= LONGEST_LINE else ({}, _too_long(length))

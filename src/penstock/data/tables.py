@@ -1,4 +1,4 @@
-"""Parquet files and datasets of the Hugging Face hub, where their libraries are installed. Room: show."""
+"""Parquet files and hub datasets, where their libraries are installed. Room: show."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ class ParquetFile:
         try:
             self._table = parquet.ParquetFile(path)
         except Exception as wrong:  # pyarrow's own kinds cannot be named without it
-            raise SourceError(
-                self.name, f"is not a parquet file that can be read: {wrong}"
-            ) from None
+            raise SourceError(self.name, f"cannot be read as parquet: {wrong}") from None
         self.size = int(self._table.metadata.num_rows)
 
     def identity(self) -> list[str | int]:

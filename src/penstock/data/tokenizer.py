@@ -49,7 +49,8 @@ class Tokens:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.name = str(getattr(tokenizer, "name_or_path", "") or "this tokenizer")
+        path = str(getattr(tokenizer, "name_or_path", "") or "")
+        self.name = f"the tokenizer of {path}" if path else "the tokenizer"
         self.size = len(tokenizer)
 
     @cached_property
@@ -72,7 +73,7 @@ class Tokens:
         """The token that ends a document."""
         if self._tokenizer.eos_token_id is None:
             raise TokenizerError(
-                f"the tokenizer of {self.name} has no eos_token, and texts need one to end with; "
+                f"{self.name} has no eos_token, and texts need one to end with; "
                 f"set it in tokenizer_config.json"
             )
         return int(self._tokenizer.eos_token_id)
