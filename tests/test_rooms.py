@@ -52,6 +52,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"_native", "errors", "system"},
         *{"memory.arena", "memory.placement", "memory.region", "memory.residency"},
     },
+    # keep: files and directories; neither training nor plans nor where bytes rest
+    "checkpoint": {"__init__", "errors", "record_files", "records", "units"},
     # update
     "optim": {"_native", "errors", "system", "memory.placement", "memory.tensors"},
     # decide: neither torch, nor the native core, nor memory
@@ -117,7 +119,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """A package's row holds for each of its modules, which may also import each other."""
 
-MAY_IMPORT_TORCH = {"memory.tensors", "optim"}
+MAY_IMPORT_TORCH = {"checkpoint", "memory.tensors", "optim"}
 """At module level. Elsewhere torch is imported inside the function that needs it, or not at all."""
 
 TORCH_FREE = [

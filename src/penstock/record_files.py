@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -141,8 +142,9 @@ def layout(data: Any, indent: str = "") -> str:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     whole = dict(pairs)
     if len(whole) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise RecordError(next(key for key in whole if keys.count(key) > 1), "is given twice")
+        # Counted in one pass: a file made to be slow to refuse would have millions of keys.
+        counts = Counter(key for key, _ in pairs)
+        raise RecordError(next(key for key in whole if counts[key] > 1), "is given twice")
     return whole
 
 

@@ -1,8 +1,9 @@
 """Frozen dataclasses to JSON and back, by their type hints. Room: names.
 
 A record is a dataclass whose fields are int, float, str, bool, Literal, StrEnum, other records,
-`tuple[T, ...]`, `Mapping[int | str, T]`, or one of these `| None`. Reading checks everything and
-names the field that is wrong; what a record checks of itself in `__post_init__` is told likewise.
+`tuple[T, ...]`, `Mapping[int | str, T]`, one of these `| None`, or `Json`. Reading checks
+everything else and names the field that is wrong; what a record checks of itself in
+`__post_init__` is told likewise.
 Two class attributes widen what a file may hold:
 
 - `FORMAT`, an int beside a field `version`: a file with a higher version is refused by that reason,
@@ -36,6 +37,13 @@ _LARGEST = sys.float_info.max
 class _Size:
     """Marks an int that may be written by hand as a text with a unit."""
 
+
+class _Free:
+    """Marks a field whose form is another's business."""
+
+
+Json = Annotated[Any, _Free]
+"""Whatever JSON can say, kept as it is: of somebody else, who checks it."""
 
 Bytes = Annotated[int, _Size]
 """A number of bytes, which a file may also give as `"64GiB"`. Written out as the plain number."""
@@ -153,6 +161,8 @@ def _stranger(key: str, data: Mapping[Any, object], fields: Mapping[str, object]
 def _read(hint: Any, data: object, path: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
+        if _Free in args[1:]:
+            return data
         return _read_size(data, path) if _Size in args[1:] else _read(args[0], data, path)
     if origin in (Union, UnionType):
         (inner,) = (arg for arg in args if arg is not NoneType)
@@ -240,6 +250,8 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 def _wanted(hint: Any) -> str:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
+        if _Free in args:
+            return "given"
         return 'a number of bytes such as 4096 or "64GiB"' if _Size in args else _wanted(args[0])
     if origin in (Union, UnionType):
         return _wanted(next(arg for arg in args if arg is not NoneType))

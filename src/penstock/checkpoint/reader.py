@@ -1,0 +1,161 @@
+"""Safetensors shards, of whoever wrote them, read piece by piece. Room: keep.
+
+Every header is read and checked when the reader is made, so a file that is missing, cut short or
+not what it should be is found before anything is done with the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import torch
+
+from penstock.checkpoint.disk import bytes_of
+from penstock.checkpoint.errors import (
+    CheckpointReadError,
+    CorruptShardError,
+    TensorMismatchError,
+    TensorNotFoundError,
+    TruncatedShardError,
+)
+from penstock.checkpoint.finding import find_shards
+from penstock.checkpoint.headers import (
+    PREFIX_NBYTES,
+    Entry,
+    dtype_name,
+    header_nbytes,
+    parse_header,
+)
+
+_PIECE = 16 << 20
+"""Bytes of one read call, after which the page cache is told to forget them."""
+
+
+class Spec(NamedTuple):
+    """What a tensor is."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    path: str
+    fd: int
+    data_start: int
+    nbytes: int
+    entries: dict[str, Entry]
+
+
+class ShardReader:
+    """The tensors of a directory's `<stem>` files, of an index, or of one file.
+
+    Holds a file descriptor for each file until `close()`.
+    """
+
+    def __init__(self, path: str | Path, stem: str = "model") -> None:
+        self.path = str(path)
+        self._tensors: dict[str, tuple[_Shard, Entry]] = {}
+        found = find_shards(Path(path), stem)
+        with contextlib.ExitStack() as undo:
+            for file, wanted in found.items():
+                shard = _open_shard(str(file), undo)
+                for name in shard.entries if wanted is None else wanted:
+                    if name not in shard.entries:
+                        problem = "the index says it is here, and it is not"
+                        raise CorruptShardError(shard.path, problem, tensor=name)
+                    self._tensors[name] = (shard, shard.entries[name])
+            self._files = undo.pop_all()
+        self.files = tuple(found)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tensors)
+
+    def spec(self, name: str) -> Spec:
+        entry = self._find(name)[1]
+        return Spec(entry.dtype, entry.shape)
+
+    def read_into(self, name: str, out: torch.Tensor, start: int = 0) -> None:
+        """Elements `start` and on of the flattened tensor, as many as `out` has, into `out`.
+
+        `out` is a contiguous CPU tensor of the tensor's dtype.
+        """
+        shard, entry = self._find(name)
+        assert out.device.type == "cpu", f"{name}: read into a tensor on {out.device}"
+        assert out.is_contiguous(), f"{name}: read into a tensor that is not contiguous"
+        size, stop = entry.dtype.itemsize, start + out.numel()
+        if out.dtype != entry.dtype:
+            wanted, had = dtype_name(out.dtype), dtype_name(entry.dtype)
+            raise TensorMismatchError(shard.path, name, wanted=wanted, had=had)
+        if start < 0 or stop * size > entry.nbytes:
+            had = f"{entry.nbytes // size}"
+            wanted = f"elements {start} to {stop}"
+            raise TensorMismatchError(shard.path, name, wanted=wanted, had=had)
+        _read(shard, name, bytes_of(out), shard.data_start + entry.start + start * size)
+
+    def close(self) -> None:
+        self._files.close()
+        self._tensors.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _find(self, name: str) -> tuple[_Shard, Entry]:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            close = difflib.get_close_matches(name, self._tensors, n=1)
+            total = len(self._tensors)
+            raise TensorNotFoundError(self.path, name, close=close, total=total) from None
+
+
+def _open_shard(path: str, undo: contextlib.ExitStack) -> _Shard:
+    with _told(path):
+        # O_NONBLOCK: a pipe under a file's name must not stop us.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        undo.callback(os.close, fd)
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise CorruptShardError(path, "is not a file")
+        nbytes = found.st_size
+        length = header_nbytes(os.pread(fd, PREFIX_NBYTES, 0), nbytes, path)
+        raw = bytearray(length)
+        shard = _Shard(path, fd, PREFIX_NBYTES + length, nbytes, {})
+        _read(shard, "", memoryview(raw), PREFIX_NBYTES)
+    entries = parse_header(bytes(raw), nbytes - shard.data_start, path)
+    shard.entries.update(entries)
+    return shard
+
+
+def _read(shard: _Shard, name: str, into: memoryview, offset: int) -> None:
+    """Fills `into`, however short the kernel's answers, and leaves no pages behind."""
+    done = 0
+    with _told(shard.path, name):
+        while done < len(into):
+            at = offset + done
+            got = os.preadv(shard.fd, [into[done : done + _PIECE]], at)
+            if got == 0:
+                raise TruncatedShardError(shard.path, wanted=shard.nbytes, had=at, tensor=name)
+            os.posix_fadvise(shard.fd, at, got, os.POSIX_FADV_DONTNEED)
+            done += got
+
+
+@contextlib.contextmanager
+def _told(path: str, tensor: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OSError as failed:
+        if failed.errno is None:
+            raise
+        raise CheckpointReadError(path, failed.errno, tensor=tensor) from failed
