@@ -261,6 +261,10 @@ class DeviceMemoryError(EngineError, MemoryError):
         )
 
 
+class EngineStateError(RecordError, EngineError):
+    """A checkpoint that this engine cannot continue from."""
+
+
 class UnsupportedModelError(EngineError, ValueError):
     """A model that can be planned for but not trained."""
 

@@ -211,11 +211,19 @@ def _first_weights(engine: Engine, model: Any, source: Any, recipe: Recipe) -> N
     if source is not None:
         take_weights(engine.access, engine.inventory, source)
     elif recipe.init == "random":
-        draw_weights(engine.access, engine.inventory, engine.body.model, recipe.seed)
+        draw_weights(engine.access, engine.inventory, engine.body, recipe.seed)
     else:
-        from penstock.pretrained import load_pretrained
+        engine.files.read_weights(model_directory(model, recipe.revision))
 
-        load_pretrained(engine, model, recipe.revision)
+
+def model_directory(model: str | Path, revision: str | None = None) -> Path:
+    """Where its files are; a model of the hub is downloaded, safetensors only."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+    return Path(snapshot_download(str(model), revision=revision, allow_patterns=wanted))
 
 
 def set_determinism(wanted: bool) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from penstock.inventory import TensorSpec
-from penstock.roles import Role
+from penstock.roles import Formats, Role
 from penstock.stream.spans import Span, role_dtype
 from penstock.stream.state import Taken
 
@@ -28,6 +28,10 @@ class Access:
         self._taken, self._homes = taken, taken.homes
         blocks = taken.homes.inventory.blocks
         self._owner = {t.name: (i, t) for i, b in enumerate(blocks) for t in b.tensors}
+
+    @property
+    def formats(self) -> Formats:
+        return self._homes.formats
 
     @property
     def weight_dtype(self) -> torch.dtype:

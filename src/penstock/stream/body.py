@@ -101,6 +101,7 @@ class Body:
         self._answering = _Probe(self._seen, True)
         self._one = nn.ModuleList([self._answering])
         self._places = _places(model)
+        self._shapes = {t.name: t.shape for block in inventory.blocks for t in block.tensors}
         tile_mlps(self.layers, mlp_tile)
         self.drops_out = self._has_dropout()
         setattr(self._base, self._list, self._one)
@@ -119,6 +120,20 @@ class Body:
         for name in names:
             for module, leaf in self._places[name]:
                 module._parameters[leaf] = None
+
+    def module_of(self, name: str) -> tuple[nn.Module, dict[str, str]]:
+        """The module that holds a tensor, and what all it holds is called, by its own names."""
+        module, _ = self._places[name][0]
+        held = {
+            leaf: tensor
+            for tensor, places in self._places.items()
+            for where, leaf in places
+            if where is module
+        }
+        return module, held
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
 
     # Parts.
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.errors import EngineError, NonFiniteLossError
+from penstock import record_files
+from penstock.checkpoint.writer import Progress as WriteProgress
+from penstock.errors import EngineError, EngineStateError, NonFiniteLossError
 from penstock.inventory import Inventory
 from penstock.optim.stats import GradStats, clip_scale
 from penstock.optim.threads import Pool
@@ -23,12 +26,14 @@ from penstock.stream.batches import Batch, cut_batch
 from penstock.stream.body import Body
 from penstock.stream.computing import Computer
 from penstock.stream.device import Device
+from penstock.stream.files import EngineFiles
 from penstock.stream.groups import Grouping, StreamedAdamW
 from penstock.stream.homes import StoreSettings
 from penstock.stream.loss import ChunkedLoss, LossFunction
 from penstock.stream.moving import Mover
 from penstock.stream.runner import Progress, Runner
 from penstock.stream.scale import LossScale
+from penstock.stream.resuming import ENGINE_STATE, EngineState
 from penstock.stream.state import Run
 from penstock.stream.taking import Programs, take
 from penstock.stream.updates import Pending, draw_keys
@@ -73,6 +78,7 @@ class Engine:
         pool = Pool(settings.sweep_threads)
         self._taken = take(plan, inventory, self._programs, device, settings.store, pool)
         self.access = Access(self._taken)
+        self.files = EngineFiles(self.access, inventory)
         mover = Mover(self._taken)
         facts = StepFacts.of(inventory, plan.placement)
         loss = ChunkedLoss(body.logits, self.workload.numerics.loss_chunk, settings.loss)
@@ -197,6 +203,26 @@ class Engine:
             }
             for tier in Tier
         }
+
+    # Keeping.
+
+    def write(
+        self, folder: str | Path, *, optimizer: bool = True, progress: WriteProgress | None = None
+    ) -> None:
+        """Weights, and with `optimizer` all that a resume needs, into an existing directory."""
+        self.finish()
+        self.files.write(Path(folder), optimizer=optimizer, progress=progress)
+        if optimizer:
+            state = EngineState.of(self)
+            record_files.save(state, Path(folder) / ENGINE_STATE)
+
+    def read(self, folder: str | Path) -> None:
+        """Continue from what `write` wrote, to the bit, whatever plan wrote it."""
+        state = record_files.load(EngineState, Path(folder) / ENGINE_STATE, error=EngineStateError)
+        state.check(self)
+        self._pending = self._stats = None
+        self.files.read(Path(folder))
+        state.restore(self)
 
     # Ending.
 

@@ -15,6 +15,7 @@ from penstock.optim import formats
 from penstock.optim.rules import draw_key
 from penstock.roles import Role
 from penstock.stream.access import Access, Source
+from penstock.stream.body import Body
 
 
 def set_master(access: Access, block: int, inventory: Inventory, source: Source) -> None:
@@ -67,50 +68,44 @@ def take_weights(
         )
 
 
-def draw_weights(access: Access, inventory: Inventory, model: nn.Module, seed: int) -> None:
+def draw_weights(access: Access, inventory: Inventory, body: Body, seed: int) -> None:
     """As the model's own class initialises itself, a block at a time in fp32; what is drawn depends
     on the seed and the block, and on no plan."""
     for index, block in enumerate(inventory.blocks):
-        drawn = _drawn(model, block, draw_key(seed, 0, index) & ((1 << 63) - 1))
+        drawn = _drawn(body, block, draw_key(seed, 0, index) & ((1 << 63) - 1))
         set_master(
             access, index, inventory,
             lambda t, low, high, drawn=drawn: drawn[t.name].reshape(-1)[low:high],  # type: ignore[misc]
         )  # fmt: skip
 
 
-def _drawn(model: nn.Module, block: Block, seed: int) -> dict[str, torch.Tensor]:
-    init: Any = model._init_weights
+def _drawn(body: Body, block: Block, seed: int) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        for path in dict.fromkeys(t.name.rpartition(".")[0] for t in block.tensors):
-            names = {t.name for t in block.tensors if t.name.rpartition(".")[0] == path}
-            found |= _init_module(model.get_submodule(path), path, names, init)
+        for tensor in block.tensors:
+            if tensor.name not in found:
+                found |= _init_module(body, *body.module_of(tensor.name))
     return found
 
 
-def _init_module(
-    module: nn.Module, path: str, names: set[str], init: Any
-) -> dict[str, torch.Tensor]:
-    """One leaf module's tensors."""
+def _init_module(body: Body, module: nn.Module, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """One leaf module's tensors, on a copy that has memory for them."""
     bare = copy.copy(module)
-    bare._parameters = {}
-    specs = {leaf: held for leaf, held in module._parameters.items() if held is not None}
-    for leaf, held in specs.items():
-        empty = torch.full(tuple(held.shape), float("nan"))
+    bare._parameters = dict.fromkeys(module._parameters)
+    for leaf, name in names.items():
+        empty = torch.full(body.shape_of(name), float("nan"))
         bare._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
-    with torch.no_grad():
-        init(bare)
+    init: Any = body.model._init_weights
+    init(bare)
     found = {}
-    for leaf in specs:
-        name = f"{path}.{leaf}"
+    for leaf, name in names.items():
         value = bare._parameters[leaf]
         assert value is not None
-        if name in names:
-            if bool(value.isnan().any()):
-                raise UnsupportedModelError(
-                    f"{type(module).__name__} says nothing about how {name} begins; "
-                    f"start from a checkpoint instead of --init random"
-                )
-            found[name] = value.detach()
+        if bool(value.isnan().any()):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} says nothing about how {name} begins; "
+                f"start from a checkpoint instead of --init random"
+            )
+        found[name] = value.detach()
     return found
