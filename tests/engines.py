@@ -110,7 +110,7 @@ def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **change
     device = pick_device(changes.pop("device", "cpu"))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[plan.workload.dtype]
     body = Body(
-        build_model(config, dtype, device.torch), model, mlp_tile=plan.workload.numerics.mlp_tile
+        build_model(config, dtype, device.where), model, mlp_tile=plan.workload.numerics.mlp_tile
     )
     given: dict[str, Any] = dict(optimizer={"lr": 1e-2}, grouping=decay_matrices)
     engine = Engine(plan, model, body, device, EngineSettings(**(given | changes)))

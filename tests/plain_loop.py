@@ -49,8 +49,12 @@ class PlainLoop:
         self.steps += 1
         for name, grad in grads.items():
             decay = self.settings["weight_decay"] if grad.dim() >= 2 else 0.0
-            by = rules.adamw(step=self.steps, scale=scale, **(self.settings | {"weight_decay": decay}))
-            bad = reference.sweep("adamw", self.state[name], grad.view(-1), by, key=0, first_index=0)
+            by = rules.adamw(
+                step=self.steps, scale=scale, **(self.settings | {"weight_decay": decay})
+            )
+            bad = reference.sweep(
+                "adamw", self.state[name], grad.view(-1), by, key=0, first_index=0
+            )
             assert bad is None
         return loss
 

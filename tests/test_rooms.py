@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "gpu_catalogue": set(),
     "bundled": {"errors", "machine", "record_files", "records"},
-    "model_survey": {"errors", "inventory"},
+    "model_config": {"errors"},
+    "model_survey": {"errors", "inventory", "model_config"},
     # hold
     "memory.placement": {"_native", "errors"},
     "memory.region": {
@@ -90,7 +91,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"cost", "errors", "inventory", "placement_parts", "planner", "roles", "schedule"},
         *{"tiers", "units", "workload"},
     },
+    # move
+    "stream": {
+        *{"errors", "inventory", "lifetimes", "packing", "placement_parts", "plan", "pools"},
+        *{"record_files", "records", "roles", "schedule", "step_facts", "step_order", "tiers"},
+        *{"units", "workload", "memory.arena", "memory.placement", "checkpoint", "storage"},
+        "optim",
+    },
     # show
+    "prepare": {
+        *{"budget", "cpu_machine", "discovery", "errors", "inventory", "machine", "model_config"},
+        *{"model_survey", "plan", "planner", "roles", "stream", "workload"},
+    },
     "advice": {"budget", "errors", "inventory", "machine", "planner", "tiers", "units", "workload"},
     "plan_words": {"machine", "plan", "tiers"},
     "plan_view": {
@@ -119,7 +131,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """A package's row holds for each of its modules, which may also import each other."""
 
-MAY_IMPORT_TORCH = {"checkpoint", "memory.tensors", "optim"}
+MAY_IMPORT_TORCH = {"checkpoint", "memory.tensors", "optim", "stream"}
 """At module level. Elsewhere torch is imported inside the function that needs it, or not at all."""
 
 TORCH_FREE = [

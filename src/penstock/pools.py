@@ -147,7 +147,7 @@ def pipe_lanes(placement: Placement) -> tuple[str, ...]:
         any(block.touches(role, Tier.NVME) for block in placement.blocks)
         for role in (Role.INPUT, Role.GRADIENT)
     )
-    lanes = ("drain inputs", "fetch inputs") if inputs else ()
+    lanes: tuple[str, ...] = ("drain inputs", "fetch inputs") if inputs else ()
     if gradients:
         lanes += ("drain", "fetch") if placement.rounds > 1 else ("drain",)
     return lanes

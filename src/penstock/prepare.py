@@ -20,7 +20,7 @@ from penstock.workload import Workload, default_numerics
 if TYPE_CHECKING:
     from torch import nn
 
-    from penstock.stream.engine import Engine
+    from penstock.stream.engine import Engine, EngineSettings
     from penstock.stream.groups import Grouping
     from penstock.stream.homes import StoreSettings
     from penstock.stream.loss import LossFunction
@@ -71,7 +71,7 @@ def prepare(
     loss: LossFunction | None = None,
     store: StoreSettings | None = None,
     recipe: Recipe | None = None,
-    **told: Any,
+    **more: Any,
 ) -> Engine:
     """An engine for `model`: a Hugging Face id, a directory, or a live transformers model.
 
@@ -79,12 +79,13 @@ def prepare(
     ["/mnt/nvme:400GiB"]}. Everything else is a field of Recipe: context=, batch=, optimizer=...
     All memory is taken before this returns.
     """
-    recipe = replace(recipe or Recipe(), **told)
+    recipe = replace(recipe or Recipe(), **more)
     config = _config(model, recipe)
     inventory = _inventory(model, config, recipe)
     chosen = plan or plan_for(inventory, recipe, budget=budget, machine=machine)
     chosen.check_model(inventory)
-    return _assemble(model, config, inventory, chosen, recipe, param_groups, loss, store)
+    told = _Told(param_groups, loss, store)
+    return _assemble(model, config, inventory, chosen, recipe, told)
 
 
 def plan_for(
@@ -134,7 +135,7 @@ def this_machine(device: str | None = None) -> Machine:
 
 
 def _config(model: str | Path | nn.Module, recipe: Recipe) -> Any:
-    from penstock.model_survey import load_config
+    from penstock.model_config import load_config
 
     if isinstance(model, str | Path):
         return load_config(
@@ -156,53 +157,62 @@ def _inventory(model: str | Path | nn.Module, config: Any, recipe: Recipe) -> In
     return inventory_of(model, config, name=type(model).__name__, **told)
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the caller hands in as objects."""
+
+    param_groups: Grouping | None
+    loss: LossFunction | None
+    store: StoreSettings | None
+
+
 def _assemble(
     model: str | Path | nn.Module,
     config: Any,
     inventory: Inventory,
     plan: Plan,
     recipe: Recipe,
-    param_groups: Grouping | None,
-    loss: LossFunction | None,
-    store: StoreSettings | None,
+    told: _Told,
 ) -> Engine:
-    import torch
-
     from penstock.stream.body import Body
     from penstock.stream.device import pick_device
-    from penstock.stream.engine import Engine, EngineSettings
-    from penstock.stream.groups import decay_matrices
-    from penstock.stream.homes import StoreSettings
-    from penstock.stream.model import build_model, check_trainable, strip_model
+    from penstock.stream.engine import Engine
+    from penstock.stream.model import build_model, check_trainable, strip_model, weight_dtype
 
     check_trainable(inventory)
     set_determinism(recipe.deterministic)
-    device = pick_device(recipe.device)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[plan.workload.dtype]
-    settings = EngineSettings(
-        optimizer=recipe.optimizer,
-        grouping=param_groups or decay_matrices,
-        loss=loss,
-        seed=recipe.seed,
-        store=store or StoreSettings(),
-        sweep_threads=recipe.sweep_threads,
-        nonfinite=recipe.nonfinite,
-    )
-    source = None
+    device, source = pick_device(recipe.device), None
     if isinstance(model, str | Path):
         trust = recipe.trust_remote_code
-        bare = build_model(config, dtype, device.torch, trust_remote_code=trust)
+        dtype = weight_dtype(plan.workload)
+        bare = build_model(config, dtype, device.where, trust_remote_code=trust)
     else:
         source = dict(model.state_dict())
-        bare = strip_model(model, device.torch)
+        bare = strip_model(model, device.where, weight_dtype(plan.workload))
     body = Body(bare, inventory, mlp_tile=plan.workload.numerics.mlp_tile)
-    engine = Engine(plan, inventory, body, device, settings)
+    engine = Engine(plan, inventory, body, device, _engine_settings(recipe, told))
     try:
         _first_weights(engine, model, source, recipe)
     except BaseException:
         engine.close()
         raise
     return engine
+
+
+def _engine_settings(recipe: Recipe, told: _Told) -> EngineSettings:
+    from penstock.stream.engine import EngineSettings
+    from penstock.stream.groups import decay_matrices
+    from penstock.stream.homes import StoreSettings
+
+    return EngineSettings(
+        optimizer=recipe.optimizer,
+        grouping=told.param_groups or decay_matrices,
+        loss=told.loss,
+        seed=recipe.seed,
+        store=told.store or StoreSettings(),
+        sweep_threads=recipe.sweep_threads,
+        nonfinite=recipe.nonfinite,
+    )
 
 
 def _first_weights(engine: Engine, model: Any, source: Any, recipe: Recipe) -> None:

@@ -8,6 +8,7 @@ with transformers under the name `penstock`, for which transformers makes no mas
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -72,7 +73,7 @@ def attend(
     for row, marks in enumerate(bounds):
         parts = [
             one(*(t[row : row + 1, :, low:high] for t in (query, key, value)))
-            for low, high in zip(marks, marks[1:], strict=False)
+            for low, high in itertools.pairwise(marks)
         ]
         rows.append(torch.cat(parts, dim=1))
     return torch.cat(rows), None
@@ -92,9 +93,7 @@ class _Attention:
         self.module, self.scaling, self.dropout = module, scaling, dropout
         self.window, self.softcap = window, softcap
 
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         length = query.shape[2]
         if self.softcap is not None:
             return self._bands(query, key, value, self._by_hand)
@@ -132,7 +131,8 @@ class _Attention:
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """With capped scores, for which there is no fused kernel."""
-        assert mask is not None and self.softcap is not None
+        assert mask is not None
+        assert self.softcap is not None
         groups = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
         scale = self.scaling if self.scaling is not None else query.shape[-1] ** -0.5

@@ -46,9 +46,7 @@ def cut_batch(batch: Batch, workload: Workload, rounds: int, device: torch.devic
     return Cut(grouped, int((targets != IGNORED).sum()))
 
 
-def _checked(
-    batch: Batch, workload: Workload
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _checked(batch: Batch, workload: Workload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if "input_ids" not in batch:
         raise BatchError(f"a batch needs input_ids; this one has {', '.join(batch) or 'nothing'}")
     ids = batch["input_ids"].cpu().long()

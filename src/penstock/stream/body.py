@@ -22,7 +22,6 @@ from penstock.inventory import Inventory
 from penstock.stream import attention
 from penstock.stream.tiles import tile_mlps
 
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -55,7 +54,7 @@ class MicroBatch:
         return rows, length
 
 
-class _Reached(Exception):
+class _ReachedError(Exception):
     """The last probe was reached: what follows is the head's business."""
 
 
@@ -78,7 +77,7 @@ class _Probe(nn.Module):
         self.hidden = hidden
         self.seen.append((tuple(args[1:]), given))
         if self.last:
-            raise _Reached
+            raise _ReachedError
         return hidden
 
 
@@ -91,7 +90,9 @@ class Body:
         path = inventory.layers[0].name.rpartition(".")[0]
         parent, _, self._list = path.rpartition(".")
         self._base = model.get_submodule(parent)
-        self.layers: list[nn.Module] = list(model.get_submodule(path))  # type: ignore[arg-type]
+        found = model.get_submodule(path)
+        assert isinstance(found, nn.ModuleList)
+        self.layers: list[nn.Module] = list(found)
         self._seen: list[Arguments] = []
         count = len(self.layers)
         self._probes = nn.ModuleList(
@@ -141,12 +142,13 @@ class Body:
         """What enters the first layer, and how layers are to be called."""
         with self._probing():
             self._seen.clear()
-            with contextlib.suppress(_Reached):
+            with contextlib.suppress(_ReachedError):
                 self._base(
                     input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False
                 )
             first = self._probes[0]
-            assert isinstance(first, _Probe) and first.hidden is not None
+            assert isinstance(first, _Probe)
+            assert first.hidden is not None
             hidden, calls = first.hidden, Calls(list(self._seen), micro.bounds)
             for probe in self._probes:
                 probe.hidden = None  # type: ignore[assignment]
@@ -206,7 +208,7 @@ class Body:
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = self.model.config.dtype  # type: ignore[union-attr, assignment]
+        found: torch.dtype = self.model.config.dtype  # type: ignore[assignment]
         return found
 
 

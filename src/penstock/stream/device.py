@@ -47,7 +47,7 @@ class StatsTicket(Protocol):
 class Device(Protocol):
     """The few things the engine asks of whatever computes."""
 
-    torch: torch.device
+    where: torch.device
     pinned: bool
     """Whether host memory must be registered for copies to be fast."""
 
@@ -83,7 +83,7 @@ class CpuDevice:
     """The CPU: its `hbm` is host memory, and everything is done when it is issued."""
 
     def __init__(self) -> None:
-        self.torch = torch.device("cpu")
+        self.where = torch.device("cpu")
         self.pinned = False
         self._taken = 0
 
@@ -120,31 +120,32 @@ class CudaDevice:
     """One NVIDIA GPU."""
 
     def __init__(self, index: int = 0) -> None:
-        self.torch = torch.device("cuda", index)
+        self.where = torch.device("cuda", index)
         self.pinned = True
         self._streams: dict[str, Any] = {}
 
     def empty(self, nbytes: int, what: str) -> torch.Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.where)
         except torch.OutOfMemoryError:
-            free, total = torch.cuda.mem_get_info(self.torch)
+            free, total = torch.cuda.mem_get_info(self.where)
             raise DeviceMemoryError(what, wanted=nbytes, free=free, total=total) from None
 
     @contextlib.contextmanager
     def lane(self, name: str) -> Iterator[None]:
         if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.torch)
-        with torch.cuda.device(self.torch), torch.cuda.stream(self._streams[name]):
+            make: Any = torch.cuda.Stream
+            self._streams[name] = make(self.where)
+        with torch.cuda.device(self.where), torch.cuda.stream(self._streams[name]):
             yield
 
     def mark(self) -> Mark:
-        stream: Any = torch.cuda.current_stream(self.torch)
+        stream: Any = torch.cuda.current_stream(self.where)
         return _Event(stream.record_event())
 
     def wait(self, mark: Mark) -> None:
         if isinstance(mark, _Event):
-            stream: Any = torch.cuda.current_stream(self.torch)
+            stream: Any = torch.cuda.current_stream(self.where)
             stream.wait_event(mark.event)
         else:
             mark.settle()
@@ -162,7 +163,7 @@ class CudaDevice:
         torch.cuda.manual_seed(value)
 
     def peak_nbytes(self) -> int:
-        return int(torch.cuda.max_memory_reserved(self.torch))
+        return int(torch.cuda.max_memory_reserved(self.where))
 
 
 class _Event:

@@ -32,7 +32,7 @@ class DiskPipe:
         self._store, self._device = store, device
         assert nbytes % (2 * store.unit) == 0, nbytes
         whole = arena.tensor(nbytes, torch.uint8, align=EXTENT, name="a ring's buffer")
-        self._halves = whole.split(nbytes // 2)
+        self._halves = (whole[: nbytes // 2], whole[nbytes // 2 :])
         self._tickets: list[Ticket | None] = [None, None]
         self._turn = 0
 

@@ -7,7 +7,7 @@ until somebody wants to see its result: `finish`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ from penstock.stream.groups import Grouping, StreamedAdamW
 from penstock.stream.homes import StoreSettings
 from penstock.stream.loss import ChunkedLoss, LossFunction
 from penstock.stream.moving import Mover
+from penstock.stream.resuming import ENGINE_STATE, EngineState
 from penstock.stream.runner import Progress, Runner
 from penstock.stream.scale import LossScale
-from penstock.stream.resuming import ENGINE_STATE, EngineState
 from penstock.stream.state import Run
 from penstock.stream.taking import Programs, take
 from penstock.stream.updates import Pending, draw_keys
@@ -48,7 +48,7 @@ class EngineSettings:
     grouping: Grouping
     loss: LossFunction | None = None
     seed: int = 0
-    store: StoreSettings = StoreSettings()
+    store: StoreSettings = field(default_factory=StoreSettings)
     sweep_threads: int | None = None
     nonfinite: str = "raise"
     """`raise`, or `skip`: leave the step out and go on. fp16 always skips, and halves its scale."""
@@ -71,9 +71,7 @@ class Engine:
         self.plan, self.inventory, self.workload = plan, inventory, plan.workload
         self.settings = settings
         self.body, self.device = body, device
-        self.optimizer = StreamedAdamW(
-            inventory, settings.optimizer, settings.grouping, self.apply
-        )
+        self.optimizer = StreamedAdamW(inventory, settings.optimizer, settings.grouping, self.apply)
         self._programs = Programs.of(plan, inventory)
         pool = Pool(settings.sweep_threads)
         self._taken = take(plan, inventory, self._programs, device, settings.store, pool)
@@ -113,7 +111,7 @@ class Engine:
                 "gradients are there already: call apply() before the next forward_backward(), or "
                 "pass all sequences of a step in one batch"
             )
-        cut = cut_batch(batch, self.workload, self.plan.placement.rounds, self.device.torch)
+        cut = cut_batch(batch, self.workload, self.plan.placement.rounds, self.device.where)
         items = cut.items if num_items is None else num_items
         self.body.model.train()
         pending, self._pending = self._pending, None
@@ -170,7 +168,7 @@ class Engine:
         self.body.model.eval()
         total, tokens = 0.0, 0
         for batch in batches:
-            cut = cut_batch(batch, self.workload, self.plan.placement.rounds, self.device.torch)
+            cut = cut_batch(batch, self.workload, self.plan.placement.rounds, self.device.where)
             for micros in cut.rounds:
                 if micros:
                     run = Run(self._programs.evaluate, [micros], None, self.batches)

@@ -71,7 +71,8 @@ class Gradients:
             into.copy_(total.flat)
         elif last:
             sixteen = torch.bfloat16 if self._formats.dtype == "bf16" else torch.float16
-            for part in total.flat.split(ROUND_ELEMENTS):
+            for low in range(0, total.flat.numel(), ROUND_ELEMENTS):
+                part = total.flat[low : low + ROUND_ELEMENTS]
                 part.copy_(part.to(sixteen))
         if last:
             flat = total.flat if into is None else into

@@ -38,7 +38,7 @@ class Hidden:
 
     @property
     def nbytes(self) -> int:
-        return self._ring.numel()
+        return int(self._ring.numel())
 
     def start_round(self) -> None:
         self._written = 0

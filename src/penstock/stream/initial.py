@@ -58,9 +58,7 @@ def _zero_bases(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
     return torch.zeros(formats.num_blocks(high - low), dtype=torch.int16)
 
 
-def take_weights(
-    access: Access, inventory: Inventory, state: Mapping[str, torch.Tensor]
-) -> None:
+def take_weights(access: Access, inventory: Inventory, state: Mapping[str, torch.Tensor]) -> None:
     """From tensors by name."""
     for index in range(len(inventory.blocks)):
         set_master(
@@ -89,7 +87,9 @@ def _drawn(body: Body, block: Block, seed: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def _init_module(body: Body, module: nn.Module, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+def _init_module(
+    body: Body, module: nn.Module, names: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
     """One leaf module's tensors, on a copy that has memory for them."""
     bare = copy.copy(module)
     bare._parameters = dict.fromkeys(module._parameters)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from penstock.stream.device import Device
-from penstock.stream.marks import Marks, Stopped
+from penstock.stream.marks import Marks, StoppedError
 
 Job = Callable[[], None]
 
@@ -47,7 +47,7 @@ class Lane:
                         if marks.failed is not None:
                             break
                         job()
-            except Stopped:
+            except StoppedError:
                 pass
             except BaseException as error:
                 marks.fail(error)

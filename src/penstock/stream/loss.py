@@ -5,11 +5,11 @@ Logits of the whole batch never exist: each chunk's are made, judged, differenti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 IGNORED = -100
 """A label that is not trained, as Hugging Face has it."""
@@ -44,8 +44,8 @@ class ChunkedLoss:
         """The sum over trained tokens, in fp64."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with torch.no_grad():
-            for rows, wanted in self._chunks(hidden, targets):
-                total += self._sum(rows, wanted).double()
+            for rows in self._chunks(hidden):
+                total += self._sum(hidden[rows], targets[rows]).double()
         return total
 
     def backward(
@@ -55,27 +55,25 @@ class ChunkedLoss:
         weights go where their hooks put them."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         back = torch.zeros_like(hidden)
-        parts = zip(self._chunks(hidden, targets), back.split(self._chunk), strict=True)
-        for (rows, wanted), into in parts:
-            x = rows.detach().requires_grad_()
+        for rows in self._chunks(hidden):
+            x = hidden[rows].detach().requires_grad_()
             with torch.enable_grad():
-                summed = self._sum(x, wanted)
+                summed = self._sum(x, targets[rows])
                 loss = summed / items
             (loss * scale if scale != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
             assert x.grad is not None
-            into.copy_(x.grad)
+            back[rows] = x.grad
             total += summed.detach().double()
         return total, back
 
-    def _chunks(
-        self, hidden: torch.Tensor, targets: torch.Tensor
-    ) -> "zip[tuple[torch.Tensor, torch.Tensor]]":
-        return zip(hidden.split(self._chunk), targets.split(self._chunk), strict=True)
+    def _chunks(self, hidden: torch.Tensor) -> Iterator[slice]:
+        for low in range(0, hidden.shape[0], self._chunk):
+            yield slice(low, low + self._chunk)
 
     def _sum(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = self._logits(rows).float()
         if self._function is None:
-            return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+            return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         kept = targets != IGNORED
         picked = targets.clamp(min=0)[:, None]
         log_probs = logits.log_softmax(dim=-1).gather(1, picked)[:, 0]

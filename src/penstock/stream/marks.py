@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from penstock.stream.device import Mark
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """Another thread failed; its error is the one to show."""
 
 
@@ -27,7 +27,7 @@ class Marks:
             self._changed.notify_all()
 
     def get(self, key: Hashable) -> Mark:
-        """Raises Stopped if another thread failed meanwhile."""
+        """Raises StoppedError if another thread failed meanwhile."""
         found = self._found.get(key)  # without the lock: a key is written once
         if found is not None and self._failed is None:
             return found
@@ -41,13 +41,13 @@ class Marks:
             finally:
                 del self._waiting[me]
             if self._failed is not None:
-                raise Stopped
+                raise StoppedError
             return self._found[key]
 
     def fail(self, error: BaseException) -> None:
         """The first one counts. Everybody who waits is woken."""
         with self._changed:
-            if self._failed is None and not isinstance(error, Stopped):
+            if self._failed is None and not isinstance(error, StoppedError):
                 self._failed = error
             self._changed.notify_all()
 

@@ -12,6 +12,7 @@ from torch import nn
 from penstock.errors import UnsupportedModelError
 from penstock.inventory import Inventory
 from penstock.stream import attention
+from penstock.workload import Workload
 
 
 def build_model(
@@ -32,7 +33,11 @@ def build_model(
     return to_device(model, device)
 
 
-def strip_model(model: nn.Module, device: torch.device) -> nn.Module:
+def weight_dtype(workload: Workload) -> torch.dtype:
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}[workload.dtype]
+
+
+def strip_model(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Take a live model's parameters away, keeping ties; whoever holds them keeps them."""
     empty: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -40,7 +45,9 @@ def strip_model(model: nn.Module, device: torch.device) -> nn.Module:
             if held is not None:
                 bare = nn.Parameter(held.detach().to("meta"), requires_grad=held.requires_grad)
                 module._parameters[name] = empty.setdefault(id(held), bare)
-    model.config._attn_implementation = attention.NAME  # type: ignore[union-attr]
+    config: Any = model.config
+    config._attn_implementation = attention.NAME
+    config.dtype = dtype
     return to_device(model, device)
 
 

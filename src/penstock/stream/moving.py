@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import torch
 
 from penstock.optim import sweep
 from penstock.roles import STATE, Role
 from penstock.schedule import Operation, Verb
-from penstock.stream.device import DONE
+from penstock.storage.layout import Extent
+from penstock.stream.device import DONE, Mark
 from penstock.stream.disk import DiskPipe, Tickets
 from penstock.stream.program import Program
 from penstock.stream.spans import Span
 from penstock.stream.state import Run, Taken
 from penstock.stream.updates import segments
+
+Move = Callable[[Extent, torch.Tensor], None]
 
 SWEPT = (Role.WEIGHT, *STATE, Role.GRADIENT)
 
@@ -99,7 +102,9 @@ class Mover:
         offset = run.program.weights.offset("weight", op.block, run.program.since[at])
         into = self._taken.weights.span(op.block, offset)
         if op.piece is None:
-            self._device.copy(into.data, self._homes.span(op.block, Role.WEIGHT).data[: into.nbytes])
+            self._device.copy(
+                into.data, self._homes.span(op.block, Role.WEIGHT).data[: into.nbytes]
+            )
         else:
             read = run.program.read_of[at]
             source = self._staged(run.program, read, run.program.operations[read])[Role.WEIGHT]
@@ -173,13 +178,13 @@ class Mover:
 
     # Waiting.
 
-    def _each_piece(self, block: int, data: torch.Tensor, move: object) -> None:
+    def _each_piece(self, block: int, data: torch.Tensor, move: Move) -> None:
         """A gradient on disk is cut as its sweep is."""
         width = 4 if self._homes.formats.rounds > 1 else 2
         for piece in self._homes.pieces(block, Role.GRADIENT):
             start, stop, _ = self._homes.piece_span(block, piece)
             extent = self._homes.extent(block, Role.GRADIENT, piece)
-            move(extent, data[width * start : width * stop])  # type: ignore[operator]
+            move(extent, data[width * start : width * stop])
 
     def _wait(self, run: Run, at: int) -> None:
         """What is issued next on this lane comes after all that the operation needs."""
@@ -191,7 +196,7 @@ class Mover:
         for mark in self._needs(run, at):
             mark.settle()
 
-    def _needs(self, run: Run, at: int) -> Iterable[object]:
+    def _needs(self, run: Run, at: int) -> list[Mark]:
         return [run.marks.get(need) for need in run.program.needs[at]]
 
     def _trained(self, block: int) -> int:

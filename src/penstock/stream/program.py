@@ -1,4 +1,4 @@
-"""A schedule made ready to run: what each operation waits for, and where its buffers are. Room: move.
+"""A schedule made ready to run: what operations wait for, where buffers are. Room: move.
 
 The schedule says in which order buffers come and go; two that share bytes must also come and go in
 that order, so whatever begins to use bytes waits for what ended the use before.

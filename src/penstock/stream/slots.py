@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,7 +73,8 @@ class WeightSlots:
         # arrival for a change to its neighbour.
         parameter = nn.Parameter(data.data, requires_grad=tensor.trainable)
         if tensor.trainable:
-            parameter.register_post_accumulate_grad_hook(self._hook(tensor.name))
+            register: Any = parameter.register_post_accumulate_grad_hook
+            register(self._hook(tensor.name))
         return parameter
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:

@@ -21,7 +21,7 @@ from penstock.stream.disk import DiskPipe
 from penstock.stream.gradients import Gradients
 from penstock.stream.hidden import Hidden
 from penstock.stream.homes import Homes, StoreSettings
-from penstock.stream.program import Program, compile_program
+from penstock.stream.program import Buffers, Program, compile_program
 from penstock.stream.slots import WeightSlots
 from penstock.stream.state import Taken
 from penstock.tiers import Tier
@@ -56,7 +56,8 @@ class Programs:
     def nbytes(self, pool: str) -> int:
         """The most that any of them needs of a pool."""
         every = (self.step, self.first, self.sweep, self.evaluate)
-        return max(getattr(program, pool).nbytes for program in every)
+        buffers: list[Buffers] = [getattr(program, pool) for program in every]
+        return max(held.nbytes for held in buffers)
 
 
 def take(

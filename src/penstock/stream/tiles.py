@@ -20,7 +20,7 @@ def tile_mlps(layers: Sequence[nn.Module], tile: int) -> None:
         mlp = getattr(layer, "mlp", None)
         if isinstance(mlp, nn.Module):
             plain = mlp.forward
-            mlp.forward = _Tiled(mlp, plain, tile)  # type: ignore[method-assign, assignment]
+            mlp.forward = _Tiled(mlp, plain, tile)
 
 
 class _Tiled:
@@ -46,8 +46,8 @@ class _Tiles(torch.autograd.Function):
         ctx.save_for_backward(hidden, *weights)
         flat = hidden.reshape(-1, hidden.shape[-1])
         out = torch.empty_like(flat)
-        for rows, into in zip(flat.split(tiled.tile), out.split(tiled.tile), strict=True):
-            into.copy_(tiled.plain(rows))
+        for low in range(0, flat.shape[0], tiled.tile):
+            out[low : low + tiled.tile] = tiled.plain(flat[low : low + tiled.tile])
         return out.view(hidden.shape)
 
     @staticmethod
@@ -59,13 +59,13 @@ class _Tiles(torch.autograd.Function):
         wanted = [w for w in weights if w.requires_grad]
         sums = [torch.zeros_like(w, dtype=torch.float32) for w in wanted]
         back = torch.empty_like(flat)
-        pieces = zip(*(t.split(tiled.tile) for t in (flat, flat_grad, back)), strict=True)
-        for rows, rows_grad, into in pieces:
+        for low in range(0, flat.shape[0], tiled.tile):
+            rows = slice(low, low + tiled.tile)
             with torch.enable_grad():
-                x = rows.detach().requires_grad_()
+                x = flat[rows].detach().requires_grad_()
                 y = tiled.plain(x)
-            made = torch.autograd.grad(y, [x, *wanted], rows_grad)
-            into.copy_(made[0])
+            made = torch.autograd.grad(y, [x, *wanted], flat_grad[rows])
+            back[rows] = made[0]
             for total, part in zip(sums, made[1:], strict=True):
                 total.add_(part)
         by_id = {id(w): s.to(w.dtype) for w, s in zip(wanted, sums, strict=True)}
