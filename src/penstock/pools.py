@@ -7,6 +7,7 @@ fit is exact for both) and docs/planner.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.errors import PlanError
@@ -125,7 +126,13 @@ def working_nbytes(inventory: Inventory, workload: Workload) -> int:
     layers = max(_layer_nbytes(block, inventory.hidden, tokens, tile) for block in inventory.layers)
     chunk = min(tokens, numerics.loss_chunk)
     head = chunk * (inventory.vocabulary * LOGIT_NBYTES + 4 * inventory.hidden)
-    return round_up(max(layers, head), EXTENT)
+    tables = inventory.vocabulary * inventory.hidden
+    return round_up(max(layers + 2 * _largest(inventory.layers), head + 2 * tables), EXTENT)
+
+
+def _largest(blocks: Iterable[Block]) -> int:
+    """Elements of the largest tensor: its gradient of one micro-batch, until it is added up."""
+    return max((t.elements for b in blocks for t in b.tensors if t.trainable), default=0)
 
 
 def _layer_nbytes(block: Block, hidden: int, tokens: int, tile: int) -> int:

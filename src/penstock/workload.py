@@ -13,14 +13,14 @@ from typing import Literal
 from penstock.errors import WorkloadError
 from penstock.inventory import Inventory
 from penstock.roles import Dtype, Formats, Moments
-from penstock.units import GiB, MiB
+from penstock.units import MiB
 
 Attention = Literal["sdpa", "eager"]
 
 MICRO_BATCH_TOKENS = 16384
 """Enough tokens to keep a large GPU busy: a layer reaches its full rate here (docs/planner.md)."""
 
-LOGITS_NBYTES = 1 * GiB
+LOGITS_NBYTES = 512 * MiB
 """The most that one chunk of logits may take in fp32."""
 
 MLP_TILE_NBYTES = 512 * MiB

@@ -72,6 +72,12 @@ class Device(Protocol):
     def sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> Mark:
         """Step over states in its memory."""
 
+    def limit(self, nbytes: int) -> None:
+        """Let torch have no more than this in all."""
+
+    def settle(self) -> None:
+        """Wait for everything, on every lane."""
+
     def seed(self, value: int) -> None:
         """What its random numbers follow from next."""
 
@@ -108,6 +114,12 @@ class CpuDevice:
 
     def sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> Mark:
         return SweepMark(sweep.start(rule, segments, pool=pool))
+
+    def limit(self, nbytes: int) -> None:
+        """The kernel's own limits are what binds host memory."""
+
+    def settle(self) -> None:
+        return
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
@@ -158,6 +170,14 @@ class CudaDevice:
 
     def sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> Mark:
         return SweepMark(device_sweep.start(rule, segments))
+
+    def limit(self, nbytes: int) -> None:
+        total = torch.cuda.get_device_properties(self.where).total_memory
+        share = min(1.0, max(nbytes, 1) / total)
+        torch.cuda.set_per_process_memory_fraction(share, self.where)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.where)
 
     def seed(self, value: int) -> None:
         torch.cuda.manual_seed(value)

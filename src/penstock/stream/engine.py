@@ -22,7 +22,7 @@ from penstock.optim.threads import Pool
 from penstock.plan import Plan
 from penstock.step_facts import StepFacts
 from penstock.stream.access import Access
-from penstock.stream.batches import Batch, cut_batch
+from penstock.stream.batches import Cut, cut_batch
 from penstock.stream.body import Body
 from penstock.stream.computing import Computer
 from penstock.stream.device import Device
@@ -111,7 +111,7 @@ class Engine:
                 "gradients are there already: call apply() before the next forward_backward(), or "
                 "pass all sequences of a step in one batch"
             )
-        cut = cut_batch(batch, self.workload, self.plan.placement.rounds, self.device.where)
+        cut = self._cut(batch)
         items = cut.items if num_items is None else num_items
         self.body.model.train()
         pending, self._pending = self._pending, None
@@ -168,7 +168,7 @@ class Engine:
         self.body.model.eval()
         total, tokens = 0.0, 0
         for batch in batches:
-            cut = cut_batch(batch, self.workload, self.plan.placement.rounds, self.device.where)
+            cut = self._cut(batch)
             for micros in cut.rounds:
                 if micros:
                     run = Run(self._programs.evaluate, [micros], None, self.batches)
@@ -239,6 +239,10 @@ class Engine:
 
     # Within.
 
+    def _cut(self, batch: Mapping[str, torch.Tensor]) -> Cut:
+        rounds, where = self.plan.placement.rounds, self.device.where
+        return cut_batch(batch, self.workload, rounds, where)
+
     def _gather(self) -> GradStats:
         total = GradStats(0, 0.0, None)
         for block, ticket in self._taken.gradients.stats:
@@ -271,6 +275,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed")
-
-
-__all__ = ["Batch", "Engine", "EngineSettings", "Evaluation"]

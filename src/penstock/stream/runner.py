@@ -33,6 +33,7 @@ class Runner:
             if (lane := op.lane) in jobs:
                 jobs[lane].append(self._job(run, at, op))
         self._now = run
+        self._taken.device.settle()  # what was written between steps, on no lane
         idle = self._lanes.start(jobs, run.marks)
         try:
             with self._taken.device.lane("compute"):

@@ -66,6 +66,8 @@ def take(
 ) -> Taken:  # fmt: skip
     """All memory and disk space of the run. Nothing is left behind if some of it cannot be had."""
     _check_pools(plan, programs)
+    context = next((pool.nbytes for pool in plan.pools if pool.what == "CUDA context"), 0)
+    device.limit(plan.budget.of(Tier.HBM) - context)
     homes = Homes(plan, inventory, device, store)
     try:
         gradients = Gradients(inventory, homes.formats, device)
