@@ -136,6 +136,7 @@ class Engine:
         if self._stats is None:
             raise EngineError("there are no gradients: call forward_backward() first")
         stats, self._stats = self._stats, None
+        self.optimizer.note_step()
         self.skipped = not stats.finite
         if self.skipped:
             self.scale.overflowed()

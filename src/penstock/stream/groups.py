@@ -87,5 +87,9 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._apply()
         return loss
 
+    def note_step(self) -> None:
+        """For LR schedulers, which warn where no step came before theirs."""
+        self._opt_called = True
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients are taken by `step`; there is nothing to clear."""
