@@ -72,7 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "pools": {
         *{"errors", "inventory", "lifetimes", "packing", "placement_parts", "roles", "schedule"},
-        *{"tiers", "units", "workload"},
+        *{"step_order", "tiers", "units", "workload"},
     },
     "plan": {
         *{"budget", "errors", "inventory", "machine", "placement_parts", "pools", "record_files"},

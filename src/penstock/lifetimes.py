@@ -54,7 +54,7 @@ def gradient_lifetimes(
             if operation.verb is Verb.LOSS and tied:
                 sums.setdefault(0, at)
             start = sums.pop(block, at)
-            in_place = formats.rounds > 1  # what rests, or is on its way there, is the sum
+            in_place = formats.wide_gradient  # what rests, or is on its way there, is the sum
             if elements[block] and not in_place:
                 nbytes = round_up(4 * elements[block], EXTENT)
                 found.append(_lifetime("sum", block, nbytes, start, at))

@@ -17,6 +17,7 @@ from penstock.packing import Lifetime, pack
 from penstock.placement_parts import Placement
 from penstock.roles import EXTENT, Formats, Role
 from penstock.schedule import Schedule
+from penstock.step_order import step_schedule
 from penstock.tiers import Tier
 from penstock.units import KiB, MiB, round_up
 from penstock.workload import Workload
@@ -73,8 +74,13 @@ def pools(
     """Everything that is not at rest, in the order the table shows it."""
     formats = workload.formats(placement.rounds)
     working = working_nbytes(inventory, workload)
+    schedules = [schedule]
+    if workload.accumulate:
+        schedules.append(step_schedule(inventory, placement, pending=False, adds=True))
     weights = _packed(weight_lifetimes(schedule, placement))
-    gradients = _packed(gradient_lifetimes(inventory, schedule, placement, formats))
+    gradients = max(
+        _packed(gradient_lifetimes(inventory, each, placement, formats)) for each in schedules
+    )
     staging = _packed(staging_lifetimes(inventory, schedule, placement, formats))
     hbm = {
         "CUDA context": context_nbytes,
@@ -84,7 +90,7 @@ def pools(
         "working memory": working,
         "allocator slack": round_up(int(SLACK * working), EXTENT),
     }
-    pipes = pipe_lanes(placement)
+    pipes = pipe_lanes(workload, placement)
     dram = {
         "NVMe staging": staging,
         "NVMe pipes": len(pipes) * pipe_nbytes(inventory, workload, placement),
@@ -148,7 +154,7 @@ def _packed(lifetimes: list[Lifetime]) -> int:
     return pack(lifetimes, mendings=0).nbytes
 
 
-def pipe_lanes(placement: Placement) -> tuple[str, ...]:
+def pipe_lanes(workload: Workload, placement: Placement) -> tuple[str, ...]:
     """Lanes that have a pipe of their own between device and NVMe."""
     inputs, gradients = (
         any(block.touches(role, Tier.NVME) for block in placement.blocks)
@@ -156,7 +162,8 @@ def pipe_lanes(placement: Placement) -> tuple[str, ...]:
     )
     lanes: tuple[str, ...] = ("drain inputs", "fetch inputs") if inputs else ()
     if gradients:
-        lanes += ("drain", "fetch") if placement.rounds > 1 else ("drain",)
+        wide = workload.formats(placement.rounds).wide_gradient
+        lanes += ("drain", "fetch") if wide else ("drain",)
     return lanes
 
 

@@ -40,6 +40,8 @@ class Recipe:
     dtype: Dtype = "bf16"
     moments: Moments = "fp32"
     clip: float | None = 1.0
+    accumulate: bool = False
+    """Let several forward_backward() calls add to one step."""
     steps: int | None = None
     """Of the whole run, where known."""
     freeze: Sequence[str] = ()
@@ -116,6 +118,7 @@ def workload_for(inventory: Inventory, recipe: Recipe) -> Workload:
         dtype=recipe.dtype,
         moments=recipe.moments,
         clip=recipe.clip,
+        accumulate=recipe.accumulate,
         steps=recipe.steps,
         numerics=replace(numerics, deterministic=recipe.deterministic),
     )

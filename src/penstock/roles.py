@@ -67,8 +67,8 @@ class Formats:
     moments: Moments = "fp32"
     """How both moments rest."""
 
-    rounds: int = 1
-    """Passes per step. Several need the gradient in fp32 between them."""
+    wide_gradient: bool = False
+    """Whether the gradient rests in fp32: it does where something is still to be added to it."""
 
     def nbytes(self, role: Role, elements: int) -> int:
         """Bytes of `elements` elements, without the padding of their home."""
@@ -87,7 +87,7 @@ class Formats:
             case Role.FIRST | Role.SECOND:
                 return 4 if self.moments == "fp32" else 2
             case Role.GRADIENT:
-                return 2 if self.rounds == 1 else 4
+                return 4 if self.wide_gradient else 2
             case _:
                 return 2
 

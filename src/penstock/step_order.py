@@ -12,13 +12,15 @@ from penstock.schedule import Operation, Phase, Schedule, Verb
 from penstock.step_facts import StepFacts, WeightWindow
 
 
-def step_schedule(inventory: Inventory, placement: Placement, *, pending: bool = True) -> Schedule:
+def step_schedule(
+    inventory: Inventory, placement: Placement, *, pending: bool = True, adds: bool = False
+) -> Schedule:
     """The order of one step. Pure: the same arguments give the same list.
 
     Without `pending` there is nothing to sweep: the first step, or one after a pause in which the
-    sweeps were finished.
+    sweeps were finished. With `adds`, gradients of an earlier call are there, and are added to.
     """
-    writer = _Writer(StepFacts.of(inventory, placement), pending=pending)
+    writer = _Writer(StepFacts.of(inventory, placement), pending=pending, adds=adds)
     for round in range(placement.rounds):
         writer.pass_forward(round)
         writer.pass_backward(round)
@@ -52,9 +54,10 @@ class _Writer:
         pending: bool = True,
         backward: bool = True,
         sends: bool = True,
+        adds: bool = False,
     ) -> None:
         self.facts = facts
-        self.pending, self.backward, self.sends = pending, backward, sends
+        self.pending, self.backward, self.sends, self.adds = pending, backward, sends, adds
         self.listed: list[Operation] = []
         self.window = WeightWindow(facts, backward=backward)
         self.use = 0
@@ -149,14 +152,15 @@ class _Writer:
 
     def fetch_for_backward(self, block: int, round: int) -> None:
         wanted = [(block, Role.INPUT)] if self.facts.offloads_input(block) else []
-        if round > 0:
+        if round > 0 or self.adds:
             added = (b for b in self.facts.adds_to(block) if self.facts.gradient_leaves(b))
             wanted += [(b, Role.GRADIENT) for b in added]
         for key in wanted:
             if key not in self.fetched:
                 # The buffers of the block two before are free by then.
                 after = tuple(self.computed[b] for b in (block + 2,) if b in self.computed)
-                self.fetch(*key, "backward", round, after=(*after, self.drained[key]))
+                left = (self.drained[key],) if key in self.drained else ()
+                self.fetch(*key, "backward", round, after=after + left)
 
     # The sweep, in pieces where it passes through staging.
 

@@ -81,6 +81,9 @@ class Workload:
     """The largest norm of the whole gradient, or none. Clipping makes every sweep wait for the
     last gradient."""
 
+    accumulate: bool = False
+    """Whether several calls may add to one step's gradients: they then rest in fp32."""
+
     steps: int | None = None
     """Optimizer steps of the whole run, where known: for the bytes written to disk."""
 
@@ -120,7 +123,8 @@ class Workload:
         return -(-self.batch // self.numerics.micro_batch)
 
     def formats(self, rounds: int = 1) -> Formats:
-        return Formats(dtype=self.dtype, moments=self.moments, rounds=rounds)
+        wide = rounds > 1 or self.accumulate
+        return Formats(dtype=self.dtype, moments=self.moments, wide_gradient=wide)
 
     def check(self, inventory: Inventory) -> None:
         """Raise WorkloadError unless the model can do it."""

@@ -32,7 +32,8 @@ class Computer:
         self._fetched: dict[int, int] = {}  # block -> offset of its weights in the pool
         self._sums: dict[int, int] = {}  # block -> operation that began its sum
         self._last = facts.count - 1
-        self._several = facts.placement.rounds > 1
+        self._wide = taken.homes.formats.wide_gradient
+        self._accumulates = taken.homes.plan.workload.accumulate
         self.seed = 0
 
     def start(self) -> None:
@@ -180,13 +181,13 @@ class Computer:
     # Gradients.
 
     def _open(self, run: Run, at: int, op: Operation, block: int) -> None:
-        """A place for the block's sum: with one round in the pool, with several where it rests."""
+        """A place for the block's sum: in the pool, or where it rests if that is in fp32 too."""
         began = self._sums.setdefault(block, at)
         count = self._homes.inventory.blocks[block].flat_elements(True)
-        if self._several and self._homes.on_device(block, Role.GRADIENT):
+        if self._wide and self._homes.on_device(block, Role.GRADIENT):
             data = self._homes.data(block, Role.GRADIENT)
         else:
-            what = "gradient" if self._several else "sum"
+            what = "gradient" if self._wide else "sum"
             offset = run.program.gradients.offset(what, block, began)
             data = self._taken.gradient_pool[offset : offset + 4 * count]
         flat = data[: 4 * count].view(torch.float32)
@@ -195,8 +196,8 @@ class Computer:
     def _close(self, run: Run, at: int, op: Operation, block: int) -> None:
         began = self._sums.pop(block)
         count = self._homes.inventory.blocks[block].flat_elements(True)
-        last = op.round == len(run.rounds) - 1
-        if self._several:
+        last = op.round == len(run.rounds) - 1 and not self._accumulates
+        if self._wide:
             self._taken.gradients.close(block, None, last=last)
             if not self._homes.on_device(block, Role.GRADIENT):
                 offset = run.program.gradients.offset("gradient", block, began)

@@ -29,9 +29,11 @@ from penstock.stream.device import Device
 from penstock.stream.files import EngineFiles
 from penstock.stream.groups import Grouping, StreamedAdamW
 from penstock.stream.homes import StoreSettings
+from penstock.stream.looking import StateView
 from penstock.stream.loss import ChunkedLoss, LossFunction
 from penstock.stream.moving import Mover
 from penstock.stream.resuming import ENGINE_STATE, EngineState
+from penstock.stream.rounding import round_gradients
 from penstock.stream.runner import Progress, Runner
 from penstock.stream.scale import LossScale
 from penstock.stream.state import Run
@@ -106,27 +108,22 @@ class Engine:
         """Gradients of the batch, without an update. The loss is divided by `num_items`, or by the
         batch's trained tokens."""
         self._check_open()
-        if self._stats is not None:
+        adds = self._stats is not None
+        if adds and not self.workload.accumulate:
             raise EngineError(
-                "gradients are there already: call apply() before the next forward_backward(), or "
-                "pass all sequences of a step in one batch"
+                "gradients are there already: call apply() before the next forward_backward(), "
+                "pass all sequences of a step in one batch, or prepare(accumulate=True), which "
+                "keeps gradients in fp32"
             )
         cut = self._cut(batch)
-        items = cut.items if num_items is None else num_items
+        items = max(1, cut.items if num_items is None else num_items)
         self.body.model.train()
-        pending, self._pending = self._pending, None
-        program = self._programs.first if pending is None else self._programs.step
-        run = Run(program, cut.rounds, pending, self.batches, max(items, 1), self.scale.value)
-        try:
-            self._runner.run(run)
-        except BaseException:
-            if pending is not None and not self._swept(pending):
-                self._pending = pending  # what is left of it can still be finished
-            raise
+        run = self._next_run(cut, items, adds=adds)
+        self._run(run)
         self.batches += 1
         self._stats = self._gather()
         assert run.loss is not None
-        loss = (run.loss / max(items, 1)).float().cpu()
+        loss = (run.loss / items).float().cpu()
         self._check_finite(loss)
         return loss
 
@@ -136,6 +133,8 @@ class Engine:
         if self._stats is None:
             raise EngineError("there are no gradients: call forward_backward() first")
         stats, self._stats = self._stats, None
+        if self.workload.accumulate:
+            stats = round_gradients(self._taken)
         self.optimizer.note_step()
         self.skipped = not stats.finite
         if self.skipped:
@@ -157,9 +156,7 @@ class Engine:
         """Make the pending sweeps now."""
         self._check_open()
         if self._pending is not None:
-            run = Run(self._programs.sweep, (), self._pending, self.batches)
-            self._runner.run(run)
-            self._pending = None
+            self._run(Run(self._programs.sweep, (), self._pending, self.batches))
 
     # Looking.
 
@@ -178,6 +175,12 @@ class Engine:
                     total += float(run.loss)
             tokens += cut.items
         return Evaluation(total / tokens if tokens else float("nan"), tokens)
+
+    @property
+    def state(self) -> StateView:
+        """Weights, masters and moments by name, as host tensors."""
+        names = {t.name: t.trainable for block in self.inventory.blocks for t in block.tensors}
+        return StateView(self.access, names, self.finish)
 
     @property
     def on_progress(self) -> Progress | None:
@@ -239,6 +242,21 @@ class Engine:
         self.close()
 
     # Within.
+
+    def _next_run(self, cut: Cut, items: int, *, adds: bool) -> Run:
+        pending, programs = self._pending, self._programs
+        program = programs.again if adds else programs.step if pending else programs.first
+        return Run(
+            program, cut.rounds, pending, self.batches, items, self.scale.value, fresh=not adds
+        )
+
+    def _run(self, run: Run) -> None:
+        """With the pending sweeps. What is left of them after a failure can still be finished."""
+        try:
+            self._runner.run(run)
+        finally:
+            if self._pending is not None and self._swept(self._pending):
+                self._pending = None
 
     def _cut(self, batch: Mapping[str, torch.Tensor]) -> Cut:
         rounds, where = self.plan.placement.rounds, self.device.where

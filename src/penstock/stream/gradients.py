@@ -62,21 +62,26 @@ class Gradients:
             total.views[name].add_(gradient)
 
     def close(self, block: int, into: torch.Tensor | None, *, last: bool) -> None:
-        """With one round the sum is rounded into `into`, 16 bit. With several it stays in fp32
-        where it is, and the last round rounds it there, to what 16 bit would hold."""
+        """The sum is rounded into `into`, 16 bit. Without one it stays in fp32 where it is, and is
+        rounded there, to what 16 bit would hold, once it is the `last`."""
         total = self._open.pop(block)
         for name in total.untouched:
             total.views[name].zero_()
         if into is not None:
             into.copy_(total.flat)
         elif last:
-            sixteen = torch.bfloat16 if self._formats.dtype == "bf16" else torch.float16
-            for low in range(0, total.flat.numel(), ROUND_ELEMENTS):
-                part = total.flat[low : low + ROUND_ELEMENTS]
-                part.copy_(part.to(sixteen))
+            round_in_place(total.flat, self._formats)
         if last:
             flat = total.flat if into is None else into
             offsets = self._inventory.blocks[block].offsets(True)
             tensors = [t for t in self._inventory.blocks[block].tensors if t.trainable]
             grads = [flat[offsets[t.name] : offsets[t.name] + t.elements] for t in tensors]
             self.stats.append((block, self._device.start_stats(grads)))
+
+
+def round_in_place(flat: torch.Tensor, formats: Formats) -> None:
+    """fp32 to what the 16-bit type would hold, a part at a time."""
+    sixteen = torch.bfloat16 if formats.dtype == "bf16" else torch.float16
+    for low in range(0, flat.numel(), ROUND_ELEMENTS):
+        part = flat[low : low + ROUND_ELEMENTS]
+        part.copy_(part.to(sixteen))

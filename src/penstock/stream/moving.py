@@ -180,7 +180,7 @@ class Mover:
 
     def _each_piece(self, block: int, data: torch.Tensor, move: Move) -> None:
         """A gradient on disk is cut as its sweep is."""
-        width = 4 if self._homes.formats.rounds > 1 else 2
+        width = 4 if self._homes.formats.wide_gradient else 2
         for piece in self._homes.pieces(block, Role.GRADIENT):
             start, stop, _ = self._homes.piece_span(block, piece)
             extent = self._homes.extent(block, Role.GRADIENT, piece)

@@ -19,7 +19,7 @@ def role_dtype(role: Role, formats: Formats) -> torch.dtype:
             return torch.int16 if formats.dtype == "bf16" else torch.float32
         case Role.FIRST | Role.SECOND:
             return _MOMENT[formats.moments]
-        case Role.GRADIENT if formats.rounds > 1:
+        case Role.GRADIENT if formats.wide_gradient:
             return torch.float32
         case _:
             return _SIXTEEN[formats.dtype]

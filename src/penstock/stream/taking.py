@@ -40,6 +40,8 @@ class Programs:
     """Pending sweeps alone."""
     evaluate: Program
     """Forward and the loss."""
+    again: Program
+    """Forward and backward, adding to the gradients of an earlier call."""
 
     @classmethod
     def of(cls, plan: Plan, inventory: Inventory) -> Programs:
@@ -50,12 +52,13 @@ class Programs:
             step_schedule(inventory, placement, pending=False),
             sweep_schedule(inventory, placement),
             evaluation_schedule(inventory, placement),
+            step_schedule(inventory, placement, pending=False, adds=plan.workload.accumulate),
         )
         return cls(*(compile_program(inventory, placement, formats, s) for s in schedules))
 
     def nbytes(self, pool: str) -> int:
         """The most that any of them needs of a pool."""
-        every = (self.step, self.first, self.sweep, self.evaluate)
+        every = (self.step, self.first, self.sweep, self.evaluate, self.again)
         buffers: list[Buffers] = [getattr(program, pool) for program in every]
         return max(held.nbytes for held in buffers)
 
@@ -93,7 +96,7 @@ def _take_staging(
     plan: Plan, inventory: Inventory, programs: Programs, homes: Homes
 ) -> tuple[torch.Tensor, dict[str, DiskPipe]]:
     """Host buffers between disks and the rest, on the node that the plan counts them on."""
-    staging, lanes = programs.nbytes("staging"), pipe_lanes(plan.placement)
+    staging, lanes = programs.nbytes("staging"), pipe_lanes(plan.workload, plan.placement)
     pipe = pipe_nbytes(inventory, plan.workload, plan.placement)
     nbytes = staging + len(lanes) * pipe
     if not nbytes:

@@ -1,0 +1,54 @@
+"""Gradients of several calls: rounded once, when the step is asked for. Room: move."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.optim import sweep
+from penstock.optim.stats import GradStats
+from penstock.roles import Role
+from penstock.stream.gradients import round_in_place
+from penstock.stream.spans import Span
+from penstock.stream.state import Taken
+
+
+def round_gradients(taken: Taken) -> GradStats:
+    """Every gradient that rests in fp32, to what 16 bit would hold; norm and overflow of them."""
+    homes, total = taken.homes, GradStats(0, 0.0, None)
+    for block in range(len(homes.inventory.blocks)):
+        if not homes.has(block, Role.GRADIENT):
+            continue
+        if not homes.on_disk(block, Role.GRADIENT):
+            total = total + _round(taken, block, homes.span(block, Role.GRADIENT))
+            continue
+        for piece in homes.pieces(block, Role.GRADIENT):
+            start, stop, _ = homes.piece_span(block, piece)
+            extent = homes.extent(block, Role.GRADIENT, piece)
+            data = taken.staging[: extent.stored_nbytes]
+            taken.store.start_read(extent, data.numpy()).wait()
+            span = Span(Role.GRADIENT, data, start, stop - start, homes.formats)
+            total = total + _round(taken, block, span)
+            taken.store.start_write(extent, data.numpy()).wait()
+    return total
+
+
+def _round(taken: Taken, block: int, span: Span) -> GradStats:
+    model = taken.homes.inventory.blocks[block]
+    runs: list[torch.Tensor] = []
+    names: list[int] = []
+    tensors = [t for t in model.tensors if t.trainable]
+    for number, tensor in enumerate(tensors):
+        at = model.offsets(True)[tensor.name]
+        low, high = max(span.first, at), min(span.first + span.count, at + tensor.elements)
+        if low < high:
+            runs.append(span.values(low, high))
+            names.append(number)
+            round_in_place(runs[-1], taken.homes.formats)
+    if not runs:
+        return GradStats(0, 0.0, None)
+    if runs[0].device.type == "cpu":
+        found = sweep.grad_stats(runs, pool=taken.pool)
+    else:
+        found = taken.device.start_stats(runs).wait()
+    bad = None if found.first_bad is None else (block, names[found.first_bad[0]])
+    return GradStats(found.units, found.max_abs, bad)
