@@ -73,7 +73,7 @@ class Engine:
         self.plan, self.inventory, self.workload = plan, inventory, plan.workload
         self.settings = settings
         self.body, self.device = body, device
-        self.optimizer = StreamedAdamW(inventory, settings.optimizer, settings.grouping, self.apply)
+        self.optimizer = StreamedAdamW(self, settings.optimizer, settings.grouping)
         self._programs = Programs.of(plan, inventory)
         pool = Pool(settings.sweep_threads)
         self._taken = take(plan, inventory, self._programs, device, settings.store, pool)
@@ -179,8 +179,7 @@ class Engine:
     @property
     def state(self) -> StateView:
         """Weights, masters and moments by name, as host tensors."""
-        names = {t.name: t.trainable for block in self.inventory.blocks for t in block.tensors}
-        return StateView(self.access, names, self.finish)
+        return StateView(self.access, self.inventory, self.finish)
 
     @property
     def on_progress(self) -> Progress | None:

@@ -7,7 +7,7 @@ Its parameters have shapes and names, no memory: what they hold rests in tiers a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from penstock.errors import SweepInputError
 from penstock.inventory import Inventory
 from penstock.optim import rules
 from penstock.optim.rules import Coefficients
+from penstock.stream.looking import StateView
 
 Grouping = Callable[[Iterable[tuple[str, nn.Parameter]]], Sequence[dict[str, Any]]]
 """From names and parameters to param groups, as torch's optimizers take them."""
@@ -32,15 +33,26 @@ def decay_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, 
     ]
 
 
+class Updates(Protocol):
+    """What an optimizer asks of an engine."""
+
+    inventory: Inventory
+    steps: int
+
+    @property
+    def state(self) -> StateView: ...
+
+    def apply(self) -> None: ...
+
+
 class StreamedAdamW(torch.optim.Optimizer):
     """AdamW over tiers: `step` fixes what the coming sweeps will do."""
 
     def __init__(
         self,
-        inventory: Inventory,
+        engine: Updates,
         settings: Mapping[str, Any],
         grouping: Grouping,
-        apply: Callable[[], None],
     ) -> None:
         unknown = set(settings) - set(DEFAULTS)
         if unknown:
@@ -48,12 +60,12 @@ class StreamedAdamW(torch.optim.Optimizer):
                                   f"it has {', '.join(DEFAULTS)}")  # fmt: skip
         named = {
             t.name: nn.Parameter(torch.empty(t.shape, device="meta"))
-            for block in inventory.blocks
+            for block in engine.inventory.blocks
             for t in block.tensors
             if t.trainable
         }
         self._names = {id(parameter): name for name, parameter in named.items()}
-        self._apply = apply
+        self._engine = engine
         groups = [g for g in grouping(named.items()) if list(g["params"])]
         super().__init__(groups, {**DEFAULTS, **settings})
         self._check_all_in(named)
@@ -84,8 +96,34 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None if closure is None else closure()
-        self._apply()
+        self._engine.apply()
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's AdamW has it, in fp32 on the host: three times the model's size. For keeping,
+        `engine.write` needs no such room."""
+        packed = super().state_dict()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        view = self._engine.state
+        for number, parameter in enumerate(parameters):
+            held = view[self.name_of(parameter)]
+            packed["state"][number] = {
+                "step": torch.tensor(float(self._engine.steps)),
+                "exp_avg": held["exp_avg"],
+                "exp_avg_sq": held["exp_avg_sq"],
+            }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """From such a dict, or one of torch's AdamW over the same parameters."""
+        super().load_state_dict({**state_dict, "state": {}})
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        states = state_dict["state"]
+        if not states:
+            return
+        named = {self.name_of(p): states[number] for number, p in enumerate(parameters)}
+        self._engine.state.write_moments(named)
+        self._engine.steps = int(next(iter(named.values()))["step"])
 
     def note_step(self) -> None:
         """For LR schedulers, which warn where no step came before theirs."""
