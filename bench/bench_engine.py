@@ -25,6 +25,7 @@ import certificate
 from penstock.bundled import bundled
 from penstock.plan import Plan
 from penstock.prepare import Recipe, prepare
+from penstock.stream.timeline import Event, busy, idle
 from penstock.units import format_bytes
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -124,6 +125,7 @@ def streamed(config: Any, chosen: argparse.Namespace) -> dict[str, Any]:
         start_up = time.perf_counter() - began
         print(f"ready after {start_up:.1f} s; tiers {engine.tiers()}", flush=True)
         seconds, losses = run_steps(engine.step, batches(config, chosen))
+        told = tell_timeline(engine.timeline())
         engine.finish()
         if torch.cuda.is_available():
             hbm = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
@@ -135,8 +137,26 @@ def streamed(config: Any, chosen: argparse.Namespace) -> dict[str, Any]:
           f"{format_bytes(hbm[0])} / {format_bytes(hbm[1])}", flush=True)  # fmt: skip
     return {
         "start_up_seconds": start_up, "step_seconds": seconds, "losses": losses, "tiers": tiers,
-        "host_peak_nbytes": host.nbytes, "hbm_allocated": hbm[0], "hbm_reserved": hbm[1],
+        "timeline": told, "host_peak_nbytes": host.nbytes, "hbm_allocated": hbm[0], "hbm_reserved": hbm[1],
     }  # fmt: skip
+
+
+def tell_timeline(events: list[Event]) -> dict[str, Any]:
+    """Busy seconds of each lane, and where the GPU waited."""
+    lanes = {lane: round(seconds, 4) for lane, seconds in busy(events).items()}
+    gaps = sorted(idle(events, "compute"), key=lambda gap: gap[0] - gap[1])
+    waits = [
+        f"{start:.3f} to {end:.3f} s before {op.verb} {op.block} of {op.phase}"
+        for start, end, op in gaps[:8]
+    ]
+    by_verb: dict[str, float] = {}
+    for event in events:
+        key = f"{event.operation.verb} {event.operation.phase}"
+        by_verb[key] = round(by_verb.get(key, 0.0) + event.seconds, 4)
+    print("busy", lanes, flush=True)
+    print("by verb", by_verb, flush=True)
+    print("GPU idle", round(sum(end - start for start, end, _ in gaps), 4), waits, flush=True)
+    return {"busy": lanes, "by_verb": by_verb, "waits": waits}
 
 
 def run_steps(step: Any, todo: list[dict[str, torch.Tensor]]) -> tuple[list[float], list[float]]:

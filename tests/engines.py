@@ -21,10 +21,11 @@ from penstock.planner.desk import Desk
 from penstock.planner.make import planned
 from penstock.stream.body import Body
 from penstock.stream.device import pick_device
-from penstock.stream.engine import Engine, EngineSettings
+from penstock.stream.engine import Engine
 from penstock.stream.groups import decay_matrices
 from penstock.stream.initial import take_weights
 from penstock.stream.model import build_model
+from penstock.stream.settings import EngineSettings
 from penstock.units import GiB
 from penstock.workload import Numerics, Workload
 

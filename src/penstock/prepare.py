@@ -20,7 +20,8 @@ from penstock.workload import Workload, default_numerics
 if TYPE_CHECKING:
     from torch import nn
 
-    from penstock.stream.engine import Engine, EngineSettings
+    from penstock.stream.engine import Engine
+from penstock.stream.settings import EngineSettings
     from penstock.stream.groups import Grouping
     from penstock.stream.homes import StoreSettings
     from penstock.stream.loss import LossFunction
@@ -203,7 +204,7 @@ def _assemble(
 
 
 def _engine_settings(recipe: Recipe, told: _Told) -> EngineSettings:
-    from penstock.stream.engine import EngineSettings
+    from penstock.stream.settings import EngineSettings
     from penstock.stream.groups import decay_matrices
     from penstock.stream.homes import StoreSettings
 

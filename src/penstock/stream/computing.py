@@ -55,6 +55,7 @@ class Computer:
             # Inputs come back micro-batch by micro-batch: each is waited for on its own.
             if not (other.verb is Verb.FETCH and other.roles == (Role.INPUT,)):
                 self._device.wait(run.marks.get(need))
+        run.began[at] = self._device.mark()
         work: Callable[[Run, int, Operation], None] = {
             Verb.SWEEP: self._sweep,
             Verb.FORWARD: self._forward,

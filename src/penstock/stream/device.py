@@ -8,6 +8,7 @@ to it: another lane waits for it without stopping the host, `settle` stops the h
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -28,14 +29,16 @@ class Mark(Protocol):
         """Wait on the host until it is done. Raises what went wrong with it."""
 
 
-class Done:
-    """What was done by the time it was issued."""
+class Moment:
+    """Work of the host's own, done by the time the mark was made."""
+
+    __slots__ = ("at",)
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
 
     def settle(self) -> None:
         return
-
-
-DONE = Done()
 
 
 class StatsTicket(Protocol):
@@ -62,6 +65,9 @@ class Device(Protocol):
 
     def wait(self, mark: Mark) -> None:
         """What is issued next on the current lane comes after it."""
+
+    def seconds(self, origin: Mark, mark: Mark) -> float:
+        """From one mark to another, both settled."""
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """On the current lane."""
@@ -101,10 +107,15 @@ class CpuDevice:
         return contextlib.nullcontext()
 
     def mark(self) -> Mark:
-        return DONE
+        return Moment()
 
     def wait(self, mark: Mark) -> None:
         mark.settle()
+
+    def seconds(self, origin: Mark, mark: Mark) -> float:
+        assert isinstance(origin, Moment)
+        assert isinstance(mark, Moment)
+        return mark.at - origin.at
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         into.copy_(source)
@@ -152,8 +163,10 @@ class CudaDevice:
             yield
 
     def mark(self) -> Mark:
-        stream: Any = torch.cuda.current_stream(self.where)
-        return _Event(stream.record_event())
+        make: Any = torch.cuda.Event
+        event = make(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.where))
+        return _Event(event)
 
     def wait(self, mark: Mark) -> None:
         if isinstance(mark, _Event):
@@ -161,6 +174,14 @@ class CudaDevice:
             stream.wait_event(mark.event)
         else:
             mark.settle()
+
+    def seconds(self, origin: Mark, mark: Mark) -> float:
+        """The host's clock and the GPU's agree at the origin, when nothing was under way."""
+        assert isinstance(origin, _Event)
+        if isinstance(mark, Moment):
+            return mark.at - origin.host
+        assert isinstance(mark, _Event)
+        return float(origin.event.elapsed_time(mark.event)) / 1e3
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         into.copy_(source, non_blocking=True)
@@ -189,6 +210,7 @@ class CudaDevice:
 class _Event:
     def __init__(self, event: Any) -> None:
         self.event = event
+        self.host = time.perf_counter()
 
     def settle(self) -> None:
         self.event.synchronize()

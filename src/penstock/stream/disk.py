@@ -9,7 +9,7 @@ from penstock.roles import EXTENT
 from penstock.storage.layout import Extent
 from penstock.storage.store import Store
 from penstock.storage.tickets import Ticket
-from penstock.stream.device import Device
+from penstock.stream.device import Device, Moment
 from penstock.units import round_up
 
 
@@ -18,10 +18,14 @@ class Tickets:
 
     def __init__(self, tickets: list[Ticket]) -> None:
         self._tickets = tickets
+        self.ended: Moment | None = None
+        """When somebody first saw that they were done: no later than their user began."""
 
     def settle(self) -> None:
         for ticket in self._tickets:
             ticket.wait()
+        if self.ended is None:
+            self.ended = Moment()
 
 
 class DiskPipe:

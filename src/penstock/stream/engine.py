@@ -7,9 +7,8 @@ until somebody wants to see its result: `finish`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import torch
 
@@ -27,41 +26,20 @@ from penstock.stream.body import Body
 from penstock.stream.computing import Computer
 from penstock.stream.device import Device
 from penstock.stream.files import EngineFiles
-from penstock.stream.groups import Grouping, StreamedAdamW
-from penstock.stream.homes import StoreSettings
+from penstock.stream.groups import StreamedAdamW
 from penstock.stream.looking import StateView
-from penstock.stream.loss import ChunkedLoss, LossFunction
+from penstock.stream.loss import ChunkedLoss
 from penstock.stream.moving import Mover
 from penstock.stream.resuming import ENGINE_STATE, EngineState
 from penstock.stream.rounding import round_gradients
 from penstock.stream.runner import Progress, Runner
 from penstock.stream.scale import LossScale
+from penstock.stream.settings import EngineSettings, Evaluation
 from penstock.stream.state import Run
 from penstock.stream.taking import Programs, take
+from penstock.stream.timeline import Event, timeline
 from penstock.stream.updates import Pending, draw_keys
 from penstock.tiers import Tier
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What cannot change a bit of the result, and what the caller adds to the workload."""
-
-    optimizer: Mapping[str, Any]
-    grouping: Grouping
-    loss: LossFunction | None = None
-    seed: int = 0
-    store: StoreSettings = field(default_factory=StoreSettings)
-    sweep_threads: int | None = None
-    nonfinite: str = "raise"
-    """`raise`, or `skip`: leave the step out and go on. fp16 always skips, and halves its scale."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The mean over trained tokens."""
-
-    loss: float
-    tokens: int
 
 
 class Engine:
@@ -189,6 +167,11 @@ class Engine:
     def on_progress(self, tell: Progress | None) -> None:
         self._runner.on_progress = tell
 
+    def timeline(self) -> list[Event]:
+        """When each operation of the last step ran."""
+        run = self._runner.latest
+        return [] if run is None else timeline(run, self.device)
+
     def waiting(self) -> str:
         """What it waits for right now; callable from any thread."""
         return self._runner.waiting()
@@ -234,7 +217,7 @@ class Engine:
             self._runner.close()
             self._taken.homes.close()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

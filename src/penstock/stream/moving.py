@@ -10,7 +10,7 @@ from penstock.optim import sweep
 from penstock.roles import STATE, Role
 from penstock.schedule import Operation, Verb
 from penstock.storage.layout import Extent
-from penstock.stream.device import DONE, Mark
+from penstock.stream.device import Mark, Moment
 from penstock.stream.disk import DiskPipe, Tickets
 from penstock.stream.program import Program
 from penstock.stream.spans import Span
@@ -63,7 +63,7 @@ class Mover:
             parts = segments(self._homes.inventory, op.block, pending, roles, start, stop)
             sweep.start(pending.rule, parts, pool=self._taken.pool).wait()
             pending.done.add((op.block, op.piece))
-        run.marks.put(at, DONE)
+        run.marks.put(at, Moment())
 
     def swept_roles(self, run: Run, at: int, op: Operation) -> tuple[dict[Role, Span], int, int]:
         """Where each role is for a sweep of the block or of a piece of it."""
@@ -162,6 +162,7 @@ class Mover:
         """Micro-batch by micro-batch, as soon as the block before has made it."""
         computed = run.program.at[Verb.FORWARD, op.block - 1, op.round, None]
         on_disk = self._homes.on_disk(op.block, Role.INPUT)
+        run.began[at] = self._device.mark()
         for micro, (rows, length) in enumerate(run.shapes(op.round)):
             self._device.wait(run.marks.get((computed, micro)))
             source = self._taken.hidden.slot(run.slots[op.round, op.block, micro], rows, length)
@@ -190,11 +191,13 @@ class Mover:
         """What is issued next on this lane comes after all that the operation needs."""
         for mark in self._needs(run, at):
             self._device.wait(mark)
+        run.began[at] = self._device.mark()
 
     def _settle(self, run: Run, at: int) -> None:
         """The same for work of the host's own."""
         for mark in self._needs(run, at):
             mark.settle()
+        run.began[at] = Moment()
 
     def _needs(self, run: Run, at: int) -> list[Mark]:
         return [run.marks.get(need) for need in run.program.needs[at]]

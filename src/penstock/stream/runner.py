@@ -26,6 +26,8 @@ class Runner:
         self._names = [block.name for block in taken.homes.inventory.blocks]
         self._now: Run | None = None
         self.on_progress: Progress | None = None
+        self.latest: Run | None = None
+        """The last run that ended well: what the time line is read from."""
 
     def run(self, run: Run) -> None:
         jobs: dict[str, list[Job]] = {name: [] for name in LANES}
@@ -34,6 +36,7 @@ class Runner:
                 jobs[lane].append(self._job(run, at, op))
         self._now = run
         self._taken.device.settle()  # what was written between steps, on no lane
+        run.origin = self._taken.device.mark()
         idle = self._lanes.start(jobs, run.marks)
         try:
             with self._taken.device.lane("compute"):
@@ -47,6 +50,7 @@ class Runner:
         self._now = None
         if run.marks.failed is not None:
             raise run.marks.failed
+        self.latest = run
 
     def waiting(self) -> str:
         """What threads wait for right now, in words."""

@@ -62,6 +62,10 @@ class Run:
     fresh: bool = True
     """Whether gradients start from zero."""
     marks: Marks = field(default_factory=Marks)
+    origin: Mark | None = None
+    """When it began, with nothing under way."""
+    began: dict[int, Mark] = field(default_factory=dict)
+    """By operation: when all that it needs was there."""
     slots: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """By round, block and micro-batch: where in the ring its input is."""
     leaving: dict[int, torch.Tensor] = field(default_factory=dict)
