@@ -12,7 +12,7 @@ help:
 	@echo "make demo      place tensors on this machine's memory nodes and show where they are"
 	@echo "make test      build and run the tests (no GPU, no root)"
 	@echo "make test-vm   the placement suite in a VM with CXL memory (Debian)"
-	@echo "make fuzz      10^6 mutated store headers against their parser"
+	@echo "make fuzz      10^6 mutated store headers, and safetensors ones, against their parsers"
 	@echo "make lint      ruff, mypy --strict, clang-format"
 	@echo "make bench     speed of placement and the native core, ratios in one run"
 	@echo "make format    rewrite the sources in house style"
@@ -46,6 +46,7 @@ test-vm: $(VENV)/built
 
 fuzz: $(VENV)/built
 	PYTHONPATH=. $(BIN)/python tests/fuzz_header.py $(ARGS)
+	PYTHONPATH=. $(BIN)/python tests/fuzz_safetensors.py $(ARGS)
 
 lint: $(VENV)/tools
 	$(BIN)/ruff check .

@@ -5,8 +5,8 @@
               "name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}
   .. data    the tensors' bytes one after the other; offsets count from here
 
-What the safetensors library refuses is refused here, and a name given twice as well, of which that
-library takes the last.
+What the safetensors library refuses is refused here, and besides: a name given twice (of which that
+library takes the last), and dtypes and sizes that torch does not have.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _entry(name: str, fields: object, path: str) -> Entry:
     elements = 1
     for size in shape:
         elements *= size
-        if elements >= _LARGEST:
+        if max(size, elements) >= _LARGEST:  # beside a 0 it would be no elements, and no shape
             raise wrong(f"its shape {_short(shape)} is beyond any memory")
     nbytes, wanted = offsets[1] - offsets[0], elements * DTYPES[dtype].itemsize
     if nbytes != wanted:
@@ -148,7 +148,7 @@ def _entry(name: str, fields: object, path: str) -> Entry:
 
 def _are_counts(value: object) -> TypeGuard[list[int]]:
     # By type: True is an int to Python and not a number to JSON.
-    return isinstance(value, list) and all(type(v) is int and 0 <= v < _LARGEST for v in value)
+    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
 
 
 def _check_cover(entries: Iterable[Entry], data_nbytes: int, start: int, path: str) -> None:

@@ -147,7 +147,9 @@ def _read(shard: _Shard, name: str, into: memoryview, offset: int) -> None:
             got = os.preadv(shard.fd, [into[done : done + _PIECE]], at)
             if got == 0:
                 raise TruncatedShardError(shard.path, wanted=shard.nbytes, had=at, tensor=name)
-            os.posix_fadvise(shard.fd, at, got, os.POSIX_FADV_DONTNEED)
+            # From before it, too: the kernel keeps what reaches over the edge of what it may drop.
+            first = max(0, at - _PIECE)
+            os.posix_fadvise(shard.fd, first, at + got - first, os.POSIX_FADV_DONTNEED)
             done += got
 
 

@@ -1,0 +1,197 @@
+"""Kills and full disks during a save: the last whole checkpoint is always there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.checkpoint.errors import (
+    CheckpointSpaceError,
+    CheckpointWarning,
+    CheckpointWriteError,
+)
+from penstock.checkpoint.folders import latest, look, new_checkpoint
+from penstock.checkpoint.writer import ShardWriter
+from penstock.units import KiB, MiB
+from tests.checkpoint.saves import CALLS, acting_at, check_contents, save
+from tests.safetensors_files import tensor_out
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def quick_disk(tmp_path: Path) -> Iterator[Path]:
+    """In memory where that can be had: a kill, unlike a power cut, asks nothing of the disk."""
+    shared = "/dev/shm"
+    if not os.access(shared, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-test-", dir=shared) as folder:
+        yield Path(folder)
+
+
+def test_killed_at_any_call_a_save_leaves_a_whole_checkpoint_to_resume_from(
+    quick_disk: Path,
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.killed", str(quick_disk)],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) > 60  # kills
+
+
+def refuse(code: int, name: str, args: tuple[object, ...]) -> None:
+    raise OSError(code, os.strerror(code), args[0] if isinstance(args[0], str) else None)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_refused_at_any_call_a_save_is_whole_or_changes_nothing(
+    quick_disk: Path, code: int
+) -> None:
+    before, out = quick_disk / "before", quick_disk / "out"
+    for step in (1, 2):
+        save(before, step)
+    kinds = set()
+    for number in count(1):
+        shutil.copytree(before, out)
+        try:
+            with acting_at(number, lambda *call: refuse(code, *call)) as came:
+                save(out, 3)  # warnings are errors here
+            assert len(came) < number  # it was over before the call came
+            break
+        except (CheckpointSpaceError, CheckpointWriteError) as failed:
+            kinds.add(type(failed))
+        except CheckpointWarning as warned:
+            kinds.add(type(warned))
+            assert latest(out).step == 3  # type: ignore[union-attr]
+        left_as_it_was(out)
+        shutil.rmtree(out)
+    full = code in (errno.ENOSPC, errno.EDQUOT)
+    assert kinds == {CheckpointSpaceError if full else CheckpointWriteError, CheckpointWarning}
+
+
+def left_as_it_was(out: Path) -> None:
+    newest = latest(out)
+    assert newest is not None
+    assert newest.step in (2, 3)
+    assert newest.resumable
+    for found in look(out).whole:
+        check_contents(found)
+    if newest.step == 2:
+        assert sorted(os.listdir(out)) == ["checkpoint-000001", "checkpoint-000002"]
+    save(out, 4)  # and training goes on
+    assert latest(out).step == 4  # type: ignore[union-attr]
+
+
+def test_a_disk_that_stays_full_leaves_nothing_of_the_new_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    real = os.write
+
+    def full(fd: int, data: memoryview) -> int:
+        if written := full_after[0]:
+            full_after[0] -= 1
+            return real(fd, data[: max(1, len(data) // written)])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for calls in range(8):
+        full_after = [calls]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(os, "write", full)
+            with pytest.raises(CheckpointSpaceError, match="Earlier checkpoints are whole") as told:
+                save(tmp_path, 2)
+        assert told.value.saving
+        assert told.value.errno == errno.ENOSPC
+        assert os.listdir(tmp_path) == ["checkpoint-000001"]
+    check_contents(latest(tmp_path))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a small tmpfs")
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "penstock-test", disk],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode != 0:
+        pytest.skip(f"needs a small tmpfs: {made.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_that_is_really_full_keeps_the_checkpoint_before(small_disk: Path) -> None:
+    def write(step: int, nbytes: int) -> None:
+        outs = [
+            tensor_out(f"t{i}", torch.full((nbytes // 4,), step, dtype=torch.uint8), 64 * KiB)
+            for i in range(4)
+        ]
+        writer = ShardWriter(outs, max_shard_nbytes=nbytes // 2)
+        with new_checkpoint(small_disk, step, nbytes=writer.nbytes) as folder:
+            writer.write(folder)
+
+    write(1, MiB)
+    with pytest.raises(CheckpointSpaceError, match=r"needed 6\.00 MiB and .* are free") as told:
+        write(2, 6 * MiB)
+
+    assert told.value.wanted > 6 * MiB
+    assert 2 * MiB < told.value.free < 3 * MiB  # as it is now that the parts are gone again
+    assert os.listdir(small_disk) == ["checkpoint-000001"]
+    assert latest(small_disk).step == 1  # type: ignore[union-attr]
+    write(3, MiB)
+    assert latest(small_disk).step == 3  # type: ignore[union-attr]
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name_and_after_it_the_old_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut may take is decided by this order."""
+    out = tmp_path.resolve()
+    save(out, 1)
+    log: list[tuple[str, str]] = []
+    for name in CALLS:
+        real = getattr(os, name)
+
+        def call(*args, _name=name, _real=real, **more):  # type: ignore[no-untyped-def]
+            at = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else args[0]
+            log.append((_name, str(at)))
+            return _real(*args, **more)
+
+        monkeypatch.setattr(os, name, call)
+    save(out, 2)
+
+    (named,) = [i for i, (name, at) in enumerate(log) if name == "rename" and ".tmp-" in at]
+    draft = log[named][1]
+    files = {f"{draft}/{name}" for name in os.listdir(out / "checkpoint-000002")}
+    synced = [at for name, at in log[:named] if name == "fsync"]
+    written = [i for i, (name, at) in enumerate(log) if name == "write" and at.startswith(draft)]
+    assert files <= set(synced)
+    assert synced[-1] == draft
+    for path in {log[i][1] for i in written}:
+        last = max(i for i in written if log[i][1] == path)
+        assert ("fsync", path) in log[last:named]
+    assert log[named + 1 :][[name for name, _ in log[named + 1 :]].index("fsync")][1] == str(out)
+    changes = [i for i, (name, _) in enumerate(log) if name in ("unlink", "replace")]
+    old = [i for i in changes if "checkpoint-000001" in log[i][1]]
+    assert old
+    assert min(old) > log.index(("fsync", str(out)), named)

@@ -1,0 +1,323 @@
+"""Which checkpoints a run's directory has, keeps and cleans away."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.checkpoint import drafts
+from penstock.checkpoint.disk import check_room, free_nbytes
+from penstock.checkpoint.drafts import sweep_leftovers
+from penstock.checkpoint.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointSpaceError,
+    CheckpointWarning,
+)
+from penstock.checkpoint.folders import latest, look, new_checkpoint
+from tests.checkpoint.saves import save
+
+GONE = 2**22 + 1
+"""No pid: beyond the kernel's largest."""
+
+
+def steps(out: Path) -> list[tuple[int, bool]]:
+    return [(found.step, found.resumable) for found in look(out).whole]
+
+
+def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "out"
+    with new_checkpoint(out, 123) as folder:
+        assert folder.parent == out
+        assert folder.name.startswith(f".checkpoint-000123.tmp-{os.getpid()}-")
+        (folder / "sub").mkdir()
+        (folder / "sub" / "file").write_text("x")
+        (folder / "weights").write_text("abc")
+        assert latest(out) is None
+
+    found = latest(out)
+    assert found is not None
+    assert (found.path, found.step) == (out / "checkpoint-000123", 123)
+    assert found.files == {"sub/file": 1, "weights": 3}
+    assert found.nbytes == 4
+    assert os.listdir(out) == ["checkpoint-000123"]
+
+
+def save_and_raise(out: Path, failure: BaseException) -> None:
+    with new_checkpoint(out, 2) as folder:
+        (folder / "weights").write_text("abc")
+        raise failure
+
+
+def test_a_failed_save_leaves_nothing_and_tells_what_failed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for failure in (KeyError("mine"), KeyboardInterrupt()):
+        with pytest.raises(type(failure)) as caught:
+            save_and_raise(tmp_path, failure)
+        assert caught.value is failure
+        assert os.listdir(tmp_path) == ["checkpoint-000001"]
+
+
+def test_an_error_of_a_disk_that_is_not_ours_stays_what_it_is(tmp_path: Path) -> None:
+    class StoreError(CheckpointError, OSError):
+        pass
+
+    with pytest.raises(StoreError), new_checkpoint(tmp_path, 1):
+        raise StoreError(5, "a store's read")
+
+
+def test_the_newest_are_kept_and_the_newest_alone_carries_optimizer_state(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=3)
+
+    assert steps(tmp_path) == [(4, True), (3, False), (2, False)]
+    assert len(os.listdir(tmp_path)) == 3
+    assert not [n for n in os.listdir(tmp_path / "checkpoint-000003") if n.startswith("optim")]
+    save(tmp_path, 5, keep=1)
+    assert steps(tmp_path) == [(5, True)]
+
+
+def test_weights_alone_do_not_cost_an_older_checkpoint_its_optimizer_state(tmp_path: Path) -> None:
+    for step, optimizer in ((1, True), (2, True), (3, False)):
+        save(tmp_path, step, keep=3, optimizer=optimizer)
+
+    assert steps(tmp_path) == [(3, False), (2, True), (1, False)]
+
+
+def test_a_step_beyond_six_digits_is_still_the_newest(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000):
+        save(tmp_path, step)
+
+    assert [step for step, _ in steps(tmp_path)] == [1_000_000, 999_999]
+
+
+def test_saving_a_step_again_leaves_the_whole_one_as_it_is(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    with pytest.raises(CheckpointExistsError, match="whole checkpoint of step 7"):
+        save(tmp_path, 7)
+
+    assert steps(tmp_path) == [(7, True)]
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_a_damaged_one_of_the_same_step_keeps_its_files_under_another_name(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    os.unlink(tmp_path / "checkpoint-000007" / "config.json")
+    with pytest.warns(CheckpointWarning, match="no whole checkpoint; it is checkpoint-000007.dam"):
+        save(tmp_path, 7)
+
+    assert steps(tmp_path) == [(7, True)]
+    aside, whole = sorted(os.listdir(tmp_path), reverse=True)
+    assert (aside[:26], whole) == ("checkpoint-000007.damaged-", "checkpoint-000007")
+    assert (tmp_path / aside / "complete.json").exists()
+
+
+def test_what_is_not_ours_is_neither_found_nor_removed(tmp_path: Path) -> None:
+    for name in ("checkpoint-500", "checkpoint-0000001", "checkpoint-000001x", "runs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-000001").write_text("a file")
+    (tmp_path / "checkpoint-000002").mkdir()  # as another program would leave it
+    for step in (3, 4, 5):
+        save(tmp_path, step, keep=1)
+
+    assert steps(tmp_path) == [(5, True)]
+    assert len(os.listdir(tmp_path)) == 7
+
+
+def damage_missing(folder: Path) -> None:
+    os.unlink(folder / "config.json")
+
+
+def damage_short(folder: Path) -> None:
+    os.truncate(folder / "model-00001-of-00002.safetensors", 10)
+
+
+def damage_grown(folder: Path) -> None:
+    with open(folder / "config.json", "a") as file:
+        file.write(" ")
+
+
+def damage_unlisted(folder: Path) -> None:
+    os.unlink(folder / "complete.json")
+
+
+def damage_list(folder: Path) -> None:
+    os.truncate(folder / "complete.json", 10)
+
+
+def damage_moved(folder: Path) -> None:
+    text = (folder / "complete.json").read_text()
+    (folder / "complete.json").write_text(text.replace('"step": 2', '"step": 9'))
+
+
+def damage_future(folder: Path) -> None:
+    text = (folder / "complete.json").read_text()
+    (folder / "complete.json").write_text(text.replace('"version": 1', '"version": 2'))
+
+
+def damage_escape(folder: Path) -> None:
+    listed = {"version": 1, "step": 2, "files": {"../checkpoint-000001/config.json": 2}}
+    (folder / "complete.json").write_text(json.dumps(listed))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (damage_missing, "config.json: No such file"),
+        (damage_short, "model-00001-of-00002.safetensors has 10 B and was written with"),
+        (damage_grown, "config.json has 3 B and was written with 2 B"),
+        (damage_unlisted, "has no complete.json"),
+        (damage_list, "its complete.json cannot be used: .* is not JSON"),
+        (damage_moved, "its complete.json is of step 9"),
+        (damage_future, "version is 2, but this Penstock reads versions up to 1"),
+        (damage_escape, "files must lie in the directory"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_with_its_reason(
+    tmp_path: Path,
+    damage,  # type: ignore[no-untyped-def]
+    reason: str,
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    damage(tmp_path / "checkpoint-000002")
+
+    assert latest(tmp_path).step == 1  # type: ignore[union-attr]
+    (told,) = look(tmp_path).damaged
+    assert told.path == str(tmp_path / "checkpoint-000002")
+    with pytest.raises(CheckpointError, match=reason):
+        raise told
+
+
+def test_a_directory_that_is_not_there_holds_no_checkpoint(tmp_path: Path) -> None:
+    assert latest(tmp_path / "nowhere") is None
+    assert sweep_leftovers(tmp_path / "nowhere") == ()
+
+
+def test_keeping_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep must be 1"), new_checkpoint(tmp_path, 1, keep=0):
+        pass
+
+
+# Leftovers.
+
+
+def leftover(out: Path, pid: int) -> Path:
+    path = out / f".checkpoint-000009.tmp-{pid}-0123abcd"
+    (path / "sub").mkdir(parents=True)
+    (path / "sub" / "half").write_text("x")
+    return path
+
+
+def test_what_a_dead_run_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    left = leftover(tmp_path, GONE)
+    others = [tmp_path / ".checkpoint-000009.tmp-x", tmp_path / ".hidden", tmp_path / "tmp-1-2"]
+    for path in others:
+        path.mkdir()
+    (tmp_path / ".checkpoint-000009.tmp-1-0123abce").symlink_to(others[1])
+
+    assert sweep_leftovers(tmp_path) == (left,)
+    assert len(os.listdir(tmp_path)) == 5
+    assert sweep_leftovers(tmp_path) == ()
+
+
+def test_a_draft_of_this_very_process_is_not_swept(tmp_path: Path) -> None:
+    with new_checkpoint(tmp_path, 1) as folder:
+        assert sweep_leftovers(tmp_path) == ()
+        assert folder.is_dir()
+
+
+def test_a_draft_of_a_living_process_is_not_swept_until_it_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom penstock.checkpoint.folders import new_checkpoint\n"
+        "with new_checkpoint(sys.argv[1], 1) as folder:\n"
+        "    print(folder, flush=True)\n    sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        draft = Path(process.stdout.readline().strip())
+        assert sweep_leftovers(tmp_path) == ()
+        process.kill()
+    assert draft.is_dir()
+
+    assert sweep_leftovers(tmp_path) == (draft,)
+
+
+def test_the_same_pid_after_a_restart_is_another_process(tmp_path: Path) -> None:
+    """In a container every run has the same pid."""
+    left = leftover(tmp_path, os.getpid())
+
+    assert sweep_leftovers(tmp_path) == (left,)
+
+
+def test_without_locks_the_pid_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    living = leftover(tmp_path, os.getppid())
+    left = [leftover(tmp_path, GONE), leftover(tmp_path, 9_999_999_999)]
+
+    with new_checkpoint(tmp_path, 1) as folder:
+        assert sweep_leftovers(tmp_path) == tuple(sorted(left))
+        assert folder.is_dir()
+    assert living.is_dir()
+
+
+def test_a_draft_swept_before_it_was_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, swept = drafts._try_lock, []
+
+    def late(fd: int) -> bool | None:
+        if not swept:
+            swept.append(os.readlink(f"/proc/self/fd/{fd}"))
+            os.rmdir(swept[0])
+        return lock(fd)
+
+    monkeypatch.setattr(drafts, "_try_lock", late)
+    save(tmp_path, 1)
+
+    assert swept
+    assert steps(tmp_path) == [(1, True)]
+
+
+def test_a_leftover_that_cannot_be_removed_is_told_and_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leftover(tmp_path, GONE)
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "unlink", denied)
+    with pytest.warns(CheckpointWarning, match=r"tmp-.*could not be removed: Permission denied"):
+        assert sweep_leftovers(tmp_path) == ()
+
+
+# Room.
+
+
+def test_too_little_room_is_found_before_the_first_step(tmp_path: Path) -> None:
+    out = tmp_path / "not" / "yet"
+    check_room(out, free_nbytes(out) // 2)
+    with pytest.raises(CheckpointSpaceError, match=r"need .* and .* are free") as caught:
+        check_room(out, 1 << 60)
+
+    assert caught.value.wanted == 1 << 60
+    assert 0 < caught.value.free < 1 << 60
+    for advice in ("--keep", "--save-weights-only", "--out", str(out)):
+        assert advice in str(caught.value)

@@ -1,0 +1,187 @@
+"""What is written comes back bit for bit, through our reader and through others'."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from penstock.checkpoint.errors import CheckpointWriteError
+from penstock.checkpoint.headers import DTYPES
+from penstock.checkpoint.reader import ShardReader
+from penstock.checkpoint.writer import ShardWriter, TensorOut
+from tests.safetensors_files import random_tensor, read, same_bits, tensor_out
+
+NAMES = st.text(st.characters(codec="utf-8"), max_size=12).filter(lambda s: s != "__metadata__")
+SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+
+
+@given(
+    specs=st.dictionaries(
+        NAMES, st.tuples(st.sampled_from(list(DTYPES.values())), SHAPES), max_size=8
+    ),
+    part=st.integers(1, 300),
+    limit=st.integers(1, 2000),
+    at=st.floats(0, 1),
+)
+@settings(max_examples=150, deadline=None)
+def test_what_is_written_comes_back_bit_for_bit(
+    specs: dict[str, tuple[torch.dtype, tuple[int, ...]]], part: int, limit: int, at: float
+) -> None:
+    tensors = {n: random_tensor(d, s, seed) for seed, (n, (d, s)) in enumerate(specs.items())}
+    writer = ShardWriter(
+        [tensor_out(name, t, part) for name, t in tensors.items()], max_shard_nbytes=limit
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        writer.write(folder)
+
+        assert sum(entry.stat().st_size for entry in os.scandir(folder)) == writer.nbytes
+        assert sorted(os.listdir(folder)) == sorted(writer.names)
+        with ShardReader(folder) as reader:
+            assert set(reader.names) == set(tensors)
+            for name, tensor in tensors.items():
+                assert reader.spec(name) == (tensor.dtype, tuple(tensor.shape))
+                assert same_bits(read(reader, name), tensor)
+                start = int(at * tensor.numel())
+                rest = torch.empty(tensor.numel() - start, dtype=tensor.dtype)
+                reader.read_into(name, rest, start)
+                assert same_bits(rest, tensor.reshape(-1)[start:])
+
+
+@given(
+    dtypes=st.lists(st.sampled_from(list(DTYPES.values())), min_size=1, max_size=6),
+    limit=st.integers(1, 200),
+)
+@settings(max_examples=50, deadline=None)
+def test_the_safetensors_library_reads_it(dtypes: list[torch.dtype], limit: int) -> None:
+    tensors = {f"t{i}": random_tensor(d, (3, i), i) for i, d in enumerate(dtypes)}
+    writer = ShardWriter([tensor_out(n, t) for n, t in tensors.items()], max_shard_nbytes=limit)
+    with tempfile.TemporaryDirectory() as folder:
+        writer.write(folder)
+
+        seen = {}
+        for name in writer.names:
+            if name.endswith(".safetensors"):
+                with safe_open(Path(folder, name), "pt") as file:
+                    assert file.metadata() == {"format": "pt"}
+                    seen.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+    assert set(seen) == set(tensors)
+    for name, tensor in tensors.items():
+        assert same_bits(seen[name], tensor)
+
+
+def four(**more: object) -> ShardWriter:
+    tensors = [tensor_out(f"t{i}", torch.full((10,), i, dtype=torch.float32)) for i in range(4)]
+    return ShardWriter(tensors, **more)  # type: ignore[arg-type]
+
+
+def test_one_shard_has_a_plain_name_and_no_index(tmp_path: Path) -> None:
+    four().write(tmp_path)
+    four(stem="optimizer").write(tmp_path)
+
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "optimizer.safetensors"]
+
+
+def test_several_shards_are_named_and_indexed_as_transformers_does(tmp_path: Path) -> None:
+    four(max_shard_nbytes=80).write(tmp_path)
+
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == [*shards, "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 160}
+    assert index["weight_map"] == {f"t{i}": shards[i // 2] for i in range(4)}
+
+
+def test_a_tensor_above_the_limit_has_a_shard_of_its_own() -> None:
+    assert len(four(max_shard_nbytes=1).names) == 5
+
+
+def test_optimizer_state_is_for_its_owner_alone(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        four().write(tmp_path)
+        four(stem="optimizer", private=True, max_shard_nbytes=80).write(tmp_path)
+    finally:
+        os.umask(before)
+
+    modes = {entry.name: stat.S_IMODE(entry.stat().st_mode) for entry in os.scandir(tmp_path)}
+    assert modes.pop("model.safetensors") == 0o640
+    assert len(modes) == 3
+    assert set(modes.values()) == {0o600}
+
+
+def test_progress_counts_every_byte_to_the_end(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    writer = four(max_shard_nbytes=80)
+    writer.write(tmp_path, progress=lambda *now: seen.append(now))
+
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
+    assert seen[-1][:2] == (writer.nbytes, writer.nbytes)
+    assert {what for _, _, what in seen} == {"", "t0", "t1", "t2", "t3"}
+
+
+def test_only_one_part_is_asked_for_at_a_time(tmp_path: Path) -> None:
+    asked = []
+
+    def parts(path: Path = tmp_path / "model.safetensors"):  # type: ignore[no-untyped-def]
+        for i in range(3):
+            asked.append(path.stat().st_size)
+            yield torch.full((8,), i, dtype=torch.uint8)
+
+    ShardWriter([TensorOut(name="t", dtype=torch.uint8, shape=(24,), parts=parts)]).write(tmp_path)
+
+    assert [size - asked[0] for size in asked] == [0, 8, 16]
+
+
+@pytest.mark.parametrize("had", [0, 39, 41, 80])
+def test_parts_that_do_not_add_up_are_our_mistake_and_leave_no_file(
+    tmp_path: Path, had: int
+) -> None:
+    good = tensor_out("good", torch.zeros(10))
+    bad = TensorOut(
+        name="layers.3.up",
+        dtype=torch.float32,
+        shape=(10,),
+        parts=lambda: iter(torch.zeros(had, dtype=torch.uint8).split(16)),
+    )
+    with pytest.raises(AssertionError, match=r"^layers\.3\.up: parts of"):
+        ShardWriter([good, bad], max_shard_nbytes=40).write(tmp_path)
+
+    assert os.listdir(tmp_path) == []
+
+
+def test_parts_that_are_not_plain_memory_are_our_mistake(tmp_path: Path) -> None:
+    for part, problem in (
+        (torch.zeros(4, 4).t()[:2], "not contiguous"),
+        (torch.zeros(8, device="meta"), "on meta"),
+    ):
+        out = TensorOut(name="t", dtype=torch.float32, shape=(8,), parts=lambda p=part: iter([p]))  # type: ignore[misc]
+        with pytest.raises(AssertionError, match=problem):
+            ShardWriter([out]).write(tmp_path)
+
+
+def test_names_that_cannot_be_kept_apart_are_our_mistake() -> None:
+    tensor = tensor_out("t", torch.zeros(1))
+    with pytest.raises(AssertionError, match="two tensors"):
+        ShardWriter([tensor, tensor])
+    with pytest.raises(AssertionError, match="__metadata__"):
+        ShardWriter([tensor_out("__metadata__", torch.zeros(1))])
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    old = tmp_path / "model-00002-of-00002.safetensors"
+    old.write_text("precious")
+    with pytest.raises(CheckpointWriteError, match="File exists") as caught:
+        four(max_shard_nbytes=80).write(tmp_path)
+
+    assert caught.value.path == str(old)
+    assert old.read_text() == "precious"
+    assert os.listdir(tmp_path) == [old.name]
