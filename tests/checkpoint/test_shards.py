@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from penstock.checkpoint.errors import CheckpointWriteError
-from penstock.checkpoint.headers import DTYPES
+from penstock.checkpoint.headers import DTYPES, parse_header
 from penstock.checkpoint.reader import ShardReader
 from penstock.checkpoint.writer import ShardWriter, TensorOut
 from tests.safetensors_files import random_tensor, read, same_bits, tensor_out
@@ -185,3 +185,25 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     assert caught.value.path == str(old)
     assert old.read_text() == "precious"
     assert os.listdir(tmp_path) == [old.name]
+
+
+def test_every_tensor_lies_at_a_multiple_of_its_elements_size(tmp_path: Path) -> None:
+    outs = [tensor_out(f"t{i}", random_tensor(d, (3,))) for i, d in enumerate(DTYPES.values())]
+    outs.reverse()  # bytes before words
+    ShardWriter(outs).write(tmp_path)
+
+    block = (tmp_path / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(block[:8], "little")
+    assert start % 8 == 0
+    for name, entry in parse_header(block[8:start], len(block) - start, "f").items():
+        assert entry.start % entry.dtype.itemsize == 0, name
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: whole(fd, data[:7]))
+    four().write(tmp_path)
+
+    with ShardReader(tmp_path) as reader:
+        for i in range(4):
+            assert same_bits(read(reader, f"t{i}"), torch.full((10,), i, dtype=torch.float32))

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,9 @@ MAX_SHARD_NBYTES = 5_000_000_000
 
 Progress = Callable[[int, int, str], None]
 """Bytes done, bytes in all, the tensor that they are of."""
+
+_METADATA = {"format": "pt"}
+"""Without it transformers does not know whose tensors these are."""
 
 _PIECE = 16 << 20
 """Bytes of one write call: between two of them Ctrl-C is heard."""
@@ -72,16 +75,14 @@ class ShardWriter:
         stem: str = "model",
         max_shard_nbytes: int = MAX_SHARD_NBYTES,
         private: bool = False,
-        metadata: Mapping[str, str] | None = None,
     ) -> None:
         names = {tensor.name for tensor in tensors}
         assert len(names) == len(tensors), "two tensors of one name"
         assert "__metadata__" not in names, "__metadata__ is no name for a tensor"
         self.mode = 0o600 if private else 0o666
         groups = _split(tensors, max_shard_nbytes)
-        what = {"format": "pt"} if metadata is None else metadata
         self._shards = [
-            _Shard(_shard_name(stem, i, len(groups)), *_lay_out(group, what))
+            _Shard(_shard_name(stem, i, len(groups)), *_lay_out(group))
             for i, group in enumerate(groups)
         ]
         self._index = _index(self._shards) if len(groups) > 1 else b""
@@ -133,15 +134,13 @@ def _split(tensors: Sequence[TensorOut], limit: int) -> list[list[TensorOut]]:
     return groups
 
 
-def _lay_out(
-    group: list[TensorOut], metadata: Mapping[str, str]
-) -> tuple[bytes, tuple[TensorOut, ...]]:
+def _lay_out(group: list[TensorOut]) -> tuple[bytes, tuple[TensorOut, ...]]:
     ordered = sorted(group, key=lambda tensor: -tensor.dtype.itemsize)  # stable
     entries, start = [], 0
     for tensor in ordered:
         entries.append(Entry(tensor.name, tensor.dtype, tensor.shape, start, tensor.nbytes))
         start += tensor.nbytes
-    return build_header(entries, metadata), tuple(ordered)
+    return build_header(entries, _METADATA), tuple(ordered)
 
 
 def _shard_name(stem: str, number: int, total: int) -> str:
