@@ -55,11 +55,10 @@ class Packed:
         bounds = self._rows.bounds
         for piece in range(int(bounds[number]), int(bounds[number + 1])):
             start, length = int(self._rows.starts[piece]), int(self._rows.lengths[piece])
-            tokens = self._cache.tokens[start : start + length]
             trained = self._cache.trained[start : start + length]
             end = at + length
-            ids[at:end] = tokens
-            labels[at:end] = np.where(trained, tokens, IGNORED)
+            ids[at:end] = self._cache.tokens[start : start + length]
+            labels[at:end] = np.where(trained, ids[at:end], IGNORED)
             labels[at] = IGNORED
             positions[at:end] = np.arange(length)
             at = end
