@@ -40,7 +40,7 @@ def open_dataset(
         tokens,
         directory,
         skip_bad=skip_bad_lines,
-        tell=tell or (lambda done, total, what: None),
+        tell=tell if tell is not None else lambda done, total, what: None,
     )
     every = np.arange(cache.state.documents, dtype=np.int64)
     return TokenDataset(cache, tokens, every, part="all")

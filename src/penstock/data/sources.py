@@ -25,7 +25,7 @@ LONGEST_LINE = 256 * MiB
 TEXT_PIECE = 1 * MiB
 """Plain text is read in pieces of about this size, so that no file has to fit into memory."""
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]%+-]+)?")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]%:+-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,10 @@ def _too_long(length: int) -> str:
 def _parse(line: bytes) -> tuple[Mapping[str, Any], str]:
     try:
         record = json.loads(line.decode("utf-8-sig"))
+        if b"\\ud" in line.lower():
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return {}, "holds half of a surrogate pair (\\ud...), which is no character"
     except UnicodeDecodeError as wrong:
         return {}, f"is not UTF-8 at byte {wrong.start} of the line"
     except json.JSONDecodeError as wrong:

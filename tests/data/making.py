@@ -1,0 +1,46 @@
+"""Data files for the tests, and datasets of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from penstock.data import TokenDataset, open_dataset
+from tests.small_tokenizers import small_tokenizer
+
+
+def chat(*turns: str, system: str = "") -> dict[str, Any]:
+    """A chat of alternating turns, the user's first."""
+    first = [{"role": "system", "content": system}] if system else []
+    roles = ("user", "assistant")
+    spoken = [{"role": roles[n % 2], "content": turn} for n, turn in enumerate(turns)]
+    return {"messages": [*first, *spoken]}
+
+
+def write_lines(path: Path, records: Iterable[Any]) -> Path:
+    """Records as JSON lines; a string goes in as it is."""
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def dataset_of(
+    tmp_path: Path, records: Iterable[Any], tokenizer: Any = None, **options: Any
+) -> TokenDataset:
+    """Records written to a file, and opened."""
+    file = write_lines(tmp_path / "data.jsonl", records)
+    options = {"cache_dir": tmp_path / "cache", **options}
+    return open_dataset(file, tokenizer or small_tokenizer(), **options)
+
+
+def trained_text(dataset: TokenDataset, number: int = 0) -> list[str]:
+    """The trained runs of a document, as text."""
+    from penstock.data.show import parts_of
+
+    return [part["text"] for part in parts_of(dataset, number) if part["trained"]]
+
+
+def whole_text(dataset: TokenDataset, number: int = 0) -> str:
+    return dataset.decode(dataset[number].ids)

@@ -1,0 +1,282 @@
+"""The token cache: made once, gone on with after a kill, never taken for whole when it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.data import build, open_dataset
+from penstock.data.cache import ARRAYS, STATE
+from penstock.data.errors import CacheError, SourceError
+from tests.data.making import chat, write_lines
+from tests.small_tokenizers import MARKED, small_tokenizer
+
+RECORDS = [chat(f"What is {n}?", f"It is {n}, {'very ' * (n % 7)}much.") for n in range(200)]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "data.jsonl", RECORDS)
+
+
+@pytest.fixture
+def caches(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+class Told(list[tuple[int, int, str]]):
+    """What `tell` was told."""
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        self.append((done, total, what))
+
+    @property
+    def words(self) -> str:
+        return "; ".join(what for _, total, what in self if not total)
+
+
+def bytes_of(caches: Path) -> dict[str, bytes]:
+    """The arrays and the state of the one whole cache there."""
+    (whole,) = (path for path in caches.iterdir() if path.is_dir())
+    assert not whole.name.endswith(".part")
+    return {name: (whole / name).read_bytes() for name in (*ARRAYS, STATE)}
+
+
+def test_data_is_tokenized_once(file: Path, caches: Path) -> None:
+    first, second = Told(), Told()
+    dataset = open_dataset(file, small_tokenizer(), cache_dir=caches, tell=first)
+    again = open_dataset(file, small_tokenizer(), cache_dir=caches, tell=second)
+
+    assert first[-1][:2] == (file.stat().st_size, file.stat().st_size)
+    assert second == []
+    assert all((dataset[n].ids == again[n].ids).all() for n in range(200))
+
+
+def test_another_file_tokenizer_or_template_is_another_cache(file: Path, caches: Path) -> None:
+    def count() -> int:
+        open_dataset(file, tokenizer, cache_dir=caches)
+        return len([path for path in caches.iterdir() if path.is_dir()])
+
+    tokenizer = small_tokenizer()
+    assert count() == 1
+    tokenizer = small_tokenizer(MARKED)
+    assert count() == 2
+    tokenizer = small_tokenizer(vocabulary=380)
+    assert count() == 3
+    os.utime(file, ns=(1, 1))
+    assert count() == 4
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from penstock.data import build, open_dataset
+from tests.small_tokenizers import small_tokenizer
+build.CHUNK_ITEMS = 20
+real, left = build.encode, int(sys.argv[3])
+def encode(items, tokens):
+    global left
+    left -= 1
+    if left < 0:
+        import os, signal
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(items, tokens)
+build.encode = encode
+open_dataset(Path(sys.argv[1]), small_tokenizer(), cache_dir=sys.argv[2])
+"""
+
+
+def tokenize_until_killed(file: Path, caches: Path, chunks: int) -> None:
+    command = [sys.executable, "-c", CHILD, str(file), str(caches), str(chunks)]
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(command, cwd=root, check=False, env={**os.environ, "PYTHONPATH": "."})
+    assert ended.returncode == -signal.SIGKILL
+
+
+def test_a_killed_tokenization_goes_on_where_it_stopped(
+    file: Path, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_dataset(file, small_tokenizer(), cache_dir=tmp_path / "in one go")
+    tokenize_until_killed(file, caches, 3)
+    tokenize_until_killed(file, caches, 2)
+    (part,) = (path for path in caches.iterdir() if path.is_dir())
+    assert part.name.endswith(".part")
+    journal = json.loads((part / STATE).read_text())
+    assert journal["documents"] == 100
+    for name in ARRAYS:  # what came after the journal is no part of it
+        with (part / name).open("ab") as array:
+            array.write(b"half a chunk")
+
+    encoded = []
+    real = build.encode
+    monkeypatch.setattr(build, "encode", lambda items, t: encoded.extend(items) or real(items, t))
+    dataset = open_dataset(file, small_tokenizer(), cache_dir=caches)
+
+    assert [item.where.rsplit(":")[-1] for item in encoded] == [str(n) for n in range(101, 201)]
+    assert len(dataset) == 200
+    assert bytes_of(caches) == bytes_of(tmp_path / "in one go")
+
+
+def test_a_long_text_killed_in_mid_document_goes_on_too(
+    caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.data.sources.TEXT_PIECE", 64)
+    monkeypatch.setattr(build, "CHUNK_ITEMS", 5)
+    text = tmp_path / "book.txt"
+    text.write_text("".join(f"Water runs down pipe {n}.\n" for n in range(100)) + "\fThe end.")
+    open_dataset(text, small_tokenizer(), cache_dir=tmp_path / "in one go")
+    real, left = build.encode, [3]
+
+    def encode(items: Any, tokens: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return real(items, tokens)
+
+    monkeypatch.setattr(build, "encode", encode)
+    with pytest.raises(KeyboardInterrupt):
+        open_dataset(text, small_tokenizer(), cache_dir=caches)
+    monkeypatch.setattr(build, "encode", real)
+
+    dataset = open_dataset(text, small_tokenizer(), cache_dir=caches)
+    assert len(dataset) == 2
+    assert dataset[0].ids.tolist().count(small_tokenizer().eos_token_id) == 1
+    assert bytes_of(caches) == bytes_of(tmp_path / "in one go")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+DAMAGE = [
+    ("tokens.bin", truncate, "tokens.bin has"),
+    ("trained.bin", truncate, "trained.bin has"),
+    ("trained.bin", Path.unlink, "trained.bin has 0 B"),
+    ("documents.bin", truncate, "documents.bin has"),
+    ("documents.bin", flip, "other bytes than were written"),
+    (STATE, Path.unlink, "cannot be read"),
+    (STATE, lambda path: path.write_text("{}"), ""),
+    (
+        STATE,
+        lambda path: path.write_text(path.read_text().replace("penstock tokens", "x")),
+        "magic",
+    ),
+    (STATE, lambda path: path.write_text(path.read_text().replace("true", "false")), "not whole"),
+    (
+        STATE,
+        lambda path: path.write_text(path.read_text().replace('version": 1', 'version": 9')),
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "harm", "words"), DAMAGE)
+def test_a_damaged_cache_is_recognised_and_made_again(
+    name: str, harm: Any, words: str, file: Path, caches: Path
+) -> None:
+    open_dataset(file, small_tokenizer(), cache_dir=caches)
+    before = bytes_of(caches)
+    (whole,) = (path for path in caches.iterdir() if path.is_dir())
+    harm(whole / name)
+
+    told = Told()
+    dataset = open_dataset(file, small_tokenizer(), cache_dir=caches, tell=told)
+
+    assert "tokenizing again" in told.words
+    assert words in told.words
+    assert len(dataset) == 200
+    assert bytes_of(caches) == before
+
+
+def test_a_part_that_lost_bytes_is_started_over(file: Path, caches: Path) -> None:
+    tokenize_until_killed(file, caches, 2)
+    (part,) = (path for path in caches.iterdir() if path.is_dir())
+    truncate(part / "tokens.bin")
+
+    told = Told()
+    assert len(open_dataset(file, small_tokenizer(), cache_dir=caches, tell=told)) == 200
+    assert "starting over" in told.words
+
+
+def test_a_source_that_changes_while_it_is_read_gives_no_cache(
+    file: Path, caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = build.encode
+
+    def encode(items: Any, tokens: Any) -> Any:
+        with file.open("a") as more:
+            more.write("\n")
+        return real(items, tokens)
+
+    monkeypatch.setattr(build, "encode", encode)
+    with pytest.raises(SourceError, match="changed while it was read"):
+        open_dataset(file, small_tokenizer(), cache_dir=caches)
+    assert all(path.name.endswith((".part", ".lock")) for path in caches.iterdir())
+
+
+def test_a_full_disk_is_told_and_what_was_written_is_gone_on_from(
+    file: Path, caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "CHUNK_ITEMS", 20)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, old[1]))
+        with pytest.raises(CacheError, match=r"cannot be written: File too large.*--cache"):
+            open_dataset(file, small_tokenizer(), cache_dir=caches)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    (part,) = (path for path in caches.iterdir() if path.is_dir())
+    assert json.loads((part / STATE).read_text())["documents"] > 0
+
+    assert len(open_dataset(file, small_tokenizer(), cache_dir=caches)) == 200
+
+
+def test_a_directory_that_cannot_be_made_is_told(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "occupied").write_text("a file")
+
+    with pytest.raises(CacheError, match="cannot be written: Not a directory"):
+        open_dataset(file, small_tokenizer(), cache_dir=tmp_path / "occupied" / "cache")
+
+
+def test_two_processes_make_one_cache(file: Path, caches: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from penstock.data import open_dataset; "
+        "from tests.small_tokenizers import small_tokenizer; "
+        "print(len(open_dataset(sys.argv[1], small_tokenizer(), cache_dir=sys.argv[2])))"
+    )
+    command = [sys.executable, "-c", code, str(file), str(caches)]
+    root, environment = Path(__file__).parents[2], {**os.environ, "PYTHONPATH": "."}
+    both = [
+        subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+
+    assert [run.communicate()[0] for run in both] == ["200\n", "200\n"]
+    open_dataset(file, small_tokenizer(), cache_dir=tmp_path / "alone")
+    assert bytes_of(caches) == bytes_of(tmp_path / "alone")
+
+
+def test_caches_are_kept_where_the_system_keeps_them(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+
+    open_dataset(file, small_tokenizer())
+
+    assert bytes_of(tmp_path / "xdg" / "penstock" / "tokens")

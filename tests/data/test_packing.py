@@ -1,0 +1,274 @@
+"""Packing: nothing lost, nothing twice, nothing across rows; and batches that resume to the bit."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.data import Packed, TokenDataset
+from penstock.data.cache import Cache, Writer, begin
+from penstock.data.encode import Encoded
+from penstock.data.errors import CacheError, DataError, EmptyDataError, PositionError
+from penstock.data.mixing import mix, shuffled
+from penstock.data.packing import WINDOW, best_fit
+from penstock.data.tokenizer import Tokens
+from tests.data.making import chat, dataset_of
+from tests.small_tokenizers import small_tokenizer
+
+VOCABULARY = 1000
+
+
+def made(directory: Path, lengths: list[int], *, prompt: int = 0) -> TokenDataset:
+    """Documents of these lengths: document n counts up from 7 n. Trained after the prompt."""
+    writer = Writer(directory / "part", begin("key", VOCABULARY))
+    documents = []
+    for number, length in enumerate(lengths):
+        ids = (np.arange(length) + 7 * number) % VOCABULARY
+        trained = (np.arange(length) >= prompt).astype(np.uint8)
+        documents.append(Encoded(ids.astype(np.int64), trained, True))
+    writer.append(documents)
+    state = writer.finish(directory / "whole")
+    cache = Cache(directory / "whole", state, VOCABULARY)
+    return TokenDataset(cache, Tokens(small_tokenizer()), np.arange(len(lengths)), part="all")
+
+
+def documents_in(packed: Packed, **options: Any) -> list[tuple[list[int], list[int]]]:
+    """Every document of one epoch with its labels, as the position ids part them."""
+    found = []
+    for batch in packed.batches(3, **options):
+        assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+        for ids, labels, positions in zip(*(rows.tolist() for rows in batch.values()), strict=True):
+            starts = [at for at, position in enumerate(positions) if position == 0]
+            assert starts[0] == 0
+            for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+                assert positions[start:end] == list(range(end - start))
+                found.append((ids[start:end], labels[start:end]))
+    return found
+
+
+LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, context=st.integers(2, 40), seed=st.integers(0, 3), overlong=st.data())
+def test_every_token_is_packed_once(
+    lengths: list[int], context: int, seed: int, overlong: st.DataObject, tmp_path_factory: Any
+) -> None:
+    way = overlong.draw(st.sampled_from(["truncate", "drop", "split"]))
+    dataset = made(tmp_path_factory.mktemp("packing"), lengths)
+    wanted = []
+    for number in range(len(lengths)):
+        ids = dataset[number].ids.tolist()
+        pieces = [ids[at : at + context] for at in range(0, len(ids), context)]
+        if way == "truncate" or (way == "drop" and len(ids) <= context):
+            wanted.append(pieces[0])
+        elif way == "split":
+            wanted += [piece for piece in pieces if len(piece) > 1]
+    if not wanted:
+        with pytest.raises(EmptyDataError):
+            dataset.pack(context, overlong=way, seed=seed)
+        return
+
+    packed = dataset.pack(context, overlong=way, seed=seed)
+    found = documents_in(packed, seed=seed)
+
+    pad = Tokens(small_tokenizer()).pad
+    padding = [ids for ids, labels in found if set(labels) == {-100}]
+    real = [(ids, labels) for ids, labels in found if set(labels) != {-100}]
+    assert sorted(ids for ids, _ in real) == sorted(wanted)
+    assert all(labels == [-100, *ids[1:]] for ids, labels in real)
+    assert all(set(ids) == {pad} for ids in padding)
+    counts = packed.counts
+    assert counts.tokens == sum(map(len, wanted))
+    assert counts.targets == sum(len(piece) - 1 for piece in wanted)
+    assert counts.padding == sum(map(len, padding)) == counts.rows * context - counts.tokens
+    long = sum(length > context for length in lengths)
+    told = {"truncate": counts.truncated, "drop": counts.dropped, "split": counts.split}
+    assert told == {kind: long if kind == way else 0 for kind in told}
+
+
+@given(st.lists(st.integers(1, 100), max_size=200).map(lambda some: sorted(some, reverse=True)))
+def test_best_fit_overfills_no_row_and_opens_none_in_vain(lengths: list[int]) -> None:
+    rows = best_fit(lengths, 100)
+
+    filled = np.bincount(rows, lengths).tolist() if rows else []
+    assert max(filled, default=0) <= 100
+    assert all(a + b > 100 for a, b in pairwise(filled))
+    assert set(rows) == set(range(len(filled)))
+
+
+def test_short_documents_leave_little_padding(tmp_path: Path) -> None:
+    lengths = (2 + shuffled(400, 5) % 60).tolist()
+
+    assert made(tmp_path, lengths).pack(128).counts.padding_share < 0.02
+
+
+def test_documents_of_several_windows_are_all_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert WINDOW > 1000
+    monkeypatch.setattr("penstock.data.packing.WINDOW", 7)
+    packed = made(tmp_path, [5] * 50).pack(10)
+
+    assert (packed.counts.rows, packed.counts.tokens) == (
+        29,
+        250,
+    )  # 4 rows of 7 windows each, and 1
+    assert len([labels for _, labels in documents_in(packed) if set(labels) != {-100}]) == 50
+
+
+def test_what_truncation_leaves_without_a_target_is_left_out(tmp_path: Path) -> None:
+    packed = made(tmp_path, [30, 8], prompt=6).pack(6 + 1)
+    assert (packed.counts.truncated, packed.counts.untrained, packed.counts.rows) == (2, 0, 2)
+
+    with pytest.raises(EmptyDataError, match=r"2 are longer than the context of 5.*--overlong"):
+        made(tmp_path / "again", [30, 8], prompt=6).pack(5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"context": 1}, "leaves nothing to predict"), ({"overlong": "cut"}, "overlong can be")],
+)
+def test_packing_that_makes_no_sense_is_refused(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=words):
+        made(tmp_path, [5]).pack(**{"context": 8, **options})
+
+
+# Batches.
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Packed:
+    return made(tmp_path, [5, 9, 3, 7, 8, 2, 6] * 9).pack(16, seed=3)
+
+
+def rows_of(batches: Any) -> list[list[list[int]]]:
+    return [batch["input_ids"].tolist() for batch in batches]
+
+
+def test_an_epoch_holds_every_row_once_and_its_last_batch_may_be_smaller(packed: Packed) -> None:
+    rows = len(packed)
+    batches = packed.batches(4, epochs=2)
+    assert rows % 4
+    assert len(batches) == batches.steps == 2 * packed.steps_per_epoch(4) == 2 * -(-rows // 4)
+
+    seen = rows_of(batches)
+
+    sizes = [len(batch) for batch in seen]
+    assert sizes == [*[4] * (rows // 4), rows % 4] * 2
+    flat = [row for batch in seen for row in batch]
+    first, second = flat[:rows], flat[rows:]
+    assert sorted(first) == sorted(second)
+    assert first != second
+    assert len(batches) == 0
+    assert batches.epoch == 2
+
+
+def test_order_hangs_on_the_seed_and_on_nothing_else(packed: Packed) -> None:
+    assert rows_of(packed.batches(4, seed=1)) == rows_of(packed.batches(4, seed=1))
+    assert rows_of(packed.batches(4, seed=1)) != rows_of(packed.batches(4, seed=2))
+    straight = [row for batch in rows_of(packed.batches(4, shuffle=False)) for row in batch]
+    again = [row for batch in rows_of(packed.batches(3, shuffle=False)) for row in batch]
+    assert straight == again
+
+
+def test_a_run_that_goes_on_sees_what_one_in_one_go_sees(packed: Packed) -> None:
+    options: dict[str, Any] = {"steps": 17, "seed": 5}
+    whole = rows_of(packed.batches(4, **options))
+    for stop in range(18):
+        batches = packed.batches(4, **options)
+        before = [next(batches)["input_ids"].tolist() for _ in range(stop)]
+        position = json.loads(json.dumps(batches.position))
+
+        rest = packed.batches(4, position=position, **options)
+
+        assert len(rest) == 17 - stop
+        assert before + rows_of(rest) == whole
+
+
+def test_a_position_of_other_data_is_refused(packed: Packed, tmp_path: Path) -> None:
+    position = packed.batches(4).position
+    other = made(tmp_path / "other", [5, 9]).pack(16, seed=3)
+
+    with pytest.raises(PositionError, match="saved data position is for data") as told:
+        other.batches(4, position=position)
+    assert told.value.field == "data"
+    with pytest.raises(PositionError, match="for seed 0, this run has 1"):
+        packed.batches(4, seed=1, position=position)
+    with pytest.raises(PositionError, match="for row -1"):
+        packed.batches(4, position={**position, "row": -1})
+
+
+def test_the_same_words_elsewhere_are_the_same_data(tmp_path: Path) -> None:
+    records = [chat(f"What is {n}?", f"It is {n}.") for n in range(20)]
+    positions = []
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        batches = dataset_of(tmp_path / place, records).pack(64).batches(2)
+        next(batches)
+        positions.append(batches.position)
+
+    assert positions[0] == positions[1]
+
+
+@pytest.mark.parametrize("options", [{"batch": 0}, {"steps": 0}, {"epochs": 1, "steps": 1}])
+def test_batches_that_make_no_sense_are_refused(options: dict[str, Any], packed: Packed) -> None:
+    with pytest.raises(DataError):
+        packed.batches(**{"batch": 2, **options})
+
+
+def test_a_token_beyond_the_vocabulary_is_a_damaged_cache(tmp_path: Path) -> None:
+    packed = made(tmp_path, [5, 6]).pack(16)
+    with (tmp_path / "whole" / "tokens.bin").open("r+b") as file:
+        file.write(b"\xff\xff")
+
+    with pytest.raises(CacheError, match="token 65535, beyond the vocabulary of 1000"):
+        next(packed.batches(2))
+
+
+# Splits.
+
+
+def test_a_split_parts_the_documents_and_keeps_equal_ones_together(tmp_path: Path) -> None:
+    texts = [f"text {n % 150}" for n in range(300)]  # each one twice
+    dataset = dataset_of(tmp_path, [{"text": text} for text in texts])
+
+    train, held = dataset.split(0.1, seed=1)
+
+    sides = [{bytes(side[n].ids) for n in range(len(side))} for side in (train, held)]
+    assert len(held) == 30
+    assert len(train) == 270
+    assert not sides[0] & sides[1]
+    assert train.tokens + held.tokens == dataset.tokens
+    assert train.targets + held.targets == dataset.targets
+    _, again = dataset.split(0.1, seed=1)
+    _, other = dataset.split(0.1, seed=2)
+    assert {bytes(again[n].ids) for n in range(len(again))} == sides[1]
+    assert {bytes(other[n].ids) for n in range(len(other))} != sides[1]
+
+
+def test_a_split_holds_out_at_least_one_and_never_all(tmp_path: Path) -> None:
+    dataset = dataset_of(tmp_path, [{"text": "a b"}, {"text": "c d"}])
+    assert [len(side) for side in dataset.split(0.001)] == [1, 1]
+
+    with pytest.raises(EmptyDataError, match="too few"):
+        dataset.split(0.9)
+    with pytest.raises(DataError, match="between 0 and 1"):
+        dataset.split(1.5)
+
+
+def test_the_random_order_is_this_one_for_ever() -> None:
+    """A checkpoint's position means an order; numpy's own may change, this one must not."""
+    assert mix(np.array([0], np.uint64)).tolist() == [0xE220A8397B1DCDAF]  # splitmix64's first
+    assert shuffled(8, 0, 0).tolist() == [4, 0, 1, 7, 6, 2, 5, 3]
+    assert sorted(shuffled(1000, 7).tolist()) == list(range(1000))

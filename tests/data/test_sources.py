@@ -1,0 +1,286 @@
+"""What can be read, and what is said of what cannot: with file and line number."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.data import open_dataset, sources
+from penstock.data.errors import BadLinesError, EmptyDataError, SourceError
+from penstock.data.sources import Item, LineFile, Place, TextFile
+from tests.data.making import chat, dataset_of, trained_text, whole_text, write_lines
+from tests.small_tokenizers import small_tokenizer
+
+GOOD = {"text": "Water runs down."}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{not json", "is not JSON: .* at column 2"),
+        ("[", "is not JSON.*Write one object per line"),
+        ("[1, 2]", "holds an array, not an object"),
+        ("17", "holds a number"),
+        ("{}", "has no keys; wanted messages"),
+        ('{"instruction": "x", "output": "y"}', "has instruction, output; wanted messages"),
+        ('{"text": 3}', "text must be a string, got 3"),
+        ('{"text": "  "}', "text is empty"),
+        ('{"messages": []}', "messages must be a list of messages"),
+        ('{"messages": ["hello"]}', "message 1 of messages must be an object"),
+        ('{"messages": [{"content": "x"}]}', r"message 1 of messages has no role \(or from\)"),
+        ('{"messages": [{"role": "user"}]}', "message 1 of messages has no content"),
+        (
+            '{"messages": [{"role": "user", "content": 5}]}',
+            "the content of message 1 of messages must be text",
+        ),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "has no assistant's turn to train"),
+        (
+            '{"messages": [{"role": "assistant", "content": "x", "weight": 2}]}',
+            "message 1 has weight 2; it can be 0 or 1",
+        ),
+        ('{"prompt": "x", "completion": ""}', "completion is empty"),
+        ('{"prompt": ["x"], "completion": "y"}', "prompt must be a string"),
+        ('{"text": "\\ud83d"}', "holds half of a surrogate pair"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number(line: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(BadLinesError, match=rf"data.jsonl:3: {words}") as told:
+        dataset_of(tmp_path, [GOOD, "", line, GOOD])
+
+    assert told.value.count == 1
+    assert "--skip-bad-lines" in str(told.value)
+
+
+def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b'{"text": "fine"}\n{"text": "\xff"}\n')
+
+    with pytest.raises(BadLinesError, match=r"data.jsonl:2: is not UTF-8 at byte 10"):
+        open_dataset(file, small_tokenizer(), cache_dir=tmp_path / "cache")
+
+
+def test_bad_lines_are_skipped_on_demand_and_counted(tmp_path: Path) -> None:
+    records = [GOOD, "{", {"text": ""}, GOOD]
+    with pytest.raises(BadLinesError) as told:
+        dataset_of(tmp_path, records)
+    assert (told.value.count, len(told.value.lines)) == (2, 2)
+
+    dataset = dataset_of(tmp_path, records, skip_bad_lines=True)
+    assert (len(dataset), dataset.bad_count) == (2, 2)
+    assert [line.split(" ")[0].rsplit(":", 2)[1] for line in dataset.bad_lines] == ["2", "3"]
+
+    with pytest.raises(BadLinesError):  # also from the cache that is whole now
+        dataset_of(tmp_path, records)
+
+
+def test_of_many_bad_lines_the_first_are_quoted(tmp_path: Path) -> None:
+    with pytest.raises(BadLinesError, match=r"9 lines are not usable") as told:
+        dataset_of(tmp_path, ["{"] * 9)
+    assert str(told.value).count("data.jsonl:") == 3
+    assert "and 6 more" in str(told.value)
+
+
+@pytest.mark.parametrize("records", [[], ["", "  "]])
+def test_empty_data_is_an_error(records: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(EmptyDataError, match="no example"):
+        dataset_of(tmp_path, records)
+
+
+def test_data_of_bad_lines_only_is_empty_when_they_are_skipped(tmp_path: Path) -> None:
+    with pytest.raises(EmptyDataError, match="1 bad lines"):
+        dataset_of(tmp_path, ["{"], skip_bad_lines=True)
+
+
+def test_a_template_that_refuses_a_chat_makes_it_a_bad_line(tmp_path: Path) -> None:
+    template = "{{ raise_exception('System role not supported') }}"
+
+    with pytest.raises(BadLinesError, match=r":1: the chat template refuses it: System role not"):
+        dataset_of(tmp_path, [chat("x", "y")], small_tokenizer(template))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gone.jsonl", "there is no such file"),
+        ("data.csv", "unknown kind; Penstock reads JSON lines"),
+        ("data.jsonl.gz", "is compressed; unpack it first"),
+        ("empty", "has no data files"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("a,b\n")
+    (tmp_path / "data.jsonl.gz").write_bytes(b"\x1f\x8b")
+    (tmp_path / "empty").mkdir()
+
+    with pytest.raises(SourceError, match=words) as told:
+        open_dataset(tmp_path / name, small_tokenizer(), cache_dir=tmp_path / "cache")
+    assert name in told.value.source
+
+
+@pytest.mark.parametrize(("name", "library"), [("d.parquet", "pyarrow"), ("own/er", "datasets")])
+def test_a_library_that_is_missing_is_named(
+    name: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("pyarrow", "pyarrow.parquet", "datasets"):
+        monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / "d.parquet").write_bytes(b"PAR1")
+    source = tmp_path / name if library == "pyarrow" else name
+
+    with pytest.raises(SourceError, match=f"pip install {library}"):
+        open_dataset(source, small_tokenizer(), cache_dir=tmp_path / "cache")
+
+
+def test_a_directory_is_its_files_in_order(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_lines(folder / "b.jsonl", [{"text": "second"}])
+    write_lines(folder / "a.jsonl", [{"text": "first"}])
+    (folder / "c.txt").write_text("third")
+    (folder / "README").write_text("not data")
+
+    dataset = open_dataset(folder, small_tokenizer(), cache_dir=tmp_path / "cache")
+
+    texts = [whole_text(dataset, number) for number in range(len(dataset))]
+    assert texts == ["first<|end|>", "second<|end|>", "third<|end|>"]
+
+
+class FakeBatch:
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows, self.num_rows = rows, len(rows)
+
+    def to_pylist(self) -> list[dict[str, Any]]:
+        return self.rows
+
+
+class FakeParquet:
+    """As much of pyarrow.parquet.ParquetFile as is used."""
+
+    ROWS: tuple[dict[str, Any], ...] = tuple(
+        {"text": f"row {n}", "messages": None} for n in range(600)
+    )
+
+    def __init__(self, path: Path) -> None:
+        self.metadata = type("Metadata", (), {"num_rows": len(self.ROWS)})
+
+    def iter_batches(self, batch_size: int) -> Iterator[FakeBatch]:
+        for at in range(0, len(self.ROWS), batch_size):
+            yield FakeBatch(list(self.ROWS[at : at + batch_size]))
+
+
+def test_rows_of_a_table_are_read_from_any_row_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("pyarrow.parquet")
+    module.ParquetFile = FakeParquet  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", module)
+    monkeypatch.setitem(sys.modules, "pyarrow", ModuleType("pyarrow"))
+    (tmp_path / "d.parquet").write_bytes(b"PAR1")
+
+    (source,) = sources.find_sources(tmp_path / "d.parquet")
+    items = list(source.read(Place(300, 300)))
+
+    assert len(items) == 300
+    assert items[0].record == {"text": "row 300"}  # a column without a value is no key
+    assert items[0].where.endswith("d.parquet, row 301")
+    assert len(open_dataset(tmp_path / "d.parquet", small_tokenizer(), cache_dir=tmp_path)) == 600
+
+
+def test_a_dataset_of_the_hub_is_read_with_its_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def load_dataset(name: str, split: str) -> list[dict[str, str]]:
+        asked.append((name, split))
+        return [{"text": "first"}, {"text": "second"}]
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+
+    for name in ("owner/name", "owner/name:test[:10%]"):
+        dataset = open_dataset(name, small_tokenizer(), cache_dir=tmp_path)
+        assert trained_text(dataset, 1) == ["second<|end|>"]
+    assert asked == [("owner/name", "train"), ("owner/name", "test[:10%]")]
+
+
+def test_a_form_feed_parts_documents_and_nothing_else_does(tmp_path: Path) -> None:
+    file = tmp_path / "book.txt"
+    file.write_text("One.\n\nStill one.\n\fTwo.\f \n\fThree.\n")
+
+    dataset = open_dataset(file, small_tokenizer(), cache_dir=tmp_path / "cache")
+
+    texts = [whole_text(dataset, number) for number in range(len(dataset))]
+    assert texts == ["One.\n\nStill one.\n<|end|>", "Two.<|end|>", "Three.\n<|end|>"]
+
+
+def test_text_that_is_not_utf8_is_refused_with_the_byte(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+
+    with pytest.raises(SourceError, match="not UTF-8 text at byte 3"):
+        open_dataset(tmp_path / "latin.txt", small_tokenizer(), cache_dir=tmp_path / "cache")
+
+
+def as_documents(items: list[Item]) -> list[str]:
+    documents, held = [], ""
+    for item in items:
+        held = ("" if item.opens else held) + item.record["text"]
+        if item.closes:
+            documents.append(held)
+    return documents
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.text(st.sampled_from("ab é日\n\f"), max_size=200),
+    piece=st.integers(4, 40),
+    stop=st.integers(0, 30),
+)
+def test_a_long_text_is_read_in_pieces_that_do_not_hang_on_where_reading_began(
+    text: str, piece: int, stop: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, _written(text) as file:
+        patch.setattr(sources, "TEXT_PIECE", piece)
+        source = TextFile(file)
+        items = list(source.read(Place()))
+
+        wanted = [part for part in text.split("\f") if part.strip()]
+        assert as_documents(items) == wanted
+        assert all(len(item.record["text"].encode()) <= piece for item in items)
+        if items:
+            at = items[min(stop, len(items) - 1)].after
+            assert [i for i in items if i.after.offset > at.offset] == list(source.read(at))
+
+
+def _written(text: str) -> Any:
+    import contextlib
+    import tempfile
+
+    @contextlib.contextmanager
+    def made() -> Iterator[Path]:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "text.txt"
+            file.write_bytes(text.encode())
+            yield file
+
+    return made()
+
+
+def test_a_line_that_is_too_long_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "LONGEST_LINE", 32)
+    file = write_lines(tmp_path / "data.jsonl", [{"text": "x" * 100}, GOOD])
+
+    first, second = LineFile(file).read(Place())
+
+    assert "long; the most is 32 B" in first.problem
+    assert (second.where, second.problem, second.record) == (f"{file}:2", "", GOOD)
+    assert second.after == Place(file.stat().st_size, 2)
