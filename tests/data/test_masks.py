@@ -96,6 +96,39 @@ def test_the_question_is_tokens_of_its_own_where_words_would_merge(tmp_path: Pat
     assert ids != tokenizer("user: Which?\nassistant: the pipe\n")["input_ids"]
 
 
+def metaspace_tokenizer() -> Any:
+    """One that puts a blank before every text it is given, as Llama 2's does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<unk>", "</s>"], show_progress=False
+    )
+    tokenizer.train_from_iterator([small.WORDS] * 20, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+def test_a_blank_that_the_tokenizer_adds_to_every_text_moves_no_border(tmp_path: Path) -> None:
+    tokenizer = metaspace_tokenizer()
+    record = {"prompt": "Which pipe?</s>", "completion": "the capital"}
+    dataset = dataset_of(tmp_path, [record], tokenizer)
+
+    whole = tokenizer("Which pipe?</s>the capital")["input_ids"]
+    asked = tokenizer("Which pipe?</s>")["input_ids"]
+    assert tokenizer("the capital")["input_ids"] != whole[len(asked) :]  # parts would mislead
+    assert dataset[0].ids.tolist() == [*whole, tokenizer.eos_token_id]
+    assert dataset[0].trained.tolist() == [n >= len(asked) for n in range(len(whole) + 1)]
+
+
+def test_a_border_inside_a_token_that_cannot_be_parted_is_refused(tmp_path: Path) -> None:
+    record = {"prompt": "the capital of It", "completion": "aly"}
+    with pytest.raises(BadLinesError, match="a token lies across its border, near"):
+        dataset_of(tmp_path, [record], metaspace_tokenizer())
+
+
 def test_turns_of_weight_zero_and_of_the_prompt_are_masked(tmp_path: Path) -> None:
     talk = chat("What is two?", "It is two.", "And three?", "That is three.")
     talk["messages"][1]["weight"] = 0
