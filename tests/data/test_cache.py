@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,7 @@ def test_another_file_tokenizer_or_template_is_another_cache(file: Path, caches:
 
 CHILD = """
 import sys
+import threading
 from pathlib import Path
 from penstock.data import build, open_dataset
 from tests.small_tokenizers import small_tokenizer
@@ -254,22 +257,28 @@ def test_a_directory_that_cannot_be_made_is_told(file: Path, tmp_path: Path) -> 
         open_dataset(file, small_tokenizer(), cache_dir=tmp_path / "occupied" / "cache")
 
 
-def test_two_processes_make_one_cache(file: Path, caches: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys; from penstock.data import open_dataset; "
-        "from tests.small_tokenizers import small_tokenizer; "
-        "print(len(open_dataset(sys.argv[1], small_tokenizer(), cache_dir=sys.argv[2])))"
-    )
-    command = [sys.executable, "-c", code, str(file), str(caches)]
-    root, environment = Path(__file__).parents[2], {**os.environ, "PYTHONPATH": "."}
-    both = [
-        subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+def test_a_process_waits_while_another_makes_the_cache(file: Path, caches: Path) -> None:
+    open_dataset(file, small_tokenizer(), cache_dir=caches)
+    (whole,) = (path for path in caches.iterdir() if path.is_dir())
+    whole.rename(whole.with_name("aside"))  # as if the other one were still at it
+    waits, found = threading.Event(), []
 
-    assert [run.communicate()[0] for run in both] == ["200\n", "200\n"]
-    open_dataset(file, small_tokenizer(), cache_dir=tmp_path / "alone")
-    assert bytes_of(caches) == bytes_of(tmp_path / "alone")
+    def tell(done: int, total: int, what: str) -> None:
+        assert "waiting for another process" in what  # and never tokenizing
+        waits.set()
+
+    def work() -> None:
+        found.append(open_dataset(file, small_tokenizer(), cache_dir=caches, tell=tell))
+
+    with (caches / f"{whole.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert waits.wait(60)
+        whole.with_name("aside").rename(whole)
+    thread.join()
+
+    assert len(found[0]) == 200
 
 
 def test_caches_are_kept_where_the_system_keeps_them(

@@ -21,6 +21,9 @@ Overlong = Literal["truncate", "drop", "split"]
 WINDOW = 1 << 16
 """Pieces that are packed together. More would fill the rows hardly better."""
 
+LET_GO = 1 << 10
+"""Pieces whose masks are looked at before their pages are given back."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
@@ -105,14 +108,18 @@ def _pieces(cache: Cache, chosen: Ints, context: int, overlong: Overlong) -> tup
 
 def _cut(cache: Cache, starts: Ints, lengths: Ints, context: int, overlong: Overlong) -> Ints:
     """The pieces of documents that are too long: start, length, targets."""
-    found = []
-    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-        last = start + (context if overlong == "truncate" else length)
-        for at in range(start, last, context):
-            size = min(context, last - at)
-            found.append((at, size, int(cache.trained[at + 1 : at + size].sum())))
-    cache.let_go()
-    return np.array(found, np.int64).reshape(-1, 3).T
+    whole = np.full_like(lengths, context) if overlong == "truncate" else lengths
+    count = -(-whole // context)
+    first = np.cumsum(count) - count
+    offsets = (np.arange(int(count.sum())) - np.repeat(first, count)) * context
+    sizes = np.minimum(context, np.repeat(whole, count) - offsets)
+    places = np.repeat(starts, count) + offsets
+    targets = np.zeros_like(places)
+    for number, (at, size) in enumerate(zip(places, sizes, strict=True)):
+        targets[number] = cache.trained[at + 1 : at + size].sum()
+        if number % LET_GO == 0:
+            cache.let_go()
+    return np.stack([places, sizes, targets])
 
 
 def _assign(lengths: Ints, context: int, seed: int) -> tuple[Ints, Ints]:

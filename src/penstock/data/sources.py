@@ -81,8 +81,8 @@ def _find(name: str) -> list[Source]:
     from penstock.data.tables import HubDataset
 
     path = Path(name)
+    known = LINE_SUFFIXES | TEXT_SUFFIXES | TABLE_SUFFIXES
     if path.is_dir():
-        known = LINE_SUFFIXES | TEXT_SUFFIXES | TABLE_SUFFIXES
         inside = sorted(p for p in path.iterdir() if p.suffix in known and p.is_file())
         if not inside:
             raise SourceError(name, f"has no data files; Penstock reads {KNOWN}")
@@ -91,7 +91,6 @@ def _find(name: str) -> list[Source]:
         return [_open_file(path)]
     if path.exists():
         raise SourceError(name, "is no regular file; data is read more than once, so save it first")
-    known = LINE_SUFFIXES | TEXT_SUFFIXES | TABLE_SUFFIXES
     if path.suffix not in known and _HUB_ID.fullmatch(name):
         return [HubDataset(name)]
     raise SourceError(name, "there is no such file or directory")
