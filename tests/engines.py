@@ -34,14 +34,14 @@ FAMILIES = ("llama", "qwen3", "gemma3")
 
 def tiny_config(family: str, **changes: Any) -> Any:
     """A model of a few ten thousand parameters."""
-    common = dict(
-        vocab_size=260, hidden_size=32, intermediate_size=80, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
-        tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+    common = {
+        "vocab_size": 260, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+        "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
     if family == "gemma3":
-        common |= dict(sliding_window=64, layer_types=["sliding_attention", "full_attention",
-                                                       "sliding_attention"])  # fmt: skip
+        common |= {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention",
+                                                       "sliding_attention"]}  # fmt: skip
     kinds = {"llama": "LlamaConfig", "qwen3": "Qwen3Config", "gemma3": "Gemma3TextConfig"}
     return getattr(transformers, kinds[family])(**(common | changes))
 
@@ -59,8 +59,8 @@ def inventory(config: Any, freeze: Sequence[str] = ()) -> Inventory:
 
 
 def workload(**changes: Any) -> Workload:
-    numerics = dict(micro_batch=2, loss_chunk=4096, mlp_tile=4096)
-    given = dict(context=16, batch=6)
+    numerics = {"micro_batch": 2, "loss_chunk": 4096, "mlp_tile": 4096}
+    given = {"context": 16, "batch": 6}
     for name, value in changes.items():
         (numerics if name in numerics else given)[name] = value
     return Workload(numerics=Numerics(**numerics), **given)
@@ -113,7 +113,7 @@ def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **change
     body = Body(
         build_model(config, dtype, device.where), model, mlp_tile=plan.workload.numerics.mlp_tile
     )
-    given: dict[str, Any] = dict(optimizer={"lr": 1e-2}, grouping=decay_matrices)
+    given: dict[str, Any] = {"optimizer": {"lr": 1e-2}, "grouping": decay_matrices}
     engine = Engine(plan, model, body, device, EngineSettings(**(given | changes)))
     take_weights(engine.access, model, source.state_dict())
     return engine

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from penstock.stream.engine import Engine
-from penstock.stream.settings import EngineSettings
     from penstock.stream.groups import Grouping
     from penstock.stream.homes import StoreSettings
     from penstock.stream.loss import LossFunction
+    from penstock.stream.settings import EngineSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
