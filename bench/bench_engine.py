@@ -1,4 +1,4 @@
-"""Whole optimizer steps of a model of a given shape, streamed, beside the same in HBM by plain torch.
+"""Whole optimizer steps of a model of a given shape, streamed, beside plain torch in HBM.
 
     python bench/bench_engine.py --shape 3b --context 4096 --batch 4 --hbm 24GiB --dram 60GiB
 
@@ -28,16 +28,14 @@ from penstock.prepare import Recipe, prepare
 from penstock.stream.timeline import Event, busy, idle
 from penstock.units import format_bytes
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": dict(vocab_size=1000, hidden_size=128, intermediate_size=512, num_hidden_layers=4,
-                 num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True),
-    "1b": dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-               num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True),
-    "3b": dict(vocab_size=151936, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36,
-               num_attention_heads=16, num_key_value_heads=2, tie_word_embeddings=True),
-    "8b": dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-               num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=False),
-}  # fmt: skip
+_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+           "num_attention_heads", "num_key_value_heads", "tie_word_embeddings")  # fmt: skip
+SHAPES: dict[str, tuple[int, ...]] = {
+    "tiny": (1000, 128, 512, 4, 8, 4, True),
+    "1b": (128256, 2048, 8192, 16, 32, 8, True),
+    "3b": (151936, 2048, 11008, 36, 16, 2, True),
+    "8b": (128256, 4096, 14336, 32, 32, 8, False),
+}
 """Llama bodies: Llama-3.2-1B's sizes, Qwen2.5-3B's (3.086 B parameters), Llama-3.1-8B's."""
 
 
@@ -93,7 +91,9 @@ def arguments() -> argparse.Namespace:
 def config_of(shape: str, context: int) -> Any:
     import transformers
 
-    return transformers.LlamaConfig(**SHAPES[shape], max_position_embeddings=max(context, 4096))
+    return transformers.LlamaConfig(
+        **dict(zip(_FIELDS, SHAPES[shape], strict=True)), max_position_embeddings=max(context, 4096)
+    )
 
 
 def batches(config: Any, chosen: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
@@ -137,7 +137,8 @@ def streamed(config: Any, chosen: argparse.Namespace) -> dict[str, Any]:
           f"{format_bytes(hbm[0])} / {format_bytes(hbm[1])}", flush=True)  # fmt: skip
     return {
         "start_up_seconds": start_up, "step_seconds": seconds, "losses": losses, "tiers": tiers,
-        "timeline": told, "host_peak_nbytes": host.nbytes, "hbm_allocated": hbm[0], "hbm_reserved": hbm[1],
+        "timeline": told, "host_peak_nbytes": host.nbytes,
+        "hbm_allocated": hbm[0], "hbm_reserved": hbm[1],
     }  # fmt: skip
 
 

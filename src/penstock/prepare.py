@@ -204,9 +204,9 @@ def _assemble(
 
 
 def _engine_settings(recipe: Recipe, told: _Told) -> EngineSettings:
-    from penstock.stream.settings import EngineSettings
     from penstock.stream.groups import decay_matrices
     from penstock.stream.homes import StoreSettings
+    from penstock.stream.settings import EngineSettings
 
     return EngineSettings(
         optimizer=recipe.optimizer,
