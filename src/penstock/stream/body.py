@@ -20,6 +20,7 @@ from torch import nn
 
 from penstock.inventory import Inventory
 from penstock.stream import attention
+from penstock.stream.compiling import CompiledLayers
 from penstock.stream.tiles import tile_mlps
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -84,7 +85,9 @@ class _Probe(nn.Module):
 class Body:
     """The parts, and where their weights are bound."""
 
-    def __init__(self, model: nn.Module, inventory: Inventory, *, mlp_tile: int) -> None:
+    def __init__(
+        self, model: nn.Module, inventory: Inventory, *, mlp_tile: int, compiled: bool = False
+    ) -> None:
         self.model, self.inventory = model, inventory
         attention.register()
         path = inventory.layers[0].name.rpartition(".")[0]
@@ -104,6 +107,7 @@ class Body:
         self._places = _places(model)
         self._shapes = {t.name: t.shape for block in inventory.blocks for t in block.tensors}
         tile_mlps(self.layers, mlp_tile)
+        self._compiled = CompiledLayers(self.layers) if compiled else None
         self.drops_out = self._has_dropout()
         setattr(self._base, self._list, self._one)
         self._head_stand_ins = self._stand_ins()
@@ -157,6 +161,8 @@ class Body:
     def layer(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
         """What leaves layer `index`, counted from 0."""
         args, kwargs = calls.arguments[index]
+        if self._compiled is not None and calls.bounds is None:
+            return self._compiled(index, hidden, args, kwargs)
         with attention.documents(calls.bounds):
             out: Any = self.layers[index](hidden, *args, **kwargs)
         found: torch.Tensor = out[0] if isinstance(out, tuple) else out

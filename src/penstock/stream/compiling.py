@@ -1,0 +1,58 @@
+"""One compiled body for all layers that are alike. Room: move.
+
+Weights are arguments, not attributes: whatever slot a block is in, the same code runs, and nothing
+is compiled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class CompiledLayers:
+    """Layers by number, run by the compiled body of the first one of their kind."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+        self._names = [[name for name, _ in layer.named_parameters()] for layer in layers]
+        kinds = [_kind(layer) for layer in layers]
+        first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+        bodies = {kind: _compile(layers[index]) for kind, index in first.items()}
+        self._bodies = [bodies[kind] for kind in kinds]
+
+    def __call__(
+        self, index: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        layer = self._layers[index]
+        weights = {name: layer.get_parameter(name) for name in self._names[index]}
+        return self._bodies[index](weights, hidden, args, kwargs)
+
+
+def _compile(layer: nn.Module) -> Callable[..., torch.Tensor]:
+    def run(
+        weights: dict[str, torch.Tensor], hidden: torch.Tensor, args: Any, kwargs: Any
+    ) -> torch.Tensor:
+        out: Any = torch.func.functional_call(layer, weights, (hidden, *args), kwargs)
+        found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return found
+
+    made: Callable[..., torch.Tensor] = torch.compile(run, dynamic=False)
+    return made
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """What makes two layers compute alike: everything that their modules hold but their number."""
+    plain = (int, float, str, bool, type(None))
+    found: list[Any] = [repr(layer)]
+    for path, module in layer.named_modules():
+        kept = {
+            name: value
+            for name, value in vars(module).items()
+            if isinstance(value, plain) and name not in ("layer_idx", "training")
+        }
+        found.append((path, tuple(sorted(kept.items()))))
+    return tuple(found)
