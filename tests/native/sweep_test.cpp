@@ -65,10 +65,14 @@ class CountJob final : public Job {
  public:
   CountJob(std::size_t blocks, const std::atomic<int>* before)
       : Job{blocks}, seen(blocks), before_{before} {}
-  void run(std::size_t block) noexcept override {
-    if (before_ != nullptr && *before_ != 100) early = true;
-    ++seen[block];
-    ++total;
+  void work(Blocks& mine) noexcept override {
+    for (Blocks::Run run = mine.next(); run.begin < run.end; run = mine.next()) {
+      for (std::size_t i = run.begin; i < run.end; ++i) {
+        if (before_ != nullptr && *before_ != 100) early = true;
+        ++seen[i];
+        ++total;
+      }
+    }
   }
   std::vector<std::atomic<int>> seen;
   std::atomic<int> total{0};
