@@ -70,15 +70,25 @@ def test_a_bed_of_known_speed_is_reported_so():
 
 
 def test_a_bed_that_took_too_long_to_make_is_smaller_with_a_note():
-    effort = Effort(slice_seconds=1e-9, host_bytes=GiB)
-    wanted = sweep.plan("fp32", GiB, (1,), quick=False)
-    room = sweep.fit(wanted, effort, lambda parameters: FakeBed())
-    assert room == M
+    effort = Effort(slice_seconds=0.5, host_bytes=GiB)
+    wanted = sweep.plan("fp32", 16 * GiB, (1,), quick=False)
+    made = []
+
+    def clock():  # a tenth of a second for each bed, and a second for 20 M parameters
+        return sum(0.1 + parameters / 20e6 for parameters in made)
+
+    def make(parameters):
+        made.append(parameters)
+        return FakeBed()
+
+    bed = sweep.fit(wanted, effort, make, clock)
+    assert made == [M, 16 * M, 64 * M]
+    assert bed[1] == 64 * M
     progress = Progress(len(wanted))
-    rates = list(sweep.probe_sweeps(0, "fp32", wanted, (FakeBed(), room), TINY, progress))
-    assert [r.parameters for r in rates] == [M]
-    assert "16 M parameters, 1 thread: not measured: there was time to prepare 1 M" in str(
-        progress.notes
+    rates = list(sweep.probe_sweeps(0, "fp32", wanted, bed, TINY, progress))
+    assert [r.parameters for r in rates] == [M, 4 * M, 16 * M, 64 * M]
+    assert progress.notes[0].endswith(
+        "256 M parameters, 1 thread: not measured: there was time to prepare 64 M"
     )
 
 

@@ -106,28 +106,33 @@ def take_bed(
     node: int, moments: SweepMoments, wanted: Sequence[Pass], effort: Effort, cpus: Sequence[int]
 ) -> tuple[Bed, int]:
     """A bed for the largest pass, or for the largest that can be had in time, and how large."""
-
-    def make(parameters: int) -> Bed:
-        return NodeBed(node, moments, parameters, cpus)
-
-    parameters = fit(wanted, effort, make)
-    return make(parameters), parameters
+    return fit(wanted, effort, lambda parameters: NodeBed(node, moments, parameters, cpus))
 
 
-def fit(wanted: Sequence[Pass], effort: Effort, make: Callable[[int], Bed]) -> int:
-    """The largest wanted, as far as making it takes no longer than it may."""
+def fit(
+    wanted: Sequence[Pass],
+    effort: Effort,
+    make: Callable[[int], Bed],
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Bed, int]:
+    """The largest one wanted, as far as making it takes no longer than it may."""
     sizes = sorted({one.parameters for one in wanted})
     if not sizes:
         raise ProbeError(
             f"it takes {format_bytes(int(SIZES[0] * HELD_BYTES['fp32']))}, and a quarter of what "
             f"is free is less; free some memory and probe again"
         )
-    make(SIZES[0])  # imports, pages of the library
-    begin = time.perf_counter()
-    make(SIZES[0])
-    rate = SIZES[0] / max(time.perf_counter() - begin, 1e-9)
-    in_time = rate * SETUP_SLICES * effort.slice_seconds
-    return max(size for size in sizes if size <= max(in_time, sizes[0]))
+    allowed, size = SETUP_SLICES * effort.slice_seconds, sizes[0]
+    while True:
+        begin = clock()
+        bed = make(size)
+        in_time = size * allowed / max(clock() - begin, 1e-9)
+        # A short one says little about a long one, so it grows by steps.
+        larger = max(s for s in sizes if s <= max(size, min(in_time, 16 * size)))
+        if larger == size:
+            return bed, size
+        del bed
+        size = larger
 
 
 def probe_sweeps(
