@@ -206,6 +206,25 @@ TEST_CASE("stats of odd lengths at odd places") {
   }
 }
 
+TEST_CASE("stats of 16 bits read what is there and no more") {
+  FakeOs os;
+  Pool pool{os, 2, {}, 0};
+  for (const Isa isa : usable_isas()) {
+    for (const std::size_t count : {1UL, 31UL, 33UL, 127UL, 129UL, 4095UL, 4097UL, 8192UL + 39}) {
+      for (const auto& [type, one] : {std::pair{GradType::bf16, std::uint16_t{0xBF80}},
+                                      std::pair{GradType::fp16, std::uint16_t{0xBC00}}}) {
+        const std::vector<std::uint16_t> grad(count, one);  // exactly as long: see Exact
+        Segment s;
+        s.count = count;
+        s.grad = grad.data();
+        const SweepResult& got = run(pool, std::make_shared<StatsJob>(std::vector{s}, type, isa));
+        CHECK(value_of(got.sum_squares) == static_cast<double>(count));
+        CHECK(got.max_bits == 0x3F800000 && got.bad_grad == Spot{});
+      }
+    }
+  }
+}
+
 TEST_CASE("the ceiling's traffic undoes itself") {
   FakeOs os;
   Pool pool{os, 2, {}, 0};
