@@ -4,7 +4,9 @@
     python bench/bench_sweep.py --params 1000000 --rounds 2
 
 Every round times every arm once, in turn, so that a busy moment hits them alike; ratios are taken
-within a round and their median is reported. DeepSpeed's arm runs where `deepspeed` can be imported.
+within a round and their median is reported. Before each arm the process rests: OpenMP's threads go
+on spinning for some milliseconds after an operation of torch, and would take them from whoever
+comes next. DeepSpeed's arm runs where `deepspeed` can be imported.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ from bench.certificate import percentiles, save
 from penstock import _native, empty
 from penstock.optim.rate import TRAFFIC, Bed
 from penstock.optim.rules import Coefficients
-from penstock.optim.sweep import Pool, grad_stats
+from penstock.optim.sweep import LEAF, Pool, grad_stats
 
 Arm = Callable[[], float]
+REST = 0.05
+"""Seconds before each arm, until all threads of the one before sleep."""
+
 SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
@@ -125,12 +130,16 @@ def deepspeed_arm(
     return lambda: timed(three_passes)
 
 
-def run_rounds(arms: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
+def run_rounds(
+    arms: dict[str, Arm], rounds: int, wake: Callable[[], object] = lambda: None
+) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():
         arm()  # warm: pages, lazily built state, branch predictors
     for _ in range(rounds):
         for name, arm in arms.items():
+            time.sleep(REST)
+            wake()
             seconds[name].append(arm())
     return seconds
 
@@ -203,18 +212,31 @@ def stats_phase(numel: int, pool: Pool, rounds: int) -> dict:
         "stats_bf16": lambda: timed(lambda: grad_stats(short, pool=pool)),
         "isinf_or_isnan_fp32": lambda: timed(peers_check),
     }
-    seconds = run_rounds(arms, rounds)
+    # A read's clock starts when its threads stand ready; so must the pool.
+    leaf = short[:LEAF]
+    seconds = run_rounds(arms, rounds, wake=lambda: grad_stats(leaf, pool=pool))
     traffic = {"read_fp32": 4.0, "stats_fp32": 4.0, "read_bf16": 2.0, "stats_bf16": 2.0}
     ratios = {
         "stats_fp32_of_read": ratio(seconds, "stats_fp32", "read_fp32"),
         "stats_bf16_of_read": ratio(seconds, "stats_bf16", "read_bf16"),
         "stats_fp32_over_isinf_isnan": ratio(seconds, "stats_fp32", "isinf_or_isnan_fp32"),
     }
+    starts = {"awake": start_seconds(leaf, pool, 0.0), "asleep": start_seconds(leaf, pool, REST)}
     extra = {
         "grad_stats": peak_growth(lambda: grad_stats(grad, pool=pool)),
         "isinf_or_isnan": peak_growth(peers_check),
     }
-    return {"arms": figures(seconds, numel, traffic), "ratios": ratios, "extra_bytes": extra}
+    arms_of = figures(seconds, numel, traffic)
+    return {"arms": arms_of, "ratios": ratios, "extra_bytes": extra, "start_seconds": starts}
+
+
+def start_seconds(leaf: torch.Tensor, pool: Pool, rest: float) -> dict[str, float]:
+    """What a job of one leaf takes, with threads that rested so long before it."""
+    samples = []
+    for _ in range(40):
+        time.sleep(rest)
+        samples.append(timed(lambda: grad_stats(leaf, pool=pool)))
+    return percentiles(samples)
 
 
 def show(numel: int, phase: dict) -> None:
@@ -229,6 +251,8 @@ def show(numel: int, phase: dict) -> None:
         )
     for name, nbytes in phase.get("extra_bytes", {}).items():
         print(f"{numel / 1e6:6.0f} M  extra bytes of {name}: {nbytes}")
+    for name, seconds in phase.get("start_seconds", {}).items():
+        print(f"{numel / 1e6:6.0f} M  a small job, threads {name}: {seconds['p50'] * 1e6:.0f} us")
 
 
 def main() -> None:

@@ -1,10 +1,26 @@
 #include "pool.h"
 
+#include <algorithm>
 #include <cfenv>
 #include <stdexcept>
 #include <string>
 
 namespace penstock {
+
+// Long runs while there is much left, since each start costs a trip to a shared line and a cold
+// prefetch; single blocks at the end, so that all threads end together.
+Blocks::Run Blocks::next() noexcept {
+  constexpr std::size_t kLongest = 16;
+  std::size_t begin = job_.next_.load(std::memory_order_relaxed);
+  std::size_t length = 0;
+  do {
+    const std::size_t left = job_.blocks_ - begin;
+    if (left == 0) return {};
+    length = std::clamp<std::size_t>(left / (4 * threads_), 1, kLongest);
+  } while (!job_.next_.compare_exchange_weak(begin, begin + length, std::memory_order_relaxed));
+  taken_ += length;
+  return {begin, begin + length};
+}
 
 Pool::Pool(Os& os, unsigned threads, std::vector<int> cpus, int nice)
     : os_{os}, cpus_{std::move(cpus)}, nice_{nice} {
@@ -17,7 +33,7 @@ Pool::Pool(Os& os, unsigned threads, std::vector<int> cpus, int nice)
   }
   members_.reserve(threads);
   try {
-    for (unsigned i = 0; i < threads; ++i) members_.emplace_back([this] { member(); });
+    for (unsigned i = 0; i < threads; ++i) members_.emplace_back([=, this] { member(threads); });
   } catch (...) {
     close();
     throw;
@@ -61,20 +77,19 @@ std::shared_ptr<Job> Pool::front(const std::shared_ptr<Job>& finished) {
   return queue_.empty() ? nullptr : queue_.front();
 }
 
-void Pool::member() noexcept {
+void Pool::member(unsigned threads) noexcept {
   // A thread inherits the mode its maker had: torch.set_flush_denormal would change results.
   std::fesetenv(FE_DFL_ENV);
   if (!cpus_.empty()) os_.run_on(cpus_);
   if (nice_ > 0) os_.be_nice(nice_);
   std::shared_ptr<Job> job;
   while ((job = front(job))) {
-    const std::size_t blocks = job->blocks_;
-    for (std::size_t i; (i = job->next_.fetch_add(1, std::memory_order_relaxed)) < blocks;) {
-      job->run(i);
-      if (job->finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == blocks) {
-        job->done_.store(true, std::memory_order_release);
-        job->done_.notify_all();
-      }
+    Blocks mine{*job, threads};
+    job->work(mine);
+    const std::size_t before = job->finished_.fetch_add(mine.taken(), std::memory_order_acq_rel);
+    if (mine.taken() > 0 && before + mine.taken() == job->blocks_) {
+      job->done_.store(true, std::memory_order_release);
+      job->done_.notify_all();
     }
   }
 }

@@ -15,6 +15,8 @@
 
 namespace penstock {
 
+class Blocks;
+
 // Work cut in blocks. Which thread runs a block, and when, must not matter to the result.
 class Job {
  public:
@@ -23,17 +25,41 @@ class Job {
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  virtual void run(std::size_t block) noexcept = 0;
+  // One thread's part: runs what `mine` gives it, until that is empty. What threads share is best
+  // left alone until then: sixteen of them that add up their results after every block wait for
+  // each other more than for memory.
+  virtual void work(Blocks& mine) noexcept = 0;
 
   void wait() const noexcept { done_.wait(false, std::memory_order_acquire); }
   bool done() const noexcept { return done_.load(std::memory_order_acquire); }
 
  private:
+  friend class Blocks;
   friend class Pool;
   const std::size_t blocks_;
-  std::atomic<std::size_t> next_{0};      // the first block that nobody took
-  std::atomic<std::size_t> finished_{0};  // the one who finishes the last block ends the job
+  // On a line of its own: it is all that threads share while they work.
+  alignas(64) std::atomic<std::size_t> next_{0};      // the first block that nobody took
+  alignas(64) std::atomic<std::size_t> finished_{0};  // who finishes the last block ends the job
   std::atomic<bool> done_{false};
+};
+
+// The blocks that one thread takes from a job, a run at a time.
+class Blocks {
+ public:
+  struct Run {
+    std::size_t begin = 0;
+    std::size_t end = 0;
+  };
+
+  Blocks(Job& job, unsigned threads) noexcept : job_{job}, threads_{threads} {}
+  // The next ones; none, if all are taken.
+  Run next() noexcept;
+  std::size_t taken() const noexcept { return taken_; }
+
+ private:
+  Job& job_;
+  const unsigned threads_;
+  std::size_t taken_ = 0;
 };
 
 class Pool {
@@ -54,7 +80,7 @@ class Pool {
   unsigned threads() const noexcept { return static_cast<unsigned>(members_.size()); }
 
  private:
-  void member() noexcept;
+  void member(unsigned threads) noexcept;
   std::shared_ptr<Job> front(const std::shared_ptr<Job>& finished);
   void close() noexcept;
 

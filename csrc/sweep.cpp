@@ -123,25 +123,29 @@ void SegmentJob::look(const Piece& at, std::size_t begin, std::size_t end,
   }
 }
 
-void SegmentJob::merge(const SweepResult& block) noexcept {
-  const std::lock_guard hold{lock_};
-  result_.sum_squares.add(block.sum_squares);
-  result_.max_bits = std::max(result_.max_bits, block.max_bits);
-  result_.bad_grad = std::min(result_.bad_grad, block.bad_grad);
-  result_.bad_master = std::min(result_.bad_master, block.bad_master);
-}
-
-void StatsJob::run(std::size_t block) noexcept {
-  const Piece here = piece(block);
-  SweepResult found;
-  for (std::size_t i = here.begin; i < here.end; i += kLeaf) {
-    look(here, i, std::min(i + kLeaf, here.end), found);
+void SegmentJob::work(Blocks& mine) noexcept {
+  SweepResult part;
+  for (Blocks::Run blocks = mine.next(); blocks.begin < blocks.end; blocks = mine.next()) {
+    for (std::size_t i = blocks.begin; i < blocks.end; ++i) run(piece(i), part);
   }
-  merge(found);
+  if (mine.taken() > 0) merge(part);
 }
 
-void MixJob::run(std::size_t block) noexcept {
-  const Piece here = piece(block);
+void SegmentJob::merge(const SweepResult& part) noexcept {
+  const std::lock_guard hold{lock_};
+  result_.sum_squares.add(part.sum_squares);
+  result_.max_bits = std::max(result_.max_bits, part.max_bits);
+  result_.bad_grad = std::min(result_.bad_grad, part.bad_grad);
+  result_.bad_master = std::min(result_.bad_master, part.bad_master);
+}
+
+void StatsJob::run(const Piece& here, SweepResult& into) noexcept {
+  for (std::size_t i = here.begin; i < here.end; i += kLeaf) {
+    look(here, i, std::min(i + kLeaf, here.end), into);
+  }
+}
+
+void MixJob::run(const Piece& here, SweepResult&) noexcept {
   const Segment& on = segment(here.segment);
   for (std::size_t i = here.begin; i < here.end; i += kTile) {
     kernels().mix(at<std::uint16_t>(on.grad, i), at<std::uint16_t>(on.weight, i),

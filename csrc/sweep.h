@@ -86,14 +86,18 @@ class SegmentJob : public Job {
     std::size_t begin;
     std::size_t end;
   };
-  Piece piece(std::size_t block) const noexcept;
+  // What a block does, to be added to its thread's part of the result.
+  virtual void run(const Piece& here, SweepResult& into) noexcept = 0;
   const Segment& segment(std::size_t i) const noexcept { return segments_[i]; }
-  // Adds a leaf of gradients to a block's result.
+  // Adds a leaf of gradients to a thread's result.
   void look(const Piece& at, std::size_t begin, std::size_t end, SweepResult& into) const noexcept;
-  void merge(const SweepResult& block) noexcept;
   const SweepKernels& kernels() const noexcept { return kernels_; }
 
  private:
+  void work(Blocks& mine) noexcept final;
+  Piece piece(std::size_t block) const noexcept;
+  void merge(const SweepResult& part) noexcept;
+
   const std::vector<Segment> segments_;
   const std::vector<std::size_t> first_blocks_;  // of each segment, then the number of blocks
   const GradType grad_;
@@ -106,7 +110,7 @@ class SegmentJob : public Job {
 class StatsJob final : public SegmentJob {
  public:
   using SegmentJob::SegmentJob;
-  void run(std::size_t block) noexcept override;
+  void run(const Piece& here, SweepResult& into) noexcept override;
 };
 
 // Takes the step. An element whose new master would not be a finite weight keeps its master and
@@ -114,7 +118,7 @@ class StatsJob final : public SegmentJob {
 class SweepJob final : public SegmentJob {
  public:
   SweepJob(std::vector<Segment> segments, SweepFormat format, bool stats, Isa isa);
-  void run(std::size_t block) noexcept override;
+  void run(const Piece& here, SweepResult& into) noexcept override;
 
  private:
   std::size_t step_tile(const Segment& on, std::size_t begin, std::size_t count) const noexcept;
@@ -126,7 +130,7 @@ class SweepJob final : public SegmentJob {
 class MixJob final : public SegmentJob {
  public:
   using SegmentJob::SegmentJob;
-  void run(std::size_t block) noexcept override;
+  void run(const Piece& here, SweepResult& into) noexcept override;
 };
 
 // Two buffers of a job that share a byte, one of which is written: segment and role of each.

@@ -58,20 +58,17 @@ float* read(const SweepKernels& k, const Moment& moment, MomentType type, std::s
 SweepJob::SweepJob(std::vector<Segment> segments, SweepFormat format, bool stats, Isa isa)
     : SegmentJob{std::move(segments), format.grad, isa}, format_{format}, stats_{stats} {}
 
-void SweepJob::run(std::size_t block) noexcept {
-  const Piece here = piece(block);
-  SweepResult found;
+void SweepJob::run(const Piece& here, SweepResult& into) noexcept {
   for (std::size_t leaf = here.begin; leaf < here.end; leaf += kLeaf) {
     const std::size_t end = std::min(leaf + kLeaf, here.end);
     // Before the step and leaf by leaf: the step then finds the gradient in the cache.
-    if (stats_) look(here, leaf, end, found);
+    if (stats_) look(here, leaf, end, into);
     for (std::size_t i = leaf; i < end; i += kTile) {
       const std::size_t count = std::min(kTile, end - i);
       const std::size_t bad = step_tile(segment(here.segment), i, count);
-      if (bad < count) found.bad_master = std::min(found.bad_master, Spot{here.segment, i + bad});
+      if (bad < count) into.bad_master = std::min(into.bad_master, Spot{here.segment, i + bad});
     }
   }
-  merge(found);
 }
 
 std::size_t SweepJob::step_tile(const Segment& on, std::size_t begin,

@@ -15,6 +15,7 @@ namespace {
 #include "sweep_vec.h"
 #include "sweep_math.h"
 #include "sweep_rules.h"
+#include "sweep_norm.h"
 // clang-format on
 
 // Elements past 2^32 of one tensor get other keys. A tile never straddles that line: it is aligned.
@@ -122,37 +123,6 @@ void encode_second(const float* __restrict from, void* codes, std::int16_t* base
       code[at + i] = static_cast<std::uint8_t>(bits_of(from[at + i]) == 0 ? 0 : size);
     }
   }
-}
-
-// Norm and overflow in one read. The order is part of the format: lane j sums elements j, j + 32,
-// ..., then halves are added. A tail is padded with zeros.
-
-template <class Grad>
-LeafStats stats_of(const void* grad, std::size_t count) noexcept {
-  const auto* __restrict x = static_cast<const typename Grad::Stored*>(grad);
-  double sums[kLanes] = {};
-  std::uint32_t tops[kLanes] = {};
-  std::size_t at = 0;
-  for (; at + kLanes <= count; at += kLanes) {
-    prefetch(x + at, kLanes);
-    for (std::size_t j = 0; j < kLanes; ++j) {
-      const float g = Grad::one(x[at + j]);
-      sums[j] += static_cast<double>(g) * static_cast<double>(g);
-      tops[j] = most(tops[j], bits_of(g) & kMagnitude);
-    }
-  }
-  for (std::size_t j = 0; at + j < count; ++j) {
-    const float g = Grad::one(x[at + j]);
-    sums[j] += static_cast<double>(g) * static_cast<double>(g);
-    tops[j] = most(tops[j], bits_of(g) & kMagnitude);
-  }
-  for (std::size_t half = kLanes / 2; half > 0; half /= 2) {
-    for (std::size_t j = 0; j < half; ++j) {
-      sums[j] += sums[j + half];
-      tops[j] = most(tops[j], tops[j + half]);
-    }
-  }
-  return {sums[0], tops[0]};
 }
 
 void mix(const std::uint16_t* __restrict grad, std::uint16_t* __restrict weight,

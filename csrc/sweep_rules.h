@@ -5,11 +5,17 @@ struct Bf16Grad {
   using Stored = std::uint16_t;
   static float one(Stored x) { return from_bf16(x); }
   static Floats many(const Stored* at) { return from_bf16(load<Halves>(at)); }
+  // Of words that hold two each, the first and the second. Signs may be lost, and what becomes of
+  // an infinity does not matter: the norm wants their squares, and looks for infinities apart.
+  static Floats even(Words two) { return float_of(two << 16); }
+  static Floats odd(Words two) { return float_of(two & 0xFFFF0000); }
 };
 struct Fp16Grad {
   using Stored = std::uint16_t;
   static float one(Stored x) { return from_fp16(x); }
   static Floats many(const Stored* at) { return from_fp16(load<Halves>(at)); }
+  static Floats even(Words two) { return float_of((two & 0x7FFF) << 13) * 0x1p112F; }
+  static Floats odd(Words two) { return float_of((two & 0x7FFF0000) >> 3) * 0x1p112F; }
 };
 struct Fp32Grad {
   using Stored = float;

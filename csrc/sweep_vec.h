@@ -15,6 +15,8 @@ typedef std::uint32_t Words __attribute__((vector_size(4 * kWide)));
 typedef std::int32_t Ints __attribute__((vector_size(4 * kWide)));
 typedef std::uint16_t Halves __attribute__((vector_size(2 * kWide)));
 typedef std::int16_t Shorts __attribute__((vector_size(2 * kWide)));
+typedef std::int16_t Pairs __attribute__((vector_size(4 * kWide)));  // two for each word
+typedef double Doubles __attribute__((vector_size(4 * kWide)));      // one for every second float
 
 inline Words bits_of(Floats x) { return reinterpret_cast<Words>(x); }
 inline Floats float_of(Words bits) { return reinterpret_cast<Floats>(bits); }
@@ -69,6 +71,20 @@ inline bool any_above(Words x, Words limit) {
   for (std::size_t i = 0; i < kWide; ++i) any |= x[i] > limit[i];
   return any;
 }
+#endif
+
+inline Pairs larger(Pairs a, Pairs b) { return a > b ? a : b; }
+
+// The first half of the floats, and the second.
+#if defined(__AVX512F__)
+inline Doubles low_doubles(Floats x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
+inline Doubles high_doubles(Floats x) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }
+#elif defined(__AVX2__)
+inline Doubles low_doubles(Floats x) { return _mm256_cvtps_pd(_mm256_castps256_ps128(x)); }
+inline Doubles high_doubles(Floats x) { return _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)); }
+#else
+inline Doubles low_doubles(Floats x) { return Doubles{x[0], x[1]}; }
+inline Doubles high_doubles(Floats x) { return Doubles{x[2], x[3]}; }
 #endif
 
 inline Floats all(float x) { return x - Floats{}; }

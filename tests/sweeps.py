@@ -6,7 +6,7 @@ import torch
 
 from penstock.optim import formats, rules
 from penstock.optim.rules import Coefficients, RuleName
-from penstock.optim.sweep import Segment
+from penstock.optim.sweep import LEAF, Segment
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
@@ -44,6 +44,18 @@ def rough_grad(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     if dtype != torch.float16:
         grad[2::97] = -3e38
     return grad.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+
+
+def leaves_of_every_kind(dtype: torch.dtype) -> torch.Tensor:
+    """Leaves whose squares fit fp32, leaves whose squares do not, and those at the border."""
+    torch.manual_seed(1)
+    leaves = []
+    for top in (0.0, 1.0, 2.0**-48, 2.0**-49, 2.0**-120, 255 * 2.0**40, 2.0**48, 2.0**120):
+        leaf = torch.rand(LEAF) * torch.exp2(torch.randn(LEAF) * 20)
+        leaf = leaf.clamp(max=1).to(torch.bfloat16).float() * top
+        leaf[7] = -top
+        leaves.append(leaf.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max))
+    return torch.cat([*leaves, torch.tensor([1.0, -3.0])]).to(dtype)
 
 
 def copy_of(state: State) -> State:

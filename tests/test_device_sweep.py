@@ -1,161 +1,42 @@
-"""The GPU's sweep against the host's, to the bit.
-
-Without a GPU the same promises are kept by Triton's interpreter, in a process of its own, since
-Triton decides when it is imported whether it compiles or interprets; and the code it would compile
-is read.
-"""
+"""The GPU's sweep against the host's, to the bit."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
-import os
-import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.errors import NonFiniteMasterError, SweepInputError
-from penstock.optim import device_sweep, formats, rules, sweep
-from penstock.optim.rules import Coefficients, RuleName
+from penstock.optim import device_sweep, rules, sweep
+from penstock.optim.rules import Coefficients
 from penstock.optim.sweep import LEAF, Segment
+from tests.device_sweeps import (
+    DTYPES,
+    INTERPRETED,
+    KEY,
+    MOMENTS,
+    RULES,
+    State,
+    differing,
+    find_device,
+    grad_of,
+    on_device,
+    outcome,
+    quiet,
+    state_of,
+    step_on_device,
+    step_on_host,
+    to,
+)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-on_device = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.*"),
-    # numpy, of infinities that are meant
-    *([pytest.mark.filterwarnings("ignore::RuntimeWarning")] if INTERPRETED else []),
-]
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-RULES: dict[str, tuple[RuleName, Coefficients]] = {
-    "adamw": (
-        "adamw",
-        rules.adamw(step=3, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, scale=0.3),
-    ),
-    "adam-l2": (
-        "adamw",
-        rules.adamw(
-            step=1, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decoupled=False
-        ),
-    ),
-    "sgd": (
-        "sgd",
-        rules.sgd(step=2, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01, nesterov=False),
-    ),
-    "nesterov": (
-        "sgd",
-        rules.sgd(step=2, lr=0.1, momentum=0.9, dampening=0, weight_decay=0.01, nesterov=True),
-    ),
-    "lion": ("lion", rules.lion(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, scale=-2.0)),
-}
-KEY = rules.draw_key(1, 2, 3) | 1 << 63 | 1 << 31
-"""Both halves are negative as 32-bit numbers."""
-
-State = dict[str, torch.Tensor]
+pytestmark = quiet
 
 
 @pytest.fixture
 def device() -> torch.device:
-    if INTERPRETED:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device("cuda")
-
-
-# Hard cases.
-
-
-def hard_floats(n: int, seed: int) -> torch.Tensor:
-    """fp32: random bit patterns, all octaves alike; zeros of both signs, denormals, ties, ends."""
-    torch.manual_seed(seed)
-    value = torch.randn(n)
-    wild = torch.randint(-(2**31), 2**31 - 1, (n,), dtype=torch.int32).view(torch.float32)
-    wild = torch.where(wild.isfinite() & (wild.abs() < 1e30), wild, value)
-    value = torch.where(torch.rand(n) < 0.5, value, wild)
-    ends = [0.0, -0.0, 1e-45, -1e-45, 1.1754942e-38, 3e38, -3e38, 1.00390625, 1.01171875, -1.0]
-    for i, end in enumerate(ends):
-        value[i :: 10 * len(ends)] = end
-    return value
-
-
-def as_type(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    top = torch.finfo(dtype).max
-    return value.clamp(-top, top).to(dtype)
-
-
-def grad_of(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    grad = hard_floats(n, seed)
-    if dtype == torch.float16:
-        # as a loss scale would have it: mostly inside fp16's narrow range, denormals included
-        grad = torch.where(grad.abs() > 1e6, grad.sign(), grad)
-        grad[5::17] *= 2.0**-20
-    return as_type(grad, dtype)
-
-
-def state_of(n: int, rule: RuleName, weight: str, moments: str, seed: int = 5) -> State:
-    master = hard_floats(n, seed).clamp(-1e4, 1e4)
-    state: State = {}
-    if weight == "bf16":
-        state["weight"], state["rest"] = formats.split(master)
-    else:
-        state["weight"] = as_type(master, DTYPES[weight])
-    if weight == "fp16":
-        state["rest"] = master
-    for i, role in enumerate(("first", "second")[: rules.NUM_MOMENTS[rule]]):
-        if moments == "none":
-            continue
-        value = hard_floats(n, seed + 1 + i).clamp(-1e9, 1e9)
-        stored = formats.write_moment(
-            value.abs() if role == "second" else value,
-            role,
-            moments,  # type: ignore[arg-type]
-            second=role == "second",
-        )
-        state |= {name.removesuffix("_code"): tensor for name, tensor in stored.items()}
-    return state
-
-
-def to(state: State, device: torch.device) -> State:
-    return {role: tensor.to(device, copy=True) for role, tensor in state.items()}
-
-
-def differing(a: State, b: State) -> dict[str, int]:
-    """How many bytes of each role differ; empty if none does."""
-    found = {
-        role: int((a[role].cpu().view(torch.uint8) != b[role].cpu().view(torch.uint8)).sum())
-        for role in a
-    }
-    return {role: count for role, count in found.items() if count}
-
-
-def step_on_host(rule: RuleName, state: State, grad: torch.Tensor, **more: Any) -> int | None:
-    return outcome(sweep.start(rule, [Segment(name="x", grad=grad, **state, **more)]))
-
-
-def step_on_device(rule: RuleName, state: State, grad: torch.Tensor, **more: Any) -> int | None:
-    engine = more.pop("engine", None)
-    segments = [Segment(name="x", grad=grad, **state, **more)]
-    return outcome(device_sweep.start(rule, segments, engine=engine))
-
-
-def outcome(ticket: Any) -> int | None:
-    """The first refused element, if there is one."""
-    try:
-        ticket.wait()
-    except NonFiniteMasterError as refused:
-        return refused.index
-    return None
+    return find_device()
 
 
 def cases() -> list[tuple[str, str, str, str]]:
@@ -353,223 +234,3 @@ def test_more_than_two_billion_elements(device: torch.device) -> None:
     )
     grad[n - 3] = math.nan
     assert device_sweep.grad_stats(grad).first_bad == (0, n - 3)
-
-
-# Norm and overflow.
-
-
-@on_device
-@pytest.mark.parametrize("engine", ["triton", "torch"])
-@pytest.mark.parametrize("kind", DTYPES)
-@pytest.mark.parametrize("n", [1, 33, LEAF, 9 * LEAF + 1234])
-def test_stats_are_the_hosts(n: int, kind: str, engine: Any, device: torch.device) -> None:
-    grad = grad_of(n, DTYPES[kind], n)
-
-    assert device_sweep.grad_stats(grad.to(device), engine=engine) == sweep.grad_stats(grad)
-
-
-@on_device
-def test_stats_of_many_leaves(device: torch.device) -> None:
-    n = 20 * LEAF + 7 if INTERPRETED else 3000 * LEAF + 7
-    grad = (torch.randn(n) * torch.exp2(torch.randn(n) * 8)).bfloat16()
-
-    assert device_sweep.grad_stats(grad.to(device)) == sweep.grad_stats(grad)
-
-
-@on_device
-@pytest.mark.parametrize("engine", ["triton", "torch"])
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("kind", DTYPES)
-def test_the_first_bad_element_is_named(
-    bad: float, kind: str, engine: Any, device: torch.device
-) -> None:
-    grads = [grad_of(3 * LEAF, DTYPES[kind], seed) for seed in range(3)]
-    grads[2][5] = bad
-    grads[1][2 * LEAF + 17 :: 100] = bad
-    host = sweep.grad_stats(grads)
-    there = device_sweep.grad_stats([grad.to(device) for grad in grads], engine=engine)
-
-    assert there.first_bad == host.first_bad == (1, 2 * LEAF + 17)
-    assert there.units == host.units
-    assert str(there.max_abs) == str(host.max_abs)
-
-
-@on_device
-def test_a_step_brings_stats_if_asked(device: torch.device) -> None:
-    grad = torch.randn(5000).bfloat16()
-    state = to(state_of(5000, "adamw", "bf16", "fp32"), device)
-    one = Segment(name="x", by=RULES["adamw"][1], grad=grad.to(device), **state)
-    ticket = device_sweep.start("adamw", [one], stats=True)
-
-    assert ticket.wait() == sweep.grad_stats(grad) == ticket.wait()
-    assert ticket.done
-
-
-# What is refused, and what it leaves.
-
-
-def segment(device: torch.device, **changes: Any) -> Segment:
-    state = to(state_of(1000, "adamw", "bf16", "fp32"), device)
-    grad = torch.ones(1000, dtype=torch.bfloat16, device=device)
-    parts: dict[str, Any] = {"name": "layer", "by": Coefficients(), "grad": grad, **state}
-    return Segment(**{**parts, **changes})
-
-
-BAD = {
-    "shorter grad": ({"grad": torch.ones(999)}, "weight of layer has 1000 elements .* 999"),
-    "dtype of grad": ({"grad": torch.ones(1000, dtype=torch.float64)}, "is torch.float64"),
-    "dtype of rest": ({"rest": torch.zeros(1000)}, "int16 is needed"),
-    "moments differ": ({"second": torch.zeros(1000).bfloat16()}, "float32 is needed"),
-    "no remainder": ({"rest": None}, "rest of layer is missing"),
-    "no second": ({"second": None}, "second of layer is missing"),
-    "a base too many": ({"first_base": torch.zeros(4, dtype=torch.int16)}, "has no use"),
-    "strided": ({"grad": torch.ones(2000).bfloat16()[::2]}, "not contiguous"),
-    "between leaves": ({"first_index": 100}, "begins at element 100"),
-}
-
-
-@on_device
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named_and_changes_nothing(name: str, device: torch.device) -> None:
-    changes, message = BAD[name]
-    there = {}
-    for role, value in changes.items():
-        there[role] = value
-        if isinstance(value, torch.Tensor):
-            step = 2 if name == "strided" else 1
-            there[role] = torch.zeros(value.numel() * step).to(device, value.dtype)[::step]
-    good, bad = segment(device), segment(device, **there)
-    before = good.weight.clone()
-    with pytest.raises(SweepInputError, match=message):
-        device_sweep.start("adamw", [good, bad])
-
-    assert torch.equal(good.weight, before)
-
-
-@on_device
-def test_memory_may_not_be_shared(device: torch.device) -> None:
-    room = torch.zeros(1500, device=device)
-    with pytest.raises(SweepInputError, match="shares memory with first of layer"):
-        device_sweep.start("adamw", [segment(device, first=room[:1000], second=room[500:])])
-    one = segment(device)
-    with pytest.raises(SweepInputError, match="shares memory"):
-        device_sweep.start("adamw", [one, one])
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes host tensors")
-def test_a_host_tensor_is_refused() -> None:
-    with pytest.raises(SweepInputError, match="on cpu; it must be a dense cuda tensor"):
-        device_sweep.start("adamw", [segment(torch.device("cpu"))])
-    with pytest.raises(SweepInputError, match="on cpu; it must be a dense cuda tensor"):
-        device_sweep.grad_stats(torch.ones(5))
-
-
-def test_nothing_to_do_is_done() -> None:
-    assert device_sweep.start("adamw", []).wait() is None
-    assert device_sweep.grad_stats([]).sum_squares == 0.0
-
-
-# Without a GPU.
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is it")
-@needs_triton
-@pytest.mark.timeout(900)
-def test_the_interpreter_keeps_every_promise() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-m", "not gpu"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    print(run.stdout[-3000:], run.stderr[-1000:])
-
-    assert run.returncode == 0
-    assert int(re.findall(r"(\d+) passed", run.stdout)[-1]) > 100
-
-
-def test_without_triton_torch_takes_over_and_says_so() -> None:
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "from penstock.optim import device_engine\n"
-        "print(device_engine.pick())\n"
-        "try: device_engine.pick('triton')\n"
-        "except ValueError as refused: print(refused)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert run.stdout.startswith("torch\n")
-    assert "pip install triton" in run.stdout
-
-
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
-    """PTX for Hopper, by Triton's compiler alone."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature = {**types, **dict.fromkeys(constants, "constexpr")}
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t.startswith("*")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"enable_fp_fusion": False, "num_warps": 4}
-    ptx: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    return ptx
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-@needs_triton
-@pytest.mark.parametrize(
-    ("rule", "grad", "master", "moments"),
-    [
-        ("adamw", "bf16", "split", "fp32"),
-        ("adamw", "fp16", "half", "bf16"),
-        ("adamw", "fp32", "single", "int8"),
-        ("sgd", "bf16", "split", "none"),
-        ("lion", "bf16", "split", "int8"),
-    ],
-)
-@pytest.mark.parametrize("count", ["i32", "i64", "1"])
-def test_compiled_code_rounds_once(
-    rule: str, grad: str, master: str, moments: str, count: str
-) -> None:
-    from penstock.optim import device_kernels
-
-    g = "*fp32" if grad == "fp32" else "*i16"
-    m = {"fp32": "*fp32", "bf16": "*i16", "int8": "*u8", "none": g}[moments]
-    types = {"grad": g, "weight": "*fp32" if master == "single" else "*i16"}
-    types |= {"rest": "*fp32" if master == "half" else "*i16", "first": m, "second": m}
-    types |= {"first_base": "*i16", "second_base": "*i16", "refused": "*i64", "n": count}
-    types |= dict.fromkeys(("first_index", "key0", "key1"), "i32")
-    numbers = ("scale", "l2", "decay", "rate", "fresh1", "fresh2", "eps", "keep")
-    types |= dict.fromkeys(numbers, "fp32")
-    constants = {"RULE": rule, "LOOK": True, "GRAD": grad, "MASTER": master}
-    constants |= {"LIMIT": 0x7F7FFFFF, "MOMENTS": moments, "ROWS": 4, "PTX": True}
-    if count == "1":
-        types["n"] = "constexpr"
-        constants["n"] = 1
-    ptx = compiled(device_kernels.sweep_kernel, types, constants)
-    arithmetic = set(re.findall(r"\b((?:mul|add|sub|div|sqrt|fma|mad)\.[a-z.]*f32)\b", ptx))
-
-    assert arithmetic <= {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
-    assert {"mul.rn.f32", "add.rn.f32"} <= arithmetic
-    assert ".ftz" not in ptx
-    assert ".approx" not in ptx
-    assert "fma." not in ptx
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-@needs_triton
-@pytest.mark.parametrize("grad", DTYPES)
-def test_compiled_norm_compiles(grad: str) -> None:
-    from penstock.optim import device_norm
-
-    types = {"grad": "*fp32" if grad == "fp32" else "*i16", "leaf_sums": "*fp64"}
-    types |= {"top_bits": "*i64", "first_bad": "*i64", "n": "i64"}
-    ptx = compiled(device_norm.leaf_kernel, types, {"GRAD": grad, "LEAVES": 8})
-    limbs = {"leaf_sums": "*fp64", "limbs": "*i64", "num_leaves": "i32"}
-
-    assert ".ftz" not in ptx
-    assert "atom" in compiled(device_norm.limb_kernel, limbs, {"LEAVES": 128})

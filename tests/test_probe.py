@@ -38,7 +38,8 @@ def test_a_probe_comes_back_from_its_file(tmp_path, tiny):
     options = ProbeOptions(quick=True, storage=(tmp_path,), gpus=False)
     result = probe(options, lambda done, total, text: seen.append((done, total, text)))
     (node, *_) = result.machine.nodes
-    assert {r.operation for r in node.rates} == {"read", "write", "copy"}
+    assert {r.operation for r in node.rates} == {"read", "write", "copy", "sweep"}
+    assert {r.moments for r in node.rates} == {None, "fp32", "bf16", "int8"}
     assert node.latency is not None
     assert len(result.machine.storage[0].rates) == 4
     result.machine.save(tmp_path / "machine.json")
@@ -51,7 +52,18 @@ def test_tables_and_picture(tmp_path, tiny):
     result = probe(ProbeOptions(quick=True, storage=(tmp_path,), gpus=False))
     with_gpu = _with_transfers(result)
     text = _in_80_columns(with_gpu)
-    for word in ("Memory", "latency", "GB/s", "h2d", "both", "Storage", "note: a note", "±"):
+    for word in (
+        "Memory",
+        "latency",
+        "GB/s",
+        "Sweep",
+        "int8",
+        "h2d",
+        "both",
+        "Storage",
+        "note: a note",
+        "±",
+    ):
         assert word in text
     assert "…" not in text  # rich's sign for a cell cut short
     plot.save_plot(with_gpu.machine, tmp_path / "probe.png")

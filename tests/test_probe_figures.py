@@ -176,9 +176,8 @@ def test_the_probe_takes_a_quarter_of_what_is_free_at_most():
         def node_bytes(self, node):
             return NodeBytes(total=GiB, free=100 * MiB, available=100 * MiB)
 
-    generous = Effort(slice_seconds=1, host_bytes=GiB)
-    assert memory.spare_bytes(0, generous, Small()) == 24 * MiB  # whole huge pages
-    assert memory.spare_bytes(0, TINY, Small()) == 16 * MiB
+    assert memory.spare_bytes(0, GiB, Small()) == 24 * MiB  # whole huge pages
+    assert memory.spare_bytes(0, 16 * MiB, Small()) == 16 * MiB
 
 
 def test_a_slow_node_gets_a_small_buffer():

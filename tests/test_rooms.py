@@ -22,12 +22,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "packing": {"units"},
     # measure
     "figures": {"errors", "records"},
-    "machine_parts": {"errors", "figures", "records", "tiers"},
-    "machine": {"errors", "figures", "machine_parts", "record_files"},
+    "node_rates": {"errors", "figures"},
+    "machine_parts": {"errors", "figures", "node_rates", "records", "tiers"},
+    "machine": {"errors", "figures", "machine_parts", "node_rates", "record_files"},
     "discovery": {"__init__", "machine", "machine_parts", "system"},
     "probe": {
-        *{"_native", "discovery", "errors", "machine", "machine_parts", "system", "units"},
+        *{"_native", "discovery", "errors", "machine", "machine_parts", "node_rates"},
+        *{"system", "units"},
         *{"memory.arena", "memory.placement", "memory.region"},  # what it measures, it must hold
+        *{"optim.rate", "optim.sweep", "optim.threads"},  # inside functions: they bring torch
     },
     "gpu_catalogue": set(),
     "bundled": {"errors", "machine", "record_files", "records"},

@@ -14,7 +14,18 @@ from penstock.errors import NonFiniteMasterError
 from penstock.optim import reference, rules
 from penstock.optim.rules import RuleName
 from penstock.optim.sweep import LEAF, Pool, grad_stats, start
-from tests.sweeps import FLOATS, MOMENTS, RULES, State, copy_of, cut, rough_grad, same, state_of
+from tests.sweeps import (
+    FLOATS,
+    MOMENTS,
+    RULES,
+    State,
+    copy_of,
+    cut,
+    leaves_of_every_kind,
+    rough_grad,
+    same,
+    state_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +140,25 @@ def test_stats_are_the_specification(dtype: torch.dtype, isa: str, pools: dict[i
             assert stats.sum_squares == reference.sum_squares(grad)
             assert stats.max_abs == float(grad.float().abs().max())
             assert stats.finite
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("isa", _native.isa_names())
+def test_every_kind_of_leaf_is_the_specification(dtype: torch.dtype, isa: str) -> None:
+    grad = leaves_of_every_kind(dtype)
+    wanted = reference.leaf_sums(grad).tolist()
+    got = [grad_stats(leaf, isa=isa) for leaf in grad.split(LEAF)]
+
+    assert [leaf.sum_squares for leaf in got] == wanted
+    assert grad_stats(grad, isa=isa) == sum(got[1:], got[0])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_norm_is_right_to_half_a_bit_of_fp32(dtype: torch.dtype) -> None:
+    for leaf in leaves_of_every_kind(dtype).split(LEAF):
+        exact = math.fsum(x * x for x in leaf.tolist())
+        # Two roundings in fp32 at most, and what is lost of squares that fp32 cannot hold.
+        assert abs(grad_stats(leaf).sum_squares - exact) <= 2.0**-23 * exact
 
 
 def test_stats_of_parts_add_up_exactly() -> None:

@@ -6,6 +6,7 @@ hand for a machine that is not there yet (docs/machine-file.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +19,12 @@ from penstock.machine_parts import (
     FirmwareFigures,
     Gpu,
     MemoryNode,
-    MemoryOperation,
-    MemoryRate,
     NodeCopy,
     StoragePath,
     StorageRate,
     Transfer,
 )
+from penstock.node_rates import MemoryOperation, MemoryRate, SweepMoments
 
 __all__ = [
     "Cpu",
@@ -148,6 +148,18 @@ class Machine:
             for rate in self.node(node).rates
             if rate.operation == operation and threads in (None, rate.threads)
         )
+        return max(measured, key=lambda figure: figure.median, default=None)
+
+    def sweep_rate(self, node: int, moments: SweepMoments) -> Figure | None:
+        """The best measured rate of long sweeps of that format; None if not measured.
+
+        Figures that name no format stand in where those moments have none of their own.
+        """
+        sweeps = [rate for rate in self.node(node).rates if rate.operation == "sweep"]
+        fitting = [rate for rate in sweeps if rate.moments == moments]
+        fitting = fitting or [rate for rate in sweeps if rate.moments is None]
+        longest = max((rate.parameters or math.inf for rate in fitting), default=0)
+        measured = (r.bytes_per_second for r in fitting if (r.parameters or math.inf) == longest)
         return max(measured, key=lambda figure: figure.median, default=None)
 
     def _check_nodes(self) -> None:

@@ -20,32 +20,13 @@ from penstock.figures import (
     check_no_more_than,
     check_one_of,
 )
+from penstock.node_rates import MemoryRate
 from penstock.records import Bytes
 from penstock.tiers import Tier
 
 NodeKind = Literal["dram", "cxl"]
-MemoryOperation = Literal["read", "write", "copy", "sweep"]
 Direction = Literal["h2d", "d2h", "both"]
 StorageOperation = Literal["read", "write"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryRate:
-    """How fast threads stream through one node's memory."""
-
-    operation: MemoryOperation
-    """A copy counts its bytes once, though each is read and written. A sweep is the optimizer's
-    pass over parameters, moments and gradients, with every byte read or written counted."""
-
-    threads: int = 1
-    """Threads at work at once, on the CPUs nearest to the node."""
-
-    bytes_per_second: Figure
-    """All threads together."""
-
-    def __post_init__(self) -> None:
-        check_one_of(self, "operation", MemoryOperation)
-        check_at_least(self, 1, "threads")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

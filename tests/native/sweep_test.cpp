@@ -65,10 +65,14 @@ class CountJob final : public Job {
  public:
   CountJob(std::size_t blocks, const std::atomic<int>* before)
       : Job{blocks}, seen(blocks), before_{before} {}
-  void run(std::size_t block) noexcept override {
-    if (before_ != nullptr && *before_ != 100) early = true;
-    ++seen[block];
-    ++total;
+  void work(Blocks& mine) noexcept override {
+    for (Blocks::Run run = mine.next(); run.begin < run.end; run = mine.next()) {
+      for (std::size_t i = run.begin; i < run.end; ++i) {
+        if (before_ != nullptr && *before_ != 100) early = true;
+        ++seen[i];
+        ++total;
+      }
+    }
   }
   std::vector<std::atomic<int>> seen;
   std::atomic<int> total{0};
@@ -198,6 +202,25 @@ TEST_CASE("stats of odd lengths at odd places") {
           run(pool, std::make_shared<StatsJob>(std::vector{s}, GradType::fp32, isa));
       CHECK(value_of(got.sum_squares) == static_cast<double>(count));
       CHECK(got.max_bits == 0x3F800000 && got.bad_grad == Spot{});
+    }
+  }
+}
+
+TEST_CASE("stats of 16 bits read what is there and no more") {
+  FakeOs os;
+  Pool pool{os, 2, {}, 0};
+  for (const Isa isa : usable_isas()) {
+    for (const std::size_t count : {1UL, 31UL, 33UL, 127UL, 129UL, 4095UL, 4097UL, 8192UL + 39}) {
+      for (const auto& [type, one] : {std::pair{GradType::bf16, std::uint16_t{0xBF80}},
+                                      std::pair{GradType::fp16, std::uint16_t{0xBC00}}}) {
+        const std::vector<std::uint16_t> grad(count, one);  // exactly as long: see Exact
+        Segment s;
+        s.count = count;
+        s.grad = grad.data();
+        const SweepResult& got = run(pool, std::make_shared<StatsJob>(std::vector{s}, type, isa));
+        CHECK(value_of(got.sum_squares) == static_cast<double>(count));
+        CHECK(got.max_bits == 0x3F800000 && got.bad_grad == Spot{});
+      }
     }
   }
 }

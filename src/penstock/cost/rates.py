@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from penstock.errors import MachineError
 from penstock.gpu_catalogue import BLOCK_SHARE, MATMUL_SHARE, data_sheet
-from penstock.machine import Gpu, Machine, MemoryNode, StoragePath
+from penstock.machine import Gpu, Machine, StoragePath
+from penstock.roles import Moments
 
 SWEEP_SHARE = 0.91
 """A sweep's bytes per second against a copy's, reads and writes: 118 of 129 GB/s (measured)."""
@@ -36,7 +37,7 @@ class NodeRates:
     """Reads and writes together."""
 
     sweep: float
-    """Every byte that a sweep reads or writes."""
+    """Every byte that a sweep of the workload's format reads or writes."""
 
     to_gpu: float
     """One GPU's copies from it."""
@@ -78,14 +79,17 @@ class Rates:
     """What the machine file did not say."""
 
     @classmethod
-    def of(cls, machine: Machine) -> Rates:
-        """Raises MachineError naming the field without which nothing can be said."""
+    def of(cls, machine: Machine, moments: Moments = "fp32") -> Rates:
+        """Raises MachineError naming the field without which nothing can be said.
+
+        A sweep's rate depends on how the moments rest.
+        """
         assumed: list[str] = []
         gpu = machine.gpus[0] if machine.gpus else None
         flops, hbm = _gpu_rates(machine, gpu, assumed)
         links = _links(machine, gpu, assumed)
         nodes = {
-            node.id: _node_rates(machine, i, node, links, assumed)
+            node.id: _node_rates(machine, i, moments, links, assumed)
             for i, node in enumerate(machine.nodes)
         }
         h2d = max(node.to_gpu for node in nodes.values())
@@ -151,16 +155,17 @@ def _links(machine: Machine, gpu: Gpu | None, assumed: list[str]) -> float:
 
 
 def _node_rates(
-    machine: Machine, i: int, node: MemoryNode, link: float, assumed: list[str]
+    machine: Machine, i: int, moments: Moments, link: float, assumed: list[str]
 ) -> NodeRates:
-    read, write, copy, sweep = (
-        figure.median if (figure := machine.rate(node.id, operation)) else None
-        for operation in ("read", "write", "copy", "sweep")
-    )
+    node = machine.nodes[i]
+    figures = [machine.rate(node.id, operation) for operation in ("read", "write", "copy")]
+    figures += [machine.sweep_rate(node.id, of) for of in (moments, "fp32")]
+    read, write, copy, sweep, exact = (figure.median if figure else None for figure in figures)
     claims = node.firmware
     read = read or (claims.read_bandwidth if claims else None)
     write = write or (claims.write_bandwidth if claims else None)
-    total = max((r for r in (2 * copy if copy else None, read, write, sweep) if r), default=None)
+    seen = (2 * copy if copy else None, read, write, sweep, exact)
+    total = max((r for r in seen if r), default=None)
     if total is None:
         raise MachineError(
             f"nodes[{i}].rates", "must have a read, write, copy or sweep rate, got none"

@@ -1,30 +1,24 @@
 """`AdamW`, `SGD` and `Lion` for parameters in host memory. Room: update.
 
 Drop-in for torch's own on the CPU: same arguments, same groups, same state keys; faster, and
-smaller where `moments` says so.
+smaller where `moments` says so. What all three take besides is in `SweepOptions`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from penstock.errors import SweepInputError
 from penstock.optim import rules
-from penstock.optim.formats import Moments
-from penstock.optim.optimizer import NonFinite, SweepOptimizer
+from penstock.optim.optimizer import SweepOptimizer, SweepOptions
 from penstock.optim.rules import Coefficients
-from penstock.optim.sweep import Pool
 
 
 class AdamW(SweepOptimizer):
-    """AdamW; with `decoupled_weight_decay=False`, Adam with L2 decay.
-
-    `moments` says how both are stored: "fp32" (exact), "bf16" (stochastic rounding) or "int8".
-    `seed` is what that rounding draws from. `maximize` steps uphill.
-    """
+    """AdamW; with `decoupled_weight_decay=False`, Adam with L2 decay."""
 
     rule = "adamw"
     moment_names = ("exp_avg", "exp_avg_sq")
@@ -37,12 +31,8 @@ class AdamW(SweepOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        moments: Moments = "fp32",
         decoupled_weight_decay: bool = True,
-        maximize: bool = False,
-        nonfinite: NonFinite = "refuse",
-        seed: int = 0,
-        pool: Pool | None = None,
+        **shared: Unpack[SweepOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -50,10 +40,8 @@ class AdamW(SweepOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
-            "maximize": maximize,
-            "seed": seed,
         }
-        super().__init__(params, defaults, moments=moments, nonfinite=nonfinite, pool=pool)
+        super().__init__(params, defaults, **shared)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
@@ -89,12 +77,7 @@ class SGD(SweepOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
-        moments: Moments = "fp32",
-        maximize: bool = False,
-        nonfinite: NonFinite = "refuse",
-        seed: int = 0,
-        pool: Pool | None = None,
+        **shared: Unpack[SweepOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -102,10 +85,8 @@ class SGD(SweepOptimizer):
             "dampening": dampening,
             "weight_decay": weight_decay,
             "nesterov": nesterov,
-            "maximize": maximize,
-            "seed": seed,
         }
-        super().__init__(params, defaults, moments=moments, nonfinite=nonfinite, pool=pool)
+        super().__init__(params, defaults, **shared)
 
     def keeps_moments(self, group: dict[str, Any]) -> bool:
         return float(group["momentum"]) != 0
@@ -142,21 +123,14 @@ class Lion(SweepOptimizer):
         lr: float | torch.Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        *,
-        moments: Moments = "fp32",
-        maximize: bool = False,
-        nonfinite: NonFinite = "refuse",
-        seed: int = 0,
-        pool: Pool | None = None,
+        **shared: Unpack[SweepOptions],
     ) -> None:
         defaults = {
             "lr": lr,
             "betas": betas,
             "weight_decay": weight_decay,
-            "maximize": maximize,
-            "seed": seed,
         }
-        super().__init__(params, defaults, moments=moments, nonfinite=nonfinite, pool=pool)
+        super().__init__(params, defaults, **shared)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)

@@ -11,7 +11,7 @@ and keeps denormals:
   and `sqrt_rn` become. Its interpreter has no PTX; there (`PTX=False`) numpy's are right;
 - everything else is integer arithmetic on the bits.
 
-`tests/test_device_sweep.py` reads the PTX for the first two.
+`tests/test_device_code.py` reads the PTX for the first two.
 """
 
 import triton

@@ -19,33 +19,74 @@ _LANES = tl.constexpr(_native.SWEEP_LANES)
 _LIMBS = tl.constexpr(NUM_LIMBS)
 _LIMB_ROOM = tl.constexpr(32)
 _FAR = tl.constexpr(0x7FFFFFFF)
+_NARROW_LEAST = tl.constexpr(0x27800000)  # 2^-48 and 2^48 as bits: see `reference.leaf_sums`
+_NARROW_MOST = tl.constexpr(0x57800000)
+
+
+@triton.jit
+def square(grad, at, left, GRAD: tl.constexpr):
+    """One row of each leaf: its squares, and the bits of its magnitudes."""
+    x = widen(tl.load(grad + at, mask=at < left, other=0), GRAD)
+    return x * x, (bits_of(x) & MAGNITUDE).to(tl.int32)
+
+
+@triton.jit
+def narrow_sums(grad, local, left, tops, GRAD: tl.constexpr, LEAVES: tl.constexpr):
+    """Four rows at a time are added in fp32, where squares of 16-bit numbers are exact."""
+    sums = tl.zeros([LEAVES, _LANES], dtype=tl.float64)
+    for i in tl.range(0, _LEAF, 4 * _LANES):
+        a, top_a = square(grad, local + i, left, GRAD)
+        b, top_b = square(grad, local + i + _LANES, left, GRAD)
+        c, top_c = square(grad, local + i + 2 * _LANES, left, GRAD)
+        d, top_d = square(grad, local + i + 3 * _LANES, left, GRAD)
+        sums += ((a + b) + (c + d)).to(tl.float64)
+        tops = tl.maximum(tops, tl.maximum(tl.maximum(top_a, top_b), tl.maximum(top_c, top_d)))
+    return sums, tops
+
+
+@triton.jit
+def wide_sums(grad, local, left, tops, GRAD: tl.constexpr, LEAVES: tl.constexpr):
+    """All in fp64, where squares of fp32 numbers are exact."""
+    sums = tl.zeros([LEAVES, _LANES], dtype=tl.float64)
+    for i in tl.range(0, _LEAF, _LANES, loop_unroll_factor=4):
+        x = widen(tl.load(grad + local + i, mask=local + i < left, other=0), GRAD)
+        wide = x.to(tl.float64)
+        sums += wide * wide
+        tops = tl.maximum(tops, (bits_of(x) & MAGNITUDE).to(tl.int32))
+    return sums, tops
+
+
+@triton.jit
+def fold(sums, LEAVES: tl.constexpr):
+    """Halves are added to halves: two numbers at a time, so no order is left open."""
+    half = tl.sum(tl.reshape(sums, [LEAVES, 2, _LANES // 2]), axis=1)
+    half = tl.sum(tl.reshape(half, [LEAVES, 2, _LANES // 4]), axis=1)
+    half = tl.sum(tl.reshape(half, [LEAVES, 2, _LANES // 8]), axis=1)
+    half = tl.sum(tl.reshape(half, [LEAVES, 2, _LANES // 16]), axis=1)
+    return tl.sum(half, axis=1)
 
 
 @triton.jit
 def leaf_kernel(grad, leaf_sums, top_bits, first_bad, n, GRAD: tl.constexpr, LEAVES: tl.constexpr):
-    """Sums of squares of LEAVES leaves, each in the one order that counts.
-
-    Squares of fp32 are exact in fp64, so here a contraction could change nothing.
-    """
+    """Sums of squares of LEAVES leaves, each in the one order that counts."""
     leaf = tl.arange(0, LEAVES)
     lane = tl.arange(0, _LANES)
     first_leaf = tl.program_id(0).to(tl.int64) * LEAVES
     left = n - first_leaf * _LEAF
     grad += first_leaf * _LEAF
     local = leaf[:, None] * _LEAF + lane[None, :]
-    sums = tl.zeros([LEAVES, _LANES], dtype=tl.float64)
-    tops = tl.zeros([LEAVES, _LANES], dtype=tl.int32)
-    for i in tl.range(0, _LEAF, _LANES, loop_unroll_factor=4):
-        x = widen(tl.load(grad + local + i, mask=local + i < left, other=0), GRAD)
-        wide = x.to(tl.float64)
-        sums += wide * wide
-        tops = tl.maximum(tops, (bits_of(x) & MAGNITUDE).to(tl.int32))
-    # Halves are added to halves: two numbers at a time, so no order is left open.
-    half = tl.sum(tl.reshape(sums, [LEAVES, 2, _LANES // 2]), axis=1)
-    half = tl.sum(tl.reshape(half, [LEAVES, 2, _LANES // 4]), axis=1)
-    half = tl.sum(tl.reshape(half, [LEAVES, 2, _LANES // 8]), axis=1)
-    half = tl.sum(tl.reshape(half, [LEAVES, 2, _LANES // 16]), axis=1)
-    total = tl.sum(half, axis=1)
+    none = tl.zeros([LEAVES, _LANES], dtype=tl.int32)
+    if GRAD == "fp32":
+        sums, tops = wide_sums(grad, local, left, none, GRAD, LEAVES)
+        total = fold(sums, LEAVES)
+    else:
+        sums, tops = narrow_sums(grad, local, left, none, GRAD, LEAVES)
+        total = fold(sums, LEAVES)
+        tallest = tl.max(tops, axis=1)
+        narrow = (tallest == 0) | ((tallest >= _NARROW_LEAST) & (tallest < _NARROW_MOST))
+        if tl.min(narrow.to(tl.int32), axis=0) == 0:
+            again, _ = wide_sums(grad, local, left, none, GRAD, LEAVES)
+            total = tl.where(narrow, total, fold(again, LEAVES))
     tl.store(leaf_sums + first_leaf + leaf, total, mask=leaf * _LEAF < left)
     top = tl.max(tl.max(tops, axis=1), axis=0)
     tl.atomic_max(top_bits, top.to(tl.int64))

@@ -84,6 +84,7 @@ def _by_triton(grads: Sequence[torch.Tensor]) -> Callable[[], GradStats]:
             GRAD=_KIND[grad.dtype],
             LEAVES=_LEAVES,
             num_warps=1,
+            enable_fp_fusion=False,
         )
         norm.limb_kernel[(-(-leaves // _LIMB_LEAVES),)](
             *(sums, limbs, leaves), LEAVES=_LIMB_LEAVES, num_warps=4
@@ -104,7 +105,8 @@ def _by_torch(grads: Sequence[torch.Tensor]) -> GradStats:
         if not grad.numel():
             continue
         flat = grad.detach().view(-1).float()
-        units = sum(_units(s) for s in reference.leaf_sums(flat).tolist() if math.isfinite(s))
+        sums = reference.leaf_sums(grad.detach()).tolist()
+        units = sum(_units(s) for s in sums if math.isfinite(s))
         bad = (~torch.isfinite(flat)).nonzero()
         here = (i, int(bad[0])) if bad.numel() else None
         total = total + GradStats(units, float(flat.abs().max()), here)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal, TypedDict, overload
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -18,6 +18,21 @@ from penstock.optim.sweep import Pool, Segment, Ticket, grad_stats, start
 NonFinite = Literal["refuse", "trust"]
 _Entry = tuple[str, torch.Tensor, dict[str, Any]]
 """A parameter with its name for messages and its group."""
+
+
+class SweepOptions(TypedDict, total=False):
+    """What every optimizer takes by keyword."""
+
+    moments: Moments
+    """How they are stored: "fp32" (exact, the default), "bf16" (stochastic rounding) or "int8"."""
+    maximize: bool
+    """Step uphill."""
+    nonfinite: NonFinite
+    """Whether to look at all gradients first: "refuse" (the default) does, "trust" does not."""
+    seed: int
+    """What stochastic rounding draws from."""
+    pool: Pool | None
+    """The threads; by default those of `default_pool()`."""
 
 
 class SweepOptimizer(torch.optim.Optimizer):
@@ -36,15 +51,17 @@ class SweepOptimizer(torch.optim.Optimizer):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        moments: Moments,
-        nonfinite: NonFinite,
-        pool: Pool | None,
+        moments: Moments = "fp32",
+        maximize: bool = False,
+        nonfinite: NonFinite = "refuse",
+        seed: int = 0,
+        pool: Pool | None = None,
     ) -> None:
         if nonfinite not in ("refuse", "trust"):
             raise SweepInputError("nonfinite", f"is 'refuse' or 'trust', not {nonfinite!r}")
         StateFormat(moments=moments)  # says so if there is no such format
         self.moments, self.nonfinite, self.pool = moments, nonfinite, pool
-        super().__init__(params, defaults)
+        super().__init__(params, {**defaults, "maximize": maximize, "seed": seed})
 
     @abstractmethod
     def coefficients(self, group: dict[str, Any], step: int) -> Coefficients:

@@ -12,10 +12,10 @@ import torch
 
 from penstock.memory.placement import Place
 from penstock.memory.tensors import empty
-from penstock.optim.formats import Moments, StateFormat, num_blocks
+from penstock.optim.formats import BLOCK, Moments, StateFormat, num_blocks
 from penstock.optim.rules import adamw, draw_key
 from penstock.optim.sweep import Segment, start
-from penstock.optim.threads import Pool, default_pool
+from penstock.optim.threads import Pool
 
 TRAFFIC: dict[Moments, float] = {"fp32": 26.0, "bf16": 18.0, "int8": 14.0 + 8 / 256}
 """Bytes AdamW must read and write a parameter with a bf16 gradient and weight: the floor."""
@@ -48,36 +48,33 @@ class Bed:
             part.copy_(sample[: part.numel()])
         return tensor
 
-    def step(self, pool: Pool | None = None, *, stats: bool = False, isa: str = "") -> float:
-        """Take a step; gives its seconds."""
+    def step(
+        self,
+        pool: Pool | None = None,
+        *,
+        at: int = 0,
+        numel: int | None = None,
+        stats: bool = False,
+        isa: str = "",
+    ) -> float:
+        """Step all of it, or `numel` parameters from `at`, a multiple of `LEAF`; gives seconds."""
         self._step += 1
+        end = self.numel if numel is None else at + numel
+        part, blocks = slice(at, end), slice(at // BLOCK, num_blocks(end))
+        bases = [None if base is None else base[blocks] for base in self.base]
         segment = Segment(
             name="bed",
             by=adamw(step=self._step, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01),
-            grad=self.grad,
-            weight=self.weight,
-            rest=self.low,
-            first=self.moment[0],
-            second=self.moment[1],
-            first_base=self.base[0],
-            second_base=self.base[1],
+            grad=self.grad[part],
+            weight=self.weight[part],
+            rest=self.low[part],
+            first=self.moment[0][part],
+            second=self.moment[1][part],
+            first_base=bases[0],
+            second_base=bases[1],
+            first_index=at,
             key=draw_key(0, self._step, 0),
         )
         begin = time.perf_counter()
         start("adamw", [segment], pool=pool, stats=stats, isa=isa).wait()
         return time.perf_counter() - begin
-
-
-def sweep_seconds(
-    numel: int,
-    moments: Moments = "fp32",
-    *,
-    place: Place | None = None,
-    pool: Pool | None = None,
-    passes: int = 5,
-) -> list[float]:
-    """Seconds of each of `passes` AdamW steps over `numel` parameters, after one to warm up."""
-    pool = default_pool() if pool is None else pool
-    bed = Bed(numel, moments, place)
-    bed.step(pool)
-    return [bed.step(pool) for _ in range(passes)]

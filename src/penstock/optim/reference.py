@@ -147,20 +147,41 @@ def _write_master(weight: torch.Tensor, rest: torch.Tensor | None, master: torch
         rest.copy_(master)
 
 
+NARROW_LEAST, NARROW_MOST = 2.0**-48, 2.0**48
+"""Between these a leaf's largest element must lie for its squares to be at home in fp32."""
+
+ROWS = 4
+"""Rows of `LANES` whose squares are added in fp32."""
+
+
 def leaf_sums(grad: torch.Tensor) -> torch.Tensor:
     """fp64 sum of squares of every `LEAF` elements, in the one order that counts.
 
-    Lane j adds elements j, j + 32, j + 64, ... of its leaf; then the upper half of the lanes is
-    added to the lower, until one is left. The last leaf is padded with zeros.
+    Lane j has elements j, j + 32, j + 64, ... of its leaf, the last of which is padded with zeros.
+    It adds their squares in fp64; if the gradient has 16 bits, and so exact squares in fp32, it
+    adds four at a time there, and these sums in fp64. Then the upper half of the lanes is added to
+    the lower, until one is left.
     """
-    flat = grad.reshape(-1)
-    leaves = -(-flat.numel() // LEAF)
-    padded = torch.zeros(leaves * LEAF, dtype=torch.float64, device=grad.device)
-    padded[: flat.numel()] = flat.double()
+    leaves = -(-grad.numel() // LEAF)
+    padded = torch.zeros(leaves * LEAF, dtype=torch.float32, device=grad.device)
+    padded[: grad.numel()] = grad.reshape(-1).float()
     rows = padded.view(leaves, LEAF // LANES, LANES)
-    lanes = torch.zeros(leaves, LANES, dtype=torch.float64, device=grad.device)
-    for i in range(LEAF // LANES):
-        lanes = lanes + rows[:, i] * rows[:, i]
+    wide = rows.double()
+    sums = _fold(wide * wide)
+    if grad.dtype == torch.float32:
+        return sums
+    top = rows.abs().amax(dim=(1, 2))
+    narrow = (top == 0) | ((top >= NARROW_LEAST) & (top < NARROW_MOST))
+    squares = (rows * rows).view(leaves, LEAF // LANES // ROWS, ROWS, LANES)
+    pairs = squares[:, :, 0::2] + squares[:, :, 1::2]
+    return torch.where(narrow, _fold((pairs[:, :, 0] + pairs[:, :, 1]).double()), sums)
+
+
+def _fold(rows: torch.Tensor) -> torch.Tensor:
+    """Rows added one after the other, then lanes by halves."""
+    lanes = torch.zeros_like(rows[:, 0])
+    for i in range(rows.shape[1]):
+        lanes = lanes + rows[:, i]
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]

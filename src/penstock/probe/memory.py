@@ -11,9 +11,9 @@ from typing import Protocol
 from penstock import _native
 from penstock.errors import ProbeError
 from penstock.machine import Figure, MemoryNode, MemoryRate, NodeCopy
-from penstock.machine_parts import MemoryOperation
 from penstock.memory.placement import Node
 from penstock.memory.region import RegionOptions, take_region
+from penstock.node_rates import MemoryOperation
 from penstock.probe.progress import Progress
 from penstock.probe.sampling import Effort, take_rate, take_time
 from penstock.system import System
@@ -96,9 +96,9 @@ def thread_counts(num_cpus: int, *, quick: bool) -> tuple[int, ...]:
     return tuple(sorted({n for n in powers if n < num_cpus} | {num_cpus}))
 
 
-def spare_bytes(node: int, effort: Effort, system: System) -> int:
+def spare_bytes(node: int, most: int, system: System) -> int:
     """What may be taken of a node: a quarter of what is there, in whole huge pages."""
-    spare = min(effort.host_bytes, system.node_bytes(node).available // 4)
+    spare = min(most, system.node_bytes(node).available // 4)
     if (limited := system.memory_limit()) is not None:
         spare = min(spare, limited[1] // 4)
     return spare // _native.UNIT_NBYTES * _native.UNIT_NBYTES
@@ -119,9 +119,9 @@ def fit(spare: int, effort: Effort, set_up: Callable[[int], float]) -> int:
 def take_stretch(node: int, effort: Effort, system: System, target: int | None = None) -> Stretch:
     """As much of a node (or of two) as may be taken and can be had in time."""
     cpus = cpus_between(node, node if target is None else target, system)
-    spare = spare_bytes(node, effort, system)
+    spare = spare_bytes(node, effort.host_bytes, system)
     if target is not None:
-        spare = min(spare, spare_bytes(target, effort, system), effort.host_bytes // 2)
+        spare = min(spare, spare_bytes(target, effort.host_bytes // 2, system))
 
     def set_up(nbytes: int) -> float:
         start = time.perf_counter()

@@ -42,11 +42,12 @@ def check_plot(path: Path) -> None:
 
 
 def save_plot(machine: Machine, path: Path) -> None:
-    """Draw what was measured: memory by threads, GPU copies and storage by length."""
+    """Draw what was measured: memory by threads, sweeps, GPU copies and storage by length."""
     check_plot(path)
     from matplotlib.figure import Figure as Picture
 
-    panels = [p for p in (memory(machine), transfers(machine), *storage(machine)) if p.lines]
+    panels = [memory(machine), sweeps(machine), transfers(machine), *storage(machine)]
+    panels = [panel for panel in panels if panel.lines]
     if not panels:
         raise ProbeError("there is nothing to plot: nothing was measured")
     picture = Picture(figsize=(6.5 * len(panels), 6.5), layout="constrained")
@@ -65,8 +66,22 @@ def memory(machine: Machine) -> Panel:
     panel = Panel("Memory", "threads", str)
     for node in machine.nodes:
         for rate in node.rates:
-            line = f"node {node.id} ({node.kind}) {rate.operation}"
-            panel.add(line, rate.threads, rate.bytes_per_second)
+            if rate.operation != "sweep":
+                line = f"node {node.id} ({node.kind}) {rate.operation}"
+                panel.add(line, rate.threads, rate.bytes_per_second)
+    return panel
+
+
+def sweeps(machine: Machine) -> Panel:
+    """Those that name their length, with as many threads as there are."""
+    panel = Panel("Sweeps, all threads", "parameters", lambda n: f"{n / 1e6:g} M")
+    for node in machine.nodes:
+        rates = [r for r in node.rates if r.operation == "sweep" and r.parameters is not None]
+        most = max((rate.threads for rate in rates), default=0)
+        for rate in rates:
+            if rate.threads == most:
+                line = f"node {node.id} ({node.kind}) {rate.moments or 'any'} moments"
+                panel.add(line, rate.parameters or 0, rate.bytes_per_second)
     return panel
 
 

@@ -13,7 +13,8 @@ from penstock import _native
 from penstock.discovery import discover
 from penstock.errors import ProbeError
 from penstock.machine import Machine, MemoryNode, NodeCopy, StoragePath, Transfer
-from penstock.probe import gpu, memory, storage
+from penstock.node_rates import SweepMoments
+from penstock.probe import gpu, memory, storage, sweep
 from penstock.probe.progress import OnProgress, Progress
 from penstock.probe.sampling import Effort
 from penstock.system import System
@@ -90,6 +91,7 @@ class Session:
         self._requests = storage.requests(quick=options.quick)
         indices = [g.index for g in machine.gpus] if options.gpus else []
         self._groups = gpu.plan(indices, self.effort(1).host_bytes, quick=options.quick)
+        self._sweeps = {node.id: self._plan_sweeps(node.id) for node in self._nodes}
 
     def effort(self, num_figures: int) -> Effort:
         return choose_effort(num_figures, quick=self._options.quick)
@@ -97,6 +99,7 @@ class Session:
     @property
     def num_figures(self) -> int:
         nodes = sum(len(self._threads(n.id)) * len(memory.OPERATIONS) + 1 for n in self._nodes)
+        nodes += sum(len(passes) for of in self._sweeps.values() for passes in of.values())
         transfers = sum(map(len, self._groups)) * len(self._nodes)
         requests = len(self._requests) * len(self._machine.storage)
         return nodes + len(self._pairs) + transfers + requests
@@ -105,6 +108,8 @@ class Session:
         total = self.num_figures
         effort, progress = self.effort(total), Progress(total, on_progress)
         measured = {node.id: self._probe_node(node, effort, progress) for node in self._nodes}
+        for id, node in measured.items():
+            measured[id] = self._probe_sweeps(node, effort, progress)
         machine = dataclasses.replace(
             self._machine,
             nodes=tuple(measured.get(node.id, node) for node in self._machine.nodes),
@@ -127,6 +132,24 @@ class Session:
         if stretch is None:
             return node
         return memory.probe_node(node, stretch, threads, effort, progress)
+
+    def _plan_sweeps(self, node: int) -> dict[SweepMoments, list[sweep.Pass]]:
+        quick = self._options.quick
+        most = sweep.most_bytes(self.effort(1), quick=quick)
+        spare, threads = memory.spare_bytes(node, most, self._system), self._threads(node)
+        return {of: sweep.plan(of, spare, threads, quick=quick) for of in sweep.MOMENTS}
+
+    def _probe_sweeps(self, node: MemoryNode, effort: Effort, progress: Progress) -> MemoryNode:
+        cpus, rates = self._system.nearest_cpus(node.id), list(node.rates)
+        for moments, wanted in self._sweeps[node.id].items():
+            what = f"node {node.id}: sweep, {moments} moments"
+            progress.say(what)
+            take = partial(sweep.take_bed, node.id, moments, wanted, effort, cpus)
+            bed = progress.attempt(what, take, figures=len(wanted))
+            if bed is not None:
+                rates += sweep.probe_sweeps(node.id, moments, wanted, bed, effort, progress)
+            del bed  # before the next one is taken
+        return dataclasses.replace(node, rates=tuple(rates))
 
     def _probe_copies(self, effort: Effort, progress: Progress) -> tuple[NodeCopy, ...]:
         copies = []
@@ -162,7 +185,7 @@ class Session:
     ) -> gpu.Copier:
         if hidden := [index for index in gpus if index not in ordinals]:
             raise ProbeError(f"CUDA does not show GPU {hidden[0]} to this process")
-        spare = memory.spare_bytes(node, effort, self._system)
+        spare = memory.spare_bytes(node, effort.host_bytes, self._system)
         return gpu.TorchCopier(node, {index: ordinals[index] for index in gpus}, spare)
 
     def _probe_storage(self, effort: Effort, progress: Progress) -> tuple[StoragePath, ...]:

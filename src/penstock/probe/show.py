@@ -12,6 +12,7 @@ from penstock.probe.session import ProbeResult
 from penstock.units import format_bytes, format_rate, format_seconds
 
 _MEMORY_OPERATIONS = ("read", "write", "copy")
+_MOMENTS = ("fp32", "bf16", "int8")
 _DIRECTIONS = ("h2d", "d2h", "both")
 
 
@@ -19,6 +20,8 @@ def tables(result: ProbeResult) -> RenderableType:
     """Everything measured, then what was not."""
     machine = result.machine
     parts: list[RenderableType] = [_memory_table(machine)]
+    if any(rate.operation == "sweep" for node in machine.nodes for rate in node.rates):
+        parts.append(_sweep_table(machine))
     if machine.node_copies:
         parts.append(_copies_table(machine))
     if machine.transfers:
@@ -33,7 +36,7 @@ def tables(result: ProbeResult) -> RenderableType:
 def _memory_table(machine: Machine) -> Table:
     table = _table("Memory", "node", "latency", "threads", *_MEMORY_OPERATIONS)
     for node in machine.nodes:
-        threads = sorted({rate.threads for rate in node.rates})
+        threads = sorted({rate.threads for rate in node.rates if rate.operation != "sweep"})
         first = [f"{node.id} {node.kind}", _time(node.latency)]
         if not threads:
             table.add_row(*first, "-", "-", "-", "-")
@@ -41,6 +44,25 @@ def _memory_table(machine: Machine) -> Table:
             rates = [_rate(_find(node, operation, count)) for operation in _MEMORY_OPERATIONS]
             table.add_row(*first, str(count), *rates)
             first = [""] * len(first)
+        table.add_section()
+    return table
+
+
+def _sweep_table(machine: Machine) -> Table:
+    """By the format of the moments; in bytes read and written, of which some formats need fewer."""
+    table = _table("Sweep: the optimizer's pass", "node", "parameters", "threads", *_MOMENTS)
+    for node in machine.nodes:
+        rows: dict[tuple[int, int], dict[str | None, Figure]] = {}
+        for rate in node.rates:
+            if rate.operation == "sweep":
+                row = rows.setdefault((rate.parameters or 0, rate.threads), {})
+                row[rate.moments] = rate.bytes_per_second
+        first = f"{node.id} {node.kind}"
+        for (parameters, threads), rates in sorted(rows.items()):
+            cells = [_rate(rates.get(of, rates.get(None))) for of in _MOMENTS]
+            size = f"{parameters / 1e6:g} M" if parameters else "many"
+            table.add_row(first, size, str(threads), *cells)
+            first = ""
         table.add_section()
     return table
 
