@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "probe": {
         *{"_native", "discovery", "errors", "machine", "machine_parts", "system", "units"},
         *{"memory.arena", "memory.placement", "memory.region"},  # what it measures, it must hold
+        "storage.engines",
     },
     "gpu_catalogue": set(),
     "bundled": {"errors", "machine", "record_files", "records"},
