@@ -1,4 +1,4 @@
-"""The store against fio: the same file, block size and depth, in turns, in one run.
+"""The store against the best that fio does: same file, block size and depth, in turns, in one run.
 
     python bench/bench_storage.py --path /mnt/nvme0 [--device] [--nbytes 1GiB] [--passes 5]
 
@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
-import mmap
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -23,15 +20,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fio import find_fio, fio_version, run_fio
+from certificate import hardware
+from fio import WAYS, find_fio, fio_version, huge_pages, run_fio
+from footprint import cached_nbytes, cpu_seconds, resident
 
 from penstock import _native
 from penstock.storage.building import StoreOptions
 from penstock.storage.engines import choose_engine
-from penstock.storage.header import DATA_OFFSET
 from penstock.storage.rates import PATTERNS, StorageBench
 from penstock.storage.store import Store
 from penstock.units import KiB, MiB, format_bytes, parse_bytes
@@ -52,13 +51,23 @@ class Row:
     depth: int
     ours: list[float] = field(default_factory=list)
     verified: list[float] = field(default_factory=list)
-    fio: list[float] = field(default_factory=list)
+    verified_cpu: list[float] = field(default_factory=list)
     ours_cpu: list[float] = field(default_factory=list)
-    fio_cpu: list[float] = field(default_factory=list)
+    fio: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    """By the way that fio does it."""
+    fio_cpu: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+
+    @property
+    def best_way(self) -> str:
+        return max(WAYS, key=lambda way: statistics.median(self.fio[way]))
+
+    @property
+    def fio_rate(self) -> float:
+        return statistics.median(self.fio[self.best_way])
 
     @property
     def ratio(self) -> float:
-        return statistics.median(self.ours) / statistics.median(self.fio)
+        return statistics.median(self.ours) / self.fio_rate
 
     @property
     def verify_cost(self) -> float:
@@ -82,16 +91,14 @@ def main() -> None:
         sys.exit("fio is not installed: apt install fio")
     rows: list[Row] = []
     memories: list[Memory] = []
-    targets = [("file", chosen.path, chosen.path)]
+    targets = [("file", chosen.path)]
     with contextlib.ExitStack() as ending:
+        chosen.huge = ending.enter_context(huge_pages(max(chosen.requests), chosen.depth))
         if not chosen.no_loop and os.geteuid() == 0:
-            first, second = (
-                ending.enter_context(loop_over(chosen.path, name, chosen.nbytes)) for name in "ab"
-            )
-            targets.append(("loop", first, second))
-        for target, *paths in targets:
+            targets.append(("loop", ending.enter_context(loop_over(chosen.path, chosen.nbytes))))
+        for target, path in targets:
             for request in chosen.requests:
-                made, memory = measure(target, paths, request, chosen)
+                made, memory = measure(target, path, request, chosen)
                 rows += made
                 memories.append(memory)
                 show(made, memory)
@@ -113,9 +120,9 @@ def arguments() -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def loop_over(path: str, name: str, nbytes: int) -> Iterator[str]:
+def loop_over(path: str, nbytes: int) -> Iterator[str]:
     """A raw device over a file on the same disk, written first: holes read too fast."""
-    backing = Path(path) / f"bench-loop-{os.getpid()}{name}"
+    backing = Path(path) / f"bench-loop-{os.getpid()}"
     subprocess.run(
         ["dd", "if=/dev/zero", f"of={backing}", "bs=4M", "oflag=direct",
          f"count={(nbytes + 64 * MiB) // (4 * MiB)}"],
@@ -131,90 +138,94 @@ def loop_over(path: str, name: str, nbytes: int) -> Iterator[str]:
 
 
 def measure(
-    target: str, paths: list[str], request: int, chosen: argparse.Namespace
+    target: str, path: str, request: int, chosen: argparse.Namespace
 ) -> tuple[list[Row], Memory]:
-    """Both engines, with and without checksums, and fio, turn by turn: a change in what else the
-    machine does meets all of them."""
+    """Both engines, with and without checksums, and fio, turn by turn on one file: a change in what
+    else the machine does, or in where the file lies, meets all of them."""
     engines = list(dict.fromkeys([choose_engine().name, "threads"]))
     rows = {(e, p): Row(target, e, p, request, chosen.depth) for e in engines for p in PATTERNS}
     options = StoreOptions(request_nbytes=request, depth=chosen.depth)
     memory = Memory(target, 0, 0)
     for engine in engines:
-        with contextlib.ExitStack() as ending:
-            benches = []
-            for path, verify in zip(paths, (False, True), strict=True):
-                store = Store.create(
-                    path, chosen.nbytes, engine=engine, verify=verify, options=options
-                )
-                ending.enter_context(store)
-                # Twice the depth under way, or the queue would never be as deep as fio's.
-                chunk = max(CHUNK, 2 * chosen.depth * request // LANES)
-                bench = StorageBench(store, chosen.nbytes, chunk=chunk, lanes=LANES)
-                bench.run("write")  # the first write of new space pays for its metadata
-                benches.append((store, bench))
+        with Store.create(
+            path, chosen.nbytes, engine=engine, verify=True, options=options
+        ) as store:
+            # Twice the depth under way, or the queue would never be as deep as fio's.
+            chunk = max(CHUNK, 2 * chosen.depth * request // LANES)
+            bench = StorageBench(store, chosen.nbytes, chunk=chunk, lanes=LANES)
+            bench.run("write")  # the first write of new space pays for its metadata
             before = resident()
-            for _ in range(chosen.passes):
+            for turn in range(chosen.passes):
                 for pattern in PATTERNS:
-                    one_turn(rows[engine, pattern], benches)
+                    one_turn(rows[engine, pattern], store, bench, turn, huge=chosen.huge)
             memory.grown_nbytes = max(memory.grown_nbytes, resident() - before)
             if target == "file":
-                for store, _ in benches:
-                    cached = cached_nbytes(store.volumes[0].data_path)
-                    memory.cached_nbytes = max(memory.cached_nbytes, cached)
+                cached = cached_nbytes(store.volumes[0].data_path)
+                memory.cached_nbytes = max(memory.cached_nbytes, cached)
     return list(rows.values()), memory
 
 
-def one_turn(row: Row, benches: list[tuple[Store, StorageBench]]) -> None:
-    (plain, bench), (_, verifying) = benches
-    used = cpu_seconds()
-    began = time.perf_counter()
-    row.ours.append(bench.run(row.pattern))  # type: ignore[arg-type]
-    row.ours_cpu.append((cpu_seconds() - used) / (time.perf_counter() - began))
+def one_turn(row: Row, store: Store, bench: StorageBench, turn: int, *, huge: bool) -> None:
+    """Everybody once. Who comes first changes: what ran before may still trouble the disk."""
+    ours = [partial(one_pass, row, store, bench, verify=verify) for verify in (False, True)]
+    yard = [partial(fio_pass, row, store, bench, way, huge=huge) for way in WAYS]
+    ours = ours[:: -1 if turn & 1 else 1]
+    if row.pattern != "write":
+        ours.insert(0, partial(bench.run, "write"))  # over what fio wrote, which has no checksums
+    for run in [*yard, *ours] if turn & 2 else [*ours, *yard]:
+        run()
+
+
+def one_pass(row: Row, store: Store, bench: StorageBench, *, verify: bool) -> None:
+    with contextlib.nullcontext() if verify else without_checksums(store):
+        used, began = cpu_seconds(), time.perf_counter()
+        rate = bench.run(row.pattern)  # type: ignore[arg-type]
+        cpu = (cpu_seconds() - used) / (time.perf_counter() - began)
+    if verify:
+        row.verified.append(rate)
+        row.verified_cpu.append(cpu)
+    else:
+        row.ours.append(rate)
+        row.ours_cpu.append(cpu)
+
+
+@contextlib.contextmanager
+def without_checksums(store: Store) -> Iterator[None]:
+    """The same store, file and extents as if made with verify=False; see StorageBench's lanes."""
+    kept = store._checksums
+    store._checksums = dict.fromkeys(kept)
+    yield
+    store._checksums = kept
+
+
+def fio_pass(row: Row, store: Store, bench: StorageBench, way: str, *, huge: bool) -> None:
     yard = run_fio(
-        plain.volumes[0].data_path, row.pattern,
-        nbytes=bench.nbytes, request=row.request_nbytes, depth=row.depth,
+        store.volumes[0].data_path, row.pattern, way,
+        nbytes=bench.nbytes, request=row.request_nbytes, depth=row.depth, huge=huge,
     )  # fmt: skip
-    row.fio.append(yard.rate)
-    row.fio_cpu.append(yard.cpu)
-    row.verified.append(verifying.run(row.pattern))  # type: ignore[arg-type]
-
-
-def cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def resident() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * mmap.PAGESIZE
-
-
-def cached_nbytes(path: str) -> int:
-    """How much of the file's data is in the page cache, asked with mincore."""
-    length = os.path.getsize(path)
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(path, "r+b") as file, mmap.mmap(file.fileno(), length) as mapped:
-        pages = (ctypes.c_ubyte * (-(-length // mmap.PAGESIZE)))()
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), pages)
-        first = DATA_OFFSET // mmap.PAGESIZE
-        return sum(page & 1 for page in pages[first:]) * mmap.PAGESIZE
+    row.fio[way].append(yard.rate)
+    row.fio_cpu[way].append(yard.cpu)
 
 
 def show(rows: list[Row], memory: Memory) -> None:
     for row in rows:
-        ours, fio = (statistics.median(s) / 1e9 for s in (row.ours, row.fio))
+        ours, fio = row.ours, row.fio[row.best_way]
         print(
             f"{row.target:5} {row.engine:9} {row.pattern:6} {format_bytes(row.request_nbytes):>8}"
-            f" x{row.depth}  ours {ours:5.2f} ({min(row.ours) / 1e9:.2f}-{max(row.ours) / 1e9:.2f})"
-            f"  fio {fio:5.2f} ({min(row.fio) / 1e9:.2f}-{max(row.fio) / 1e9:.2f}) GB/s"
+            f" x{row.depth}  ours {spread(ours)}  fio {spread(fio)} GB/s ({row.best_way})"
             f"  ratio {row.ratio:.2f}  verify costs {row.verify_cost:+.1%}"
-            f"  cpu {statistics.median(row.ours_cpu):.2f} / {statistics.median(row.fio_cpu):.2f}"
+            f"  cpu {statistics.median(row.ours_cpu):.2f}, verified "
+            f"{statistics.median(row.verified_cpu):.2f}"
         )
     print(
         f"{memory.target:5} in the page cache: {format_bytes(memory.cached_nbytes)}, process grew "
         f"by {format_bytes(memory.grown_nbytes)} beyond its arenas\n"
     )
+
+
+def spread(samples: list[float]) -> str:
+    middle = statistics.median(samples) / 1e9
+    return f"{middle:5.2f} ({min(samples) / 1e9:.2f}-{max(samples) / 1e9:.2f})"
 
 
 def best(rows: list[Row]) -> None:
@@ -223,11 +234,10 @@ def best(rows: list[Row]) -> None:
     for target, engine, pattern in dict.fromkeys((r.target, r.engine, r.pattern) for r in rows):
         same = [r for r in rows if (r.target, r.engine, r.pattern) == (target, engine, pattern)]
         ours = max(statistics.median(r.ours) for r in same)
-        fio = max(statistics.median(r.fio) for r in same)
-        paired = max(r.ratio for r in same)
+        fio = max(r.fio_rate for r in same)
         print(
             f"  {target:5} {engine:9} {pattern:6} {ours / 1e9:5.2f} / {fio / 1e9:5.2f} GB/s"
-            f" = {ours / fio:.2f}; best ratio at one block size {paired:.2f}"
+            f" = {ours / fio:.2f}"
         )
 
 
@@ -236,7 +246,7 @@ def save(rows: list[Row], memories: list[Memory], chosen: argparse.Namespace) ->
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     now = datetime.now(UTC)
     certificate = {
-        "hardware": chosen.hardware or platform.processor() or platform.machine(),
+        "hardware": chosen.hardware or hardware()["cpu"],
         "cpus": os.cpu_count(),
         "kernel": platform.release().split("-")[0],
         "date": now.isoformat(timespec="seconds"),
@@ -245,6 +255,7 @@ def save(rows: list[Row], memories: list[Memory], chosen: argparse.Namespace) ->
             str(chosen.path), "PATH"
         ),
         "fio": fio_version().strip(),
+        "fio_buffers": "huge pages" if chosen.huge else "small pages",
         "load": os.getloadavg(),
         "crc32c": "hardware" if _native.crc32c_is_hardware() else "table",
         "rates_unit": "bytes per second; every sample is one pass",
@@ -260,11 +271,11 @@ def save(rows: list[Row], memories: list[Memory], chosen: argparse.Namespace) ->
 
 def percentiles(row: Row) -> dict[str, list[float]]:
     """10, 50 and 90 of each list of rates."""
-    cut = {}
-    for name in ("ours", "verified", "fio"):
-        samples = sorted(getattr(row, name))
-        cut[name] = [samples[round(p * (len(samples) - 1))] for p in (0.1, 0.5, 0.9)]
-    return cut
+    lists = {"ours": row.ours, "verified": row.verified, **row.fio}
+    return {
+        name: [sorted(rates)[round(p * (len(rates) - 1))] for p in (0.1, 0.5, 0.9)]
+        for name, rates in lists.items()
+    }
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import os
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -27,8 +30,15 @@ def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "requests", lambda quick: few)
 
 
-def probe_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("penstock-probe")]
+@contextlib.contextmanager
+def no_thread_stays() -> Iterator[None]:
+    """The kernel's count of this process's threads, the native ones among them, does not grow."""
+    before = len(os.listdir("/proc/self/task"))
+    yield
+    end = time.monotonic() + 10  # a thread is gone from there a little after it ended
+    while len(os.listdir("/proc/self/task")) > before:
+        assert time.monotonic() < end, "a thread stays"
+        time.sleep(0.01)
 
 
 @dataclass

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
-import threading
 from pathlib import Path
 
 import pytest
 
 from penstock.errors import ProbeError
 from penstock.probe import storage
-from penstock.probe.crew import Crew
 from penstock.probe.progress import Progress
 from penstock.probe.scratch import ALIGNMENT, ScratchFile
 from penstock.units import GiB, KiB, MiB
-from tests.probing import TINY, make_tiny, probe_threads
+from tests.probing import TINY, make_tiny, no_thread_stays
 
 
 @pytest.fixture
@@ -27,20 +27,22 @@ class FakeDisk:
 
     def __init__(self, rate: float) -> None:
         self.rate, self.now, self.written = rate, 0.0, set()
-        self.lock = threading.Lock()
 
     def clock(self):
         return self.now
 
-    def read(self, into, offset):
-        assert offset in self.written, "reads what was never written"
-        with self.lock:
-            self.now += len(into) / self.rate
+    @contextlib.contextmanager
+    def mover(self, buffer, *, block, depth):
+        assert len(buffer) >= block * depth
 
-    def write(self, data, offset):
-        self.written |= set(range(offset, offset + len(data), 64 * KiB))
-        with self.lock:
-            self.now += len(data) / self.rate
+        def move(operation, offsets):
+            for offset in offsets:
+                span = set(range(offset, offset + block, 64 * KiB))
+                assert operation == "write" or span <= self.written, "reads what was never written"
+                self.written |= span
+                self.now += block / self.rate
+
+        yield move
 
     def finish_writes(self):
         pass
@@ -53,20 +55,20 @@ class FakeDisk:
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_disk_of_known_rate_is_reported_at_that_rate(operation, depth):
     disk, request = FakeDisk(2.5e9), storage.Request(operation, 64 * KiB, depth)
-    with storage.Bench(disk, [request], disk.clock) as bench:
-        bench.fill(64 * MiB, 1.0)
-        figure = bench.rate(request, TINY)
-    # With several threads the clock may move on between a start and its first request.
-    assert figure.median == pytest.approx(2.5e9, rel=0.05 if depth == 1 else 0.3)
+    bench = storage.Bench(disk, [request], disk.clock)
+    bench.fill(64 * MiB, 1.0)
+
+    assert bench.rate(request, TINY).median == pytest.approx(2.5e9)
 
 
 def test_a_slow_disk_gets_a_small_file():
     disk, request = FakeDisk(10e6), storage.Request("read", MiB, 32)
-    with storage.Bench(disk, [request], disk.clock) as bench:
-        bench.fill(GiB, 1.0)
-        assert bench.nbytes == 16 * MiB
-        with pytest.raises(ProbeError, match=r"needs 32.0 MiB at once, and the file has 16.0 MiB"):
-            bench.rate(request, TINY)
+    bench = storage.Bench(disk, [request], disk.clock)
+    bench.fill(GiB, 1.0)
+
+    assert bench.nbytes == 16 * MiB
+    with pytest.raises(ProbeError, match=r"needs 32.0 MiB at once, and the file has 16.0 MiB"):
+        bench.rate(request, TINY)
 
 
 def test_the_file_takes_a_twentieth_of_the_free_space_at_most(tmp_path, monkeypatch):
@@ -93,13 +95,13 @@ def test_storage_is_measured_and_nothing_stays(where, tmp_path, tiny):
         pytest.skip(f"{directory} is not there")
     before = set(directory.iterdir())
     progress = Progress(4)
-    path = probe_storage(directory, progress)
+    with no_thread_stays():
+        path = probe_storage(directory, progress)
     assert [(r.operation, r.depth) for r in path.rates] == [
         ("write", 1), ("write", 3), ("read", 1), ("read", 3),
     ]  # fmt: skip
     assert path.direct or any("no direct I/O" in note for note in progress.notes)
     assert set(directory.iterdir()) == before
-    assert probe_threads() == []
 
 
 def test_a_file_is_no_place_to_measure(tmp_path, tiny):
@@ -141,28 +143,15 @@ def test_without_nameless_files_the_name_is_gone_at_once(tmp_path, monkeypatch):
     with ScratchFile(tmp_path) as file:
         assert opened
         assert list(tmp_path.iterdir()) == []
-        block = storage._noise(ALIGNMENT)
-        file.write(block, 0)
-        back = storage._noise(ALIGNMENT)
-        file.read(back, 0)
-        assert back == block
-        with pytest.raises(ProbeError, match="the file ends at 4096"):
-            file.read(back, ALIGNMENT)
-
-
-def test_a_failing_request_stops_the_rest_and_is_the_one_reported():
-    done = []
-
-    def request(worker, offset):
-        if offset == 5:
-            raise OSError(5, "Input/output error")
-        done.append(offset)
-
-    import time
-
-    with Crew(4, time.perf_counter) as crew:
-        with pytest.raises(OSError, match="Input/output error"):
-            crew.run(request, range(10_000_000), 4)
-        assert len(done) < 10_000_000
-        crew.run(lambda worker, offset: None, range(10), 4)  # and the crew goes on
-    assert probe_threads() == []
+        noise = storage._noise(3 * ALIGNMENT)
+        with file.mover(noise, block=ALIGNMENT, depth=3) as move:
+            move("write", [0, 4096, 8192])
+        back = memoryview(mmap.mmap(-1, 3 * ALIGNMENT))
+        with file.mover(back, block=ALIGNMENT, depth=3) as move:
+            move("read", [8192, 4096, 0])
+            assert [back[at : at + 4096] for at in (8192, 4096, 0)] == [
+                noise[at : at + 4096] for at in (0, 4096, 8192)
+            ]
+            with pytest.raises(ProbeError, match="the file ends at 12288"):
+                move("read", [0, 12288])
+            move("read", [0])  # and it goes on

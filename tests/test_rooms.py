@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"system", "units"},
         *{"memory.arena", "memory.placement", "memory.region"},  # what it measures, it must hold
         *{"optim.rate", "optim.sweep", "optim.threads"},  # inside functions: they bring torch
+        "storage.engines",
     },
     "gpu_catalogue": set(),
     "bundled": {"errors", "machine", "record_files", "records"},
@@ -117,7 +118,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"plan_view", "planner", "probe", "records", "roles", "model_survey", "tiers", "units"},
         "workload",
     },
-    "doctor": {"_native", "discovery", "records", "system", "units"},
+    "doctor": {"_native", "discovery", "records", "storage.engines", "system", "units"},
     "store_command": {"storage", "errors", "units"},
     "data": {"errors", "record_files", "units"},
     "data_command": {"data"},
@@ -129,7 +130,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"discovery", "errors", "machine"},
         *{"budget", "plan", "planner", "model_survey", "workload"},
         *{"memory.arena", "memory.placement", "memory.residency", "memory.tensors"},
-        "storage.store",
+        *{"storage.errors", "storage.store"},
     },
 }
 """A package's row holds for each of its modules, which may also import each other."""

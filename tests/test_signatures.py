@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.storage.devices import Device, check_device, inspect_device, logical_block
-from penstock.storage.endurance import controller_of, parse_health_log, wear_of
+from penstock.storage.endurance import drive_of, parse_health_log, wear_of
 from penstock.storage.errors import DeviceInUseError, DeviceNotEmptyError
 from penstock.storage.header import MAGIC
 from penstock.storage.signatures import FROM_END, FROM_START, find_signatures
@@ -209,12 +209,11 @@ def test_a_drives_health_log() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "controller"),
-    [("nvme1n1", "/dev/nvme1"), ("nvme0n2p3", "/dev/nvme0"), ("nvme0c1n1", "/dev/nvme0"),
-     ("sda1", None), ("loop0", None)],
-)  # fmt: skip
-def test_the_controller_of_a_drive(name: str, controller: str | None) -> None:
-    assert controller_of(name) == controller
+    ("name", "drive"),
+    [("nvme1n1", "/dev/nvme1n1"), ("nvme0n2p3", "/dev/nvme0n2"), ("sda1", None), ("loop0", None)],
+)
+def test_the_drive_of_a_partition(name: str, drive: str | None) -> None:
+    assert drive_of(name) == drive
 
 
 def test_a_disk_that_cannot_be_asked_has_no_wear(tmp_path: Path) -> None:

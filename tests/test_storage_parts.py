@@ -14,7 +14,7 @@ from rich.console import Console
 from penstock import _native
 from penstock.storage import commands
 from penstock.storage.building import StoreOptions
-from penstock.storage.engines import choose_engine, explain_refusal
+from penstock.storage.engines import choose_engine, find_refusal
 from penstock.storage.errors import (
     EngineError,
     ExtentBusyError,
@@ -33,6 +33,8 @@ from penstock.units import KiB, MiB
 from tests.disks import Buffers, direct_directory, memory_directory
 
 UNIT = 64 * KiB
+DISABLED = "proc/sys/kernel/io_uring_disabled"
+STATUS = "proc/self/status"
 
 
 def test_threads_take_over_where_io_uring_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,25 +49,24 @@ def test_threads_take_over_where_io_uring_is_forbidden(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("refused", "disabled", "says"),
+    ("refused", "files", "says"),
     [
-        (errno.ENOSYS, None, "this kernel has none"),
-        (errno.EPERM, "2", "kernel.io_uring_disabled is 2"),
-        (errno.EPERM, "0", "seccomp"),
-        (errno.EPERM, None, "seccomp"),
-        (errno.ENOMEM, "0", "ulimit -l"),
-        (errno.EMFILE, "0", "Too many open files"),
+        (errno.ENOSYS, {}, "the kernel has none (boot Linux 5.6"),
+        (errno.EPERM, {DISABLED: "2"}, "kernel.io_uring_disabled=2 (`sudo sysctl"),
+        (errno.EPERM, {DISABLED: "0", STATUS: "Seccomp:\t2\n"}, "a seccomp filter refuses it"),
+        (errno.EPERM, {STATUS: "Seccomp:\t0\n"}, "refused: Operation not permitted (look for"),
+        (errno.ENOMEM, {DISABLED: "0"}, "ulimit -l"),
+        (errno.EMFILE, {}, "Too many open files"),
     ],
 )
 def test_a_refusal_is_explained(
-    tmp_path: Path, refused: int, disabled: str | None, says: str
+    tmp_path: Path, refused: int, files: dict[str, str], says: str
 ) -> None:
-    if disabled is not None:
-        place = tmp_path / "proc/sys/kernel"
-        place.mkdir(parents=True)
-        (place / "io_uring_disabled").write_text(disabled)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
 
-    assert says in explain_refusal(refused, System(tmp_path))
+    assert says in str(find_refusal(refused, System(tmp_path)))
 
 
 class FakeTicket:

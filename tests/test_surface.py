@@ -21,6 +21,7 @@ PUBLIC = [
     "PenstockError",
     "Plan",
     "Residency",
+    "StorageError",
     "Store",
     "Stripe",
     "Workload",

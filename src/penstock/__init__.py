@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.model_survey import survey
     from penstock.plan import Plan
     from penstock.planner import make_plan
+    from penstock.storage.errors import StorageError
     from penstock.storage.store import Store
     from penstock.workload import Workload
 
@@ -57,6 +58,7 @@ __all__ = [
     "make_plan",
     # what can go wrong
     "PenstockError",
+    "StorageError",
 ]
 
 _HOME = {
@@ -81,6 +83,7 @@ _HOME = {
     "Plan": "plan",
     "make_plan": "planner",
     "PenstockError": "errors",
+    "StorageError": "storage.errors",
 }
 
 _PACKAGES = {"optim"}

@@ -12,11 +12,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from rich.text import Text
 
 from penstock.storage import commands
 from penstock.storage.rates import bench_storage
 from penstock.units import parse_bytes
 
+EraseDevice = Annotated[
+    bool, typer.Option("--erase-device", help="A raw device may be overwritten, all of it.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs, nothing else.")]
 Paths = Annotated[list[Path], typer.Argument(help="Directories, or raw devices.")]
 
@@ -50,13 +54,17 @@ def remove_stores(
 
 @bench_app.command("storage")
 def storage(
-    path: Annotated[Path, typer.Argument(help="A directory on the disk to measure.")],
+    path: Annotated[Path, typer.Argument(help="A directory on the disk, or a raw device.")],
     nbytes: Annotated[str, typer.Option("--size", help="How much to write and read.")] = "1GiB",
     passes: Annotated[int, typer.Option(help="Times that each pattern runs.", min=1)] = 3,
+    erase_device: EraseDevice = False,
     as_json: AsJson = False,
 ) -> None:
     """Read, write and mixed rates of a disk through each storage engine."""
     console = Console(stderr=True)
+    commands.show_devices(
+        [path], erase=erase_device, say=lambda line: console.print(Text(line), soft_wrap=True)
+    )
     hidden = as_json or not console.is_terminal
     with Progress(console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(f"measuring {path}", total=1.0)
@@ -64,6 +72,7 @@ def storage(
             path,
             nbytes=parse_bytes(nbytes),
             passes=passes,
+            erase=erase_device,
             progress=lambda done: bar.update(task, completed=done),
         )
     if as_json:

@@ -125,6 +125,7 @@ if scene == "interrupt":
     except KeyboardInterrupt:
         print("interrupted", "done" if ticket.done else "under way")
 else:
+    ticket.settle(0.3)  # time for a worker to take it: what has not begun is not hanging
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         hanging = store.close(timeout=0.05)
@@ -155,7 +156,7 @@ def test_ctrl_c_ends_a_wait(tmp_path: Path, engine: EngineName) -> None:
 def test_closing_over_a_hung_disk_returns_and_says_what_hangs(
     tmp_path: Path, engine: EngineName
 ) -> None:
-    with faulty_device(tmp_path, DISK, "delay-write=600ms") as disk:
+    with faulty_device(tmp_path, DISK, "delay-write=1") as disk:
         said = run_child(disk.device, engine, "hang")
 
         assert f"hanging 1 write of 65536 B at 1048576 of {disk.device}" in said

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Run one command in a guest that has the memory nodes this machine lacks.
+"""Run one command in a guest that has the memory nodes and the disks this machine lacks.
 
     tests/vm/launch.py [options] MODE -- COMMAND [ARGUMENT...]
 
     numa      nodes 0 (CPUs), 1 and 2 (memory only), with distances and HMAT figures
     cxl       nodes 0, 1, and a CXL device as node 2
     cxlperf   nodes 0, 1, and a CXL device with figures as node 3; node 2 is empty
+    disks     one node, NVMe drives of two sector sizes, one of them with bad sectors
 
 The guest sees this machine's files; what it writes is lost, except under --out. The command starts
 in the caller's directory, and its output, both streams as one, is passed on as it comes.
@@ -26,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 
-from topology import MODES, Guest
+from topology import DRIVE_MIB, DRIVES, MODES, Guest, drive_args
 
 HERE = Path(__file__).resolve().parent
 VM_DIR = Path(os.environ.get("PENSTOCK_VM_DIR") or HERE.parents[1] / "build" / "vm").resolve()
@@ -114,6 +115,7 @@ def guest_environment(mode: str, out: Path, asked_for: Iterable[tuple[str, str]]
         **dict(asked_for),
         "PENSTOCK_VM_MODE": mode,
         "PENSTOCK_VM_OUT": str(out),
+        "PENSTOCK_VM_TOOLS": str(TOOLS),
     }
 
 
@@ -126,6 +128,17 @@ def shared_directory(tag: str, path: Path, options: str = "") -> list[str]:
         *("-fsdev", f"local,id={tag},path={escaped(path)},security_model=none{options}"),
         *("-device", f"virtio-9p-pci,bus=pcie.0,fsdev={tag},mount_tag={tag}"),
     ]
+
+
+def drives(guest: Guest, scratch: Path) -> list[str]:
+    """Empty files as the drives of the guest with disks."""
+    if guest.mode != "disks":
+        return []
+    images = [scratch / f"{serial}.img" for serial in DRIVES]
+    for image in images:
+        with image.open("wb") as file:
+            file.truncate(DRIVE_MIB << 20)
+    return drive_args(images)
 
 
 def qemu_command(guest: Guest, control: Path, out: Path, console: Path) -> list[str]:
@@ -213,7 +226,8 @@ def run_in_guest(options: argparse.Namespace, guest: Guest, command: list[str]) 
         (control / "mode").write_text(guest.mode)
         (control / "output-dir").write_text(str(out))
 
-        status = boot(qemu_command(guest, control, out, console), options.timeout, control)
+        command_line = qemu_command(guest, control, out, console) + drives(guest, scratch)
+        status = boot(command_line, options.timeout, control)
 
         answer = control / "exit-code"
         if answer.exists() and (exit_code := answer.read_text().strip()):

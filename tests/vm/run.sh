@@ -1,10 +1,11 @@
 #!/bin/bash
-# Runs the tests marked `vm` in each of the three guests, and in the first also the placement
-# conformance suite with tensors. This is what `make test-vm` starts.
+# Runs the tests marked `vm`: those of memory in each of three guests, in the first also the placement
+# conformance suite with tensors; those of disks in a guest of their own. `make test-vm` starts this.
 #
 #   tests/vm/run.sh [PYTEST_ARGUMENT...]
 #
-# PENSTOCK_VM_TIMEOUT is the seconds each guest may take (default 1500).
+# PENSTOCK_VM_MODES are the guests (default all); PENSTOCK_VM_TIMEOUT is the seconds that each may
+# take (default 1500).
 # Exit codes: 0 every guest passed, 77 the guest cannot be had on this machine, 1 anything else.
 set -uo pipefail
 
@@ -37,11 +38,16 @@ END
 readonly RESERVE='for n in /sys/devices/system/node/node[0-9]*; do
   [ ! -e $n/hugepages ] || echo 16 > $n/hugepages/hugepages-2048kB/nr_hugepages; done'
 
+readonly DISKS=tests/vm/test_guest_disks.py
+
 run_mode() { # MODE PYTEST_ARGUMENT...
-  local mode=$1 started=$SECONDS code tests_run=0 suites=(tests/vm)
+  local mode=$1 started=$SECONDS code tests_run=0 suites=(tests/vm --ignore="$DISKS")
   shift
   # The emulated CXL device is too slow for every backing of every place; one guest has them all.
-  if [[ $mode == numa ]]; then suites+=(tests/conformance/test_placement.py); fi
+  case $mode in
+    numa) suites+=(tests/conformance/test_placement.py) ;;
+    disks) suites=("$DISKS") ;;
+  esac
   "$here/launch.py" --timeout "${PENSTOCK_VM_TIMEOUT:-1500}" --out "$results" "$mode" -- \
     bash -c "$RESERVE"'; exec "$@"' run "$python" -m pytest -p no:cacheprovider -q --timeout 900 \
     --junitxml="$results/$mode.xml" "${suites[@]}" "$@" &
@@ -57,7 +63,7 @@ run_mode() { # MODE PYTEST_ARGUMENT...
 }
 
 failed=()
-for mode in numa cxl cxlperf; do
+for mode in ${PENSTOCK_VM_MODES:-numa cxl cxlperf disks}; do
   run_mode "$mode" "$@" || failed+=("$mode")
 done
 if ((${#failed[@]})); then

@@ -13,15 +13,17 @@ vm_dir=${PENSTOCK_VM_DIR:-$here/../../build/vm}
 
 # Backports' QEMU, as Debian 12's own (7.2) crashes this guest about one boot in four.
 # kmod resolves the order modules load in; busybox is the guest's user space before the host's
-# file system is mounted, and packs the initramfs.
+# file system is mounted, and packs the initramfs; dmsetup breaks the guest's disks.
 readonly TOOL_PACKAGES=(
-  qemu-system-x86 qemu-system-common qemu-system-data seabios busybox-static kmod
+  qemu-system-x86 qemu-system-common qemu-system-data seabios busybox-static kmod dmsetup
 )
-# The first two carry the console, the next three the host's file system, the rest the CXL device.
+# The first two carry the console, the next three the host's file system, then the CXL device, and
+# disks and what breaks them.
 readonly GUEST_MODULES=(
   virtio_pci virtio_console
   9pnet_virtio 9p overlay
   cxl_acpi cxl_pci cxl_mem cxl_port dax_cxl kmem
+  nvme dm-mod dm-flakey dm-delay
 )
 
 cannot_be_had() {
@@ -109,7 +111,14 @@ fetch_tools() {
   missing=$(missing_packages "${TOOL_PACKAGES[@]}") || broken "apt cannot resolve QEMU's packages"
   # Also those the machine has: its own may be older, and may be removed while ours is in use.
   mapfile -t packages < <(printf '%s\n' "${TOOL_PACKAGES[@]}" "$missing" | sort --unique)
+  rm -rf "$vm_dir/tools"
   unpack_packages "$vm_dir/tools" "${packages[@]}"
+  echo "${TOOL_PACKAGES[*]}" > "$vm_dir/tools/packages"
+}
+
+# A directory of an earlier setup may lack a tool that was added since.
+tools_are_there() {
+  [[ $(cat "$vm_dir/tools/packages" 2> /dev/null) == "${TOOL_PACKAGES[*]}" ]]
 }
 
 fetch_kernel() {
@@ -175,9 +184,9 @@ main() {
   vm_dir=$(cd "$vm_dir" && pwd -P)
   exec 9> "$vm_dir/lock"
   flock 9 # two launchers may start at once; the second waits and finds the work done
-  if [[ ! -d $vm_dir/tools || ! -d $vm_dir/kernel ]]; then
+  if ! tools_are_there || [[ ! -d $vm_dir/kernel ]]; then
     prepare_apt
-    [[ -d $vm_dir/tools ]] || fetch_tools
+    tools_are_there || fetch_tools
     [[ -d $vm_dir/kernel ]] || fetch_kernel
   fi
   initramfs_is_current || build_initramfs

@@ -1,11 +1,13 @@
-"""The guest's hardware as QEMU arguments: its memory nodes, and what the firmware says of them.
+"""The guest's hardware as QEMU arguments: its memory nodes, what the firmware says of them, disks.
 
 Pure: it starts nothing and reads nothing, so what a mode is made of can be read here in one place.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-MODES = ("numa", "cxl", "cxlperf")
+MODES = ("numa", "cxl", "cxlperf", "disks")
 
 # CXL windows come in steps of this size; a device that is no multiple cannot be mapped whole.
 CXL_GRANULE_MIB = 256
@@ -34,7 +36,7 @@ class Guest:
             raise ValueError(f"the guest needs at least 1 CPU, got {self.num_cpus}")
         if min(self.node_mib) < 1:
             raise ValueError(f"every node needs memory, got {self.node_mib} MiB")
-        if self.mode != "numa" and self.node_mib[2] % CXL_GRANULE_MIB:
+        if self.mode.startswith("cxl") and self.node_mib[2] % CXL_GRANULE_MIB:
             raise ValueError(
                 f"CXL memory must be a multiple of {CXL_GRANULE_MIB} MiB, got {self.node_mib[2]}"
             )
@@ -48,7 +50,7 @@ class Guest:
         # TCG has no pcid, invpcid or tsc-deadline and would warn; with erms, glibc would copy by
         # `rep movsb`, which TCG runs a byte at a time.
         model = "Haswell-noTSX,-pcid,-invpcid,-tsc-deadline,-erms"
-        if self.mode != "numa":
+        if self.mode.startswith("cxl"):
             # Under a hypervisor the kernel refuses to commit a CXL region: it cannot flush caches.
             model += ",-hypervisor"
         return ["-cpu", model, "-smp", str(self.num_cpus)]
@@ -63,6 +65,10 @@ def _numa_hardware(guest: Guest) -> list[str]:
         *_distances(),
         *_performance(),
     ]
+
+
+def _disks_hardware(guest: Guest) -> list[str]:
+    return ["-machine", "q35", "-m", f"{sum(guest.node_mib)}M"]
 
 
 def _cxl_hardware(guest: Guest) -> list[str]:
@@ -97,6 +103,7 @@ _HARDWARE_OF_MODE = {
     "numa": _numa_hardware,
     "cxl": _cxl_hardware,
     "cxlperf": _cxlperf_hardware,
+    "disks": _disks_hardware,
 }
 
 
@@ -144,3 +151,30 @@ def _cxl_device(guest: Guest) -> list[str]:
         *("-device", "cxl-type3,bus=cxlport0,volatile-memdev=cxlram0,id=cxlmem0,sn=0x1"),
         *("-M", f"cxl-fmw.0.targets.0=cxl0,cxl-fmw.0.size={mib}M"),
     ]
+
+
+# The NVMe drives of the guest with disks, by their serial numbers: bytes of a sector.
+DRIVES = {"healthy": 512, "healthy-4kn": 4096, "bad-sectors": 512, "fragile": 512}
+DRIVE_MIB = 64
+# On the drive with bad sectors, in bytes: QEMU answers as a drive does that cannot read, or cannot
+# write, there.
+UNREADABLE = 16 << 20
+UNWRITABLE = 32 << 20
+
+
+def drive_args(images: Sequence[Path]) -> list[str]:
+    """One NVMe drive over each file, in the order of DRIVES."""
+    args = []
+    for (serial, sector), image in zip(DRIVES.items(), images, strict=True):
+        options = {"driver": "raw", "node-name": serial, "file.driver": "file"}
+        options["file.filename"] = str(image)
+        if serial == "bad-sectors":
+            options = {f"image.{key}": value for key, value in options.items()}
+            options |= {"driver": "blkdebug", "node-name": serial, "image.node-name": "under"}
+            for number, (kind, at) in enumerate((("read", UNREADABLE), ("write", UNWRITABLE))):
+                rule = {"event": "none", "iotype": kind, "errno": "5", "sector": str(at // 512)}
+                options |= {f"inject-error.{number}.{k}": v for k, v in rule.items()}
+        text = ",".join(f"{key}={value.replace(',', ',,')}" for key, value in options.items())
+        blocks = f"logical_block_size={sector},physical_block_size={max(sector, 4096)}"
+        args += ["-blockdev", text, "-device", f"nvme,drive={serial},serial={serial},{blocks}"]
+    return args

@@ -14,7 +14,7 @@ from typing import Any
 from penstock import _native
 from penstock.discovery.gpus import PCI, link_generation, open_nvml, pci_gpus
 from penstock.doctor.findings import Finding, fine
-from penstock.doctor.limits import has_seccomp_filter
+from penstock.storage.engines import choose_engine
 from penstock.system import System
 from penstock.units import GiB, format_bytes
 
@@ -23,26 +23,15 @@ _ROOMY = 10 * GiB
 
 
 def check_io_uring(system: System) -> Finding:
-    code = _native.io_uring_errno()
-    if code == 0:
-        return fine("io_uring", "works")
-    disabled = system.number("proc/sys/kernel/io_uring_disabled")
-    if disabled:
-        found = f"kernel.io_uring_disabled={disabled}"
-        mend = "`sudo sysctl kernel.io_uring_disabled=0`"
-    elif code == errno.ENOSYS:
-        found, mend = "the kernel has none", "boot Linux 5.6 or newer, built with CONFIG_IO_URING"
-    elif has_seccomp_filter(system):
-        found = f"a seccomp filter refuses it ({os.strerror(code)})"
-        mend = "`docker run --security-opt seccomp=PROFILE.json ...` with io_uring calls allowed"
-    else:
-        found = f"refused: {os.strerror(code)}"
-        mend = "look for a security module's denial: `sudo dmesg | tail`"
+    """Which storage engine runs here, and if it is not this one, why."""
+    choice = choose_engine(system=system)
+    if choice.refusal is None:
+        return fine("io_uring", f"works: {choice.reason}, and storage uses it")
     return Finding(
         check="io_uring",
         status="warn",
-        found=found,
-        mend=mend,
+        found=f"{choice.refusal.why}; storage uses {choice.name}",
+        mend=choice.refusal.mend,
         why="Storage falls back to threads: the same results, with more CPU time for each request.",
     )
 

@@ -147,10 +147,6 @@ def in_user_namespace(system: System) -> bool:
     return text is not None and text.split() != ["0", "0", "4294967295"]
 
 
-def has_seccomp_filter(system: System) -> bool:
-    return _status(system, "Seccomp") == "2"
-
-
 def _status(system: System, key: str) -> str:
     match = re.search(rf"^{key}:\s*(\S+)", system.text("proc/self/status") or "", re.M)
     return match[1] if match else ""

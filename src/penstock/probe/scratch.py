@@ -6,13 +6,23 @@ import errno
 import mmap
 import os
 import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from penstock import _native
 from penstock.errors import ProbeError
+from penstock.machine_parts import StorageOperation
+from penstock.storage.engines import choose_engine
 
 ALIGNMENT = 4096
 """Of direct requests. Every device in use takes it; many take 512."""
+
+WORKERS = 2
+"""Threads that serve io_uring, as many as a store has."""
+
+CLOSE_SECONDS = 10.0
 
 
 class ScratchFile:
@@ -37,19 +47,15 @@ class ScratchFile:
     ) -> None:
         os.close(self._fd)
 
-    def read(self, into: memoryview, offset: int) -> None:
-        """Fill `into`, in as many requests as it takes."""
-        while into:
-            done = os.preadv(self._fd, [into], offset)
-            if done == 0:
-                raise ProbeError(f"{self._directory}: the file ends at {offset}, before it should")
-            into, offset = into[done:], offset + done
-
-    def write(self, data: memoryview, offset: int) -> None:
-        """Write all of `data`, in as many requests as it takes."""
-        while data:
-            done = os.pwritev(self._fd, [data], offset)
-            data, offset = data[done:], offset + done
+    @contextmanager
+    def mover(self, buffer: memoryview, *, block: int, depth: int) -> Iterator[EngineMover]:
+        """Moves blocks through the store's engine, `depth` in flight."""
+        choice = choose_engine()
+        engine = _native.StoreEngine(choice.name, [self._fd], ALIGNMENT, block, depth, WORKERS)
+        try:
+            yield EngineMover(engine, self._directory, buffer, block, depth)
+        finally:
+            engine.close(CLOSE_SECONDS)
 
     def finish_writes(self) -> None:
         """Return when what was written is off the page cache; direct writes never were on it."""
@@ -80,6 +86,36 @@ class ScratchFile:
             os.close(fd)
             raise
         return fd
+
+
+class EngineMover:
+    """Blocks of one length between a file and a buffer that has one for each request in flight."""
+
+    def __init__(
+        self,
+        engine: _native.StoreEngine,
+        directory: Path,
+        buffer: memoryview,
+        block: int,
+        depth: int,
+    ) -> None:
+        self._engine, self._directory = engine, directory
+        self._buffer, self._block, self._depth = buffer, block, depth
+        self._address, _ = _native.buffer_span(buffer, True)
+
+    def __call__(self, operation: StorageOperation, offsets: Sequence[int]) -> None:
+        """Returns when all are moved. What requests that overtake each other read is no matter."""
+        block, depth = self._block, self._depth
+        pieces = [(0, at, k % depth * block, block, 0) for k, at in enumerate(offsets)]
+        transfer = self._engine.start(operation == "write", self._address, pieces, None)
+        while not self._engine.wait([transfer], True, 0.1):
+            pass  # a look at the signals between two slices
+        if transfer.failure is None:
+            return
+        code, _, offset, _, _ = transfer.failure
+        if code == _native.END_OF_FILE:
+            raise ProbeError(f"{self._directory}: the file ends at {offset}, before it should")
+        raise OSError(code, os.strerror(code), str(self._directory))
 
 
 def _open_nameless(directory: Path, flags: int) -> int:

@@ -1,7 +1,6 @@
 """Storage paths: reads and writes by request length and depth. Room: measure.
 
-A thread for each request in flight. The store's own engine may do better with short requests; with
-those of a megabyte and more the device is what limits both.
+Through the store's own engine, so that it is what training will get.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import mmap
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -19,12 +19,12 @@ from typing import Protocol
 from penstock.errors import ProbeError
 from penstock.machine import Figure, StoragePath, StorageRate
 from penstock.machine_parts import StorageOperation
-from penstock.probe.crew import Clock, Crew
 from penstock.probe.progress import Progress
 from penstock.probe.sampling import Effort, take_rate
 from penstock.probe.scratch import ALIGNMENT, ScratchFile
 from penstock.units import GiB, KiB, MiB, format_bytes
 
+Clock = Callable[[], float]
 OPERATIONS: tuple[StorageOperation, ...] = ("write", "read")
 
 MAX_FILE_BYTES = 1 * GiB
@@ -35,11 +35,18 @@ MAX_BUFFER_BYTES = 256 * MiB
 FILL_BLOCK = 8 * MiB
 
 
+class Mover(Protocol):
+    """Moves blocks, so many in flight."""
+
+    def __call__(self, operation: StorageOperation, offsets: Sequence[int]) -> None: ...
+
+
 class BlockFile(Protocol):
     """What is measured."""
 
-    def read(self, into: memoryview, offset: int) -> None: ...
-    def write(self, data: memoryview, offset: int) -> None: ...
+    def mover(
+        self, buffer: memoryview, *, block: int, depth: int
+    ) -> AbstractContextManager[Mover]: ...
     def finish_writes(self) -> None: ...
     def forget(self) -> None: ...
 
@@ -92,7 +99,8 @@ def probe_path(
             f"the probe takes at most {MAX_SHARE:.0%} of the free space, and here that is "
             f"less than 1 MiB"
         )
-    with ScratchFile(directory) as file, Bench(file, wanted) as bench:
+    with ScratchFile(directory) as file:
+        bench = Bench(file, wanted)
         if not file.direct:
             progress.notes.append(
                 f"{path.path}: no direct I/O on this file system; figures include the page cache"
@@ -104,35 +112,27 @@ def probe_path(
 
 
 class Bench:
-    """A file, a buffer and threads to measure it with."""
+    """A file, and a buffer to measure it with."""
 
     def __init__(
         self, file: BlockFile, wanted: Sequence[Request], clock: Clock = time.perf_counter
     ) -> None:
         self._file = file
         self._clock = clock
-        self._crew = Crew(max(r.depth for r in wanted), clock)
         self._buffer = _noise(max(FILL_BLOCK, *(r.in_flight for r in wanted)))
         self._dice = random.Random(20)
         self.nbytes = 0
-
-    def __enter__(self) -> Bench:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._crew.__exit__(None, None, None)
-        self._buffer.release()
 
     def fill(self, most: int, seconds: float) -> None:
         """Write the file for the first time, as far as the time allows.
 
         Blocks that were never written read as zeros without the device being asked.
         """
-        start = self._clock()
-        while self.nbytes < most and self._clock() - start < seconds:
-            length = min(FILL_BLOCK, most - self.nbytes)
-            self._file.write(self._buffer[:length], self.nbytes)
-            self.nbytes += length
+        start, block = self._clock(), min(FILL_BLOCK, most)
+        with self._file.mover(self._buffer, block=block, depth=1) as move:
+            while self.nbytes + block <= most and self._clock() - start < seconds:
+                move("write", [self.nbytes])
+                self.nbytes += block
         self._file.finish_writes()
 
     def rates(
@@ -151,27 +151,22 @@ class Bench:
                 f"it needs {format_bytes(request.in_flight)} at once, and the file has "
                 f"{format_bytes(self.nbytes)}: there was no space or no time for more"
             )
-        run = partial(self.run, request)
-        return take_rate(run, effort, unit=request.in_flight, most=self.nbytes)
+        block, depth = request.block, request.depth
+        with self._file.mover(self._buffer, block=block, depth=depth) as move:
+            run = partial(self.run, move, request)
+            return take_rate(run, effort, unit=request.in_flight, most=self.nbytes)
 
-    def run(self, request: Request, nbytes: int) -> float:
+    def run(self, move: Mover, request: Request, nbytes: int) -> float:
         """Seconds for `nbytes` in whole blocks, in random order, so many in flight."""
         blocks = self._dice.sample(range(self.nbytes // request.block), nbytes // request.block)
         offsets = [block * request.block for block in blocks]
-        views = [
-            self._buffer[k * request.block : (k + 1) * request.block] for k in range(request.depth)
-        ]
+        if request.operation == "read":
+            self._file.forget()
+        start = self._clock()
+        move(request.operation, offsets)
         if request.operation == "write":
-            return self._crew.run(
-                lambda worker, offset: self._file.write(views[worker], offset),
-                offsets,
-                request.depth,
-                self._file.finish_writes,
-            )
-        self._file.forget()
-        return self._crew.run(
-            lambda worker, offset: self._file.read(views[worker], offset), offsets, request.depth
-        )
+            self._file.finish_writes()
+        return self._clock() - start
 
 
 def _noise(nbytes: int) -> memoryview:

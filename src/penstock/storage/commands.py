@@ -1,4 +1,4 @@
-"""`penstock store ls`, `store rm` and `bench storage`, without a command line. Room: hold.
+"""What commands do with disks: `store ls`, `store rm`, `--erase-device`. Room: hold.
 
 Each does its work and returns data; each has a `render_...` that makes a table of it.
 """
@@ -6,13 +6,14 @@ Each does its work and returns data; each has a `render_...` that makes a table 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
 
-from penstock.storage.errors import StoreInUseError
+from penstock.storage.devices import Device, check_device, inspect_device
+from penstock.storage.errors import DeviceNotEmptyError, StoreInUseError
 from penstock.storage.leftovers import FoundStore, find_stores, remove_store
 from penstock.storage.rates import Rate
 from penstock.units import format_bytes, format_rate
@@ -67,6 +68,31 @@ def render_removed(removed: Sequence[Removed]) -> Table:
     if not removed:
         table.add_row("no stores", "", "")
     return table
+
+
+def show_devices(paths: Iterable[str | Path], *, erase: bool, say: Callable[[str], None]) -> None:
+    """`--erase-device`: say what each raw device among the paths is, and refuse those not meant.
+
+    On a command line, where one letter names another disk, an empty-looking device is refused too
+    unless `erase`; one in use always is. Directories pass.
+    """
+    for path in paths:
+        if not Path(path).is_block_device():
+            continue
+        device = inspect_device(path)
+        say(describe_device(device))
+        check_device(device, erase=erase)
+        if not erase:
+            raise DeviceNotEmptyError(
+                device.path, signatures=(), model=device.model, nbytes=device.nbytes
+            )
+
+
+def describe_device(device: Device) -> str:
+    """One line for a person to look twice at."""
+    holds = ", ".join(device.signatures) or "nothing with a known signature"
+    used = f"; in use: {', '.join(device.uses)}" if device.uses else ""
+    return f"{device.path}: {device.model}, {format_bytes(device.nbytes)}, holds {holds}{used}"
 
 
 def render_rates(rates: Sequence[Rate]) -> Table:

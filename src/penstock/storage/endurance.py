@@ -57,9 +57,12 @@ def parse_health_log(log: bytes) -> Wear:
     )
 
 
-def controller_of(block_name: str) -> str | None:
-    """`nvme1n1p2` -> `/dev/nvme1`."""
-    found = re.fullmatch(r"(nvme\d+)(?:c\d+)?n\d+(?:p\d+)?", block_name)
+def drive_of(block_name: str) -> str | None:
+    """`nvme1n1p2` -> `/dev/nvme1n1`, which passes the question on to its controller.
+
+    Whose number need not be the drive's: a drive with several ways to it has several controllers.
+    """
+    found = re.fullmatch(r"(nvme\d+n\d+)(?:p\d+)?", block_name)
     return f"/dev/{found[1]}" if found else None
 
 
@@ -69,15 +72,13 @@ def wear_of(path: str | Path) -> Wear | None:
         found = os.stat(path)
         number = found.st_rdev or found.st_dev
         sys_path = os.path.realpath(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-        controller = controller_of(os.path.basename(sys_path))
-        if controller is None:
-            return None
-        return parse_health_log(_read_log(controller))
+        drive = drive_of(os.path.basename(sys_path))
+        return parse_health_log(_read_log(drive)) if drive else None
     except OSError:
         return None
 
 
-def _read_log(controller: str) -> bytes:
+def _read_log(drive: str) -> bytes:
     log = ctypes.create_string_buffer(_LOG_NBYTES)
     command = _Command(
         opcode=_GET_LOG_PAGE,
@@ -86,10 +87,10 @@ def _read_log(controller: str) -> bytes:
         data_len=_LOG_NBYTES,
         cdw10=_HEALTH_LOG | (_LOG_NBYTES // 4 - 1) << 16,
     )
-    fd = os.open(controller, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(drive, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if status := fcntl.ioctl(fd, _ADMIN_COMMAND, command):
-            raise OSError(f"{controller}: health log refused with status {status}")
+            raise OSError(f"{drive}: health log refused with status {status}")
     finally:
         os.close(fd)
     return log.raw

@@ -120,14 +120,15 @@ class DeviceInUseError(StorageError):
 
 
 class DeviceNotEmptyError(StorageError):
-    """A raw device that carries something known."""
+    """A raw device that carries something known, or that a command was not told to erase."""
 
     def __init__(self, path: str, *, signatures: Sequence[str], model: str, nbytes: int) -> None:
         self.path, self.signatures = path, tuple(signatures)
         self.model, self.nbytes = model, nbytes
+        holds = ", ".join(signatures) or "nothing with a known signature, but may hold data"
         super().__init__(
-            f"{path} ({model}, {format_bytes(nbytes)}) holds {', '.join(signatures)}; all of it "
-            f"would be lost. If that is meant: erase=True, or --erase-device"
+            f"{path} ({model}, {format_bytes(nbytes)}) holds {holds}; all of it would be lost. If "
+            f"that is meant: erase=True, or --erase-device"
         )
 
 

@@ -6,6 +6,7 @@ extent k-1. Both directions of the mix count.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +52,7 @@ def bench_storage(
     request_nbytes: Sequence[int] = (1 * MiB, 4 * MiB),
     passes: int = 3,
     verify: bool = False,
+    erase: bool = False,
     progress: Callable[[float], None] = lambda done: None,
 ) -> list[Rate]:
     """Rates of every engine that runs here. `progress` is called with the share done, 0 to 1."""
@@ -59,7 +61,9 @@ def bench_storage(
     rates: list[Rate] = []
     for number, (engine, request) in enumerate(todo):
         options = StoreOptions(request_nbytes=request)
-        with Store.create(path, nbytes, engine=engine, verify=verify, options=options) as store:
+        with Store.create(
+            path, nbytes, engine=engine, verify=verify, erase=erase, options=options
+        ) as store:
             bench = StorageBench(store, nbytes)
             bench.run("write")  # the first write of new space pays for its metadata
             samples: dict[Pattern, list[float]] = {pattern: [] for pattern in PATTERNS}
@@ -87,8 +91,11 @@ class StorageBench:
         self._extents = [store.allocate(chunk, name=f"chunk {i}") for i in range(count)]
         arena = Arena(lanes * chunk)
         self._lanes = [arena.take(chunk, align=store.alignment) for _ in range(lanes)]
-        for number, lane in enumerate(self._lanes):
-            memoryview(lane)[:] = bytes([number + 1]) * chunk
+        # Noise, which nothing below can compress, and the same everywhere: an extent then holds the
+        # same bytes whatever was written last, with its checksum or without.
+        noise = os.urandom(chunk)
+        for lane in self._lanes:
+            memoryview(lane)[:] = noise
         store.register(arena)
 
     @property

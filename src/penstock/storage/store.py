@@ -50,7 +50,6 @@ class Store:
         self._ledger = Ledger()
         self._registered: list[object] = []
         self._accounts = Accounts(self._native)
-        self._paths = [volume.data_path for volume in parts.volumes]
         self._end = weakref.finalize(self, abandon, os.getpid(), self._native, parts, self._ledger)
 
     # Making one
@@ -173,7 +172,7 @@ class Store:
                 transfer=transfer,
                 engine=self._native,
                 buffer=memoryview(buffer),  # type: ignore[arg-type]
-                paths=self._paths,
+                volumes=self._parts.volumes,
             )
             self._ledger.add(ticket)
             return ticket
@@ -258,10 +257,8 @@ class Store:
         self._ledger.moving.clear()
         self._registered.clear()
         if keep:
-            keep_volumes(self._parts, table_to_bytes(self._extents.values()))
-        else:
-            remove_volumes(self._parts)
-        return []
+            return keep_volumes(self._parts, table_to_bytes(self._extents.values()), timeout)
+        return remove_volumes(self._parts, timeout)
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,7 @@ from penstock.storage.errors import (
     TruncatedStoreError,
 )
 from penstock.storage.layout import Extent
+from penstock.storage.volume import Volume
 
 SLICE = 0.1
 """Seconds in the kernel between two looks at Python's signals, so that Ctrl-C ends a wait."""
@@ -30,8 +31,8 @@ class Ticket:
     __slots__ = (
         "_buffer",
         "_engine",
-        "_paths",
         "_transfer",
+        "_volumes",
         "extent",
         "length",
         "offset",
@@ -46,13 +47,13 @@ class Ticket:
         transfer: _native.Transfer,
         engine: _native.StoreEngine,
         buffer: memoryview,
-        paths: Sequence[str],
+        volumes: Sequence[Volume],
     ) -> None:
         self.extent = extent
         self.verb, self.offset, self.length = span
         self._transfer, self._engine = transfer, engine
         self._buffer: memoryview | None = buffer
-        self._paths = paths
+        self._volumes = volumes
 
     @property
     def done(self) -> bool:
@@ -79,7 +80,10 @@ class Ticket:
         if not self._transfer.done or (failed := self._transfer.failure) is None:
             return None
         code, file, offset, place, length = failed
-        path, extent = self._paths[file], self.extent.name
+        volume, extent = self._volumes[file], self.extent.name
+        path = volume.data_path
+        if volume.is_device and code in (_native.END_OF_FILE, errno.ENOSPC):
+            code = errno.ENODEV  # one that is gone has no bytes: it reads as ended, and as full
         if code == _native.END_OF_FILE:
             return TruncatedStoreError(extent=extent, path=path, offset=offset, length=length)
         if code == _native.BAD_CHECKSUM:

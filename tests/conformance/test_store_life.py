@@ -1,0 +1,128 @@
+"""From create to close: what every store promises on every kind of disk."""
+
+from __future__ import annotations
+
+import gc
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from penstock.storage.building import StoreOptions
+from penstock.storage.errors import (
+    StoreClosedError,
+    StoreFullError,
+)
+from penstock.storage.store import Store
+from penstock.units import KiB, MiB
+from tests.conformance.ground import UNIT, Ground
+from tests.disks import Buffers
+
+
+def test_a_full_store_says_wanted_and_free(ground: Ground) -> None:
+    with ground.create(1 * MiB) as store:
+        store.allocate(512 * KiB, name="first")
+
+        with pytest.raises(StoreFullError, match=r"second needs 1\.00 MiB .* 512 KiB left") as full:
+            store.allocate(1 * MiB, name="second")
+
+        assert (full.value.wanted, full.value.free) == (1 * MiB, 512 * KiB)
+        store.allocate(512 * KiB, name="the rest")
+
+
+def test_every_byte_is_counted_per_step_and_per_run(ground: Ground, buffers: Buffers) -> None:
+    with ground.create() as store:
+        extent = store.allocate(1 * MiB, name="counted")
+        lane = buffers.random(1 * MiB)
+        store.start_write(extent, lane).wait()
+        first = store.end_step()
+        store.start_write(extent, lane[: 2 * UNIT]).wait()
+        store.start_read(extent, lane).wait()
+        second = store.end_step()
+
+    assert (first.step_written_nbytes, first.step_read_nbytes) == (1 * MiB, 0)
+    assert (second.step_written_nbytes, second.step_read_nbytes) == (2 * UNIT, 1 * MiB)
+    assert (second.written_nbytes, second.read_nbytes) == (1 * MiB + 2 * UNIT, 1 * MiB)
+    assert (second.steps, second.again) == (2, 0)
+
+
+def test_a_closed_store_is_closed(ground: Ground, buffers: Buffers) -> None:
+    store = ground.create()
+    extent = store.allocate(UNIT, name="late")
+    assert store.close() == []
+    assert store.close() == []
+
+    with pytest.raises(StoreClosedError):
+        store.start_read(extent, buffers.zeros(UNIT))
+    with pytest.raises(StoreClosedError):
+        store.allocate(1, name="later")
+
+
+def test_closing_with_transfers_under_way_returns(ground: Ground, buffers: Buffers) -> None:
+    store = ground.create(options=StoreOptions(request_nbytes=UNIT, depth=1))
+    extents = [store.allocate(1 * MiB, name=str(i)) for i in range(8)]
+    lane = buffers.random(1 * MiB)
+    tickets = [store.start_write(extent, lane) for extent in extents]
+
+    assert store.close() == []
+
+    assert all(ticket.done for ticket in tickets)
+    for ticket in tickets:
+        assert ticket.failure() is None or isinstance(ticket.failure(), StoreClosedError)
+
+
+def test_nothing_is_left_behind(ground: Ground, buffers: Buffers) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    store = ground.create()
+    extent = store.allocate(UNIT, name="gone")
+    store.start_write(extent, buffers.random(UNIT)).wait()
+    store.close()
+
+    assert len(os.listdir("/proc/self/fd")) == before
+    if Path(ground.path).is_dir():
+        assert os.listdir(ground.path) == []
+    else:
+        assert _magic(ground.path) == bytes(8)
+
+
+def test_a_dropped_store_removes_itself(ground: Ground) -> None:
+    store = ground.create()
+    data = store.volumes[0].data_path
+    del store
+    gc.collect()
+
+    assert not Path(data).exists() or _magic(data) == bytes(8)
+
+
+def _magic(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as disk:
+        return disk.read(8)
+
+
+def test_a_kept_store_can_be_opened_again(ground: Ground, buffers: Buffers) -> None:
+    store = ground.create()
+    extents = [store.allocate(n, name=f"kept {n}") for n in (100, 2 * MiB, 5000)]
+    sources = [buffers.random(e.stored_nbytes) for e in extents]
+    data = store.volumes[0].data_path
+    for extent, source in zip(extents, sources, strict=True):
+        store.start_write(extent, source)
+    store.close(keep=True)
+
+    with Store.open(data, engine=ground.engine, verify=ground.verify) as again:
+        assert again.uuid == store.uuid
+        assert [(e.name, e.nbytes) for e in again] == [(e.name, e.nbytes) for e in extents]
+        for extent, expected in zip(extents, sources, strict=True):
+            back = buffers.zeros(extent.stored_nbytes)
+            again.start_read(again[extent.name], back).wait()
+            assert back == expected
+        assert again.allocate(1, name="new").start >= extents[-1].start + 4096
+
+
+def test_other_people_cannot_read_it(ground: Ground) -> None:
+    with ground.create() as store:
+        data = Path(store.volumes[0].data_path)
+        if data.is_block_device():
+            pytest.skip("a device's mode is the administrator's")
+        assert stat.S_IMODE(data.stat().st_mode) == 0o600
+        assert stat.S_IMODE(data.parent.stat().st_mode) == 0o700
