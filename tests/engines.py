@@ -52,7 +52,8 @@ def tiny_config(family: str, **changes: Any) -> Any:
     """A model of a few ten thousand parameters."""
     common: dict[str, Any] = {
         "vocab_size": 260, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": 128,
         "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     if family in ("gemma2", "gemma3"):
@@ -63,7 +64,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
         common = {k: common[k] for k in ("vocab_size", "tie_word_embeddings", "pad_token_id",
                                          "bos_token_id", "eos_token_id")}  # fmt: skip
         common |= {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "resid_pdrop": 0.0,
-                       "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+                   "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
     return getattr(transformers, _CONFIGS[family])(**(common | changes))
 
 
