@@ -97,6 +97,7 @@ class Engine:
         items = max(1, cut.items if num_items is None else num_items)
         self.body.train(True)
         run = self._next_run(cut, items, adds=adds)
+        self._stats = None  # what a failure leaves half summed must not be applied
         self._run(run)
         self.batches += 1
         self._stats = self._gather()
