@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,26 +32,47 @@ from penstock.workload import Numerics, Workload
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 
+_CONFIGS = {
+    "llama": "LlamaConfig",
+    "qwen3": "Qwen3Config",
+    "gemma3": "Gemma3TextConfig",
+    "gemma2": "Gemma2Config",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "olmo2": "Olmo2Config",
+    "phi3": "Phi3Config",
+    "gpt_neox": "GPTNeoXConfig",
+    "gpt2": "GPT2Config",
+}
+
+_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+
 
 def tiny_config(family: str, **changes: Any) -> Any:
     """A model of a few ten thousand parameters."""
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": 260, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
         "max_position_embeddings": 128,
         "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    if family == "gemma3":
-        common |= {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention",
-                                                       "sliding_attention"]}  # fmt: skip
-    kinds = {"llama": "LlamaConfig", "qwen3": "Qwen3Config", "gemma3": "Gemma3TextConfig"}
-    return getattr(transformers, kinds[family])(**(common | changes))
+    if family in ("gemma2", "gemma3"):
+        common |= {"sliding_window": 64, "layer_types": _SLIDING}
+    if family == "gemma2":
+        common |= {"query_pre_attn_scalar": 8}
+    if family == "gpt2":
+        common = {k: common[k] for k in ("vocab_size", "tie_word_embeddings", "pad_token_id",
+                                         "bos_token_id", "eos_token_id")}  # fmt: skip
+        common |= {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "resid_pdrop": 0.0,
+                   "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+    return getattr(transformers, _CONFIGS[family])(**(common | changes))
 
 
 def plain_model(config: Any, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> Any:
     """The unmodified model, with weights."""
     torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    own = copy.deepcopy(config)  # which the engine's model shares with nobody
+    return transformers.AutoModelForCausalLM.from_config(own, dtype=dtype)
 
 
 def inventory(config: Any, freeze: Sequence[str] = ()) -> Inventory:

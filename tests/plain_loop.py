@@ -9,12 +9,16 @@ from typing import Any
 import torch
 
 from penstock.optim import formats, reference, rules
-from penstock.optim.stats import clip_scale
+from penstock.optim.stats import GradStats, clip_scale
 from penstock.optim.sweep import grad_stats
 
 
 class PlainLoop:
-    """AdamW with a bf16 weight and its remainder, by the reference in plain torch."""
+    """AdamW by the reference in plain torch: a 16-bit weight with the rest of its master.
+
+    `order` names every tensor, as seeds of stochastic rounding count them; `lr_of` is a learning
+    rate by step, from 0, and by the tensor's dimensions, where it is not constant.
+    """
 
     def __init__(
         self,
@@ -24,37 +28,38 @@ class PlainLoop:
         clip: float | None,
         settings: dict[str, Any],
         frozen: Callable[[str], bool] = lambda name: False,
+        moments: formats.Moments = "fp32",
+        order: Sequence[str] = (),
+        lr_of: Callable[[int, int], float] | None = None,
+        loss_scale: float = 1.0,
     ) -> None:
         self.model, self.micro_batch, self.clip, self.settings = model, micro_batch, clip, settings
         self.trained = {n: p for n, p in model.named_parameters() if not frozen(n)}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in self.trained)
-        self.state = {
-            name: {
-                "weight": p.detach().view(-1),
-                "rest": torch.zeros(p.numel(), dtype=torch.int16),
-                "first": torch.zeros(p.numel()),
-                "second": torch.zeros(p.numel()),
-            }
-            for name, p in self.trained.items()
-        }
+        self.state = {name: _fresh(p.detach(), moments) for name, p in self.trained.items()}
+        self.order, self.lr_of, self.loss_scale = list(order), lr_of, loss_scale
         self.steps = 0
         self.grad_norm = float("nan")
 
     def step(self, batch: dict[str, torch.Tensor]) -> float:
         sums, loss = self.gradients(batch)
-        grads = {name: total.to(torch.bfloat16) for name, total in sums.items()}
-        self.grad_norm = grad_stats([g.view(-1) for g in grads.values()]).norm
-        scale = 1.0 if self.clip is None else clip_scale(self.grad_norm, self.clip)
+        sixteen = self.model.dtype
+        grads = {name: total.to(sixteen) for name, total in sums.items()}
+        stats: GradStats = grad_stats([g.view(-1) for g in grads.values()])
+        if not stats.finite:
+            return loss
+        unscale = 1.0 / self.loss_scale
+        self.grad_norm = stats.norm * unscale
+        clipped = 1.0 if self.clip is None else clip_scale(self.grad_norm, self.clip)
         self.steps += 1
         for name, grad in grads.items():
-            decay = self.settings["weight_decay"] if grad.dim() >= 2 else 0.0
             by = rules.adamw(
-                step=self.steps, scale=scale, **(self.settings | {"weight_decay": decay})
+                step=self.steps, scale=unscale * clipped, **self._settings_of(grad.dim())
             )
-            bad = reference.sweep(
-                "adamw", self.state[name], grad.view(-1), by, key=0, first_index=0
-            )
+            key = rules.draw_key(0, self.steps, self.order.index(name)) if self.order else 0
+            state = self.state[name]
+            bad = reference.sweep("adamw", state, grad.view(-1), by, key=key, first_index=0)
             assert bad is None
         return loss
 
@@ -67,8 +72,8 @@ class PlainLoop:
             part = {k: v[rows : rows + self.micro_batch] for k, v in batch.items()}
             self.model.zero_grad()
             loss = self.model(**part, num_items_in_batch=items).loss
-            loss.backward()
-            total += float(loss)
+            (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
+            total += float(loss.detach())
             for name, parameter in self.trained.items():
                 assert parameter.grad is not None, name
                 grad = parameter.grad.float()
@@ -76,8 +81,34 @@ class PlainLoop:
         return sums, total
 
     def master(self, name: str) -> torch.Tensor:
-        return formats.join(self.state[name]["weight"], self.state[name]["rest"])
+        return formats.read_master(self.state[name]["weight"], self.state[name]["rest"])
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """Everything by the names that tests/equivalence gives it."""
+        roles = {"weight": "weight", "rest": "master", "first": "first", "second": "second",
+                 "first_base": "first bases", "second_base": "second bases"}  # fmt: skip
+        found = {f"{n} weight": p.detach().view(-1) for n, p in self.model.named_parameters()}
+        for name, state in self.state.items():
+            found |= {f"{name} {roles[key]}": value for key, value in state.items()}
+        return found
+
+    def _settings_of(self, dimensions: int) -> dict[str, Any]:
+        """Of the tensor's group: matrices are decayed."""
+        given = dict(self.settings)
+        if dimensions < 2:
+            given["weight_decay"] = 0.0
+        if self.lr_of is not None:
+            given["lr"] = self.lr_of(self.steps - 1, dimensions)
+        return given
 
 
-def same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+def _fresh(weight: torch.Tensor, moments: formats.Moments) -> dict[str, torch.Tensor]:
+    flat = weight.view(-1)
+    rest = formats.fresh_rest(flat)
+    assert rest is not None
+    state = {"weight": flat, "rest": rest}
+    for name in ("first", "second"):
+        zeros = torch.zeros(flat.numel())
+        made = formats.write_moment(zeros, name, moments, second=name == "second")
+        state |= {key.removesuffix("_code"): value for key, value in made.items()}
+    return state

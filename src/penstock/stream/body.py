@@ -142,6 +142,12 @@ class Body:
 
     # Parts.
 
+    def train(self, training: bool) -> None:
+        """Layers too, which are no part of the model while they are lifted out of it."""
+        self.model.train(training)
+        for layer in self.layers:
+            layer.train(training)
+
     def embed(self, micro: MicroBatch) -> tuple[torch.Tensor, Calls]:
         """What enters the first layer, and how layers are to be called."""
         with self._probing():

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.errors import DeviceMemoryError
+from penstock.errors import DeviceMemoryError, NonFiniteMasterError
 from penstock.optim import device_stats, device_sweep, sweep
 from penstock.optim.rules import RuleName
 from penstock.optim.stats import GradStats
@@ -124,7 +124,10 @@ class CpuDevice:
         return _Found(sweep.grad_stats(grads))
 
     def sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> Mark:
-        return SweepMark(sweep.start(rule, segments, pool=pool))
+        ticket = sweep.start(rule, segments, pool=pool)
+        with contextlib.suppress(NonFiniteMasterError):  # which `settle` tells
+            ticket.wait()
+        return SweepMark(ticket)
 
     def limit(self, nbytes: int) -> None:
         """The kernel's own limits are what binds host memory."""

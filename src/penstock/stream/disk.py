@@ -23,6 +23,8 @@ class Tickets:
 
     def settle(self) -> None:
         for ticket in self._tickets:
+            ticket.settle()  # all of them, before the first failure is told
+        for ticket in self._tickets:
             ticket.wait()
         if self.ended is None:
             self.ended = Moment()
@@ -77,6 +79,13 @@ class DiskPipe:
         for index, ticket in enumerate(self._tickets):
             if ticket is not None:
                 ticket.wait()
+            self._tickets[index] = None
+
+    def abandon(self) -> None:
+        """After a failure: whatever was under way is no business of the next run."""
+        for index, ticket in enumerate(self._tickets):
+            if ticket is not None:
+                ticket.settle()
             self._tickets[index] = None
 
     def _next(self) -> tuple[torch.Tensor, int]:

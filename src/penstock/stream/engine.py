@@ -95,8 +95,9 @@ class Engine:
             )
         cut = self._cut(batch)
         items = max(1, cut.items if num_items is None else num_items)
-        self.body.model.train()
+        self.body.train(True)
         run = self._next_run(cut, items, adds=adds)
+        self._stats = None  # what a failure leaves half summed must not be applied
         self._run(run)
         self.batches += 1
         self._stats = self._gather()
@@ -141,7 +142,7 @@ class Engine:
     def evaluate(self, batches: Iterable[Mapping[str, torch.Tensor]]) -> Evaluation:
         """The mean loss over trained tokens; nothing is changed."""
         self.finish()
-        self.body.model.eval()
+        self.body.train(False)
         total, tokens = 0.0, 0
         for batch in batches:
             cut = self._cut(batch)

@@ -51,6 +51,9 @@ class Marks:
                 self._failed = error
             self._changed.notify_all()
 
+    def has(self, key: Hashable) -> bool:
+        return key in self._found
+
     @property
     def failed(self) -> BaseException | None:
         return self._failed

@@ -43,6 +43,13 @@ class Mover:
 
     def write(self, run: Run, at: int, op: Operation) -> None:
         self._settle(run, at)
+        self._start_write(run, at, op)
+
+    def write_now(self, run: Run, at: int, op: Operation) -> None:
+        """After a failure, what `write` would have done."""
+        self._start_write(run, at, op).settle()
+
+    def _start_write(self, run: Run, at: int, op: Operation) -> Tickets:
         store, piece = self._taken.store, op.piece
         assert piece is not None
         read = run.program.read_of[at]
@@ -51,7 +58,9 @@ class Mover:
             store.start_write(self._homes.extent(op.block, role, piece), spans[role].data.numpy())
             for role in op.roles
         ]
-        run.marks.put(at, Tickets(tickets))
+        under_way = Tickets(tickets)
+        run.marks.put(at, under_way)
+        return under_way
 
     def sweep(self, run: Run, at: int, op: Operation) -> None:
         """On the CPU. What is in staging was read by the operation before."""
@@ -61,8 +70,12 @@ class Mover:
         if (op.block, op.piece) not in pending.done:
             roles, start, stop = self.swept_roles(run, at, op)
             parts = segments(self._homes.inventory, op.block, pending, roles, start, stop)
-            sweep.start(pending.rule, parts, pool=self._taken.pool).wait()
-            pending.done.add((op.block, op.piece))
+            ticket = sweep.start(pending.rule, parts, pool=self._taken.pool)
+            try:
+                ticket.wait()
+            finally:  # an element that was refused does not undo the others
+                pending.done.add((op.block, op.piece))
+                run.swept_now.add((op.block, op.piece))
         run.marks.put(at, Moment())
 
     def swept_roles(self, run: Run, at: int, op: Operation) -> tuple[dict[Role, Span], int, int]:

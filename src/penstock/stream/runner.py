@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import partial
 
 from penstock.schedule import COMPUTE, Operation, Verb
 from penstock.stream.computing import Computer
@@ -44,9 +46,10 @@ class Runner:
         except BaseException as error:
             run.marks.fail(error)
         for event in idle:
-            while not event.wait(0.2):  # in slices, so that Ctrl-C is seen
-                pass
+            self._insist(run, partial(_until_set, event))
         self._settle(run)
+        if run.marks.failed is not None:
+            self._mend(run)
         self._now = None
         if run.marks.failed is not None:
             raise run.marks.failed
@@ -91,10 +94,31 @@ class Runner:
     def _settle(self, run: Run) -> None:
         """Wait for all that was issued; after a failure, without complaint."""
         for mark in [*run.marks.issued(), *run.swept]:
-            try:
-                mark.settle()
-            except Exception as error:
-                run.marks.fail(error)
+            self._insist(run, mark.settle)
+
+    def _mend(self, run: Run) -> None:
+        """After a failure, when nothing moves any more: what was swept in staging still goes to its
+        disk, where it would be lost otherwise, and pipes are empty for the next run."""
+        for pipe in self._taken.pipes.values():
+            pipe.abandon()
+        for at, op in enumerate(run.program.operations):
+            swept = op.verb is Verb.WRITE and (op.block, op.piece) in run.swept_now
+            if swept and not run.marks.has(at):
+                self._insist(run, partial(self._mover.write_now, run, at, op))
+
+    def _insist(self, run: Run, wait: Callable[[], None]) -> None:
+        """What others still use must not be left behind, so the first Ctrl-C only ends the run; the
+        second one ends the waiting too."""
+        try:
+            wait()
+        except Exception as error:
+            run.marks.fail(error)
+        except BaseException as error:
+            again = run.marks.failed is not None
+            run.marks.fail(error)
+            if again:
+                raise
+            self._insist(run, wait)
 
     def _words(self, run: Run, key: object) -> str:
         at = key[0] if isinstance(key, tuple) else key
@@ -103,3 +127,8 @@ class Runner:
         op = run.program.operations[at]
         what = f" ({', '.join(op.roles)})" if op.roles and op.verb is not Verb.SWEEP else ""
         return f"{op.verb} of {self._names[op.block]}{what}"
+
+
+def _until_set(event: threading.Event) -> None:
+    while not event.wait(0.2):  # in slices, so that Ctrl-C is seen
+        pass

@@ -76,6 +76,8 @@ class Run:
     """The sum over trained tokens."""
     swept: list[Mark] = field(default_factory=list)
     """Sweeps on the device, which may have refused an element."""
+    swept_now: set[tuple[int, int | None]] = field(default_factory=set)
+    """Blocks and pieces that the CPU swept in this run."""
     used: Counter[int] = field(default_factory=Counter)
     """By round: inputs that came back and were used."""
     came_back: dict[int, list[Hashable]] = field(default_factory=dict)

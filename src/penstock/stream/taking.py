@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -12,9 +13,11 @@ from penstock.inventory import Inventory
 from penstock.memory.arena import Arena
 from penstock.memory.placement import Node, Place
 from penstock.optim.threads import Pool
+from penstock.placement_parts import Placement
 from penstock.plan import Plan
 from penstock.pools import pipe_lanes, pipe_nbytes
 from penstock.roles import EXTENT
+from penstock.schedule import Schedule
 from penstock.step_order import evaluation_schedule, step_schedule, sweep_schedule
 from penstock.stream.device import Device
 from penstock.stream.disk import DiskPipe
@@ -26,6 +29,8 @@ from penstock.stream.slots import WeightSlots
 from penstock.stream.state import Taken
 from penstock.tiers import Tier
 from penstock.units import format_bytes
+
+MakeSchedule = Callable[[Inventory, Placement], Schedule]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +50,35 @@ class Programs:
 
     @classmethod
     def of(cls, plan: Plan, inventory: Inventory) -> Programs:
+        def compiled(make: MakeSchedule, placement: Placement) -> Program:
+            return compile_program(inventory, placement, formats, make(inventory, placement))
+
         placement = plan.placement
         formats = plan.workload.formats(placement.rounds)
-        schedules = (
-            step_schedule(inventory, placement),
-            step_schedule(inventory, placement, pending=False),
-            sweep_schedule(inventory, placement),
-            evaluation_schedule(inventory, placement),
-            step_schedule(inventory, placement, pending=False, adds=plan.workload.accumulate),
+        step = compiled(step_schedule, placement)
+        first = partial(step_schedule, pending=False)
+        again = partial(step_schedule, pending=False, adds=plan.workload.accumulate)
+        others = (
+            _within(step.staging.nbytes, placement, partial(compiled, make))
+            for make in (first, sweep_schedule, evaluation_schedule, again)
         )
-        return cls(*(compile_program(inventory, placement, formats, s) for s in schedules))
+        return cls(step, *others)
 
     def nbytes(self, pool: str) -> int:
         """The most that any of them needs of a pool."""
         every = (self.step, self.first, self.sweep, self.evaluate, self.again)
         buffers: list[Buffers] = [getattr(program, pool) for program in every]
         return max(held.nbytes for held in buffers)
+
+
+def _within(nbytes: int, placement: Placement, make: Callable[[Placement], Program]) -> Program:
+    """The plan's staging is as large as a step needs. The others read less, but in another order,
+    which may pack worse; then fewer of their pieces are in staging at once."""
+    for staged in range(placement.pieces_staged, 0, -1):
+        program = make(replace(placement, pieces_staged=staged))
+        if program.staging.nbytes <= nbytes:
+            break
+    return program
 
 
 def take(

@@ -7,7 +7,8 @@ each tile, and sums the weights' gradients over the tiles in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def tile_mlps(layers: Sequence[nn.Module], tile: int) -> None:
 class _Tiled:
     def __init__(self, mlp: nn.Module, plain: Any, tile: int) -> None:
         self.mlp, self.plain, self.tile = mlp, plain, tile
+        self.draws = any(isinstance(m, nn.Dropout) and m.p > 0 for m in mlp.modules())
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens = hidden.numel() // hidden.shape[-1]
@@ -43,6 +45,7 @@ class _Tiles(torch.autograd.Function):
         ctx: Any, tiled: _Tiled, hidden: torch.Tensor, *weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.tiled = tiled
+        ctx.random = _random_state(hidden.device) if tiled.draws else None
         ctx.save_for_backward(hidden, *weights)
         flat = hidden.reshape(-1, hidden.shape[-1])
         out = torch.empty_like(flat)
@@ -59,14 +62,34 @@ class _Tiles(torch.autograd.Function):
         wanted = [w for w in weights if w.requires_grad]
         sums = [torch.zeros_like(w, dtype=torch.float32) for w in wanted]
         back = torch.empty_like(flat)
-        for low in range(0, flat.shape[0], tiled.tile):
-            rows = slice(low, low + tiled.tile)
-            with torch.enable_grad():
-                x = flat[rows].detach().requires_grad_()
-                y = tiled.plain(x)
-            made = torch.autograd.grad(y, [x, *wanted], flat_grad[rows])
-            back[rows] = made[0]
-            for total, part in zip(sums, made[1:], strict=True):
-                total.add_(part)
+        with _replaying(ctx.random, hidden.device):
+            for low in range(0, flat.shape[0], tiled.tile):
+                rows = slice(low, low + tiled.tile)
+                with torch.enable_grad():
+                    x = flat[rows].detach().requires_grad_()
+                    y = tiled.plain(x)
+                made = torch.autograd.grad(y, [x, *wanted], flat_grad[rows])
+                back[rows] = made[0]
+                for total, part in zip(sums, made[1:], strict=True):
+                    total.add_(part)
         by_id = {id(w): s.to(w.dtype) for w, s in zip(wanted, sums, strict=True)}
         return (None, back.view(hidden.shape), *(by_id.get(id(w)) for w in weights))
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+@contextlib.contextmanager
+def _replaying(state: torch.Tensor | None, device: torch.device) -> Iterator[None]:
+    """What is drawn inside was drawn before: the same dropout."""
+    if state is None:
+        yield
+        return
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        if on_gpu:
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+        yield

@@ -1,0 +1,172 @@
+"""Training runs that differ only in what must not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from penstock.inventory import Inventory
+from penstock.plan import Plan
+from penstock.roles import STATE, Role
+from penstock.stream.engine import Engine
+from penstock.stream.homes import StoreSettings
+from penstock.workload import Workload
+from tests import engines
+
+STEPS = 20
+FROZEN = ("*.layers.1.mlp.up_proj.weight",)
+OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def warm_up(step: int) -> float:
+    """A schedule that moves at every step."""
+    return min(1.0, (step + 1) / 4) * 0.97**step
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model and a piece of work: all that may decide the result."""
+
+    config: Any
+    model: Inventory
+    work: Workload
+    source: Any
+
+    @classmethod
+    def of(
+        cls,
+        family: str,
+        *,
+        freeze: Sequence[str] = FROZEN,
+        config: Mapping[str, Any] | None = None,
+        **work: Any,
+    ) -> Setup:
+        """Three micro-batches, the last one smaller, unless told otherwise."""
+        made = engines.tiny_config(family, **(config or {}))
+        work = {"batch": 5, "micro_batch": 2, "clip": 0.5} | work
+        dtype = torch.float16 if work.get("dtype") == "fp16" else torch.bfloat16
+        return cls(
+            made,
+            engines.inventory(made, freeze),
+            engines.workload(**work),
+            engines.plain_model(made, dtype),
+        )
+
+    def batches(self, count: int = STEPS) -> list[Any]:
+        return engines.batches(count, self.work, self.config.vocab_size)
+
+    def plan(self, way: Way, disk: Path) -> Plan:
+        """On disk where the way says so."""
+        on_disk = any("n" in row for row in way.spots)
+        rows = way.rows(len(self.model.blocks))
+        where = disk if on_disk else None
+        return engines.make_plan_of(self.model, self.work, rows, disk=where, **way.plan)
+
+    def engine(self, way: Way, disk: Path, **settings: Any) -> Engine:
+        given: dict[str, Any] = {"optimizer": OPTIMIZER, "sweep_threads": way.threads}
+        given["store"] = StoreSettings(**way.store)
+        plan = self.plan(way, disk)
+        return engines.make_engine(self.config, plan, self.model, self.source, **given | settings)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the work is done: nothing here may change a bit."""
+
+    name: str
+    spots: tuple[str, ...]
+    """Weight, state, gradient and input of a block; the rows are dealt to the blocks in turn."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    store: Mapping[str, Any] = field(default_factory=dict)
+    threads: int | None = None
+
+    def rows(self, blocks: int) -> list[str]:
+        return [self.spots[i % len(self.spots)] for i in range(blocks)]
+
+
+RESIDENT = Way("all resident", ("hhhh",))
+DRAM = Way("all in DRAM", ("dddd",), threads=1)
+DISK = Way("all on disk", ("nnnn",))
+
+WAYS = (
+    RESIDENT,
+    DRAM,
+    Way("split block by block", ("hhhd", "dddh")),
+    Way("partly on disk", ("nddd", "dndh", "hhhn", "ddnd", "nndn"), {"piece": 4096}, threads=3),
+    DISK,
+    Way("all on disk in small pieces, by threads", ("nnnn",), {"piece": 4096},
+        {"engine": "threads"}, threads=2),
+    Way("inputs on disk", ("dddn",), {"slots": 3}, {"workers": 1}),
+    Way("two rounds", ("dddd", "hhhh"), {"rounds": 2}),
+    Way("three rounds on disk, far ahead", ("nnnn", "ddnn"),
+        {"rounds": 3, "slots": 4, "ahead": 2, "piece": 8192}, {"workers": 4}),
+)  # fmt: skip
+FEW = (RESIDENT, WAYS[3], WAYS[8])
+"""Where all of them would tell no more: nothing streamed, a mix, and everything streamed."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gave."""
+
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, torch.Tensor]
+    """Weights, rests and moments, by tensor and role."""
+
+
+def train(setup: Setup, way: Way, disk: Path, *, steps: int = STEPS, **settings: Any) -> Result:
+    """With a schedule, as a user would have it."""
+    with setup.engine(way, disk, **settings) as engine:
+        losses, norms = follow(engine, setup.batches(steps))
+        return Result(losses, norms, state_of(engine))
+
+
+def follow(engine: Engine, batches: Iterable[Any]) -> tuple[list[float], list[float]]:
+    """Train, each group with a schedule of its own; losses and norms."""
+    factors = [warm_up, lambda step: 0.5 * warm_up(step)]
+    scheduler = LambdaLR(engine.optimizer, factors[: len(engine.optimizer.param_groups)])
+    losses, norms = [], []
+    for batch in batches:
+        losses.append(float(engine.step(batch)))
+        norms.append(engine.grad_norm)
+        scheduler.step()
+    return losses, norms
+
+
+def state_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """Everything that a sweep changes, and frozen weights."""
+    engine.finish()
+    found = {}
+    for block in engine.inventory.blocks:
+        for tensor in block.tensors:
+            for role in (Role.WEIGHT, *STATE) if tensor.trainable else (Role.WEIGHT,):
+                found[f"{tensor.name} {role}"] = whole(engine, tensor.name, role)
+                if engine.access.has_bases and role in (Role.FIRST, Role.SECOND):
+                    found[f"{tensor.name} {role} bases"] = whole(engine, tensor.name, role, True)
+    return found
+
+
+def whole(engine: Engine, name: str, role: Role, bases: bool = False) -> torch.Tensor:
+    return torch.cat([part.clone() for part in engine.access.parts(name, role, bases=bases)])
+
+
+def differing(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of what is not equal to the bit: empty is equal."""
+    assert first.keys() == second.keys()
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    found = []
+    for name, one in first.items():
+        other = second[name].view(one.shape)
+        same = one.dtype == other.dtype and torch.equal(
+            one.contiguous().view(bits[one.element_size()]),
+            other.contiguous().view(bits[other.element_size()]),
+        )
+        if not same:
+            found.append(name)
+    return found

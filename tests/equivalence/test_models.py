@@ -1,0 +1,133 @@
+"""Other families, packed documents, windows and caps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import engines
+from tests.equivalence.runs import DISK, DRAM, RESIDENT, Setup, differing, state_of
+from tests.plain_loop import PlainLoop
+
+OTHERS = ("mistral", "qwen2", "olmo2", "phi3", "gpt_neox", "gpt2", "gemma2")
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_step_of_every_family_equals_the_plain_loop(family: str, tmp_path: Path) -> None:
+    """To the bit, Gemma 2 included, whose capped attention is the eager one of transformers."""
+    setup = Setup.of(family, freeze=(), config=CONFIGS.get(family))
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    loop = PlainLoop(setup.source, micro_batch=2, clip=setup.work.clip, settings=settings)
+    batches = setup.batches(2)
+    with setup.engine(DISK, tmp_path, optimizer=settings) as engine:
+        for batch in batches:
+            assert float(engine.step(batch)) == pytest.approx(loop.step(batch), rel=1e-6)
+            assert engine.grad_norm == loop.grad_norm
+
+        assert differing(state_of(engine), loop.whole_state()) == []
+
+
+CONFIGS = {"mistral": {"sliding_window": None}}
+
+PACKED = [("llama", {}), ("gemma3", {"sliding_window": 3}), ("gemma2", {"sliding_window": 3}),
+          ("gpt2", {})]  # fmt: skip
+BOUNDS = (0, 5, 6, 16)
+"""Three documents in a row of sixteen tokens; one of them a single token."""
+
+
+def loss_of(engine: Any, batch: dict[str, torch.Tensor], low: int, high: int) -> float:
+    """Of the documents in those columns alone, the others being there all the same."""
+    labels = torch.full_like(batch["labels"], -100)
+    labels[:, low:high] = batch["input_ids"][:, low:high]
+    return float(engine.evaluate([batch | {"labels": labels}]).loss)
+
+
+def packed_batch(setup: Setup) -> dict[str, torch.Tensor]:
+    batch = setup.batches(1)[0]
+    lengths = [high - low for low, high in zip(BOUNDS, BOUNDS[1:], strict=False)]
+    row = torch.cat([torch.arange(length) for length in lengths])
+    return batch | {"position_ids": row.expand_as(batch["input_ids"]).clone()}
+
+
+@pytest.mark.parametrize(("family", "config"), PACKED, ids=[f for f, _ in PACKED])
+def test_packed_documents_do_not_see_each_other(
+    family: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    setup = loud(family, config)
+    batch = packed_batch(setup)
+    with setup.engine(DRAM, tmp_path) as engine:
+        first, last = loss_of(engine, batch, 0, 5), loss_of(engine, batch, 6, 16)
+        for changed, (kept, low, high) in ((slice(0, 6), (last, 6, 16)),
+                                           (slice(5, 16), (first, 0, 5))):  # fmt: skip
+            other = {k: v.clone() for k, v in batch.items()}
+            other["input_ids"][:, changed] = 7
+            assert loss_of(engine, other, low, high) == kept
+
+        for low, high, packed in ((0, 5, first), (6, 16, last)):
+            alone = {k: batch[k][:, low:high] for k in ("input_ids", "labels")}
+            # Products of other shapes may sum in another order: a few last bits of bf16.
+            assert packed == pytest.approx(loss_of(engine, alone, 0, high - low), rel=2e-3)
+
+
+def test_a_packed_step_trains_as_documents_one_by_one(tmp_path: Path) -> None:
+    """Gradients too: the same norm as of a batch that has each document in a row of its own."""
+    setup = loud("llama", {}, batch=2, micro_batch=2)
+    batch = packed_batch(setup)
+    with setup.engine(DRAM, tmp_path) as engine:
+        packed = float(engine.forward_backward(batch))
+        engine.apply()
+        norm = engine.grad_norm
+    rows = loud("llama", {}, batch=4, micro_batch=4)
+    ids = torch.zeros(4, 10, dtype=torch.int64)
+    labels = torch.full((4, 10), -100)
+    for at, (low, high) in enumerate(((0, 5), (6, 16))):
+        for row in range(2):
+            ids[2 * at + row, : high - low] = batch["input_ids"][row, low:high]
+            labels[2 * at + row, : high - low] = batch["labels"][row, low:high]
+    with rows.engine(DRAM, tmp_path) as engine:
+        apart = float(engine.step({"input_ids": ids, "labels": labels}))
+        assert packed == pytest.approx(apart, rel=2e-3)
+        assert norm == pytest.approx(engine.grad_norm, rel=1e-2)
+
+
+def loud(family: str, config: dict[str, Any], **work: Any) -> Setup:
+    """With weights large enough for attention to matter."""
+    return Setup.of(family, freeze=(), config={"initializer_range": 0.25} | config, **work)
+
+
+EAGER = {
+    "a window in Mistral": ("mistral", {"sliding_window": 4}, {"sliding_window": None}),
+    "windows in some layers of Gemma 3": (
+        "gemma3", {"sliding_window": 2, "query_pre_attn_scalar": 1}, {"sliding_window": 128},
+    ),
+    "capped scores and logits in Gemma 2": (
+        "gemma2",
+        {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "sliding_window": 4},
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "config", "without"), EAGER.values(), ids=EAGER)
+def test_windows_and_caps_are_those_of_transformers(
+    family: str, config: dict[str, Any], without: dict[str, Any], tmp_path: Path
+) -> None:
+    """Against its eager attention with a mask, in loss and gradient. Both round to bf16 after
+    every product, the bands here over other shapes."""
+    losses = []
+    for changes in (config, config | without):
+        setup = loud(family, changes)
+        eager = engines.plain_model(setup.config)
+        eager.set_attn_implementation("eager")
+        loop = PlainLoop(eager, micro_batch=2, clip=None, settings={"weight_decay": 0.0, "lr": 0.0,
+                         "betas": (0.9, 0.95), "eps": 1e-8})  # fmt: skip
+        batch = setup.batches(1)[0]
+        with setup.engine(RESIDENT, tmp_path) as engine:
+            losses.append(float(engine.step(batch)))
+            assert losses[-1] == pytest.approx(loop.step(batch), rel=1e-3)
+            assert engine.grad_norm == pytest.approx(loop.grad_norm, rel=2e-2)
+    # The tolerance would see it if the window or the cap were left out.
+    assert abs(losses[0] / losses[1] - 1) > 2e-3

@@ -1,0 +1,112 @@
+"""Chunks, tiles and dropout: what they change is bounded, and no plan adds to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.stream.body import Body
+from tests.equivalence.runs import FEW, RESIDENT, Setup, differing, train
+
+STEPS = 4
+
+
+def assert_same_under_plans(setup: Setup, disk: Path) -> list[float]:
+    results = [train(setup, way, disk, steps=STEPS) for way in FEW]
+    for other in results[1:]:
+        assert other.losses == results[0].losses
+        assert differing(results[0].state, other.state) == []
+    return results[0].losses
+
+
+def assert_near(first: Setup, second: Setup, disk: Path) -> None:
+    """Products of fewer rows may sum in another order, and each part's gradient is rounded to bf16
+    before the parts are summed in fp32: a relative error of 2^-9 per part, of either sign."""
+    one, other = (train(setup, RESIDENT, disk, steps=STEPS) for setup in (first, second))
+    assert one.losses == pytest.approx(other.losses, rel=1e-3)
+    assert one.norms == pytest.approx(other.norms, rel=2.0**-7)
+
+
+def test_loss_chunks_change_little_and_under_no_plan_more(tmp_path: Path) -> None:
+    """Chunks of 7 tokens, which divide no row, against one chunk."""
+    cut, whole = Setup.of("llama", loss_chunk=7), Setup.of("llama")
+
+    assert_same_under_plans(cut, tmp_path)
+    assert_near(cut, whole, tmp_path)
+
+
+def test_mlp_tiles_change_little_and_under_no_plan_more(tmp_path: Path) -> None:
+    cut, whole = Setup.of("llama", mlp_tile=10), Setup.of("llama")
+
+    assert_same_under_plans(cut, tmp_path)
+    assert_near(cut, whole, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", {"attention_dropout": 0.2}),
+        ("gpt2", {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}),
+    ],
+)
+def test_dropout_is_the_same_under_every_plan(
+    family: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    losses = assert_same_under_plans(Setup.of(family, config=config), tmp_path)
+
+    without = train(Setup.of(family), RESIDENT, tmp_path, steps=STEPS)
+    assert losses != without.losses
+
+
+def test_backward_replays_the_dropout_of_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What backward recomputes is what forward computed."""
+    setup = Setup.of("gpt2", config={"resid_pdrop": 0.2, "attn_pdrop": 0.2}, micro_batch=5)
+    seen: dict[int, list[torch.Tensor]] = {}
+    plain = Body.layer
+
+    def spy(self: Body, index: int, *args: Any) -> torch.Tensor:
+        out = plain(self, index, *args)
+        seen.setdefault(index, []).append(out.detach().clone())
+        return out
+
+    monkeypatch.setattr(Body, "layer", spy)
+    with setup.engine(RESIDENT, tmp_path) as engine:
+        engine.forward_backward(setup.batches(1)[0])
+
+    assert len(seen) == 3
+    for forth, back in seen.values():
+        assert torch.equal(forth, back)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_nothing_is_dropped_when_evaluating(family: str, tmp_path: Path) -> None:
+    rates = {"attention_dropout": 0.5} if family == "llama" else {
+        "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}  # fmt: skip
+    dropping, plain = Setup.of(family, config=rates), Setup.of(family)
+    found = []
+    for setup in (dropping, plain):
+        with setup.engine(RESIDENT, tmp_path) as engine:
+            found.append(engine.evaluate(setup.batches(1)).loss)
+
+    assert found[0] == found[1]
+
+
+def test_a_model_in_eval_mode_is_trained_with_dropout_all_the_same(tmp_path: Path) -> None:
+    """`from_pretrained` hands models out in that mode."""
+    from penstock.prepare import prepare
+
+    losses = []
+    for training in (True, False):
+        setup = Setup.of("llama", config={"attention_dropout": 0.5})
+        setup.source.train(training)
+        with prepare(
+            setup.source, budget={"hbm": "1GiB", "dram": "1GiB"}, context=16, batch=5, device="cpu"
+        ) as engine:
+            losses.append(float(engine.step(setup.batches(1)[0])))
+
+    assert losses[0] == losses[1]

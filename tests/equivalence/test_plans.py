@@ -1,0 +1,184 @@
+"""Where everything rests cannot be seen in the result, not in one bit of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines import FAMILIES
+from tests.equivalence.runs import (
+    DISK,
+    DRAM,
+    FEW,
+    OPTIMIZER,
+    RESIDENT,
+    WAYS,
+    Result,
+    Setup,
+    Way,
+    differing,
+    follow,
+    state_of,
+    train,
+    warm_up,
+)
+from tests.plain_loop import PlainLoop
+
+
+def assert_same(results: dict[str, Result]) -> None:
+    first, *others = results
+    for name in others:
+        assert results[name].losses == results[first].losses, name
+        assert results[name].norms == results[first].norms, name
+        assert differing(results[first].state, results[name].state) == [], name
+
+
+def over(setup: Setup, ways: tuple[Way, ...], disk: Path, **told: Any) -> dict[str, Result]:
+    return {way.name: train(setup, way, disk, **told) for way in ways}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twenty_steps_are_the_same_to_the_bit_under_every_plan(family: str, tmp_path: Path) -> None:
+    """A schedule, clipping, three micro-batches, two groups, a frozen tensor; both store engines
+    and several counts of threads. And the plain loop over the unmodified model gives the same."""
+    setup = Setup.of(family)
+
+    results = over(setup, WAYS, tmp_path)
+
+    assert_same(results)
+    assert_equal_to_the_plain_loop(setup, results[RESIDENT.name])
+    assert min(results[RESIDENT.name].norms) > setup.work.clip, "clipping was at work"
+
+
+def assert_equal_to_the_plain_loop(setup: Setup, result: Result, **told: Any) -> None:
+    frozen = {t.name for b in setup.model.blocks for t in b.tensors if not t.trainable}
+    loop = PlainLoop(
+        setup.source,
+        micro_batch=setup.work.numerics.micro_batch,
+        clip=setup.work.clip,
+        settings=OPTIMIZER,
+        frozen=lambda name: name in frozen,
+        moments=setup.work.moments,
+        order=[t.name for b in setup.model.blocks for t in b.tensors],
+        lr_of=lambda step, dims: OPTIMIZER["lr"] * warm_up(step) * (1.0 if dims >= 2 else 0.5),
+        **told,
+    )
+    norms = []
+    for batch in setup.batches(len(result.losses)):
+        loop.step(batch)
+        norms.append(loop.grad_norm)
+    assert norms == result.norms
+    assert differing(result.state, loop.whole_state()) == []
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_moments_of_every_format_are_the_same_under_every_plan(
+    moments: str, tmp_path: Path
+) -> None:
+    """Stochastic rounding too: it follows from seed, step, tensor and element."""
+    setup = Setup.of("llama", moments=moments)
+
+    results = over(setup, FEW, tmp_path, steps=6)
+
+    assert_same(results)
+    assert_equal_to_the_plain_loop(setup, results[RESIDENT.name])
+
+
+def test_fp16_is_the_same_under_every_plan(tmp_path: Path) -> None:
+    setup = Setup.of("qwen3", dtype="fp16")
+    results = {}
+    for way in FEW:
+        with setup.engine(way, tmp_path) as engine:
+            engine.scale.value = 1024.0
+            losses, norms = follow(engine, setup.batches(6))
+            results[way.name] = Result(losses, norms, state_of(engine))
+
+    assert_same(results)
+    assert_equal_to_the_plain_loop(setup, results[RESIDENT.name], loss_scale=1024.0)
+
+
+@pytest.mark.parametrize("way", FEW, ids=lambda way: way.name)
+def test_a_step_that_overflows_changes_nothing_but_the_scale(way: Way, tmp_path: Path) -> None:
+    setup = Setup.of("llama", dtype="fp16")
+    before, wild, after = setup.batches(3)
+    with setup.engine(way, tmp_path) as engine:
+        engine.scale.value = 1024.0
+        engine.step(before)
+        held, rates = state_of(engine), [g["lr"] for g in engine.optimizer.param_groups]
+        engine.scale.value = 2.0**60
+
+        engine.step(wild)
+
+        assert engine.skipped
+        assert engine.steps == 1
+        assert engine.scale.value == 2.0**59
+        assert [g["lr"] for g in engine.optimizer.param_groups] == rates
+        assert differing(held, state_of(engine)) == []
+        engine.scale.value = 1024.0
+        engine.step(after)
+        assert not engine.skipped
+        final = state_of(engine)
+    with setup.engine(RESIDENT, tmp_path) as plain:
+        plain.scale.value = 1024.0
+        plain.step(before)
+        plain.step(after)
+        assert differing(final, state_of(plain)) == []
+
+
+def test_tied_embeddings_are_the_same_under_every_plan(tmp_path: Path) -> None:
+    setup = Setup.of("gemma3", config={"tie_word_embeddings": True})
+
+    results = over(setup, FEW, tmp_path, steps=6)
+
+    assert_same(results)
+    # The table's gradient from the head is summed over all micro-batches before the embedding's
+    # is added; the plain loop adds the two for each micro-batch, in bf16. So not to the bit.
+    loop = PlainLoop(setup.source, micro_batch=2, clip=setup.work.clip, settings=OPTIMIZER,
+                     frozen=lambda name: "layers.1.mlp.up_proj" in name,
+                     lr_of=lambda step, dims: OPTIMIZER["lr"] * warm_up(step)
+                     * (1.0 if dims >= 2 else 0.5))  # fmt: skip
+    for batch, loss, norm in zip(
+        setup.batches(6), results[DISK_FAR].losses, results[DISK_FAR].norms, strict=True
+    ):
+        assert loop.step(batch) == pytest.approx(loss, rel=1e-3)
+        assert loop.grad_norm == pytest.approx(norm, rel=1e-2)
+
+
+DISK_FAR = FEW[-1].name
+
+
+def test_one_micro_batch_with_tied_embeddings_equals_the_plain_loop(tmp_path: Path) -> None:
+    setup = Setup.of("llama", config={"tie_word_embeddings": True}, micro_batch=5)
+
+    assert_equal_to_the_plain_loop(setup, train(setup, DISK, tmp_path, steps=4))
+
+
+def test_frozen_blocks_stay_as_they_were_under_every_plan(tmp_path: Path) -> None:
+    """A whole layer, the embedding, and parts of others: nothing to sweep, or little."""
+    freeze = ("model.embed_tokens.*", "model.layers.1.*", "*.norm.weight", "*.0.self_attn.*")
+    setup = Setup.of("llama", freeze=freeze)
+    first = {f"{name} weight": t.clone().view(-1) for name, t in setup.source.state_dict().items()}
+
+    results = over(setup, (DRAM, *FEW), tmp_path, steps=4)
+
+    assert_same(results)
+    frozen = [f"{t.name} weight" for b in setup.model.blocks for t in b.tensors if not t.trainable]
+    state = results[RESIDENT.name].state
+    assert differing({n: first[n] for n in frozen}, {n: state[n] for n in frozen}) == []
+    assert_equal_to_the_plain_loop(setup, results[RESIDENT.name])
+
+
+def test_a_batch_smaller_than_planned_is_the_same_under_every_plan(tmp_path: Path) -> None:
+    """Fewer rows, shorter rows: some rounds then have nothing to do."""
+    setup = Setup.of("llama")
+    states = []
+    for way in FEW:
+        with setup.engine(way, tmp_path) as engine:
+            for rows, length, batch in zip((5, 1, 3), (16, 16, 9), setup.batches(3), strict=True):
+                engine.step({k: v[:rows, :length] for k, v in batch.items()})
+            states.append(state_of(engine))
+
+    assert differing(states[0], states[1]) == []
+    assert differing(states[0], states[2]) == []
