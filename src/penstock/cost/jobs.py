@@ -82,6 +82,33 @@ class Demands:
         return {resource: s for resource, s in self.seconds.items() if s > 0}
 
 
+_WEIGHT, _GRADIENT = (Role.WEIGHT,), (Role.GRADIENT,)
+
+
+class _Buffers:
+    """Who waits for a buffer. The schedule lists what is given back just before what takes its
+    place: a piece read into staging, a block's weights, the gradient that a backward makes."""
+
+    def __init__(self) -> None:
+        self.released: tuple[int, ...] = ()
+        self.dropped: dict[tuple[Role, ...], tuple[int, ...]] = {}
+
+    def waits(self, at: int, operation: Operation) -> tuple[int, ...]:
+        """What else it must wait for. Asked of each operation, in the order listed."""
+        match operation.verb:
+            case Verb.RELEASE:
+                self.released = (at,)
+            case Verb.DROP:
+                self.dropped[operation.roles] = (at,)
+            case Verb.READ:
+                return self.released
+            case Verb.FETCH if operation.roles == _WEIGHT:
+                return self.dropped.get(_WEIGHT, ())
+            case Verb.BACKWARD:
+                return self.dropped.get(_GRADIENT, ())
+        return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Translator:
     """Everything an operation's demands depend on."""
@@ -111,8 +138,9 @@ class Translator:
         compute = Computation(self.inventory, self.workload, self.placement.rounds, self.rates)
         kinds, lengths = self._kinds(), self._lengths()
         lanes: dict[object, str] = {}
+        buffers = _Buffers()
         made = []
-        for operation in schedule.operations:
+        for at, operation in enumerate(schedule.operations):
             verb, block, roles, _, round, piece, gpu, after = operation
             key: object
             if verb in COMPUTE:
@@ -131,7 +159,7 @@ class Translator:
             lane = lanes.get(kind)
             if lane is None:
                 lane = lanes[kind] = operation.lane
-            made.append(Job(lane, demands, after))
+            made.append(Job(lane, demands, after + buffers.waits(at, operation)))
         return made
 
     def totals(self, operations: Iterable[Operation]) -> dict[str, float]:
