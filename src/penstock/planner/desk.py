@@ -70,6 +70,7 @@ class Desk:
         init=False, default_factory=dict
     )
     _homes: dict[tuple[int, Role, Spot, int], Home] = field(init=False, default_factory=dict)
+    _sizes: dict[object, int] = field(init=False, default_factory=dict)
     _alike: dict[tuple[int, Role, Spot], Home] = field(init=False, default_factory=dict)
     _places: Mapping[Spot, tuple[tuple[Share, float], ...]] = field(init=False)
 
@@ -90,6 +91,19 @@ class Desk:
 
     def capacity(self, tier: Tier) -> int:
         return self._capacities[tier]
+
+    def with_budget(self, budget: Budget) -> Desk:
+        """The same for another budget, with what does not depend on it."""
+        other = replace(self, budget=budget)
+        other._quick = replace(other._quick, known_hbm=self._quick.known_hbm)
+        return other
+
+    def room_for_all(self, rounds: int) -> bool:
+        """Whether all tiers together could hold what rests: if not, nothing else need be asked."""
+        groups = [g for g in GROUPS if g != "input"]
+        blocks = range(len(self.inventory.blocks))
+        wanted = sum(self.nbytes(i, group, rounds) for i in blocks for group in groups)
+        return wanted <= sum(self._capacities.values())
 
     def _capacity(self, tier: Tier) -> int:
         """The budget, or less where a stripe by bandwidth cannot use all of every node."""
@@ -243,8 +257,11 @@ class Desk:
     def _role_nbytes(self, block: int, role: Role, rounds: int) -> int:
         if role is Role.INPUT:
             return input_nbytes(self.inventory, self.workload, rounds)
-        formats = self.workload.formats(rounds)
-        return role_nbytes(self.inventory.blocks[block], role, formats, self.piece_elements)
+        model, step = self.inventory.blocks[block], self.piece_elements
+        key = (model.pieces(step), model.pieces(step, trainable=False), role, rounds)
+        if key not in self._sizes:
+            self._sizes[key] = role_nbytes(model, role, self.workload.formats(rounds), step)
+        return self._sizes[key]
 
 
 def _places(

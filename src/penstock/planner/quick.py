@@ -51,7 +51,9 @@ class QuickNeeds:
     placement: Callable[[Choice], Placement]
     """How a candidate is written out."""
 
-    _hbm: dict[Choice, int] = field(init=False, default_factory=dict)
+    known_hbm: dict[Choice, int] = field(default_factory=dict)
+    """Of candidates asked about before. Depends on no budget."""
+
     _runs: dict[object, _Run] = field(init=False, default_factory=dict)
 
     def of(self, choice: Choice) -> dict[Tier, int]:
@@ -65,7 +67,7 @@ class QuickNeeds:
         """As if everything outside HBM were in DRAM."""
         spots = tuple(map(_nearer, choice.spots))
         alike = Choice(spots, choice.rounds, choice.slots, choice.ahead)
-        if alike not in self._hbm:
+        if alike not in self.known_hbm:
             placement = self.placement(alike)
             found = pools(
                 self.inventory,
@@ -74,8 +76,8 @@ class QuickNeeds:
                 step_schedule(self.inventory, placement),
                 context_nbytes=self.context_nbytes,
             )
-            self._hbm[alike] = sum(pool.nbytes for pool in found if pool.tier is Tier.HBM)
-        return self._hbm[alike]
+            self.known_hbm[alike] = sum(pool.nbytes for pool in found if pool.tier is Tier.HBM)
+        return self.known_hbm[alike]
 
     def _staging(self, choice: Choice, placement: Placement) -> int:
         """The most of it at once: the sweeps' pieces on the way forth, weights on the way back."""

@@ -77,7 +77,7 @@ def _candidates(desk: Desk, effort: Effort) -> Iterator[Choice]:
     inputs = (0, len(desk.inventory.layers))
     seen: set[Choice] = set()
     fitting = 0
-    for rounds in _rounds(desk.workload.micro_batches):
+    for rounds in filter(desk.room_for_all, _rounds(desk.workload.micro_batches)):
         before = len(seen)
         for some in residents(desk, rounds):
             for order, kind, kept in product(ORDERS[: effort.orders], kinds, inputs):
