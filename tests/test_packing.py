@@ -78,6 +78,14 @@ def test_a_large_tensor_uses_the_place_of_a_slightly_smaller_one() -> None:
     assert pack(items, alignment=1, mendings=0).nbytes == peak_nbytes(items) == 1404
 
 
+def test_pieces_that_differ_by_a_little_take_three_slots() -> None:
+    # Three at a time, each a little smaller or larger than the one it follows.
+    sizes = [1000 - (7 * i) % 13 for i in range(60)]
+    items = [Lifetime(name=str(i), nbytes=b, start=i, end=i + 3) for i, b in enumerate(sizes)]
+
+    assert pack(items, alignment=1, mendings=0).nbytes <= 3 * max(sizes)
+
+
 def test_nothing_takes_nothing() -> None:
     assert pack([]).nbytes == 0
     assert pack([]).waste == 0

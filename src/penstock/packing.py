@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from penstock.units import format_bytes, round_up
 
@@ -132,16 +133,17 @@ _ORDERS: Sequence[Callable[[_Bundle], tuple[int, ...]]] = (
 
 def _search(bundles: Sequence[_Bundle], peak: int, mendings: int) -> list[int]:
     """Each bundle's offset. From each greedy order, whoever sticks out is given an earlier turn."""
+    best, best_top = _in_slots(bundles)
+    if best_top <= peak:
+        return best
     neighbours = _neighbours(bundles)
-    best: list[int] = []
-    best_top = -1
     for key in _ORDERS:
         order = sorted(range(len(bundles)), key=lambda i: key(bundles[i]))
         for _ in range(1 + mendings // len(_ORDERS)):
             placed = _place(order, bundles, neighbours)
             ends = [at + bundle.nbytes for at, bundle in zip(placed, bundles, strict=True)]
             top = max(ends, default=0)
-            if best_top < 0 or top < best_top:
+            if top < best_top:
                 best, best_top = placed, top
             if best_top <= peak:
                 return best
@@ -149,6 +151,32 @@ def _search(bundles: Sequence[_Bundle], peak: int, mendings: int) -> list[int]:
             turn = order.index(highest)
             order.insert(turn // 2, order.pop(turn))
     return best
+
+
+def _in_slots(bundles: Sequence[_Bundle]) -> tuple[list[int], int]:
+    """Each in its turn into the smallest free slot that is large enough, else the largest is made
+    larger; and what all slots take. Best, and soonest done, where few sizes pass in a row: pieces
+    that differ by a little would each leave a gap that the next one does not fit."""
+    sizes: list[int] = []
+    until: list[int] = []
+    slot_of = [0] * len(bundles)
+    for index in sorted(range(len(bundles)), key=lambda i: (bundles[i].start, -bundles[i].nbytes)):
+        bundle = bundles[index]
+        free = [slot for slot, end in enumerate(until) if end <= bundle.start]
+        fitting = [slot for slot in free if sizes[slot] >= bundle.nbytes]
+        if fitting:
+            slot = min(fitting, key=sizes.__getitem__)
+        elif free:
+            slot = max(free, key=sizes.__getitem__)
+        else:
+            slot = len(sizes)
+            sizes.append(0)
+            until.append(0)
+        sizes[slot] = max(sizes[slot], bundle.nbytes)
+        until[slot] = bundle.end
+        slot_of[index] = slot
+    starts = list(accumulate(sizes, initial=0))
+    return [starts[slot] for slot in slot_of], starts[-1]
 
 
 def _neighbours(bundles: Sequence[_Bundle]) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.cost.compute import Computation
 from penstock.cost.rates import Rates
@@ -16,6 +16,9 @@ from penstock.roles import STATE, TRAINED, Role
 from penstock.schedule import COMPUTE, Operation, Schedule, Verb
 from penstock.tiers import Tier
 from penstock.workload import Workload
+
+Known = dict[object, dict[str, float]]
+"""What kinds of operations ask for."""
 
 
 class Demands:
@@ -79,6 +82,33 @@ class Demands:
         return {resource: s for resource, s in self.seconds.items() if s > 0}
 
 
+_WEIGHT, _GRADIENT = (Role.WEIGHT,), (Role.GRADIENT,)
+
+
+class _Buffers:
+    """Who waits for a buffer. The schedule lists what is given back just before what takes its
+    place: a piece read into staging, a block's weights, the gradient that a backward makes."""
+
+    def __init__(self) -> None:
+        self.released: tuple[int, ...] = ()
+        self.dropped: dict[tuple[Role, ...], tuple[int, ...]] = {}
+
+    def waits(self, at: int, operation: Operation) -> tuple[int, ...]:
+        """What else it must wait for. Asked of each operation, in the order listed."""
+        match operation.verb:
+            case Verb.RELEASE:
+                self.released = (at,)
+            case Verb.DROP:
+                self.dropped[operation.roles] = (at,)
+            case Verb.READ:
+                return self.released
+            case Verb.FETCH if operation.roles == _WEIGHT:
+                return self.dropped.get(_WEIGHT, ())
+            case Verb.BACKWARD:
+                return self.dropped.get(_GRADIENT, ())
+        return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Translator:
     """Everything an operation's demands depend on."""
@@ -98,33 +128,66 @@ class Translator:
     gpus: int = 1
     """GPUs that share the host and do the same."""
 
+    known: Known = field(default_factory=dict)
+    """Demands found before. May be kept for other placements of the same model and work, as long
+    as their homes are: equal homes are mostly one object, and are told apart by that."""
+
     def jobs(self, schedule: Schedule) -> list[Job]:
         # Layers are alike: what differs is only which block, so most demands are computed once.
-        known: dict[tuple[object, ...], dict[str, float]] = {}
+        known = self.known
         compute = Computation(self.inventory, self.workload, self.placement.rounds, self.rates)
+        kinds, lengths = self._kinds(), self._lengths()
+        lanes: dict[object, str] = {}
+        buffers = _Buffers()
         made = []
-        for operation in schedule.operations:
-            if operation.verb in COMPUTE:
-                key: tuple[object, ...] = ("gpu", seconds := compute.seconds(operation))
-                if key not in known:
-                    known[key] = {"gpu": seconds}
+        for at, operation in enumerate(schedule.operations):
+            verb, block, roles, _, round, piece, gpu, after = operation
+            key: object
+            if verb in COMPUTE:
+                key = (verb, block, round, self.placement.rounds)
             else:
-                key = self._key(operation)
-                if key not in known:
-                    known[key] = self._demands(operation)
-            made.append(Job(operation.lane, known[key], operation.after))
+                key = (verb, roles, gpu, piece is not None and lengths[block][piece], kinds[block])
+            demands = known.get(key)
+            if demands is None:
+                if verb in COMPUTE:  # of all blocks that take as long, one mapping
+                    seconds = compute.seconds(operation)
+                    demands = known.setdefault(seconds, {"gpu": seconds})
+                else:
+                    demands = self._demands(operation)
+                known[key] = demands
+            kind = (verb, roles, gpu)
+            lane = lanes.get(kind)
+            if lane is None:
+                lane = lanes[kind] = operation.lane
+            made.append(Job(lane, demands, after + buffers.waits(at, operation)))
         return made
 
-    def _key(self, operation: Operation) -> tuple[object, ...]:
-        # By identity: equal homes are mostly one object, and comparing them would take longer.
-        homes = tuple(map(id, self.placement.blocks[operation.block].homes))
-        block = self.inventory.blocks[operation.block]
-        length = 0
-        if operation.piece is not None:
-            start, stop, _ = piece_span(block, operation.piece, self.placement)
-            length = stop - start
-        return (operation.verb, operation.roles, operation.gpu, length,
-                block.flat_elements(True), homes)  # fmt: skip
+    def totals(self, operations: Iterable[Operation]) -> dict[str, float]:
+        """All that some operations, each on a whole block, ask for."""
+        compute = Computation(self.inventory, self.workload, self.placement.rounds, self.rates)
+        found: dict[str, float] = defaultdict(float)
+        for operation in operations:
+            if operation.verb in COMPUTE:
+                found["gpu"] += compute.seconds(operation)
+            else:
+                for resource, seconds in self._demands(operation).items():
+                    found[resource] += seconds
+        return dict(found)
+
+    def _kinds(self) -> list[tuple[int, ...]]:
+        """Per block, what tells its homes from others."""
+        return [
+            (model.flat_elements(True), *map(id, at.homes))
+            for model, at in zip(self.inventory.blocks, self.placement.blocks, strict=True)
+        ]
+
+    def _lengths(self) -> list[list[int]]:
+        """Per block, the elements of each piece."""
+        step = self.placement.piece_elements
+        return [
+            [stop - start for t in (True, False) for start, stop in block.pieces(step, trainable=t)]
+            for block in self.inventory.blocks
+        ]
 
     def _demands(self, operation: Operation) -> dict[str, float]:
         if operation.verb in (Verb.DROP, Verb.RELEASE):

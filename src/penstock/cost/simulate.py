@@ -8,15 +8,19 @@ lane run one after the other; a job also waits for those named in `after`.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _EPSILON = 1e-12
 
+Speeds = dict[tuple[int, ...], tuple[float, ...]]
+"""How fast jobs run together, by the identity of their demands: the same mix recurs for every
+layer, so this is looked up far more often than it is found."""
 
-@dataclass(frozen=True, slots=True)
-class Job:
+
+class Job(NamedTuple):
     """A piece of work."""
 
     lane: str
@@ -49,90 +53,89 @@ class Span:
 
 
 class _Run:
-    """The state of one simulation."""
+    """The state of one simulation. A lane's order is one more job to wait for."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.jobs = jobs
-        self.missing = [len(set(job.after)) for job in jobs]
-        self.waiting: dict[int, list[int]] = defaultdict(list)
-        self.queues: dict[str, deque[int]] = defaultdict(deque)
-        for i, job in enumerate(jobs):
-            for j in set(job.after):
-                self.waiting[j].append(i)
-            if job.lane:
-                self.queues[job.lane].append(i)
-        self.started: dict[int, tuple[float, int | None]] = {}
-        self.left: dict[int, float] = {}  # running -> the share of the job still to do
-        self.spans: dict[int, Span] = {}
-        self.speeds: dict[tuple[int, ...], tuple[float, ...]] = {}
-        self.kind = [id(job.demands) for job in jobs]
-
-    def run(self) -> list[Span]:
-        now = 0.0
-        fresh = [(i, None) for i in range(len(self.jobs)) if not self.missing[i]]
-        self.finish(now, self.start(now, fresh))
-        while self.left:
-            running = list(self.left)
-            speeds = self.speed(running)
-            step = min(self.left[i] / s for i, s in zip(running, speeds, strict=True))
-            now += step
-            done = []
-            for i, s in zip(running, speeds, strict=True):
-                self.left[i] -= s * step
-                if self.left[i] <= _EPSILON:
-                    done.append(i)
-            for i in done:
-                del self.left[i]
-            self.finish(now, done)
-        assert len(self.spans) == len(self.jobs), "the schedule waits for itself"
-        return [self.spans[i] for i in range(len(self.jobs))]
-
-    def finish(self, now: float, done: list[int]) -> None:
-        ended = deque(done)
-        while ended:
-            i = ended.popleft()
-            begun, cause = self.started.pop(i)
-            self.spans[i] = Span(begun, now, cause)
-            free: list[tuple[int, int | None]] = []
-            lane = self.jobs[i].lane
+    def __init__(self, jobs: Sequence[Job], speeds: Speeds) -> None:
+        self.jobs, self.speeds = jobs, speeds
+        self.missing: list[int] = []
+        self.waiting: list[list[int]] = []
+        self.kinds = [id(job.demands) for job in jobs]
+        latest: dict[str, int] = {}
+        for i, (lane, _, after) in enumerate(jobs):
+            before = set(after)
             if lane:
-                self.queues[lane].popleft()
-                if self.queues[lane]:
-                    head = self.queues[lane][0]
-                    if not self.missing[head]:
-                        free.append((head, i))
-            for j in self.waiting.pop(i, ()):
-                self.missing[j] -= 1
-                if not self.missing[j]:
-                    free.append((j, i))
-            ended.extend(self.start(now, free))
+                if lane in latest:
+                    before.add(latest[lane])
+                latest[lane] = i
+            self.missing.append(len(before))
+            self.waiting.append([])
+            for j in before:
+                self.waiting[j].append(i)
+        self.starts = [0.0] * len(jobs)
+        self.ends = [-1.0] * len(jobs)
+        self.causes: list[int | None] = [None] * len(jobs)
 
-    def start(self, now: float, ready: Sequence[tuple[int, int | None]]) -> list[int]:
-        """Start those whose turn it is; give back those that took no time."""
-        instant = []
-        for i, cause in ready:
-            lane = self.jobs[i].lane
-            if i in self.started or i in self.spans or (lane and self.queues[lane][0] != i):
-                continue
-            self.started[i] = (now, cause)
-            if self.jobs[i].alone > 0:
-                self.left[i] = 1.0
-            else:
-                instant.append(i)
-        return instant
+    def run(self) -> None:
+        now = 0.0
+        running = self.begin(now, [i for i, count in enumerate(self.missing) if not count])
+        left = [1.0] * len(running)  # the share of each still to do
+        while running:
+            speeds = self.speed(running)
+            step = min([a / s for a, s in zip(left, speeds, strict=True)])
+            now += step
+            left = [a - s * step for a, s in zip(left, speeds, strict=True)]
+            done = [i for i, a in zip(running, left, strict=True) if a <= _EPSILON]
+            running = [i for i, a in zip(running, left, strict=True) if a > _EPSILON]
+            left = [a for a in left if a > _EPSILON]
+            fresh = self.begin(now, self.end(now, done))
+            running += fresh
+            left += [1.0] * len(fresh)
+        assert min(self.ends, default=0.0) >= 0.0, "the schedule waits for itself"
+
+    def end(self, now: float, done: list[int]) -> list[int]:
+        """Those that can start now."""
+        missing = self.missing
+        free: list[int] = []
+        for i in done:
+            self.ends[i] = now
+            for j in self.waiting[i]:
+                missing[j] -= 1
+                if not missing[j]:
+                    self.causes[j] = i
+                    free.append(j)
+        return free
+
+    def begin(self, now: float, ready: list[int]) -> list[int]:
+        """Those of them that take time; the others end at once, and let more begin."""
+        working: list[int] = []
+        while ready:
+            instant: list[int] = []
+            for i in ready:
+                self.starts[i] = now
+                (working if self.jobs[i].demands else instant).append(i)
+            ready = self.end(now, instant)
+        return working
 
     def speed(self, running: list[int]) -> tuple[float, ...]:
-        """The share of each job done per second. The same mix recurs for every layer, and jobs
-        that ask for the same mostly share one mapping, so this is looked up far more than found."""
-        key = tuple(self.kind[i] for i in running)
-        if key not in self.speeds:
-            self.speeds[key] = share([self.jobs[i].demands for i in running])
-        return self.speeds[key]
+        key = tuple([self.kinds[i] for i in running])
+        found = self.speeds.get(key)
+        if found is None:
+            found = self.speeds[key] = share([self.jobs[i].demands for i in running])
+        return found
 
 
 def simulate(jobs: Sequence[Job]) -> list[Span]:
     """When each job starts and ends."""
-    return _Run(jobs).run()
+    run = _Run(jobs, {})
+    run.run()
+    return [Span(*times) for times in zip(run.starts, run.ends, run.causes, strict=True)]
+
+
+def seconds(jobs: Sequence[Job], speeds: Speeds) -> float:
+    """When the last one ends. `speeds` may be kept for other jobs, as long as their demands are."""
+    run = _Run(jobs, speeds)
+    run.run()
+    return max(run.ends, default=0.0)
 
 
 def share(demands: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
@@ -146,13 +149,13 @@ def share(demands: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
     while rising:
         load: dict[str, float] = defaultdict(float)
         for i in rising:
-            for resource, seconds in demands[i].items():
-                load[resource] += seconds / alone[i]
+            for resource, wanted in demands[i].items():
+                load[resource] += wanted / alone[i]
         room = min(((1.0 - used[r]) / load[r] for r in load if load[r] > 0), default=1.0 - level)
         rise = min(room, 1.0 - level)
         level += rise
-        for r, seconds in load.items():
-            used[r] += seconds * rise
+        for r, wanted in load.items():
+            used[r] += wanted * rise
         full = {r for r in load if used[r] >= 1.0 - 1e-9}
         stopped = {i for i in rising if level >= 1.0 - 1e-9 or full & demands[i].keys()}
         for i in stopped or rising:

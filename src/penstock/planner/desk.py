@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.budget import Budget
-from penstock.cost import Cost, Rates, estimate
+from penstock.cost import Cost, Rates, Stopwatch, estimate
 from penstock.inventory import Inventory
 from penstock.machine import Machine
 from penstock.placement_parts import (
@@ -20,7 +20,8 @@ from penstock.placement_parts import (
     stripe,
 )
 from penstock.planner.choice import GROUPS, BlockSpots, Choice, Spot
-from penstock.planner.pieces import MOST
+from penstock.planner.pieces import MOST, coarse
+from penstock.planner.quick import QuickNeeds
 from penstock.pools import CUDA_CONTEXT, Pool, input_nbytes, pools, role_nbytes
 from penstock.roles import Role
 from penstock.schedule import Schedule
@@ -58,6 +59,9 @@ class Desk:
     weighed: dict[Choice, float] = field(init=False, default_factory=dict)
     _short: dict[Choice, dict[Tier, int]] = field(init=False, default_factory=dict)
     _latest: tuple[Choice, Schedule] | None = field(init=False, default=None)
+    _quick: QuickNeeds = field(init=False)
+    _stopwatch: Stopwatch = field(init=False)
+    _coarse: int = field(init=False)
     _capacities: dict[Tier, int] = field(init=False)
     _blocks: dict[tuple[int, BlockSpots, int], BlockPlacement] = field(
         init=False, default_factory=dict
@@ -65,13 +69,19 @@ class Desk:
     _demands: dict[tuple[int, BlockSpots, int], tuple[tuple[Tier, int], ...]] = field(
         init=False, default_factory=dict
     )
-    _homes: dict[tuple[int, Role, Spot], Home] = field(init=False, default_factory=dict)
+    _homes: dict[tuple[int, Role, Spot, int], Home] = field(init=False, default_factory=dict)
+    _sizes: dict[object, int] = field(init=False, default_factory=dict)
+    _alike: dict[tuple[int, Role, Spot], Home] = field(init=False, default_factory=dict)
     _places: Mapping[Spot, tuple[tuple[Share, float], ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.rates = Rates.of(self.machine, self.workload.moments)
         self._places = _places(self.machine, self.rates, self.budget)
         self._capacities = {tier: self._capacity(tier) for tier in Tier}
+        args = (self.inventory, self.workload)
+        self._quick = QuickNeeds(*args, self.context_nbytes, self.placement)
+        self._stopwatch = Stopwatch(*args, self.rates)
+        self._coarse = coarse(self.inventory, self.piece_elements)
 
     # Bytes.
 
@@ -81,6 +91,19 @@ class Desk:
 
     def capacity(self, tier: Tier) -> int:
         return self._capacities[tier]
+
+    def with_budget(self, budget: Budget) -> Desk:
+        """The same for another budget, with what does not depend on it."""
+        other = replace(self, budget=budget)
+        other._quick = replace(other._quick, known_hbm=self._quick.known_hbm)
+        return other
+
+    def room_for_all(self, rounds: int) -> bool:
+        """Whether all tiers together could hold what rests: if not, nothing else need be asked."""
+        groups = [g for g in GROUPS if g != "input"]
+        blocks = range(len(self.inventory.blocks))
+        wanted = sum(self.nbytes(i, group, rounds) for i in blocks for group in groups)
+        return wanted <= sum(self._capacities.values())
 
     def _capacity(self, tier: Tier) -> int:
         """The budget, or less where a stripe by bandwidth cannot use all of every node."""
@@ -132,18 +155,37 @@ class Desk:
         return self._latest[1]
 
     def shortage(self, choice: Choice) -> dict[Tier, int]:
-        """Bytes by which each tier is too small; empty if it fits. Exact unless what rests alone
-        is already too much."""
+        """Bytes by which each tier is too small; empty if it fits. Quick: see `lacks`."""
         if choice not in self._short:
-            self._short[choice] = self._over(self.demand(choice)) or self._over(self.needs(choice))
+            short = self._over(self.demand(choice))
+            if not short:
+                wanted = self.demand(choice)
+                wanted.update(self._quick.of(choice))
+                short = self._over(wanted)
+            self._short[choice] = short
         return self._short[choice]
 
+    def lacks(self, choice: Choice) -> dict[Tier, int]:
+        """The same, to the byte. What it finds is left free from now on, so that another candidate
+        may be looked for."""
+        short = self._over(self.needs(choice))
+        if short:
+            for tier, nbytes in short.items():
+                self._capacities[tier] -= nbytes
+            self._short.clear()
+            self.weighed.clear()
+        return short
+
     def needs(self, choice: Choice) -> Counter[Tier]:
-        """Bytes that each tier must have, all in all."""
+        """Bytes that each tier must have, all in all, to the byte."""
         wanted = self.demand(choice)
         for pool in self.pools(choice):
             wanted[pool.tier] += pool.nbytes
         return wanted
+
+    def hbm_needs(self, choice: Choice) -> int:
+        """Of those, what HBM must have."""
+        return self.demand(choice)[Tier.HBM] + self._quick.hbm(choice)
 
     def _over(self, wanted: Mapping[Tier, int]) -> dict[Tier, int]:
         room = self._capacities
@@ -152,11 +194,20 @@ class Desk:
     # Time.
 
     def seconds(self, choice: Choice) -> float:
-        """The step's time; infinite if it does not fit."""
+        """The step's time, with pieces no smaller than it takes to tell; infinite if it does not
+        fit."""
         if choice not in self.weighed:
-            fits = not self.shortage(choice)
-            self.weighed[choice] = self.cost(choice).step_seconds if fits else math.inf
+            self.weighed[choice] = math.inf if self.shortage(choice) else self._time(choice)
         return self.weighed[choice]
+
+    def _time(self, choice: Choice) -> float:
+        placement = replace(self.placement(choice), piece_elements=self._coarse)
+        return self._stopwatch.seconds(placement, step_schedule(self.inventory, placement))
+
+    def at_least(self, choice: Choice) -> float:
+        """What its score cannot be below, without timing it."""
+        placement = self.placement(choice)
+        return self._stopwatch.at_least(placement) + WEAR * self.demand(choice)[Tier.NVME]
 
     def score(self, choice: Choice) -> float:
         """The step's time, and a little for what rests on NVMe: of two plans that are equally
@@ -194,16 +245,23 @@ class Desk:
         return BlockPlacement(block=name, homes=tuple(homes), sweep=side)
 
     def home(self, block: int, role: Role, spot: Spot, rounds: int) -> Home:
-        key = (self._role_nbytes(block, role, rounds), role, spot)
+        key = (block, role, spot, rounds)
         if key not in self._homes:
-            self._homes[key] = Home(role=role, shares=stripe(key[0], self._places[spot]))
+            nbytes = self._role_nbytes(block, role, rounds)
+            alike = (nbytes, role, spot)
+            if alike not in self._alike:
+                self._alike[alike] = Home(role=role, shares=stripe(nbytes, self._places[spot]))
+            self._homes[key] = self._alike[alike]
         return self._homes[key]
 
     def _role_nbytes(self, block: int, role: Role, rounds: int) -> int:
         if role is Role.INPUT:
             return input_nbytes(self.inventory, self.workload, rounds)
-        formats = self.workload.formats(rounds)
-        return role_nbytes(self.inventory.blocks[block], role, formats, self.piece_elements)
+        model, step = self.inventory.blocks[block], self.piece_elements
+        key = (model.pieces(step), model.pieces(step, trainable=False), role, rounds)
+        if key not in self._sizes:
+            self._sizes[key] = role_nbytes(model, role, self.workload.formats(rounds), step)
+        return self._sizes[key]
 
 
 def _places(

@@ -190,7 +190,7 @@ def _most(desk: Desk, base: Recipe, order: Sequence[int]) -> int:
         resident = tuple(sorted(order[:middle]))
         recipe = replace(base, resident=resident)
         spots = tuple(undecided(desk, recipe, i) for i in range(len(desk.inventory.blocks)))
-        if desk.needs(Choice(spots, base.rounds))[Tier.HBM] <= desk.capacity(Tier.HBM):
+        if desk.hbm_needs(Choice(spots, base.rounds)) <= desk.capacity(Tier.HBM):
             low = middle
         else:
             high = middle - 1

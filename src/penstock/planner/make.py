@@ -81,15 +81,16 @@ def find_plan(
 
 def fits(inventory: Inventory, workload: Workload, budget: Budget, machine: Machine) -> bool:
     """Whether any placement does, untimed."""
-    return _first_fit(inventory, workload, budget, machine, unbounded=False)
+    return first_fit(_frugal_desk(inventory, workload, budget, machine)) is not None
 
 
-def _first_fit(
-    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine, *, unbounded: bool
-) -> bool:
+def _frugal_desk(
+    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
+    *, unbounded: bool = False,
+) -> Desk:  # fmt: skip
+    """With the smallest pieces, which leave the most room."""
     piece = piece_sizes(inventory, workload, budget)[-1]
-    desk = Desk(inventory, workload, machine, budget, unbounded=unbounded, piece_elements=piece)
-    return first_fit(desk) is not None
+    return Desk(inventory, workload, machine, budget, unbounded=unbounded, piece_elements=piece)
 
 
 def planned(desk: Desk, choice: Choice) -> Planned:
@@ -113,19 +114,17 @@ def least_budget(
 ) -> dict[str, int | None]:
     """Per tier, the least that makes it fit with the other budgets as they are, by bisection; None
     where no amount of that tier alone would do."""
+    desk = _frugal_desk(inventory, workload, budget, machine, unbounded=True)
     return {
-        tier.value: _least(inventory, workload, _with_paths(budget, machine, tier), machine, tier)
+        tier.value: _least(desk, _with_paths(budget, machine, tier), tier)
         for tier in Tier
         if tier is not Tier.CXL or machine.cxl_nodes
     }
 
 
-def _least(
-    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine, tier: Tier
-) -> int | None:
+def _least(desk: Desk, budget: Budget, tier: Tier) -> int | None:
     def enough(nbytes: int) -> bool:
-        changed = budget.changed(tier, nbytes)
-        return _first_fit(inventory, workload, changed, machine, unbounded=True)
+        return first_fit(desk.with_budget(budget.changed(tier, nbytes))) is not None
 
     if (tier is Tier.NVME and not budget.nvme) or not enough(_CEILING):
         return None

@@ -25,6 +25,9 @@ PIECES = 1024
 """Of a whole model, about the most that are worth cutting: every piece is an operation or four of
 the schedule."""
 
+FEW = 4
+"""Of a layer, as many as show that reads, sweeps and writes overlap."""
+
 
 def piece_sizes(inventory: Inventory, workload: Workload, budget: Budget) -> tuple[int, ...]:
     """The size to plan with, and the least, for where that one does not fit.
@@ -36,6 +39,14 @@ def piece_sizes(inventory: Inventory, workload: Workload, budget: Budget) -> tup
     right = _power_of_two_below(int(STAGED_SHARE * budget.of(Tier.DRAM) / staged))
     right = max(least, min(MOST, right))
     return (right, least) if right > least else (least,)
+
+
+def coarse(inventory: Inventory, piece_elements: int) -> int:
+    """Pieces that are large enough to time candidates with: a few for each layer."""
+    largest = max(block.flat_elements(True) for block in inventory.layers)
+    while piece_elements * FEW < largest:
+        piece_elements *= 2
+    return piece_elements
 
 
 def _power_of_two_below(value: int) -> int:

@@ -6,7 +6,7 @@ Deterministic: no clock, no random numbers, ties go to the earlier candidate.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, islice, permutations, product
 
@@ -40,16 +40,34 @@ QUICK = Effort(seeds=8, moves=12, orders=3, rounds=1)
 
 def search(desk: Desk, effort: Effort = THOROUGH) -> Choice | None:
     """The best candidate found, or None if nothing fits."""
-    best: Choice | None = None
-    for choice in islice(_candidates(desk, effort), effort.seeds):
-        if best is None or desk.score(choice) < desk.score(best):
-            best = choice
-    return _climb(desk, best, effort.moves) if best is not None else None
+    return _that_fits(desk, lambda: _search(desk, effort))
 
 
 def first_fit(desk: Desk) -> Choice | None:
     """Anything that fits, untimed."""
-    return next(_candidates(desk, Effort(orders=1, rounds=1)), None)
+    return _that_fits(desk, lambda: next(_candidates(desk, Effort(orders=1, rounds=1)), None))
+
+
+def _that_fits(desk: Desk, find: Callable[[], Choice | None]) -> Choice | None:
+    """Candidates are counted quickly; what is handed out, to the byte."""
+    for _ in range(4):
+        choice = find()
+        if choice is None or not desk.lacks(choice):
+            return choice
+    return None
+
+
+def _search(desk: Desk, effort: Effort) -> Choice | None:
+    best: Choice | None = None
+    for choice in islice(_candidates(desk, effort), effort.seeds):
+        if best is None or _better(desk, choice, desk.score(best)):
+            best = choice
+    return _climb(desk, best, effort.moves) if best is not None else None
+
+
+def _better(desk: Desk, choice: Choice, score: float) -> bool:
+    """Most that are not can be told without timing them."""
+    return desk.at_least(choice) < score and desk.score(choice) < score
 
 
 def _candidates(desk: Desk, effort: Effort) -> Iterator[Choice]:
@@ -59,7 +77,7 @@ def _candidates(desk: Desk, effort: Effort) -> Iterator[Choice]:
     inputs = (0, len(desk.inventory.layers))
     seen: set[Choice] = set()
     fitting = 0
-    for rounds in _rounds(desk.workload.micro_batches):
+    for rounds in filter(desk.room_for_all, _rounds(desk.workload.micro_batches)):
         before = len(seen)
         for some in residents(desk, rounds):
             for order, kind, kept in product(ORDERS[: effort.orders], kinds, inputs):
@@ -91,8 +109,10 @@ def _climb(desk: Desk, choice: Choice, moves: int) -> Choice:
             if other in seen:
                 continue
             seen.add(other)
-            tried += not desk.shortage(other)
-            if desk.score(other) < desk.score(choice) * (1 - 1e-4):
+            if desk.shortage(other):
+                continue
+            tried += 1
+            if _better(desk, other, desk.score(choice) * (1 - 1e-4)):
                 choice, improved = other, True
                 break
             if tried >= moves:

@@ -1,0 +1,100 @@
+"""The cost model knows that buffers are few: nothing is timed that could not be."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.budget import Budget, PathBudget
+from penstock.cost import Cost
+from penstock.planner.choice import BlockSpots, Choice, Spot
+from penstock.planner.desk import Desk
+from penstock.roles import TRAINED, Role
+from penstock.schedule import Verb
+from penstock.units import GiB, TiB
+from tests.machines import machine
+from tests.models import llama, model, work
+
+NVME = (PathBudget(path="/mnt/nvme", nbytes=TiB),)
+MODEL = llama("six", 512, 2048, 6, 512, 128, 8192, False)
+
+
+def desk(**speeds: float) -> Desk:
+    budget = Budget(hbm=TiB, dram=TiB, nvme=NVME)
+    return Desk(
+        MODEL, work(MODEL, 64, 8), machine(cards=0, **speeds), budget, piece_elements=1 << 19
+    )
+
+
+def everything_at(spot: Spot, slots: int = 2) -> Choice:
+    layers = range(1, len(MODEL.blocks) - 1)
+    spots = (
+        BlockSpots(spot, spot, spot, spot if i in layers else None)
+        for i in range(len(MODEL.blocks))
+    )
+    return Choice(tuple(spots), slots=slots)
+
+
+def most_at_once(intervals: list[tuple[float, float]]) -> int:
+    moments = sorted([(start, 1) for start, _ in intervals] + [(end, -1) for _, end in intervals])
+    live = most = 0
+    for _, change in moments:  # at one moment those that end come first
+        live += change
+        most = max(most, live)
+    return most
+
+
+def buffers(cost: Cost, taken: Verb, given: Verb, roles: tuple[Role, ...] | None) -> list:  # type: ignore[type-arg]
+    """From the start of what takes one to what gives it back, in order, block by block."""
+    found, open_ = [], {}
+    for operation, span in zip(cost.schedule.operations, cost.spans, strict=True):
+        if roles is not None and operation.roles != roles:
+            continue
+        piece = operation.piece if given is Verb.RELEASE else None
+        key = (operation.block, piece, operation.roles)
+        if operation.verb is taken:
+            open_.setdefault(key, []).append(span.start)
+        elif operation.verb is given:
+            starts = open_.pop(key)
+            found.append((starts[0], span.end))
+    return found
+
+
+@pytest.mark.parametrize("disk", [1e8, 1e10])
+def test_no_more_pieces_are_in_staging_than_there_are_places(disk: float) -> None:
+    cost = desk(disk=disk).cost(everything_at(Spot.NVME))
+    staged = buffers(cost, Verb.READ, Verb.RELEASE, None)
+
+    assert len(staged) > 50
+    assert most_at_once(staged) == 3
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_no_more_weights_are_in_hbm_than_there_are_slots(slots: int) -> None:
+    # A link so fast that only the slots hold the fetches back.
+    cost = desk(link=1e12).cost(everything_at(Spot.DRAM, slots))
+    weights = [
+        interval
+        for interval in buffers(cost, Verb.FETCH, Verb.DROP, (Role.WEIGHT,))
+        if interval[1] > interval[0]
+    ]
+
+    assert most_at_once(weights) <= slots + 2  # layers, and the embedding or the head
+
+
+def test_a_backward_waits_for_the_gradient_before_the_last_to_have_left() -> None:
+    cost = desk(link=1e8).cost(everything_at(Spot.DRAM))
+    spans = dict(zip(cost.schedule.operations, cost.spans, strict=True))
+    back = {o.block: s for o, s in spans.items() if o.verb is Verb.BACKWARD}
+    out = {o.block: s for o, s in spans.items()
+           if o.verb is Verb.DRAIN and o.roles == (Role.GRADIENT,)}  # fmt: skip
+
+    for block in range(1, len(MODEL.blocks) - 3):
+        assert back[block].start >= out[block + 2].end
+
+
+def test_input_bytes_of_the_issue() -> None:
+    inventory = model("llama-3.1-8b")
+    desk = Desk(inventory, work(inventory, 32768, 32), machine(), Budget(hbm=TiB, dram=TiB))
+
+    assert 32 * desk.nbytes(1, "input", rounds=1) == 256 * GiB
+    assert Role.INPUT not in TRAINED
