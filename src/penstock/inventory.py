@@ -157,6 +157,9 @@ class Inventory:
     blocks: tuple[Block, ...]
     """In the order of forward: one embedding, layers, one head."""
 
+    caps_logits: bool = False
+    """Whether the head bends its logits, so that their gradient needs them."""
+
     not_trainable: str = ""
     """Why training refuses it for now; empty where it does not."""
 

@@ -82,6 +82,7 @@ def inventory_of(
         vocabulary=int(config.vocab_size),
         max_context=getattr(config, "max_position_embeddings", None),
         blocks=tuple(made),
+        caps_logits=bool(getattr(config, "final_logit_softcapping", None)),
         not_trainable=MOE if _experts(config) else "",
     )
 

@@ -41,8 +41,8 @@ PIPE_UNIT = 64 * KiB
 FORWARD_HIDDEN, FORWARD_MLP = 2, 3
 BACKWARD_HIDDEN, BACKWARD_MLP, BACKWARD_ATTENTION = 9, 6, 1
 
-LOGIT_NBYTES = 12
-"""One logit in its chunk: 16 bit, fp32, and the gradient of both."""
+LOGIT_NBYTES = {"torch": 12, "fused": 2}
+"""One logit in its chunk: 16 bit, fp32, and the gradient of both; or all in one place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +131,8 @@ def working_nbytes(inventory: Inventory, workload: Workload) -> int:
     tile = min(tokens, numerics.mlp_tile)
     layers = max(_layer_nbytes(block, inventory.hidden, tokens, tile) for block in inventory.layers)
     chunk = min(tokens, numerics.loss_chunk)
-    head = chunk * (inventory.vocabulary * LOGIT_NBYTES + 4 * inventory.hidden)
+    logit = LOGIT_NBYTES[numerics.loss_kernel]
+    head = chunk * (inventory.vocabulary * logit + 4 * inventory.hidden)
     tables = inventory.vocabulary * inventory.hidden
     return round_up(max(layers + 2 * _largest(inventory.layers), head + 2 * tables), EXTENT)
 

@@ -50,6 +50,8 @@ class Recipe:
     blocks: str | None = None
     """Where the layers are, if that cannot be found."""
     deterministic: bool = False
+    compiled: bool | None = None
+    """Compiled bodies and kernels of our own; None: on a GPU."""
     seed: int = 0
     init: Literal["pretrained", "random"] = "pretrained"
     model_config: Mapping[str, Any] = field(default_factory=dict)
@@ -111,7 +113,11 @@ def plan_for(
 
 def workload_for(inventory: Inventory, recipe: Recipe) -> Workload:
     numerics = default_numerics(
-        inventory, context=recipe.context, batch=recipe.batch, micro_batch=recipe.micro_batch
+        inventory,
+        context=recipe.context,
+        batch=recipe.batch,
+        micro_batch=recipe.micro_batch,
+        kernels=has_kernels(recipe.device) if recipe.compiled is None else recipe.compiled,
     )
     return Workload(
         context=recipe.context,
@@ -123,6 +129,16 @@ def workload_for(inventory: Inventory, recipe: Recipe) -> Workload:
         steps=recipe.steps,
         numerics=replace(numerics, deterministic=recipe.deterministic),
     )
+
+
+def has_kernels(device: str | None = None) -> bool:
+    """Whether compiled bodies and Triton's kernels can run where the model computes."""
+    import importlib.util
+
+    import torch
+
+    on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    return on_gpu and importlib.util.find_spec("triton") is not None
 
 
 def this_machine(device: str | None = None) -> Machine:
@@ -193,7 +209,8 @@ def _assemble(
     else:
         source = dict(model.state_dict())
         bare = strip_model(model, device.where, weight_dtype(plan.workload))
-    body = Body(bare, inventory, mlp_tile=plan.workload.numerics.mlp_tile)
+    numerics = plan.workload.numerics
+    body = Body(bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
     engine = Engine(plan, inventory, body, device, _engine_settings(recipe, told))
     try:
         _first_weights(engine, model, source, recipe)

@@ -16,6 +16,7 @@ from penstock.roles import Dtype, Formats, Moments
 from penstock.units import MiB
 
 Attention = Literal["sdpa", "eager"]
+LossKernel = Literal["torch", "fused"]
 
 MICRO_BATCH_TOKENS = 16384
 """Enough tokens to keep a large GPU busy: a layer reaches its full rate here (docs/planner.md)."""
@@ -42,6 +43,9 @@ class Numerics:
 
     attention: Attention = "sdpa"
     """The attention kernel."""
+
+    loss_kernel: LossKernel = "torch"
+    """Whether a chunk's loss and its gradient are torch's own operations or one kernel."""
 
     compiled: bool = False
     """Whether the block's body is compiled."""
@@ -139,16 +143,26 @@ class Workload:
 
 
 def default_numerics(
-    inventory: Inventory, *, context: int, batch: int, micro_batch: int | None = None
+    inventory: Inventory,
+    *,
+    context: int,
+    batch: int,
+    micro_batch: int | None = None,
+    kernels: bool = False,
 ) -> Numerics:
-    """What follows from the model and the context alone."""
+    """What follows from the model and the context alone; `kernels` says that what computes can run
+    compiled bodies and kernels of our own, as a GPU can."""
     if context < 1:
         raise WorkloadError("context", f"must be 1 or more, got {context}")
     wanted = micro_batch if micro_batch is not None else max(1, MICRO_BATCH_TOKENS // context)
     width = max((block.mlp_width for block in inventory.blocks), default=0)
     return Numerics(
         micro_batch=min(wanted, max(batch, 1)),
-        loss_chunk=_power_of_two_below(LOGITS_NBYTES // (4 * inventory.vocabulary), 256, 2048),
+        loss_chunk=_power_of_two_below(
+            LOGITS_NBYTES // ((1 if kernels else 4) * inventory.vocabulary), 256, 2048
+        ),
+        loss_kernel="fused" if kernels and not inventory.caps_logits else "torch",
+        compiled=kernels,
         mlp_tile=_power_of_two_below(MLP_TILE_NBYTES // (2 * max(width, 1)), 1024, 1 << 20),
     )
 

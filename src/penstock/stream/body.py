@@ -184,7 +184,7 @@ class Body:
             )
         finally:
             self._answering.answer = None
-        found: torch.Tensor = out.logits[0]
+        found: torch.Tensor = out.logits.squeeze(0)
         return found
 
     def bind_head(self, tensors: Mapping[str, nn.Parameter]) -> None:

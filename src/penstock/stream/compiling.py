@@ -18,6 +18,9 @@ class CompiledLayers:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = layers
+        # Two for each kind, with and without gradients, and again for another shape.
+        limits: Any = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, 64)
         self._names = [[name for name, _ in layer.named_parameters()] for layer in layers]
         kinds = [_kind(layer) for layer in layers]
         first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}

@@ -59,7 +59,10 @@ class Engine:
         self.files = EngineFiles(self.access, inventory)
         mover = Mover(self._taken)
         facts = StepFacts.of(inventory, plan.placement)
-        loss = ChunkedLoss(body.logits, self.workload.numerics.loss_chunk, settings.loss)
+        numerics = self.workload.numerics
+        loss = ChunkedLoss(
+            body.logits, numerics.loss_chunk, settings.loss, fused=numerics.loss_kernel == "fused"
+        )
         self._computer = Computer(self._taken, body, loss, mover, facts)
         self._computer.seed = settings.seed
         self._runner = Runner(self._taken, self._computer, mover)
@@ -247,9 +250,9 @@ class Engine:
 
     def _gather(self) -> GradStats:
         total = GradStats(0, 0.0, None)
-        for block, ticket in self._taken.gradients.stats:
+        for block, tensor, ticket in self._taken.gradients.stats:
             found = ticket.wait()
-            where = None if found.first_bad is None else (block, found.first_bad[0])
+            where = None if found.first_bad is None else (block, tensor + found.first_bad[0])
             total = total + GradStats(found.units, found.max_abs, where)
         return total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,7 @@ from penstock.roles import Formats
 from penstock.stream.device import Device, StatsTicket
 
 ROUND_ELEMENTS = 1 << 22
-"""Elements that are rounded at a time where the sum stays in fp32."""
+"""Elements that are rounded at a time where the sum stays in fp32: whole leaves of the norm."""
 
 
 @dataclass(slots=True)
@@ -33,7 +34,8 @@ class Gradients:
         self._inventory, self._formats, self._device = inventory, formats, device
         self._owner = {t.name: i for i, b in enumerate(inventory.blocks) for t in b.tensors}
         self._open: dict[int, Sum] = {}
-        self.stats: list[tuple[int, StatsTicket]] = []
+        self.stats: list[tuple[int, int, StatsTicket]] = []
+        """By block and by the number of the first trained tensor that each is about."""
 
     def start_step(self) -> None:
         self._open.clear()
@@ -67,21 +69,24 @@ class Gradients:
         total = self._open.pop(block)
         for name in total.untouched:
             total.views[name].zero_()
+        tensors = [t for t in self._inventory.blocks[block].tensors if t.trainable]
         if into is not None:
             into.copy_(total.flat)
-        elif last:
-            round_in_place(total.flat, self._formats)
-        if last:
-            flat = total.flat if into is None else into
             offsets = self._inventory.blocks[block].offsets(True)
-            tensors = [t for t in self._inventory.blocks[block].tensors if t.trainable]
-            grads = [flat[offsets[t.name] : offsets[t.name] + t.elements] for t in tensors]
-            self.stats.append((block, self._device.start_stats(grads)))
+            grads = [into[offsets[t.name] : offsets[t.name] + t.elements] for t in tensors]
+            self.stats.append((block, 0, self._device.start_stats(grads)))
+        elif last:
+            for number, tensor in enumerate(tensors):
+                for part in rounded_parts(total.views[tensor.name].view(-1), self._formats):
+                    self.stats.append((block, number, self._device.start_stats([part])))
 
 
-def round_in_place(flat: torch.Tensor, formats: Formats) -> None:
-    """fp32 to what the 16-bit type would hold, a part at a time."""
+def rounded_parts(flat: torch.Tensor, formats: Formats) -> Iterator[torch.Tensor]:
+    """Round fp32 in place to what the 16-bit type would hold; each part also in that type, for its
+    norm: stored otherwise the same gradient would be summed up otherwise."""
     sixteen = torch.bfloat16 if formats.dtype == "bf16" else torch.float16
     for low in range(0, flat.numel(), ROUND_ELEMENTS):
         part = flat[low : low + ROUND_ELEMENTS]
-        part.copy_(part.to(sixteen))
+        rounded = part.to(sixteen)
+        part.copy_(rounded)
+        yield rounded

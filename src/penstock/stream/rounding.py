@@ -7,7 +7,7 @@ import torch
 from penstock.optim import sweep
 from penstock.optim.stats import GradStats
 from penstock.roles import Role
-from penstock.stream.gradients import round_in_place
+from penstock.stream.gradients import rounded_parts
 from penstock.stream.spans import Span
 from penstock.stream.state import Taken
 
@@ -33,22 +33,20 @@ def round_gradients(taken: Taken) -> GradStats:
 
 
 def _round(taken: Taken, block: int, span: Span) -> GradStats:
-    model = taken.homes.inventory.blocks[block]
-    runs: list[torch.Tensor] = []
-    names: list[int] = []
-    tensors = [t for t in model.tensors if t.trainable]
-    for number, tensor in enumerate(tensors):
+    model, total = taken.homes.inventory.blocks[block], GradStats(0, 0.0, None)
+    for number, tensor in enumerate(t for t in model.tensors if t.trainable):
         at = model.offsets(True)[tensor.name]
         low, high = max(span.first, at), min(span.first + span.count, at + tensor.elements)
-        if low < high:
-            runs.append(span.values(low, high))
-            names.append(number)
-            round_in_place(runs[-1], taken.homes.formats)
-    if not runs:
-        return GradStats(0, 0.0, None)
-    if runs[0].device.type == "cpu":
-        found = sweep.grad_stats(runs, pool=taken.pool)
-    else:
-        found = taken.device.start_stats(runs).wait()
-    bad = None if found.first_bad is None else (block, names[found.first_bad[0]])
-    return GradStats(found.units, found.max_abs, bad)
+        if low >= high:
+            continue
+        for part in rounded_parts(span.values(low, high), taken.homes.formats):
+            found = _stats(taken, part)
+            bad = None if found.first_bad is None else (block, number)
+            total = total + GradStats(found.units, found.max_abs, bad)
+    return total
+
+
+def _stats(taken: Taken, part: torch.Tensor) -> GradStats:
+    if part.device.type == "cpu":
+        return sweep.grad_stats(part, pool=taken.pool)
+    return taken.device.start_stats([part]).wait()

@@ -1,0 +1,47 @@
+# mypy: ignore-errors
+# ruff: noqa: N803
+"""Cross-entropy and its gradient over one read and one write of the logits. Room: move. Triton.
+
+A row is one program's, from its first logit to its last, so the result depends on nothing else.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits,
+    targets,
+    losses,
+    vocabulary,
+    scale,
+    IGNORED: tl.constexpr,
+    WRITE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`losses[row]`, and with WRITE the logits become `scale` times their gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * vocabulary
+    target = tl.load(targets + row)
+    columns = tl.arange(0, BLOCK)
+    top = -float("inf")
+    total = 0.0
+    for low in range(0, vocabulary, BLOCK):
+        inside = low + columns < vocabulary
+        x = tl.load(start + low + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(x, 0))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
+        top = higher
+    log_total = top + tl.log(total)
+    trained = target != IGNORED
+    picked = tl.load(start + tl.where(trained, target, 0)).to(tl.float32)
+    tl.store(losses + row, tl.where(trained, log_total - picked, 0.0))
+    if WRITE:
+        factor = tl.where(trained, scale, 0.0)
+        for low in range(0, vocabulary, BLOCK):
+            inside = low + columns < vocabulary
+            x = tl.load(start + low + columns, mask=inside, other=-float("inf")).to(tl.float32)
+            gradient = tl.exp(x - log_total) - tl.where(low + columns == target, 1.0, 0.0)
+            gradient = gradient * factor
+            tl.store(start + low + columns, gradient.to(logits.dtype.element_ty), mask=inside)
