@@ -50,3 +50,19 @@ class FakeCopier:
     def seconds(self, copy, count):
         ways = len(copy.gpus) * (2 if copy.direction == "both" else 1)
         return count * ways * copy.nbytes / min(50e9 * ways, 120e9)
+
+
+@dataclass
+class FakeCalculator:
+    """100 TFLOP/s in products, 60 in a layer, 1 TB/s of memory; `lacks` is refused."""
+
+    lacks: str = ""
+
+    def work(self, what):
+        return 10**9
+
+    def seconds(self, what, count):
+        if what == self.lacks:
+            raise RuntimeError("out of memory")
+        rates = {"matmul_flops": 100e12, "block_flops": 60e12, "memory_bandwidth": 1e12}
+        return count * self.work(what) / rates[what]

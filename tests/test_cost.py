@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 
 from penstock.budget import Budget, PathBudget
-from penstock.cost import Cost
+from penstock.cost import PHASES, Cost, phase_peaks
 from penstock.planner.choice import BlockSpots, Choice, Spot
 from penstock.planner.desk import Desk
 from penstock.roles import TRAINED, Role
 from penstock.schedule import Verb
+from penstock.tiers import Tier
 from penstock.units import GiB, TiB
 from tests.machines import machine
 from tests.models import llama, model, work
@@ -21,7 +25,11 @@ MODEL = llama("six", 512, 2048, 6, 512, 128, 8192, False)
 def desk(**speeds: float) -> Desk:
     budget = Budget(hbm=TiB, dram=TiB, nvme=NVME)
     return Desk(
-        MODEL, work(MODEL, 64, 8), machine(cards=0, **speeds), budget, piece_elements=1 << 19
+        MODEL,
+        work(MODEL, 64, 8, micro_batch=2),
+        machine(cards=0, **speeds),
+        budget,
+        piece_elements=1 << 19,
     )
 
 
@@ -90,6 +98,47 @@ def test_a_backward_waits_for_the_gradient_before_the_last_to_have_left() -> Non
 
     for block in range(1, len(MODEL.blocks) - 3):
         assert back[block].start >= out[block + 2].end
+
+
+# What is in use, phase by phase.
+
+
+def phases(choice: Choice) -> dict[str, dict[Tier, int]]:
+    table = desk()
+    placement, schedule = table.placement(choice), table.cost(choice).schedule
+    return phase_peaks(MODEL, table.workload, placement, schedule, table.pools(choice))
+
+
+def test_a_phase_never_uses_more_than_is_taken_and_one_of_them_nearly_all() -> None:
+    table = desk()
+    for spot in (Spot.HBM, Spot.DRAM, Spot.NVME):
+        choice = everything_at(spot)
+        taken = table.needs(choice)
+        found = phases(choice)
+        for tier in Tier:
+            most = max(found[phase][tier] for phase in PHASES)
+            assert 0.9 * taken[tier] <= most <= taken[tier]
+
+
+def test_staging_is_in_use_while_sweeping_and_gradients_in_backward() -> None:
+    found = phases(everything_at(Spot.NVME))
+    rests = desk().demand(everything_at(Spot.NVME))
+
+    assert found["sweep"][Tier.DRAM] > rests[Tier.DRAM] + 3 * 12 * (1 << 18)
+    # On the way back only weights pass through staging, once the last sweep is done with it.
+    assert found["backward"][Tier.DRAM] < found["sweep"][Tier.DRAM]
+    assert found["backward"][Tier.HBM] > found["forward"][Tier.HBM]
+    assert found["backward"][Tier.NVME] == found["forward"][Tier.NVME] == rests[Tier.NVME]
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_all_inputs_of_a_round_are_there_at_the_turn(rounds: int) -> None:
+    table = desk()
+    found = phases(replace(everything_at(Spot.DRAM), rounds=rounds))
+    groups = itertools.product(range(8), ("weight", "state", "gradient"))
+    rests = sum(table.nbytes(i, group, rounds) for i, group in groups)
+
+    assert found["backward"][Tier.DRAM] == rests + 6 * table.nbytes(1, "input", rounds)
 
 
 def test_input_bytes_of_the_issue() -> None:

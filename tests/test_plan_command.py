@@ -71,12 +71,16 @@ def test_json_has_the_frozen_shape(penstock: Callable[..., Result]) -> None:
     found = json.loads(done.stdout)
 
     assert list(found) == ["feasible", "tiers", "step_seconds", "tokens_per_second", "bound_by",
-                           "bytes_per_parameter"]  # fmt: skip
+                           "bytes_per_parameter", "phases"]  # fmt: skip
     assert list(found["tiers"]) == ["hbm", "dram", "cxl", "nvme"]
     assert all(list(tier) == ["budget", "at_rest", "peak"] for tier in found["tiers"].values())
     assert found["feasible"] is True
     assert found["tiers"]["hbm"]["peak"] <= found["tiers"]["hbm"]["budget"] == 3 * GiB
     assert found["bound_by"] in {"gpu", "sweep", "pcie", "memory", "nvme"}
+    assert list(found["phases"]) == ["sweep", "forward", "backward"]
+    for phase in found["phases"].values():
+        for tier, nbytes in phase.items():
+            assert found["tiers"][tier]["at_rest"] <= nbytes <= found["tiers"][tier]["peak"]
 
 
 def test_what_does_not_fit_exits_1_and_says_what_would(penstock: Callable[..., Result]) -> None:
@@ -108,6 +112,7 @@ def test_explain_shows_one_block(penstock: Callable[..., Result]) -> None:
 
     assert "transformer.h.3: 7,087,872 parameters" in done.output
     assert "backward" in done.output
+    assert "in use at most" in done.output
 
 
 def test_vary_draws_a_curve(

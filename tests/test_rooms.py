@@ -83,7 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"roles", "tiers", "units", "workload"},
     },
     "cost": {
-        "lifetimes",
+        *{"lifetimes", "pools"},
         *{"errors", "gpu_catalogue", "inventory", "machine", "placement_parts", "roles"},
         *{"schedule", "step_order", "tiers", "workload"},
     },

@@ -51,6 +51,10 @@ def plan_json(planned: Planned) -> dict[str, Any]:
         "tokens_per_second": cost.tokens_per_second,
         "bound_by": bound_by(cost.bounds),
         "bytes_per_parameter": plan.bytes_per_parameter,
+        "phases": {
+            phase: {tier.value: nbytes for tier, nbytes in most.items()}
+            for phase, most in planned.peaks.items()
+        },
     }
 
 
@@ -71,6 +75,7 @@ def infeasible_json(problem: InfeasibleError, budgets: dict[str, int]) -> dict[s
         "tokens_per_second": None,
         "bound_by": None,
         "bytes_per_parameter": None,
+        "phases": None,
     }
 
 
@@ -185,7 +190,16 @@ def explain(planned: Planned, inventory: Inventory, name: str) -> RenderableType
                           format_seconds(span.end), what, ", ".join(operation.roles))  # fmt: skip
     sweep = {"cpu": "swept by the CPU", "gpu": "swept on the GPU", "none": "frozen"}[at.sweep]
     title = f"{name}: {block.parameters():,} parameters, {sweep}"
-    return Group(Text(title, style="bold"), homes, Text(), times)
+    return Group(Text(title, style="bold"), homes, Text(), times, Text(), phase_table(planned))
+
+
+def phase_table(planned: Planned) -> Table:
+    """What each phase of the step has in use, of what the plan takes."""
+    used = [tier for tier in Tier if planned.plan.peak(tier)]
+    table = Table("in use at most", *(tier.value for tier in used), box=None, pad_edge=False)
+    for phase, most in planned.peaks.items():
+        table.add_row(phase, *(format_bytes(most[tier]) for tier in used))
+    return table
 
 
 def _place(tier: Tier, node: int | None, path: str) -> str:

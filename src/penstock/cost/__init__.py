@@ -5,7 +5,8 @@ shared resources, `estimate` says what came out; a `stopwatch` only how long, fo
 """
 
 from penstock.cost.estimate import Cost, estimate
+from penstock.cost.peaks import PHASES, phase_peaks
 from penstock.cost.rates import Rates
 from penstock.cost.stopwatch import Stopwatch
 
-__all__ = ["Cost", "Rates", "Stopwatch", "estimate"]
+__all__ = ["PHASES", "Cost", "Rates", "Stopwatch", "estimate", "phase_peaks"]

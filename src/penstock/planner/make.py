@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.budget import Budget, PathBudget, check_paths
-from penstock.cost import Cost
+from penstock.cost import Cost, phase_peaks
 from penstock.errors import InfeasibleError
 from penstock.inventory import Inventory
 from penstock.machine import Machine
@@ -36,6 +37,10 @@ class Planned:
 
     cost: Cost
     """How long a step takes, and why."""
+
+    peaks: Mapping[str, Mapping[Tier, int]]
+    """The most bytes in use in each tier, in each of `cost.PHASES`. Never above the plan's peak,
+    which is what is taken."""
 
     assumed: tuple[str, ...]
     """What the machine file did not say."""
@@ -106,7 +111,9 @@ def planned(desk: Desk, choice: Choice) -> Planned:
         pools=desk.pools(choice),
         note=desk.inventory.not_trainable,
     )
-    return Planned(plan=plan, cost=desk.cost(choice), assumed=desk.rates.assumed)
+    cost = desk.cost(choice)
+    args = (desk.inventory, desk.workload, plan.placement, cost.schedule, plan.pools)
+    return Planned(plan=plan, cost=cost, peaks=phase_peaks(*args), assumed=desk.rates.assumed)
 
 
 def least_budget(

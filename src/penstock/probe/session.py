@@ -12,9 +12,9 @@ from pathlib import Path
 from penstock import _native
 from penstock.discovery import discover
 from penstock.errors import ProbeError
-from penstock.machine import Machine, MemoryNode, NodeCopy, StoragePath, Transfer
+from penstock.machine import Gpu, Machine, MemoryNode, NodeCopy, StoragePath, Transfer
 from penstock.node_rates import SweepMoments
-from penstock.probe import gpu, memory, storage, sweep
+from penstock.probe import compute, gpu, memory, storage, sweep
 from penstock.probe.progress import OnProgress, Progress
 from penstock.probe.sampling import Effort
 from penstock.system import System
@@ -102,7 +102,11 @@ class Session:
         nodes += sum(len(passes) for of in self._sweeps.values() for passes in of.values())
         transfers = sum(map(len, self._groups)) * len(self._nodes)
         requests = len(self._requests) * len(self._machine.storage)
-        return nodes + len(self._pairs) + transfers + requests
+        return nodes + len(self._pairs) + transfers + self._num_gpu_figures + requests
+
+    @property
+    def _num_gpu_figures(self) -> int:
+        return len(compute.FIGURES) * len(self._machine.gpus) if self._options.gpus else 0
 
     def run(self, on_progress: OnProgress | None = None) -> tuple[Machine, tuple[str, ...]]:
         total = self.num_figures
@@ -115,6 +119,7 @@ class Session:
             nodes=tuple(measured.get(node.id, node) for node in self._machine.nodes),
             node_copies=self._probe_copies(effort, progress),
             transfers=self._probe_gpus(effort, progress),
+            gpus=self._probe_compute(effort, progress),
             storage=self._probe_storage(effort, progress),
         )
         progress.say("done")
@@ -187,6 +192,26 @@ class Session:
             raise ProbeError(f"CUDA does not show GPU {hidden[0]} to this process")
         spare = memory.spare_bytes(node, effort.host_bytes, self._system)
         return gpu.TorchCopier(node, {index: ordinals[index] for index in gpus}, spare)
+
+    def _probe_compute(self, effort: Effort, progress: Progress) -> tuple[Gpu, ...]:
+        if not self._num_gpu_figures:
+            return self._machine.gpus
+        find = partial(gpu.cuda_ordinals, self._machine.gpus)
+        ordinals = progress.attempt("GPU compute", find, figures=self._num_gpu_figures)
+        measured = []
+        for card in self._machine.gpus if ordinals is not None else ():
+            take = partial(self._calculator, card.index, ordinals or {})
+            figures = len(compute.FIGURES)
+            calculator = progress.attempt(f"GPU {card.index}", take, figures=figures)
+            if calculator is not None:
+                card = compute.probe_gpu(card, calculator, effort, progress)
+            measured.append(card)
+        return tuple(measured) or self._machine.gpus
+
+    def _calculator(self, index: int, ordinals: dict[int, int]) -> compute.Calculator:
+        if index not in ordinals:
+            raise ProbeError("CUDA does not show it to this process")
+        return compute.TorchCalculator(ordinals[index])
 
     def _probe_storage(self, effort: Effort, progress: Progress) -> tuple[StoragePath, ...]:
         paths = []
