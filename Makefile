@@ -7,10 +7,11 @@ NATIVE_TESTS := build/native-tests
 CSRC    := $(wildcard csrc/*.cpp csrc/*.h)
 CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 
-.PHONY: help demo test test-vm fuzz lint format bench bench-storage clean
+.PHONY: help demo test test-long test-vm fuzz lint format bench bench-storage clean
 help:
 	@echo "make demo      place tensors on this machine's memory nodes and show where they are"
 	@echo "make test      build and run the tests (no GPU, no root)"
+	@echo "make test-long campaigns of many minutes: races in the engine"
 	@echo "make test-vm   the placement suite in a VM with CXL memory (Debian)"
 	@echo "make fuzz      10^6 mutated store headers, and safetensors ones, against their parsers"
 	@echo "make lint      ruff, mypy --strict, clang-format"
@@ -39,7 +40,10 @@ demo: $(VENV)/built
 	@$(BIN)/python examples/placement.py
 
 test: $(VENV)/built $(NATIVE_TESTS)/native_tests
-	$(BIN)/python -m pytest --timeout 300 -m "not gpu and not vm" $(ARGS)
+	$(BIN)/python -m pytest --timeout 300 -m "not gpu and not vm and not long" $(ARGS)
+
+test-long: $(VENV)/built
+	$(BIN)/python -m pytest --timeout 300 -m long $(ARGS)
 
 test-vm: $(VENV)/built
 	tests/vm/run.sh $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def loss_of(engine: Any, batch: dict[str, torch.Tensor], low: int, high: int) ->
 
 def packed_batch(setup: Setup) -> dict[str, torch.Tensor]:
     batch = setup.batches(1)[0]
-    lengths = [high - low for low, high in zip(BOUNDS, BOUNDS[1:], strict=False)]
+    lengths = [high - low for low, high in itertools.pairwise(BOUNDS)]
     row = torch.cat([torch.arange(length) for length in lengths])
     return batch | {"position_ids": row.expand_as(batch["input_ids"]).clone()}
 

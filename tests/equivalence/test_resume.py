@@ -1,0 +1,136 @@
+"""A run that was killed, or stopped, goes on under another plan as if nothing had been."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import EngineStateError
+from penstock.storage.commands import remove_stores
+from tests.equivalence.runs import DISK, DRAM, RESIDENT, WAYS, Setup, Way, differing, state_of
+
+STEPS, KEPT = 6, 3
+REPO = Path(__file__).parents[2]
+
+VICTIM = """
+import sys
+from pathlib import Path
+import torch
+from tests.equivalence.runs import WAYS, Setup
+torch.set_num_threads(1)
+folder, disk, moments = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+setup = Setup.of("llama", moments=moments, config={"attention_dropout": 0.1})
+engine = setup.engine(WAYS[3], disk)
+for number, batch in enumerate(setup.batches(6), 1):
+    engine.step(batch)
+    if number == 3:
+        engine.write(folder)
+    print(number, flush=True)
+    if number > 4:
+        sys.stdin.readline()  # killed here, with sweeps pending and a store on disk
+"""
+
+
+def dropping(moments: str = "fp32") -> Setup:
+    return Setup.of("llama", moments=moments, config={"attention_dropout": 0.1})
+
+
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_a_run_killed_and_resumed_under_another_plan_equals_one_never_killed(
+    moments: str, tmp_path: Path
+) -> None:
+    folder, disk = tmp_path / "kept", tmp_path / "disk"
+    folder.mkdir()
+    disk.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", VICTIM, str(folder), str(disk), moments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO,
+    ) as victim:  # fmt: skip
+        assert victim.stdout is not None
+        while victim.stdout.readline().strip() != "5":
+            assert victim.poll() is None
+        victim.send_signal(signal.SIGKILL)
+    setup = dropping(moments)
+    with setup.engine(WAYS[8], disk) as engine:
+        engine.read(folder)
+        assert engine.steps == KEPT
+        for batch in setup.batches(STEPS)[KEPT:]:
+            engine.step(batch)
+        resumed = state_of(engine)
+    with setup.engine(RESIDENT, disk) as engine:
+        for batch in setup.batches(STEPS):
+            engine.step(batch)
+        assert differing(resumed, state_of(engine)) == []
+    assert [left.kept_because for left in remove_stores([disk])] == [""]
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", [RESIDENT, DRAM, DISK, WAYS[8]], ids=lambda way: way.name)
+def test_what_every_plan_keeps_is_the_same_to_the_byte(way: Way, tmp_path: Path) -> None:
+    setup = dropping()
+    kept = []
+    for number, one in enumerate((DRAM, way)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with setup.engine(one, tmp_path) as engine:
+            for batch in setup.batches(2):
+                engine.step(batch)
+            engine.write(folder)
+        kept.append({path.name: path.read_bytes() for path in folder.iterdir()})
+
+    assert kept[0] == kept[1]
+    assert "model.safetensors" in kept[0] or "model.safetensors.index.json" in kept[0]
+
+
+def test_keeping_does_not_change_what_follows(tmp_path: Path) -> None:
+    """Saving, evaluating and looking at parameters finish sweeps early: to the same bits."""
+    setup, states = dropping(), []
+    for looks in (False, True):
+        with setup.engine(DISK, tmp_path) as engine:
+            for number, batch in enumerate(setup.batches(4)):
+                engine.step(batch)
+                if looks and number == 1:
+                    (tmp_path / "kept").mkdir()
+                    engine.write(tmp_path / "kept")
+                    engine.evaluate(setup.batches(1))
+                if looks and number == 2:
+                    assert "exp_avg" in engine.state["lm_head.weight"]
+            states.append(state_of(engine))
+
+    assert differing(*states) == []
+
+
+def test_a_later_change_of_the_rate_does_not_reach_a_pending_sweep(tmp_path: Path) -> None:
+    setup, states = dropping(), []
+    for meddles in (False, True):
+        with setup.engine(DISK, tmp_path) as engine:
+            engine.step(setup.batches(1)[0])
+            if meddles:
+                for group in engine.optimizer.param_groups:
+                    group.update(lr=100.0, betas=(0.1, 0.1), weight_decay=3.0)
+            states.append(state_of(engine))
+
+    assert differing(*states) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"moments": "bf16"}, "moments"), ({"dtype": "fp16"}, "dtype")],
+    ids=["moments", "dtype"],
+)
+def test_a_checkpoint_of_other_numerics_is_refused(
+    change: dict[str, str], field: str, tmp_path: Path
+) -> None:
+    with dropping().engine(DRAM, tmp_path) as engine:
+        (tmp_path / "kept").mkdir()
+        engine.write(tmp_path / "kept")
+    other = Setup.of("llama", config={"attention_dropout": 0.1}, **change)
+    with other.engine(DRAM, tmp_path) as engine:
+        before = state_of(engine)
+        with pytest.raises(EngineStateError, match=f"{field}: was"):
+            engine.read(tmp_path / "kept")
+        assert differing(before, state_of(engine)) == []

@@ -1,0 +1,104 @@
+"""Engines in which something goes wrong at a moment of the test's choosing."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.storage.errors import TransferError
+from penstock.storage.store import Store
+from penstock.storage.tickets import Ticket
+from penstock.stream.body import Body
+from tests.equivalence.runs import DRAM, RESIDENT, WAYS, Setup, Way
+
+SMALL = Way("all on disk in small pieces", ("nnnn",), {"piece": 4096})
+MIXED = Way("weights on disk, states in DRAM", ("nddd", "dndd"), {"piece": 4096})
+PLACES = (RESIDENT, DRAM, SMALL, MIXED, WAYS[8])
+
+
+class BrokenTicket:
+    """A transfer that ended badly."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+
+    def settle(self, timeout: float | None = None) -> bool:
+        return self.ticket.settle(timeout)
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.ticket.wait(timeout)
+        name = self.ticket.extent.name
+        raise TransferError(
+            verb="read", extent=name, path="disk", offset=0, length=4096, errno=errno.EIO
+        )
+
+
+class Trap:
+    """Does something at the n-th call of a method from now, once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type, method: str) -> None:
+        self.left: int | None = None
+        self.action: Callable[[Any], Any] = lambda out: out
+        plain = getattr(kind, method)
+        lock = threading.Lock()
+
+        def trapped(*args: Any, **kwargs: Any) -> Any:
+            out = plain(*args, **kwargs)
+            with lock:
+                if self.left is None:
+                    return out
+                self.left -= 1
+                sprung = self.left < 0
+                if sprung:
+                    self.left = None
+            return self.action(out) if sprung else out
+
+        monkeypatch.setattr(kind, method, trapped)
+
+    def set(self, after: int, action: Callable[[Any], Any]) -> None:
+        self.left, self.action = after, action
+
+    @property
+    def sprung(self) -> bool:
+        return self.left is None
+
+
+def raising(error: BaseException) -> Callable[[Any], Any]:
+    def action(out: Any) -> Any:
+        raise error
+
+    return action
+
+
+def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.003) -> None:
+    """So that swept pieces wait for their turn to be written."""
+    plain = Store.start_write
+
+    def start_write(self: Store, *args: Any, **kwargs: Any) -> Ticket:
+        time.sleep(seconds)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(Store, "start_write", start_write)
+
+
+def engine_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("penstock ")]
+
+
+def layers(monkeypatch: pytest.MonkeyPatch) -> Trap:
+    """Springs in the thread that computes."""
+    return Trap(monkeypatch, Body, "layer")
+
+
+def reads(monkeypatch: pytest.MonkeyPatch) -> Trap:
+    """Springs in a lane that reads."""
+    return Trap(monkeypatch, Store, "start_read")
+
+
+def small_setup() -> Setup:
+    return Setup.of("llama", batch=4)

@@ -1,0 +1,191 @@
+"""What goes wrong in the middle of a step is named, leaves nothing behind and loses nothing."""
+
+from __future__ import annotations
+
+import _thread
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import EngineError
+from penstock.storage.errors import TransferError, TruncatedStoreError
+from tests.disks import direct_directory
+from tests.equivalence.runs import DISK, DRAM, RESIDENT, Way, differing, state_of
+from tests.faults.engine_runs import (
+    PLACES,
+    SMALL,
+    BrokenTicket,
+    engine_threads,
+    layers,
+    raising,
+    reads,
+    slow_writes,
+    small_setup,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def undisturbed(steps: int, disk: Path) -> dict[str, torch.Tensor]:
+    setup = small_setup()
+    with setup.engine(RESIDENT, disk) as engine:
+        for batch in setup.batches(steps):
+            engine.step(batch)
+        return state_of(engine)
+
+
+@pytest.mark.parametrize("after", [0, 3, 17, 40])
+def test_a_read_that_fails_in_mid_step_is_told_and_leaves_nothing(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, trap = small_setup(), reads(monkeypatch)
+    first, second = setup.batches(2)
+    engine = setup.engine(SMALL, tmp_path)
+    try:
+        engine.step(first)
+        trap.set(after, BrokenTicket)
+
+        with pytest.raises(TransferError, match="Input/output error") as caught:
+            engine.step(second)
+
+        assert caught.value.extent.startswith(("model.", "lm_head"))
+        assert trap.sprung
+    finally:
+        engine.close()
+    assert engine_threads() == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_was_cut_short_under_the_engine_is_named(tmp_path: Path) -> None:
+    setup = small_setup()
+    direct_directory(tmp_path)
+    first, second = setup.batches(2)
+    engine = setup.engine(DISK, tmp_path)
+    try:
+        engine.step(first)
+        store = engine._taken.store
+        os.truncate(store.volumes[0].data_path, 1 << 20)
+
+        with pytest.raises(TruncatedStoreError, match="Resume from the last checkpoint"):
+            engine.step(second)
+    finally:
+        engine.close()
+    assert engine_threads() == []
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("way", PLACES, ids=lambda way: way.name)
+@pytest.mark.parametrize("after", [0, 2, 5, 9])
+def test_after_a_failure_the_pending_sweeps_can_be_finished_and_training_goes_on(
+    way: Way, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In forward (six calls of a layer) or in backward: the model is what it would have been."""
+    setup, trap = small_setup(), layers(monkeypatch)
+    slow_writes(monkeypatch)
+    first, second = setup.batches(2)
+    with setup.engine(way, tmp_path) as engine:
+        engine.step(first)
+        trap.set(after, raising(RuntimeError("the ceiling came down")))
+
+        with pytest.raises(RuntimeError, match="ceiling"):
+            engine.step(second)
+
+        assert differing(state_of(engine), undisturbed(1, tmp_path)) == []
+        engine.step(second)
+        assert differing(state_of(engine), undisturbed(2, tmp_path)) == []
+
+
+@pytest.mark.parametrize("after", [0, 7, 23])
+def test_after_a_failed_read_training_goes_on_if_the_disk_does(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a finish in between: the same batch again."""
+    setup, trap = small_setup(), reads(monkeypatch)
+    slow_writes(monkeypatch)
+    first, second = setup.batches(2)
+    with setup.engine(PLACES[-1], tmp_path) as engine:
+        engine.step(first)
+        trap.set(after, BrokenTicket)
+        with pytest.raises(TransferError):
+            engine.step(second)
+
+        engine.step(second)
+
+        assert differing(state_of(engine), undisturbed(2, tmp_path)) == []
+
+
+@pytest.mark.parametrize("way", [DRAM, SMALL], ids=lambda way: way.name)
+def test_an_error_of_the_users_loss_comes_through_as_it_is(way: Way, tmp_path: Path) -> None:
+    setup, broken = small_setup(), [True]
+    error = ZeroDivisionError("mine")
+
+    def loss(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if broken[0]:
+            raise error
+        return -log_probs.sum()
+
+    with setup.engine(way, tmp_path, loss=loss) as engine:
+        batch = setup.batches(1)[0]
+        with pytest.raises(ZeroDivisionError) as caught:
+            engine.step(batch)
+        assert caught.value is error
+
+        broken[0] = False
+        assert float(engine.step(batch)) > 0
+
+
+@pytest.mark.parametrize("after", [0, 5, 30])
+def test_ctrl_c_ends_the_step_and_loses_nothing(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal arrives while a lane works; the thread that computes sees it where it is."""
+    setup, trap = small_setup(), reads(monkeypatch)
+    slow_writes(monkeypatch)
+    first, second = setup.batches(2)
+
+    def interrupt(ticket: Any) -> Any:
+        _thread.interrupt_main()
+        return ticket
+
+    with setup.engine(SMALL, tmp_path) as engine:
+        engine.step(first)
+        trap.set(after, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(second)
+
+        assert engine.waiting() == ""
+        assert differing(state_of(engine), undisturbed(1, tmp_path)) == []
+    assert engine_threads() == []
+
+
+def test_gradients_that_a_failure_left_half_summed_are_not_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = small_setup()
+    setup = type(setup)(setup.config, setup.model, accumulating(setup.work), setup.source)
+    trap = layers(monkeypatch)
+    first, second = setup.batches(2)
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.forward_backward(first)
+        trap.set(7, raising(RuntimeError("the ceiling came down")))
+        with pytest.raises(RuntimeError, match="ceiling"):
+            engine.forward_backward(second)
+
+        with pytest.raises(EngineError, match="no gradients"):
+            engine.apply()
+
+
+def accumulating(work: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(work, accumulate=True)

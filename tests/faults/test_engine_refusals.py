@@ -1,0 +1,200 @@
+"""Bad numbers, bad batches, bad plans, full disks: each told with what to do, nothing changed."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import (
+    BatchError,
+    EngineError,
+    NonFiniteLossError,
+    NonFiniteMasterError,
+    PlanError,
+)
+from penstock.prepare import prepare
+from penstock.roles import Role
+from penstock.storage.errors import DiskFullError
+from tests.engines import make_engine
+from tests.equivalence.runs import (
+    DISK,
+    DRAM,
+    OPTIMIZER,
+    RESIDENT,
+    Setup,
+    Way,
+    differing,
+    state_of,
+    whole,
+)
+from tests.faults.engine_runs import SMALL, engine_threads, small_setup
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("way", [RESIDENT, SMALL], ids=lambda way: way.name)
+def test_a_weight_that_is_not_a_number_is_noticed_before_anything_changes(
+    way: Way, tmp_path: Path
+) -> None:
+    setup = small_setup()
+    setup.source.model.embed_tokens.weight.data[5, 3] = math.nan
+    batch = setup.batches(1)[0]
+    batch["input_ids"][1, 2] = 5
+    with setup.engine(way, tmp_path) as engine:
+        before = state_of(engine)
+
+        with pytest.raises(NonFiniteLossError, match="step 1: the loss is nan") as caught:
+            engine.step(batch)
+
+        assert caught.value.step == 1
+        assert engine.steps == 0
+        assert differing(before, state_of(engine)) == []
+
+
+def sick_loss(sick: list[bool]) -> Any:
+    def loss(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return -log_probs.sum() * (math.nan if sick[0] else 1.0)
+
+    return loss
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_batch_whose_loss_is_not_finite_leaves_no_trace(nonfinite: str, tmp_path: Path) -> None:
+    """The sweeps of the step before are made all the same, and the next step follows on it."""
+    setup, sick = small_setup(), [False]
+    first, second, third = setup.batches(3)
+    with setup.engine(SMALL, tmp_path, loss=sick_loss(sick), nonfinite=nonfinite) as engine:
+        engine.step(first)
+        sick[0] = True
+        if nonfinite == "raise":
+            with pytest.raises(NonFiniteLossError):
+                engine.step(second)
+        else:
+            assert math.isnan(float(engine.step(second)))
+            assert engine.skipped
+        sick[0] = False
+        assert engine.steps == 1
+        engine.step(third)
+        found = state_of(engine)
+    with setup.engine(RESIDENT, tmp_path, loss=sick_loss(sick)) as plain:
+        plain.step(first)
+        plain.step(third)
+        assert differing(found, state_of(plain)) == []
+
+
+@pytest.mark.parametrize("way", [RESIDENT, DRAM, DISK], ids=lambda way: way.name)
+def test_a_weight_that_would_leave_its_range_is_refused_and_named(way: Way, tmp_path: Path) -> None:
+    setup = small_setup()
+    first, second = setup.batches(2)
+    with setup.engine(way, tmp_path, optimizer=OPTIMIZER | {"lr": 1e39}) as engine:
+        engine.step(first)
+        with pytest.raises(NonFiniteMasterError, match="Lower the") as caught:
+            engine.step(second)
+
+        names = [t.name for b in setup.model.blocks for t in b.tensors]
+        assert caught.value.name in names
+        for name in names:
+            assert bool(whole(engine, name, Role.WEIGHT).float().isfinite().all())
+
+
+BAD_BATCHES = {
+    "too many rows": ((9, 16), {}, "9 x 16 tokens.*prepared for 4 x 16"),
+    "rows too long": ((4, 17), {}, "4 x 17 tokens"),
+    "no rows": ((0, 16), {}, "must be"),
+    "labels of another shape": ((4, 16), {"labels": torch.zeros(4, 15)}, r"labels is \(4, 15\)"),
+    "positions of another shape": ((4, 16), {"position_ids": torch.zeros(4, 3)}, "position_ids is"),
+}
+
+
+@pytest.mark.parametrize(("shape", "more", "said"), BAD_BATCHES.values(), ids=BAD_BATCHES)
+def test_a_batch_that_was_not_planned_for_is_refused(
+    shape: tuple[int, int], more: dict[str, torch.Tensor], said: str, tmp_path: Path
+) -> None:
+    setup = small_setup()
+    with setup.engine(DRAM, tmp_path) as engine:
+        with pytest.raises(BatchError, match=said):
+            engine.step({"input_ids": torch.full(shape, 3), **more})
+
+        assert math.isfinite(float(engine.step(setup.batches(1)[0])))
+
+
+def test_a_batch_without_tokens_says_what_it_has(tmp_path: Path) -> None:
+    setup = small_setup()
+    with (
+        setup.engine(DRAM, tmp_path) as engine,
+        pytest.raises(BatchError, match="needs input_ids; this one has labels"),
+    ):
+        engine.step({"labels": torch.zeros(4, 16)})
+
+
+def test_gradients_cannot_be_overwritten_nor_applied_twice(tmp_path: Path) -> None:
+    setup = small_setup()
+    batch = setup.batches(1)[0]
+    with setup.engine(DRAM, tmp_path) as engine:
+        with pytest.raises(EngineError, match="no gradients"):
+            engine.apply()
+        engine.forward_backward(batch)
+        with pytest.raises(EngineError, match="there already"):
+            engine.forward_backward(batch)
+        engine.apply()
+        with pytest.raises(EngineError, match="no gradients"):
+            engine.apply()
+    with pytest.raises(EngineError, match="closed"):
+        engine.step(batch)
+    engine.close()  # twice is once
+
+
+def test_a_plan_for_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    setup, other = small_setup(), Setup.of("llama", batch=4, config={"num_hidden_layers": 2})
+    plan = other.plan(DISK, tmp_path)
+
+    with pytest.raises(PlanError, match="fingerprint"):
+        prepare(setup.source, plan=plan, device="cpu")
+
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("what", ["weight slots", "gradient buffers", "NVMe staging"])
+def test_a_plan_whose_pools_are_not_the_schedules_is_refused(what: str, tmp_path: Path) -> None:
+    setup = small_setup()
+    plan = setup.plan(DISK, tmp_path)
+    short = tuple(
+        replace(pool, nbytes=pool.nbytes - 4096) if pool.what == what else pool
+        for pool in plan.pools
+    )
+
+    with pytest.raises(PlanError, match=f"{what}.*plan again"):
+        make_engine(setup.config, replace(plan, pools=short), setup.model, setup.source)
+
+    assert os.listdir(tmp_path) == []
+    assert engine_threads() == []
+
+
+def test_a_disk_without_room_is_told_before_the_first_step(tmp_path: Path) -> None:
+    """The kernel refuses files of that size here as it refuses them on a full disk."""
+    setup = small_setup()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 10, hard))
+    try:
+        with pytest.raises(DiskFullError, match="wanted") as caught:
+            setup.engine(DISK, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert caught.value.wanted > 256 << 10
+    assert os.listdir(tmp_path) == []
+    assert engine_threads() == []
