@@ -83,6 +83,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--machine", default="h200")
     parser.add_argument("--device")
     parser.add_argument("--plan", type=Path)
+    parser.add_argument("--resident", type=Path, help="also this plan: all of it in HBM")
     parser.add_argument("--plain", action="store_true", help="also the same in HBM by plain torch")
     parser.add_argument("--save", action="store_true")
     return parser.parse_args()
@@ -212,6 +213,9 @@ def main() -> None:
     chosen = arguments()
     config = config_of(chosen.shape, chosen.context)
     found: dict[str, Any] = {"streamed": streamed(config, chosen)}
+    if chosen.resident:
+        whole = argparse.Namespace(**(vars(chosen) | {"hbm": "130GiB", "plan": chosen.resident}))
+        found["resident"] = streamed(config, whole)
     if chosen.plain:
         found["plain"] = plain(config, chosen)
         ours, theirs = (sorted(found[k]["step_seconds"][1:]) for k in ("streamed", "plain"))

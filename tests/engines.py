@@ -82,7 +82,8 @@ def inventory(config: Any, freeze: Sequence[str] = ()) -> Inventory:
 
 
 def workload(**changes: Any) -> Workload:
-    numerics = {"micro_batch": 2, "loss_chunk": 4096, "mlp_tile": 4096}
+    numerics: dict[str, Any] = {"micro_batch": 2, "loss_chunk": 4096, "mlp_tile": 4096}
+    numerics |= {"compiled": False, "loss_kernel": "torch"}
     given = {"context": 16, "batch": 6}
     for name, value in changes.items():
         (numerics if name in numerics else given)[name] = value
@@ -133,9 +134,9 @@ def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **change
     """An engine on the CPU with the weights of `source`."""
     device = pick_device(changes.pop("device", "cpu"))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[plan.workload.dtype]
-    body = Body(
-        build_model(config, dtype, device.where), model, mlp_tile=plan.workload.numerics.mlp_tile
-    )
+    numerics = plan.workload.numerics
+    bare = build_model(config, dtype, device.where)
+    body = Body(bare, model, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
     given: dict[str, Any] = {"optimizer": {"lr": 1e-2}, "grouping": decay_matrices}
     engine = Engine(plan, model, body, device, EngineSettings(**(given | changes)))
     take_weights(engine.access, model, source.state_dict())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from penstock.roles import STATE, Role
+from penstock.stream.loss import fused_loss
 from tests import engines
 
 pytestmark = pytest.mark.gpu
@@ -32,10 +34,10 @@ def _deterministic() -> object:
     torch.use_deterministic_algorithms(False)
 
 
-def train(family: str, name: str, disk: Path, moments: str = "fp32") -> list[torch.Tensor]:
+def train(family: str, name: str, disk: Path, **changes: Any) -> list[torch.Tensor]:
     config = engines.tiny_config(family, hidden_size=64, head_dim=16)
     spots, how = PLANS[name]
-    work = engines.workload(context=32, moments=moments)
+    work = engines.workload(context=32, **changes)
     model = engines.inventory(config, freeze=["model.layers.1.mlp.down_proj.weight"])
     plan = engines.make_plan_of(model, work, spots, disk=disk, **how)
     engine = engines.make_engine(
@@ -68,7 +70,40 @@ def test_every_plan_gives_the_same_bits(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 def test_small_moments_too(moments: str, tmp_path: Path) -> None:
-    wanted = train("llama", "resident", tmp_path, moments)
+    wanted = train("llama", "resident", tmp_path, moments=moments)
     for name in ("dram", "all on disk", "two rounds"):
-        found = train("llama", name, tmp_path, moments)
+        found = train("llama", name, tmp_path, moments=moments)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
+
+
+def test_compiled_bodies_too(tmp_path: Path) -> None:
+    how = {"compiled": True, "loss_kernel": "fused"}
+    wanted = train("llama", "resident", tmp_path, **how)
+    for name in ("dram", "split", "all on disk", "two rounds"):
+        found = train("llama", name, tmp_path, **how)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
+
+
+def test_nothing_is_compiled_again_for_another_layer_or_slot(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    train("llama", "dram", tmp_path, compiled=True, loss_kernel="fused")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # with gradients, without
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1000, 8192, 151936])
+def test_the_fused_loss_is_torchs(vocabulary: int) -> None:
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(64, vocabulary, device="cuda")).to(torch.bfloat16)
+    targets = torch.randint(0, vocabulary, (64,), device="cuda")
+    targets[::5] = -100
+    plain = logits.float().requires_grad_()
+    wanted = torch.nn.functional.cross_entropy(plain, targets, reduction="sum")
+    (wanted * 0.25).backward()
+    assert torch.allclose(fused_loss(logits.clone(), targets, None).float(), wanted, rtol=1e-5)
+    found = fused_loss(logits, targets, 0.25)
+    assert torch.allclose(found.float(), wanted, rtol=1e-5)
+    assert plain.grad is not None
+    assert torch.allclose(logits.float(), plain.grad, rtol=1e-2, atol=1e-6)
+    assert not logits[targets == -100].any()
