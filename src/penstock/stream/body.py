@@ -120,10 +120,10 @@ class Body:
             for module, leaf in self._places[name]:
                 module._parameters[leaf] = tensor
 
-    def release(self, names: Sequence[str]) -> None:
-        """Forget them: what computes with them now would fail."""
-        for name in names:
-            for module, leaf in self._places[name]:
+    def release(self) -> None:
+        """Let go of all weights: compiled code may keep modules longer than anybody wants them."""
+        for places in self._places.values():
+            for module, leaf in places:
                 module._parameters[leaf] = None
 
     def module_of(self, name: str) -> tuple[nn.Module, dict[str, str]]:

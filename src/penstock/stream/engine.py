@@ -219,7 +219,8 @@ class Engine:
         if not self._closed:
             self._closed = True
             self._runner.close()
-            self._taken.homes.close()
+            self.body.release()
+            self._taken.release()
 
     def __enter__(self) -> Self:
         return self

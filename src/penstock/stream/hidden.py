@@ -40,6 +40,9 @@ class Hidden:
     def nbytes(self) -> int:
         return int(self._ring.numel())
 
+    def release(self) -> None:
+        self._ring = self._ring.new_empty(0)
+
     def start_round(self) -> None:
         self._written = 0
         self._occupants.clear()

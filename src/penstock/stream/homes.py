@@ -167,6 +167,7 @@ class Homes:
     def close(self) -> None:
         if self.store is not None:
             self.store.close()
+        self._data.clear()
 
     def _homes(self) -> Iterator[tuple[Key, Home]]:
         for index, block in enumerate(self.plan.placement.blocks):

@@ -64,6 +64,7 @@ class Runner:
 
     def close(self) -> None:
         self._lanes.close()
+        self.latest = None
 
     def _compute(self, run: Run) -> None:
         self._computer.start()

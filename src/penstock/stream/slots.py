@@ -27,6 +27,12 @@ class WeightSlots:
     ) -> None:
         self._inventory, self._formats, self._pool, self._took = inventory, formats, pool, took
         self._made: dict[tuple[int, int], dict[str, nn.Parameter]] = {}
+        self._kept: list[object] = []  # what takes gradients, which a parameter holds but weakly
+
+    def release(self) -> None:
+        self._made.clear()
+        self._kept.clear()
+        self._pool = self._pool.new_empty(0)
 
     def data(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes of the pool."""
@@ -75,6 +81,9 @@ class WeightSlots:
         if tensor.trainable:
             register: Any = parameter.register_post_accumulate_grad_hook
             register(self._hook(tensor.name))
+            # Made now, on the lane that computes: compiled code would make it on another.
+            copy: Any = parameter.view_as(parameter)
+            self._kept.append(copy.grad_fn.next_functions[0][0])
         return parameter
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:

@@ -39,6 +39,15 @@ class Taken:
     pool: Pool
     """The CPU sweep's threads."""
 
+    def release(self) -> None:
+        """Give everything back; the store leaves its disks."""
+        self.homes.close()
+        self.weights.release()
+        self.hidden.release()
+        self.gradients.start_step()
+        self.gradient_pool = self.staging = torch.empty(0, dtype=torch.uint8)
+        self.pipes.clear()
+
     @property
     def store(self) -> Store:
         assert self.homes.store is not None
