@@ -9,6 +9,7 @@ import pytest
 
 from penstock.budget import Budget, PathBudget
 from penstock.cost import Stopwatch, estimate
+from penstock.planner import Memory, find_plan
 from penstock.planner.choice import BlockSpots, Choice, Spot
 from penstock.planner.desk import Desk
 from penstock.planner.search import QUICK, search
@@ -107,3 +108,15 @@ def test_room_that_packing_takes_is_left_free_for_the_next_candidate() -> None:
     assert table.lacks(choice) == {Tier.HBM: 1}
     assert table.capacity(Tier.HBM) == exact[Tier.HBM] - 2
     assert table.lacks(replace(choice, slots=choice.slots)) == {Tier.HBM: 2}
+
+
+def test_a_question_asked_with_a_memory_has_the_same_answer() -> None:
+    table = desk()
+    args = (table.inventory, table.workload)
+    memory: Memory = {}
+    for dram in (70, 90, 200):
+        budget = Budget(hbm=1400 * MiB, dram=dram * MiB, nvme=NVME)
+        fresh = find_plan(*args, budget, machine(cards=0), effort=QUICK)
+        again = find_plan(*args, budget, machine(cards=0), effort=QUICK, memory=memory)
+        assert fresh == again
+    assert any(memory.values())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from penstock.budget import Budget
 from penstock.errors import PenstockError
 from penstock.inventory import Inventory
 from penstock.machine import Machine
-from penstock.planner import QUICK, Effort, Planned, find_plan, fits
+from penstock.planner import QUICK, Effort, Memory, Planned, find_plan, fits
 from penstock.tiers import Tier
 from penstock.units import GiB, format_bytes
 from penstock.workload import Workload, default_numerics
@@ -52,10 +52,14 @@ class Question:
     planned: Planned
     """The answer as it is."""
 
+    memory: Memory = field(default_factory=dict, compare=False, repr=False)
+    """What the questions have in common."""
+
     def ask(self, **changes: object) -> Planned | None:
         """The plan with something changed, or None if that does not fit."""
         asked = replace(self, **changes)  # type: ignore[arg-type]
-        return find_plan(asked.inventory, asked.workload, asked.budget, asked.machine, effort=QUICK)
+        args = (asked.inventory, asked.workload, asked.budget, asked.machine)
+        return find_plan(*args, effort=QUICK, memory=self.memory)
 
 
 def advise(question: Question, most: int = 3) -> list[Advice]:
@@ -161,6 +165,7 @@ def vary(
             question.budget.changed(tier, nbytes),
             _roomy(question.machine, tier, nbytes),
             effort=effort,
+            memory=question.memory,
         )
         if planned is not None:
             best = min(best or planned.cost.step_seconds, planned.cost.step_seconds)

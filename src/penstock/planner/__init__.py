@@ -1,12 +1,13 @@
 """Budgets in, one frozen plan out. Room: decide."""
 
-from penstock.planner.make import Planned, find_plan, fits, least_budget, make_plan
+from penstock.planner.make import Memory, Planned, find_plan, fits, least_budget, make_plan
 from penstock.planner.search import QUICK, THOROUGH, Effort
 
 __all__ = [
     "QUICK",
     "THOROUGH",
     "Effort",
+    "Memory",
     "Planned",
     "find_plan",
     "fits",

@@ -95,8 +95,12 @@ class Desk:
     def with_budget(self, budget: Budget) -> Desk:
         """The same for another budget, with what does not depend on it."""
         other = replace(self, budget=budget)
-        other._quick = replace(other._quick, known_hbm=self._quick.known_hbm)
+        other.remember(self._quick.known_hbm)
         return other
+
+    def remember(self, known: dict[Choice, int]) -> None:
+        """Use, and add to, what HBM takes for candidates, which depends on no budget."""
+        self._quick.known_hbm = known
 
     def room_for_all(self, rounds: int) -> bool:
         """Whether all tiers together could hold what rests: if not, nothing else need be asked."""

@@ -28,6 +28,10 @@ _GRAIN = 64 * MiB
 _FINEST = 64 * KiB
 
 
+Memory = dict[object, dict[Choice, int]]
+"""What questions about one model have in common; empty at first."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
     """A plan and what it is expected to cost."""
@@ -72,12 +76,15 @@ def find_plan(
     machine: Machine,
     *,
     effort: Effort = THOROUGH,
+    memory: Memory | None = None,
 ) -> Planned | None:
-    """The best plan found, or None."""
+    """The best plan found, or None. A `memory` makes the next question about the model quicker."""
     workload.check(inventory)
     check_paths(machine, budget)
     for piece in piece_sizes(inventory, workload, budget):
         desk = Desk(inventory, workload, machine, budget, piece_elements=piece)
+        if memory is not None:
+            desk.remember(memory.setdefault((workload, piece, desk.context_nbytes), {}))
         choice = search(desk, effort)
         if choice is not None:
             return planned(desk, choice)
