@@ -198,6 +198,13 @@ class Inventory:
         """The head computes with tensors of the embedding."""
         return bool(self.blocks[-1].borrows)
 
+    @property
+    def may_have_rounds(self) -> bool:
+        """Not where a trained table is tied: the head adds to its gradient before the embedding
+        does, all micro-batches of a round, so rounds would change the order of the sum."""
+        lent = {name for block in self.blocks for name in block.borrows}
+        return not any(t.trainable and t.name in lent for b in self.blocks for t in b.tensors)
+
     def parameters(self, trainable: bool | None = None) -> int:
         return sum(block.parameters(trainable) for block in self.blocks)
 

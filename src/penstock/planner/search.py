@@ -77,7 +77,8 @@ def _candidates(desk: Desk, effort: Effort) -> Iterator[Choice]:
     inputs = (0, len(desk.inventory.layers))
     seen: set[Choice] = set()
     fitting = 0
-    for rounds in filter(desk.room_for_all, _rounds(desk.workload.micro_batches)):
+    most = desk.workload.micro_batches if desk.inventory.may_have_rounds else 1
+    for rounds in filter(desk.room_for_all, _rounds(most)):
         before = len(seen)
         for some in residents(desk, rounds):
             for order, kind, kept in product(ORDERS[: effort.orders], kinds, inputs):

@@ -86,6 +86,8 @@ def take(
     store: StoreSettings, pool: Pool,
 ) -> Taken:  # fmt: skip
     """All memory and disk space of the run. Nothing is left behind if some of it cannot be had."""
+    if plan.placement.rounds > 1 and not inventory.may_have_rounds:
+        raise PlanError("placement.rounds", "must be 1 for a model with tied embeddings")
     _check_pools(plan, programs)
     context = next((pool.nbytes for pool in plan.pools if pool.what == "CUDA context"), 0)
     device.limit(plan.budget.of(Tier.HBM) - context)
