@@ -108,6 +108,7 @@ class Body:
         self._shapes = {t.name: t.shape for block in inventory.blocks for t in block.tensors}
         tile_mlps(self.layers, mlp_tile)
         self._compiled = CompiledLayers(self.layers) if compiled else None
+        self._tile = mlp_tile
         self.drops_out = self._has_dropout()
         setattr(self._base, self._list, self._one)
         self._head_stand_ins = self._stand_ins()
@@ -165,9 +166,11 @@ class Body:
         return hidden, calls
 
     def layer(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
-        """What leaves layer `index`, counted from 0."""
+        """What leaves layer `index`, counted from 0. Packed rows and tiled MLPs are not compiled:
+        their cuts differ from batch to batch."""
         args, kwargs = calls.arguments[index]
-        if self._compiled is not None and calls.bounds is None:
+        whole = calls.bounds is None and hidden.shape[0] * hidden.shape[1] <= self._tile
+        if self._compiled is not None and whole:
             return self._compiled(index, hidden, args, kwargs)
         with attention.documents(calls.bounds):
             out: Any = self.layers[index](hidden, *args, **kwargs)
