@@ -138,8 +138,8 @@ def working_nbytes(inventory: Inventory, workload: Workload) -> int:
 
 
 def _largest(blocks: Iterable[Block]) -> int:
-    """Elements of the largest tensor: its gradient of one micro-batch, until it is added up."""
-    return max((t.elements for b in blocks for t in b.tensors if t.trainable), default=0)
+    """Elements of the largest block: its gradients of one micro-batch, until they are added up."""
+    return max((block.parameters(True) for block in blocks), default=0)
 
 
 def _layer_nbytes(block: Block, hidden: int, tokens: int, tile: int) -> int:

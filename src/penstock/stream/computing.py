@@ -14,8 +14,9 @@ from penstock.roles import Role
 from penstock.schedule import Operation, Verb
 from penstock.step_facts import StepFacts
 from penstock.stream.body import Body, MicroBatch
+from penstock.stream.gradients import differentiate
 from penstock.stream.hidden import EXTRA
-from penstock.stream.loss import ChunkedLoss
+from penstock.stream.loss import ChunkedLoss, Into
 from penstock.stream.moving import Mover
 from penstock.stream.state import Run, Taken
 from penstock.stream.updates import segments
@@ -131,8 +132,8 @@ class Computer:
             states = hidden.slot(hidden.gradient_slot(index), *micro.shape)
             flat, targets = states.view(-1, states.shape[-1]), micro.targets.view(-1)
             if differentiate:
-                total, back = self._loss.backward(flat, targets, items=run.items, scale=run.scale)
-                flat.copy_(back)
+                into = Into(parameters, self._taken.gradients.add)
+                total = self._loss.backward(flat, targets, into, run.items, run.scale)
             else:
                 total = self._loss.forward(flat, targets)
             run.loss = total if run.loss is None else run.loss + total
@@ -146,38 +147,39 @@ class Computer:
         if trained and not self._taken.gradients.is_open(op.block):
             self._open(run, at, op, op.block)
         if op.block == 0:  # tables are linear: their gradient does not depend on them
-            self._body.bind(self._taken.weights.stand_ins(0))
+            parameters = self._taken.weights.stand_ins(0)
         else:
-            self._bind(op.block)
+            parameters = self._parameters(op.block)
+        self._body.bind(parameters)
         fetch = run.program.at.get((Verb.FETCH, op.block, op.round, Role.INPUT))
         for index, micro in enumerate(run.rounds[op.round]):
             slot = None
             if fetch is not None:
                 self._device.wait(run.marks.get((fetch, index)))
                 slot = run.input_slot(op.round)
-            self._differentiate(run, op.block, index, micro, slot)
+            out, source = self._recompute(run, op.block, index, micro, slot)
+            into = self._taken.hidden.gradient_slot(index)
+            gradient = self._taken.hidden.slot(into, *micro.shape)
+            add = self._taken.gradients.add
+            back = differentiate(out, gradient, source, parameters, add)
+            if back is not None:
+                gradient.copy_(back)
+            del out, source, back
             run.marks.put((at, index), self._device.mark())
         if trained:
             self._close(run, at, op, op.block)
 
-    def _differentiate(
+    def _recompute(
         self, run: Run, block: int, index: int, micro: MicroBatch, slot: int | None
-    ) -> None:
-        hidden = self._taken.hidden
-        gradient = hidden.slot(hidden.gradient_slot(index), *micro.shape)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What leaves the block, from what enters it; the embedding has no such input."""
         self._reseed(run, block, micro)
         with torch.enable_grad():
             if block == 0:
-                out, source = self._body.embed(micro)[0], None
-            else:
-                source = self._input(block, index, micro, slot).detach().requires_grad_()
-                assert micro.calls is not None
-                out = self._body.layer(block - 1, source, micro.calls)
-        if out.requires_grad:
-            torch.autograd.backward(out, gradient)
-        if source is not None:
-            assert source.grad is not None
-            gradient.copy_(source.grad)
+                return self._body.embed(micro)[0], None
+            source = self._input(block, index, micro, slot).detach().requires_grad_()
+            assert micro.calls is not None
+            return self._body.layer(block - 1, source, micro.calls), source
 
     # Gradients.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,32 @@ class Sum:
     untouched: set[str]
     """Tensors that hold no sum yet: what is there is not theirs."""
     views: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def differentiate(
+    out: torch.Tensor,
+    gradient: torch.Tensor | None,
+    source: torch.Tensor | None,
+    parameters: Mapping[str, torch.Tensor],
+    add: Callable[[str, torch.Tensor], None],
+) -> torch.Tensor | None:
+    """The gradient by `source`; those by parameters are handed to `add`.
+
+    Asked for, not accumulated: what accumulates them for a parameter belongs to the lane on which
+    it was made, and compiled code makes it on another.
+    """
+    wanted = {name: p for name, p in parameters.items() if p.requires_grad}
+    inputs = [*([] if source is None else [source]), *wanted.values()]
+    if not out.requires_grad:
+        return None
+    found = list(torch.autograd.grad(out, inputs, gradient, allow_unused=True))
+    back = None if source is None else found.pop(0)
+    for name in wanted:
+        made = found.pop(0)
+        if made is not None:
+            add(name, made)
+        del made  # each is freed before the next is added
+    return back
 
 
 class Gradients:

@@ -5,11 +5,13 @@ Logits of the whole batch never exist: each chunk's are made, judged, differenti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
+
+from penstock.stream.gradients import differentiate
 
 IGNORED = -100
 """A label that is not trained, as Hugging Face has it."""
@@ -27,6 +29,13 @@ def next_targets(labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tens
     following = torch.where(position_ids[:, 1:] == 0, IGNORED, labels[:, 1:])
     targets[:, :-1] = following
     return targets
+
+
+class Into(NamedTuple):
+    """What the head computes with, and who takes the gradients by it."""
+
+    parameters: Mapping[str, torch.Tensor]
+    add: Callable[[str, torch.Tensor], None]
 
 
 class ChunkedLoss:
@@ -53,34 +62,26 @@ class ChunkedLoss:
         return total
 
     def backward(
-        self, hidden: torch.Tensor, targets: torch.Tensor, *, items: int, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """That sum, and the gradient of `scale * sum / items` by the hidden states. Gradients of
-        weights go where their hooks put them."""
+        self, hidden: torch.Tensor, targets: torch.Tensor, into: Into, items: int, scale: float
+    ) -> torch.Tensor:
+        """That sum. The hidden states become the gradient of `scale * sum / items` by them."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        back = torch.zeros_like(hidden)
         for rows in self._chunks(hidden):
             x = hidden[rows].detach().requires_grad_()
             with torch.enable_grad():
                 logits = self._logits(x)
-            if self._fused:
-                gradient = logits.detach()
-                total += fused_loss(gradient, targets[rows], scale / items).double()
-                torch.autograd.backward(logits, gradient)
-            else:
-                total += self._differentiate(logits, targets[rows], items, scale).double()
-            assert x.grad is not None
-            back[rows] = x.grad
-        return total, back
-
-    def _differentiate(
-        self, logits: torch.Tensor, targets: torch.Tensor, items: int, scale: float
-    ) -> torch.Tensor:
-        with torch.enable_grad():
-            summed = self._sum(logits, targets)
-            loss = summed / items
-        (loss * scale if scale != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
-        return summed.detach()
+                if self._fused:
+                    out, gradient = logits, logits.detach()
+                    summed = fused_loss(gradient, targets[rows], scale / items)
+                else:
+                    summed = self._sum(logits, targets[rows])
+                    out, gradient = summed / items, None
+                    out = out * scale if scale != 1.0 else out
+            total += summed.detach().double()
+            back = differentiate(out, gradient, x, into.parameters, into.add)
+            assert back is not None
+            hidden[rows] = back
+        return total
 
     def _chunks(self, hidden: torch.Tensor) -> Iterator[slice]:
         for low in range(0, hidden.shape[0], self._chunk):

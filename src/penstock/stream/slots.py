@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -12,26 +9,16 @@ from penstock.inventory import Inventory, TensorSpec
 from penstock.roles import Formats, Role
 from penstock.stream.spans import Span, role_dtype
 
-GradientHook = Callable[[str, torch.Tensor], None]
-
 
 class WeightSlots:
-    """Views of flat buffers, made once for each place a block is ever in.
+    """Views of flat buffers, made once for each place a block is ever in."""
 
-    `took` is called with a tensor's name and gradient when backward has it, once a micro-batch;
-    the gradient is gone afterwards.
-    """
-
-    def __init__(
-        self, inventory: Inventory, formats: Formats, pool: torch.Tensor, took: GradientHook
-    ) -> None:
-        self._inventory, self._formats, self._pool, self._took = inventory, formats, pool, took
+    def __init__(self, inventory: Inventory, formats: Formats, pool: torch.Tensor) -> None:
+        self._inventory, self._formats, self._pool = inventory, formats, pool
         self._made: dict[tuple[int, int], dict[str, nn.Parameter]] = {}
-        self._kept: list[object] = []  # what takes gradients, which a parameter holds but weakly
 
     def release(self) -> None:
         self._made.clear()
-        self._kept.clear()
         self._pool = self._pool.new_empty(0)
 
     def data(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -77,19 +64,4 @@ class WeightSlots:
     def _parameter(self, tensor: TensorSpec, data: torch.Tensor) -> nn.Parameter:
         # `.data`: views of one pool share a count of changes, and autograd would take a block's
         # arrival for a change to its neighbour.
-        parameter = nn.Parameter(data.data, requires_grad=tensor.trainable)
-        if tensor.trainable:
-            register: Any = parameter.register_post_accumulate_grad_hook
-            register(self._hook(tensor.name))
-            # Made now, on the lane that computes: compiled code would make it on another.
-            copy: Any = parameter.view_as(parameter)
-            self._kept.append(copy.grad_fn.next_functions[0][0])
-        return parameter
-
-    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        def hook(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            self._took(name, parameter.grad)
-            parameter.grad = None
-
-        return hook
+        return nn.Parameter(data.data, requires_grad=tensor.trainable)

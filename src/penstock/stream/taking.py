@@ -100,7 +100,7 @@ def take(
             device=device,
             homes=homes,
             hidden=Hidden(homes),
-            weights=WeightSlots(inventory, homes.formats, weights, gradients.add),
+            weights=WeightSlots(inventory, homes.formats, weights),
             gradients=gradients,
             gradient_pool=device.empty(programs.nbytes("gradients"), "gradient buffers"),
             staging=staging,
