@@ -12,7 +12,7 @@ from penstock.cost.simulate import Speeds, seconds
 from penstock.inventory import Inventory
 from penstock.placement_parts import Placement
 from penstock.roles import STATE, TRAINED, Role
-from penstock.schedule import Operation, Schedule, Verb
+from penstock.schedule import COMPUTE, Operation, Schedule, Verb
 from penstock.tiers import Tier
 from penstock.workload import Workload
 
@@ -50,6 +50,13 @@ class Stopwatch:
             for resource, wanted in self._blocks[key].items():
                 totals[resource] += wanted
         return max(totals.values())
+
+    def computing(self, placement: Placement) -> float:
+        """What the GPU computes, without sweeps: wherever anything rests, no step ends sooner."""
+        translator = self._translator(placement)
+        blocks = range(len(placement.blocks))
+        needed = (o for i in blocks for o in _operations(placement, i, self.inventory))
+        return translator.totals(o for o in needed if o.verb in COMPUTE)["gpu"]
 
     def _translator(self, placement: Placement) -> Translator:
         parts = (self.inventory, self.workload, placement, self.rates)

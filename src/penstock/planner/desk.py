@@ -57,6 +57,9 @@ class Desk:
 
     rates: Rates = field(init=False)
     weighed: dict[Choice, float] = field(init=False, default_factory=dict)
+    timed: int = field(init=False, default=0)
+    """Operations of the candidates timed so far."""
+
     _short: dict[Choice, dict[Tier, int]] = field(init=False, default_factory=dict)
     _latest: tuple[Choice, Schedule] | None = field(init=False, default=None)
     _quick: QuickNeeds = field(init=False)
@@ -206,12 +209,18 @@ class Desk:
 
     def _time(self, choice: Choice) -> float:
         placement = replace(self.placement(choice), piece_elements=self._coarse)
-        return self._stopwatch.seconds(placement, step_schedule(self.inventory, placement))
+        schedule = step_schedule(self.inventory, placement)
+        self.timed += len(schedule.operations)
+        return self._stopwatch.seconds(placement, schedule)
 
     def at_least(self, choice: Choice) -> float:
         """What its score cannot be below, without timing it."""
         placement = self.placement(choice)
         return self._stopwatch.at_least(placement) + WEAR * self.demand(choice)[Tier.NVME]
+
+    def computing(self, choice: Choice) -> float:
+        """What the GPU computes: with so many rounds, no plan is faster."""
+        return self._stopwatch.computing(self.placement(choice))
 
     def score(self, choice: Choice) -> float:
         """The step's time, and a little for what rests on NVMe: of two plans that are equally
