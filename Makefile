@@ -9,7 +9,7 @@ CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 
 .PHONY: help demo test test-long test-vm fuzz lint format bench bench-storage clean
 help:
-	@echo "make demo      place tensors on this machine's memory nodes and show where they are"
+	@echo "make demo      fine-tune a small model under a small budget, in two minutes on two cores"
 	@echo "make test      build and run the tests (no GPU, no root)"
 	@echo "make test-long campaigns of many minutes: races in the engine"
 	@echo "make test-vm   the placement suite in a VM with CXL memory (Debian)"
@@ -37,7 +37,7 @@ $(NATIVE_TESTS)/native_tests: $(VENV)/tools CMakeLists.txt $(CXX_ALL)
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(NATIVE_TESTS)
 
 demo: $(VENV)/built
-	@$(BIN)/python examples/placement.py
+	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/built $(NATIVE_TESTS)/native_tests
 	$(BIN)/python -m pytest --timeout 300 -m "not gpu and not vm and not long" $(ARGS)

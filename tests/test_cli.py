@@ -30,6 +30,15 @@ FLAGS = {
         *{"--freeze", "--blocks", "--vary", "--explain", "--json", "--help"},
     },
     "machines": {"--json", "--help"},
+    "train": {
+        *{"model", "--data", "--out", "--context", "--batch", "--epochs", "--steps"},
+        *{"--micro-batch", "--hbm", "--dram", "--cxl", "--nvme", "--moments", "--plan", "--lr"},
+        *{"--schedule", "--warmup", "--betas", "--weight-decay", "--clip", "--dtype", "--freeze"},
+        *{"--model-config", "--init", "--revision", "--trust-remote-code", "--eval-data"},
+        *{"--eval-split", "--eval-every", "--overlong", "--skip-bad-lines", "--cache"},
+        *{"--save-every", "--keep", "--save-weights-only", "--on-nonfinite", "--deterministic"},
+        *{"--seed", "--log", "--config", "--resume", "--json", "--help"},
+    },
     "data show": {
         *{"file", "--model", "--context", "--count", "--overlong", "--skip-bad-lines", "--cache"},
         *{"--revision", "--trust-remote-code", "--json", "--help"},

@@ -122,9 +122,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store_command": {"storage", "errors", "units"},
     "data": {"errors", "record_files", "units"},
     "data_command": {"data"},
+    "train": {
+        *{"__init__", "budget", "checkpoint", "data", "errors", "inventory", "machine"},
+        *{"model_config", "model_survey", "plan", "plan_view", "plan_words", "planner", "prepare"},
+        *{"records", "roles", "storage.leftovers", "stream", "tiers", "units", "workload"},
+    },
+    "train_command": {"train"},
     "cli": {
         *{"__init__", "data_command", "doctor", "errors", "plan_command", "probe", "records"},
-        "store_command",
+        *{"store_command", "train_command"},
     },
     "__init__": {
         *{"discovery", "errors", "machine"},

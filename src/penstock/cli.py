@@ -30,6 +30,7 @@ from penstock.data_command import data_app
 from penstock.errors import PenstockError, ProbeError
 from penstock.plan_command import machines_command, plan_command
 from penstock.store_command import bench_app, store_app
+from penstock.train_command import train_command
 
 EXIT_MENDABLE = 1
 EXIT_BUG = 70
@@ -46,6 +47,7 @@ T = TypeVar("T")
 
 app.command("plan")(plan_command)
 app.command("machines")(machines_command)
+app.command("train")(train_command)
 app.add_typer(data_app, name="data")
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")

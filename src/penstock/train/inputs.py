@@ -1,0 +1,132 @@
+"""A run's model and data, found and checked before anything is taken. Room: show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.data import Packed, TokenDataset, load_tokenizer, open_dataset
+from penstock.inventory import Inventory
+from penstock.train.errors import ContextTooLongError
+from penstock.train.events import Listeners
+from penstock.train.settings import RunSettings
+
+if TYPE_CHECKING:
+    from penstock.data.batches import Batches
+
+Tell = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is to be trained, without its weights."""
+
+    source: str
+    """Where config, tokenizer and weights are: the user's model, or a checkpoint of the run."""
+    config: Any
+    inventory: Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What it is trained on."""
+
+    train: Packed
+    held_out: Packed | None
+    dataset: TokenDataset
+
+    def batches(self, settings: RunSettings, position: Any = None) -> Batches:
+        """In order, from the position on."""
+        return self.train.batches(
+            settings.batch,
+            epochs=settings.epochs,
+            steps=settings.steps,
+            seed=settings.seed,
+            position=position,
+        )
+
+
+def find_model(settings: RunSettings, checkpoint: Path | None) -> Model:
+    """From the checkpoint that is resumed, where there is one: the original may be gone."""
+    from penstock.model_config import load_config
+    from penstock.model_survey import survey_config
+    from penstock.stream.model import check_trainable
+
+    source = str(checkpoint or settings.model)
+    config = load_config(
+        source,
+        trust_remote_code=settings.trust_remote_code,
+        revision=None if checkpoint else settings.revision,
+        changes=settings.model_config,
+    )
+    inventory = survey_config(
+        config,
+        name=settings.model,
+        freeze=settings.freeze,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    limit = inventory.max_context
+    if limit is not None and settings.context > limit:
+        raise ContextTooLongError(settings.model, wanted=settings.context, limit=limit)
+    check_trainable(inventory)
+    return Model(source, config, inventory)
+
+
+def find_data(settings: RunSettings, model: Model, listeners: Listeners, tell: Tell) -> Data:
+    """Tokenized now, or found in the cache."""
+    local = Path(model.source).is_dir()
+    tokenizer = load_tokenizer(
+        model.source,
+        revision=None if local else settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    dataset = _open(settings.data, tokenizer, settings, tell)
+    held_out = None
+    whole = dataset
+    if settings.eval_split is not None:
+        dataset, held_out = dataset.split(settings.eval_split, seed=settings.seed)
+    elif settings.eval_data:
+        held_out = _open(settings.eval_data, tokenizer, settings, tell)
+    for note in whole.notes:
+        listeners.note(f"note: {note}")
+    if whole.bad_count:
+        listeners.note(f"{whole.bad_count} lines were left out, first: {whole.bad_lines[0]}")
+    packed = dataset.pack(settings.context, overlong=settings.overlong, seed=settings.seed)
+    listeners.note(_about(packed))
+    rows = None
+    if held_out is not None:
+        rows = held_out.pack(settings.context, overlong=settings.overlong, seed=settings.seed)
+    return Data(packed, rows, dataset)
+
+
+def _open(
+    sources: Sequence[str], tokenizer: Any, settings: RunSettings, tell: Tell
+) -> TokenDataset:
+    skip = settings.skip_bad_lines
+    return open_dataset(
+        list(sources), tokenizer, cache_dir=settings.cache, skip_bad_lines=skip, tell=tell
+    )
+
+
+def _about(packed: Packed) -> str:
+    counts = packed.counts
+    return (
+        f"{counts.documents:,} documents in {counts.rows:,} sequences of {packed.context:,} "
+        f"tokens, {counts.targets:,} tokens trained"
+    )
+
+
+def companions_directory(settings: RunSettings, model: Model) -> Path:
+    """Where the small files are; of the hub, fetched, without weights if none are wanted."""
+    from penstock.prepare import model_directory
+
+    if Path(model.source).is_dir():
+        return Path(model.source)
+    if settings.init == "pretrained":
+        return model_directory(model.source, settings.revision)
+    from huggingface_hub import snapshot_download
+
+    small = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+    return Path(snapshot_download(model.source, revision=settings.revision, allow_patterns=small))

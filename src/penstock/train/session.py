@@ -1,0 +1,147 @@
+"""From settings to a finished run. Room: show.
+
+Nothing is written into the run's directory until all is ready for the first step: a mistake in the
+settings leaves it as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock import __version__
+from penstock.plan_view import plan_json
+from penstock.tiers import Tier
+from penstock.train.events import JsonLines, Listeners
+from penstock.train.inputs import Model, companions_directory, find_data, find_model
+from penstock.train.keeping import Keeper, write_companions
+from penstock.train.live import Live
+from penstock.train.loop import Loop, Run
+from penstock.train.metrics import MetricsFile, check_loggers, open_loggers
+from penstock.train.planning import Chosen, choose_plan, describe_budget, recipe_of
+from penstock.train.resuming import OutFolder, Past
+from penstock.train.settings import RunSettings
+from penstock.train.settings_files import RUN_FILE, write_yaml
+from penstock.train.stopping import Stopping
+from penstock.train.view import Lines, Silent, View
+
+if TYPE_CHECKING:
+    from penstock.prepare import Recipe
+    from penstock.stream.engine import Engine
+
+PLAN_FILE = "plan.json"
+
+
+def train(settings: RunSettings, *, resume: bool, view: View, as_json: bool = False) -> int:
+    """The exit code: 0 at the end, 128 and the signal where one stopped it."""
+    check_loggers(settings.log)
+    listeners = Listeners([view])
+    if as_json:
+        listeners.add(JsonLines())
+    out = OutFolder(settings.out, resume=resume)
+    try:
+        past = out.past() if resume else None
+        if resume:
+            listeners.note(_about_past(past, settings))
+        with _opened(settings, past, listeners, view) as run, Stopping() as stopping:
+            stopping.before_leaving = view.close
+            ended = Loop(run, listeners, view, stopping).run()
+            return 0 if ended else stopping.exit_code
+    finally:
+        listeners.close()
+        out.close()
+
+
+def pick_view(as_json: bool) -> View:
+    """What suits where it is shown."""
+    if as_json:
+        return Silent()
+    live = Live()
+    return live if live.console.is_terminal else Lines()
+
+
+@contextlib.contextmanager
+def _opened(
+    settings: RunSettings, past: Past | None, listeners: Listeners, view: View
+) -> Iterator[Run]:
+    model = find_model(settings, past.checkpoint.path if past else None)
+    data = find_data(settings, model, listeners, view.busy)
+    batches = data.batches(settings, past.state.data if past else None)
+    recipe = recipe_of(settings, batches.steps)
+    chosen = choose_plan(settings, model, recipe, past)
+    _tell_plan(chosen, batches.steps, listeners, view)
+    engine = _engine(model, chosen, recipe, past, view)
+    try:
+        if past is not None:
+            gpu = engine.device.where.type == "cuda"
+            numerics, steps = engine.workload.numerics, batches.steps
+            found = past.differences(settings, numerics, steps=steps, on_gpu=gpu)
+            if found:
+                listeners.note(f"no longer bit-identical because {'; '.join(found)}")
+        keeper = Keeper(engine, settings)
+        keeper.saved_step = past.checkpoint.step if past else None
+        keeper.check_room()
+        _write_papers(settings, model, chosen, batches.steps)
+        listeners.add(MetricsFile(settings.out, after=batches.step))
+        for logger in open_loggers(settings):
+            listeners.add(logger)
+        yield Run(settings, engine, data, batches, keeper, past is not None)
+    finally:
+        engine.close()
+
+
+def _engine(model: Model, chosen: Chosen, recipe: Recipe, past: Past | None, view: View) -> Engine:
+    from dataclasses import replace
+
+    from penstock.prepare import prepare
+    from penstock.train.failures import memory_told
+
+    view.busy(0, 0, "loading weights")
+    if past is not None:
+        # The checkpoint's weights are loaded first, then all of its state.
+        recipe = replace(recipe, init="pretrained", revision=None)
+    with memory_told(chosen.plan):
+        engine = prepare(model.source, plan=chosen.plan, recipe=recipe)
+        if past is not None:
+            try:
+                engine.read(past.checkpoint.path)
+            except BaseException:
+                engine.close()
+                raise
+    return engine
+
+
+def _tell_plan(chosen: Chosen, steps: int, listeners: Listeners, view: View) -> None:
+    view.show_plan(chosen, steps)
+    plan = chosen.plan
+    told = plan_json(chosen.planned) if chosen.planned else {
+        "tiers": {
+            tier.value: {"budget": plan.budget.of(tier), "at_rest": plan.at_rest(tier),
+                         "peak": plan.peak(tier)}
+            for tier in Tier
+        },
+        "bytes_per_parameter": plan.bytes_per_parameter,
+    }  # fmt: skip
+    told.pop("feasible", None)
+    listeners.tell("plan", **told, parameters=plan.parameters, steps=steps)
+
+
+def _write_papers(settings: RunSettings, model: Model, chosen: Chosen, steps: int) -> None:
+    """What a checkpoint takes its small files from, and what the run was."""
+    out = Path(settings.out)
+    write_companions(
+        out, companions_directory(settings, model), model.config, model.inventory, settings
+    )
+    chosen.plan.save(out / PLAN_FILE)
+    plan = chosen.plan
+    remarks = [f"Penstock {__version__}; {steps} steps; {PLAN_FILE} says what rests where"]
+    remarks += describe_budget(plan.budget, plan.workload)
+    write_yaml(settings, out / RUN_FILE, remarks)
+
+
+def _about_past(past: Past | None, settings: RunSettings) -> str:
+    if past is None:
+        return f"{settings.out} holds no checkpoint: the run begins anew"
+    return f"going on from {past.checkpoint.path}"

@@ -1,0 +1,126 @@
+"""Tiny runs of `penstock train`, in this process and in children of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from penstock import cli
+from tests.engines import plain_model, tiny_config
+from tests.small_tokenizers import MARKED, WORDS, small_tokenizer
+
+SETTINGS = ("--context", "32", "--batch", "4", "--micro-batch", "2", "--lr", "1e-2",
+            "--eval-split", "0.2", "--json")  # fmt: skip
+
+RESIDENT = ("--hbm", "64MiB", "--dram", "64MiB")
+TIGHT = ("--hbm", "900KiB", "--dram", "500KiB")
+"""With a disk: a part of the states must go there."""
+
+
+def make_model(directory: Path, *, weights: bool = True, **changes: Any) -> Path:
+    """A Llama of a few ten thousand parameters, with a tokenizer."""
+    tokenizer = small_tokenizer(MARKED)
+    told = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, **changes}
+    config = tiny_config("llama", **told)
+    if weights:
+        plain_model(config).save_pretrained(directory)
+    else:
+        config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def make_texts(path: Path, count: int = 60) -> Path:
+    """Texts that differ, as JSON lines."""
+    words = WORDS.split()
+    lines = []
+    for number in range(count):
+        start = number * 7 % len(words)
+        text = " ".join([str(number), *(words + words)[start : start + 12]])
+        lines.append(json.dumps({"text": text}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+class Ended:
+    """A run that is over."""
+
+    def __init__(self, code: int, output: str, errors: str) -> None:
+        self.code, self.output, self.errors = code, output, errors
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.output.splitlines()]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {event["step"]: event["loss"] for event in self.of("step")}
+
+
+class Runs:
+    """The command, over one model and one file of data."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = make_model(folder / "model")
+        self.data = make_texts(folder / "texts.jsonl")
+        self.disk = folder / "disk"
+        self.disk.mkdir()
+
+    def flags(self, out: Path, *more: str) -> list[str]:
+        inputs = [str(self.model), "--data", str(self.data), "--out", str(out)]
+        return ["train", *inputs, *SETTINGS, "--cache", str(self.folder / "cache"), *more]
+
+    def tight(self) -> list[str]:
+        return [*TIGHT, "--nvme", f"{self.disk}:64MiB"]
+
+    def run(self, out: Path, *more: str) -> Ended:
+        """In this process."""
+        return told(self.flags(out, *more))
+
+    def start(self, out: Path, *more: str) -> subprocess.Popen[str]:
+        """In a child."""
+        command = [sys.executable, "-m", "penstock.cli", *self.flags(out, *more)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+
+def told(arguments: list[str]) -> Ended:
+    """A command line, and all that it says."""
+    output, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(output), redirect_stderr(errors):
+        code = cli.run(arguments)
+    return Ended(code, output.getvalue(), errors.getvalue())
+
+
+def ended(child: subprocess.Popen[str]) -> Ended:
+    output, errors = child.communicate()
+    return Ended(child.returncode, output, errors)
+
+
+def wait_for(child: subprocess.Popen[str], *signs: str) -> str:
+    """Reads events until a line holds all the signs; all that was read."""
+    assert child.stdout is not None
+    read = ""
+    for line in child.stdout:
+        read += line
+        if all(sign in line for sign in signs):
+            return read
+    raise AssertionError(f"no line with {signs} in:\n{read}")
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """What must be equal, to the bit, of two runs' last checkpoints."""
+    last = max(out.glob("checkpoint-*"))
+    names = ("*.safetensors", "engine.json")
+    return {p.name: p.read_bytes() for name in names for p in last.glob(name)}

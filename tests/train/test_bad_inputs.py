@@ -1,0 +1,217 @@
+"""What a user may get wrong: each one message, exit 1, and a directory that is as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from penstock.stream.engine import Engine
+from tests.small_tokenizers import small_tokenizer
+from tests.train.runs import RESIDENT, Runs, make_model, told
+
+
+def edit_config(model: Path, **changes: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def no_shard(model: Path, data: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def torn_weights(model: Path, data: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def no_weights(model: Path, data: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def no_tokenizer(model: Path, data: Path) -> None:
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+
+
+def no_template(model: Path, data: Path) -> None:
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    small_tokenizer(None).save_pretrained(model)
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    data.write_text(json.dumps({"messages": chat}) + "\n")
+
+
+def unknown_type(model: Path, data: Path) -> None:
+    edit_config(model, model_type="no_such_model")
+
+
+def other_shape(model: Path, data: Path) -> None:
+    edit_config(model, intermediate_size=96)
+
+
+def empty_data(model: Path, data: Path) -> None:
+    data.write_text("")
+
+
+def not_json(model: Path, data: Path) -> None:
+    data.write_text('{"text": "fine"}\n{"text": \n')
+
+
+def no_data(model: Path, data: Path) -> None:
+    data.unlink()
+
+
+def few_embeddings(model: Path, data: Path) -> None:
+    make_model(model, vocab_size=300)
+
+
+Spoil = Callable[[Path, Path], None]
+
+CASES: dict[str, tuple[Spoil, str]] = {
+    "model type": (unknown_type, "no_such_model"),
+    "missing shard": (no_shard, "model-00001-of-00002.safetensors"),
+    "corrupt weights": (torn_weights, "cut short"),
+    "no weights": (no_weights, "neither model.safetensors nor"),
+    "another shape": (other_shape, "are not of one model"),
+    "no tokenizer": (no_tokenizer, "has no tokenizer"),
+    "no template": (no_template, "no chat template"),
+    "empty data": (empty_data, "no example"),
+    "a line that is not JSON": (not_json, "data.jsonl"),
+    "no data": (no_data, "data.jsonl"),
+    "tokens beyond the embedding": (few_embeddings, "embedding has 300 rows"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_told_in_one_message(name: str, runs: Runs, tmp_path: Path) -> None:
+    spoil, words = CASES[name]
+    model, data = make_model(tmp_path / "model"), tmp_path / "data.jsonl"
+    data.write_bytes(runs.data.read_bytes())
+    spoil(model, data)
+    flags = runs.flags(tmp_path / "out", *RESIDENT, "--steps", "1")
+    flags[flags.index(str(runs.data))] = str(data)
+    flags[1] = str(model)
+
+    ended = told([f for f in flags if f not in ("--eval-split", "0.2")])
+
+    assert ended.code == 1, ended.errors
+    assert words in ended.errors
+    assert ended.errors.count("error: ") == 1
+    assert "Traceback" not in ended.errors
+    assert not (tmp_path / "out/model.safetensors").exists()
+
+
+FLAGS: dict[str, tuple[list[str], str]] = {
+    "context": (["--context", "4096"], "--model-config max_position_embeddings=4096"),
+    "budget": (["--hbm", "64KiB"], "it fits with --hbm"),
+    "logger": (["--log", "wandb"], "pip install wandb"),
+    "config key": (["--model-config", "no_such=1"], "no_such"),
+    "disk": (["--nvme", "/no/such/place:1GiB", "--dram", "64KiB"], "/no/such/place"),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_that_cannot_be_had(name: str, runs: Runs, tmp_path: Path) -> None:
+    more, words = FLAGS[name]
+
+    ended = runs.run(tmp_path / "out", *RESIDENT, "--steps", "1", *more)
+
+    assert ended.code == 1, ended.errors
+    assert words in ended.errors
+    assert not (tmp_path / "out").exists()
+
+
+USAGE: dict[str, list[str]] = {
+    "both lengths": ["--steps", "2", "--epochs", "1"],
+    "an interval": ["--steps", "2", "--save-every", "soon"],
+    "betas": ["--steps", "2", "--betas", "0.9"],
+    "a batch": ["--steps", "2", "--batch", "0"],
+    "a change": ["--steps", "2", "--model-config", "rope_theta"],
+    "no such flag": ["--nonsense"],
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_wrong_usage_is_2(name: str, runs: Runs, tmp_path: Path) -> None:
+    assert runs.run(tmp_path / "out", *USAGE[name]).code == 2
+
+
+@pytest.mark.parametrize("missing", ["MODEL", "--data", "--out"])
+def test_what_must_be_given(missing: str) -> None:
+    given = {"MODEL": ["m"], "--data": ["--data", "d"], "--out": ["--out", "o"]}
+    flags = [word for name, words in given.items() if name != missing for word in words]
+
+    ended = told(["train", *flags])
+
+    assert ended.code == 2
+    assert missing in ended.errors
+
+
+def test_a_directory_that_is_not_empty_is_left_alone(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+
+    ended = runs.run(tmp_path, *RESIDENT, "--steps", "1")
+
+    assert ended.code == 1
+    assert "notes.txt" in ended.errors
+    assert "--resume" in ended.errors
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_an_unknown_key_of_a_file_is_named(runs: Runs, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump({"learning_rate": 1e-4}))
+
+    ended = runs.run(tmp_path / "out", "--config", str(config))
+
+    assert ended.code == 1
+    assert f"{config}: learning_rate" in ended.errors
+
+
+def test_a_loss_that_is_not_finite_keeps_the_batch(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
+
+    out = tmp_path / "out"
+    spoil_step(monkeypatch, 3)
+    ended = runs.run(out, *RESIDENT, "--steps", "5")
+
+    assert ended.code == 1
+    assert "step 3" in ended.errors
+    assert load_file(out / "bad-batch-000003.safetensors")["input_ids"].shape == (4, 32)
+    assert "capital" in (out / "bad-batch-000003.txt").read_text()
+    assert [event["step"] for event in ended.of("save")] == [2]
+    monkeypatch.undo()
+    again = told(["train", "--out", str(out), "--resume", "--json"])
+    assert list(again.losses) == [3, 4, 5], again.errors
+
+
+def spoil_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The loss of one step becomes NaN, where the engine looks at it."""
+    plain = Engine._check_finite
+
+    def check(self: Engine, loss: torch.Tensor) -> None:
+        plain(self, loss * float("nan") if self.batches == number else loss)
+
+    monkeypatch.setattr(Engine, "_check_finite", check)
+
+
+def test_too_little_gpu_memory_says_which_budget_to_lower(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Engine, batch: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Engine, "step", refuse)
+    ended = runs.run(tmp_path / "out", *RESIDENT, "--steps", "1")
+
+    assert ended.code == 1
+    assert "Lower --hbm" in ended.errors

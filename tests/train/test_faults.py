@@ -1,0 +1,136 @@
+"""Signals, kills and full disks: at most the work since the last checkpoint is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.checkpoint.folders import look
+from tests.train.conftest import STEPS
+from tests.train.runs import RESIDENT, Ended, Runs, contents, ended, wait_for
+
+Whole = tuple[Path, Ended]
+
+
+def test_a_signal_ends_the_step_and_saves(runs: Runs, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    child = runs.start(out, *RESIDENT, "--steps", "100000")
+    wait_for(child, '"step": 2')
+    child.send_signal(signal.SIGTERM)
+    over = ended(child)
+
+    assert over.code == 143, over.errors
+    assert over.events[-1]["event"] == "stopped"
+    last = over.events[-1]["step"]
+    assert look(out).whole[0].step == last >= 2
+    assert "Traceback" not in over.errors
+
+
+def test_a_second_signal_ends_it_at_once(runs: Runs, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    slow = runs.start(out, *RESIDENT, "--steps", "100000", "--save-every", "2")
+    wait_for(slow, '"event": "save"')
+    # The first must be heard before the second is sent, or the kernel makes one of the two.
+    slow.send_signal(signal.SIGSTOP)
+    slow.send_signal(signal.SIGINT)
+    slow.send_signal(signal.SIGTERM)
+    slow.send_signal(signal.SIGCONT)
+    over = ended(slow)
+
+    assert over.code in (130, 143), over.errors
+    assert "stopped at once" in over.errors
+    assert look(out).whole
+    assert not look(out).damaged
+
+
+def test_kills_at_any_moment_and_resumes_give_the_same_bits(
+    runs: Runs, whole: Whole, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    draw = random.Random(20)
+    budgets = [list(RESIDENT), runs.tight()]
+    for budget in budgets:
+        child = runs.start(out, *budget, "--steps", str(STEPS), "--save-every", "1", "--resume")
+        wait_for(child, '"event": "plan"')
+        time.sleep(draw.uniform(0.0, 1.5))  # into loading, stepping or saving: anywhere is right
+        child.kill()
+        child.communicate()
+    over = runs.run(out, *runs.tight(), "--steps", str(STEPS), "--resume")
+
+    assert over.code == 0, over.errors
+    assert contents(out) == contents(whole[0])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of two megabytes, filled to the brim by `fill`."""
+    if os.geteuid() != 0 or sys.platform != "linux":
+        pytest.skip("mounting a small file system needs root")
+    at = tmp_path / "small"
+    at.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(at)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mount is not permitted here")
+    yield at
+    subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Leaves no byte free."""
+    path = disk / "filler"
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 12))
+        except OSError:
+            return path
+
+
+def test_a_disk_that_fills_up_is_told_and_training_goes_on(
+    runs: Runs, whole: Whole, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.stream.engine import Engine
+
+    out = small_disk / "out"
+    plain = Engine.step
+    fillers = []
+
+    def step(self: Engine, batch: Any) -> Any:
+        if self.batches == 2:
+            fillers.append(fill(small_disk))
+        if self.batches == 4:
+            fillers.pop().unlink()
+        return plain(self, batch)
+
+    monkeypatch.setattr(Engine, "step", step)
+    over = runs.run(out, *RESIDENT, "--steps", str(STEPS), "--save-every", "1", "--keep", "1")
+
+    assert over.code == 0, over.errors
+    assert over.errors.count("not saved") == 2
+    assert "the disk is full" in over.errors
+    assert [event["step"] for event in over.of("save")] == [1, 2, 5, 6]
+    assert contents(out) == contents(whole[0])
+    assert not list(out.glob(".*tmp*"))
+
+
+def test_room_for_checkpoints_is_checked_before_the_first_step(
+    runs: Runs, small_disk: Path
+) -> None:
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(3 << 20))
+
+    over = runs.run(small_disk / "out", *RESIDENT, "--steps", "2")
+
+    assert over.code == 1
+    assert "checkpoints need" in over.errors
+    assert over.losses == {}
+    assert not (small_disk / "out").exists()

@@ -1,0 +1,181 @@
+"""Runs from end to end: what they say, write and leave, and that a resume is exact."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from tests.train.conftest import STEPS
+from tests.train.runs import RESIDENT, Ended, Runs, contents, told
+
+Whole = tuple[Path, Ended]
+
+
+def test_events_are_as_promised(whole: Whole) -> None:
+    out, ended = whole
+    assert ended.code == 0, ended.errors
+    assert ended.events[0]["event"] == "plan"
+    assert set(ended.events[0]["tiers"]) == {"hbm", "dram", "cxl", "nvme"}
+    tier = ended.events[0]["tiers"]["dram"]
+    assert set(tier) == {"budget", "at_rest", "peak"}
+    assert 0 < tier["at_rest"] <= tier["peak"] <= tier["budget"] == 64 << 20
+
+    steps = ended.of("step")
+    assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
+    for event in steps:
+        assert {"loss", "grad_norm", "lr", "tokens_per_second", "tiers"} <= set(event)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+
+    assert [event["step"] for event in ended.of("eval")] == [0, STEPS]
+    assert [event["step"] for event in ended.of("save")] == [2, 4, 6]
+    done = ended.events[-1]
+    assert done["event"] == "done"
+    assert done["steps"] == STEPS
+    assert done["out"] == str(out)
+    assert done["peak_host_bytes"] > done["peak_hbm_bytes"] > 0
+
+
+def test_transformers_loads_what_is_left(whole: Whole) -> None:
+    out, _ = whole
+    newest = max(out.glob("checkpoint-*"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    ids = tokenizer("the capital of", return_tensors="pt")
+    made = []
+    for folder in (out, newest):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert model.dtype == torch.bfloat16
+        made.append(model.generate(**ids, max_new_tokens=4, do_sample=False))
+    assert torch.equal(*made)
+
+
+def test_the_folder_has_metrics_settings_and_two_checkpoints(whole: Whole) -> None:
+    out, ended = whole
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines if line["event"] == "step"] == list(
+        ended.losses.values()
+    )
+    settings = yaml.safe_load((out / "run.yaml").read_text())
+    assert (settings["lr"], settings["hbm"], settings["steps"]) == (1e-2, "64MiB", STEPS)
+    assert sorted(p.name for p in out.glob("checkpoint-*")) == [
+        "checkpoint-000004",
+        "checkpoint-000006",
+    ]
+    assert not (out / "checkpoint-000004/optimizer.safetensors").exists()
+    assert (out / "checkpoint-000006/optimizer.safetensors").exists()
+
+
+def test_a_tight_budget_with_a_disk_gives_the_same_bits(
+    runs: Runs, whole: Whole, tmp_path: Path
+) -> None:
+    ended = runs.run(tmp_path / "out", *runs.tight(), "--steps", str(STEPS))
+
+    assert ended.code == 0, ended.errors
+    assert ended.events[0]["tiers"]["nvme"]["at_rest"] > 0
+    assert ended.losses == whole[1].losses
+    assert contents(tmp_path / "out") == contents(whole[0])
+
+
+@pytest.fixture
+def stopped(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that was told to stop in its third step."""
+    out = tmp_path / "stopped"
+    stop_in_step(monkeypatch, 3)
+    ended = runs.run(out, *RESIDENT, "--steps", str(STEPS))
+    monkeypatch.undo()
+    assert (ended.code, ended.events[-1]["event"]) == (130, "stopped"), ended.errors
+    assert list(ended.losses) == [1, 2, 3]
+    return out
+
+
+def stop_in_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    import signal
+
+    from penstock.stream.engine import Engine
+
+    plain = Engine.step
+
+    def step(self: Engine, batch: Any) -> torch.Tensor:
+        if self.batches == number - 1:
+            signal.raise_signal(signal.SIGINT)
+        return plain(self, batch)
+
+    monkeypatch.setattr(Engine, "step", step)
+
+
+def test_a_stopped_run_goes_on_to_the_bit_under_another_budget(
+    runs: Runs, whole: Whole, stopped: Path
+) -> None:
+    ended = told(["train", "--out", str(stopped), "--resume", "--json", *runs.tight()])
+
+    assert ended.code == 0, ended.errors
+    assert list(ended.losses) == [4, 5, 6]
+    assert ended.losses.items() <= whole[1].losses.items()
+    assert contents(stopped) == contents(whole[0])
+    assert "no longer" not in ended.errors
+    lines = [json.loads(line) for line in (stopped / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "step"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_is_no_longer_the_same_is_told(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    more = ("--lr", "2e-2", "--micro-batch", "4", "--steps", "4")
+
+    ended = told(["train", "--out", str(stopped), "--resume", "--json", *more])
+
+    assert ended.code == 0, ended.errors
+    assert "no longer bit-identical because" in ended.errors
+    told_of = ("torch was", "and is 9.9", "lr was 0.01 and is 0.02", "micro_batch was 2 and is 4")
+    for words in (*told_of, "steps were 6 and are 4"):
+        assert words in ended.errors
+
+
+def test_a_finished_run_is_only_finished_again(whole: Whole, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole[0], out)
+    (out / "model.safetensors").unlink()
+
+    ended = told(["train", "--out", str(out), "--resume", "--json"])
+
+    assert ended.code == 0, ended.errors
+    assert ended.losses == {}
+    assert ended.events[-1]["event"] == "done"
+    assert (out / "model.safetensors").exists()
+
+
+def test_resume_without_a_checkpoint_begins_anew(runs: Runs, tmp_path: Path) -> None:
+    ended = runs.run(tmp_path / "out", *RESIDENT, "--steps", "1", "--resume")
+
+    assert ended.code == 0, ended.errors
+    assert "begins anew" in ended.errors
+    assert list(ended.losses) == [1]
+
+
+def test_weights_only_checkpoints_cannot_be_resumed(runs: Runs, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert runs.run(out, *RESIDENT, "--steps", "2", "--save-weights-only").code == 0
+    assert not list(out.glob("checkpoint-*/optimizer*"))
+
+    ended = told(["train", "--out", str(out), "--resume", "--json"])
+
+    assert ended.code == 1
+    assert "no checkpoint has optimizer state" in ended.errors
+
+
+def test_random_weights_need_only_a_config(runs: Runs, tmp_path: Path) -> None:
+    from tests.train.runs import make_model
+
+    model = make_model(tmp_path / "bare", weights=False)
+    flags = runs.flags(tmp_path / "out", *RESIDENT, "--steps", "1", "--init", "random")
+    flags[1] = str(model)
+
+    ended = told(flags)
+
+    assert ended.code == 0, ended.errors
+    assert ended.losses[1] == pytest.approx(6.0, abs=0.5)  # nothing is known: log of 400 tokens
