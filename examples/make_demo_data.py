@@ -107,17 +107,19 @@ def spelling(pick: random.Random) -> Turn:
     return f"Reverse the word {word}.", f"{word} reversed is {'-'.join(reversed(word))}."
 
 
-TASKS: tuple[Callable[[random.Random], Turn], ...] = (capital, opposite, day, addition, spelling)
+Tasks = tuple[Callable[[random.Random], Turn], ...]
+
+TASKS: Tasks = (capital, opposite, day, addition, spelling)
 POLITE = ("You are a helpful assistant.", "Answer in one short sentence.")
 
 
-def make_chat(pick: random.Random) -> dict[str, object]:
+def make_chat(pick: random.Random, tasks: Tasks = TASKS) -> dict[str, object]:
     """One chat of one to three questions, sometimes with a system turn."""
     messages = []
     if pick.random() < 0.3:
         messages.append({"role": "system", "content": pick.choice(POLITE)})
     for _ in range(pick.choice([1, 1, 2, 2, 3])):
-        question, answer = pick.choice(TASKS)(pick)
+        question, answer = pick.choice(tasks)(pick)
         messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": answer[0].upper() + answer[1:]})
     return {"messages": messages}
@@ -143,14 +145,16 @@ def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast
     return wrapped
 
 
-def make_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-    """About five million parameters."""
+def make_config(
+    tokenizer: PreTrainedTokenizerFast, *, hidden: int = 256, layers: int = 6
+) -> LlamaConfig:
+    """About five million parameters, unless told otherwise."""
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=-(-len(tokenizer) // 64) * 64,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=6,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
@@ -163,20 +167,26 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 def make(
-    directory: str | Path, *, chats: int = 8000, seed: int = 0, vocabulary: int = 2048
+    directory: str | Path,
+    *,
+    chats: int = 8000,
+    seed: int = 0,
+    vocabulary: int = 2048,
+    tasks: Tasks = TASKS,
+    **shape: int,
 ) -> Path:
     """Write `chats.jsonl` and `model/`, a directory with config and tokenizer but no weights."""
     directory = Path(directory)
     model = directory / "model"
     model.mkdir(parents=True, exist_ok=True)
     pick = random.Random(seed)
-    made = [make_chat(pick) for _ in range(chats)]
+    made = [make_chat(pick, tasks) for _ in range(chats)]
     lines = [json.dumps(chat) for chat in made]
     (directory / "chats.jsonl").write_text("\n".join(lines) + "\n")
     texts = [turn["content"] for chat in made for turn in chat["messages"]]  # type: ignore[attr-defined]
     tokenizer = make_tokenizer(texts, vocabulary)
     tokenizer.save_pretrained(model)
-    make_config(tokenizer).save_pretrained(model)
+    make_config(tokenizer, **shape).save_pretrained(model)
     return directory
 
 
