@@ -57,6 +57,7 @@ class Loop:
         self._every = parse_interval(run.settings.save_every)
         self._watchdog = Watchdog(run.engine.waiting, listeners.note)
         self._evaluated: int | None = None
+        self._evaluating = False
         self._tried_step, self._tried_at = run.batches.step, time.monotonic()
 
     def run(self) -> bool:
@@ -127,7 +128,10 @@ class Loop:
 
     def _progress(self, done: int, total: int, what: str) -> None:
         self._watchdog.moved(what)
-        self._view.progress(done, total, what)
+        if self._evaluating:
+            self._view.busy(0, 0, f"evaluating: {what}")
+        else:
+            self._view.progress(done, total, what)
 
     # Keeping.
 
@@ -182,10 +186,13 @@ class Loop:
             return
         begun = time.monotonic()
         rows = held_out.batches(self._run.settings.batch, shuffle=False)
+        self._evaluating = True
         try:
             found = self._engine.evaluate(self._unless_stopped(rows))
         except _StoppedError:
             return
+        finally:
+            self._evaluating = False
         self._evaluated = self._batches.step
         self._listeners.tell(
             "eval",

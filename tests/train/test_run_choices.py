@@ -1,0 +1,96 @@
+"""What else a run can be told: plans, files, fp16, frozen tensors, a directory in use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from penstock.stream.scale import LossScale
+from penstock.train.errors import OutInUseError
+from penstock.train.resuming import OutFolder
+from tests.train.conftest import STEPS
+from tests.train.runs import RESIDENT, Ended, Runs, contents, told
+
+Whole = tuple[Path, Ended]
+
+
+def test_a_plan_that_was_kept_gives_the_same_bits(runs: Runs, whole: Whole, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    inputs = [str(runs.model), "--data", str(runs.data), "--out", str(out)]
+    rest = ["--eval-split", "0.2", "--lr", "1e-2", "--steps", str(STEPS), "--json"]
+    plan = ["--plan", str(whole[0] / "plan.json"), "--cache", str(runs.folder / "cache")]
+
+    ended = told(["train", *inputs, *rest, *plan])
+
+    assert ended.code == 0, ended.errors
+    assert contents(out) == contents(whole[0])
+
+
+def test_a_plan_for_another_batch_is_refused(runs: Runs, whole: Whole, tmp_path: Path) -> None:
+    plan = ["--plan", str(whole[0] / "plan.json")]
+
+    ended = runs.run(tmp_path / "out", *plan, "--batch", "8", "--steps", "1")
+
+    assert ended.code == 1
+    assert "batch: is 8" in ended.errors
+    assert "was made for 4" in ended.errors
+
+
+def test_flags_win_over_the_file(runs: Runs, tmp_path: Path) -> None:
+    config = tmp_path / "my.yaml"
+    config.write_text(yaml.safe_dump({"steps": 9, "lr": "5e-4", "hbm": "64MiB", "dram": "64MiB"}))
+
+    ended = runs.run(tmp_path / "out", "--config", str(config), "--steps", "1")
+
+    assert ended.code == 0, ended.errors
+    settled = yaml.safe_load((tmp_path / "out/run.yaml").read_text())
+    assert (settled["steps"], settled["lr"], settled["hbm"]) == (1, 1e-2, "64MiB")
+
+
+def test_a_step_that_overflows_changes_nothing_and_is_told(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale = LossScale(value=2.0**60, fixed=False)
+    monkeypatch.setattr(LossScale, "of", lambda dtype: scale)
+
+    ended = runs.run(tmp_path / "out", *RESIDENT, "--dtype", "fp16", "--steps", "2")
+
+    assert ended.code == 0, ended.errors
+    assert ended.losses == {}
+    assert [event["step"] for event in ended.of("skipped")] == [1, 2]
+    assert [event["loss_scale"] for event in ended.of("skipped")] == [2.0**59, 2.0**58]
+    assert [event["lr"] for event in ended.of("skipped")] == [0.0, 0.0]
+    before, after = ended.of("eval")
+    assert before["loss"] == after["loss"]
+    state = json.loads((tmp_path / "out/checkpoint-000002/training_state.json").read_text())
+    assert state["step"] == 0
+    assert state["data"]["step"] == 2
+
+
+def test_frozen_tensors_stay_and_the_config_can_be_changed(runs: Runs, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    more = ("--freeze", "model.embed_tokens.*", "--model-config", "rope_theta=5e4")
+
+    ended = runs.run(out, *RESIDENT, "--steps", "3", *more)
+
+    assert ended.code == 0, ended.errors
+    before, after = (load_file(d / "model.safetensors") for d in (runs.model, out))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "model.embed_tokens.weight" not in changed
+    assert "lm_head.weight" in changed
+    assert "50000.0" in (out / "config.json").read_text()
+
+
+def test_a_directory_is_of_one_run_at_a_time(tmp_path: Path) -> None:
+    first = OutFolder(tmp_path / "out", resume=False)
+    with pytest.raises(OutInUseError, match="another run"):
+        OutFolder(tmp_path / "out", resume=True)
+    first.close()
+    OutFolder(tmp_path / "out", resume=True).close()
+
+    assert not (tmp_path / "out").exists()
