@@ -24,7 +24,7 @@ import certificate
 
 from penstock.bundled import bundled
 from penstock.plan import Plan
-from penstock.prepare import Recipe, prepare
+from penstock.preparing import Recipe, prepare
 from penstock.stream import initial
 from penstock.stream.timeline import Event, busy, idle
 from penstock.units import format_bytes

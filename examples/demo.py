@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 import penstock as ps
 from penstock.errors import InfeasibleError
-from penstock.prepare import Recipe, plan_for
+from penstock.preparing import Recipe, plan_for
 from penstock.units import format_bytes_up
 
 STEPS, CONTEXT, BATCH, MICRO_BATCH = 240, 128, 4, 4

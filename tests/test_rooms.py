@@ -103,7 +103,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "optim",
     },
     # show
-    "prepare": {
+    "preparing": {
         *{"budget", "cpu_machine", "discovery", "errors", "inventory", "machine", "model_config"},
         *{"model_survey", "plan", "planner", "roles", "stream", "workload"},
     },
@@ -124,7 +124,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data_command": {"data"},
     "train": {
         *{"__init__", "budget", "checkpoint", "data", "errors", "inventory", "machine"},
-        *{"model_config", "model_survey", "plan", "plan_view", "plan_words", "planner", "prepare"},
+        *{
+            "model_config",
+            "model_survey",
+            "plan",
+            "plan_view",
+            "plan_words",
+            "planner",
+            "preparing",
+        },
         *{"records", "roles", "storage.leftovers", "stream", "tiers", "units", "workload"},
     },
     "train_command": {"train"},
@@ -134,7 +142,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "__init__": {
         *{"discovery", "errors", "machine"},
-        *{"budget", "plan", "planner", "model_survey", "workload"},
+        *{"budget", "plan", "planner", "preparing", "model_survey", "workload"},
         *{"memory.arena", "memory.placement", "memory.residency", "memory.tensors"},
         *{"storage.errors", "storage.store"},
     },

@@ -33,6 +33,7 @@ PUBLIC = [
     "move",
     "optim",
     "placing",
+    "prepare",
     "survey",
     "where",
     "zeros",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.model_survey import survey
     from penstock.plan import Plan
     from penstock.planner import make_plan
+    from penstock.preparing import prepare
     from penstock.storage.errors import StorageError
     from penstock.storage.store import Store
     from penstock.workload import Workload
@@ -56,6 +57,8 @@ __all__ = [
     "Budget",
     "Plan",
     "make_plan",
+    # training
+    "prepare",
     # what can go wrong
     "PenstockError",
     "StorageError",
@@ -82,6 +85,7 @@ _HOME = {
     "Budget": "budget",
     "Plan": "plan",
     "make_plan": "planner",
+    "prepare": "preparing",
     "PenstockError": "errors",
     "StorageError": "storage.errors",
 }

@@ -98,7 +98,7 @@ def test_nothing_is_dropped_when_evaluating(family: str, tmp_path: Path) -> None
 
 def test_a_model_in_eval_mode_is_trained_with_dropout_all_the_same(tmp_path: Path) -> None:
     """`from_pretrained` hands models out in that mode."""
-    from penstock.prepare import prepare
+    from penstock.preparing import prepare
 
     losses = []
     for training in (True, False):

@@ -20,7 +20,7 @@ from penstock.errors import (
     NonFiniteMasterError,
     PlanError,
 )
-from penstock.prepare import prepare
+from penstock.preparing import prepare
 from penstock.roles import Role
 from penstock.storage.errors import DiskFullError
 from tests.engines import make_engine

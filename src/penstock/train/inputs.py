@@ -120,7 +120,7 @@ def _about(packed: Packed) -> str:
 
 def companions_directory(settings: RunSettings, model: Model) -> Path:
     """Where the small files are; of the hub, fetched, without weights if none are wanted."""
-    from penstock.prepare import model_directory
+    from penstock.preparing import model_directory
 
     if Path(model.source).is_dir():
         return Path(model.source)

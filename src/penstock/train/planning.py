@@ -10,7 +10,7 @@ from penstock.machine import Machine
 from penstock.plan import Plan
 from penstock.plan_words import long_name
 from penstock.planner import Planned, make_plan
-from penstock.prepare import Recipe, this_machine, workload_for
+from penstock.preparing import Recipe, this_machine, workload_for
 from penstock.storage.leftovers import find_stores, remove_store
 from penstock.train.errors import SettingsError
 from penstock.train.inputs import Model

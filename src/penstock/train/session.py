@@ -28,7 +28,7 @@ from penstock.train.stopping import Stopping
 from penstock.train.view import Lines, Silent, View
 
 if TYPE_CHECKING:
-    from penstock.prepare import Recipe
+    from penstock.preparing import Recipe
     from penstock.stream.engine import Engine
 
 PLAN_FILE = "plan.json"
@@ -95,7 +95,7 @@ def _opened(
 def _engine(model: Model, chosen: Chosen, recipe: Recipe, past: Past | None, view: View) -> Engine:
     from dataclasses import replace
 
-    from penstock.prepare import prepare
+    from penstock.preparing import prepare
     from penstock.train.failures import memory_told
 
     view.busy(0, 0, "loading weights")
