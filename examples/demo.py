@@ -28,7 +28,7 @@ from penstock.errors import InfeasibleError
 from penstock.preparing import Recipe, plan_for
 from penstock.units import format_bytes_up
 
-STEPS, CONTEXT, BATCH, MICRO_BATCH = 180, 128, 4, 4
+STEPS, CONTEXT, BATCH, MICRO_BATCH = 200, 128, 4, 4
 HBM, DRAM, DISK = "14MiB", "8MiB", "64MiB"
 
 QUESTIONS = (

@@ -84,7 +84,7 @@ def plan_view(planned: Planned, machine: Machine) -> RenderableType:
     plan, cost = planned.plan, planned.cost
     work = plan.workload
     title = (
-        f"{plan.model} ({plan.parameters / 1e9:.2f} B parameters) on {plan.machine or 'a machine'}"
+        f"{plan.model} ({_count(plan.parameters)} parameters) on {plan.machine or 'a machine'}"
         f": {work.batch} x {work.context:,} tokens a step"
     )
     parts: list[RenderableType] = [Text(title, style="bold"), tier_table(plan), Text()]
@@ -94,6 +94,10 @@ def plan_view(planned: Planned, machine: Machine) -> RenderableType:
     if planned.assumed:
         parts.append(Text(f"Assumed: {'; '.join(planned.assumed)}.", style="dim"))
     return Group(*parts)
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
 
 
 def tier_table(plan: Plan) -> Table:

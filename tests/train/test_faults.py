@@ -52,13 +52,14 @@ def test_a_second_signal_ends_it_at_once(runs: Runs, tmp_path: Path) -> None:
     assert not look(out).damaged
 
 
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.long)])
 def test_kills_at_any_moment_and_resumes_give_the_same_bits(
-    runs: Runs, whole: Whole, tmp_path: Path
+    kills: int, runs: Runs, whole: Whole, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     draw = random.Random(20)
-    budgets = [list(RESIDENT), runs.tight()]
-    for budget in budgets:
+    for number in range(kills):
+        budget = runs.tight() if number % 2 else RESIDENT
         child = runs.start(out, *budget, "--steps", str(STEPS), "--save-every", "1", "--resume")
         wait_for(child, '"event": "plan"')
         time.sleep(draw.uniform(0.0, 1.5))  # into loading, stepping or saving: anywhere is right

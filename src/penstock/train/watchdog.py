@@ -40,12 +40,17 @@ class Watchdog:
         self._end.set()
         self._thread.join()
 
+    @property
+    def _limit(self) -> float:
+        """Seconds of silence until the first word."""
+        return max(self._patience, SLACK * self._longest)
+
     def _watch(self) -> None:
-        told_at, wait = self._last, self._patience
+        told_at, wait = self._last, self._limit
         while not self._end.wait(min(self._patience / 4, 1.0)):
             last = self._last
             if last != told_at:
-                told_at, wait = last, max(self._patience, SLACK * self._longest)
+                told_at, wait = last, self._limit
             silent = time.monotonic() - last
             if silent >= wait:
                 wait *= 2
