@@ -24,7 +24,7 @@ from penstock.stream.body import Body
 from penstock.stream.device import pick_device
 from penstock.stream.engine import Engine
 from penstock.stream.groups import decay_matrices
-from penstock.stream.initial import take_weights
+from penstock.stream.initial import draw_weights, take_weights
 from penstock.stream.model import build_model
 from penstock.stream.settings import EngineSettings
 from penstock.units import GiB
@@ -131,7 +131,7 @@ def _spots(model: Inventory, index: int, row: str) -> BlockSpots:
 
 
 def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **changes: Any) -> Engine:
-    """An engine on the CPU with the weights of `source`."""
+    """An engine on the CPU with the weights of `source`, or with its own if there is none."""
     device = pick_device(changes.pop("device", "cpu"))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[plan.workload.dtype]
     numerics = plan.workload.numerics
@@ -139,7 +139,10 @@ def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **change
     body = Body(bare, model, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
     given: dict[str, Any] = {"optimizer": {"lr": 1e-2}, "grouping": decay_matrices}
     engine = Engine(plan, model, body, device, EngineSettings(**(given | changes)))
-    take_weights(engine.access, model, source.state_dict())
+    if source is None:
+        draw_weights(engine.access, model, body, seed=0)
+    else:
+        take_weights(engine.access, model, source.state_dict())
     return engine
 
 

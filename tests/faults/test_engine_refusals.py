@@ -116,6 +116,12 @@ BAD_BATCHES = {
     "rows too long": ((4, 17), {}, "4 x 17 tokens"),
     "no rows": ((0, 16), {}, "must be"),
     "labels of another shape": ((4, 16), {"labels": torch.zeros(4, 15)}, r"labels is \(4, 15\)"),
+    "padding on the left": (
+        (4, 16),
+        {"attention_mask": (torch.arange(16) > 3).expand(4, 16)},
+        "pad on the right",
+    ),
+    "a mask of another shape": ((4, 16), {"attention_mask": torch.ones(4, 3)}, "attention_mask is"),
     "positions of another shape": ((4, 16), {"position_ids": torch.zeros(4, 3)}, "position_ids is"),
 }
 
@@ -130,6 +136,19 @@ def test_a_batch_that_was_not_planned_for_is_refused(
             engine.step({"input_ids": torch.full(shape, 3), **more})
 
         assert math.isfinite(float(engine.step(setup.batches(1)[0])))
+
+
+def test_padding_on_the_right_counts_for_nothing(tmp_path: Path) -> None:
+    setup = small_setup()
+    batch = setup.batches(1)[0]
+    mask = (torch.arange(16) < 11).expand(4, 16)
+    with setup.engine(DRAM, tmp_path) as engine:
+        first = engine.evaluate([batch | {"attention_mask": mask}])
+        padded = torch.where(mask, batch["input_ids"], 9)
+        second = engine.evaluate([batch | {"attention_mask": mask, "input_ids": padded}])
+
+    assert first == second
+    assert first.tokens == int((batch["labels"][:, 1:11] != -100).sum())
 
 
 def test_a_batch_without_tokens_says_what_it_has(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Runs the tests marked `vm`: those of memory in each of three guests, in the first also the placement
-# conformance suite with tensors; those of disks in a guest of their own. `make test-vm` starts this.
+# conformance suite with tensors and the engine with states striped over its nodes; those of disks
+# in a guest of their own. `make test-vm` starts this.
 #
 #   tests/vm/run.sh [PYTEST_ARGUMENT...]
 #
@@ -45,7 +46,7 @@ run_mode() { # MODE PYTEST_ARGUMENT...
   shift
   # The emulated CXL device is too slow for every backing of every place; one guest has them all.
   case $mode in
-    numa) suites+=(tests/conformance/test_placement.py) ;;
+    numa) suites+=(tests/conformance/test_placement.py tests/equivalence/test_striped.py) ;;
     disks) suites=("$DISKS") ;;
   esac
   "$here/launch.py" --timeout "${PENSTOCK_VM_TIMEOUT:-1500}" --out "$results" "$mode" -- \

@@ -59,11 +59,24 @@ def _checked(batch: Batch, workload: Workload) -> tuple[torch.Tensor, torch.Tens
             f"{workload.batch} x {workload.context}; prepare it with that batch and context"
         )
     labels = batch["labels"].cpu().long() if "labels" in batch else ids
-    if "attention_mask" in batch and not bool(batch["attention_mask"].bool().all()):
-        labels = torch.where(batch["attention_mask"].cpu().bool(), labels, IGNORED)
+    if "attention_mask" in batch:
+        labels = torch.where(_mask(batch["attention_mask"], ids), labels, IGNORED)
     plain = torch.arange(length).expand(rows, length)
     positions = batch["position_ids"].cpu().long() if "position_ids" in batch else plain
     for name, tensor in (("labels", labels), ("position_ids", positions)):
         if tensor.shape != ids.shape:
             raise BatchError(f"{name} is {tuple(tensor.shape)}, input_ids {tuple(ids.shape)}")
     return ids, labels, positions
+
+
+def _mask(given: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """True for tokens that count. What comes before one of them would be attended to."""
+    mask = given.cpu().bool()
+    if mask.shape != ids.shape:
+        raise BatchError(f"attention_mask is {tuple(mask.shape)}, input_ids {tuple(ids.shape)}")
+    if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        raise BatchError(
+            "attention_mask hides tokens to the left of others that count; pad on the right, or "
+            "pack documents and pass position_ids that begin at 0 with each"
+        )
+    return mask

@@ -1,0 +1,49 @@
+"""States striped over CXL nodes, in the guest that has them: the same bits as anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.discovery import discover
+from penstock.roles import Role
+from tests.equivalence.runs import DRAM, Setup, Way, differing, train
+
+pytestmark = pytest.mark.vm
+
+WIDE = {"vocab_size": 40000}
+"""A table whose moments are several stripes long."""
+
+STRIPED = (
+    Way("states over DRAM and CXL", ("dmdd",)),
+    Way("all on CXL", ("cccc",)),
+    Way("states over all nodes, weights on CXL, two rounds", ("cmcd", "dccc"), {"rounds": 2}),
+)
+
+
+def test_states_striped_over_cxl_nodes_give_the_same_bits(tmp_path: Path) -> None:
+    setup = Setup.of("llama", config=WIDE, batch=3, micro_batch=2)
+    expected = train(setup, DRAM, tmp_path, steps=2)
+
+    for way in STRIPED:
+        found = train(setup, way, tmp_path, steps=2)
+        assert found.losses == expected.losses, way.name
+        assert differing(found.state, expected.state) == [], way.name
+
+
+def test_striped_states_lie_on_the_nodes_that_the_plan_names(tmp_path: Path) -> None:
+    setup = Setup.of("llama", config=WIDE, batch=3, micro_batch=2)
+    cards = {node.id for node in discover().cxl_nodes}
+    assert len(cards) > 1
+    with setup.engine(STRIPED[0], tmp_path) as engine:
+        home = engine.plan.placement.blocks[0].home(Role.FIRST)
+        assert home is not None
+        planned = {share.node for share in home.shares}
+        data = engine._taken.homes.data(0, Role.FIRST)
+
+        found = {node for node, pages in ps.where(data).pages.items() if pages}
+
+        assert planned & cards
+        assert found == planned
