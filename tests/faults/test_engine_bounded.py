@@ -23,7 +23,7 @@ CHILD = """
 import json, sys
 from pathlib import Path
 import torch, transformers
-import penstock.prepare, penstock.stream.engine
+import penstock.preparing, penstock.stream.engine
 from penstock.tiers import Tier
 from tests import engines
 from tests.equivalence.runs import Setup, Way
