@@ -101,4 +101,4 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Trap:
 
 
 def small_setup() -> Setup:
-    return Setup.of("llama", batch=4)
+    return Setup.of("llama", batch=6)

@@ -85,11 +85,11 @@ def test_a_file_that_was_cut_short_under_the_engine_is_named(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("way", PLACES, ids=lambda way: way.name)
-@pytest.mark.parametrize("after", [0, 2, 5, 9])
+@pytest.mark.parametrize("after", [0, 4, 8, 12])
 def test_after_a_failure_the_pending_sweeps_can_be_finished_and_training_goes_on(
     way: Way, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In forward (six calls of a layer) or in backward: the model is what it would have been."""
+    """In forward (nine calls of a layer) or in backward: the model is what it would have been."""
     setup, trap = small_setup(), layers(monkeypatch)
     slow_writes(monkeypatch)
     first, second = setup.batches(2)

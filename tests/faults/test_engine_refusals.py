@@ -112,7 +112,7 @@ def test_a_weight_that_would_leave_its_range_is_refused_and_named(way: Way, tmp_
 
 
 BAD_BATCHES = {
-    "too many rows": ((9, 16), {}, "9 x 16 tokens.*prepared for 4 x 16"),
+    "too many rows": ((9, 16), {}, "9 x 16 tokens.*prepared for 6 x 16"),
     "rows too long": ((4, 17), {}, "4 x 17 tokens"),
     "no rows": ((0, 16), {}, "must be"),
     "labels of another shape": ((4, 16), {"labels": torch.zeros(4, 15)}, r"labels is \(4, 15\)"),
@@ -141,7 +141,7 @@ def test_a_batch_that_was_not_planned_for_is_refused(
 def test_padding_on_the_right_counts_for_nothing(tmp_path: Path) -> None:
     setup = small_setup()
     batch = setup.batches(1)[0]
-    mask = (torch.arange(16) < 11).expand(4, 16)
+    mask = (torch.arange(16) < 11).expand(6, 16)
     with setup.engine(DRAM, tmp_path) as engine:
         first = engine.evaluate([batch | {"attention_mask": mask}])
         padded = torch.where(mask, batch["input_ids"], 9)
