@@ -78,8 +78,8 @@ class Device(Protocol):
     def sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> Mark:
         """Step over states in its memory."""
 
-    def limit(self, nbytes: int) -> None:
-        """Let torch have no more than this in all."""
+    def limit(self, nbytes: int | None) -> None:
+        """Let torch have no more than this in all; None: as much as there is."""
 
     def settle(self) -> None:
         """Wait for everything, on every lane."""
@@ -129,7 +129,7 @@ class CpuDevice:
             ticket.wait()
         return SweepMark(ticket)
 
-    def limit(self, nbytes: int) -> None:
+    def limit(self, nbytes: int | None) -> None:
         """The kernel's own limits are what binds host memory."""
 
     def settle(self) -> None:
@@ -195,9 +195,9 @@ class CudaDevice:
     def sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> Mark:
         return SweepMark(device_sweep.start(rule, segments))
 
-    def limit(self, nbytes: int) -> None:
+    def limit(self, nbytes: int | None) -> None:
         total = torch.cuda.get_device_properties(self.where).total_memory
-        share = min(1.0, max(nbytes, 1) / total)
+        share = 1.0 if nbytes is None else min(1.0, max(nbytes, 1) / total)
         torch.cuda.set_per_process_memory_fraction(share, self.where)
 
     def settle(self) -> None:

@@ -47,6 +47,7 @@ class Taken:
         self.gradients.start_step()
         self.gradient_pool = self.staging = torch.empty(0, dtype=torch.uint8)
         self.pipes.clear()
+        self.device.limit(None)
 
     @property
     def store(self) -> Store:
