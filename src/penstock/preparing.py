@@ -53,7 +53,8 @@ class Recipe:
     compiled: bool | None = None
     """Compiled bodies and kernels of our own; None: on a GPU."""
     seed: int = 0
-    init: Literal["pretrained", "random"] = "pretrained"
+    init: Literal["pretrained", "random", "none"] = "pretrained"
+    """`none` leaves them undefined: for whoever reads a checkpoint next."""
     model_config: Mapping[str, Any] = field(default_factory=dict)
     """Changes to the model's config."""
     revision: str | None = None
@@ -239,6 +240,8 @@ def _engine_settings(recipe: Recipe, told: _Told) -> EngineSettings:
 def _first_weights(engine: Engine, model: Any, source: Any, recipe: Recipe) -> None:
     from penstock.stream.initial import draw_weights, take_weights
 
+    if recipe.init == "none":
+        return
     if source is not None:
         take_weights(engine.access, engine.inventory, source)
     elif recipe.init == "random":

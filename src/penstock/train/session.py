@@ -100,8 +100,7 @@ def _engine(model: Model, chosen: Chosen, recipe: Recipe, past: Past | None, vie
 
     view.busy(0, 0, "loading weights")
     if past is not None:
-        # The checkpoint's weights are loaded first, then all of its state.
-        recipe = replace(recipe, init="pretrained", revision=None)
+        recipe = replace(recipe, init="none", revision=None)  # all of it comes from the checkpoint
     with memory_told(chosen.plan):
         engine = prepare(model.source, plan=chosen.plan, recipe=recipe)
         if past is not None:
