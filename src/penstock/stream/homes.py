@@ -1,7 +1,8 @@
 """Takes all memory that a plan names, before the first step. Room: move.
 
-One arena for each set of memory nodes, one store for all disks, one buffer on the device: nothing
-else is taken later. If the machine cannot give it, that shows here, with numbers.
+One arena for each memory node, a range for each striped home, one store for all disks, one buffer
+on the device: nothing else is taken later. If the machine cannot give it, that shows here, with
+numbers.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from penstock.inventory import Inventory
 from penstock.lifetimes import piece_span
 from penstock.memory.arena import Arena
-from penstock.memory.placement import Node, Place, Stripe
-from penstock.placement_parts import Home
+from penstock.memory.placement import Node, Stripe
+from penstock.placement_parts import STRIPE_UNIT, Home
 from penstock.plan import Plan
 from penstock.pools import micro_nbytes, round_micro_batches
 from penstock.roles import EXTENT, Role
@@ -102,22 +103,27 @@ class Homes:
             at += nbytes
 
     def _take_host(self) -> None:
-        by_nodes: dict[tuple[int, ...], list[tuple[Key, Home]]] = {}
+        """One arena for all that lies on one node; what is striped has a range of its own, for a
+        stripe is dealt from the beginning of a range."""
+        by_node: dict[int, list[tuple[Key, Home]]] = {}
         for key, home in self._homes():
-            nodes = tuple(s.node for s in home.shares if s.node is not None)
-            if nodes:
-                by_nodes.setdefault(nodes, []).append((key, home))
-        for nodes, members in by_nodes.items():
-            wanted: Counter[int] = Counter()
-            for _, home in members:
-                for share in home.shares:
-                    assert share.node is not None
-                    wanted[share.node] += share.nbytes
+            nodes = [s.node for s in home.shares if s.node is not None]
+            for share in home.shares:
+                if share.node is not None:
                     self.host_taken[share.tier] += share.nbytes
-            arena = Arena(sum(wanted.values()), _place(nodes, wanted), self.device.pinned)
+            if len(nodes) > 1:
+                arena = Arena(home.nbytes, _stripe(home), self.device.pinned)
+                self._data[key] = self._tensor(arena, key, home)
+            elif nodes:
+                by_node.setdefault(nodes[0], []).append((key, home))
+        for node, members in by_node.items():
+            arena = Arena(sum(h.nbytes for _, h in members), Node(node), self.device.pinned)
             for key, home in members:
-                name = f"{key[1]} of {self.inventory.blocks[key[0]].name}"
-                self._data[key] = arena.tensor(home.nbytes, torch.uint8, align=EXTENT, name=name)
+                self._data[key] = self._tensor(arena, key, home)
+
+    def _tensor(self, arena: Arena, key: Key, home: Home) -> torch.Tensor:
+        name = f"{key[1]} of {self.inventory.blocks[key[0]].name}"
+        return arena.tensor(home.nbytes, torch.uint8, align=EXTENT, name=name)
 
     def _take_disk(self, settings: StoreSettings) -> None:
         wanted = list(self._disk_parts())
@@ -184,9 +190,8 @@ def _is_on(home: Home, tier: Tier) -> bool:
     return any(share.tier is tier for share in home.shares)
 
 
-def _place(nodes: tuple[int, ...], wanted: Counter[int]) -> Place:
-    """Striped by what each node is to hold, to a thousandth."""
-    if len(nodes) == 1:
-        return Node(nodes[0])
-    total = sum(wanted.values())
-    return Stripe({node: max(1, round(1000 * wanted[node] / total)) for node in nodes})
+def _stripe(home: Home) -> Stripe:
+    """By what each node is to hold, in whole units; of very many, to a thousandth."""
+    units = {s.node: -(-s.nbytes // STRIPE_UNIT) for s in home.shares if s.node is not None}
+    most = max(1.0, sum(units.values()) / 1000)
+    return Stripe({node: max(1, round(count / most)) for node, count in units.items()})
