@@ -15,17 +15,17 @@ from tests.models import model, work
 
 
 @pytest.mark.parametrize(
-    ("dtype", "moments", "rounds", "nbytes"),
+    ("dtype", "moments", "wide", "nbytes"),
     [
-        ("bf16", "fp32", 1, 14),
-        ("bf16", "bf16", 1, 10),
-        ("bf16", "int8", 1, 8 + 2 * 2 / 256),
-        ("fp16", "fp32", 1, 16),
-        ("bf16", "fp32", 2, 16),
+        ("bf16", "fp32", False, 14),
+        ("bf16", "bf16", False, 10),
+        ("bf16", "int8", False, 8 + 2 * 2 / 256),
+        ("fp16", "fp32", False, 16),
+        ("bf16", "fp32", True, 16),
     ],
 )
-def test_bytes_a_parameter(dtype: str, moments: str, rounds: int, nbytes: float) -> None:
-    formats = Formats(dtype=dtype, moments=moments, rounds=rounds)  # type: ignore[arg-type]
+def test_bytes_a_parameter(dtype: str, moments: str, wide: bool, nbytes: float) -> None:
+    formats = Formats(dtype=dtype, moments=moments, wide_gradient=wide)  # type: ignore[arg-type]
 
     assert formats.per_parameter == nbytes
 
@@ -116,5 +116,5 @@ def test_numerics_follow_from_model_and_context() -> None:
     long = default_numerics(model("llama-3.1-8b"), context=131072, batch=64)
 
     assert (short.micro_batch, long.micro_batch) == (4, 1)
-    assert short.loss_chunk == long.loss_chunk == 2048
-    assert default_numerics(model("qwen2.5-7b"), context=4096, batch=64).loss_chunk == 1024
+    assert short.loss_chunk == long.loss_chunk == 1024
+    assert default_numerics(model("qwen2.5-7b"), context=4096, batch=64).loss_chunk == 512
