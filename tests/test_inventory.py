@@ -118,3 +118,13 @@ def test_numerics_follow_from_model_and_context() -> None:
     assert (short.micro_batch, long.micro_batch) == (4, 1)
     assert short.loss_chunk == long.loss_chunk == 1024
     assert default_numerics(model("qwen2.5-7b"), context=4096, batch=64).loss_chunk == 512
+
+
+def test_a_loss_of_ones_own_or_capped_logits_go_without_the_fused_kernel() -> None:
+    def chosen(name: str, **told: bool) -> tuple[str, int]:
+        found = default_numerics(model(name), context=4096, batch=8, kernels=True, **told)
+        return found.loss_kernel, found.loss_chunk
+
+    assert chosen("llama-3.1-8b") == ("fused", 2048)
+    assert chosen("llama-3.1-8b", own_loss=True) == ("torch", 1024)
+    assert chosen("gemma-2-2b") == ("torch", 512)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.budget import Budget, parse_budget, with_paths
 from penstock.cpu_machine import cpu_machine
-from penstock.errors import EngineError
+from penstock.errors import EngineError, PlanError
 from penstock.inventory import Inventory
 from penstock.machine import Machine
 from penstock.plan import Plan
@@ -52,6 +52,8 @@ class Recipe:
     deterministic: bool = False
     compiled: bool | None = None
     """Compiled bodies and kernels of our own; None: on a GPU."""
+    own_loss: bool = False
+    """The loss is a function of the user's: `prepare` sets it."""
     seed: int = 0
     init: Literal["pretrained", "random", "none"] = "pretrained"
     """`none` leaves them undefined: for whoever reads a checkpoint next."""
@@ -85,11 +87,14 @@ def prepare(
     ["/mnt/nvme:400GiB"]}. Everything else is a field of Recipe: context=, batch=, optimizer=...
     All memory is taken before this returns.
     """
-    recipe = replace(recipe or Recipe(), **more)
+    recipe = replace(recipe or Recipe(), own_loss=loss is not None, **more)
     config = _config(model, recipe)
     inventory = _inventory(model, config, recipe)
     chosen = plan or plan_for(inventory, recipe, budget=budget, machine=machine)
     chosen.check_model(inventory)
+    if loss is not None and chosen.workload.numerics.loss_kernel == "fused":
+        raise PlanError("loss_kernel", "is fused, which knows no loss function but its own; plan "
+                        "again without --plan, or leave the function out")  # fmt: skip
     told = _Told(param_groups, loss, store)
     return _assemble(model, config, inventory, chosen, recipe, told)
 
@@ -119,6 +124,7 @@ def workload_for(inventory: Inventory, recipe: Recipe) -> Workload:
         batch=recipe.batch,
         micro_batch=recipe.micro_batch,
         kernels=has_kernels(recipe.device) if recipe.compiled is None else recipe.compiled,
+        own_loss=recipe.own_loss,
     )
     return Workload(
         context=recipe.context,

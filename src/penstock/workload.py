@@ -149,19 +149,22 @@ def default_numerics(
     batch: int,
     micro_batch: int | None = None,
     kernels: bool = False,
+    own_loss: bool = False,
 ) -> Numerics:
     """What follows from the model and the context alone; `kernels` says that what computes can run
-    compiled bodies and kernels of our own, as a GPU can."""
+    compiled bodies and kernels of our own, as a GPU can; `own_loss`, that the loss is a function of
+    the user's, which no kernel knows."""
     if context < 1:
         raise WorkloadError("context", f"must be 1 or more, got {context}")
     wanted = micro_batch if micro_batch is not None else max(1, MICRO_BATCH_TOKENS // context)
     width = max((block.mlp_width for block in inventory.blocks), default=0)
+    fused = kernels and not own_loss and not inventory.caps_logits
     return Numerics(
         micro_batch=min(wanted, max(batch, 1)),
         loss_chunk=_power_of_two_below(
-            LOGITS_NBYTES // ((1 if kernels else 4) * inventory.vocabulary), 256, 2048
+            LOGITS_NBYTES // ((1 if fused else 4) * inventory.vocabulary), 256, 2048
         ),
-        loss_kernel="fused" if kernels and not inventory.caps_logits else "torch",
+        loss_kernel="fused" if fused else "torch",
         compiled=kernels,
         mlp_tile=_power_of_two_below(MLP_TILE_NBYTES // (2 * max(width, 1)), 1024, 1 << 20),
     )
