@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from penstock.memory.placement import Place
@@ -18,3 +20,14 @@ def place(request: pytest.FixtureRequest) -> Place:
 def pytest_report_header() -> str:
     nodes = System().allowed_nodes()
     return f"penstock: memory nodes {', '.join(map(str, nodes))}"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums inside torch's kernels then run in one order, here and in a plain loop."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,7 @@ from tests.faults.engine_runs import (
     small_setup,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def undisturbed(steps: int, disk: Path) -> dict[str, torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import resource
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +36,7 @@ from tests.equivalence.runs import (
 )
 from tests.faults.engine_runs import SMALL, engine_threads, small_setup
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("way", [RESIDENT, SMALL], ids=lambda way: way.name)
