@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from penstock.machine import MemoryNode
-from penstock.probe import session, storage
+from penstock.probe import session, storage, sweep
 from penstock.probe.sampling import Effort
 from penstock.units import GiB, KiB, MiB
 
@@ -22,6 +22,7 @@ NODE = MemoryNode(id=0, kind="dram", capacity=GiB)
 def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probes that take a moment and next to no memory or space."""
     monkeypatch.setattr(session, "choose_effort", lambda num_figures, quick: TINY)
+    monkeypatch.setattr(sweep, "QUICK_SLICES", 10**6)  # a busy machine must not cost a figure
     monkeypatch.setattr(storage, "MAX_FILE_BYTES", 4 * MiB)
     monkeypatch.setattr(storage, "FILL_BLOCK", MiB)
     few = tuple(

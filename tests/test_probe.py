@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock import _native
+from penstock import _native, cli
 from penstock.discovery import discover
 from penstock.errors import ProbeError, UnknownNodeError
 from penstock.machine import Figure, Gpu, Machine, MemoryRate
-from penstock.probe import ProbeOptions, gpu, plot, probe, session, show
+from penstock.probe import ProbeOptions, ProbeResult, gpu, plot, probe, session, show
 from penstock.probe.progress import Progress
 from penstock.system import NodeBytes, System
 from penstock.units import GiB, MiB
@@ -101,6 +101,14 @@ def test_a_full_node_is_left_out_with_a_note(tiny):
     result = probe(ProbeOptions(quick=True, gpus=False), system=Full())
     assert result.machine.nodes[0].rates == ()
     assert any("node 0: not measured: it takes 8.00 MiB" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(("json", "stream"), [([], "out"), (["--json"], "err")])
+def test_what_was_left_out_is_said(json, stream, monkeypatch, tmp_path, capsys):
+    result = ProbeResult(machine=Machine(nodes=(NODE,)), notes=("no sweep",), seconds=1.0)
+    monkeypatch.setattr("penstock.probe.probe", lambda *_: result)
+    assert cli.run(["probe", "-o", str(tmp_path / "machine.json"), *json]) == 0
+    assert "note: no sweep" in getattr(capsys.readouterr(), stream)
 
 
 def test_a_node_that_is_not_there_is_named():

@@ -24,14 +24,15 @@ M = 10**6
 
 @dataclass
 class FakeBed:
-    """Steps 500 million parameters a second with each thread, 20 bytes for each."""
+    """Steps so many parameters a second with each thread, 20 bytes for each."""
 
     traffic: float = 20.0
+    pace: float = 500e6
     passes: list[int] = field(default_factory=list)
 
     def seconds(self, parameters, threads):
         self.passes.append(parameters)
-        return parameters / (500e6 * threads)
+        return parameters / (self.pace * threads)
 
 
 # What is measured.
@@ -69,32 +70,66 @@ def test_a_bed_of_known_speed_is_reported_so():
     assert set(bed.passes) == {M, 4 * M}
 
 
+@dataclass
+class Workshop:
+    """Makes beds: a tenth of a second for each, and a second for so many parameters."""
+
+    per_second: float
+    steps_per_second: float = 500e6
+    made: list[int] = field(default_factory=list)
+
+    def make(self, parameters):
+        self.made.append(parameters)
+        return FakeBed(pace=self.steps_per_second)
+
+    def clock(self):
+        return sum(0.1 + parameters / self.per_second for parameters in self.made)
+
+    def fit(self, wanted, *, quick):
+        effort = Effort(slice_seconds=0.5, host_bytes=GiB)
+        return sweep.fit(wanted, effort, self.make, self.clock, quick=quick)
+
+
 def test_a_bed_that_took_too_long_to_make_is_smaller_with_a_note():
-    effort = Effort(slice_seconds=0.5, host_bytes=GiB)
-    wanted = sweep.plan("fp32", 16 * GiB, (1,), quick=False)
-    made = []
-
-    def clock():  # a tenth of a second for each bed, and a second for 20 M parameters
-        return sum(0.1 + parameters / 20e6 for parameters in made)
-
-    def make(parameters):
-        made.append(parameters)
-        return FakeBed()
-
-    bed = sweep.fit(wanted, effort, make, clock)
-    assert made == [M, 16 * M, 64 * M]
+    wanted, shop = sweep.plan("fp32", 16 * GiB, (1,), quick=False), Workshop(5e6)
+    bed = shop.fit(wanted, quick=False)
+    assert shop.made == [sweep.TRIAL, M, 16 * M, 64 * M]
     assert bed[1] == 64 * M
     progress = Progress(len(wanted))
     rates = list(sweep.probe_sweeps(0, "fp32", wanted, bed, TINY, progress))
     assert [r.parameters for r in rates] == [M, 4 * M, 16 * M, 64 * M]
     assert progress.notes[0].endswith(
-        "256 M parameters, 1 thread: not measured: there was time to prepare 64 M"
+        "256 M parameters, 1 thread: not measured: there was time for 64 M"
     )
+
+
+def test_memory_that_is_slow_to_step_gets_a_smaller_bed_too():
+    wanted, shop = sweep.plan("fp32", 16 * GiB, (1,), quick=False), Workshop(1e9, 5e6)
+    assert shop.fit(wanted, quick=False)[1] == 16 * M  # in five passes of 3.2 s
+    assert max(shop.made) == 16 * M
+
+
+def test_a_quick_probe_steps_fewer_parameters_on_slow_memory():
+    wanted, shop = sweep.plan("fp32", GiB, (1,), quick=True), Workshop(5e6, 5e6)
+    _, room = shop.fit(wanted, quick=True)
+    assert (wanted, room) == ([sweep.Pass(16 * M, 1)], 4 * M)
+    assert sweep.within(wanted, room) == [sweep.Pass(4 * M, 1)]
+    assert sweep.within(wanted, 64 * M) == wanted
+
+
+@pytest.mark.parametrize(("quick", "allowed"), [(True, "10.0 s"), (False, "20.0 s")])
+def test_memory_too_slow_for_any_sweep_is_left_after_one_try_and_said(quick, allowed):
+    wanted, shop = sweep.plan("fp32", GiB, (1,), quick=quick), Workshop(1e9, 0.2e6)
+    with pytest.raises(
+        ProbeError, match=rf"1 M parameters would .* 26\.5 s, and may .* {allowed};"
+    ):
+        shop.fit(wanted, quick=quick)
+    assert shop.made == [sweep.TRIAL]
 
 
 def test_no_room_at_all_is_said():
     with pytest.raises(ProbeError, match=r"it takes 13\.4 MiB, and a quarter of what is free"):
-        sweep.fit([], TINY, lambda parameters: FakeBed())
+        Workshop(1e9).fit([], quick=True)
 
 
 @pytest.mark.parametrize("moments", sweep.MOMENTS)

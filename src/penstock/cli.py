@@ -119,8 +119,9 @@ class _Page(Console):
         return super().render_str(text, **options)
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)
 
 
 def _print_json(data: object) -> None:
@@ -190,6 +191,7 @@ def probe(
         plotting.save_plot(machine, plot)
     if as_json:
         _print_json(records.to_json(machine))
+        _say(*(f"note: {note}" for note in result.notes))  # for which the machine has no place
         return
     console = _Page()
     console.print(show.tables(result))

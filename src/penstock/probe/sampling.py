@@ -29,6 +29,11 @@ class Effort:
     samples_most: int = 15
 
     @property
+    def runs_least(self) -> int:
+        """Of a figure whose length is given: one looks at it, one warms up, the rest count."""
+        return self.samples_least + 2
+
+    @property
     def run_seconds(self) -> float:
         """For one run: the slice, shared by a warm-up and the fewest samples."""
         return self.slice_seconds / (self.samples_least + 1)

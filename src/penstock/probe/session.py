@@ -146,12 +146,14 @@ class Session:
 
     def _probe_sweeps(self, node: MemoryNode, effort: Effort, progress: Progress) -> MemoryNode:
         cpus, rates = self._system.nearest_cpus(node.id), list(node.rates)
+        quick = self._options.quick
         for moments, wanted in self._sweeps[node.id].items():
             what = f"node {node.id}: sweep, {moments} moments"
             progress.say(what)
-            take = partial(sweep.take_bed, node.id, moments, wanted, effort, cpus)
+            take = partial(sweep.take_bed, node.id, moments, wanted, effort, cpus, quick=quick)
             bed = progress.attempt(what, take, figures=len(wanted))
             if bed is not None:
+                wanted = sweep.within(wanted, bed[1]) if quick else wanted
                 rates += sweep.probe_sweeps(node.id, moments, wanted, bed, effort, progress)
             del bed  # before the next one is taken
         return dataclasses.replace(node, rates=tuple(rates))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,7 +17,7 @@ from penstock.memory.placement import Node
 from penstock.node_rates import SweepMoments
 from penstock.probe.progress import Progress
 from penstock.probe.sampling import Effort, figure, take_samples
-from penstock.units import GiB, format_bytes
+from penstock.units import GiB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from penstock.optim.threads import Pool
@@ -36,8 +36,11 @@ MIDDLE = 64 * 10**6
 MOST_BYTES = 16 * GiB
 """Held by a full probe, if a quarter of what is available is as much."""
 
-SETUP_SLICES = 20
-"""For giving the largest one its pages and numbers."""
+TRIAL = 1 << 16
+"""Parameters of the first try, which says what longer ones will take: no size, and in no figure."""
+
+QUICK_SLICES, FULL_SLICES = 20, 40
+"""The most that one size may take, from giving it pages and numbers to its last sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +106,21 @@ def plan(moments: SweepMoments, spare: int, threads: Sequence[int], *, quick: bo
 
 
 def take_bed(
-    node: int, moments: SweepMoments, wanted: Sequence[Pass], effort: Effort, cpus: Sequence[int]
+    node: int,
+    moments: SweepMoments,
+    wanted: Sequence[Pass],
+    effort: Effort,
+    cpus: Sequence[int],
+    *,
+    quick: bool,
 ) -> tuple[Bed, int]:
     """A bed for the largest pass, or for the largest that can be had in time, and how large."""
-    return fit(wanted, effort, lambda parameters: NodeBed(node, moments, parameters, cpus))
+    from penstock.optim import rate  # noqa: F401  # torch with it, whose import is no part of a try
+
+    def make(parameters: int) -> Bed:
+        return NodeBed(node, moments, parameters, cpus)
+
+    return fit(wanted, effort, make, quick=quick)
 
 
 def fit(
@@ -114,25 +128,44 @@ def fit(
     effort: Effort,
     make: Callable[[int], Bed],
     clock: Callable[[], float] = time.perf_counter,
+    *,
+    quick: bool,
 ) -> tuple[Bed, int]:
-    """The largest one wanted, as far as making it takes no longer than it may."""
-    sizes = sorted({one.parameters for one in wanted})
-    if not sizes:
+    """The largest one wanted that can be made and stepped in time, and its parameters."""
+    if not wanted:
         raise ProbeError(
             f"it takes {format_bytes(int(SIZES[0] * HELD_BYTES['fp32']))}, and a quarter of what "
             f"is free is less; free some memory and probe again"
         )
-    allowed, size = SETUP_SLICES * effort.slice_seconds, sizes[0]
+    most, threads = max(one.parameters for one in wanted), max(one.threads for one in wanted)
+    sizes = [s for s in SIZES if s <= most]
+    allowed = (QUICK_SLICES if quick else FULL_SLICES) * effort.slice_seconds
+    size = TRIAL
     while True:
         begin = clock()
         bed = make(size)
-        in_time = size * allowed / max(clock() - begin, 1e-9)
+        took = clock() - begin + effort.runs_least * bed.seconds(size, threads)
+        in_time = size * allowed / max(took, 1e-9)
         # A short one says little about a long one, so it grows by steps.
-        larger = max(s for s in sizes if s <= max(size, min(in_time, 16 * size)))
-        if larger == size:
+        fitting = [s for s in sizes if s <= max(size, min(in_time, 16 * size))]
+        if not fitting:
+            raise _too_slow(sizes[0], took * sizes[0] / size, allowed)
+        if max(fitting) == size:
             return bed, size
         del bed
-        size = larger
+        size = max(fitting)
+
+
+def _too_slow(parameters: int, seconds: float, allowed: float) -> ProbeError:
+    return ProbeError(
+        f"{parameters // 10**6} M parameters would take about {format_seconds(seconds)}, and may "
+        f"take {format_seconds(allowed)}; plans derive the sweep from the node's reads and writes"
+    )
+
+
+def within(wanted: Sequence[Pass], room: int) -> list[Pass]:
+    """What a quick probe steps: one size whatever the time, so no more than the bed has."""
+    return [replace(one, parameters=min(one.parameters, room)) for one in wanted]
 
 
 def probe_sweeps(
@@ -160,7 +193,7 @@ def probe_sweeps(
 def _rate(bed: Bed, room: int, one: Pass, effort: Effort) -> Figure:
     size = one.parameters
     if size > room:
-        raise ProbeError(f"there was time to prepare {room // 10**6} M")
+        raise ProbeError(f"there was time for {room // 10**6} M")
 
     def run(parameters: int) -> float:
         return bed.seconds(parameters, one.threads)
