@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,12 @@ def place(request: pytest.FixtureRequest) -> Place:
 def pytest_report_header() -> str:
     nodes = System().allowed_nodes()
     return f"penstock: memory nodes {', '.join(map(str, nodes))}"
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays to the end: collections need not walk it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
