@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 NATIVE_TESTS := build/native-tests
+# Processes that share the tests, whole files at a time: most of a test is one thread of Python.
+JOBS   ?= 2
 
 CSRC    := $(wildcard csrc/*.cpp csrc/*.h)
 CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
@@ -40,7 +42,8 @@ demo: $(VENV)/built
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/built $(NATIVE_TESTS)/native_tests
-	$(BIN)/python -m pytest --timeout 300 -m "not gpu and not vm and not long" $(ARGS)
+	$(BIN)/python -m pytest --timeout 300 -n $(JOBS) --dist loadfile \
+	  -m "not gpu and not vm and not long" $(ARGS)
 
 test-long: $(VENV)/built
 	$(BIN)/python -m pytest --timeout 300 -m long $(ARGS)
