@@ -16,6 +16,9 @@ pytestmark = pytest.mark.vm
 WIDE = {"vocab_size": 40000}
 """A table whose moments are several stripes long."""
 
+WORK = {"batch": 3, "micro_batch": 2, "context": 4}
+"""Few tokens: the guest is emulated, and each has a logit for every row of that table."""
+
 STRIPED = (
     Way("states over DRAM and CXL", ("dmdd",)),
     Way("all on CXL", ("cccc",)),
@@ -24,7 +27,7 @@ STRIPED = (
 
 
 def test_states_striped_over_cxl_nodes_give_the_same_bits(tmp_path: Path) -> None:
-    setup = Setup.of("llama", config=WIDE, batch=3, micro_batch=2)
+    setup = Setup.of("llama", config=WIDE, **WORK)
     expected = train(setup, DRAM, tmp_path, steps=2)
 
     for way in STRIPED:
@@ -34,7 +37,7 @@ def test_states_striped_over_cxl_nodes_give_the_same_bits(tmp_path: Path) -> Non
 
 
 def test_striped_states_lie_on_the_nodes_that_the_plan_names(tmp_path: Path) -> None:
-    setup = Setup.of("llama", config=WIDE, batch=3, micro_batch=2)
+    setup = Setup.of("llama", config=WIDE, **WORK)
     cards = {node.id for node in discover().cxl_nodes}
     assert len(cards) > 1
     with setup.engine(STRIPED[0], tmp_path) as engine:
