@@ -39,7 +39,7 @@ def dropping(moments: str = "fp32") -> Setup:
     return Setup.of("llama", moments=moments, config={"attention_dropout": 0.1})
 
 
-@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("moments", [pytest.param("fp32", marks=pytest.mark.long), "int8"])
 def test_a_run_killed_and_resumed_under_another_plan_equals_one_never_killed(
     moments: str, tmp_path: Path
 ) -> None:
