@@ -71,6 +71,14 @@ def test_a_slow_disk_gets_a_small_file():
         bench.rate(request, TINY)
 
 
+def test_a_disk_that_is_late_before_the_first_block_gets_one_all_the_same():
+    disk, request = FakeDisk(10e6), storage.Request("read", MiB, 1)
+    bench = storage.Bench(disk, [request], disk.clock)
+    bench.fill(GiB, 0.0)
+
+    assert bench.rate(request, TINY).median == pytest.approx(10e6)
+
+
 def test_the_file_takes_a_twentieth_of_the_free_space_at_most(tmp_path, monkeypatch):
     stats = os.statvfs(tmp_path)
     assert storage.room(tmp_path) <= min(GiB, stats.f_bavail * stats.f_frsize / 20)

@@ -124,13 +124,15 @@ class Bench:
         self.nbytes = 0
 
     def fill(self, most: int, seconds: float) -> None:
-        """Write the file for the first time, as far as the time allows.
+        """Write the file for the first time, as far as the time allows, and one block of it anyway.
 
         Blocks that were never written read as zeros without the device being asked.
         """
         start, block = self._clock(), min(FILL_BLOCK, most)
         with self._file.mover(self._buffer, block=block, depth=1) as move:
-            while self.nbytes + block <= most and self._clock() - start < seconds:
+            while self.nbytes + block <= most and (
+                self.nbytes == 0 or self._clock() - start < seconds
+            ):
                 move("write", [self.nbytes])
                 self.nbytes += block
         self._file.finish_writes()
