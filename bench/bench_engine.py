@@ -155,9 +155,10 @@ def plain(config: Any, chosen: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def repeat_weights() -> None:
-    """Instead of drawing each weight anew."""
-    drawn = 0.02 * torch.randn(1 << 24)
+def repeat_weights(chosen: argparse.Namespace) -> None:
+    """Instead of drawing each weight anew. In 16 bit, so that masters have no low half to find."""
+    dtype = torch.bfloat16 if chosen.dtype == "bf16" else torch.float16
+    drawn = (0.02 * torch.randn(1 << 24)).to(dtype)
 
     def repeated(_: object, block: Any, __: int) -> dict[str, torch.Tensor]:
         def of(tensor: Any) -> torch.Tensor:
@@ -172,7 +173,7 @@ def repeat_weights() -> None:
 def main() -> None:
     chosen = arguments()
     if chosen.repeat_weights:
-        repeat_weights()
+        repeat_weights(chosen)
     config = config_of(chosen.shape, chosen.context)
     found: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(chosen).items()}}
     found["streamed"] = streamed(config, chosen)

@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import certificate
 from bench.gpu_cells import PARTS, Cell, cells, plan_cell
 from penstock.errors import PenstockError
+from penstock.plan import Plan
 from penstock.plan_view import plan_json
 
 HERE = Path(__file__).parent
@@ -50,6 +51,9 @@ PEERS = {
     "disk": ("deepspeed-infinity",),
 }
 """One call each."""
+
+LEFT = 3
+"""Exit status: call again, there are cells left."""
 
 _SLACK = 15
 
@@ -87,8 +91,12 @@ def run_cells(chosen: argparse.Namespace) -> int:
     until = time.monotonic() + chosen.limit
     left: list[str] = []
     bad: list[str] = []
+    twins = same_plans(wanted_cells(chosen), chosen.plans)
     for cell in wanted_cells(chosen):
         if (chosen.out / f"{cell.name}.done").exists():
+            continue
+        if cell.name in twins:
+            print(f"== {cell.name}: the same plan as {twins[cell.name]}, not run again", flush=True)
             continue
         room = until - time.monotonic() - _SLACK
         if room < min(cell.seconds, chosen.limit - _SLACK - 5):
@@ -100,7 +108,27 @@ def run_cells(chosen: argparse.Namespace) -> int:
         print("failed:", ", ".join(bad), "(see their logs)")
     if left:
         print("not started, for want of time:", ", ".join(left))
-    return 1 if bad else 0
+    return 1 if bad else LEFT if left else 0
+
+
+def same_plans(found: Sequence[Cell], plans: Path) -> dict[str, str]:
+    """Cells whose larger budget changes nothing: which earlier cell has their plan."""
+    twins: dict[str, str] = {}
+    seen: list[tuple[str, Plan]] = []
+    for cell in found:
+        path = plans / f"{cell.name}.json"
+        if not path.exists():
+            continue
+        plan = Plan.load(path)
+        for name, other in seen:
+            if (plan.placement, plan.workload, plan.pools) == (
+                other.placement, other.workload, other.pools
+            ):  # fmt: skip
+                twins[cell.name] = name
+                break
+        else:
+            seen.append((cell.name, plan))
+    return twins
 
 
 def cell_line(cell: Cell, chosen: argparse.Namespace) -> list[str]:
@@ -189,7 +217,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if chosen.part == "moments":
         line = [sys.executable, str(HERE / "bench_moments.py"), "--save"]
         line += ["--shape", "tiny", "--context", "64", "--steps", "5"] if chosen.tiny else []
-        code = code or run_logged("moments-curves", line, chosen.limit, chosen.out)
+        code = run_logged("moments-curves", line, chosen.limit, chosen.out) or code
     return code
 
 
