@@ -25,7 +25,7 @@ FALLING = [7.0, 6.8, 6.6, 6.4]
 # The gate.
 
 
-def test_losses_of_the_yardstick_are_the_same():
+def test_losses_of_the_yardstick_are_the_same() -> None:
     assert render.parity([7.0, 6.801, 6.601, 6.4], FALLING) == "same"
 
 
@@ -34,11 +34,11 @@ def test_losses_of_the_yardstick_are_the_same():
     [[7.0, 7.0, 6.8, 6.6], [7.0, 7.0, 7.0, 7.0], [7.0, 6.8, math.nan, 6.4]],
     ids=["one step late", "never updated", "not a number"],
 )
-def test_losses_that_part_are_told_with_the_step(losses: list[float]):
+def test_losses_that_part_are_told_with_the_step(losses: list[float]) -> None:
     assert render.parity(losses, FALLING).startswith(("step 2", "step 3"))
 
 
-def test_one_step_says_nothing_about_updates():
+def test_one_step_says_nothing_about_updates() -> None:
     assert render.parity([7.0], FALLING) == "too few steps to say"
 
 
@@ -48,7 +48,7 @@ def run_in_process(arm: str, work: Work) -> run.Record:
     return record
 
 
-def test_penstock_and_plain_torch_do_the_same_work(one_thread: None):
+def test_penstock_and_plain_torch_do_the_same_work(one_thread: None) -> None:
     budgets = replace(TINY, options={"hbm": "64MiB", "dram": "128MiB"})
     plain, ours = run_in_process("plain", TINY), run_in_process("penstock", budgets)
     assert plain.losses[0] - plain.losses[-1] > 0.1
@@ -59,7 +59,7 @@ def test_penstock_and_plain_torch_do_the_same_work(one_thread: None):
 # First weights.
 
 
-def test_a_first_weight_follows_from_its_name_alone():
+def test_a_first_weight_follows_from_its_name_alone() -> None:
     shape = (DRAW // 128 + 1, 128)
     one, again = weight_of("a", shape, TINY), weight_of("a", shape, TINY)
     assert torch.equal(one, again)
@@ -67,7 +67,7 @@ def test_a_first_weight_follows_from_its_name_alone():
     assert not torch.equal(one.view(-1)[:128], one.view(-1)[DRAW : DRAW + 128])
 
 
-def test_first_weights_hold_one_at_a_time():
+def test_first_weights_hold_one_at_a_time() -> None:
     weights = FirstWeights({"a": (4, 4), "b": (4,)}, TINY)
     assert weights["a"] is weights["a"]
     assert torch.equal(weights["b"], torch.ones(4, dtype=torch.bfloat16))
@@ -82,7 +82,7 @@ def test_first_weights_hold_one_at_a_time():
 )
 def test_what_an_arm_measured_before_it_died_is_kept(
     tmp_path: Path, code: int | None, state: str, word: str
-):
+) -> None:
     record = run.Record("plain", asdict(TINY), state="stepping", step_seconds=[1.0])
     record.save(tmp_path / "record.json")
     found = table.conclude("plain", tmp_path / "record.json", code, 12.0)
@@ -90,13 +90,13 @@ def test_what_an_arm_measured_before_it_died_is_kept(
     assert word in found["problem"]
 
 
-def test_an_arm_that_left_nothing_failed(tmp_path: Path):
+def test_an_arm_that_left_nothing_failed(tmp_path: Path) -> None:
     assert table.conclude("plain", tmp_path / "none.json", 1, 1.0)["state"] == "failed"
 
 
 def test_an_arm_runs_in_a_process_of_its_own_and_says_why_it_failed(
     monkeypatch: pytest.MonkeyPatch,
-):
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found = table.run_arm("fsdp2", ["--shape", "tiny", "--dtype", "fp16"], 120)
     assert found["state"] == "failed"
@@ -112,7 +112,7 @@ def arm_of(name: str, step: float, **more: Any) -> dict[str, Any]:
     return asdict(record) | {"host_peak_nbytes": 2 * 3085846528, "parity": "same"} | more
 
 
-def test_a_ratio_is_to_the_yardstick_of_the_arms_own_call():
+def test_a_ratio_is_to_the_yardstick_of_the_arms_own_call() -> None:
     calls = [
         {"arms": [arm_of("plain", 1.0), arm_of("penstock", 1.1)]},
         {"arms": [arm_of("plain", 2.0), arm_of("fsdp2", 6.0, parity="step 2: 7, not 6")]},
@@ -126,14 +126,14 @@ def test_a_ratio_is_to_the_yardstick_of_the_arms_own_call():
     assert text.count("plain torch, everything in HBM") == 1
 
 
-def test_an_arm_without_a_step_has_a_row_that_says_how_it_ended():
+def test_an_arm_without_a_step_has_a_row_that_says_how_it_ended() -> None:
     dead = {"arm": "deepspeed-zero3", "state": "killed", "problem": "by SIGKILL"}
     assert "killed by SIGKILL" in render.row(dead, 1.0)
 
 
 def test_a_file_is_rendered_without_running_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     path = tmp_path / "peers.json"
     path.write_text(json.dumps({"results": {"calls": [{"arms": [arm_of("plain", 1.0)]}]}}))
     table.main(["--markdown", str(path)])
@@ -141,7 +141,7 @@ def test_a_file_is_rendered_without_running_anything(
 
 
 @pytest.mark.parametrize(("shape", "billions"), [("3b", 3.086), ("8b", 8.03), ("32b", 32.76)])
-def test_parameters_are_counted_as_the_models_are_known(shape: str, billions: float):
+def test_parameters_are_counted_as_the_models_are_known(shape: str, billions: float) -> None:
     assert round(render.parameters(shape) / 1e9, 3) == pytest.approx(billions, abs=0.005)
 
 
@@ -149,7 +149,7 @@ def test_parameters_are_counted_as_the_models_are_known(shape: str, billions: fl
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_slot_of_zero_infinity_holds_the_largest_tensor(shape: str):
+def test_a_slot_of_zero_infinity_holds_the_largest_tensor(shape: str) -> None:
     work = replace(TINY, shape=shape)
     zero_part = zero.infinity_config(work, weights=True)["zero_optimization"]
     size = zero_part["offload_param"]["buffer_size"]
@@ -157,21 +157,21 @@ def test_a_slot_of_zero_infinity_holds_the_largest_tensor(shape: str):
     assert size >= zero_part["sub_group_size"]
 
 
-def test_reuse_keeps_one_layer_and_not_two():
+def test_reuse_keeps_one_layer_and_not_two() -> None:
     work = replace(TINY, shape="8b")
     layer = zero.layer_elements(work)
     assert layer == 218112000
     assert layer < zero.buckets(work)["stage3_max_reuse_distance"] < 2 * layer
 
 
-def test_no_fp16_step_is_left_out_at_the_first_scale():
+def test_no_fp16_step_is_left_out_at_the_first_scale() -> None:
     assert zero.base_config(replace(TINY, dtype="fp16"))["fp16"]["initial_scale_power"] < 16
 
 
 # Limits.
 
 
-def test_doubling_stops_at_the_first_that_fails():
+def test_doubling_stops_at_the_first_that_fails() -> None:
     found = limits.doublings(
         lambda value: {"ok": value <= 16, "seconds": 0.0}, 4, 1 << 20, time.monotonic() + 60
     )
@@ -179,7 +179,7 @@ def test_doubling_stops_at_the_first_that_fails():
     assert limits.largest(found) == 16
 
 
-def test_doubling_stops_when_the_next_would_take_too_long():
+def test_doubling_stops_when_the_next_would_take_too_long() -> None:
     found = limits.doublings(
         lambda _: {"ok": True, "seconds": 100.0}, 4, 1 << 20, time.monotonic() + 60
     )
@@ -190,14 +190,14 @@ def test_doubling_stops_when_the_next_would_take_too_long():
 # The GPU table.
 
 
-def test_cells_have_names_of_their_own_and_fit_into_a_call():
+def test_cells_have_names_of_their_own_and_fit_into_a_call() -> None:
     found = list(cells())
     assert len({cell.name for cell in found}) == len(found)
     assert {cell.part for cell in found} <= set(PARTS)
     assert all(cell.seconds < 570 for cell in found)
 
 
-def test_the_commit_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_the_commit_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_COMMIT", "0123456789ab")
     assert certificate.commit() == "0123456789ab"
     monkeypatch.delenv("BENCH_COMMIT")

@@ -14,7 +14,9 @@ from tests import engines
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("spots", ["hhhh", "dddd", "nnnn"])
-def test_cleared_moments_are_zero(spots: str, moments: str, tmp_path: Path, one_thread: None):
+def test_cleared_moments_are_zero(
+    spots: str, moments: str, tmp_path: Path, one_thread: None
+) -> None:
     config = engines.tiny_config("llama")
     model, work = engines.inventory(config), engines.workload(moments=moments)
     plan = engines.make_plan_of(model, work, spots, disk=tmp_path, piece=8192)
