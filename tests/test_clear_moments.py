@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from penstock.roles import Role
+from penstock.stream.engine import Engine
 from penstock.stream.initial import clear_moments
 from tests import engines
 
@@ -29,7 +30,7 @@ def test_cleared_moments_are_zero(
         assert all_zero(engine)
 
 
-def all_zero(engine: engines.Engine) -> bool:
+def all_zero(engine: Engine) -> bool:
     access = engine.access
     trained = [t.name for b in engine.inventory.blocks for t in b.tensors if t.trainable]
     bases = (False, True) if access.has_bases else (False,)

@@ -11,6 +11,7 @@ from torch import nn
 
 from bench.measuring import Batch
 from bench.peers.work import FirstWeights, Step, Work
+from bench.plain import FP16_SCALE
 from penstock.bundled import bundled
 from penstock.plan import Plan
 from penstock.preparing import Recipe, prepare
@@ -46,6 +47,8 @@ def penstock(work: Work) -> Iterator[Step]:
             param_groups=one_group,
         )  # fmt: skip
         with engine:
+            if work.dtype == "fp16":
+                engine.scale.value = FP16_SCALE
             shapes = {t.name: tuple(t.shape) for b in engine.inventory.blocks for t in b.tensors}
             take_weights(engine.access, engine.inventory, FirstWeights(shapes, work))
 

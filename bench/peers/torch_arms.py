@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,4 +74,5 @@ def set_one_rank() -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ[name] = value
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29511")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))

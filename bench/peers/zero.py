@@ -181,11 +181,11 @@ def zero3_model(deepspeed: Any, work: Work, config: dict[str, Any]) -> Any:
     """Stage 3 cuts up each module as it is made, so that the model is never whole anywhere."""
     if config["zero_optimization"]["stage"] < 3:
         return build_model(work, work.torch_dtype, work.device)
-    import transformers
-
-    family: Any = transformers.AutoModelForCausalLM
+    # Imported first: inside, torch.Tensor is another, which breaks what imports then define.
+    family: Any = importlib.import_module("transformers.models.llama.modeling_llama")
+    shape = work.config
     with deepspeed.zero.Init(config_dict_or_path=config):
-        model = family.from_config(work.config, dtype=work.torch_dtype)
+        model = family.LlamaForCausalLM(shape).to(work.torch_dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
