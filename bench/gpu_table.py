@@ -151,7 +151,6 @@ def cell_line(cell: Cell, chosen: argparse.Namespace) -> list[str]:
 def run_logged(name: str, line: Sequence[str], seconds: float, out: Path) -> int:
     """To a log, whose end is shown; killed when its time is over. The exit status."""
     told = os.environ | {"BENCH_RESULTS": str(out.resolve()), "BENCH_COMMIT": certificate.commit()}
-    told.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     log = out / f"{name}.log"
     print(f"== {name}", flush=True)
     began = time.monotonic()

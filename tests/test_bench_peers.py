@@ -90,15 +90,26 @@ def test_what_an_arm_measured_before_it_died_is_kept(
     assert word in found["problem"]
 
 
+def test_a_compilation_that_was_killed_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    lock = tmp_path / "extensions/cpu_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    table.environment("deepspeed-zero3", tmp_path)
+    assert not lock.exists()
+
+
 def test_an_arm_that_left_nothing_failed(tmp_path: Path) -> None:
     assert table.conclude("plain", tmp_path / "none.json", 1, 1.0)["state"] == "failed"
 
 
 def test_an_arm_runs_in_a_process_of_its_own_and_says_why_it_failed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = table.run_arm("fsdp2", ["--shape", "tiny", "--dtype", "fp16"], 120)
+    found = table.run_arm("fsdp2", ["--shape", "tiny", "--dtype", "fp16"], 120, tmp_path)
     assert found["state"] == "failed"
     assert "bf16 only" in found["problem"]
 

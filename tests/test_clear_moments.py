@@ -13,8 +13,10 @@ from penstock.stream.initial import clear_moments
 from tests import engines
 
 
-@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("spots", ["hhhh", "dddd", "nnnn"])
+@pytest.mark.parametrize(
+    ("spots", "moments"),
+    [("hhhh", "int8"), ("dddd", "bf16"), ("nnnn", "fp32"), ("nnnn", "int8")],
+)
 def test_cleared_moments_are_zero(
     spots: str, moments: str, tmp_path: Path, one_thread: None
 ) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -109,9 +108,9 @@ def find_limits(vary: str, chosen: argparse.Namespace) -> dict[str, Any]:
         line = [sys.executable, str(script), "--arm", peer, "--vary", vary, "--json", str(path),
                 "--most", str(most), "--limit", str(0.6 * chosen.limit), *work]  # fmt: skip
         line += [] if chosen.tiny else ["--activations", "host"]
-        try:
-            subprocess.run(line, check=False, timeout=0.7 * chosen.limit)
-        except subprocess.TimeoutExpired:
+        table.build([peer], chosen.scratch, 0.3 * chosen.limit)
+        told = table.environment(peer, chosen.scratch)
+        if table.run_child(line, told, 0.7 * chosen.limit) is None:
             print("the peer's search was stopped: what it found until then counts", flush=True)
         found["peer"] = json.loads(path.read_text()) if path.exists() else None
     table.clear(chosen.scratch)
@@ -119,7 +118,7 @@ def find_limits(vary: str, chosen: argparse.Namespace) -> dict[str, Any]:
     if run and not chosen.tiny:
         words = [*work, "--steps", "1", "--warm-up", "0", f"--{vary}", str(run),
                  "--plan", str(chosen.plans / f"limit-{vary}-run.json")]  # fmt: skip
-        found["ours"] = table.run_arm("penstock", words, 0.3 * chosen.limit)
+        found["ours"] = table.run_arm("penstock", words, 0.3 * chosen.limit, chosen.scratch)
         render.tell(found["ours"])
     return found
 

@@ -191,7 +191,7 @@ def build(arm: str, work: Work) -> None:
     from bench.peers import zero
 
     if arm.startswith("deepspeed"):
-        zero.build_kernels(work)
+        zero.build_kernels(arm, work)
 
 
 def leave(code: int) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench import certificate
-from bench.peers import render
+from bench.peers import render, zero
 from bench.peers.run import ARMS, OPTIONS, add_work
 
 YARDSTICK = "plain"
@@ -40,12 +40,14 @@ DISK_ARMS = ("deepspeed-infinity", "deepspeed-infinity-opt")
 ARM_SECONDS = 150
 DISK_ARM_SECONDS = 420
 """What an arm may take before it is stopped, unless --arm-seconds says otherwise."""
+BUILD_SECONDS = 200
+"""The same for compiling DeepSpeed's kernels."""
 
 _SLACK = 15
 """Seconds for a stopped arm to go and for the file to be written."""
 
 
-def run_arm(arm: str, words: Sequence[str], seconds: float) -> dict[str, Any]:
+def run_arm(arm: str, words: Sequence[str], seconds: float, scratch: Path) -> dict[str, Any]:
     """In a process of its own, so that nothing of one arm is left for the next."""
     script = Path(__file__).with_name("run.py")
     with tempfile.TemporaryDirectory() as folder:
@@ -53,13 +55,7 @@ def run_arm(arm: str, words: Sequence[str], seconds: float) -> dict[str, Any]:
         line = [sys.executable, str(script), "--arm", arm, "--json", str(record), *words]
         print(f"== {arm}", flush=True)
         began = time.monotonic()
-        child = subprocess.Popen(line, env=environment(), start_new_session=True)
-        try:
-            code: int | None = child.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+        code = run_child(line, environment(arm, scratch), seconds)
         return conclude(arm, record, code, time.monotonic() - began)
 
 
@@ -79,11 +75,18 @@ def conclude(arm: str, record: Path, code: int | None, seconds: float) -> dict[s
     return found | {"wall_seconds": round(seconds, 1)}
 
 
-def environment() -> dict[str, str]:
-    """Of the child. Reserved memory close to allocated in every arm; DeepSpeed reads its own."""
+def environment(arm: str, scratch: Path) -> dict[str, str]:
+    """Of the child. CPU optimizers get every core; launchers often leave them one. What is compiled
+    is kept beside the scratch files, without the lock that a killed compilation leaves behind."""
     told = dict(os.environ)
-    told.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if arm.endswith("-tuned"):
+        told.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     told.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    if "TORCH_EXTENSIONS_DIR" not in told:
+        built = scratch.resolve() / "extensions"
+        told["TORCH_EXTENSIONS_DIR"] = str(built)
+        for lock in built.glob("*/lock"):
+            lock.unlink()
     return told
 
 
@@ -108,7 +111,7 @@ def run_table(chosen: argparse.Namespace) -> dict[str, Any]:
     until = time.monotonic() + chosen.limit
     call: dict[str, Any] = {"arms": [], "not_started": []}
     arms = [YARDSTICK, *(arm for arm in chosen.arms if arm != YARDSTICK)]
-    build(arms, until - time.monotonic() - _SLACK)
+    build(arms, chosen.scratch, until - time.monotonic() - _SLACK)
     for arm in arms:
         default = DISK_ARM_SECONDS if arm in DISK_ARMS else ARM_SECONDS
         seconds = float(chosen.arm_seconds or default)
@@ -116,26 +119,35 @@ def run_table(chosen: argparse.Namespace) -> dict[str, Any]:
         if left < min(seconds, chosen.least):
             call["not_started"].append(arm)
             continue
-        call["arms"].append(run_arm(arm, arm_words(chosen, arm), min(seconds, left)))
+        words = arm_words(chosen, arm)
+        call["arms"].append(run_arm(arm, words, min(seconds, left), chosen.scratch))
         clear(chosen.scratch)
         render.tell(call["arms"][-1])
     render.judge(call)
     return call
 
 
-def build(arms: Sequence[str], seconds: float) -> None:
-    """DeepSpeed's kernels, once: the first arm's start-up is then like the others'."""
-    first = next((arm for arm in arms if arm.startswith("deepspeed")), None)
-    if first is None:
+def build(arms: Sequence[str], scratch: Path, seconds: float) -> None:
+    """DeepSpeed's kernels, once: no arm's start-up is then charged for them."""
+    neediest = max(arms, key=lambda arm: len(zero.kernels_of(arm)) * arm.startswith("deepspeed"))
+    if not neediest.startswith("deepspeed"):
         return
     script = str(Path(__file__).with_name("run.py"))
     began = time.monotonic()
+    run_child([sys.executable, script, "--arm", neediest, "--build"],
+              environment(neediest, scratch), min(seconds, BUILD_SECONDS))  # fmt: skip
+    print(f"== kernels of {neediest}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def run_child(line: Sequence[str], told: dict[str, str], seconds: float) -> int | None:
+    """Its exit status; None if its time was over, and all that it had started is gone."""
+    child = subprocess.Popen(line, env=told, start_new_session=True)
     try:
-        line = [sys.executable, script, "--arm", first, "--build"]
-        subprocess.run(line, check=False, timeout=seconds, env=environment())
+        return child.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
-        print("compiling was stopped")
-    print(f"== kernels of {first}: {time.monotonic() - began:.0f} s", flush=True)
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        return None
 
 
 def clear(scratch: Path) -> None:
