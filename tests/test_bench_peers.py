@@ -42,6 +42,12 @@ def test_one_step_says_nothing_about_updates() -> None:
     assert render.parity([7.0], FALLING) == "too few steps to say"
 
 
+@pytest.mark.parametrize("arm", run.ARMS)
+def test_every_arm_is_there_and_has_a_name_in_the_table(arm: str) -> None:
+    assert callable(run.find_arm(arm))
+    assert render.NAMES[arm]
+
+
 def run_in_process(arm: str, work: Work) -> run.Record:
     record = run.Record(arm, asdict(work))
     run.measure(run.find_arm(arm), work, record, None)

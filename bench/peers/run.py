@@ -9,6 +9,7 @@ is an answer too. Peers come from `fetch.py`, or from wherever they are installe
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -26,31 +27,28 @@ from bench.measuring import HostPeak, device_peak, disk_bytes, forget_device_pea
 from bench.peers.work import Arm, Work
 from bench.shapes import SHAPES
 
-ARMS = (
-    "plain", "penstock", "deepspeed-zero3", "deepspeed-zero3-tuned", "deepspeed-zero2",
-    "deepspeed-infinity", "deepspeed-infinity-opt", "fsdp2", "roundpipe-sync", "roundpipe-async",
-)  # fmt: skip
+_WHERE = {
+    "plain": "torch_arms.plain",
+    "penstock": "penstock_arm.penstock",
+    "deepspeed-zero3": "zero.zero3",
+    "deepspeed-zero3-tuned": "zero.zero3_tuned",
+    "deepspeed-zero2": "zero.zero2",
+    "deepspeed-infinity": "zero.infinity",
+    "deepspeed-infinity-opt": "zero.infinity_optimizer",
+    "fsdp2": "torch_arms.fsdp2",
+    "roundpipe-sync": "roundpipe_arm.roundpipe_sync",
+    "roundpipe-async": "roundpipe_arm.roundpipe_async",
+}
+ARMS = tuple(_WHERE)
 
 _FAILED = 1
 
 
 def find_arm(name: str) -> Arm:
     """Imports what the arm needs and nothing of the others."""
-    from bench.peers import penstock_arm, roundpipe_arm, torch_arms, zero
-
-    found: dict[str, Arm] = {
-        "plain": torch_arms.plain,
-        "penstock": penstock_arm.penstock,
-        "deepspeed-zero3": zero.zero3,
-        "deepspeed-zero3-tuned": zero.zero3_tuned,
-        "deepspeed-zero2": zero.zero2,
-        "deepspeed-infinity": zero.infinity,
-        "deepspeed-infinity-opt": zero.infinity_optimizer,
-        "fsdp2": torch_arms.fsdp2,
-        "roundpipe-sync": roundpipe_arm.roundpipe_sync,
-        "roundpipe-async": roundpipe_arm.roundpipe_async,
-    }
-    return found[name]
+    module, _, function = _WHERE[name].partition(".")
+    found: Arm = getattr(importlib.import_module(f"bench.peers.{module}"), function)
+    return found
 
 
 @dataclass(slots=True)
