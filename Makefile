@@ -9,7 +9,8 @@ JOBS   ?= 2
 CSRC    := $(wildcard csrc/*.cpp csrc/*.h)
 CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 
-.PHONY: help demo test test-long test-vm fuzz lint format bench bench-storage clean
+.PHONY: help demo test test-long test-vm fuzz lint format bench bench-storage bench-plans bench-gpu \
+        bench-peers clean
 help:
 	@echo "make demo      fine-tune a small model under a small budget, in two minutes on two cores"
 	@echo "make test      build and run the tests (no GPU, no root)"
@@ -18,6 +19,7 @@ help:
 	@echo "make fuzz      10^6 mutated store headers, and safetensors ones, against their parsers"
 	@echo "make lint      ruff, mypy --strict, clang-format"
 	@echo "make bench     speed of placement and the native core, ratios in one run"
+	@echo "make bench-gpu whole steps on a GPU, part by part; make bench-peers: beside the peers"
 	@echo "make format    rewrite the sources in house style"
 
 $(VENV)/tools: requirements/dev.txt requirements/constraints.txt
@@ -71,6 +73,24 @@ bench: $(VENV)/built
 
 bench-storage: $(VENV)/built
 	$(BIN)/python bench/bench_storage.py $(ARGS)
+
+# Needs no GPU, and half an hour: planning on the GPU's machine would cost its time.
+bench-plans: $(VENV)/built
+	$(BIN)/python bench/gpu_table.py --plan-only $(ARGS)
+	$(BIN)/python bench/peers/memascend.py --plan-only $(ARGS)
+
+# Each part is under ten minutes a call; a call begins with what the last one did not start.
+PART ?= fast long disk curve moments 32b
+bench-gpu: $(VENV)/built
+	@for part in $(PART); do while :; do \
+	  $(BIN)/python bench/gpu_table.py --part $$part $(ARGS) && break; [ $$? -eq 3 ] || exit 1; \
+	done; done
+
+CALL ?= dram others disk
+bench-peers: $(VENV)/built
+	@[ -d carry/peers ] || $(BIN)/python bench/peers/fetch.py carry/peers
+	@for call in $(CALL); do PYTHONPATH=carry/peers $(BIN)/python bench/gpu_table.py \
+	  --part peers --call $$call $(ARGS) || exit 1; done
 
 clean:
 	rm -rf build $(VENV)

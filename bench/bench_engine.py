@@ -12,16 +12,18 @@ import argparse
 import json
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import certificate
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench import certificate
+from bench.measuring import HostPeak, device_peak, forget_device_peak, run_steps
+from bench.plain import plain_step
+from bench.shapes import SHAPES, config_of
 from penstock.bundled import bundled
 from penstock.plan import Plan
 from penstock.preparing import Recipe, prepare
@@ -29,45 +31,8 @@ from penstock.stream import initial
 from penstock.stream.timeline import Event, busy, idle
 from penstock.units import format_bytes
 
-_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-           "num_attention_heads", "num_key_value_heads", "tie_word_embeddings")  # fmt: skip
-SHAPES: dict[str, tuple[int, ...]] = {
-    "tiny": (1000, 128, 512, 4, 8, 4, True),
-    "1b": (128256, 2048, 8192, 16, 32, 8, True),
-    "3b": (151936, 2048, 11008, 36, 16, 2, True),
-    "8b": (128256, 4096, 14336, 32, 32, 8, False),
-}
-"""Llama bodies: Llama-3.2-1B's sizes, Qwen2.5-3B's (3.086 B parameters), Llama-3.1-8B's."""
-
-
-class HostPeak:
-    """The most that MemAvailable fell, sampled at 50 Hz."""
-
-    def __enter__(self) -> HostPeak:
-        self.before = self.least = _available()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    @property
-    def nbytes(self) -> int:
-        return self.before - self.least
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.02):
-            self.least = min(self.least, _available())
-
-
-def _available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError
+PREDICTED = ".predicted.json"
+"""Beside a plan: what it was expected to take."""
 
 
 def arguments() -> argparse.Namespace:
@@ -80,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dram", default="auto")
     parser.add_argument("--nvme", action="append", default=[])
     parser.add_argument("--moments", default="fp32")
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--machine", default="h200")
     parser.add_argument("--device")
@@ -92,15 +58,8 @@ def arguments() -> argparse.Namespace:
         help="draw 16 M weights and repeat them: quicker, and as good for speed",
     )
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--name", help="of the results file, after engine_")
     return parser.parse_args()
-
-
-def config_of(shape: str, context: int) -> Any:
-    import transformers
-
-    return transformers.LlamaConfig(
-        **dict(zip(_FIELDS, SHAPES[shape], strict=True)), max_position_embeddings=max(context, 4096)
-    )
 
 
 def batches(config: Any, chosen: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
@@ -118,7 +77,7 @@ def streamed(config: Any, chosen: argparse.Namespace) -> dict[str, Any]:
         began = time.perf_counter()
         recipe = Recipe(
             context=chosen.context, batch=chosen.batch, micro_batch=chosen.micro_batch,
-            moments=chosen.moments, init="random", device=chosen.device,
+            moments=chosen.moments, dtype=chosen.dtype, init="random", device=chosen.device,
             optimizer={"lr": 1e-5},
         )  # fmt: skip
         budget = {"hbm": chosen.hbm, "dram": chosen.dram, "nvme": chosen.nvme}
@@ -134,23 +93,23 @@ def streamed(config: Any, chosen: argparse.Namespace) -> dict[str, Any]:
         seconds, losses = run_steps(engine.step, batches(config, chosen))
         told = tell_timeline(engine.timeline())
         engine.finish()
-        if torch.cuda.is_available():
-            hbm = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
-        else:
-            hbm = [0, 0]
-        tiers = engine.tiers()
+        hbm, tiers = device_peak(), engine.tiers()
         engine.close()
         del engine
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    forget_device_peak()
     print(f"host peak {format_bytes(host.nbytes)}, HBM allocated/reserved "
           f"{format_bytes(hbm[0])} / {format_bytes(hbm[1])}", flush=True)  # fmt: skip
     return {
         "start_up_seconds": start_up, "step_seconds": seconds, "losses": losses, "tiers": tiers,
         "timeline": told, "host_peak_nbytes": host.nbytes,
-        "hbm_allocated": hbm[0], "hbm_reserved": hbm[1],
+        "hbm_allocated": hbm[0], "hbm_reserved": hbm[1], "predicted": predicted(chosen.plan),
     }  # fmt: skip
+
+
+def predicted(plan: Path | None) -> Any:
+    """What the plan was expected to take, where it was made in advance."""
+    beside = plan.with_suffix(PREDICTED) if plan else None
+    return json.loads(beside.read_text()) if beside and beside.exists() else None
 
 
 def tell_timeline(events: list[Event]) -> dict[str, Any]:
@@ -171,57 +130,35 @@ def tell_timeline(events: list[Event]) -> dict[str, Any]:
     return {"busy": lanes, "by_verb": by_verb, "waits": waits}
 
 
-def run_steps(step: Any, todo: list[dict[str, torch.Tensor]]) -> tuple[list[float], list[float]]:
-    seconds, losses = [], []
-    for batch in todo:
-        began = time.perf_counter()
-        losses.append(float(step(batch)))
-        seconds.append(time.perf_counter() - began)
-        print(f"  {seconds[-1]:.3f} s  loss {losses[-1]:.4f}", flush=True)
-    return seconds, losses
-
-
 def plain(config: Any, chosen: argparse.Namespace) -> dict[str, Any]:
-    """fp32 master in torch's fused AdamW, bf16 compute by autocast-free copies, checkpointing."""
+    """The yardstick: all of it in the device's memory."""
     import transformers
 
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.cuda.empty_cache()
-    with torch.device("cuda"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.gradient_checkpointing_enable()
-    model.train()
-    masters = [p.detach().float() for p in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
-
-    def step(batch: dict[str, torch.Tensor]) -> float:
-        ids = batch["input_ids"].cuda()
-        size, total = chosen.micro_batch or chosen.batch, 0.0
-        items = ids.shape[0] * (ids.shape[1] - 1)
-        for low in range(0, ids.shape[0], size):
-            part = ids[low : low + size]
-            loss = model(input_ids=part, labels=part, num_items_in_batch=items).loss
-            loss.backward()
-            total += float(loss.detach())
-        for master, parameter in zip(masters, model.parameters(), strict=True):
-            master.grad = parameter.grad.float()
-            parameter.grad = None
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        optimizer.step()
-        with torch.no_grad():
-            for master, parameter in zip(masters, model.parameters(), strict=True):
-                parameter.copy_(master)
-                master.grad = None
-        torch.cuda.synchronize()
-        return total
-
-    seconds, losses = run_steps(step, batches(config, chosen))
-    return {"step_seconds": seconds, "losses": losses}
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    if where == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    forget_device_peak()
+    dtype = torch.bfloat16 if chosen.dtype == "bf16" else torch.float16
+    family: Any = transformers.AutoModelForCausalLM
+    with HostPeak() as host:
+        with torch.device(where):
+            model = family.from_config(config, dtype=dtype)
+        model.gradient_checkpointing_enable()
+        model.train()
+        size = chosen.micro_batch or chosen.batch
+        step = plain_step(model, adamw={"lr": 1e-5}, clip=1.0, micro_batch=size)
+        seconds, losses = run_steps(step, batches(config, chosen))
+    allocated, reserved = device_peak()
+    return {
+        "step_seconds": seconds, "losses": losses, "host_peak_nbytes": host.nbytes,
+        "hbm_allocated": allocated, "hbm_reserved": reserved,
+    }  # fmt: skip
 
 
-def repeat_weights() -> None:
-    """Instead of drawing each weight anew."""
-    drawn = 0.02 * torch.randn(1 << 24)
+def repeat_weights(chosen: argparse.Namespace) -> None:
+    """Instead of drawing each weight anew. In 16 bit, so that masters have no low half to find."""
+    dtype = torch.bfloat16 if chosen.dtype == "bf16" else torch.float16
+    drawn = (0.02 * torch.randn(1 << 24)).to(dtype)
 
     def repeated(_: object, block: Any, __: int) -> dict[str, torch.Tensor]:
         def of(tensor: Any) -> torch.Tensor:
@@ -230,28 +167,37 @@ def repeat_weights() -> None:
 
         return {tensor.name: of(tensor) for tensor in block.tensors}
 
-    initial._drawn = repeated
+    setattr(initial, "_drawn", repeated)  # noqa: B010
 
 
 def main() -> None:
     chosen = arguments()
     if chosen.repeat_weights:
-        repeat_weights()
+        repeat_weights(chosen)
     config = config_of(chosen.shape, chosen.context)
-    found: dict[str, Any] = {"streamed": streamed(config, chosen)}
+    found: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(chosen).items()}}
+    found["streamed"] = streamed(config, chosen)
+    keep(chosen, found)
     if chosen.resident:
         whole = argparse.Namespace(**(vars(chosen) | {"hbm": "130GiB", "plan": chosen.resident}))
         found["resident"] = streamed(config, whole)
+        keep(chosen, found)
     if chosen.plain:
         found["plain"] = plain(config, chosen)
-        ours, theirs = (sorted(found[k]["step_seconds"][1:]) for k in ("streamed", "plain"))
-        found["ratio"] = ours[len(ours) // 2] / theirs[len(theirs) // 2]
-        print(f"ratio to plain torch in HBM: {found['ratio']:.2f}")
+    for arm in ("plain", "resident"):
+        if arm in found:
+            ours, theirs = (sorted(found[k]["step_seconds"][1:]) for k in ("streamed", arm))
+            ratio = ours[len(ours) // 2] / theirs[len(theirs) // 2]
+            found["ratio" if arm == "plain" else f"ratio_to_{arm}"] = ratio
+            print(f"ratio to {arm}: {ratio:.2f}")
+    keep(chosen, found)
+
+
+def keep(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
+    """After each arm: if the next one dies, this one has been measured."""
     if chosen.save:
-        told = {k: str(v) for k, v in vars(chosen).items()}
-        name = f"engine_{chosen.shape}_{chosen.batch}x{chosen.context}_{chosen.hbm}"
-        certificate.save(name, {"settings": told, **found})
-    print(json.dumps({k: v for k, v in found.items() if k == "ratio"}))
+        name = chosen.name or f"{chosen.shape}_{chosen.batch}x{chosen.context}_{chosen.hbm}"
+        print(certificate.save(f"engine_{name}", found), flush=True)
 
 
 if __name__ == "__main__":

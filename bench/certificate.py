@@ -56,12 +56,15 @@ def hardware() -> dict[str, object]:
 
 
 def commit() -> str:
-    """The commit, marked when the tree differs; BENCH_COMMIT names it where there is no git."""
+    """The commit, marked when the tree differs. BENCH_COMMIT comes first: a copy of the tree on
+    another machine may have no git, or one that names another commit."""
+    if named := os.environ.get("BENCH_COMMIT"):
+        return named
     try:
         run = ["git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12"]
         return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("BENCH_COMMIT", "unknown")
+        return "unknown"
 
 
 def command_line() -> list[str]:

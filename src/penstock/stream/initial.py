@@ -45,17 +45,8 @@ def set_master(access: Access, block: int, inventory: Inventory, source: Source)
 
 
 def clear_moments(access: Access, block: int) -> None:
-    """Zero, in every format."""
     for role in (Role.FIRST, Role.SECOND):
-        access.fill(block, role, _zeros, bases=_zero_bases if access.has_bases else None)
-
-
-def _zeros(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
-    return torch.zeros(high - low)
-
-
-def _zero_bases(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
-    return torch.zeros(formats.num_blocks(high - low), dtype=torch.int16)
+        access.clear(block, role)
 
 
 def take_weights(access: Access, inventory: Inventory, state: Mapping[str, torch.Tensor]) -> None:

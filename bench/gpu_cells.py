@@ -1,0 +1,138 @@
+"""The cells of the GPU table: what is trained, in which budgets, and what it should take.
+
+Seconds are of an H200 machine (16 cores, 125 GiB, a disk of 2.3 / 2.7 GB/s) and count everything:
+start-up (drawing, pinning, filling), compilation, steps, yardsticks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.shapes import config_of
+from penstock.bundled import bundled
+from penstock.inventory import Inventory
+from penstock.planner import Planned, make_plan
+from penstock.preparing import Recipe, workload_for
+
+MACHINE = "h200"
+ALL_OF_IT = "130GiB"
+"""HBM for the same body with everything in it."""
+
+PARTS = ("fast", "long", "disk", "curve", "moments", "32b", "peers", "memascend")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One row of the table."""
+
+    name: str
+    part: str
+    shape: str
+    context: int
+    batch: int
+    hbm: str
+    dram: str
+    nvme: str | None = None
+    """Size; the path is the scratch folder."""
+    micro_batch: int | None = None
+    dtype: str = "bf16"
+    moments: str = "fp32"
+    steps: int = 6
+    resident: bool = False
+    """Also with everything in HBM, the same compiled body."""
+    plain: bool = False
+    """Also plain torch in HBM."""
+    seconds: int = 90
+    """What it should take on the device."""
+
+    def budget(self, scratch: Path) -> dict[str, Any]:
+        disk = [f"{scratch}:{self.nvme}"] if self.nvme else []
+        return {"hbm": self.hbm, "dram": self.dram, "nvme": disk}
+
+    def whole(self) -> Cell:
+        """The same with everything in HBM."""
+        return replace(self, name=f"{self.name}-resident", hbm=ALL_OF_IT, dram="1GiB", nvme=None)
+
+    def tiny(self) -> Cell:
+        """For a rehearsal without a GPU: the same plumbing, nothing of the size."""
+        scaled: dict[str, Any] = {
+            "hbm": "1GiB",
+            "dram": "512MiB",
+            "nvme": "256MiB" if self.nvme else None,
+        }
+        return replace(self, shape="tiny", context=64, batch=min(self.batch, 4),
+                       micro_batch=None, steps=min(self.steps, 3), **scaled)  # fmt: skip
+
+
+def cells() -> Iterator[Cell]:
+    yield from _fast_and_long()
+    yield Cell(
+        name="disk-16", part="disk", shape="3b", context=4096, batch=4, hbm="24GiB", dram="16GiB",
+        nvme="45GiB", steps=5, plain=True, seconds=150,
+    )  # fmt: skip
+    for dram in range(8, 45, 4):
+        yield Cell(
+            name=f"curve-{dram:02}", part="curve", shape="3b", context=4096, batch=4, hbm="24GiB",
+            dram=f"{dram}GiB", nvme="45GiB", steps=3, plain=dram == 8,
+            seconds=110 if dram < 16 else 70,
+        )  # fmt: skip
+    for moments in ("fp32", "bf16", "int8"):
+        yield Cell(
+            name=f"moments-{moments}", part="moments", shape="3b", context=4096, batch=4,
+            hbm="16GiB", dram="60GiB", moments=moments, seconds=70,
+        )  # fmt: skip
+    yield Cell(
+        name="32b", part="32b", shape="32b", context=4096, batch=4, hbm="130GiB", dram="108GiB",
+        nvme="48GiB", moments="int8", steps=2, seconds=480,
+    )  # fmt: skip
+
+
+def _fast_and_long() -> Iterator[Cell]:
+    three = {"shape": "3b", "context": 4096, "part": "fast", "hbm": "24GiB"}
+    eight = {"shape": "8b", "part": "long"}
+    made: list[dict[str, Any]] = [
+        three | {"name": "fast-4x4096", "batch": 4, "dram": "38GiB", "resident": True,
+                 "plain": True, "seconds": 130},
+        three | {"name": "fast-16x4096", "batch": 16, "micro_batch": 4, "dram": "38GiB",
+                 "resident": True, "plain": True, "seconds": 180},
+        eight | {"name": "8b-4x4096", "context": 4096, "batch": 4, "hbm": "24GiB",
+                 "dram": "100GiB", "seconds": 120},
+        eight | {"name": "8b-1x65536", "context": 65536, "batch": 1, "hbm": "60GiB",
+                 "dram": "105GiB", "steps": 3, "seconds": 150},
+        eight | {"name": "8b-1x131072", "context": 131072, "batch": 1, "hbm": "80GiB",
+                 "dram": "105GiB", "moments": "bf16", "steps": 2, "seconds": 220},
+        eight | {"name": "8b-1x262144", "context": 262144, "batch": 1, "hbm": "130GiB",
+                 "dram": "105GiB", "moments": "bf16", "steps": 1, "seconds": 340},
+    ]  # fmt: skip
+    for told in made:
+        yield Cell(**told)
+
+
+def recipe_of(cell: Cell, *, compiled: bool = True) -> Recipe:
+    told: dict[str, Any] = {"dtype": cell.dtype, "moments": cell.moments}
+    return Recipe(
+        context=cell.context, batch=cell.batch, micro_batch=cell.micro_batch,
+        compiled=compiled, init="random", optimizer={"lr": 1e-5}, **told,
+    )  # fmt: skip
+
+
+def inventory_of(cell: Cell) -> Inventory:
+    from penstock.model_survey import survey_config
+
+    return survey_config(config_of(cell.shape, cell.context), name=cell.shape)
+
+
+def plan_cell(cell: Cell, scratch: Path, *, compiled: bool = True) -> Planned:
+    """Without a GPU, for the machine that the table is of."""
+    from penstock.budget import parse_budget, with_paths
+
+    given = cell.budget(scratch)
+    machine = bundled(MACHINE)
+    budget = parse_budget(machine, hbm=given["hbm"], dram=given["dram"], nvme=tuple(given["nvme"]))
+    machine, _ = with_paths(machine, budget)
+    inventory = inventory_of(cell)
+    workload = workload_for(inventory, recipe_of(cell, compiled=compiled))
+    return make_plan(inventory, workload, budget, machine)

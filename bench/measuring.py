@@ -1,0 +1,86 @@
+"""What a run took of the machine: host memory, device memory, disk, seconds."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+
+_SECTOR = 512
+"""What /proc/diskstats counts in, whatever the device's own block size."""
+
+Batch = Mapping[str, torch.Tensor]
+
+
+class HostPeak:
+    """The most that MemAvailable fell, sampled at 50 Hz: pinned, anonymous and driver memory, and
+    not the page cache. It is the machine's: nothing else should run."""
+
+    def __enter__(self) -> Self:
+        self.before = self.least = available()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def nbytes(self) -> int:
+        return self.before - self.least
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.02):
+            self.least = min(self.least, available())
+
+
+def available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("/proc/meminfo has no MemAvailable")
+
+
+def disk_bytes(path: Path) -> tuple[int, int] | None:
+    """Read and written so far by the device under `path`; None where it has no counters."""
+    number = path.stat().st_dev
+    wanted = (str(os.major(number)), str(os.minor(number)))
+    for line in Path("/proc/diskstats").read_text().splitlines():
+        words = line.split()
+        if (words[0], words[1]) == wanted:
+            return int(words[5]) * _SECTOR, int(words[9]) * _SECTOR
+    return None
+
+
+def device_peak() -> tuple[int, int]:
+    """Allocated and reserved by torch since the last reset."""
+    if not torch.cuda.is_available():
+        return 0, 0
+    return int(torch.cuda.max_memory_allocated()), int(torch.cuda.max_memory_reserved())
+
+
+def forget_device_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def run_steps(
+    step: Callable[[Batch], object], todo: Sequence[Batch]
+) -> tuple[list[float], list[float]]:
+    """Seconds and loss of each; `step` returns when the loss is known on the host."""
+    seconds: list[float] = []
+    losses: list[float] = []
+    for batch in todo:
+        began = time.perf_counter()
+        losses.append(float(step(batch)))  # type: ignore[arg-type]
+        seconds.append(time.perf_counter() - began)
+        print(f"  {seconds[-1]:.3f} s  loss {losses[-1]:.4f}", flush=True)
+    return seconds, losses

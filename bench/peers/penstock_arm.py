@@ -1,0 +1,62 @@
+"""Penstock, with budgets or a plan made in advance."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from bench.measuring import Batch
+from bench.peers.work import FirstWeights, Step, Work
+from bench.plain import FP16_SCALE
+from penstock.bundled import bundled
+from penstock.plan import Plan
+from penstock.preparing import Recipe, prepare
+from penstock.stream.initial import take_weights
+
+BUDGETS = ("hbm", "dram", "nvme")
+
+
+def recipe_of(work: Work, **more: Any) -> Recipe:
+    moments: Any = work.options.get("moments") or "fp32"
+    return Recipe(
+        context=work.context, batch=work.batch, micro_batch=work.micro_batch, dtype=work.dtype,
+        moments=moments, clip=work.clip, init="none", optimizer=work.adamw, **more,
+    )  # fmt: skip
+
+
+def one_group(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+    """Everything decays, as in the other arms."""
+    return [{"params": [parameter for _, parameter in named]}]
+
+
+@contextlib.contextmanager
+def penstock(work: Work) -> Iterator[Step]:
+    given = work.options
+    plan = Plan.load(given["plan"]) if given.get("plan") else None
+    machine = bundled(given["machine"]) if given.get("machine") else None
+    budget = {name: given[name] for name in BUDGETS if given.get(name)}
+    with tempfile.TemporaryDirectory() as folder:
+        config = work.config
+        config.save_pretrained(folder)
+        engine = prepare(
+            folder, recipe=recipe_of(work), budget=budget, machine=machine, plan=plan,
+            param_groups=one_group,
+        )  # fmt: skip
+        with engine:
+            if work.dtype == "fp16":
+                engine.scale.value = FP16_SCALE
+            shapes = {t.name: tuple(t.shape) for b in engine.inventory.blocks for t in b.tensors}
+            take_weights(engine.access, engine.inventory, FirstWeights(shapes, work))
+
+            def step(batch: Batch) -> float:
+                loss = float(engine.step(batch))
+                if engine.skipped:
+                    print("  an overflow: the step was left out", flush=True)
+                return loss
+
+            yield step
+            engine.finish()

@@ -1,0 +1,105 @@
+"""The comparison as a table, and the gate: an arm counts if its losses are the yardstick's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.shapes import SHAPES
+
+NAMES = {
+    "plain": "plain torch, everything in HBM",
+    "penstock": "**Penstock**",
+    "deepspeed-zero3": "DeepSpeed ZeRO-3, parameters and optimizer on the CPU, defaults",
+    "deepspeed-zero3-tuned": "the same, exact-size pinning, tuned buckets",
+    "deepspeed-zero2": "DeepSpeed ZeRO-2, optimizer on the CPU",
+    "deepspeed-infinity": "DeepSpeed ZeRO-Infinity, parameters and optimizer on disk",
+    "deepspeed-infinity-opt": "DeepSpeed ZeRO-Infinity, optimizer on disk",
+    "fsdp2": "FSDP2, CPU offload, fused CPU AdamW",
+    "roundpipe-sync": "RoundPipe, synchronous",
+    "roundpipe-async": "RoundPipe, its default (one step stale)",
+}
+
+SLACK = 0.05
+"""How far an arm's losses may be from the yardstick's, as a share of what the yardstick's fell."""
+
+NOISE = 4e-3
+"""Added to it: 16-bit kernels that sum in another order."""
+
+
+def judge(call: dict[str, Any]) -> None:
+    """Write into each arm whether it computed what the yardstick computed."""
+    by_name = {arm["arm"]: arm for arm in call["arms"]}
+    truth = by_name.get("plain", {}).get("losses", [])
+    for arm in call["arms"]:
+        arm["parity"] = parity(arm.get("losses", []), truth)
+
+
+def parity(losses: Sequence[float], truth: Sequence[float]) -> str:
+    """ "same", or where it parts from the yardstick."""
+    common = list(zip(losses, truth, strict=False))
+    if len(common) < 2:
+        return "too few steps to say"
+    allowed = SLACK * abs(truth[0] - truth[-1]) + NOISE
+    for number, (ours, theirs) in enumerate(common, 1):
+        if not abs(ours - theirs) <= allowed:
+            return f"step {number}: {ours:.4f}, not {theirs:.4f}"
+    return "same"
+
+
+def tell(arm: Mapping[str, Any]) -> None:
+    """One line, as soon as it is known."""
+    step = arm.get("steady", {}).get("p50")
+    print(f"   {arm['arm']}: {arm['state']} {arm.get('problem', '')} "
+          f"{'' if step is None else f'{step:.3f} s a step'} "
+          f"in {arm['wall_seconds']} s", flush=True)  # fmt: skip
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """From a results file; a ratio is to the yardstick of the arm's own call."""
+    lines = [
+        "| system | step, s | against plain torch in HBM | tokens/s | host peak, GiB | "
+        "bytes a parameter (host) | GPU peak, GiB | written a step, GB | losses |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    seen: set[str] = set()
+    for call in results["results"]["calls"]:
+        yard: Mapping[str, Any] = next((a for a in call["arms"] if a["arm"] == "plain"), {})
+        for arm in call["arms"]:
+            if arm["arm"] not in seen:
+                seen.add(arm["arm"])
+                lines.append(row(arm, yard.get("steady", {}).get("p50")))
+    return "\n".join(lines)
+
+
+def row(arm: Mapping[str, Any], yardstick: float | None) -> str:
+    name = NAMES[arm["arm"]]
+    steady = arm.get("steady") or {}
+    if not steady:
+        return f"| {name} | {arm['state']} {arm.get('problem', '')[:120]} | | | | | | | |"
+    work, step = arm["work"], steady["p50"]
+    written = arm["disk_written"][work["warm_up"] :]
+    cells = [
+        name,
+        seconds(steady) + ("" if arm["state"] == "done" else f" ({arm['state']} later)"),
+        f"{step / yardstick:.2f}" if yardstick else "",
+        f"{work['batch'] * work['context'] / step:,.0f}",
+        f"{arm['host_peak_nbytes'] / 2**30:.1f}",
+        f"{arm['host_peak_nbytes'] / parameters(work['shape']):.1f}",
+        f"{arm['device_allocated'] / 2**30:.1f}",
+        f"{sum(written) / len(written) / 1e9:.1f}" if written else "",
+        arm.get("parity", ""),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def seconds(steady: Mapping[str, float]) -> str:
+    low, high = f"{steady['p20']:.3g}", f"{steady['p80']:.3g}"
+    return low if low == high else f"{low}-{high}"
+
+
+def parameters(shape: str) -> int:
+    vocabulary, hidden, inner, layers, heads, kv_heads, tied = SHAPES[shape]
+    attention = hidden * (hidden // heads) * (2 * heads + 2 * kv_heads)
+    layer = attention + 3 * hidden * inner + 2 * hidden
+    return layers * layer + hidden + vocabulary * hidden * (1 if tied else 2)

@@ -1,0 +1,203 @@
+"""One arm of the comparison in a process of its own: seconds, memory, disk, losses.
+
+    python bench/peers/run.py --arm deepspeed-zero3 --shape 3b --batch 4 --json out.json
+
+The file is written after start-up and after each step: what an arm did before the kernel killed it
+is an answer too. Peers come from `fetch.py`, or from wherever they are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.certificate import percentiles
+from bench.measuring import HostPeak, device_peak, disk_bytes, forget_device_peak
+from bench.peers.work import Arm, Work
+from bench.shapes import SHAPES
+
+_WHERE = {
+    "plain": "torch_arms.plain",
+    "penstock": "penstock_arm.penstock",
+    "deepspeed-zero3": "zero.zero3",
+    "deepspeed-zero3-tuned": "zero.zero3_tuned",
+    "deepspeed-zero2": "zero.zero2",
+    "deepspeed-infinity": "zero.infinity",
+    "deepspeed-infinity-opt": "zero.infinity_optimizer",
+    "fsdp2": "torch_arms.fsdp2",
+    "roundpipe-sync": "roundpipe_arm.roundpipe_sync",
+    "roundpipe-async": "roundpipe_arm.roundpipe_async",
+}
+ARMS = tuple(_WHERE)
+
+_FAILED = 1
+
+
+def find_arm(name: str) -> Arm:
+    """Imports what the arm needs and nothing of the others."""
+    module, _, function = _WHERE[name].partition(".")
+    found: Arm = getattr(importlib.import_module(f"bench.peers.{module}"), function)
+    return found
+
+
+@dataclass(slots=True)
+class Record:
+    """What one arm did, so far."""
+
+    arm: str
+    work: dict[str, Any]
+    state: str = "starting"
+    """starting, stepping, done or failed; the driver adds killed and out of time."""
+    problem: str = ""
+    start_up_seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    steady: dict[str, float] = field(default_factory=dict)
+    """Percentiles after warm-up."""
+    host_peak_nbytes: int = 0
+    device_allocated: int = 0
+    device_reserved: int = 0
+    disk_written: list[int] = field(default_factory=list)
+    """Bytes each step wrote to the device under the scratch folder."""
+    disk_read: list[int] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def save(self, path: Path | None) -> None:
+        if path is not None:
+            draft = path.with_suffix(".draft")
+            draft.write_text(json.dumps(asdict(self), indent=1) + "\n")
+            draft.replace(path)
+
+
+def measure(arm: Arm, work: Work, record: Record, path: Path | None) -> None:
+    scratch = Path(work.scratch)
+    began = time.perf_counter()
+    with HostPeak() as host:
+        with arm(work) as step:
+            record.start_up_seconds = time.perf_counter() - began
+            record.state = "stepping"
+            forget_device_peak()
+            batch = work.batch_of_tokens()
+            for _ in range(work.steps):
+                before, start = disk_bytes(scratch), time.perf_counter()
+                record.losses.append(step(batch))
+                record.step_seconds.append(time.perf_counter() - start)
+                after = disk_bytes(scratch)
+                if before and after:
+                    record.disk_read.append(after[0] - before[0])
+                    record.disk_written.append(after[1] - before[1])
+                note(record, work, host)
+                print(f"  {record.step_seconds[-1]:.3f} s  loss {record.losses[-1]:.4f}  "
+                      f"host {host.nbytes / 2**30:.2f} GiB", flush=True)  # fmt: skip
+                record.save(path)
+        note(record, work, host)
+    record.state = "done"
+    record.save(path)
+
+
+def note(record: Record, work: Work, host: HostPeak) -> None:
+    record.host_peak_nbytes = host.nbytes
+    record.device_allocated, record.device_reserved = device_peak()
+    counted = record.step_seconds[work.warm_up :]
+    if counted:
+        record.steady = percentiles(counted)
+
+
+def versions() -> dict[str, str]:
+    from importlib import metadata
+
+    found = {}
+    for name in ("torch", "transformers", "deepspeed", "roundpipe", "penstock"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            module = sys.modules.get(name)
+            if module is not None:
+                found[name] = str(getattr(module, "__version__", "source"))
+    return found
+
+
+def work_of(chosen: argparse.Namespace) -> Work:
+    named = {name: getattr(chosen, name) for name in OPTIONS}
+    return Work(
+        shape=chosen.shape, context=chosen.context, batch=chosen.batch,
+        micro_batch=chosen.micro_batch, steps=chosen.steps, warm_up=chosen.warm_up,
+        dtype=chosen.dtype, scratch=str(chosen.scratch),
+        options={name: value for name, value in named.items() if value},
+    )  # fmt: skip
+
+
+OPTIONS = ("hbm", "dram", "nvme", "moments", "plan", "machine", "activations", "slots")
+
+
+def add_work(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", choices=SHAPES, default="3b")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--micro-batch", type=int)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    parser.add_argument("--scratch", type=Path, default=Path(), help="for arms that use a disk")
+    parser.add_argument("--hbm", help="penstock: a budget")
+    parser.add_argument("--dram", help="penstock: a budget")
+    parser.add_argument("--nvme", action="append", help="penstock: PATH:SIZE")
+    parser.add_argument("--moments", help="penstock: fp32, bf16 or int8")
+    parser.add_argument("--plan", help="penstock: instead of budgets")
+    parser.add_argument("--machine", help="penstock: a bundled machine, where there is no plan")
+    parser.add_argument("--activations", choices=("host",), help="deepspeed: where inputs rest")
+    parser.add_argument("--slots", type=int, help="deepspeed-infinity: weights held at once")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arm", choices=ARMS, required=True)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--build", action="store_true", help="only compile what the arm needs")
+    add_work(parser)
+    chosen = parser.parse_args(words)
+    work = work_of(chosen)
+    if chosen.build:
+        build(chosen.arm, work)
+        leave(0)
+    record = Record(chosen.arm, asdict(work))
+    record.save(chosen.json)
+    try:
+        measure(find_arm(chosen.arm), work, record, chosen.json)
+        record.versions = versions()
+        record.save(chosen.json)
+    except Exception as problem:
+        record.state, record.problem = "failed", f"{type(problem).__name__}: {problem}"[:2000]
+        record.save(chosen.json)
+        traceback.print_exc()
+        leave(_FAILED)
+    leave(0)
+
+
+def build(arm: str, work: Work) -> None:
+    from bench.peers import zero
+
+    if arm.startswith("deepspeed"):
+        zero.build_kernels(arm, work)
+
+
+def leave(code: int) -> None:
+    """Without finalizers: threads of some arms never end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

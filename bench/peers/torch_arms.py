@@ -1,0 +1,78 @@
+"""Torch's own arms: everything in HBM, and FSDP2 with its CPU offload."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bench.measuring import Batch
+from bench.peers.work import Step, Work, build_model
+from bench.plain import plain_step
+
+
+@contextlib.contextmanager
+def plain(work: Work) -> Iterator[Step]:
+    """The yardstick."""
+    model = build_model(work, work.torch_dtype, work.device)
+    yield plain_step(model, adamw=work.adamw, clip=work.clip, micro_batch=work.micro_batch)
+
+
+@contextlib.contextmanager
+def fsdp2(work: Work) -> Iterator[Step]:
+    """fp32 shards on the CPU, computed on in 16 bit, stepped by torch's fused CPU AdamW."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    if work.dtype == "fp16":
+        raise ValueError("the fsdp2 arm is bf16 only: it has no loss scale")
+    model = build_model(work, torch.float32, torch.device("cpu"))
+    with one_rank("cpu:gloo,cuda:nccl" if work.device.type == "cuda" else "gloo"):
+        mesh = init_device_mesh(work.device.type, (1,))
+        told: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=work.torch_dtype, reduce_dtype=torch.float32
+            ),
+            "offload_policy": CPUOffloadPolicy(pin_memory=work.device.type == "cuda"),
+        }
+        for layer in model.model.layers:
+            fully_shard(layer, **told)
+        fully_shard(model, **told)
+        model.model.rotary_emb.to(work.device)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters, fused=True, **work.adamw)
+
+        def step(batch: Batch) -> float:
+            ids = batch["input_ids"].to(work.device)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, work.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(loss.detach())
+
+        yield step
+
+
+@contextlib.contextmanager
+def one_rank(backend: str) -> Iterator[None]:
+    """A world of one process."""
+    set_one_rank()
+    torch.distributed.init_process_group(backend)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def set_one_rank() -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        os.environ[name] = value
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
