@@ -107,6 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"budget", "cpu_machine", "discovery", "errors", "inventory", "machine", "model_config"},
         *{"model_survey", "plan", "planner", "roles", "stream", "workload"},
     },
+    "observe": {"errors", "record_files", "records", "system", "units"},
     "advice": {"budget", "errors", "inventory", "machine", "planner", "tiers", "units", "workload"},
     "plan_words": {"machine", "plan", "tiers"},
     "plan_view": {
@@ -159,6 +160,7 @@ TORCH_FREE = [
     "doctor",
     "machine",
     "memory.arena",
+    "observe.records",
     "plan",
     "planner",
     "probe",

@@ -1,0 +1,1 @@
+"""Where memory and time go, second by second, in any PyTorch program. Room: show."""
