@@ -78,6 +78,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"errors", "inventory", "lifetimes", "packing", "placement_parts", "roles", "schedule"},
         *{"step_order", "tiers", "units", "workload"},
     },
+    "transfers": {
+        *{"inventory", "lifetimes", "placement_parts", "pools", "roles", "schedule", "tiers"},
+        *{"units", "workload"},
+    },
     "plan": {
         *{"budget", "errors", "inventory", "machine", "placement_parts", "pools", "record_files"},
         *{"roles", "tiers", "units", "workload"},
@@ -100,7 +104,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"errors", "inventory", "lifetimes", "packing", "placement_parts", "plan", "pools"},
         *{"record_files", "records", "roles", "schedule", "step_facts", "step_order", "tiers"},
         *{"units", "workload", "memory.arena", "memory.placement", "checkpoint", "storage"},
-        "optim",
+        *{"optim", "transfers"},
     },
     # show
     "preparing": {

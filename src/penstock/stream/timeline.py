@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule import Operation
-from penstock.stream.device import Device, Mark
-from penstock.stream.disk import Tickets
-from penstock.stream.state import Run
+from penstock.stream.watching import Passed
+from penstock.transfers import Traffic, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,27 +18,28 @@ class Event:
     operation: Operation
     start: float
     end: float
+    transfers: tuple[Transfer, ...] = ()
+    """What it moved."""
 
     @property
     def seconds(self) -> float:
         return self.end - self.start
 
 
-def timeline(run: Run, device: Device) -> list[Event]:
+def timeline(passed: Passed) -> list[Event]:
     """Every operation that ran, by its start. Adds no waiting: the run has ended."""
-    assert run.origin is not None
+    device, program, origin = passed.device, passed.program, passed.origin
+    traffic = Traffic.of(passed.inventory, passed.plan.workload, passed.plan.placement)
     found = []
-    for at, began in run.began.items():
-        end = _end(run.marks.get(at))
+    for at, began in passed.began.items():
+        end = passed.ended.get(at)
         if end is None:
             continue
-        start_at, end_at = (device.seconds(run.origin, mark) for mark in (began, end))
-        found.append(Event(run.program.operations[at], start_at, max(start_at, end_at)))
+        start_at, end_at = (device.seconds(origin, mark) for mark in (began, end))
+        op = program.operations[at]
+        moved = traffic.transfers(op, passed.shapes[op.round] if passed.shapes else ())
+        found.append(Event(op, start_at, max(start_at, end_at), moved))
     return sorted(found, key=lambda event: (event.start, event.end))
-
-
-def _end(mark: Mark) -> Mark | None:
-    return mark.ended if isinstance(mark, Tickets) else mark
 
 
 def busy(events: Iterable[Event]) -> dict[str, float]:
