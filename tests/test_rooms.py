@@ -111,7 +111,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"budget", "cpu_machine", "discovery", "errors", "inventory", "machine", "model_config"},
         *{"model_survey", "plan", "planner", "roles", "stream", "workload"},
     },
-    "observe": {"errors", "record_files", "records", "system", "units"},
+    "observe": {
+        *{"__init__", "budget", "cost", "cpu_machine", "discovery", "errors", "machine", "record_files"},
+        *{"records", "schedule", "step_order", "stream", "system", "tiers", "transfers", "units"},
+    },
     "advice": {"budget", "errors", "inventory", "machine", "planner", "tiers", "units", "workload"},
     "plan_words": {"machine", "plan", "tiers"},
     "plan_view": {
@@ -141,13 +144,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"records", "roles", "storage.leftovers", "stream", "tiers", "units", "workload"},
     },
     "train_command": {"train"},
+    "profile_command": {"machine", "observe", "units"},
     "cli": {
         *{"__init__", "data_command", "doctor", "errors", "plan_command", "probe", "records"},
-        *{"store_command", "train_command"},
+        *{"profile_command", "store_command", "train_command"},
     },
     "__init__": {
         *{"discovery", "errors", "machine"},
-        *{"budget", "plan", "planner", "preparing", "model_survey", "workload"},
+        *{"budget", "plan", "planner", "preparing", "model_survey", "observe", "workload"},
         *{"memory.arena", "memory.placement", "memory.residency", "memory.tensors"},
         *{"storage.errors", "storage.store"},
     },

@@ -13,6 +13,9 @@ OBSERVE_FILE = "observe.json"
 SLOWEST_FILE = "events.slowest.jsonl"
 """The events of the slowest steps: some may be in other parts as well."""
 
+PROCESSES = ("rank-*", "process-*")
+"""Directories of the processes that a command started, within its own."""
+
 Mode = Literal["sampling", "exact"]
 
 

@@ -16,13 +16,10 @@ from typing import TypeVar
 from penstock import record_files
 from penstock.observe.errors import ObserveError
 from penstock.observe.lines import Line, parse_line
-from penstock.observe.observation import OBSERVE_FILE, SLOWEST_FILE, Observation
+from penstock.observe.observation import OBSERVE_FILE, PROCESSES, SLOWEST_FILE, Observation
 from penstock.observe.records import Event, Phase, Run, Sample
 
 T = TypeVar("T", bound=Line)
-
-PROCESSES = ("rank-*", "process-*")
-"""Directories of the processes that a command started, within its own."""
 
 
 def read(folder: Path) -> Run:
@@ -48,7 +45,8 @@ def _read_one(folder: Path) -> Run:
     events = _events(folder, notes)
     if observation.ended is None:
         notes.append("it does not say how it ended: cut off, or still going on")
-    return Run(observation, tuple(samples), tuple(phases), tuple(events), tuple(notes))
+    filled = _with_phases(samples, phases)
+    return Run(observation, tuple(filled), tuple(phases), tuple(events), tuple(notes))
 
 
 def _order(path: Path) -> tuple[bool, int]:

@@ -7,16 +7,17 @@ is the caller's business: recording ends there, and the program that is observed
 
 from __future__ import annotations
 
+import contextlib
 import os
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
 from penstock import record_files
 from penstock.observe.errors import ObserveError
 from penstock.observe.lines import Line, line_of
-from penstock.observe.observation import OBSERVE_FILE, SLOWEST_FILE, Observation
+from penstock.observe.observation import OBSERVE_FILE, PROCESSES, SLOWEST_FILE, Observation
 from penstock.observe.records import Event, Phase, Sample
-from penstock.units import MiB
+from penstock.units import KiB, MiB
 
 LIMIT = 256 * MiB
 """What a run may take on disk, where nobody says otherwise."""
@@ -26,34 +27,55 @@ _SHARES = {Sample: 8, Phase: 2, Event: 6}
 
 _PARTS = 8
 
-_OURS = ("samples.*jsonl", "phases.*jsonl", "events.*jsonl", OBSERVE_FILE)
+_OURS = (
+    "samples.*jsonl", "phases.*jsonl", "events.*jsonl", OBSERVE_FILE, "trace.json", "report.html",
+)  # fmt: skip
+
+
+_HELD = 256 * KiB
+"""What waits to be written at most."""
 
 
 class LineFile:
-    """Lines into numbered parts. For one thread."""
+    """Lines into numbered parts. For one thread. What is held is written whole by `flush`, past
+    any buffer of Python's: a child that is forked meanwhile has nothing to write twice."""
 
     def __init__(self, folder: Path, stem: str, *, limit: int, parts: int = _PARTS) -> None:
         self._folder, self._stem = folder, stem
         self._part_nbytes, self._parts = max(1, limit // parts), parts
         self._numbers: list[int] = []
-        self._written = 0
-        self._file: TextIO | None = None
+        self._held: list[str] = []
+        self._held_nbytes = self._written = 0
+        self._file: FileIO | None = None
 
     def write(self, text: str) -> None:
         """One line, or several that stay together."""
-        if self._file is None:
-            self._file = open(self._path, "w", encoding="utf-8")  # noqa: SIM115 - until it is full
-        self._file.write(text)
-        self._written += len(text)
-        if self._written >= self._part_nbytes:
-            self._turn()
+        self._held.append(text)
+        self._held_nbytes += len(text)
+        if self._held_nbytes >= min(_HELD, self._part_nbytes):
+            self.flush()
 
     def flush(self) -> None:
         """So that a kill loses nothing that came before."""
-        if self._file is not None:
-            self._file.flush()
+        data = memoryview("".join(self._held).encode())
+        self._held, self._held_nbytes = [], 0
+        self._written += len(data)
+        while data:
+            if self._file is None:
+                self._file = FileIO(self._path, "w")
+            data = data[self._file.write(data) :]
+        if self._written >= self._part_nbytes:
+            self._turn()
 
     def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Without writing what is held."""
+        self._held = []
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -63,7 +85,7 @@ class LineFile:
         return self._folder / f"{self._stem}.jsonl"
 
     def _turn(self) -> None:
-        self.close()
+        self.abandon()
         self._written = 0
         number = self._numbers[-1] + 1 if self._numbers else 1
         os.replace(self._path, self._folder / f"{self._stem}.{number}.jsonl")
@@ -76,14 +98,20 @@ class LineFile:
 class RunFolder:
     """A run's directory, emptied of what an earlier run left. ObserveError if it cannot be."""
 
-    def __init__(self, path: str | Path, observation: Observation, *, limit: int = LIMIT) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        observation: Observation,
+        *,
+        limit: int = LIMIT,
+        clears: bool = True,
+    ) -> None:
         self.path = Path(path)
         self.observation = observation
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            for pattern in _OURS:
-                for old in self.path.glob(pattern):
-                    old.unlink()
+            if clears:
+                _clear(self.path)
         except OSError as failed:
             raise ObserveError(
                 "",
@@ -118,3 +146,21 @@ class RunFolder:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+
+    def abandon(self) -> None:
+        """In a process that was forked: the files are its parent's."""
+        for file in self._files.values():
+            file.abandon()
+
+
+def _clear(folder: Path) -> None:
+    """What an earlier run left, and nothing else."""
+    for pattern in PROCESSES:
+        for process in folder.glob(pattern):
+            if (process / OBSERVE_FILE).exists():
+                _clear(process)
+                with contextlib.suppress(OSError):  # something of the user's is in it
+                    process.rmdir()
+    for pattern in _OURS:
+        for old in folder.glob(pattern):
+            old.unlink()

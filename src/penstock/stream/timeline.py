@@ -26,19 +26,28 @@ class Event:
         return self.end - self.start
 
 
-def timeline(passed: Passed) -> list[Event]:
-    """Every operation that ran, by its start. Adds no waiting: the run has ended."""
-    device, program, origin = passed.device, passed.program, passed.origin
+Moved = Sequence[tuple[Transfer, ...]]
+"""By operation, what it moves."""
+
+
+def moved(passed: Passed) -> Moved:
+    """The same for every run of a program with batches of the same shape."""
     traffic = Traffic.of(passed.inventory, passed.plan.workload, passed.plan.placement)
+    shapes = passed.shapes or [()] * (1 + max(op.round for op in passed.program.operations))
+    return [traffic.transfers(op, shapes[op.round]) for op in passed.program.operations]
+
+
+def timeline(passed: Passed, transfers: Moved | None = None) -> list[Event]:
+    """Every operation that ran, by its start. Adds no waiting: the run has ended."""
+    transfers = moved(passed) if transfers is None else transfers
     found = []
     for at, began in passed.began.items():
         end = passed.ended.get(at)
         if end is None:
             continue
-        start_at, end_at = (device.seconds(origin, mark) for mark in (began, end))
-        op = program.operations[at]
-        moved = traffic.transfers(op, passed.shapes[op.round] if passed.shapes else ())
-        found.append(Event(op, start_at, max(start_at, end_at), moved))
+        start_at, end_at = (passed.device.seconds(passed.origin, mark) for mark in (began, end))
+        op = passed.program.operations[at]
+        found.append(Event(op, start_at, max(start_at, end_at), transfers[at]))
     return sorted(found, key=lambda event: (event.start, event.end))
 
 
