@@ -112,7 +112,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"model_survey", "plan", "planner", "roles", "stream", "workload"},
     },
     "observe": {
-        *{"__init__", "budget", "cost", "cpu_machine", "discovery", "errors", "machine", "record_files"},
+        *{
+            "__init__",
+            "budget",
+            "cost",
+            "cpu_machine",
+            "discovery",
+            "errors",
+            "machine",
+            "record_files",
+        },
         *{"records", "schedule", "step_order", "stream", "system", "tiers", "transfers", "units"},
     },
     "advice": {"budget", "errors", "inventory", "machine", "planner", "tiers", "units", "workload"},

@@ -151,8 +151,7 @@ class Tracker:
         now = self._clock.tick()
         last, self._began = self._last, now
         self._sees_forwards = self._sees_forwards or name == "forward"
-        unseen = name == "backward" and not self._sees_forwards
-        if unseen:
+        if name == "backward" and not self._has_had_forward(last):
             self._unseen(now)
         elif last is not None and last.name == name and last.step == self.step:
             self._began, self._last = last.start, None
@@ -170,6 +169,12 @@ class Tracker:
         self._updated = self._updated or name == "update"
         # What follows a forward is its loss, until something else begins.
         self.phase = name if name == "forward" else None
+
+    def _has_had_forward(self, last: Stretch | None) -> bool:
+        """A second backward may be of the same forward, as long as forwards are seen at all."""
+        if last is None or last.step != self.step:
+            return False
+        return last.name == "forward" or (last.name == "backward" and self._sees_forwards)
 
     def _unseen(self, now: Tick) -> None:
         """A backward has had a forward: what lies since the last thing that was seen."""
