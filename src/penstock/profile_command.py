@@ -35,8 +35,9 @@ def profile_command(
 ) -> None:
     """Run any PyTorch program and record where its memory and time go. Its exit code is ours."""
     from penstock.machine import Machine
+    from penstock.observe.finishing import finish
     from penstock.observe.hardware import ceilings
-    from penstock.observe.profiling import ProfileOptions, finish, profile
+    from penstock.observe.profiling import ProfileOptions, profile
 
     options = ProfileOptions(
         interval=_interval(interval),

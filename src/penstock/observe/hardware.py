@@ -51,8 +51,9 @@ def ceilings(machine: Machine) -> dict[str, float]:
         if link is not None:
             found[link] = max(found.get(link, 0.0), transfer.bytes_per_second.median)
     for node in machine.nodes:
-        rates = [r.bytes_per_second.median for r in node.rates if r.operation != "sweep"]
-        if rates:
+        both = {"copy": 2.0, "sweep": 0.0}  # a copy's bytes are read and written, and counted once
+        rates = [both.get(r.operation, 1.0) * r.bytes_per_second.median for r in node.rates]
+        if any(rates):
             found[f"node{node.id}"] = max(rates)
     for path in machine.storage:
         for rate in path.rates:

@@ -23,9 +23,7 @@ from penstock.observe.hardware import hardware
 from penstock.observe.injected import INJECTED, SETTINGS
 from penstock.observe.observation import OBSERVE_FILE, PROCESSES, Observation
 from penstock.observe.recorder import INTERVAL, Recorder, now, wall_clock
-from penstock.observe.records import read_run
 from penstock.observe.samplers import Cores, Disks, MachineMemory, NodeMemory, ProcessMemory
-from penstock.observe.trace import TRACE_FILE, write_trace
 from penstock.observe.writing import LIMIT, RunFolder
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -140,17 +138,3 @@ def _until_ended(child: subprocess.Popen[bytes]) -> int:
         if told.si_code != SENT_BY_TERMINAL:
             child.send_signal(told.si_signo)
     return code
-
-
-def finish(path: str | Path) -> str:
-    """Render what can be; what became of it, in a line."""
-    run = read_run(path)
-    write_trace(run, Path(path) / TRACE_FILE)
-    told = run.observation
-    steps = len({phase.step for phase in run.phases})
-    ended = "" if told.ended_by in (None, "exit") else f", ended by {told.ended_by}"
-    notes = "".join(f"\n  {note}" for note in run.notes)
-    return (
-        f"{path}: {told.ended or 0:.1f} s{ended}, {steps} steps, {len(run.samples)} samples; "
-        f"`penstock report {path}` shows them{notes}"
-    )
