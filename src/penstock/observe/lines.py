@@ -23,26 +23,32 @@ _DIGITS = 9
 
 def line_of(record: Line) -> str:
     """One line, with its end."""
-    return json.dumps(_known(record), separators=(",", ":"), allow_nan=False) + "\n"
+    return _write(_known(record)) + "\n"
+
+
+_write = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
+
+_NAMES = {
+    kind: tuple(field.name for field in dataclasses.fields(kind))
+    for kind in (Sample, Phase, Event, GpuSample, HostSample)
+}
 
 
 def _known(record: Any) -> dict[str, Any]:
-    kept = ((f.name, getattr(record, f.name)) for f in dataclasses.fields(record))
-    return {name: _plain(value) for name, value in kept if not _empty(value)}
-
-
-def _empty(value: object) -> bool:
-    if isinstance(value, HostSample):
-        return value == HostSample()
-    return value is None or (isinstance(value, tuple | Mapping) and not value)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, GpuSample | HostSample):
-        return _known(value)
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return round(value, _DIGITS) if isinstance(value, float) else value
+    """What is not known is left out, at every level."""
+    found: dict[str, Any] = {}
+    for name in _NAMES[type(record)]:
+        value = getattr(record, name)
+        if isinstance(value, float):
+            found[name] = round(value, _DIGITS)
+        elif isinstance(value, HostSample):
+            if host := _known(value):
+                found[name] = host
+        elif isinstance(value, tuple) and value and isinstance(value[0], GpuSample):
+            found[name] = [_known(item) for item in value]
+        elif value is not None and value != () and value != {}:
+            found[name] = value
+    return found
 
 
 def parse_line(kind: type[T], text: str) -> T | None:

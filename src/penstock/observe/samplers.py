@@ -7,8 +7,8 @@ never worth an error in the program that is observed.
 from __future__ import annotations
 
 import os
-import re
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +21,9 @@ from penstock.units import KiB
 SECTOR = 512  # what /proc/diskstats counts in, whatever the disk's blocks are
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+
+LONGEST = 1 << 16
+"""What is read of one file; of /proc/stat, whose cores come first, 1000 fit."""
 
 
 @dataclass(slots=True)
@@ -77,6 +80,29 @@ class Samplers:
         return reading
 
 
+class KernelFile:
+    """A file of the kernel's, kept open: to read it again is one call."""
+
+    def __init__(self, system: System, path: str) -> None:
+        self._path = system.root / path
+        self._file: int | None = None
+
+    def read(self) -> bytes:
+        """Its first bytes. OSError where it cannot be read."""
+        if self._file is None:
+            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._file)
+        return os.pread(self._file, LONGEST, 0)
+
+    def kib_of(self, name: bytes) -> int:
+        """The number after a name, in bytes, where the file gives it in kB."""
+        text = self.read()
+        at = text.find(name)
+        if at < 0:
+            raise OSError(f"{self._path} does not say {name.decode()}")
+        return int(text[at + len(name) :].split(None, 1)[0]) * KiB
+
+
 class TorchMemory:
     """What torch holds on GPUs and of pinned memory. Never the first to touch a GPU."""
 
@@ -105,9 +131,13 @@ class ProcessMemory:
 
     def __init__(self, pid: int | None = None, system: System | None = None) -> None:
         self._pid, self._system = pid, system or System()
+        self._own = KernelFile(self._system, "proc/self/statm")
 
     def read(self, into: Reading) -> None:
-        pages = self._pages("self") if self._pid is None else self._tree(str(self._pid))
+        if self._pid is None:
+            pages = int(self._own.read().split()[1])
+        else:
+            pages = self._tree(str(self._pid))
         into.host["rss"] = pages * PAGE
 
     def _tree(self, pid: str) -> int:
@@ -123,18 +153,13 @@ class MachineMemory:
     """What the machine could still give."""
 
     name = "available memory"
-    every = 1
+    every = 2
 
     def __init__(self, system: System | None = None) -> None:
-        self._system = system or System()
+        self._file = KernelFile(system or System(), "proc/meminfo")
 
     def read(self, into: Reading) -> None:
-        found = re.search(
-            r"^MemAvailable:\s+(\d+) kB", self._system.text("proc/meminfo") or "", re.M
-        )
-        if found is None:
-            raise OSError("/proc/meminfo does not say MemAvailable")
-        into.host["available"] = int(found[1]) * KiB
+        into.host["available"] = self._file.kib_of(b"MemAvailable:")
 
 
 class NodeMemory:
@@ -144,18 +169,14 @@ class NodeMemory:
     every = 4
 
     def __init__(self, system: System | None = None) -> None:
-        self._system = system or System()
-        self._nodes = self._system.memory_nodes()
+        system = system or System()
+        path = "sys/devices/system/node/node{}/meminfo"
+        self._files = {
+            str(node): KernelFile(system, path.format(node)) for node in system.memory_nodes()
+        }
 
     def read(self, into: Reading) -> None:
-        into.host["nodes"] = {str(node): self._used(node) for node in self._nodes}
-
-    def _used(self, node: int) -> int:
-        text = self._system.text(f"sys/devices/system/node/node{node}/meminfo")
-        found = re.search(r"MemUsed:\s+(\d+) kB", text or "")
-        if found is None:
-            raise OSError(f"the kernel does not say what node {node} holds")
-        return int(found[1]) * KiB
+        into.host["nodes"] = {node: f.kib_of(b"MemUsed:") for node, f in self._files.items()}
 
 
 class Disks:
@@ -165,24 +186,26 @@ class Disks:
     every = 4
 
     def __init__(self, names: Sequence[str], system: System | None = None) -> None:
-        self._names, self._system = set(names), system or System()
+        self._names = {name.encode() for name in names}
+        self._file = KernelFile(system or System(), "proc/diskstats")
 
     def read(self, into: Reading) -> None:
-        for line in (self._system.text("proc/diskstats") or "").splitlines():
-            words = line.split()
+        for line in self._file.read().splitlines() if self._names else ():
+            words = line.split(None, 10)
             if len(words) > 9 and words[2] in self._names:
-                into.disk[words[2]] = (int(words[5]) * SECTOR, int(words[9]) * SECTOR)
+                moved = (int(words[5]) * SECTOR, int(words[9]) * SECTOR)
+                into.disk[words[2].decode()] = moved
 
 
 class Cores:
     """How busy each core was since the sample before."""
 
     name = "cores"
-    every = 2
+    every = 4
 
     def __init__(self, system: System | None = None) -> None:
-        self._system = system or System()
-        self._before = self._counts()
+        self._file = KernelFile(system or System(), "proc/stat")
+        self._before: list[tuple[int, int]] = []
 
     def read(self, into: Reading) -> None:
         now, before = self._counts(), self._before
@@ -196,11 +219,10 @@ class Cores:
     def _counts(self) -> list[tuple[int, int]]:
         """Per core, ticks at work and in all."""
         found = []
-        for line in (self._system.text("proc/stat") or "").splitlines():
-            if line.startswith("cpu") and line[3:4].isdigit():
-                ticks = [int(word) for word in line.split()[1:9]]
-                idle = sum(ticks[3:5])  # idle, and waiting for a disk
-                found.append((sum(ticks) - idle, sum(ticks)))
+        for line in self._file.read().split(b"\nintr", 1)[0].splitlines()[1:]:
+            ticks = [int(word) for word in line.split()[1:9]]
+            idle = sum(ticks[3:5])  # idle, and waiting for a disk
+            found.append((sum(ticks) - idle, sum(ticks)))
         return found
 
 
