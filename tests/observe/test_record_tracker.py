@@ -203,11 +203,11 @@ class FakeEvent:
 
 def test_a_moment_is_when_the_gpu_came_to_it() -> None:
     clock = TorchClock(origin=100.0)
-    clock._first = Tick(101.0, FakeEvent(101.0, 0.0))
+    clock._first = {0: Tick(101.0, FakeEvent(101.0, 0.0), 0)}
 
-    assert clock.when(Tick(102.0, FakeEvent(102.0, 0.5))) == pytest.approx(2.5)
-    assert clock.when(Tick(102.0, FakeEvent(102.0, -0.5))) == pytest.approx(2.0)  # clocks drift
-    assert clock.when(Tick(102.0, FakeEvent(102.0, 0.5, done=False))) is None
+    assert clock.when(Tick(102.0, FakeEvent(102.0, 0.5), 0)) == pytest.approx(2.5)
+    assert clock.when(Tick(102.0, FakeEvent(102.0, -0.5), 0)) == pytest.approx(2.0)  # clocks drift
+    assert clock.when(Tick(102.0, FakeEvent(102.0, 0.5, done=False), 0)) is None
     assert clock.when(Tick(102.0)) == pytest.approx(2.0)
 
 

@@ -22,6 +22,9 @@ class Tick(NamedTuple):
     event: Any = None
     """In the GPU's stream; None where there is none."""
 
+    device: int = -1
+    """Which GPU's."""
+
 
 class Clock(Protocol):
     """What notes moments."""
@@ -51,31 +54,28 @@ class TorchClock(HostClock):
 
     def __init__(self, origin: float, now: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(origin, now)
-        self._first: Tick | None = None
+        self._first: dict[int, Tick] = {}
+        """By device: when host and GPU agreed, with nothing under way."""
 
     def tick(self) -> Tick:
-        event = self._event()
-        tick = Tick(self._now(), event)
-        if self._first is None and event is not None:
-            # Once: host and GPU agree at a moment when nothing is under way.
-            event.synchronize()
-            tick = self._first = Tick(self._now(), event)
-        return tick
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return Tick(self._now())
+        if torch.cuda.is_current_stream_capturing():
+            return Tick(self._now())  # an event would become part of the graph
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        device = torch.cuda.current_device()
+        if device not in self._first:
+            event.synchronize()  # this once
+            self._first[device] = Tick(self._now(), event, device)
+        return Tick(self._now(), event, device)
 
     def when(self, tick: Tick) -> float | None:
-        if tick.event is None or self._first is None:
+        first = self._first.get(tick.device)
+        if tick.event is None or first is None:
             return tick.host - self.origin
         if not tick.event.query():
             return None
-        passed = self._first.event.elapsed_time(tick.event) / 1e3
-        return float(max(tick.host, self._first.host + passed) - self.origin)
-
-    def _event(self) -> Any:
-        torch: Any = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized():
-            return None
-        if torch.cuda.is_current_stream_capturing():
-            return None  # an event would become part of the graph
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        passed = first.event.elapsed_time(tick.event) / 1e3
+        return float(max(tick.host, first.host + passed) - self.origin)

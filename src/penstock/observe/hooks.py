@@ -92,9 +92,11 @@ class Hooks:
         ]
 
     def _around(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        from torch.compiler import is_compiling
+
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if not self._active:
+            if not self._active or is_compiling():  # what is compiled must not hold a clock
                 return function(*args, **kwargs)
             self._enter(phase)
             try:
@@ -121,10 +123,14 @@ class Hooks:
     def _before_forward(self, module: Any, args: Any) -> None:
         import torch
 
-        self._tracker.enter("forward" if torch.is_grad_enabled() else "evaluate")
+        if not torch.compiler.is_compiling():
+            self._tracker.enter("forward" if torch.is_grad_enabled() else "evaluate")
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
-        self._tracker.leave()
+        import torch
+
+        if not torch.compiler.is_compiling():
+            self._tracker.leave()
 
     # Optimizers.
 

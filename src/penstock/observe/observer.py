@@ -13,6 +13,7 @@ from penstock.observe.cards import Cards
 from penstock.observe.clocks import TorchClock
 from penstock.observe.errors import ObserveError
 from penstock.observe.exact import ExactSteps
+from penstock.observe.finishing import render
 from penstock.observe.hardware import ceilings, hardware
 from penstock.observe.hooks import Hooks
 from penstock.observe.observation import Observation
@@ -118,6 +119,8 @@ class Observer:
         for close in reversed(self._closing):
             close()
         recorder.stop(ended_by)
+        if self._whole_machine:  # otherwise whoever sees all of it does so
+            render(self.path)
 
     # What a program may say.
 

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import penstock
@@ -75,7 +75,7 @@ def _observed(
         interval=options.interval,
         limit=options.limit,
         origin=origin,
-        observation=observation,
+        observation=replace(observation, pid=child.pid),
         outside=True,
         clears=False,
     ).start()
