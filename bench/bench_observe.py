@@ -4,8 +4,9 @@
     python bench/bench_observe.py --layers 24 --width 2048 --tokens 2048 --save     # with a GPU
 
 Each round takes some steps observed and as many not, in changing order. The overhead is the median,
-over rounds, of the ratio of both median steps: what else the machine does falls on both. Seconds of
-the processor tell what the recorder's thread takes, also where it takes it beside the program.
+over rounds, of the ratio of both median steps: what else the machine does falls on both. Beside it:
+what the hooks cost the program's own thread, in seconds of the processor, and what the recorder's
+thread takes of a core. Only these two mean something on a machine that is busy otherwise.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ class Program:
 
 
 def timed(program: Program, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step, by the clock and of the processor."""
+    """Seconds of each step, by the clock and of the processor for this thread."""
     clock, worked = [], []
     for _ in range(steps):
-        began, before = time.perf_counter(), time.process_time()
+        began, before = time.perf_counter(), time.thread_time()
         program.step()
         clock.append(time.perf_counter() - began)
-        worked.append(time.process_time() - before)
+        worked.append(time.thread_time() - before)
     return clock, worked
 
 
 def measure(program: Program, rounds: int, steps: int, interval: float) -> dict[str, Any]:
-    found: dict[str, list[float]] = {"clock": [], "processor": [], "off": [], "on": []}
+    found: dict[str, list[float]] = {"clock": [], "thread": [], "off": [], "on": []}
     shares = []
     for number in range(rounds):
         medians = {}
@@ -71,16 +72,16 @@ def measure(program: Program, rounds: int, steps: int, interval: float) -> dict[
                     from penstock.observe.records import read_run
 
                     shares.append(read_run(folder).observation.overhead or 0.0)
-            medians[observed] = (statistics.median(clock), sum(worked) / steps)
+            medians[observed] = (statistics.median(clock), statistics.median(worked))
             found["on" if observed else "off"].append(medians[observed][0])
         found["clock"].append(medians[True][0] / medians[False][0] - 1)
-        found["processor"].append(medians[True][1] / medians[False][1] - 1)
+        found["thread"].append(medians[True][1] - medians[False][1])
     return {
         "interval": interval,
         "step_seconds_off": certificate.percentiles(found["off"]),
         "step_seconds_on": certificate.percentiles(found["on"]),
         "overhead": certificate.percentiles(found["clock"]),
-        "overhead_processor": certificate.percentiles(found["processor"]),
+        "hook_seconds_a_step": certificate.percentiles(found["thread"]),
         "recorder_share_of_a_core": certificate.percentiles(shares),
     }
 
