@@ -44,7 +44,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-GRID = [
+GRID: list[tuple[Way, dict[str, Any]]] = [
     *((way, {}) for way in (WAYS[0], WAYS[1], WAYS[3], WAYS[6], WAYS[8])),
     (DISK, {"moments": "int8"}),
     (WAYS[8], {"accumulate": True, "dtype": "fp16"}),

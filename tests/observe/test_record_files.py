@@ -46,7 +46,7 @@ OBSERVATION = Observation(
     exit_code=0,
 )
 
-RECORDS = [
+RECORDS: list[Sample | Phase | Event] = [
     Sample(0.0),
     Sample(
         t=1.25,

@@ -73,7 +73,8 @@ def test_phases_are_found(tmp_path: Path) -> None:
 
 def test_data_accumulation_and_saving_are_found(tmp_path: Path) -> None:
     loop = Loop()
-    data = DataLoader([torch.zeros(8)] * 4, batch_size=2)  # type: ignore[arg-type]
+    rows: Any = [torch.zeros(8)] * 4
+    data: DataLoader[Any] = DataLoader(rows, batch_size=2)
     with penstock.observe(tmp_path / "run"):
         for _ in data:
             loop.step(micro_batches=2)

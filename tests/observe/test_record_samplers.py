@@ -25,6 +25,7 @@ from penstock.observe.samplers import (
     NodeMemory,
     ProcessMemory,
     Reading,
+    Sampler,
     Samplers,
 )
 from penstock.system import System
@@ -125,7 +126,7 @@ def test_a_sampler_that_fails_is_switched_off_with_one_note() -> None:
 
 def test_a_slow_sampler_is_read_less_often() -> None:
     slow = Failing()
-    slow.every, slow.left = 3, 99  # type: ignore[misc]
+    slow.every, slow.left = 3, 99
     samplers = Samplers([slow], lambda text: None)
 
     read = [samplers.read().host for _ in range(7)]
@@ -135,7 +136,9 @@ def test_a_slow_sampler_is_read_less_often() -> None:
 
 def test_this_machine_can_be_sampled() -> None:
     parts = hardware()
-    samplers = [ProcessMemory(), MachineMemory(), Disks(parts.disks), Cores()]
+    samplers: list[Sampler] = [
+        ProcessMemory(), MachineMemory(), Disks(parts.disks), Cores(),
+    ]  # fmt: skip
     together = Samplers(samplers, pytest.fail)
     for _ in range(5):  # of cores, the first says nothing yet
         reading = together.read()
