@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import penstock
 from penstock.observe.hardware import disk_name
@@ -19,14 +17,6 @@ from penstock.transfers import step_traffic
 from tests.equivalence.runs import DRAM, WAYS, Setup, Way
 
 STEPS = 5
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def observed(setup: Setup, way: Way, disk: Path, out: Path) -> Run:

@@ -2,59 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import penstock
-from penstock.observe import recorder as recording
-from penstock.observe.errors import ObserveError
-from penstock.observe.records import Run, read_run
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class Loop:
-    """A model and its optimizer."""
-
-    def __init__(self, wrap: Callable[[nn.Module], Any] = lambda model: model) -> None:
-        inner = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Sequential(nn.Linear(16, 4)))
-        self.model = wrap(inner)
-        self.optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
-
-    def step(self, micro_batches: int = 1) -> None:
-        for _ in range(micro_batches):
-            self.model(torch.randn(2, 8)).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def names(run: Run) -> list[tuple[str, int | None]]:
-    return [(phase.name, phase.step) for phase in run.phases]
-
-
-STEP = ["forward", "backward", "update"]
-
-
-def expected(steps: int, one: list[str] = STEP) -> list[tuple[str, int | None]]:
-    return [(name, step) for step in range(1, steps + 1) for name in one]
+from penstock.observe.records import read_run
+from tests.observe.loops import STEP, Loop, expected, names
 
 
 def test_phases_are_found(tmp_path: Path) -> None:
@@ -219,70 +181,6 @@ def test_sleeps_of_known_length_are_seen_as_long(tmp_path: Path) -> None:
     assert all(phase.seconds >= 0.05 for phase in phases)
     assert sum(phase.seconds for phase in phases) <= whole
     assert phases[-1].seconds >= inside
-
-
-def test_a_full_disk_ends_the_recording_and_not_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(recording, "FLUSH", 0.0)
-    loop = Loop()
-
-    def program() -> None:
-        with penstock.observe(tmp_path, interval=0.005) as obs:
-            loop.step()
-            monkeypatch.setattr("penstock.observe.writing.LineFile.flush", full)
-            obs._running()._thread.join()  # it has ended by itself
-            loop.step()
-
-    with pytest.warns(RuntimeWarning, match=r"No space left on device.*goes on") as told:
-        program()
-
-    assert len(told) == 1
-    assert read_run(tmp_path).observation.ended is None
-
-
-def test_an_unwritable_directory_is_refused_before_the_program_runs(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("")
-
-    with (
-        pytest.raises(ObserveError, match="cannot be written to"),
-        penstock.observe(tmp_path / "run"),
-    ):
-        pytest.fail("it ran")
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [({"interval": 0.0}, "interval"), ({"interval": float("nan")}, "interval"),
-     ({"exact": (0,)}, "exact")],
-)  # fmt: skip
-def test_options_that_make_no_sense_are_refused(
-    tmp_path: Path, options: dict[str, Any], field: str
-) -> None:
-    with pytest.raises(ObserveError, match=field):
-        penstock.observe(tmp_path, **options)
-
-
-def test_a_forked_child_writes_nothing_and_its_parent_all(tmp_path: Path) -> None:
-    loop = Loop()
-    with penstock.observe(tmp_path) as obs:
-        loop.step()
-        child = os.fork()
-        if child == 0:
-            try:
-                loop.step()
-                obs.stop()
-            finally:
-                os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        loop.step()
-
-    run = read_run(tmp_path)
-    assert names(run) == expected(2)
-    assert run.observation.ended is not None
 
 
 def test_an_exact_step_on_a_cpu_has_no_copies_and_is_told_as_exact(tmp_path: Path) -> None:

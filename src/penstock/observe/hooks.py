@@ -38,8 +38,8 @@ class Patch:
 class Hooks:
     """Installed from making to `remove`."""
 
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
+    def __init__(self, tracker: Tracker, note: Callable[[str], None]) -> None:
+        self._tracker, self._note = tracker, note
         self._active = True
         self._patches: list[Patch] = []
         self._handles: list[Any] = []
@@ -72,6 +72,16 @@ class Hooks:
             handle.remove()
         self._patches, self._handles = [], []
 
+    def _tell(self, call: Callable[..., None], *args: Any) -> None:
+        """What goes wrong here is no business of the program's: phases end, it goes on."""
+        if not self._active:
+            return
+        try:
+            call(*args)
+        except Exception as failed:
+            self._active = False
+            self._note(f"phases are no longer found: {failed}")
+
     # Functions.
 
     def _install(self) -> None:
@@ -98,16 +108,16 @@ class Hooks:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if not self._active or is_compiling():  # what is compiled must not hold a clock
                 return function(*args, **kwargs)
-            self._enter(phase)
+            self._tell(self._enter, phase)
             try:
                 found = function(*args, **kwargs)
             except StopIteration:
-                self._tracker.retract()
+                self._tell(self._tracker.retract)
                 raise
             except BaseException:
-                self._tracker.leave()
+                self._tell(self._tracker.leave)
                 raise
-            self._tracker.leave()
+            self._tell(self._tracker.leave)
             return found
 
         return wrapped
@@ -124,24 +134,28 @@ class Hooks:
         import torch
 
         if not torch.compiler.is_compiling():
-            self._tracker.enter("forward" if torch.is_grad_enabled() else "evaluate")
+            phase = "forward" if torch.is_grad_enabled() else "evaluate"
+            self._tell(self._tracker.enter, phase)
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         import torch
 
         if not torch.compiler.is_compiling():
-            self._tracker.leave()
+            self._tell(self._tracker.leave)
 
     # Optimizers.
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._tell(self._begin_update, optimizer)
+
+    def _begin_update(self, optimizer: Any) -> None:
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             self.look()
         self._tracker.enter("update", id(optimizer))
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._tracker.leave()
+        self._tell(self._tracker.leave)
 
 
 def outermost_modules() -> list[Any]:

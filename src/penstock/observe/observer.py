@@ -104,7 +104,7 @@ class Observer:
         watcher = EngineWatcher(recorder, held)
         watcher.look()
         recorder.on_tick.append(watcher.look)
-        hooks = Hooks(recorder.tracker)
+        hooks = Hooks(recorder.tracker, recorder.note)
         self._closing += [hooks.remove, watcher.close]
         self._recorder = recorder.start()
         self._exact_steps.begin(1)

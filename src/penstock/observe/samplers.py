@@ -127,10 +127,10 @@ class ProcessMemory:
     """Resident bytes of a process and of those it started."""
 
     name = "the process's memory"
-    every = 1
 
     def __init__(self, pid: int | None = None, system: System | None = None) -> None:
         self._pid, self._system = pid, system or System()
+        self.every = 1 if pid is None else 4  # of many processes it is many files
         self._own = KernelFile(self._system, "proc/self/statm")
 
     def read(self, into: Reading) -> None:

@@ -41,7 +41,10 @@ class EngineWatcher:
     # Watcher.
 
     def began(self, kind: Kind, *, fresh: bool) -> None:
-        self._recorder.tracker.take_over(begins_step=kind == "step" and fresh)
+        try:
+            self._recorder.tracker.take_over(begins_step=kind == "step" and fresh)
+        except Exception as failed:  # what goes wrong here is no business of the engine's
+            self._recorder.note(f"a step was not told apart: {failed}")
 
     def passed(self, passed: Passed) -> None:
         seconds = time.perf_counter() - passed.clock
