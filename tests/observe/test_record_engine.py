@@ -27,7 +27,7 @@ def observed(setup: Setup, way: Way, disk: Path, out: Path) -> Run:
     return read_run(out)
 
 
-@pytest.mark.parametrize("way", [DRAM, WAYS[3], WAYS[8]], ids=lambda way: way.name)
+@pytest.mark.parametrize("way", [WAYS[3], WAYS[8]], ids=lambda way: way.name)
 def test_bytes_per_link_and_step_are_those_of_the_schedule(way: Way, tmp_path: Path) -> None:
     setup = Setup.of("llama")
     disk = tmp_path / "disk"
