@@ -37,7 +37,11 @@ FLAGS = {
         *{"--model-config", "--init", "--revision", "--trust-remote-code", "--eval-data"},
         *{"--eval-split", "--eval-every", "--overlong", "--skip-bad-lines", "--cache"},
         *{"--save-every", "--keep", "--save-weights-only", "--on-nonfinite", "--deterministic"},
-        *{"--seed", "--log", "--config", "--resume", "--json", "--help"},
+        *{"--seed", "--log", "--profile", "--config", "--resume", "--json", "--help"},
+    },
+    "profile": {
+        *{"command", "--out", "-o", "--interval", "--exact", "--limit", "--machine"},
+        *{"--all-processes", "--help"},
     },
     "data show": {
         *{"file", "--model", "--context", "--count", "--overlong", "--skip-bad-lines", "--cache"},

@@ -31,6 +31,7 @@ PUBLIC = [
     "full",
     "make_plan",
     "move",
+    "observe",
     "optim",
     "placing",
     "prepare",

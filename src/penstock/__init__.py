@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.memory.residency import Residency
     from penstock.memory.tensors import empty, from_tensor, full, move, where, zeros
     from penstock.model_survey import survey
+    from penstock.observe.observer import observe
     from penstock.plan import Plan
     from penstock.planner import make_plan
     from penstock.preparing import prepare
@@ -59,6 +60,8 @@ __all__ = [
     "make_plan",
     # training
     "prepare",
+    # looking on
+    "observe",
     # what can go wrong
     "PenstockError",
     "StorageError",
@@ -90,7 +93,8 @@ _HOME = {
     "StorageError": "storage.errors",
 }
 
-_PACKAGES = {"optim"}
+_PACKAGES = {"observe", "optim"}
+"""`observe` can be called, too."""
 
 
 def __getattr__(name: str) -> object:

@@ -26,10 +26,11 @@ def train_command(**given: Any) -> None:
     """Fine-tune a model under a budget per tier. Ctrl-C once saves and stops; --resume goes on."""
     from penstock.train.session import pick_view, train
 
-    resume, as_json = given.pop("resume"), given.pop("as_json")
+    resume, as_json, steps = (given.pop(name) for name in ("resume", "as_json", "profile"))
     settings = _settings(given, resume=resume)
+    view = pick_view(as_json)
     try:
-        code = train(settings, resume=resume, view=pick_view(as_json), as_json=as_json)
+        code = train(settings, resume=resume, view=view, as_json=as_json, profile=steps)
     except KeyboardInterrupt:
         typer.echo("interrupted before the first step; nothing was lost", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -92,7 +93,9 @@ def _parameters() -> list[inspect.Parameter]:
     config = Option(help="Settings as YAML, by the names of the flags.")
     resume = Option("--resume", help="Go on from the newest checkpoint in --out.")
     as_json = Option("--json", help="One JSON object per line for programs, nothing else.")
+    profile = Option("--profile", min=1, help="Record the first N steps in OUT/profile.")
     made += [
+        _keyword("profile", Annotated[int | None, profile], None),
         _keyword("config", Annotated[Path | None, config], None),
         _keyword("resume", Annotated[bool, resume], False),
         _keyword("as_json", Annotated[bool, as_json], False),

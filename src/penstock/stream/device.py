@@ -69,6 +69,9 @@ class Device(Protocol):
     def seconds(self, origin: Mark, mark: Mark) -> float:
         """From one mark to another, both settled."""
 
+    def clock(self, origin: Mark) -> float:
+        """When an origin was made, by the host's `time.perf_counter`."""
+
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """On the current lane."""
 
@@ -116,6 +119,10 @@ class CpuDevice:
         assert isinstance(origin, Moment)
         assert isinstance(mark, Moment)
         return mark.at - origin.at
+
+    def clock(self, origin: Mark) -> float:
+        assert isinstance(origin, Moment)
+        return origin.at
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         into.copy_(source)
@@ -185,6 +192,10 @@ class CudaDevice:
             return mark.at - origin.host
         assert isinstance(mark, _Event)
         return float(origin.event.elapsed_time(mark.event)) / 1e3
+
+    def clock(self, origin: Mark) -> float:
+        assert isinstance(origin, _Event)
+        return origin.host
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         into.copy_(source, non_blocking=True)

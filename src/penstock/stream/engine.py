@@ -175,8 +175,8 @@ class Engine:
 
     def timeline(self) -> list[Event]:
         """When each operation of the last step ran."""
-        run = self._runner.latest
-        return [] if run is None else timeline(run, self.device)
+        passed = self._runner.latest()
+        return [] if passed is None else timeline(passed)
 
     def waiting(self) -> str:
         """What it waits for right now; callable from any thread."""

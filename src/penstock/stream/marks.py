@@ -51,6 +51,10 @@ class Marks:
                 self._failed = error
             self._changed.notify_all()
 
+    def peek(self, key: Hashable) -> Mark | None:
+        """Without waiting."""
+        return self._found.get(key)
+
     def has(self, key: Hashable) -> bool:
         return key in self._found
 

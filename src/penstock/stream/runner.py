@@ -12,6 +12,7 @@ from penstock.stream.lanes import Job, Lanes
 from penstock.stream.moving import Mover
 from penstock.stream.program import INSTANT
 from penstock.stream.state import Run, Taken
+from penstock.stream.watching import Passed, passed_of, tell_began, tell_passed
 
 LANES = ("read", "sweep", "write", "fetch", "fetch inputs", "drain", "drain inputs")
 
@@ -28,8 +29,7 @@ class Runner:
         self._names = [block.name for block in taken.homes.inventory.blocks]
         self._now: Run | None = None
         self.on_progress: Progress | None = None
-        self.latest: Run | None = None
-        """The last run that ended well: what the time line is read from."""
+        self._latest: Run | None = None
 
     def run(self, run: Run) -> None:
         jobs: dict[str, list[Job]] = {name: [] for name in LANES}
@@ -37,6 +37,7 @@ class Runner:
             if (lane := op.lane) in jobs:
                 jobs[lane].append(self._job(run, at, op))
         self._now = run
+        tell_began(run)
         self._taken.device.settle()  # what was written between steps, on no lane
         run.origin = self._taken.device.mark()
         idle = self._lanes.start(jobs, run.marks)
@@ -51,9 +52,10 @@ class Runner:
         if run.marks.failed is not None:
             self._mend(run)
         self._now = None
+        tell_passed(self._taken, run)
         if run.marks.failed is not None:
             raise run.marks.failed
-        self.latest = run
+        self._latest = run
 
     def waiting(self) -> str:
         """What threads wait for right now, in words."""
@@ -62,9 +64,13 @@ class Runner:
             return ""
         return "; ".join(sorted({self._words(run, key) for key in run.marks.waiting()}))
 
+    def latest(self) -> Passed | None:
+        """The last run that ended well: what the time line is read from."""
+        return None if self._latest is None else passed_of(self._taken, self._latest)
+
     def close(self) -> None:
         self._lanes.close()
-        self.latest = None
+        self._latest = None
 
     def _compute(self, run: Run) -> None:
         self._computer.start()

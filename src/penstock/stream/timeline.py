@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule import Operation
-from penstock.stream.device import Device, Mark
-from penstock.stream.disk import Tickets
-from penstock.stream.state import Run
+from penstock.stream.watching import Passed
+from penstock.transfers import Traffic, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,27 +18,37 @@ class Event:
     operation: Operation
     start: float
     end: float
+    transfers: tuple[Transfer, ...] = ()
+    """What it moved."""
 
     @property
     def seconds(self) -> float:
         return self.end - self.start
 
 
-def timeline(run: Run, device: Device) -> list[Event]:
+Moved = Sequence[tuple[Transfer, ...]]
+"""By operation, what it moves."""
+
+
+def moved(passed: Passed) -> Moved:
+    """The same for every run of a program with batches of the same shape."""
+    traffic = Traffic.of(passed.inventory, passed.plan.workload, passed.plan.placement)
+    shapes = passed.shapes or [()] * (1 + max(op.round for op in passed.program.operations))
+    return [traffic.transfers(op, shapes[op.round]) for op in passed.program.operations]
+
+
+def timeline(passed: Passed, transfers: Moved | None = None) -> list[Event]:
     """Every operation that ran, by its start. Adds no waiting: the run has ended."""
-    assert run.origin is not None
+    transfers = moved(passed) if transfers is None else transfers
     found = []
-    for at, began in run.began.items():
-        end = _end(run.marks.get(at))
+    for at, began in passed.began.items():
+        end = passed.ended.get(at)
         if end is None:
             continue
-        start_at, end_at = (device.seconds(run.origin, mark) for mark in (began, end))
-        found.append(Event(run.program.operations[at], start_at, max(start_at, end_at)))
+        start_at, end_at = (passed.device.seconds(passed.origin, mark) for mark in (began, end))
+        op = passed.program.operations[at]
+        found.append(Event(op, start_at, max(start_at, end_at), transfers[at]))
     return sorted(found, key=lambda event: (event.start, event.end))
-
-
-def _end(mark: Mark) -> Mark | None:
-    return mark.ended if isinstance(mark, Tickets) else mark
 
 
 def busy(events: Iterable[Event]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from penstock import __version__
 from penstock.plan_view import plan_json
 from penstock.tiers import Tier
-from penstock.train.events import JsonLines, Listeners
+from penstock.train.events import JsonLines, Listener, Listeners
 from penstock.train.inputs import Model, companions_directory, find_data, find_model
 from penstock.train.keeping import Keeper, write_companions
 from penstock.train.live import Live
@@ -34,8 +34,16 @@ if TYPE_CHECKING:
 PLAN_FILE = "plan.json"
 
 
-def train(settings: RunSettings, *, resume: bool, view: View, as_json: bool = False) -> int:
-    """The exit code: 0 at the end, 128 and the signal where one stopped it."""
+def train(
+    settings: RunSettings,
+    *,
+    resume: bool,
+    view: View,
+    as_json: bool = False,
+    profile: int | None = None,
+) -> int:
+    """The exit code: 0 at the end, 128 and the signal where one stopped it. The first `profile`
+    steps are recorded."""
     check_loggers(settings.log)
     listeners = Listeners([view])
     if as_json:
@@ -47,6 +55,8 @@ def train(settings: RunSettings, *, resume: bool, view: View, as_json: bool = Fa
             listeners.note(_about_past(past, settings))
         with _opened(settings, past, listeners, view) as run, Stopping() as stopping:
             stopping.before_leaving = view.close
+            if profile is not None:
+                listeners.add(_profiled(settings, profile, listeners))
             ended = Loop(run, listeners, view, stopping).run()
             return 0 if ended else stopping.exit_code
     finally:
@@ -60,6 +70,12 @@ def pick_view(as_json: bool) -> View:
         return Silent()
     live = Live()
     return live if live.console.is_terminal else Lines()
+
+
+def _profiled(settings: RunSettings, steps: int, listeners: Listeners) -> Listener:
+    from penstock.train.profiling import ProfiledSteps
+
+    return ProfiledSteps(settings.out, steps, listeners.note)
 
 
 @contextlib.contextmanager

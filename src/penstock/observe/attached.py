@@ -1,0 +1,57 @@
+"""Inside a program that `penstock profile` started. Room: show.
+
+Not every process is one to record: a launcher's ranks are, workers that load data are not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.observe.observer import Observer
+
+CLAIM = ".first-process"
+
+_WORKERS = ("--multiprocessing-fork", "multiprocessing.", "torch._inductor.compile_worker")
+
+
+def begin(settings: Mapping[str, Any]) -> None:
+    """Record this process, if it is one to record, until it ends."""
+    folder = own_folder(Path(settings["path"]), os.environ, sys.orig_argv, all_=settings["all"])
+    if folder is None:
+        return
+    observer = Observer(
+        folder, interval=settings["interval"], exact=settings["exact"], limit=settings["limit"]
+    ).within(settings["origin"])
+    observer.start()
+    atexit.register(observer.stop)
+
+
+def own_folder(
+    run: Path, environment: Mapping[str, str], command: Sequence[str], *, all_: bool
+) -> Path | None:
+    """`rank-N` for a rank, `process-PID` for the first other one; None: not to be recorded."""
+    if any(sign in word for sign in _WORKERS for word in command):
+        return None
+    rank = environment.get("RANK", "")
+    if rank.isdigit() and _made(run / f"rank-{int(rank)}"):
+        return run / f"rank-{int(rank)}"
+    if rank.isdigit() and not all_:
+        return None
+    if not all_ and not _made(run / CLAIM):
+        return None
+    own = run / f"process-{os.getpid()}"
+    return own if _made(own) else None
+
+
+def _made(folder: Path) -> bool:
+    """Only one process makes it."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True

@@ -1,0 +1,177 @@
+"""Penstock's own runs: what the engine carried out, as phases and events. Room: show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from penstock.observe.observation import Planned, PlannedTier
+from penstock.observe.records import Event, Phase
+from penstock.schedule import Operation, Verb
+from penstock.stream.timeline import Moved, moved, timeline
+from penstock.stream.watching import Passed
+from penstock.tiers import Tier
+from penstock.transfers import DISK, Transfer, step_traffic
+
+_KINDS = {
+    Verb.FETCH: "copy",
+    Verb.DRAIN: "copy",
+    Verb.READ: "read",
+    Verb.WRITE: "write",
+    Verb.SWEEP: "sweep",
+}
+
+
+class EngineEvents:
+    """Turns programs that were carried out into records. For one thread."""
+
+    def __init__(self, origin: float, disk_name: Callable[[str], str]) -> None:
+        self._origin, self._disk_name = origin, disk_name
+        self._links: dict[str, str] = {}
+        self._moved: dict[object, tuple[Passed, Moved]] = {}
+
+    def link(self, link: str) -> str:
+        """As the kernel calls a disk; other links are called as they are."""
+        if link not in self._links:
+            path = link.removeprefix(DISK)
+            self._links[link] = link if path == link else DISK + self._disk_name(path)
+        return self._links[link]
+
+    # Phases.
+
+    def phases(self, passed: Passed, step: int) -> Iterator[Phase]:
+        """Forward until the loss begins, backward until the last block is through, round by round.
+        Sweeps run beside forward, and are events."""
+        began = passed.clock - self._origin
+        if not passed.whole or not passed.ended:
+            return
+        if passed.kind != "step":
+            end = began + max(self._seconds(passed, at, ended=True) for at in passed.ended)
+            yield Phase(passed.kind, step, began, end)
+            return
+        reached = began
+        for loss, last in self._turns(passed):
+            turn = began + self._seconds(passed, loss, ended=False)
+            end = began + self._seconds(passed, last, ended=True)
+            yield Phase("forward", step, reached, max(reached, turn))
+            yield Phase("backward", step, max(reached, turn), max(turn, end))
+            reached = max(turn, end)
+
+    def _turns(self, passed: Passed) -> Iterator[tuple[int, int]]:
+        """By round, its loss and its last backward, where they ran."""
+        loss: int | None = None
+        last = -1
+        for at, operation in enumerate(passed.program.operations):
+            if operation.verb is Verb.LOSS and at in passed.ended:
+                if loss is not None:
+                    yield loss, last
+                loss = last = at
+            elif operation.verb is Verb.BACKWARD and at in passed.ended:
+                last = at
+        if loss is not None:
+            yield loss, last
+
+    def _seconds(self, passed: Passed, at: int, *, ended: bool) -> float:
+        mark = (passed.ended if ended else passed.began)[at]
+        return passed.device.seconds(passed.origin, mark)
+
+    # Events.
+
+    def events(self, passed: Passed, step: int) -> list[Event]:
+        """One for what each operation kept busy: a copy from a disk is on the link and the disk."""
+        began = passed.clock - self._origin
+        names = [block.name for block in passed.inventory.blocks]
+        pinned = passed.device.pinned
+        made: list[Event] = []
+        for ran in timeline(passed, self._moved_by(passed)):
+            op, start, end = ran.operation, began + ran.start, began + ran.end
+            name = f"{names[op.block]} {' '.join(op.roles)}".strip()
+            if op.verb in _KINDS and ran.transfers and op.verb is not Verb.SWEEP:
+                for moves in ran.transfers:
+                    kind = _kind(op, moves)
+                    link = self.link(moves.link)
+                    copied = moves.link in ("h2d", "d2h")
+                    made.append(
+                        Event(link, kind, name, start, end, step, op.phase, link, moves.nbytes,
+                              moves.source, moves.target, pinned if copied else None,
+                              f"{op.verb} {names[op.block]}")
+                    )  # fmt: skip
+            elif op.verb is Verb.SWEEP and not op.gpu:
+                total = sum(moves.nbytes for moves in ran.transfers)
+                made.append(Event("cpu sweep", "sweep", names[op.block], start, end, step, op.phase,
+                                  None, total, "host", "host", None, "sweep"))  # fmt: skip
+                made += [
+                    Event(moves.link, "sweep", names[op.block], start, end, step, op.phase,
+                          moves.link, moves.nbytes, "host", "host", None, "sweep")
+                    for moves in ran.transfers
+                ]  # fmt: skip
+            elif op.verb not in _KINDS or op.gpu:
+                kind = "sweep" if op.gpu else "compute"
+                named = f"{op.verb} {names[op.block]}"
+                made.append(Event("gpu", kind, named, start, end, step, op.phase))
+        return made
+
+    def _moved_by(self, passed: Passed) -> Moved:
+        """Worked out once for a program and a shape of batch."""
+        key = (id(passed.program), str(passed.shapes))
+        if key not in self._moved:
+            if len(self._moved) > 64:  # batches of ever new shapes
+                self._moved.clear()
+            self._moved[key] = (passed, moved(passed))  # which keeps the program, and so its id
+        return self._moved[key][1]
+
+
+def _kind(operation: Operation, moves: Transfer) -> str:
+    if moves.link in ("h2d", "d2h"):
+        return "copy"
+    if moves.link.startswith(DISK):
+        return "read" if moves.source == "disk" else "write"
+    return "write" if operation.verb in (Verb.DRAIN, Verb.READ) else "read"
+
+
+# The plan.
+
+
+def planned_of(passed: Passed, link: Callable[[str], str]) -> Planned:
+    """What the plan said before the first step. Seconds only where the machine's speed is known."""
+    from penstock.cost.peaks import phase_peaks
+    from penstock.step_order import step_schedule
+
+    plan, inventory = passed.plan, passed.inventory
+    work, placement = plan.workload, plan.placement
+    schedule = step_schedule(inventory, placement)
+    peaks = phase_peaks(inventory, work, placement, schedule, plan.pools)
+    traffic = step_traffic(inventory, work, placement, schedule)
+    seconds, bound = _cost(passed)
+    return Planned(
+        tiers={
+            tier.value: PlannedTier(plan.budget.of(tier), plan.at_rest(tier), plan.peak(tier))
+            for tier in Tier
+        },
+        phases={
+            {"sweep": "update"}.get(phase, phase): {t.value: most for t, most in tiers.items()}
+            for phase, tiers in peaks.items()
+        },
+        links={link(name): nbytes for name, nbytes in traffic.items()},
+        step_seconds=seconds,
+        bound_by=bound,
+    )
+
+
+def _cost(passed: Passed) -> tuple[float | None, str | None]:
+    from penstock.budget import with_paths
+    from penstock.cost import estimate
+    from penstock.cost.rates import Rates
+    from penstock.cpu_machine import cpu_machine
+    from penstock.discovery import discover
+    from penstock.errors import PenstockError
+
+    plan = passed.plan
+    try:
+        found = discover()
+        on_gpu = passed.device.where.type == "cuda"
+        machine, _ = with_paths(found if on_gpu else cpu_machine(found), plan.budget)
+        rates = Rates.of(machine, plan.workload.moments)
+        cost = estimate(passed.inventory, plan.workload, plan.placement, rates)
+    except PenstockError:
+        return None, None
+    return cost.step_seconds, cost.bound_by

@@ -1,0 +1,140 @@
+"""`penstock profile`: any program, observed from outside and from within. Room: show.
+
+This process samples the machine and outlives the program, so that a run that is killed says so. The
+program itself is told by its environment to record what only it can know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import penstock
+from penstock.observe.attached import CLAIM
+from penstock.observe.cards import Cards
+from penstock.observe.errors import ObserveError
+from penstock.observe.hardware import hardware
+from penstock.observe.injected import INJECTED, SETTINGS
+from penstock.observe.observation import OBSERVE_FILE, PROCESSES, Observation
+from penstock.observe.recorder import INTERVAL, Recorder, now, wall_clock
+from penstock.observe.samplers import Cores, Disks, MachineMemory, NodeMemory, ProcessMemory
+from penstock.observe.writing import LIMIT, RunFolder
+
+FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+SENT_BY_TERMINAL = 0x80
+"""What the kernel says of a Ctrl-C: the program has got it too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """What can be chosen."""
+
+    interval: float = INTERVAL
+    exact: Collection[int] = ()
+    limit: int = LIMIT
+    all_processes: bool = False
+    ceilings: Mapping[str, float] | None = None
+
+
+def profile(command: Sequence[str], path: str | Path, options: ProfileOptions) -> int:
+    """Run the command to its end. Its exit code; 128 and the signal where one ended it."""
+    origin = now()
+    observation = Observation(
+        began=wall_clock(origin),
+        command=tuple(command),
+        interval=options.interval,
+        mode="exact" if options.exact else "sampling",
+        hardware=hardware(),
+        ceilings=options.ceilings or {},
+    )
+    folder = Path(os.path.abspath(path))
+    RunFolder(folder, observation).close()  # before the program begins: what cannot be is told now
+    with contextlib.suppress(OSError):
+        (folder / CLAIM).rmdir()
+    child = _start(command, _environment(folder, origin, options))
+    with _signals_held():  # by the threads made here, too
+        return _observed(child, folder, origin, observation, options)
+
+
+def _observed(
+    child: subprocess.Popen[bytes], folder: Path, origin: float, observation: Observation,
+    options: ProfileOptions,
+) -> int:  # fmt: skip
+    cards = Cards()
+    disks = observation.hardware.disks
+    recorder = Recorder(
+        folder,
+        [ProcessMemory(child.pid), MachineMemory(), NodeMemory(), Disks(disks), Cores(), cards],
+        interval=options.interval,
+        limit=options.limit,
+        origin=origin,
+        observation=replace(observation, pid=child.pid),
+        outside=True,
+        clears=False,
+    ).start()
+    try:
+        code = _until_ended(child)
+    finally:
+        cards.close()
+    if not any((at / OBSERVE_FILE).exists() for name in PROCESSES for at in folder.glob(name)):
+        recorder.note("no process of the command imported torch: only the machine was sampled")
+    ended_by = f"signal {-code}" if code < 0 else "exit"
+    recorder.stop(ended_by, exit_code=code if code >= 0 else None)
+    with contextlib.suppress(OSError):
+        (folder / CLAIM).rmdir()
+    return code if code >= 0 else 128 - code
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(list(command), env=dict(environment))
+    except OSError as failed:
+        raise ObserveError(
+            "", f"cannot be run: {failed.strerror}; is it spelled right?", where=command[0]
+        ) from None
+
+
+def _environment(folder: Path, origin: float, options: ProfileOptions) -> dict[str, str]:
+    settings = {
+        "path": str(folder),
+        "origin": origin,
+        "interval": options.interval,
+        "exact": sorted(options.exact),
+        "limit": options.limit,
+        "all": options.all_processes,
+        "home": str(Path(penstock.__file__).parents[1]),
+    }
+    before = os.environ.get("PYTHONPATH")
+    paths = [str(INJECTED), *([before] if before else [])]
+    return {**os.environ, SETTINGS: json.dumps(settings), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+_HEARD = {*FORWARDED, signal.SIGCHLD}
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """The program was started without."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _until_ended(child: subprocess.Popen[bytes]) -> int:
+    """Signals go on to the program, and it decides. From a terminal it has got them itself."""
+    while (code := child.poll()) is None:
+        told = signal.sigtimedwait(_HEARD, 0.5)
+        if told is None or told.si_signo == signal.SIGCHLD:
+            continue
+        if told.si_code != SENT_BY_TERMINAL:
+            child.send_signal(told.si_signo)
+    return code

@@ -1,0 +1,177 @@
+"""A run as a Chrome trace, for ui.perfetto.dev and chrome://tracing. Room: show.
+
+One row for each track of events, one for the phases and one for the steps; counters for what each
+tier, link, disk and core did. Times are microseconds, in order; every range is one
+complete event, so none is left open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.observe.records import Event, Phase, Run, Sample
+
+TRACE_FILE = "trace.json"
+
+Row = dict[str, Any]
+
+_FIRST_TRACKS = ("gpu", "h2d", "d2h", "cpu sweep")
+
+
+def write_trace(run: Run, path: str | Path) -> None:
+    """Whole, or not at all."""
+    target = Path(path)
+    draft = target.with_name(f".{target.name}.tmp")
+    with open(draft, "w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for number, row in enumerate(trace_rows(run)):
+            file.write((",\n" if number else "") + json.dumps(row, allow_nan=False))
+        file.write("\n]}\n")
+    os.replace(draft, target)
+
+
+def trace_rows(run: Run) -> list[Row]:
+    """Names first, then everything by its time."""
+    processes = run.ranks or {"": run}
+    named: list[Row] = []
+    timed: list[Row] = []
+    for pid, (name, process) in enumerate(processes.items(), start=1):
+        told = " ".join(run.observation.command) or "program"
+        named.append(_name("process_name", pid, 0, f"{name} {told}".strip()))
+        tracks = _tracks(process.events)
+        named += [_name("thread_name", pid, 1, "steps"), _name("thread_name", pid, 2, "phases")]
+        named += [_name("thread_name", pid, tid, track) for track, tid in tracks.items()]
+        named += [_order(pid, tid) for tid in (1, 2, *tracks.values())]
+        timed += _steps(process.phases, pid)
+        timed += (_range(p.name, "phase", p.start, p.end, pid, 2, {"step": p.step})
+                  for p in process.phases)  # fmt: skip
+        timed += (_event(event, pid, tracks[event.track]) for event in process.events)
+        timed += _link_counters(process.events, pid)
+        timed += _counters(process.samples, pid)
+    if run.ranks:
+        pid = len(processes) + 1
+        named.append(_name("process_name", pid, 0, "the machine"))
+        own = {id(sample) for process in processes.values() for sample in process.samples}
+        timed += _counters([s for s in run.samples if id(s) not in own], pid)
+    return named + sorted(timed, key=lambda row: (row["ts"], -row.get("dur", 0.0)))
+
+
+def _tracks(events: Iterable[Event]) -> dict[str, int]:
+    found = {event.track for event in events}
+    first = [track for track in _FIRST_TRACKS if track in found]
+    rest = sorted(found - set(first))
+    return {track: tid for tid, track in enumerate([*first, *rest], start=10)}
+
+
+def _event(event: Event, pid: int, tid: int) -> Row:
+    told: dict[str, Any] = {
+        "step": event.step,
+        "phase": event.phase,
+        "bytes": event.nbytes,
+        "from": event.source,
+        "to": event.target,
+        "pinned": event.pinned,
+        "where": event.where,
+    }
+    if event.nbytes and event.seconds > 0:
+        told["GB/s"] = round(event.nbytes / event.seconds / 1e9, 3)
+    return _range(event.name, event.kind, event.start, event.end, pid, tid, told)
+
+
+def _steps(phases: Iterable[Phase], pid: int) -> Iterator[Row]:
+    ends: dict[int, tuple[float, float]] = {}
+    for phase in phases:
+        if phase.step is not None:
+            start, end = ends.get(phase.step, (phase.start, phase.end))
+            ends[phase.step] = (min(start, phase.start), max(end, phase.end))
+    for step, (start, end) in sorted(ends.items()):
+        yield _range(f"step {step}", "step", start, end, pid, 1, {})
+
+
+# Counters.
+
+
+def _counters(samples: Iterable[Sample], pid: int) -> Iterator[Row]:
+    before: dict[str, tuple[float, int, int]] = {}
+    for sample in samples:
+        for index, gpu in enumerate(sample.gpu):
+            held = {"allocated": gpu.allocated, "reserved": gpu.reserved, "used": gpu.used}
+            yield from _counter(f"gpu {index} memory", sample.t, pid, held)
+            yield from _counter(f"gpu {index} PCIe B/s", sample.t, pid,
+                                {"h2d": gpu.h2d, "d2h": gpu.d2h})  # fmt: skip
+            yield from _counter(f"gpu {index} busy", sample.t, pid, {"share": gpu.utilisation})
+        host = sample.host
+        yield from _counter("host memory", sample.t, pid, {"rss": host.rss, "pinned": host.pinned})
+        yield from _counter("host available", sample.t, pid, {"bytes": host.available})
+        nodes = {f"node{node}": used for node, used in host.nodes.items()}
+        yield from _counter("node memory", sample.t, pid, nodes)
+        yield from _counter("tiers", sample.t, pid, dict(sample.tiers))
+        if sample.cpu:
+            busy = round(sum(sample.cpu), 3)
+            yield from _counter("cores busy", sample.t, pid, {"cores": busy})
+        yield from _disk_rates(sample, pid, before)
+
+
+def _disk_rates(
+    sample: Sample, pid: int, before: dict[str, tuple[float, int, int]]
+) -> Iterator[Row]:
+    for disk, (read, written) in sample.disk.items():
+        if disk in before and sample.t > before[disk][0]:
+            then, read_then, written_then = before[disk]
+            passed = sample.t - then
+            rates = {
+                "read": max(0.0, (read - read_then) / passed),
+                "write": max(0.0, (written - written_then) / passed),
+            }
+            yield from _counter(f"disk {disk} B/s", sample.t, pid, rates)
+        before[disk] = (sample.t, read, written)
+
+
+def _link_counters(events: Iterable[Event], pid: int) -> Iterator[Row]:
+    """Bytes a second over each link, from what crossed it: it changes where an event ends."""
+    changes: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
+    for event in events:
+        if event.link is not None and event.nbytes and event.seconds > 0:
+            rate = event.nbytes / event.seconds
+            changes[event.link][event.start] += rate
+            changes[event.link][event.end] -= rate
+    for link, moments in changes.items():
+        rate = 0.0
+        for t in sorted(moments):
+            rate += moments[t]
+            yield from _counter(f"{link} B/s", t, pid, {"rate": max(0.0, round(rate))})
+
+
+# Rows.
+
+
+def _counter(name: str, t: float, pid: int, values: dict[str, Any]) -> Iterator[Row]:
+    known = {key: value for key, value in values.items() if value is not None}
+    if known:
+        yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _us(t), "args": known}
+
+
+def _range(
+    name: str, kind: str, start: float, end: float, pid: int, tid: int, told: dict[str, Any]
+) -> Row:
+    args = {key: value for key, value in told.items() if value is not None}
+    return {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": _us(start),
+            "dur": round(_us(end) - _us(start), 3), "args": args}  # fmt: skip
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> Row:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
+
+
+def _order(pid: int, tid: int) -> Row:
+    return {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "ts": 0,
+            "args": {"sort_index": tid}}  # fmt: skip
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

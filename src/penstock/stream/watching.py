@@ -1,0 +1,117 @@
+"""Tells whoever watches what the engine has carried out. Room: move.
+
+Nothing is measured for it: the marks are those that operations wait for anyway. With nobody
+watching it costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from penstock.inventory import Inventory
+from penstock.plan import Plan
+from penstock.schedule import Verb
+from penstock.stream.device import Device, Mark
+from penstock.stream.disk import Tickets
+from penstock.stream.program import Program
+from penstock.stream.state import Run, Taken
+
+Kind = Literal["step", "evaluate", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A program that was carried out: marks of when, and nothing that keeps tensors alive."""
+
+    plan: Plan
+    inventory: Inventory
+    device: Device
+    program: Program
+    batch: int
+    """How many batches came before it."""
+
+    origin: Mark
+    began: Mapping[int, Mark]
+    ended: Mapping[int, Mark]
+    """By operation."""
+
+    shapes: Sequence[Sequence[tuple[int, int]]]
+    """By round, sequences and tokens of each micro-batch."""
+
+    whole: bool
+    """Whether it came to its end."""
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.program)
+
+    @property
+    def clock(self) -> float:
+        """When it began, by `time.perf_counter`."""
+        return self.device.clock(self.origin)
+
+
+class Watcher(Protocol):
+    """Called by the thread that trains, so it must be quick and must not raise."""
+
+    def began(self, kind: Kind, *, fresh: bool) -> None:
+        """A program is about to run; `fresh` if gradients start from zero."""
+
+    def passed(self, passed: Passed) -> None:
+        """It has run, or failed."""
+
+
+_watchers: list[Watcher] = []
+
+
+def watch(watcher: Watcher) -> None:
+    """From now on, every engine of this process."""
+    _watchers.append(watcher)
+
+
+def unwatch(watcher: Watcher) -> None:
+    _watchers.remove(watcher)
+
+
+def tell_began(run: Run) -> None:
+    for watcher in tuple(_watchers):
+        watcher.began(kind_of(run.program), fresh=run.fresh)
+
+
+def tell_passed(taken: Taken, run: Run) -> None:
+    if _watchers and run.origin is not None:
+        passed = passed_of(taken, run)
+        for watcher in tuple(_watchers):
+            watcher.passed(passed)
+
+
+def kind_of(program: Program) -> Kind:
+    verbs = {op.verb for op in program.operations}
+    if Verb.LOSS not in verbs:
+        return "update"
+    return "step" if Verb.BACKWARD in verbs else "evaluate"
+
+
+def passed_of(taken: Taken, run: Run) -> Passed:
+    assert run.origin is not None
+    ended: dict[int, Mark] = {}
+    for at in run.began:
+        mark = run.marks.peek(at)
+        mark = mark.ended if isinstance(mark, Tickets) else mark
+        if mark is not None:
+            ended[at] = mark
+    homes = taken.homes
+    return Passed(
+        plan=homes.plan,
+        inventory=homes.inventory,
+        device=taken.device,
+        program=run.program,
+        batch=run.step,
+        origin=run.origin,
+        began=dict(run.began),
+        ended=ended,
+        shapes=[run.shapes(round) for round in range(len(run.rounds))],
+        whole=run.marks.failed is None,
+    )

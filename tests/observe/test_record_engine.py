@@ -1,0 +1,91 @@
+"""Penstock's own runs: what is recorded of a step is what its schedule says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.observe.hardware import disk_name
+from penstock.observe.records import Run, read_run
+from penstock.step_order import step_schedule
+from penstock.stream import watching
+from penstock.tiers import Tier
+from penstock.transfers import step_traffic
+from tests.equivalence.runs import DRAM, WAYS, Setup, Way
+
+STEPS = 5
+
+
+def observed(setup: Setup, way: Way, disk: Path, out: Path) -> Run:
+    with setup.engine(way, disk) as engine, penstock.observe(out):
+        for batch in setup.batches(STEPS):
+            engine.step(batch)
+        engine.evaluate(setup.batches(1))
+    return read_run(out)
+
+
+@pytest.mark.parametrize("way", [WAYS[3], WAYS[8]], ids=lambda way: way.name)
+def test_bytes_per_link_and_step_are_those_of_the_schedule(way: Way, tmp_path: Path) -> None:
+    setup = Setup.of("llama")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    run = observed(setup, way, disk, tmp_path / "run")
+
+    placement = setup.plan(way, disk).placement
+    names = {f"disk:{disk}": f"disk:{disk_name(str(disk))}"}
+    for step in range(1, STEPS + 1):
+        schedule = step_schedule(setup.model, placement, pending=step > 1)
+        wanted = step_traffic(setup.model, setup.work, placement, schedule)
+        seen: Counter[str] = Counter()
+        for event in run.events:
+            if event.step == step and event.link is not None and event.nbytes is not None:
+                seen[event.link] += event.nbytes
+
+        assert seen == {names.get(link, link): nbytes for link, nbytes in wanted.items()}, step
+    full = step_schedule(setup.model, placement)
+    links = step_traffic(setup.model, setup.work, placement, full)
+    planned = run.observation.planned
+    assert planned is not None
+    assert planned.links == {names.get(link, link): nbytes for link, nbytes in links.items()}
+
+
+def test_phases_plan_and_tiers_of_an_engine_are_its_own(tmp_path: Path) -> None:
+    setup = Setup.of("llama")
+
+    run = observed(setup, DRAM, tmp_path, tmp_path / "run")
+
+    names = [(phase.name, phase.step) for phase in run.phases]
+    expected = [(name, step) for step in range(1, STEPS + 1) for name in ("forward", "backward")]
+    assert names == [*expected, ("update", STEPS), ("evaluate", STEPS)]
+    assert all(a.end <= b.start for a, b in zip(run.phases, run.phases[1:], strict=False))
+    plan, planned = setup.plan(DRAM, tmp_path), run.observation.planned
+    assert planned is not None
+    assert planned.tiers["dram"].peak == plan.peak(Tier.DRAM)
+    assert planned.phases.keys() == {"forward", "backward", "update"}
+    assert planned.step_seconds is not None
+    assert planned.bound_by
+
+
+def test_computing_is_on_one_track_and_inside_its_phase(tmp_path: Path) -> None:
+    setup = Setup.of("llama")
+
+    run = observed(setup, DRAM, tmp_path, tmp_path / "run")
+
+    spans = {(phase.name, phase.step): phase for phase in run.phases}
+    computed = [event for event in run.events if event.kind == "compute"]
+    assert len(computed) == STEPS * (2 * len(setup.model.blocks) - 1)
+    for event in computed:
+        assert event.track == "gpu"
+        within = spans[str(event.phase), event.step]
+        assert within.start - 1e-6 <= event.start <= event.end <= within.end + 1e-6
+
+
+def test_nobody_watches_an_engine_afterwards(tmp_path: Path) -> None:
+    with penstock.observe(tmp_path / "run"):
+        pass
+
+    assert watching._watchers == []

@@ -1,0 +1,137 @@
+"""Exact steps: what is read from a trace of torch's profiler."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.observe.kineto import MARK, events_of
+from penstock.observe.records import Event
+
+BASE = 5_000_000.0
+"""Where the profiler's clock stood, in microseconds, when ours stood at 2 s."""
+
+
+def ranged(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": BASE + ts, "dur": dur,
+            "args": args}  # fmt: skip
+
+
+def copied(name: str, ts: float, dur: float, correlation: int, nbytes: int) -> dict[str, Any]:
+    return ranged("gpu_memcpy", f"Memcpy {name}", ts, dur, 7, device=0, stream=7,
+                  correlation=correlation, bytes=nbytes)  # fmt: skip
+
+
+def launched(ts: float, correlation: int, tid: int = 1) -> dict[str, Any]:
+    return ranged("cuda_runtime", "cudaMemcpyAsync", ts, 5, tid, correlation=correlation, cbid=41)
+
+
+TRACE = {
+    "schemaVersion": 1,
+    "deviceProperties": [{"id": 0, "name": "a card"}],
+    "traceEvents": [
+        {
+            "ph": "M",
+            "name": "process_name",
+            "pid": 1,
+            "tid": 0,
+            "ts": 0,
+            "args": {"name": "python"},
+        },
+        ranged("user_annotation", MARK, 0, 1),
+        ranged("user_annotation", "ProfilerStep#3", 0, 5000),
+        # The batch, from pageable memory, in forward.
+        ranged("cpu_op", "aten::to", 100, 50),
+        ranged("cpu_op", "aten::copy_", 110, 30),
+        launched(120, 11),
+        copied("HtoD (Pageable -> Device)", 130, 40, 11, 4096),
+        # Two kernels close to one another, one later.
+        ranged("cpu_op", "aten::mm", 200, 20),
+        ranged("cuda_runtime", "cudaLaunchKernel", 205, 3, correlation=12),
+        ranged("cuda_runtime", "cudaLaunchKernel", 209, 3, correlation=13),
+        ranged("kernel", "short", 300, 10, 7, correlation=12, stream=7),
+        ranged("kernel", "long", 315, 100, 7, correlation=13, stream=7),
+        ranged("kernel", "late", 900, 10, 7, stream=7),
+        # Offloaded gradients, by a thread of autograd's, and states within the optimizer.
+        ranged("cpu_op", "autograd::engine::evaluate_function: ToCopyBackward0", 1100, 50, 2),
+        launched(1110, 14, tid=2),
+        copied("DtoH (Device -> Pinned)", 1200, 80, 14, 1 << 20),
+        ranged("user_annotation", "Optimizer.step#AdamW.step", 2000, 500),
+        ranged("cpu_op", "aten::copy_", 2100, 30),
+        launched(2105, 15),
+        copied("HtoD (Pinned -> Device)", 2200, 10, 15, 512),
+        copied("DtoD (Device -> Device)", 2300, 10, 99, 64),
+        {"ph": "f", "id": 14, "pid": 1, "tid": 7, "ts": BASE, "cat": "ac2g", "name": "ac2g"},
+    ],
+    "traceName": "trace.json",
+    "displayTimeUnit": "ms",
+}
+
+
+def phase_at(at: float) -> str:
+    return "forward" if at < 2.001 else "backward" if at < 2.002 else "update"
+
+
+def read() -> list[Event]:
+    return events_of(json.loads(json.dumps(TRACE)), marked=2.0, step=3, phase_at=phase_at)
+
+
+def test_copies_have_bytes_ends_memory_phase_and_cause() -> None:
+    copies = [event for event in read() if event.kind == "copy"]
+
+    assert [(e.link, e.nbytes, e.source, e.target, e.pinned, e.phase, e.where) for e in copies] == [
+        ("h2d", 4096, "host", "gpu", False, "forward", "aten::to"),
+        ("d2h", 1 << 20, "gpu", "host", True, "backward",
+         "autograd::engine::evaluate_function: ToCopyBackward0"),
+        ("h2d", 512, "host", "gpu", True, "update", "Optimizer.step#AdamW.step"),
+        (None, 64, "gpu", "gpu", None, "update", None),
+    ]  # fmt: skip
+    assert {event.step for event in copies} == {3}
+
+
+def test_times_are_set_against_our_clock() -> None:
+    first = read()[0]
+
+    assert first.start == pytest.approx(2.0 + 130e-6)
+    assert first.end == pytest.approx(2.0 + 170e-6)
+
+
+def test_kernels_without_a_gap_are_one_stretch_named_after_the_longest() -> None:
+    kernels = [event for event in read() if event.kind == "kernel"]
+
+    assert [(event.name, event.track) for event in kernels] == [("long", "gpu"), ("late", "gpu")]
+    assert kernels[0].start == pytest.approx(2.0 + 300e-6)
+    assert kernels[0].end == pytest.approx(2.0 + 415e-6)
+
+
+def test_a_trace_without_our_mark_is_refused() -> None:
+    with pytest.raises(ValueError, match="sets its clock"):
+        events_of({"traceEvents": []}, 0.0, 1, phase_at)
+
+
+def test_a_real_trace_of_a_cpu_has_our_mark_where_it_was_made(tmp_path: Path) -> None:
+    """The form is the profiler's own: here its clock is set against ours by a second mark."""
+    wanted = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=wanted) as profiler:
+        marked = time.perf_counter()
+        with torch.profiler.record_function(MARK):
+            pass
+        torch.ones(8).sum()
+        later = time.perf_counter()
+        with torch.profiler.record_function("later"):
+            pass
+        after = time.perf_counter()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+
+    assert events_of(trace, marked, 1, phase_at) == []
+    rows = {e["name"]: e["ts"] / 1e6 for e in trace["traceEvents"] if e.get("ph") == "X"}
+    found = marked + rows["later"] - rows[MARK]
+    # The mark was made after its time was read, by no more than what lies between.
+    assert later - (rows["later"] - rows[MARK]) <= found <= after
+    assert {"cpu_op", "user_annotation"} <= {e.get("cat") for e in trace["traceEvents"]}

@@ -1,0 +1,96 @@
+"""Whatever goes wrong while a program is observed, the program goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.observe import recorder as recording
+from penstock.observe.errors import ObserveError
+from penstock.observe.records import read_run
+from tests.observe.loops import Loop, expected, names
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recording, "FLUSH", 0.0)
+    loop = Loop()
+
+    def program() -> None:
+        with penstock.observe(tmp_path, interval=0.005) as obs:
+            loop.step()
+            monkeypatch.setattr("penstock.observe.writing.LineFile.flush", full)
+            obs._running()._thread.join()  # it has ended by itself
+            loop.step()
+
+    with pytest.warns(RuntimeWarning, match=r"No space left on device.*goes on") as told:
+        program()
+
+    assert len(told) == 1
+    assert read_run(tmp_path).observation.ended is None
+
+
+def test_a_mistake_of_the_recorders_is_a_note_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the clock has stopped")
+
+    loop = Loop()
+    with penstock.observe(tmp_path):
+        loop.step()
+        monkeypatch.setattr("penstock.observe.tracker.Tracker._begin", broken)
+        loop.step()
+
+    run = read_run(tmp_path)
+    assert names(run) == expected(1)
+    assert run.notes == ("phases are no longer found: the clock has stopped",)
+
+
+def test_an_unwritable_directory_is_refused_before_the_program_runs(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+
+    with (
+        pytest.raises(ObserveError, match="cannot be written to"),
+        penstock.observe(tmp_path / "run"),
+    ):
+        pytest.fail("it ran")
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"interval": 0.0}, "interval"), ({"interval": float("nan")}, "interval"),
+     ({"exact": (0,)}, "exact")],
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused(
+    tmp_path: Path, options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ObserveError, match=field):
+        penstock.observe(tmp_path, **options)
+
+
+def test_a_forked_child_writes_nothing_and_its_parent_all(tmp_path: Path) -> None:
+    loop = Loop()
+    with penstock.observe(tmp_path) as obs:
+        loop.step()
+        child = os.fork()
+        if child == 0:
+            try:
+                loop.step()
+                obs.stop()
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        loop.step()
+
+    run = read_run(tmp_path)
+    assert names(run) == expected(2)
+    assert run.observation.ended is not None

@@ -1,0 +1,196 @@
+"""Any PyTorch program: its phases are found, and it is left as it was."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import optimizer as optimizers
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+import penstock
+from penstock.observe.records import read_run
+from tests.observe.loops import STEP, Loop, expected, names
+
+
+def test_phases_are_found(tmp_path: Path) -> None:
+    loop = Loop()
+    with penstock.observe(tmp_path):
+        for _ in range(3):
+            loop.step()
+        with torch.no_grad():
+            loop.model(torch.randn(2, 8))
+
+    run = read_run(tmp_path)
+    assert names(run) == [*expected(3), ("evaluate", 3)]
+    assert run.observation.ended_by == "exit"
+    assert run.notes == ()
+
+
+def test_data_accumulation_and_saving_are_found(tmp_path: Path) -> None:
+    loop = Loop()
+    rows: Any = [torch.zeros(8)] * 4
+    data: DataLoader[Any] = DataLoader(rows, batch_size=2)
+    with penstock.observe(tmp_path / "run"):
+        for _ in data:
+            loop.step(micro_batches=2)
+        torch.save(loop.model.state_dict(), tmp_path / "weights.pt")
+
+    one = ["data", "forward", "backward", "forward", "backward", "update"]
+    assert names(read_run(tmp_path / "run")) == [*expected(2, one), ("save", 2)]
+
+
+def test_models_made_while_observed_are_found(tmp_path: Path) -> None:
+    """Their first forward is over by the time that anybody knows of them."""
+    with penstock.observe(tmp_path):
+        loop = Loop()
+        for _ in range(3):
+            loop.step()
+            other = Loop()
+            other.step()
+
+    run = read_run(tmp_path)
+    assert names(run)[-3:] == [(name, 6) for name in STEP]
+    assert [name for name, _ in names(run)].count("update") == 6
+
+
+def test_a_compiled_model_is_observed_and_not_compiled_again(tmp_path: Path) -> None:
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    loop = Loop(lambda model: torch.compile(model, backend=backend))
+    loop.step()
+    before = len(compiled)
+    with warnings.catch_warnings(), penstock.observe(tmp_path):
+        warnings.simplefilter("error")
+        for _ in range(2):
+            loop.step()
+
+    assert len(compiled) == before
+    assert names(read_run(tmp_path)) == expected(2)
+
+
+def test_two_models_and_two_optimizers_are_one_step(tmp_path: Path) -> None:
+    first, second = Loop(), Loop()
+    with penstock.observe(tmp_path):
+        for _ in range(2):
+            out = first.model(torch.randn(2, 8)).sum() + second.model(torch.randn(2, 8)).sum()
+            out.backward()
+            first.optimizer.step()
+            second.optimizer.step()
+
+    assert names(read_run(tmp_path)) == expected(2)
+
+
+def test_recomputing_in_backward_is_backward(tmp_path: Path) -> None:
+    loop = Loop()
+    with penstock.observe(tmp_path):
+        for _ in range(2):
+            source = torch.randn(2, 8, requires_grad=True)
+            out: Any = torch.utils.checkpoint.checkpoint(loop.model, source, use_reentrant=False)
+            out.sum().backward()
+            loop.optimizer.step()
+
+    assert names(read_run(tmp_path)) == expected(2)
+
+
+def test_an_error_of_the_program_is_its_own_and_is_told(tmp_path: Path) -> None:
+    loop = Loop()
+
+    def program() -> None:
+        with penstock.observe(tmp_path):
+            loop.step()
+            loop.model(torch.randn(2, 3))
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        program()
+
+    run = read_run(tmp_path)
+    assert run.observation.ended_by == "RuntimeError"
+    assert names(run) == [*expected(1), ("forward", 2)]
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    loop = Loop()
+
+    def patched() -> list[Any]:
+        return [torch.autograd.backward, torch.autograd.grad, torch.save,
+                _BaseDataLoaderIter.__next__, dict(optimizers._global_optimizer_pre_hooks),
+                dict(optimizers._global_optimizer_post_hooks), dict(loop.model._forward_hooks),
+                dict(loop.model._forward_pre_hooks),
+                {thread.name for thread in threading.enumerate()}]  # fmt: skip
+
+    before = patched()
+    with penstock.observe(tmp_path):
+        loop.step()
+        assert patched() != before
+
+    assert patched() == before
+
+
+def test_what_somebody_else_wrapped_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "save", torch.save)  # put back afterwards
+    with penstock.observe(tmp_path):
+        ours = torch.save
+
+        def theirs(*args: Any, **kwargs: Any) -> Any:
+            return ours(*args, **kwargs)
+
+        torch.save = theirs
+    torch.save({}, tmp_path / "x.pt")
+
+    assert torch.save is theirs
+    assert (tmp_path / "x.pt").exists()
+
+
+def test_named_phases_and_steps(tmp_path: Path) -> None:
+    loop = Loop()
+    with penstock.observe(tmp_path) as obs:
+        for _ in range(2):
+            with obs.phase("rollout"):
+                loop.step()
+            obs.step()
+
+    assert names(read_run(tmp_path)) == [("rollout", 1), ("rollout", 2)]
+
+
+def test_sleeps_of_known_length_are_seen_as_long(tmp_path: Path) -> None:
+    """Nothing here depends on how fast the machine is: a sleep is never shorter than asked, and
+    phases that follow one another have no time between them to lose."""
+    with penstock.observe(tmp_path) as obs:
+        began = time.perf_counter()
+        for name in ("forward", "backward", "update"):
+            with obs.phase(name):
+                inside = time.perf_counter()
+                time.sleep(0.05)
+                inside = time.perf_counter() - inside
+        whole = time.perf_counter() - began
+
+    phases = read_run(tmp_path).phases
+    assert all(phase.seconds >= 0.05 for phase in phases)
+    assert sum(phase.seconds for phase in phases) <= whole
+    assert phases[-1].seconds >= inside
+
+
+def test_an_exact_step_on_a_cpu_has_no_copies_and_is_told_as_exact(tmp_path: Path) -> None:
+    loop = Loop()
+    with penstock.observe(tmp_path, exact=(2,)):
+        for _ in range(3):
+            loop.step()
+
+    run = read_run(tmp_path)
+    assert run.observation.mode == "exact"
+    assert run.notes == ()
+    assert run.events == ()
+    assert not list(tmp_path.glob(".*"))

@@ -1,0 +1,248 @@
+"""What is read at every sample, from machines that are shown and machines that fail."""
+
+# ruff: noqa: N802 - the driver's own names
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.observe.cards import Cards, visible_cards
+from penstock.observe.hardware import ceilings, disks, hardware
+from penstock.observe.records import GpuSample
+from penstock.observe.samplers import (
+    PAGE,
+    Cores,
+    Disks,
+    Held,
+    MachineMemory,
+    NodeMemory,
+    ProcessMemory,
+    Reading,
+    Sampler,
+    Samplers,
+)
+from penstock.system import System
+from tests.machines import machine
+
+
+def shown(root: Path, files: dict[str, str]) -> System:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return System(root)
+
+
+def test_memory_of_the_process_and_those_it_started(tmp_path: Path) -> None:
+    system = shown(tmp_path, {
+        "proc/5/statm": "100 10 0 0 0 0 0", "proc/5/task/5/children": "6 7 ",
+        "proc/6/statm": "100 20 0 0 0 0 0", "proc/6/task/6/children": "",
+        # 7 has ended meanwhile
+    })  # fmt: skip
+    reading = Reading()
+
+    ProcessMemory(5, system).read(reading)
+
+    assert reading.host == {"rss": 30 * PAGE}
+
+
+def test_memory_of_the_machine_and_its_nodes(tmp_path: Path) -> None:
+    system = shown(tmp_path, {
+        "proc/meminfo": "MemTotal: 100 kB\nMemAvailable:    60 kB\n",
+        "sys/devices/system/node/has_memory": "0,2\n",
+        "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal: 9 kB\nNode 0 MemUsed:  7 kB\n",
+        "sys/devices/system/node/node2/meminfo": "Node 2 MemTotal: 9 kB\nNode 2 MemUsed:  3 kB\n",
+    })  # fmt: skip
+    reading = Reading()
+
+    MachineMemory(system).read(reading)
+    NodeMemory(system).read(reading)
+
+    assert reading.host == {"available": 60 * 1024, "nodes": {"0": 7 * 1024, "2": 3 * 1024}}
+
+
+def test_bytes_of_disks_that_are_things(tmp_path: Path) -> None:
+    system = shown(tmp_path, {
+        "proc/diskstats": "259 0 nvme0n1 1 2 10 4 5 6 20 8 0 0 0\n7 0 loop0 1 2 3 4 5 6 7 8 0 0\n",
+        "sys/block/nvme0n1/device/model": "a disk", "sys/block/loop0/size": "4",
+    })  # fmt: skip
+    reading = Reading()
+
+    Disks(disks(system), system).read(reading)
+
+    assert reading.disk == {"nvme0n1": (10 * 512, 20 * 512)}
+
+
+def test_cores_since_the_sample_before(tmp_path: Path) -> None:
+    line = "cpu{} {} 0 0 {} {} 0 0 0 0 0\n"
+    system = shown(tmp_path, {"proc/stat": "cpu 1 1\n" + line.format(0, 10, 10, 0)
+                              + line.format(1, 0, 0, 0)})  # fmt: skip
+    cores, reading = Cores(system), Reading()
+    cores.read(Reading())
+    shown(
+        tmp_path, {"proc/stat": "cpu 1 1\n" + line.format(0, 40, 15, 5) + line.format(1, 0, 0, 9)}
+    )
+
+    cores.read(reading)
+
+    assert reading.cpu == (0.75, 0.0)
+
+
+class Failing:
+    """Works once."""
+
+    name, every = "the weather", 1
+
+    def __init__(self) -> None:
+        self.left = 1
+
+    def read(self, into: Reading) -> None:
+        if not self.left:
+            raise OSError("it is gone")
+        self.left -= 1
+        into.host["rss"] = 5
+
+
+def test_a_sampler_that_fails_is_switched_off_with_one_note() -> None:
+    notes: list[str] = []
+    held = Held()
+    held.tiers, held.pinned = {"hbm": 3}, 7
+    samplers = Samplers([Failing(), held], notes.append)
+
+    first, *later = [samplers.read().sample(0.0, 1, None) for _ in range(3)]
+
+    assert first.host.rss == 5
+    assert [sample.host.rss for sample in later] == [None, None]
+    assert [(sample.tiers, sample.host.pinned) for sample in later] == [({"hbm": 3}, 7)] * 2
+    assert notes == ["the weather is no longer sampled: it is gone"]
+
+
+def test_a_slow_sampler_is_read_less_often() -> None:
+    slow = Failing()
+    slow.every, slow.left = 3, 99
+    samplers = Samplers([slow], lambda text: None)
+
+    read = [samplers.read().host for _ in range(7)]
+
+    assert [bool(host) for host in read] == [True, False, False, True, False, False, True]
+
+
+def test_this_machine_can_be_sampled() -> None:
+    parts = hardware()
+    samplers: list[Sampler] = [
+        ProcessMemory(), MachineMemory(), Disks(parts.disks), Cores(),
+    ]  # fmt: skip
+    together = Samplers(samplers, pytest.fail)
+    for _ in range(5):  # of cores, the first says nothing yet
+        reading = together.read()
+
+    assert reading.host["rss"] > 1 << 20
+    assert reading.host["available"] > 0
+    assert len(reading.cpu) >= 1
+    assert parts.cpus >= 1
+    assert parts.nodes
+
+
+def test_ceilings_come_from_a_machine_file() -> None:
+    found = ceilings(machine(link=25e9, dram=80e9))
+
+    assert found["h2d"] == found["d2h"] == 25e9
+    assert found["node0"] == 80e9  # a copy of 40 reads 40 and writes 40
+
+
+# Cards.
+
+
+class NvmlError(Exception):
+    """What the driver's library raises."""
+
+
+class FakeNvml:
+    """A driver with two cards, of which the first has PCIe counters."""
+
+    NVMLError = NvmlError
+    NVML_PCIE_UTIL_RX_BYTES, NVML_PCIE_UTIL_TX_BYTES = 1, 0
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index > 1:
+            raise NvmlError
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, name: str) -> int:
+        if name != "GPU-b":
+            raise NvmlError
+        return 1
+
+    def nvmlDeviceGetMemoryInfo(self, card: int) -> Any:
+        return SimpleNamespace(used=100 + card)
+
+    def nvmlDeviceGetUtilizationRates(self, card: int) -> Any:
+        if card == 1:
+            raise NvmlError
+        return SimpleNamespace(gpu=50)
+
+    def nvmlDeviceGetPcieThroughput(self, card: int, kind: int) -> int:
+        if card == 1:
+            self.asked.set()
+            raise NvmlError
+        return 4 if kind == self.NVML_PCIE_UTIL_RX_BYTES else 2
+
+
+def test_cards_as_the_driver_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    nvml, reading = FakeNvml(), Reading()
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[FakeNvml]:
+        yield nvml
+
+    cards = Cards(opened)
+    assert nvml.asked.wait(10)
+    cards.read(reading)
+    cards.close()
+
+    assert reading.sample(0.0, None, None).gpu == (
+        GpuSample(used=100, utilisation=0.5, h2d=4000.0, d2h=2000.0),
+        GpuSample(used=101),
+    )
+
+
+def test_without_a_driver_there_are_no_cards() -> None:
+    reading = Reading()
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[None]:
+        yield None
+
+    cards = Cards(opened)
+    cards.read(reading)
+    cards.close()
+
+    assert reading.gpus == {}
+
+
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [(None, [0, 1]), ("1,0", [1, 0]), ("1", [1]), ("GPU-b", [1]), ("0,7,1", [0]), ("", [])],
+)
+def test_cards_are_counted_as_cuda_counts_them(
+    named: str | None, found: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+
+    assert visible_cards(FakeNvml()) == found
