@@ -158,7 +158,10 @@ def streamed(steps: int = 8, **changed: object) -> Run:
     phases, events = [], []
     for step in range(steps):
         at = 1.5 * step
-        phases += [Phase("forward", step, at, at + 0.5), Phase("backward", step, at + 0.5, at + 1.5)]
+        phases += [
+            Phase("forward", step, at, at + 0.5),
+            Phase("backward", step, at + 0.5, at + 1.5),
+        ]
         events += _streamed_events(step, at)
     samples = [_streamed_sample(k * 0.05) for k in range(30 * steps)]
     told = {"planned": PLANNED, "ended": 1.5 * steps, "command": ("penstock", "train", "model")}
@@ -204,7 +207,10 @@ def on_cpu(steps: int = 4) -> Run:
     phases, samples = [], []
     for step in range(steps):
         at = 0.2 * step
-        phases += [Phase("forward", step, at, at + 0.1), Phase("backward", step, at + 0.1, at + 0.2)]
+        phases += [
+            Phase("forward", step, at, at + 0.1),
+            Phase("backward", step, at + 0.1, at + 0.2),
+        ]
         samples += [
             Sample(t=at + 0.05 * k, host=HostSample(rss=GiB + k, available=3 * GiB), cpu=(0.9, 0.5))
             for k in range(4)

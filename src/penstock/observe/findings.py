@@ -67,17 +67,20 @@ Finder = Callable[[Measures], Iterator[Finding]]
 
 def idle_links(m: Measures) -> Iterator[Finding]:
     """PCIe carries nothing for most of a long phase."""
+    said, whole = [], 0.0
     for phase, seconds in m.phases.items():
         if m.seconds is None or seconds < LONG_PHASE * m.seconds or phase in (UNNAMED, *OUTSIDE):
             continue
         share = _idle_share(m, phase)
         if share is not None and share >= IDLE:
-            yield Finding(
-                "link-idle", "note",
-                f"PCIe idle during {percent(share)} of {tidy(phase)}",
-                f"{seconds_text(share * seconds)} a step in which bytes for another phase could "
-                f"have moved.",
-            )  # fmt: skip
+            said.append(f"{percent(share)} of {tidy(phase)}")
+            whole += share * seconds
+    if said:
+        yield Finding(
+            "link-idle", "note",
+            f"PCIe idle during {list_of(said)}",
+            f"{seconds_text(whole)} a step in which bytes for another phase could have moved.",
+        )  # fmt: skip
 
 
 def _idle_share(m: Measures, phase: str) -> float | None:
@@ -249,6 +252,8 @@ def sweep_hidden(m: Measures) -> Iterator[Finding]:
         return
     busy = sum(use.seconds(SWEEP) for use in m.uses)
     hidden = sum(use.hidden(SWEEP) for use in m.uses) / busy
+    if hidden < IDLE:  # told as waiting
+        return
     yield Finding(
         "sweep", "note",
         f"{percent(hidden)} of the CPU sweep's {seconds_text(busy / len(m.uses))} a step ran "

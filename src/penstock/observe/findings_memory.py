@@ -27,15 +27,19 @@ def troughs(m: Measures) -> Iterator[Finding]:
             continue
         stats = m.stats(series)
         highest = max((stat.high for stat in stats.values()), default=0.0)
-        for phase, stat in stats.items():
-            long = m.phases.get(phase, 0.0) >= LONG_PHASE * m.seconds
-            if not long or phase in (UNNAMED, *OUTSIDE) or highest - stat.high < TROUGH * highest:
-                continue
+        long = {
+            phase: stat.high
+            for phase, stat in stats.items()
+            if m.phases.get(phase, 0.0) >= LONG_PHASE * m.seconds
+            and phase not in (UNNAMED, *OUTSIDE)
+        }
+        if long and highest - min(long.values()) >= TROUGH * highest:
+            phase, high = min(long.items(), key=lambda item: item[1])
             which = f"GPU {index} memory" if index else "GPU memory"
             yield Finding(
                 "trough", "note",
-                f"{which} trough of {nbytes_text(highest - stat.high)} during {tidy(phase)}",
-                f"At most {nbytes_text(stat.high)} of the step's {nbytes_text(highest)} are used "
+                f"{which} trough of {nbytes_text(highest - high)} during {tidy(phase)}",
+                f"At most {nbytes_text(high)} of the step's {nbytes_text(highest)} are used "
                 f"then: room for optimizer states, or for what the next phase fetches.",
             )  # fmt: skip
 

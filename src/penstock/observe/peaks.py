@@ -78,7 +78,7 @@ def _moment(t: float, steps: Sequence[Step]) -> tuple[int | None, str | None]:
     at = bisect.bisect_right([step.start for step in steps], t) - 1
     if at < 0 or t > steps[at].end:
         return None, None
-    inside = (s.name for s in steps[at].segments if s.start <= t <= s.end)
+    inside = (s.name for s in steps[at].segments if s.start <= t < s.end)
     return steps[at].number, next(inside, None)
 
 

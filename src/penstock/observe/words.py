@@ -31,8 +31,17 @@ _MEMORY = {
 
 def tidy(text: str, longest: int = LONGEST) -> str:
     """A name as one short line that every encoding and every reader can bear."""
-    text = _UNFIT.sub("\ufffd", text)
+    text = fit(text)
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def fit(text: str) -> str:
+    """The same at full length."""
+    return _UNFIT.sub("\ufffd", text)
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def resource_name(resource: str, measures: Measures) -> str:
