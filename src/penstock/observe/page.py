@@ -29,7 +29,7 @@ def page(m: Measures) -> str:
     steps = {why: drawn_step(step, m.run.events) for why, step in choices(m).items()}
     body = tag("header", _eyebrow(m), sections.headline(m))
     body += section("Findings", sections.findings_list(find(m)))
-    body += section(f"Memory, {wide.title if wide else ''}", _tools(phases), _drawn(memory, phases))
+    body += section(f"Memory, {wide.title if wide else ''}", tools(phases), _drawn(memory, phases))
     busy = _drawn([*traffic, *([load] if load else [])], phases)
     body += section(f"Traffic, {one.title if one else ''}", busy)
     body += section("Overlap", sections.overlap_table(m))
@@ -71,7 +71,7 @@ def _drawn(plots: list[Plot], phases: Phases) -> str:
     return tag("div", made, class_="plots") if made else ""
 
 
-def _tools(phases: Phases) -> str:
+def tools(phases: Phases) -> str:
     """Controls that need the script, which shows them."""
     zoom = "".join(
         tag("button", sign, type="button", data_do=do, title=say, aria_label=say)

@@ -76,7 +76,7 @@ def under_verdict(m: Measures) -> list[str]:
 
 def headline(m: Measures) -> str:
     lead = tag("p", text(" ".join(under_verdict(m))), class_="lead")
-    return tag("h1", text(verdict(m))) + lead + _tiles(m) + _bars(m)
+    return tag("h1", text(verdict(m))) + lead + _tiles(m) + bars(m)
 
 
 def _tiles(m: Measures) -> str:
@@ -103,7 +103,7 @@ def _tiles(m: Measures) -> str:
     return tag("dl", "".join(made), class_="tiles") if tiles else ""
 
 
-def _bars(m: Measures) -> str:
+def bars(m: Measures) -> str:
     """Where a step's time goes: by what the GPU waited for, and by phase."""
     made = ""
     if m.waits:
