@@ -59,7 +59,7 @@ def write_run(run: Run, path: Path) -> Path:
         ("phases", run.phases),
         ("events", run.events),
     ):
-        (path / f"{name}.jsonl").write_text("".join(map(line_of, records)))  # type: ignore[arg-type]
+        (path / f"{name}.jsonl").write_text("".join(map(line_of, records)))
     return path
 
 
@@ -73,7 +73,8 @@ OFFLOADED = {"forward": (0.0, 0.4), "backward": (0.4, 1.2), "update": (1.2, 2.0)
 
 
 def offloaded(steps: int = 6, **changed: object) -> Run:
-    phases, events = [], []
+    phases: list[Phase] = []
+    events: list[Event] = []
     for step in range(steps):
         at = 2.0 * step
         phases += [Phase(name, step, at + a, at + b) for name, (a, b) in OFFLOADED.items()]
@@ -155,7 +156,8 @@ PLANNED = Planned(
 
 
 def streamed(steps: int = 8, **changed: object) -> Run:
-    phases, events = [], []
+    phases: list[Phase] = []
+    events: list[Event] = []
     for step in range(steps):
         at = 1.5 * step
         phases += [

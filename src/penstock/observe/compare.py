@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from penstock.observe.measures import Measures
 from penstock.observe.sections import verdict
 from penstock.observe.words import (
     NONE,
+    capital,
     link_title,
     memory_title,
     moved_text,
@@ -22,6 +24,11 @@ from penstock.observe.words import (
 
 Unit = Literal["seconds", "rate", "bytes", "moved", "share"]
 Better = Literal["lower", "higher", "neither"]
+
+TOLD = 3
+"""Links and peaks that are told in words."""
+
+NONE_AT_ALL = "none"
 
 ALIKE = 0.02
 """A difference below this is not worth a sentence."""
@@ -101,11 +108,13 @@ def _rows(a: Measures, b: Measures) -> Iterator[Row]:
     yield Row("overlap", "copies not hidden, a step", "seconds", a.exposed, b.exposed)
     for link in _names(a.links, b.links):
         left, right = (m.links[link].nbytes if link in m.links else None for m in (a, b))
-        yield Row("link", f"{link_title(link)}, a step", "moved", left, right)
+        yield Row("link", f"{link_title(link)}, a step", "moved", left, right, "neither")
     mine, theirs = ({peak.key: peak.measured for peak in m.peaks} for m in (a, b))
     for key in _names(mine, theirs):
         if mine.get(key) is not None or theirs.get(key) is not None:
-            yield Row("peak", memory_title(key), "bytes", mine.get(key), theirs.get(key))
+            # Others use a node too, and what is pinned is neither good nor bad.
+            better: Better = "neither" if key.startswith("node") or "pinned" in key else "lower"
+            yield Row("peak", memory_title(key), "bytes", mine.get(key), theirs.get(key), better)
 
 
 def _inverse(m: Measures) -> float | None:
@@ -124,13 +133,23 @@ def _words(a: Measures, b: Measures, rows: tuple[Row, ...]) -> Iterator[str]:
         yield f"A: {verdict(a)}. B: {verdict(b)}."
     if a.hidden is not None and b.hidden is not None and abs(a.hidden - b.hidden) > ALIKE:
         yield f"Copy time hidden behind compute: {percent(a.hidden)}, then {percent(b.hidden)}."
-    for row in rows:
-        changed = row.ratio is not None and abs(row.ratio - 1) > ALIKE
-        if row.group in ("link", "peak") and changed:
+    for group in ("link", "peak"):
+        for row in _most_changed(rows, group):
             more = "more" if row.after is not None and row.after > (row.before or 0) else "less"
             yield f"{row.name}: {more}, {row.say(row.before)} to {row.say(row.after)}."
     if a.run.observation.hardware != b.run.observation.hardware:
         yield "They ran on different hardware: ratios are of machines as much as of programs."
+
+
+def _most_changed(rows: tuple[Row, ...], group: str) -> list[Row]:
+    """The three whose ratio is furthest from one, in the table's order."""
+    changed = [
+        (abs(math.log(row.ratio)), row)
+        for row in rows
+        if row.group == group and row.ratio and abs(row.ratio - 1) > ALIKE
+    ]
+    kept = [row for _, row in sorted(changed, key=lambda pair: -pair[0])[:TOLD]]
+    return [row for row in rows if row in kept]
 
 
 def _speed(a: Measures, b: Measures) -> str:
@@ -154,12 +173,10 @@ def _moved_phases(rows: tuple[Row, ...], whole: float) -> Iterator[str]:
             delta = (row.after or 0.0) - (row.before or 0.0)
             if abs(delta) > ALIKE * whole:
                 moved.append((delta, row))
-    for delta, row in sorted(moved, key=lambda pair: -abs(pair[0]))[:3]:
+    for delta, row in sorted(moved, key=lambda pair: -abs(pair[0]))[:TOLD]:
         way = "more" if delta > 0 else "less"
-        yield (
-            f"{row.name} takes {seconds_text(abs(delta))} {way}: "
-            f"{row.say(row.before)} to {row.say(row.after)}."
-        )
+        first, then = (NONE_AT_ALL if v is None else row.say(v) for v in (row.before, row.after))
+        yield f"{capital(row.name)} takes {seconds_text(abs(delta))} {way}: {first} to {then}."
 
 
 def comparison_json(a: Measures, b: Measures, made: Comparison) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from penstock.observe.markup import table, tag, text
 from penstock.observe.measures import Measures
 from penstock.observe.page import document, phases_of, section, tools
 from penstock.observe.plots import Phases, Plot, draw, plot_data
-from penstock.observe.words import tidy
+from penstock.observe.words import tidy, together
 
 
 def compare_page(names: tuple[str, str], both: tuple[Measures, Measures], made: Comparison) -> str:
@@ -20,11 +20,11 @@ def compare_page(names: tuple[str, str], both: tuple[Measures, Measures], made: 
     phases = Phases([*phases_of(both[0]).names, *phases_of(both[1]).names])
     words = "".join(tag("li", text(word)) for word in made.words[1:])
     shown = [f"{letter}: {tidy(name)}" for letter, name in zip("AB", names, strict=True)]
-    plots = [_plots(letter, m) for letter, m in zip("ab", both, strict=True)]
+    plots = _alike([_plots(letter, m) for letter, m in zip("ab", both, strict=True)])
     body = tag(
         "header",
         tag("p", text("Penstock comparison · " + " · ".join(shown)), class_="eyebrow"),
-        tag("h1", text(made.words[0])),
+        tag("h1", text(together(made.words[0]))),
         tag("ul", words) if words else "",
     )
     body += section("Figures", _table(made))
@@ -55,6 +55,14 @@ def _plots(letter: str, m: Measures) -> list[Plot]:
     found = panels.memory_plots(m, wide) if wide else []
     found += panels.traffic_plots(m, one) if one else []
     return [replace(plot, id=f"{letter}-{plot.id}") for plot in found]
+
+
+def _alike(plots: list[list[Plot]]) -> list[list[Plot]]:
+    """Plots of the same thing with the same y axis."""
+    most: dict[str, float] = {}
+    for plot in (plot for listed in plots for plot in listed):
+        most[plot.title] = max(plot.highest, most.get(plot.title, 0.0))
+    return [[replace(plot, at_least=most[plot.title]) for plot in listed] for listed in plots]
 
 
 def _sides(parts: list[str]) -> str:

@@ -165,10 +165,10 @@ def binned(events: Sequence[Event], start: float, end: float) -> tuple[Point, ..
     width = (end - start) / BINS
     held = [0.0] * BINS
     for event in events:
-        if not event.nbytes or event.end <= start or event.start >= end:
+        if not event.nbytes or event.end < start or event.start >= end:
             continue
         seconds = event.seconds
-        if seconds <= 0:
+        if seconds <= 0:  # shorter than the clock can tell
             held[min(BINS - 1, int((event.start - start) / width))] += event.nbytes
             continue
         first = max(0, int((event.start - start) / width))

@@ -68,14 +68,20 @@ class Plot:
     """Of the samples; lines are broken over longer holes."""
 
     note: str = ""
+    at_least: float = 0.0
+    """What the y axis reaches anyway: so that two plots can be compared."""
 
     def x(self, t: float) -> float:
         return WIDE * (t - self.start) / (self.end - self.start)
 
     @property
+    def highest(self) -> float:
+        return max((v for line in self.lines for _, v in line.points), default=0.0)
+
+    @property
     def top(self) -> float:
         """Of the y axis: a level far above all lines is told in the legend and not drawn."""
-        highest = max((v for line in self.lines for _, v in line.points), default=0.0)
+        highest = max(self.highest, self.at_least)
         drawn = [level.value for level in self.levels if level.value <= 1.6 * highest]
         if self.unit == "share":
             return 1.0
@@ -185,7 +191,12 @@ def _path(plot: Plot, line: Line, top: float) -> str:
             d += f"{'L' if at else 'M'}{number(plot.x(t))} {number(y)}"
         if len(stretch) == 1:
             d += "h0.01"  # a lone sample is a dot
-    return tag("path", d=d, class_=f"line c{line.colour % COLOURS}")
+    return tag("path", d=d, class_=_line_class(plot, line))
+
+
+def _line_class(plot: Plot, line: Line) -> str:
+    """A line that is alone needs no dashes to be told apart."""
+    return f"line c{line.colour % COLOURS}{' only' if len(plot.lines) == 1 else ''}"
 
 
 def _legend(plot: Plot) -> str:
@@ -194,7 +205,7 @@ def _legend(plot: Plot) -> str:
     for line in plot.lines:
         inside = [v for t, v in line.points if plot.start <= t <= plot.end]
         most = f" up to {say(max(inside))}" if inside else ""
-        items.append(tag("li", _key(f"line c{line.colour % COLOURS}"), text(line.name + most)))
+        items.append(tag("li", _key(_line_class(plot, line)), text(line.name + most)))
     top = plot.top
     for level in plot.levels:
         beyond = " (above the plot)" if level.value > top else ""

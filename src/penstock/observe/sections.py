@@ -24,6 +24,7 @@ from penstock.observe.words import (
     resource_name,
     seconds_text,
     tidy,
+    together,
 )
 
 MANY = 6
@@ -76,7 +77,7 @@ def under_verdict(m: Measures) -> list[str]:
 
 def headline(m: Measures) -> str:
     lead = tag("p", text(" ".join(under_verdict(m))), class_="lead")
-    return tag("h1", text(verdict(m))) + lead + _tiles(m) + bars(m)
+    return tag("h1", text(together(verdict(m)))) + lead + _tiles(m) + bars(m)
 
 
 def _tiles(m: Measures) -> str:

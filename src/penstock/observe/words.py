@@ -44,6 +44,11 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def together(text: str) -> str:
+    """A number and its unit on one line."""
+    return re.sub(r"(?<=\d) (?=(?:[numkMGT\u00b5]?s|%|[KMGT]i?B|B)\b|%)", "\u00a0", text)
+
+
 def resource_name(resource: str, measures: Measures) -> str:
     """As it stands in a sentence."""
     if resource == GPU:
