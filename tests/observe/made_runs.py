@@ -80,7 +80,7 @@ def offloaded(steps: int = 6, **changed: object) -> Run:
         phases += [Phase(name, step, at + a, at + b) for name, (a, b) in OFFLOADED.items()]
         events += _offloaded_events(step, at)
     samples = [_offloaded_sample(k * 0.05) for k in range(40 * steps)]
-    return make_run(phases, events, samples, ended=2.0 * steps, **changed)
+    return make_run(phases, events, samples, **{"ended": 2.0 * steps, **changed})
 
 
 def _offloaded_events(step: int, at: float) -> Iterator[Event]:

@@ -37,7 +37,7 @@ def compare_page(names: tuple[str, str], both: tuple[Measures, Measures], made: 
         head + "".join(draw(plot, phases) for plot in listed)
         for head, listed in zip(heads, plots, strict=True)
     ]
-    body += section("Memory and traffic", tools(phases), _sides(drawn))
+    body += section("Memory and traffic", _sides(drawn), controls=tools(phases))
     found = [sections.findings_list(find(m)) for m in both]
     body += section("Findings", _sides([h + f for h, f in zip(heads, found, strict=True)]))
     about = [head + sections.about(m) for head, m in zip(heads, both, strict=True)]
