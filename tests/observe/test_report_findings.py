@@ -175,3 +175,42 @@ def test_a_comparison_of_different_machines_or_of_nothing_says_so() -> None:
 
     assert any("different hardware" in word for word in other.words)
     assert nothing.words[0] == "No step was recorded in A: speeds cannot be compared."
+
+
+def test_without_a_gpu_nothing_is_said_of_pcie_or_of_pinning() -> None:
+    kinds = found(offloaded(hardware=replace(HARDWARE, gpus=())))
+
+    assert "waiting" in kinds
+    assert not {"pageable", "link-idle"} & set(kinds)
+
+
+def test_many_causes_of_pageable_copies_are_summed() -> None:
+    run = offloaded()
+    copies = [e for e in run.events if e.pinned is False]
+    more = [
+        replace(e, where=f"place {k}", nbytes=10**6 * (k + 1)) for e in copies for k in range(9)
+    ]
+    said = [text for text in texts(replace(run, events=(*run.events, *more))) if "pageable" in text]
+
+    assert len(said) == 4
+    assert "pageable copies: 28.0 MB per step from 7 other places" in said
+
+
+def test_a_memory_node_is_never_what_is_waited_for() -> None:
+    run = offloaded()
+    sweeps = [e for e in run.events if e.kind == "sweep"]
+    nodes = [replace(e, track="node0", link="node0", nbytes=10**9) for e in sweeps]
+    m = measure(replace(run, events=(*run.events, *nodes)))
+
+    assert m.waits == pytest.approx(measure(run).waits)
+    assert m.bound == measure(run).bound
+    assert m.links["node0"].nbytes == 10**9
+
+
+def test_a_disks_plan_is_of_both_directions() -> None:
+    both = 12 * (10**9 // 20 + 10**9 // 40)
+    kept = streamed(planned=replace(PLANNED, links={"disk:nvme0n1": both}))
+    missed = streamed(planned=replace(PLANNED, links={"disk:nvme0n1": both + 1}))
+
+    assert "plan-bytes" not in found(kept)
+    assert found(missed)["plan-bytes"].text.startswith("Disk nvme0n1 carried 900 MB a step")

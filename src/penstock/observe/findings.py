@@ -12,7 +12,7 @@ from typing import Literal
 
 from penstock.observe.measures import Measures
 from penstock.observe.steps import OUTSIDE, UNNAMED, settled
-from penstock.observe.usage import GPU, GPU_LINKS, SWEEP, mean
+from penstock.observe.usage import GPU, GPU_LINKS, SWEEP, is_node, mean
 from penstock.observe.words import (
     link_title,
     list_of,
@@ -34,6 +34,9 @@ LONG_PHASE = 0.1
 IDLE = 0.5
 WORTH_SAYING = 0.05
 """Of a step's time."""
+
+CAUSES = 3
+"""Of pageable copies, each of which is told; the others are told together."""
 
 QUIET = 0.02
 """Of its ceiling: a sampled link below this carries nothing to speak of."""
@@ -67,6 +70,8 @@ Finder = Callable[[Measures], Iterator[Finding]]
 
 def idle_links(m: Measures) -> Iterator[Finding]:
     """PCIe carries nothing for most of a long phase."""
+    if not m.run.observation.hardware.gpus:
+        return
     said, whole = [], 0.0
     for phase, seconds in m.phases.items():
         if m.seconds is None or seconds < LONG_PHASE * m.seconds or phase in (UNNAMED, *OUTSIDE):
@@ -106,6 +111,8 @@ def _idle_share(m: Measures, phase: str) -> float | None:
 
 def pageable_copies(m: Measures) -> Iterator[Finding]:
     """Copies that the driver must stage: slow, and never beside compute."""
+    if not m.run.observation.hardware.gpus:
+        return
     numbers = {use.step.number for use in m.uses}
     sums: dict[str, tuple[int, float]] = {}
     for event in m.run.events:
@@ -113,10 +120,15 @@ def pageable_copies(m: Measures) -> Iterator[Finding]:
             cause = event.where or event.phase or event.name
             nbytes, seconds = sums.get(cause, (0, 0.0))
             sums[cause] = (nbytes + (event.nbytes or 0), seconds + event.seconds)
-    for cause, (nbytes, seconds) in sorted(sums.items(), key=lambda item: -item[1][0]):
+    ranked = sorted(sums.items(), key=lambda item: -item[1][0])
+    told = [(f"`{tidy(cause)}`", *moved) for cause, moved in ranked[:CAUSES]]
+    if rest := [moved for _, moved in ranked[CAUSES:]]:
+        places = f"{len(rest)} other place{'s' if len(rest) > 1 else ''}"
+        told.append((places, sum(n for n, _ in rest), sum(s for _, s in rest)))
+    for cause, nbytes, seconds in told:
         yield Finding(
             "pageable", "warn",
-            f"pageable copies: {moved_text(nbytes / len(numbers))} per step from `{tidy(cause)}`",
+            f"pageable copies: {moved_text(nbytes / len(numbers))} per step from {cause}",
             "The driver copies pageable memory twice and cannot overlap it with compute; pin it.",
             seconds / len(numbers),
         )  # fmt: skip
@@ -213,21 +225,22 @@ def missed_plan(m: Measures) -> Iterator[Finding]:
     if planned.step_seconds and m.seconds:
         ratio = m.seconds / planned.step_seconds
         if not 0.85 <= ratio <= 1.15:
+            off = f"{percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'}"
             yield Finding(
                 "plan-time", "warn" if ratio > 1 else "note",
                 f"a step took {seconds_text(m.seconds)}; the plan said "
-                f"{seconds_text(planned.step_seconds)} ({percent(abs(ratio - 1))} "
-                f"{'more' if ratio > 1 else 'less'})",
+                f"{seconds_text(planned.step_seconds)} "
+                f"({off if ratio < 2 else f'{ratio:.1f} times as long'})",
                 "The machine file may be of another machine, or of one with other work to do.",
                 max(0.0, m.seconds - planned.step_seconds),
             )  # fmt: skip
     for link, nbytes in planned.links.items():
-        moved = m.links.get(link)
-        if moved is not None and moved.exact and round(moved.nbytes) != nbytes:
+        moved = m.carried(link)
+        if moved is not None and round(moved) != nbytes:
             yield Finding(
                 "plan-bytes", "warn",
-                f"{link_title(link)} carried {moved_text(moved.nbytes)} a step; the schedule says "
-                f"{moved_text(nbytes)} ({moved.nbytes - nbytes:+,.0f} bytes)",
+                f"{link_title(link)} carried {moved_text(moved)} a step; the schedule says "
+                f"{moved_text(nbytes)} ({moved - nbytes:+,.0f} bytes)",
                 "Something else used the link, or events were lost.",
             )  # fmt: skip
 
@@ -237,7 +250,8 @@ def unoverlapped_work(m: Measures) -> Iterator[Finding]:
     if m.bound.holds or m.floor is None or len(m.busy) < 2 or m.bound.resource is None:
         return
     whole = mean([use.step.seconds for use in m.uses])
-    shares = ", ".join(f"{resource_name(n, m)} {percent(s)}" for n, s in list(m.busy.items())[:4])
+    working = [(name, share) for name, share in m.busy.items() if not is_node(name)]
+    shares = ", ".join(f"{resource_name(name, m)} {percent(share)}" for name, share in working[:4])
     yield Finding(
         "serial", "note",
         f"nothing was busy throughout ({shares}): with everything overlapped a step could not take "

@@ -16,7 +16,7 @@ from penstock.observe.records import Run
 from penstock.observe.series import Series, Stat, by_phase, load_series, memory_series
 from penstock.observe.series import traffic_series as sampled_traffic
 from penstock.observe.steps import Step, phase_seconds, recorded, settled, steps_of, typical
-from penstock.observe.usage import GPU, GPU_LINKS, StepUse, mean, step_uses
+from penstock.observe.usage import GPU, GPU_LINKS, StepUse, is_node, mean, step_uses
 
 BUSY = 0.6
 """A resource that works for less of a step than this does not bound it: waiting does."""
@@ -107,9 +107,17 @@ class Measures:
     @property
     def floor(self) -> float | None:
         """Seconds of the busiest resource: no order of the same work makes a step shorter."""
-        if not self.uses or not self.busy:
+        if not self.uses or not self.bound.exact:
             return None
-        return max(self.busy.values()) * mean([use.step.seconds for use in self.uses])
+        return self.bound.share * mean([use.step.seconds for use in self.uses])
+
+    def carried(self, link: str) -> float | None:
+        """Bytes a step over a link as plans name it: a disk's two directions together. None where
+        events do not tell."""
+        parts = [f"{link}:read", f"{link}:write"] if link.startswith("disk:") else [link]
+        told = [self.links[part].nbytes for part in parts if part in self.links
+                and self.links[part].exact]  # fmt: skip
+        return sum(told) if told else None
 
     def stats(self, series: Series) -> dict[str, Stat]:
         """A quantity in each phase of the settled steps."""
@@ -204,7 +212,8 @@ def _bound(
     steps: tuple[Step, ...],
 ) -> Bound:
     if busy:
-        return _first_two(busy, exact=True)
+        workers = {name: share for name, share in busy.items() if not is_node(name)}
+        return _first_two(workers, exact=True)
     shares = {}
     for key, series in load.items():
         inside = [v for step in steps for _, v in series.between(step.start, step.end)]

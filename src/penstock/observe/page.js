@@ -44,7 +44,7 @@
   function redraw(figure) {
     const [a, b] = viewOf(figure), svg = figure.querySelector(".area svg");
     const box = svg.getAttribute("viewBox").split(" ");
-    svg.setAttribute("viewBox", [a, 0, b - a, box[3]].join(" "));
+    svg.setAttribute("viewBox", [a, box[1], b - a, box[3]].join(" "));
     figure.dataset.view = a.toFixed(3) + " " + b.toFixed(3);
     for (const name of figure.querySelectorAll(".band .phase")) {
       const left = Math.max(a, +name.dataset.a), right = Math.min(b, +name.dataset.b);

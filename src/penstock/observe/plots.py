@@ -19,6 +19,7 @@ from penstock.units import GiB, KiB, MiB, TiB
 
 WIDE = 1000
 TALL = 100
+MARGIN = 2
 BUCKETS = 250
 """Of time, each of which keeps its extremes: a line has at most four times as many points."""
 
@@ -122,7 +123,7 @@ def draw(plot: Plot, phases: Phases) -> str:
     top = plot.top
     drawn = _shades(plot, phases) + _grid() + "".join(_level(plot, lv, top) for lv in plot.levels)
     drawn += "".join(_path(plot, line, top) for line in plot.lines)
-    box = f"0 0 {WIDE} {TALL}"
+    box = f"0 -{MARGIN} {WIDE} {TALL + 2 * MARGIN}"  # a line at an edge is as wide as others
     svg = tag("svg", drawn, viewBox=box, preserveAspectRatio="none", role="img",
               aria_label=_spoken(plot))  # fmt: skip
     ticks = "".join(

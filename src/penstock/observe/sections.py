@@ -88,7 +88,7 @@ def _tiles(m: Measures) -> str:
         of = f"median of {len(steps)}; 9 in 10 within {seconds_text(slow)}"
         tiles.append(("A step", seconds_text(m.seconds), of))
     if GPU in m.busy:
-        tiles.append((resource_name(GPU, m), percent(m.busy[GPU]), "of a step"))
+        tiles.append((capital(resource_name(GPU, m)), percent(m.busy[GPU]), "of a step"))
     if m.hidden is not None and m.exposed is not None:
         exposed = f"{seconds_text(m.exposed)} a step is not"
         tiles.append(("Copies hidden", percent(m.hidden), exposed))
@@ -169,6 +169,11 @@ def overlap_table(m: Measures) -> str:
             rate_text(use.rate),
             percent(use.rate / use.ceiling) if use.ceiling else NONE,
         ))  # fmt: skip
+    for link, said in planned.links.items() if planned is not None else ():
+        moved = m.carried(link)
+        if link not in m.links and moved is not None:  # a disk, both ways
+            both = f"{link_title(link)}, both ways"
+            rows.append((both, moved_text(moved), moved_text(said), NONE, NONE, NONE, NONE))
     head = ("link", "a step", "planned", "busy", "hidden", "rate", "of ceiling")
     caption = "Links, per step. Hidden: the share of its busy time in which compute went on"
     return table(head, rows, caption=caption) if rows else ""

@@ -28,6 +28,11 @@ def resource_of(event: Event) -> str:
     return SWEEP if event.kind == "sweep" else event.track
 
 
+def is_node(resource: str) -> bool:
+    """A memory node carries what copies and sweeps move: it is busy because they are."""
+    return resource.startswith("node")
+
+
 def link_of(event: Event) -> str:
     """A disk's two directions are two links: they have rates of their own."""
     link = event.link or ""
@@ -70,7 +75,7 @@ class StepUse:
         parts: dict[tuple[str, ...], list[Interval]] = {}
         parts[()] = without(whole, self.busy.get(GPU, ()))
         for resource, spans in self.busy.items():
-            if resource != GPU:
+            if resource != GPU and not is_node(resource):
                 parts = _split(parts, resource, spans)
         return {names: length(spans) for names, spans in parts.items()}
 

@@ -75,7 +75,13 @@ def link_title(link: str) -> str:
         return named[link]
     if match := re.fullmatch(r"disk:(.+):(read|write)", link):
         return f"Disk {tidy(match[1])}, {'read' if match[2] == 'read' else 'written'}"
-    return tidy(link)
+    if match := re.fullmatch(r"node(\d+)", link):
+        return f"Memory node {match[1]}"
+    return _disk(link)
+
+
+def _disk(link: str) -> str:
+    return f"Disk {tidy(link.removeprefix('disk:'))}" if link.startswith("disk:") else tidy(link)
 
 
 def memory_title(key: str) -> str:
