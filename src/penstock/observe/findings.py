@@ -254,8 +254,8 @@ def unoverlapped_work(m: Measures) -> Iterator[Finding]:
     shares = ", ".join(f"{resource_name(name, m)} {percent(share)}" for name, share in working[:4])
     yield Finding(
         "serial", "note",
-        f"nothing was busy throughout ({shares}): with everything overlapped a step could not take "
-        f"less than {seconds_text(m.floor)}",
+        f"each waits for another ({shares}): with everything overlapped a step could still not "
+        f"take less than {seconds_text(m.floor)}",
         "That is the busiest one's own time, and no promise.",
         whole - m.floor,
     )  # fmt: skip

@@ -125,4 +125,4 @@ def rate_text(rate: float | None) -> str:
 def seconds_text(seconds: float | None) -> str:
     if seconds is None:
         return NONE
-    return format_seconds(seconds) if seconds > 0 else "0 s"
+    return format_seconds(float(f"{seconds:.6g}")) if seconds > 0 else "0 s"  # 0.0999... is 0.1
