@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from penstock.observe.intervals import common, length, union, within, without
 from penstock.observe.measures import measure
+from penstock.observe.page import page
 from penstock.observe.panels import BINS, binned
 from penstock.observe.records import Event, Phase, Sample
-from penstock.observe.series import Series, by_phase, thinned, unbroken
+from penstock.observe.series import by_phase, thinned, unbroken
 from penstock.observe.steps import UNNAMED, Segment, flatten, steps_of, typical
 from penstock.observe.usage import step_uses
 from penstock.units import GiB
@@ -213,5 +214,18 @@ def test_not_a_number_is_no_sample() -> None:
     bad = replace(run.samples[3], t=float("nan"))
     m = measure(replace(run, samples=(*run.samples, bad)))
 
-    assert all(isinstance(series, Series) for series in m.memory.values())
     assert m.memory["host.rss"].points == measure(run).memory["host.rss"].points
+
+
+def test_records_without_a_time_are_left_out_and_counted() -> None:
+    run = offloaded()
+    nan, inf = float("nan"), float("inf")
+    events = (
+        replace(run.events[0], start=nan), replace(run.events[0], end=inf),
+        replace(run.events[0], start=3.0, end=2.0),
+    )  # fmt: skip
+    m = measure(replace(run, events=(*run.events, *events)))
+
+    assert m.busy == measure(run).busy
+    assert m.run.notes == ("3 records have no time that can be, and were left out",)
+    assert "3 records have no time" in page(m)

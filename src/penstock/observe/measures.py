@@ -6,9 +6,10 @@ whose events were kept. Exact figures come from events; where there are none, sa
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.observe.intervals import length, without
 from penstock.observe.peaks import Peak, peaks_of
@@ -127,6 +128,7 @@ class Measures:
 
 def measure(run: Run) -> Measures:
     """All figures. Pure: the same run gives the same ones."""
+    run = _timed(run)
     steps = steps_of(run)
     steady = settled(steps)
     kept = recorded(steps, run.events)
@@ -155,6 +157,19 @@ def measure(run: Run) -> Measures:
         load=load,
         bound=_bound(busy, load, links, steady),
     )
+
+
+def _timed(run: Run) -> Run:
+    """Without records whose times are none: a file may say NaN, or an end before its start."""
+    samples = tuple(s for s in run.samples if math.isfinite(s.t))
+    phases = tuple(p for p in run.phases if math.isfinite(p.seconds) and p.end >= p.start)
+    events = tuple(e for e in run.events if math.isfinite(e.seconds) and e.end >= e.start)
+    kept = len(samples) + len(phases) + len(events)
+    lost = len(run.samples) + len(run.phases) + len(run.events) - kept
+    if not lost:
+        return run
+    notes = (*run.notes, f"{lost} records have no time that can be, and were left out")
+    return replace(run, samples=samples, phases=phases, events=events, notes=notes)
 
 
 def _exposed(use: StepUse) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def window_of(m: Measures, *, widen: bool) -> Window | None:
 
 
 def _inside(times: Sequence[float], start: float, end: float) -> int:
-    return sum(start <= t < end for t in times)
+    return bisect.bisect_left(times, end) - bisect.bisect_left(times, start)
 
 
 def _whole(m: Measures) -> Window | None:

@@ -236,7 +236,7 @@ def _ending(m: Measures) -> str:
 def missing(m: Measures) -> list[str]:
     """What the page cannot show, and why."""
     run = m.run
-    said = list(run.notes)
+    said = [tidy(note, 400) for note in run.notes]
     if not run.samples:
         said.append("no samples: memory over time is not shown")
     if not m.steps:
