@@ -70,7 +70,7 @@ def under_verdict(m: Measures) -> list[str]:
             said.append(f"The busiest one's own time is {seconds_text(m.floor)} a step.")
     planned = m.run.observation.planned
     if planned is not None and planned.step_seconds is not None:
-        by = f", bound by {tidy(planned.bound_by, 80)}" if planned.bound_by else ""
+        by = f", bound by {resource_name(planned.bound_by, m)}" if planned.bound_by else ""
         said.append(f"Planned: {seconds_text(planned.step_seconds)} a step{by}.")
     return said
 
