@@ -167,10 +167,12 @@ def test_the_typical_step_is_neither_the_first_nor_the_slowest() -> None:
 def test_an_event_that_reaches_into_the_next_step_is_busy_in_both_and_counted_once() -> None:
     phases = [Phase("forward", n, float(n), n + 1.0) for n in range(2)]
     copy = Event("h2d", "copy", "w", 0.5, 1.25, 0, link="h2d", nbytes=8)
-    first, second = step_uses(steps_of(make_run(phases, [], [])), [copy])
+    late = Event("d2h", "copy", "g", 1.5, 1.75, 0, link="d2h", nbytes=3)
+    first, second = step_uses(steps_of(make_run(phases, [], [])), [copy, late])
 
     assert (first.seconds("h2d"), second.seconds("h2d")) == (0.5, 0.25)
-    assert (first.nbytes, second.nbytes) == ({"h2d": 8}, {})
+    assert (first.seconds("d2h"), second.seconds("d2h")) == (0.0, 0.25)
+    assert (first.nbytes, second.nbytes) == ({"h2d": 8, "d2h": 3}, {})
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=400), st.integers(1, 20))
