@@ -9,12 +9,13 @@ JOBS   ?= 2
 CSRC    := $(wildcard csrc/*.cpp csrc/*.h)
 CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 
-.PHONY: help demo test test-long test-vm fuzz lint format bench bench-storage bench-plans bench-gpu \
+.PHONY: help demo test test-long test-browser test-vm fuzz lint format bench bench-storage bench-plans bench-gpu \
         bench-peers clean
 help:
 	@echo "make demo      fine-tune a small model under a small budget, in two minutes on two cores"
 	@echo "make test      build and run the tests (no GPU, no root)"
 	@echo "make test-long campaigns of many minutes: races in the engine"
+	@echo "make test-browser the report in headless Chromium, where it is installed"
 	@echo "make test-vm   the placement suite in a VM with CXL memory (Debian)"
 	@echo "make fuzz      10^6 mutated store headers, and safetensors ones, against their parsers"
 	@echo "make lint      ruff, mypy --strict, clang-format"
@@ -45,10 +46,13 @@ demo: $(VENV)/built
 
 test: $(VENV)/built $(NATIVE_TESTS)/native_tests
 	$(BIN)/python -m pytest --timeout 300 -n $(JOBS) --dist loadfile \
-	  -m "not gpu and not vm and not long" $(ARGS)
+	  -m "not gpu and not vm and not long and not browser" $(ARGS)
 
 test-long: $(VENV)/built
 	$(BIN)/python -m pytest --timeout 300 -m long $(ARGS)
+
+test-browser: $(VENV)/built
+	$(BIN)/python -m pytest --timeout 300 -m browser $(ARGS)
 
 test-vm: $(VENV)/built
 	tests/vm/run.sh $(ARGS)

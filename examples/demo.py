@@ -4,7 +4,8 @@
 
 Data, tokenizer and a config of two million parameters are made on the spot. Its training wants some
 40 MiB; the fast tier gets 14 MiB and DRAM 8 MiB, so that states go to disk as well. Halfway the run
-is stopped, as by Ctrl-C, and resumed. On a machine with a GPU the GPU computes.
+is stopped, as by Ctrl-C, and resumed. A page shows where memory and time went. On a machine with a
+GPU the GPU computes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from penstock.preparing import Recipe, plan_for
 from penstock.units import format_bytes_up
 
 STEPS, CONTEXT, BATCH, MICRO_BATCH = 200, 128, 4, 4
+PROFILED = 20
 HBM, DRAM, DISK = "14MiB", "8MiB", "64MiB"
 
 QUESTIONS = (
@@ -69,14 +71,17 @@ def main() -> int:
     say(f"What the model in {out}/ answers, loaded by transformers")
     ask(AutoModelForCausalLM.from_pretrained(out), tokenizer)
     tell_results(out)
-    return 0
+
+    report = [*command[:3], "report", str(out / "profile")]
+    say(f"Where the first {PROFILED} steps went. {shown(report)}")
+    return subprocess.run(report, check=False).returncode
 
 
 def train_command(folder: Path) -> list[str]:
     sizes = {"hbm": least_hbm(folder), "dram": DRAM, "nvme": f"{folder / 'disk'}:{DISK}"}
     run = {"context": CONTEXT, "batch": BATCH, "micro-batch": MICRO_BATCH, "steps": STEPS}
     rate = {"lr": 2e-3, "warmup": 10, "weight-decay": 0.01}
-    rest = {"init": "random", "eval-split": 0.02, "cache": folder / "tokens"}
+    rest = {"init": "random", "eval-split": 0.02, "cache": folder / "tokens", "profile": PROFILED}
     flags = [f"--{name}={value}" for name, value in {**sizes, **run, **rate, **rest}.items()]
     start = [sys.executable, "-m", "penstock.cli", "train"]
     inputs = [str(folder / "model"), f"--data={folder / 'chats.jsonl'}", f"--out={folder / 'out'}"]

@@ -43,6 +43,8 @@ FLAGS = {
         *{"command", "--out", "-o", "--interval", "--exact", "--limit", "--machine"},
         *{"--all-processes", "--help"},
     },
+    "report": {"run", "--out", "-o", "--json", "--help"},
+    "compare": {"before", "after", "--out", "-o", "--json", "--help"},
     "data show": {
         *{"file", "--model", "--context", "--count", "--overlong", "--skip-bad-lines", "--cache"},
         *{"--revision", "--trust-remote-code", "--json", "--help"},

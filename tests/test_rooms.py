@@ -155,9 +155,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "train_command": {"train"},
     "profile_command": {"machine", "observe", "units"},
+    "report_command": {"observe"},
     "cli": {
         *{"__init__", "data_command", "doctor", "errors", "plan_command", "probe", "records"},
-        *{"profile_command", "store_command", "train_command"},
+        *{"profile_command", "report_command", "store_command", "train_command"},
     },
     "__init__": {
         *{"discovery", "errors", "machine"},
@@ -178,7 +179,10 @@ TORCH_FREE = [
     "doctor",
     "machine",
     "memory.arena",
+    "observe.compare_page",
+    "observe.page",
     "observe.records",
+    "observe.report",
     "plan",
     "planner",
     "probe",

@@ -31,6 +31,7 @@ from penstock.errors import PenstockError, ProbeError
 from penstock.plan_command import machines_command, plan_command
 from penstock.profile_command import SETTINGS as PROFILE_SETTINGS
 from penstock.profile_command import profile_command
+from penstock.report_command import compare_command, report_command
 from penstock.store_command import bench_app, store_app
 from penstock.train_command import train_command
 
@@ -51,6 +52,8 @@ app.command("plan")(plan_command)
 app.command("machines")(machines_command)
 app.command("train")(train_command)
 app.command("profile", context_settings=PROFILE_SETTINGS)(profile_command)
+app.command("report")(report_command)
+app.command("compare")(compare_command)
 app.add_typer(data_app, name="data")
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")

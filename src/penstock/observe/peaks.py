@@ -1,0 +1,96 @@
+"""How full each memory was at most, beside what was planned. Room: show."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.observe.records import Run
+from penstock.observe.series import Series
+from penstock.observe.steps import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """One memory at its fullest."""
+
+    key: str
+    """Of the series: gpu0.allocated, host.rss, node0, tier.hbm."""
+
+    measured: int | None
+    """None where it was planned and nobody sampled it."""
+
+    planned: int | None = None
+    budget: int | None = None
+    capacity: int | None = None
+    step: int | None = None
+    phase: str | None = None
+    """In which it was first so full."""
+
+
+def peaks_of(run: Run, memory: Mapping[str, Series], steps: Sequence[Step]) -> tuple[Peak, ...]:
+    """Tiers first, then what holds them. The host's available memory is no peak."""
+    planned = run.observation.planned
+    tiers = planned.tiers if planned is not None else {}
+    found = []
+    for key in _tier_keys(memory, tiers):
+        tier = key.removeprefix("tier.")
+        said = tiers.get(tier)
+        if said is not None and not said.peak and not said.budget and key not in memory:
+            continue
+        found.append(
+            _peak(
+                key, memory, steps,
+                planned=said.peak if said else None,
+                budget=said.budget if said else None,
+            )
+        )  # fmt: skip
+    others = [key for key in memory if not key.startswith("tier.") and key != "host.available"]
+    found += [_peak(key, memory, steps, capacity=_capacity(run, key)) for key in others]
+    return tuple(found)
+
+
+def _tier_keys(memory: Mapping[str, Series], tiers: Mapping[str, object]) -> list[str]:
+    order = ("hbm", "dram", "cxl", "nvme")
+    names = {key.removeprefix("tier.") for key in memory if key.startswith("tier.")} | set(tiers)
+    rank = {name: at for at, name in enumerate(order)}
+    return [f"tier.{n}" for n in sorted(names, key=lambda n: (rank.get(n, len(order)), n))]
+
+
+def _peak(
+    key: str,
+    memory: Mapping[str, Series],
+    steps: Sequence[Step],
+    *,
+    planned: int | None = None,
+    budget: int | None = None,
+    capacity: int | None = None,
+) -> Peak:
+    if key not in memory:
+        return Peak(key, None, planned, budget, capacity)
+    t, value = memory[key].peak
+    step, phase = _moment(t, steps)
+    return Peak(key, int(value), planned, budget, capacity, step, phase)
+
+
+def _moment(t: float, steps: Sequence[Step]) -> tuple[int | None, str | None]:
+    at = bisect.bisect_right([step.start for step in steps], t) - 1
+    if at < 0 or t > steps[at].end:
+        return None, None
+    inside = (s.name for s in steps[at].segments if s.start <= t < s.end)
+    return steps[at].number, next(inside, None)
+
+
+def _capacity(run: Run, key: str) -> int | None:
+    """What there is of it, where the hardware says."""
+    hardware = run.observation.hardware
+    if key.startswith("gpu"):
+        index = int(key.removeprefix("gpu").split(".")[0])
+        return next((gpu.nbytes for gpu in hardware.gpus if gpu.index == index), None)
+    if key.startswith("node"):
+        node = key.removeprefix("node")
+        return next((part.nbytes for part in hardware.nodes if str(part.id) == node), None)
+    known = [part.nbytes for part in hardware.nodes]
+    whole = [nbytes for nbytes in known if nbytes is not None]
+    return sum(whole) if whole and len(whole) == len(known) else None
