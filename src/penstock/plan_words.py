@@ -8,8 +8,16 @@ from penstock.machine import Machine
 from penstock.plan import Plan
 from penstock.tiers import Tier
 
-_SHORT = {"read": "memory", "write": "memory", "disk": "nvme", "link": "pcie", "h2d": "pcie",
-          "d2h": "pcie"}  # fmt: skip
+_SHORT = {
+    "read": "memory",
+    "write": "memory",
+    "disk": "nvme",
+    "reads": "nvme",
+    "writes": "nvme",
+    "link": "pcie",
+    "h2d": "pcie",
+    "d2h": "pcie",
+}
 
 
 def short_name(resource: str) -> str:
@@ -35,6 +43,8 @@ def long_name(resource: str, machine: Machine) -> str:
             return "PCIe, both ways together"
         case "disk":
             return f"NVMe at {where}"
+        case "reads" | "writes":
+            return f"NVMe {kind} at {where}"
         case _:
             return f"memory bandwidth of {where}"
 

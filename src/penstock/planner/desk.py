@@ -78,7 +78,8 @@ class Desk:
     _places: Mapping[Spot, tuple[tuple[Share, float], ...]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rates = Rates.of(self.machine, self.workload.moments)
+        compiled = self.workload.numerics.compiled
+        self.rates = Rates.of(self.machine, self.workload.moments, compiled=compiled)
         self._places = _places(self.machine, self.rates, self.budget)
         self._capacities = {tier: self._capacity(tier) for tier in Tier}
         args = (self.inventory, self.workload)
