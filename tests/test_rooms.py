@@ -68,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "budget": {"errors", "machine", "records", "tiers", "units"},
     "cpu_machine": {"machine"},
     "placement_parts": {"errors", "roles", "tiers", "units"},
+    "lending": {"placement_parts", "roles", "tiers"},
     "schedule": {"roles"},
     "step_facts": {"inventory", "placement_parts", "roles", "tiers"},
     "step_order": {"inventory", "placement_parts", "roles", "schedule", "step_facts"},
@@ -79,17 +80,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"step_order", "tiers", "units", "workload"},
     },
     "plan": {
-        *{"budget", "errors", "inventory", "machine", "placement_parts", "pools", "record_files"},
-        *{"roles", "tiers", "units", "workload"},
+        *{"budget", "errors", "inventory", "lending", "machine", "placement_parts", "pools"},
+        *{"record_files", "roles", "tiers", "units", "workload"},
     },
     "cost": {
-        *{"lifetimes", "pools"},
+        *{"lending", "lifetimes", "pools"},
         *{"errors", "gpu_catalogue", "inventory", "machine", "placement_parts", "roles"},
         *{"schedule", "step_order", "tiers", "workload"},
     },
     "planner": {
-        *{"budget", "cost", "errors", "inventory", "machine", "placement_parts", "plan", "pools"},
-        *{"roles", "schedule", "step_order", "tiers", "units", "workload"},
+        *{"budget", "cost", "errors", "inventory", "lending", "machine", "placement_parts", "plan"},
+        *{"pools", "roles", "schedule", "step_order", "tiers", "units", "workload"},
     },
     "baselines": {
         *{"cost", "errors", "inventory", "placement_parts", "planner", "roles", "schedule"},

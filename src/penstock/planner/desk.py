@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from penstock.budget import Budget
 from penstock.cost import Cost, Rates, Stopwatch, estimate
 from penstock.inventory import Inventory
+from penstock.lending import lent_nbytes
 from penstock.machine import Machine
 from penstock.placement_parts import (
     BlockPlacement,
@@ -21,6 +22,7 @@ from penstock.placement_parts import (
 )
 from penstock.planner.choice import GROUPS, BlockSpots, Choice, Spot
 from penstock.planner.pieces import MOST, coarse
+from penstock.planner.places import places
 from penstock.planner.quick import QuickNeeds
 from penstock.pools import CUDA_CONTEXT, Pool, input_nbytes, pools, role_nbytes
 from penstock.roles import Role
@@ -80,7 +82,7 @@ class Desk:
     def __post_init__(self) -> None:
         compiled = self.workload.numerics.compiled
         self.rates = Rates.of(self.machine, self.workload.moments, compiled=compiled)
-        self._places = _places(self.machine, self.rates, self.budget)
+        self._places = places(self.machine, self.rates, self.budget)
         self._capacities = {tier: self._capacity(tier) for tier in Tier}
         args = (self.inventory, self.workload)
         self._quick = QuickNeeds(*args, self.context_nbytes, self.placement)
@@ -130,12 +132,24 @@ class Desk:
         return sum(self._role_nbytes(block, role, rounds) for role in GROUPS[group])
 
     def demand(self, choice: Choice) -> Counter[Tier]:
-        """Bytes that rest in each tier, inputs included."""
+        """Bytes that rest in each tier, inputs included that are lent no place."""
         found: Counter[Tier] = Counter()
         for index, spots in enumerate(choice.spots):
             for tier, nbytes in self._block_demand(index, spots, choice.rounds):
                 found[tier] += nbytes
+        found.subtract(self.lent(choice))
         return found
+
+    def lent(self, choice: Choice) -> Counter[Tier]:
+        """Bytes of inputs among them that rest where gradients leave room."""
+        blocks = [self._block(i, s, choice.rounds) for i, s in enumerate(choice.spots)]
+        return lent_nbytes(blocks, rounds=choice.rounds, accumulate=self.workload.accumulate)
+
+    def all_inputs(self, rounds: int) -> int:
+        """Bytes of inputs that could be lent a place."""
+        if rounds > 1 or self.workload.accumulate:
+            return 0
+        return len(self.inventory.layers) * self.nbytes(1, "input", rounds)
 
     def _block_demand(
         self, index: int, spots: BlockSpots, rounds: int
@@ -276,21 +290,3 @@ class Desk:
         if key not in self._sizes:
             self._sizes[key] = role_nbytes(model, role, self.workload.formats(rounds), step)
         return self._sizes[key]
-
-
-def _places(
-    machine: Machine, rates: Rates, budget: Budget
-) -> Mapping[Spot, tuple[tuple[Share, float], ...]]:
-    """The places of each spot, with their weights in a stripe."""
-    dram = [(Share(tier=Tier.DRAM, nbytes=0, node=n.id), rates.nodes[n.id]) for n in
-            machine.dram_nodes]  # fmt: skip
-    cxl = [(Share(tier=Tier.CXL, nbytes=0, node=n.id), rates.nodes[n.id]) for n in
-           machine.cxl_nodes]  # fmt: skip
-    paths = [(Share(tier=Tier.NVME, nbytes=0, path=p.path), float(p.nbytes)) for p in budget.nvme]
-    return {
-        Spot.HBM: ((Share(tier=Tier.HBM, nbytes=0), 1.0),),
-        Spot.DRAM: tuple((share, node.sweep) for share, node in dram),
-        Spot.MIX: tuple((share, node.sweep) for share, node in [*dram, *cxl]),
-        Spot.CXL: tuple((share, node.to_gpu) for share, node in cxl),
-        Spot.NVME: tuple(paths),
-    }

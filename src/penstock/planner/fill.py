@@ -44,6 +44,9 @@ PREFERENCES: tuple[dict[str, tuple[Spot, ...]], ...] = (
 
 OTHERS = (Spot.DRAM, Spot.CXL, Spot.NVME)
 
+TRIES = 6
+"""To fill, each knowing what the one before came out at."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -74,18 +77,24 @@ class Recipe:
 def fill(desk: Desk, recipe: Recipe) -> Choice | None:
     """A candidate that fits, or None."""
     reserve: Counter[Tier] = Counter()
-    for _ in range(4):
+    best: Choice | None = None
+    for attempt in range(TRIES):
         choice = _fill_once(desk, recipe, reserve)
-        if choice is None:
-            return None
-        short = desk.shortage(choice)
-        if not short:
+        short = {} if choice is None else desk.shortage(choice)
+        # What inputs are lent, and what staging takes, shows only when it is known what goes where:
+        # give or leave room for it and try again.
+        if choice is None and not attempt:
+            reserve[Tier.DRAM] = -desk.all_inputs(recipe.rounds)
+        elif choice is None or set(short) - {Tier.DRAM}:
+            return best
+        elif short:
+            reserve[Tier.DRAM] += short[Tier.DRAM]
+        elif choice == best or not desk.demand(choice)[Tier.NVME]:
             return choice
-        if set(short) - {Tier.DRAM}:
-            return None
-        # Staging shows only when it is known what goes to NVMe: leave room for it and try again.
-        reserve[Tier.DRAM] += short[Tier.DRAM]
-    return None
+        else:
+            best = choice
+            reserve[Tier.DRAM] = -desk.lent(choice)[Tier.DRAM]
+    return best
 
 
 def _fill_once(desk: Desk, recipe: Recipe, reserve: Counter[Tier]) -> Choice | None:
@@ -171,7 +180,10 @@ def spread(layers: Sequence[int]) -> list[int]:
 
 
 def residents(desk: Desk, rounds: int) -> list[tuple[int, ...]]:
-    """Blocks to keep in HBM: as many as it holds, in two orders; half of them; none."""
+    """Blocks to keep in HBM: as many as it holds, in two orders; half of them; none.
+
+    First layers, whose sweep would be waited for. Where disks are used also last ones: the others'
+    gradients then lend room to more inputs."""
     count = len(desk.inventory.blocks)
     outer = [i for i in (0, count - 1) if desk.inventory.blocks[i].tensors]
     layers = list(range(1, count - 1))
@@ -179,6 +191,9 @@ def residents(desk: Desk, rounds: int) -> list[tuple[int, ...]]:
     for order in ([*outer, *layers], [*layers, *outer]):
         most = _most(desk, Recipe(rounds=rounds), order)
         found += [tuple(sorted(order[:number])) for number in (most, most // 2)]
+    if desk.capacity(Tier.NVME):
+        number = max(0, len(found[0]) - len(outer))
+        found.insert(0, tuple(sorted([*outer, *layers[len(layers) - number :]])))
     return list(dict.fromkeys([*found, ()]))
 
 

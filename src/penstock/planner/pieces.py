@@ -12,14 +12,15 @@ from penstock.roles import SWEEP_LEAF
 from penstock.tiers import Tier
 from penstock.workload import Workload
 
-MOST = 1 << 26
-"""Parameters: 640 MiB of exact states, long enough for any drive's best rate."""
+MOST = 1 << 24
+"""Parameters: 160 MiB of exact states, long enough for any drive's best rate."""
 
 LEAST = SWEEP_LEAF
 """Also a page of the smallest role."""
 
-STAGED_SHARE = 1 / 8
-"""Of DRAM that three pieces may take, with every role of theirs on NVMe."""
+STAGED_SHARE = 1 / 32
+"""Of DRAM that three pieces may take, with every role of theirs on NVMe: what staging takes must
+rest on NVMe instead, and be read and written with every step."""
 
 PIECES = 1024
 """Of a whole model, about the most that are worth cutting: every piece is an operation or four of
