@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "gpu_catalogue": set(),
     "bundled": {"errors", "machine", "record_files", "records"},
+    "probed": {"errors", "machine"},
     "model_config": {"errors"},
     "model_survey": {"errors", "inventory", "model_config"},
     # hold
@@ -106,7 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # show
     "preparing": {
         *{"budget", "cpu_machine", "discovery", "errors", "inventory", "machine", "model_config"},
-        *{"model_survey", "plan", "planner", "roles", "stream", "workload"},
+        *{"model_survey", "plan", "planner", "probed", "roles", "stream", "workload"},
     },
     "advice": {"budget", "errors", "inventory", "machine", "planner", "tiers", "units", "workload"},
     "plan_words": {"machine", "plan", "tiers"},
@@ -116,8 +117,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plan_command": {
         *{"advice", "budget", "bundled", "discovery", "errors", "inventory", "machine"},
-        *{"plan_view", "planner", "probe", "records", "roles", "model_survey", "tiers", "units"},
-        "workload",
+        *{"plan_view", "planner", "probe", "probed", "records", "roles", "model_survey", "tiers"},
+        *{"units", "workload"},
     },
     "doctor": {"_native", "discovery", "records", "storage.engines", "system", "units"},
     "store_command": {"storage", "errors", "units"},
@@ -138,8 +139,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "train_command": {"train"},
     "cli": {
-        *{"__init__", "data_command", "doctor", "errors", "plan_command", "probe", "records"},
-        *{"store_command", "train_command"},
+        *{"__init__", "data_command", "doctor", "errors", "plan_command", "probe", "probed"},
+        *{"records", "store_command", "train_command"},
     },
     "__init__": {
         *{"discovery", "errors", "machine"},

@@ -172,6 +172,7 @@ def probe(
     from penstock import records
     from penstock.probe import plot as plotting
     from penstock.probe import show
+    from penstock.probed import keep
 
     _check_writable(out)
     if plot is not None:
@@ -186,6 +187,7 @@ def probe(
     made = replace(result.machine.made, command=shlex.join(["penstock", *sys.argv[1:]]))
     machine = replace(result.machine, made=made)
     machine.save(out)
+    kept = keep(machine)
     if plot is not None:
         plotting.save_plot(machine, plot)
     if as_json:
@@ -194,6 +196,7 @@ def probe(
     console = _Page()
     console.print(show.tables(result))
     console.print(f"{out} written, {result.seconds:.1f} s", highlight=False)
+    console.print(kept, highlight=False)
 
 
 def _check_writable(path: Path) -> None:

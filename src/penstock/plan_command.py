@@ -6,7 +6,6 @@ Functions ready for typer; `cli.py` gives them their names.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from penstock.inventory import Inventory
 from penstock.machine import Machine
 from penstock.plan_view import explain, infeasible_json, plan_json, plan_view
 from penstock.planner import make_plan
+from penstock.probed import cache_path
 from penstock.roles import Dtype, Moments
 from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds, parse_bytes
@@ -148,11 +148,6 @@ def machines_command(
 
 
 # The machine.
-
-
-def cache_path() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "penstock" / "machine.json"
 
 
 def find_machine(

@@ -32,7 +32,7 @@ def long_name(resource: str, machine: Machine) -> str:
     where = f"node {place} ({machine.node(int(place)).kind})" if place.isdigit() else place
     match kind:
         case "gpu":
-            return "GPU compute"
+            return "GPU compute" if machine.gpus else "what the CPU computes"
         case "sweep":
             return f"the CPU's sweep on {where}"
         case "h2d":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.budget import Budget
 from penstock.cost import Cost, Rates, Stopwatch, estimate
 from penstock.inventory import Inventory
-from penstock.lending import lent_nbytes
+from penstock.lending import lent_inputs, lent_nbytes
 from penstock.machine import Machine
 from penstock.placement_parts import (
     BlockPlacement,
@@ -141,15 +141,14 @@ class Desk:
         return found
 
     def lent(self, choice: Choice) -> Counter[Tier]:
-        """Bytes of inputs among them that rest where gradients leave room."""
+        """Bytes of inputs that rest where gradients leave room."""
         blocks = [self._block(i, s, choice.rounds) for i, s in enumerate(choice.spots)]
         return lent_nbytes(blocks, rounds=choice.rounds, accumulate=self.workload.accumulate)
 
-    def all_inputs(self, rounds: int) -> int:
-        """Bytes of inputs that could be lent a place."""
-        if rounds > 1 or self.workload.accumulate:
-            return 0
-        return len(self.inventory.layers) * self.nbytes(1, "input", rounds)
+    def lendable(self, spots: Sequence[BlockSpots], rounds: int) -> set[int]:
+        """The blocks whose inputs do."""
+        blocks = [self._block(i, s, rounds) for i, s in enumerate(spots)]
+        return set(lent_inputs(blocks, rounds=rounds, accumulate=self.workload.accumulate))
 
     def _block_demand(
         self, index: int, spots: BlockSpots, rounds: int

@@ -44,9 +44,6 @@ PREFERENCES: tuple[dict[str, tuple[Spot, ...]], ...] = (
 
 OTHERS = (Spot.DRAM, Spot.CXL, Spot.NVME)
 
-TRIES = 6
-"""To fill, each knowing what the one before came out at."""
-
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -77,24 +74,18 @@ class Recipe:
 def fill(desk: Desk, recipe: Recipe) -> Choice | None:
     """A candidate that fits, or None."""
     reserve: Counter[Tier] = Counter()
-    best: Choice | None = None
-    for attempt in range(TRIES):
+    for _ in range(4):
         choice = _fill_once(desk, recipe, reserve)
-        short = {} if choice is None else desk.shortage(choice)
-        # What inputs are lent, and what staging takes, shows only when it is known what goes where:
-        # give or leave room for it and try again.
-        if choice is None and not attempt:
-            reserve[Tier.DRAM] = -desk.all_inputs(recipe.rounds)
-        elif choice is None or set(short) - {Tier.DRAM}:
-            return best
-        elif short:
-            reserve[Tier.DRAM] += short[Tier.DRAM]
-        elif choice == best or not desk.demand(choice)[Tier.NVME]:
+        if choice is None:
+            return None
+        short = desk.shortage(choice)
+        if not short:
             return choice
-        else:
-            best = choice
-            reserve[Tier.DRAM] = -desk.lent(choice)[Tier.DRAM]
-    return best
+        if set(short) - {Tier.DRAM}:
+            return None
+        # Staging shows only when it is known what goes to NVMe: leave room for it and try again.
+        reserve[Tier.DRAM] += short[Tier.DRAM]
+    return None
 
 
 def _fill_once(desk: Desk, recipe: Recipe, reserve: Counter[Tier]) -> Choice | None:
@@ -103,6 +94,9 @@ def _fill_once(desk: Desk, recipe: Recipe, reserve: Counter[Tier]) -> Choice | N
     for groups, blocks in _turns(recipe, spots):
         wants = PREFERENCES[recipe.preference].get("+".join(groups), OTHERS)
         open_blocks = [i for i in blocks if getattr(spots[i], groups[0]) is Spot.DRAM]
+        if groups == ("input",):  # those that are lent a place take none
+            lent = desk.lendable(spots, recipe.rounds)
+            open_blocks = [i for i in open_blocks if i not in lent]
         for spot in wants:
             if not all(desk.capacity(tier) for tier in TIERS[spot]):
                 continue

@@ -22,6 +22,12 @@ STAGED_SHARE = 1 / 32
 """Of DRAM that three pieces may take, with every role of theirs on NVMe: what staging takes must
 rest on NVMe instead, and be read and written with every step."""
 
+SMALL = 1 << 20
+"""Parameters. Smaller pieces would waste requests and pages, so that three of these may take..."""
+
+SMALL_SHARE = 1 / 8
+"""... this much of DRAM."""
+
 PIECES = 1024
 """Of a whole model, about the most that are worth cutting: every piece is an operation or four of
 the schedule."""
@@ -37,8 +43,9 @@ def piece_sizes(inventory: Inventory, workload: Workload, budget: Budget) -> tup
     """
     least = max(LEAST, min(MOST, _power_of_two_below(inventory.parameters(True) // PIECES)))
     staged = 3 * workload.formats().per_parameter
-    right = _power_of_two_below(int(STAGED_SHARE * budget.of(Tier.DRAM) / staged))
-    right = max(least, min(MOST, right))
+    room = budget.of(Tier.DRAM) / staged
+    small = min(SMALL, _power_of_two_below(int(SMALL_SHARE * room)))
+    right = max(least, min(MOST, max(small, _power_of_two_below(int(STAGED_SHARE * room)))))
     return (right, least) if right > least else (least,)
 
 

@@ -154,7 +154,6 @@ def _neighbours(desk: Desk, choice: Choice) -> Iterator[Choice]:
         yield from _moves(desk, choice, size)
         yield from _swaps(desk, choice, size)
         if size == 1:
-            yield from _trades(desk, choice)
             return
         size = max(1, size // 4)
 
@@ -194,30 +193,6 @@ def _swaps(desk: Desk, choice: Choice, size: int) -> Iterator[Choice]:
             each = desk.nbytes(second[0], other, choice.rounds)
             back = spread(second)[: max(1, math.ceil(wanted / max(each, 1)))]
             yield _put(_put(choice, one, some, b), other, back, a)
-
-
-def _trades(desk: Desk, choice: Choice) -> Iterator[Choice]:
-    """States come back from disks, for as many bytes of gradients or inputs. Those cross to the
-    disk in one half of the step and back in the other: backward has something to do for it too."""
-    states = spread(_blocks_at(choice, "state", Spot.NVME))
-    for count in (1, 2):
-        wanted = sum(desk.nbytes(i, "state", choice.rounds) for i in states[:count])
-        for group in ("gradient", "input"):
-            others = spread(_blocks_at(choice, group, Spot.DRAM))
-            enough = _enough(desk, others, group, choice.rounds, wanted)
-            if len(states) >= count and enough:
-                back = _put(choice, "state", states[:count], Spot.DRAM)
-                yield _put(back, group, enough, Spot.NVME)
-
-
-def _enough(desk: Desk, blocks: list[int], group: str, rounds: int, wanted: int) -> list[int]:
-    """The first of them that hold so many bytes; none if all do not."""
-    held = 0
-    for number, block in enumerate(blocks):
-        held += desk.nbytes(block, group, rounds)
-        if held >= wanted:
-            return blocks[: number + 1]
-    return []
 
 
 def _residents(choice: Choice, size: int) -> Iterator[Choice]:
