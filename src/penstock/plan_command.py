@@ -65,7 +65,9 @@ def plan_command(
     chosen, about_disks = with_paths(chosen, budget)
     for remark in filter(None, () if as_json else (about_machine, about_disks)):
         console.print(remark, style="yellow")
-    numerics = default_numerics(inventory, context=context, batch=batch, micro_batch=micro_batch)
+    numerics = default_numerics(
+        inventory, context=context, batch=batch, micro_batch=micro_batch, kernels=bool(chosen.gpus)
+    )
     kinds = {
         "dtype": _one_of("dtype", dtype, Dtype),
         "moments": _one_of("moments", moments, Moments),
