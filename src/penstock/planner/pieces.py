@@ -22,7 +22,7 @@ STAGED_SHARE = 1 / 32
 """Of DRAM that three pieces may take, with every role of theirs on NVMe: what staging takes must
 rest on NVMe instead, and be read and written with every step."""
 
-SMALL = 1 << 20
+SMALL = 1 << 22
 """Parameters. Smaller pieces would waste requests and pages, so that three of these may take..."""
 
 SMALL_SHARE = 1 / 8
