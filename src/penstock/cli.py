@@ -29,6 +29,7 @@ from penstock import __version__
 from penstock.data_command import data_app
 from penstock.errors import PenstockError, ProbeError
 from penstock.plan_command import machines_command, plan_command
+from penstock.probed import keep
 from penstock.store_command import bench_app, store_app
 from penstock.train_command import train_command
 
@@ -172,7 +173,6 @@ def probe(
     from penstock import records
     from penstock.probe import plot as plotting
     from penstock.probe import show
-    from penstock.probed import keep
 
     _check_writable(out)
     if plot is not None:
@@ -195,8 +195,7 @@ def probe(
         return
     console = _Page()
     console.print(show.tables(result))
-    console.print(f"{out} written, {result.seconds:.1f} s", highlight=False)
-    console.print(kept, highlight=False)
+    console.print(f"{out} written, {result.seconds:.1f} s; {kept}", highlight=False)
 
 
 def _check_writable(path: Path) -> None:
