@@ -29,7 +29,7 @@ from penstock.probed import cache_path
 from penstock.roles import Dtype, Moments
 from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds, parse_bytes
-from penstock.workload import Workload, default_numerics
+from penstock.workload import Numerics, Workload, default_numerics
 
 VARY_POINTS = 8
 
@@ -65,9 +65,7 @@ def plan_command(
     chosen, about_disks = with_paths(chosen, budget)
     for remark in filter(None, () if as_json else (about_machine, about_disks)):
         console.print(remark, style="yellow")
-    numerics = default_numerics(
-        inventory, context=context, batch=batch, micro_batch=micro_batch, kernels=bool(chosen.gpus)
-    )
+    numerics = _numerics(inventory, chosen, context, batch, micro_batch)
     kinds = {
         "dtype": _one_of("dtype", dtype, Dtype),
         "moments": _one_of("moments", moments, Moments),
@@ -121,6 +119,16 @@ class _Answer:
             _show_curve(console, question, self.curve)
         else:
             console.print(advice_text(advise(question)))
+
+
+def _numerics(
+    inventory: Inventory, machine: Machine, context: int, batch: int, micro_batch: int | None
+) -> Numerics:
+    """As a run on that machine would have them: a GPU has compiled bodies."""
+    kernels = bool(machine.gpus)
+    return default_numerics(
+        inventory, context=context, batch=batch, micro_batch=micro_batch, kernels=kernels
+    )
 
 
 def _survey(model: str, blocks: str | None, freeze: list[str]) -> Inventory:
