@@ -29,6 +29,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Neither what the user's own probe found nor the suites' probes reach the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        yield
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Sums inside torch's kernels then run in one order, here and in a plain loop."""

@@ -26,7 +26,7 @@ def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "MAX_FILE_BYTES", 4 * MiB)
     monkeypatch.setattr(storage, "FILL_BLOCK", MiB)
     few = tuple(
-        storage.Request(op, 64 * KiB, depth) for op in ("write", "read") for depth in (1, 3)
+        storage.Request(op, 64 * KiB, depth) for op in ("write", "read", "both") for depth in (1, 3)
     )
     monkeypatch.setattr(storage, "requests", lambda quick: few)
 
@@ -55,7 +55,8 @@ class FakeCopier:
 
 @dataclass
 class FakeCalculator:
-    """100 TFLOP/s in products, 60 in a layer, 1 TB/s of memory; `lacks` is refused."""
+    """100 TFLOP/s in products, 60 in a layer, 70 in a compiled one, 50 in attention, 1 TB/s of
+    memory; `lacks` is refused."""
 
     lacks: str = ""
 
@@ -65,5 +66,11 @@ class FakeCalculator:
     def seconds(self, what, count):
         if what == self.lacks:
             raise RuntimeError("out of memory")
-        rates = {"matmul_flops": 100e12, "block_flops": 60e12, "memory_bandwidth": 1e12}
+        rates = {
+            "matmul_flops": 100e12,
+            "block_flops": 60e12,
+            "compiled_flops": 70e12,
+            "attention_flops": 50e12,
+            "memory_bandwidth": 1e12,
+        }
         return count * self.work(what) / rates[what]

@@ -6,13 +6,16 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from penstock.budget import Budget, PathBudget
 from penstock.cost import PHASES, Cost, phase_peaks
+from penstock.cost.compute import sequences_by_round
 from penstock.planner.choice import BlockSpots, Choice, Spot
 from penstock.planner.desk import Desk
 from penstock.roles import TRAINED, Role
 from penstock.schedule import Verb
+from penstock.stream.batches import cut_batch
 from penstock.tiers import Tier
 from penstock.units import GiB, TiB
 from tests.machines import machine
@@ -133,12 +136,14 @@ def test_staging_is_in_use_while_sweeping_and_gradients_in_backward() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_all_inputs_of_a_round_are_there_at_the_turn(rounds: int) -> None:
+    """With one round they are where gradients were, and take nothing."""
     table = desk()
     found = phases(replace(everything_at(Spot.DRAM), rounds=rounds))
     groups = itertools.product(range(8), ("weight", "state", "gradient"))
     rests = sum(table.nbytes(i, group, rounds) for i, group in groups)
+    inputs = 6 * table.nbytes(1, "input", rounds)
 
-    assert found["backward"][Tier.DRAM] == rests + 6 * table.nbytes(1, "input", rounds)
+    assert found["backward"][Tier.DRAM] == rests + (inputs if rounds > 1 else 0)
 
 
 def test_input_bytes_of_the_issue() -> None:
@@ -147,3 +152,33 @@ def test_input_bytes_of_the_issue() -> None:
 
     assert 32 * desk.nbytes(1, "input", rounds=1) == 256 * GiB
     assert Role.INPUT not in TRAINED
+
+
+# Rounds.
+
+
+@pytest.mark.parametrize(("batch", "micro", "rounds", "wanted"), [
+    (8, 2, 3, [4, 4, 0]),
+    (10, 2, 3, [4, 4, 2]),
+    (7, 2, 2, [4, 3]),
+    (4, 2, 5, [2, 2, 0, 0, 0]),
+    (5, 1, 1, [5]),
+])  # fmt: skip
+def test_rounds_are_cut_as_the_engine_cuts_them(
+    batch: int, micro: int, rounds: int, wanted: list[int]
+) -> None:
+    asked = work(MODEL, 16, batch, micro_batch=micro)
+    ids = torch.zeros((batch, 16), dtype=torch.long)
+    cut = cut_batch({"input_ids": ids}, asked, rounds, torch.device("cpu"))
+
+    assert sequences_by_round(asked, rounds) == wanted
+    assert [sum(m.shape[0] for m in micros) for micros in cut.rounds] == wanted
+
+
+def test_more_rounds_than_micro_batches_cost_no_more_computing() -> None:
+    table = desk()
+    most = table.workload.micro_batches
+    spots = everything_at(Spot.DRAM)
+    few, many = (table.cost(replace(spots, rounds=n)) for n in (most, most + 3))
+
+    assert few.busy["gpu"] * few.step_seconds == pytest.approx(many.busy["gpu"] * many.step_seconds)

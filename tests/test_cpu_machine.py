@@ -11,8 +11,8 @@ from penstock.cpu_machine import cpu_machine
 from penstock.discovery import discover
 from penstock.errors import PlanError
 from penstock.machine import Machine, MemoryNode
-from penstock.planner import QUICK, make_plan
-from penstock.planner.pieces import LEAST, MOST, STAGED_SHARE, piece_sizes
+from penstock.planner import QUICK, make_plan, pieces
+from penstock.planner.pieces import LEAST, MOST, piece_sizes
 from penstock.tiers import Tier
 from penstock.units import GiB, MiB, TiB
 from tests.machines import machine
@@ -90,7 +90,8 @@ def test_three_pieces_are_a_small_part_of_dram(inventory: object, dram: int) -> 
 
     assert right.bit_count() == 1
     assert LEAST <= right <= MOST
-    assert not rest or (3 * 14 * right <= STAGED_SHARE * dram and rest[0] < right)
+    share = pieces.SMALL_SHARE if right <= pieces.SMALL else pieces.STAGED_SHARE
+    assert not rest or (3 * 14 * right <= share * dram and rest[0] < right)
 
 
 def test_large_models_have_large_pieces_and_the_least_follows_from_the_model_alone() -> None:

@@ -71,6 +71,7 @@ def full_machine() -> Machine:
                 index=0, name="G", memory=80 * GiB, free=79 * GiB, pcie_generation=5,
                 pcie_width=16, node=0, uuid="GPU-1", capability="9.0",
                 matmul_flops=figure(), block_flops=figure(), memory_bandwidth=figure(),
+                compiled_flops=figure(), attention_flops=figure(),
             ),
         ),
         transfers=(

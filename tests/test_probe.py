@@ -41,7 +41,7 @@ def test_a_probe_comes_back_from_its_file(tmp_path, tiny):
     assert {r.operation for r in node.rates} == {"read", "write", "copy", "sweep"}
     assert {r.moments for r in node.rates} == {None, "fp32", "bf16", "int8"}
     assert node.latency is not None
-    assert len(result.machine.storage[0].rates) == 4
+    assert len(result.machine.storage[0].rates) == 6
     result.machine.save(tmp_path / "machine.json")
     assert Machine.load(tmp_path / "machine.json") == result.machine
     assert seen[-1][0] == seen[-1][1]

@@ -16,20 +16,31 @@ from tests.probing import NODE, TINY, FakeCalculator
 
 
 def test_a_gpu_gets_the_figures_that_plans_are_made_from():
-    measured = compute.probe_gpu(Gpu(index=2), FakeCalculator(), TINY, Progress(3))
+    measured = compute.probe_gpu(Gpu(index=2), FakeCalculator(), TINY, Progress(5))
     assert measured.matmul_flops.median == pytest.approx(100e12)
     assert measured.block_flops.median == pytest.approx(60e12)
+    assert measured.compiled_flops.median == pytest.approx(70e12)
+    assert measured.attention_flops.median == pytest.approx(50e12)
     assert measured.memory_bandwidth.median == pytest.approx(1e12)
     assert measured.index == 2
 
 
+def test_a_quick_probe_compiles_nothing():
+    measured = compute.probe_gpu(
+        Gpu(index=0), FakeCalculator(), TINY, progress := Progress(4), quick=True
+    )
+    assert measured.compiled_flops is None
+    assert measured.attention_flops is not None
+    assert progress.done == 4
+
+
 def test_a_figure_that_cannot_be_taken_is_left_out_with_a_note():
     lacking = FakeCalculator(lacks="block_flops")
-    measured = compute.probe_gpu(Gpu(index=0), lacking, TINY, progress := Progress(3))
+    measured = compute.probe_gpu(Gpu(index=0), lacking, TINY, progress := Progress(5))
     assert measured.block_flops is None
     assert measured.memory_bandwidth is not None
     assert progress.notes == ["GPU 0: block flops: not measured: out of memory"]
-    assert progress.done == 3
+    assert progress.done == 5
 
 
 def test_a_probe_measures_every_gpu_that_cuda_shows(monkeypatch):
@@ -41,7 +52,7 @@ def test_a_probe_measures_every_gpu_that_cuda_shows(monkeypatch):
 
     measured, notes = whole.run()
 
-    assert whole.num_figures == 6
+    assert whole.num_figures == 8
     assert measured.gpus[0] == Gpu(index=0)
     assert measured.gpus[1].matmul_flops.median == pytest.approx(100e12)
     assert notes == ("GPU 0: not measured: CUDA does not show it to this process",)
@@ -62,6 +73,20 @@ def test_the_layer_that_is_timed_does_the_operations_that_are_counted():
     assert counter.get_total_flops() == layer.operations(2) - attention
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_and_attention_run_as_they_are_timed(compiled, monkeypatch):
+    """On the CPU, without a compiler."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    layer = compute.Layer(hidden=64, inside=160, heads=4, key_value_heads=2, context=32)
+    cpu = torch.device("cpu")
+
+    compute._layer(layer, 1, cpu, compiled=compiled)()
+    compute._attention(layer, 64, cpu)()
+
+    attention = layer.operations(1) - 3 * 2 * 32 * sum(a * b for a, b in layer.widths.values())
+    assert layer.attention_operations(32) == attention
+
+
 @pytest.mark.gpu
 def test_a_real_gpu_computes_at_a_plausible_rate():
     from penstock.discovery import discover
@@ -71,7 +96,9 @@ def test_a_real_gpu_computes_at_a_plausible_rate():
     card = next(g for g in gpus if g.index == index)
     effort = Effort(slice_seconds=0.3, host_bytes=GiB)
     calculator = compute.TorchCalculator(ordinal)
-    measured = compute.probe_gpu(card, calculator, effort, progress := Progress(3))
+    measured = compute.probe_gpu(card, calculator, effort, progress := Progress(5))
     assert progress.notes == []
     assert 1e12 < measured.block_flops.median < measured.matmul_flops.median
+    assert measured.compiled_flops.median > measured.block_flops.median
+    assert 1e12 < measured.attention_flops.median < measured.matmul_flops.median
     assert measured.memory_bandwidth.median > 1e11

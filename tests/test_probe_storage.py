@@ -52,7 +52,7 @@ class FakeDisk:
 
 
 @pytest.mark.parametrize("depth", [1, 4])
-@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("operation", ["read", "write", "both"])
 def test_a_disk_of_known_rate_is_reported_at_that_rate(operation, depth):
     disk, request = FakeDisk(2.5e9), storage.Request(operation, 64 * KiB, depth)
     bench = storage.Bench(disk, [request], disk.clock)
@@ -102,11 +102,12 @@ def test_storage_is_measured_and_nothing_stays(where, tmp_path, tiny):
     if not os.access(directory, os.W_OK):
         pytest.skip(f"{directory} is not there")
     before = set(directory.iterdir())
-    progress = Progress(4)
+    progress = Progress(6)
     with no_thread_stays():
         path = probe_storage(directory, progress)
     assert [(r.operation, r.depth) for r in path.rates] == [
-        ("write", 1), ("write", 3), ("read", 1), ("read", 3),
+        ("write", 1), ("write", 3), ("read", 1), ("read", 3), ("both", 1),
+        ("both", 3),
     ]  # fmt: skip
     assert path.direct or any("no direct I/O" in note for note in progress.notes)
     assert set(directory.iterdir()) == before
@@ -131,10 +132,10 @@ def test_a_file_system_without_direct_io_is_measured_too(tmp_path, tiny, monkeyp
         return real(path, flags, *rest)
 
     monkeypatch.setattr(os, "open", no_direct)
-    progress = Progress(4)
+    progress = Progress(6)
     path = probe_storage(tmp_path, progress)
     assert path.direct is False
-    assert len(path.rates) == 4
+    assert len(path.rates) == 6
     assert "no direct I/O on this file system" in progress.notes[0]
 
 

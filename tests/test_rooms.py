@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "gpu_catalogue": set(),
     "bundled": {"errors", "machine", "record_files", "records"},
+    "probed": {"errors", "machine"},
     "model_config": {"errors"},
     "model_survey": {"errors", "inventory", "model_config"},
     # hold
@@ -68,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "budget": {"errors", "machine", "records", "tiers", "units"},
     "cpu_machine": {"machine"},
     "placement_parts": {"errors", "roles", "tiers", "units"},
+    "lending": {"placement_parts", "roles", "tiers"},
     "schedule": {"roles"},
     "step_facts": {"inventory", "placement_parts", "roles", "tiers"},
     "step_order": {"inventory", "placement_parts", "roles", "schedule", "step_facts"},
@@ -83,17 +85,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"units", "workload"},
     },
     "plan": {
-        *{"budget", "errors", "inventory", "machine", "placement_parts", "pools", "record_files"},
-        *{"roles", "tiers", "units", "workload"},
+        *{"budget", "errors", "inventory", "lending", "machine", "placement_parts", "pools"},
+        *{"record_files", "roles", "tiers", "units", "workload"},
     },
     "cost": {
-        *{"lifetimes", "pools"},
+        *{"lending", "lifetimes", "pools"},
         *{"errors", "gpu_catalogue", "inventory", "machine", "placement_parts", "roles"},
         *{"schedule", "step_order", "tiers", "workload"},
     },
     "planner": {
-        *{"budget", "cost", "errors", "inventory", "machine", "placement_parts", "plan", "pools"},
-        *{"roles", "schedule", "step_order", "tiers", "units", "workload"},
+        *{"budget", "cost", "errors", "inventory", "lending", "machine", "placement_parts", "plan"},
+        *{"pools", "roles", "schedule", "step_order", "tiers", "units", "workload"},
     },
     "baselines": {
         *{"cost", "errors", "inventory", "placement_parts", "planner", "roles", "schedule"},
@@ -109,7 +111,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # show
     "preparing": {
         *{"budget", "cpu_machine", "discovery", "errors", "inventory", "machine", "model_config"},
-        *{"model_survey", "plan", "planner", "roles", "stream", "workload"},
+        *{"model_survey", "plan", "planner", "probed", "roles", "stream", "workload"},
     },
     "observe": {
         *{
@@ -132,8 +134,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plan_command": {
         *{"advice", "budget", "bundled", "discovery", "errors", "inventory", "machine"},
-        *{"plan_view", "planner", "probe", "records", "roles", "model_survey", "tiers", "units"},
-        "workload",
+        *{"plan_view", "planner", "probe", "probed", "records", "roles", "model_survey", "tiers"},
+        *{"units", "workload"},
     },
     "doctor": {"_native", "discovery", "records", "storage.engines", "system", "units"},
     "store_command": {"storage", "errors", "units"},
@@ -159,6 +161,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {
         *{"__init__", "data_command", "doctor", "errors", "plan_command", "probe", "records"},
         *{"profile_command", "report_command", "store_command", "train_command"},
+        *{"__init__", "data_command", "doctor", "errors", "plan_command", "probe", "probed"},
+        *{"records", "store_command", "train_command"},
     },
     "__init__": {
         *{"discovery", "errors", "machine"},

@@ -131,6 +131,7 @@ class Walker:
 
     def write(self, op: Operation) -> None:
         assert (op.block, op.piece) in self.swept, "only what is new is written"
+        assert Role.GRADIENT not in op.roles, "the sweep only read it"
         assert any(op.block == b and op.piece == p for b, p, _ in self.staged), "from staging"
         self.written.add((op.block, op.piece))
 

@@ -29,6 +29,7 @@ from penstock import __version__
 from penstock.data_command import data_app
 from penstock.errors import PenstockError, ProbeError
 from penstock.plan_command import machines_command, plan_command
+from penstock.probed import keep
 from penstock.profile_command import SETTINGS as PROFILE_SETTINGS
 from penstock.profile_command import profile_command
 from penstock.report_command import compare_command, report_command
@@ -193,6 +194,7 @@ def probe(
     made = replace(result.machine.made, command=shlex.join(["penstock", *sys.argv[1:]]))
     machine = replace(result.machine, made=made)
     machine.save(out)
+    kept = keep(machine)
     if plot is not None:
         plotting.save_plot(machine, plot)
     if as_json:
@@ -201,7 +203,7 @@ def probe(
         return
     console = _Page()
     console.print(show.tables(result))
-    console.print(f"{out} written, {result.seconds:.1f} s", highlight=False)
+    console.print(f"{out} written, {result.seconds:.1f} s; {kept}", highlight=False)
 
 
 def _check_writable(path: Path) -> None:

@@ -29,6 +29,9 @@ MATMUL_SHARE = 0.78
 BLOCK_SHARE = 0.64
 """Of that, in a whole transformer layer: 490 of 770 TFLOP/s (measured, eager, SDPA)."""
 
+COMPILED_GAIN = 1.19
+"""What compiling the layer brings: 585 for 490 TFLOP/s on an H200 (docs/planner.md)."""
+
 
 def data_sheet(name: str) -> tuple[float, float] | None:
     """The longest entry whose words are in the name: an `A100-SXM4-80GB` is an A100."""

@@ -26,7 +26,7 @@ from penstock.tiers import Tier
 
 NodeKind = Literal["dram", "cxl"]
 Direction = Literal["h2d", "d2h", "both"]
-StorageOperation = Literal["read", "write"]
+StorageOperation = Literal["read", "write", "both"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +165,12 @@ class Gpu:
     block_flops: Figure | None = None
     """Operations per second sustained in a whole transformer layer, attention included."""
 
+    compiled_flops: Figure | None = None
+    """The same where the layer is compiled."""
+
+    attention_flops: Figure | None = None
+    """Operations per second in attention's quadratic part alone, in long sequences."""
+
     memory_bandwidth: Figure | None = None
     """Bytes per second of its own memory, reads and writes together."""
 
@@ -209,7 +215,7 @@ class StorageRate:
     """How fast one path is read or written, past the page cache."""
 
     operation: StorageOperation
-    """What was done."""
+    """What was done. `both`: as many bytes read as written, at the same time."""
 
     block: Bytes
     """The length of one request."""

@@ -17,6 +17,7 @@ from penstock import record_files
 from penstock.budget import Budget
 from penstock.errors import PlanError
 from penstock.inventory import Inventory
+from penstock.lending import Lent, lent_inputs
 from penstock.machine import Machine
 from penstock.placement_parts import Placement, Share
 from penstock.pools import Pool
@@ -67,11 +68,13 @@ class Plan:
     def __post_init__(self) -> None:
         if self.version != self.FORMAT:
             raise PlanError("version", f"must be {self.FORMAT}, got {self.version}")
+        lent = self.lent_inputs()
         shares = tuple(
             (home.role, share)
-            for block in self.placement.blocks
+            for index, block in enumerate(self.placement.blocks)
             for home in block.homes
             for share in home.shares
+            if home.role is not Role.INPUT or index not in lent
         )
         object.__setattr__(self, "_shares", shares)
         for tier in Tier:
@@ -84,12 +87,17 @@ class Plan:
 
     # Bytes.
 
+    def lent_inputs(self) -> dict[int, Lent]:
+        """By block, the inputs that rest where gradients leave room, and so take none."""
+        accumulate, placement = self.workload.accumulate, self.placement
+        return lent_inputs(placement.blocks, rounds=placement.rounds, accumulate=accumulate)
+
     def at_rest(self, tier: Tier) -> int:
         """Weights, states and gradients between two steps."""
         return sum(s.nbytes for r, s in self._shares if s.tier is tier and r is not Role.INPUT)
 
     def inputs(self, tier: Tier) -> int:
-        """Block inputs, from forward to backward."""
+        """Block inputs, from forward to backward, but for those that are lent a place."""
         return sum(s.nbytes for role, s in self._shares if s.tier is tier and role is Role.INPUT)
 
     def pooled(self, tier: Tier) -> int:

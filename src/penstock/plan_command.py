@@ -6,7 +6,6 @@ Functions ready for typer; `cli.py` gives them their names.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,10 +25,11 @@ from penstock.inventory import Inventory
 from penstock.machine import Machine
 from penstock.plan_view import explain, infeasible_json, plan_json, plan_view
 from penstock.planner import make_plan
+from penstock.probed import cache_path
 from penstock.roles import Dtype, Moments
 from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds, parse_bytes
-from penstock.workload import Workload, default_numerics
+from penstock.workload import Numerics, Workload, default_numerics
 
 VARY_POINTS = 8
 
@@ -65,7 +65,7 @@ def plan_command(
     chosen, about_disks = with_paths(chosen, budget)
     for remark in filter(None, () if as_json else (about_machine, about_disks)):
         console.print(remark, style="yellow")
-    numerics = default_numerics(inventory, context=context, batch=batch, micro_batch=micro_batch)
+    numerics = _numerics(inventory, chosen, context, batch, micro_batch)
     kinds = {
         "dtype": _one_of("dtype", dtype, Dtype),
         "moments": _one_of("moments", moments, Moments),
@@ -121,6 +121,16 @@ class _Answer:
             console.print(advice_text(advise(question)))
 
 
+def _numerics(
+    inventory: Inventory, machine: Machine, context: int, batch: int, micro_batch: int | None
+) -> Numerics:
+    """As a run on that machine would have them: a GPU has compiled bodies."""
+    kernels = bool(machine.gpus)
+    return default_numerics(
+        inventory, context=context, batch=batch, micro_batch=micro_batch, kernels=kernels
+    )
+
+
 def _survey(model: str, blocks: str | None, freeze: list[str]) -> Inventory:
     from penstock.model_survey import survey  # brings transformers, which takes seconds
 
@@ -148,11 +158,6 @@ def machines_command(
 
 
 # The machine.
-
-
-def cache_path() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "penstock" / "machine.json"
 
 
 def find_machine(

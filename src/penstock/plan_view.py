@@ -88,7 +88,7 @@ def plan_view(planned: Planned, machine: Machine) -> RenderableType:
         f": {work.batch} x {work.context:,} tokens a step"
     )
     parts: list[RenderableType] = [Text(title, style="bold"), tier_table(plan), Text()]
-    parts += [timeline(cost), Text(), Text(summary(planned, machine))]
+    parts += [timeline(cost, machine), Text(), Text(summary(planned, machine))]
     if plan.note:
         parts.append(Text(f"Not trainable yet: {plan.note}.", style="yellow"))
     if planned.assumed:
@@ -118,13 +118,14 @@ def tier_table(plan: Plan) -> Table:
     return table
 
 
-def timeline(cost: Cost, width: int = BAR_WIDTH) -> Table:
+def timeline(cost: Cost, machine: Machine, width: int = BAR_WIDTH) -> Table:
     """Each lane of work over one step; the darker, the busier."""
     table = Table(box=None, pad_edge=False, show_header=False)
     turn = round(width * cost.phases["forward"] / cost.step_seconds)
     forward = format_seconds(cost.phases["forward"])
     table.add_row("", f"{'forward ' + forward:<{turn}}|backward".ljust(width)[:width], "busy")
-    for lane, name in LANES.items():
+    names = LANES if machine.gpus else LANES | {"compute": "CPU computes"}
+    for lane, name in names.items():
         busy = lane_shares(cost, lane, width)
         if any(busy):
             bar = "".join(SHADES[min(4, round(4 * share))] for share in busy)

@@ -8,8 +8,16 @@ from penstock.machine import Machine
 from penstock.plan import Plan
 from penstock.tiers import Tier
 
-_SHORT = {"read": "memory", "write": "memory", "disk": "nvme", "link": "pcie", "h2d": "pcie",
-          "d2h": "pcie"}  # fmt: skip
+_SHORT = {
+    "read": "memory",
+    "write": "memory",
+    "disk": "nvme",
+    "reads": "nvme",
+    "writes": "nvme",
+    "link": "pcie",
+    "h2d": "pcie",
+    "d2h": "pcie",
+}
 
 
 def short_name(resource: str) -> str:
@@ -24,7 +32,7 @@ def long_name(resource: str, machine: Machine) -> str:
     where = f"node {place} ({machine.node(int(place)).kind})" if place.isdigit() else place
     match kind:
         case "gpu":
-            return "GPU compute"
+            return "GPU compute" if machine.gpus else "what the CPU computes"
         case "sweep":
             return f"the CPU's sweep on {where}"
         case "h2d":
@@ -35,6 +43,8 @@ def long_name(resource: str, machine: Machine) -> str:
             return "PCIe, both ways together"
         case "disk":
             return f"NVMe at {where}"
+        case "reads" | "writes":
+            return f"NVMe {kind} at {where}"
         case _:
             return f"memory bandwidth of {where}"
 

@@ -13,7 +13,8 @@ from penstock.errors import EngineError, PlanError
 from penstock.inventory import Inventory
 from penstock.machine import Machine
 from penstock.plan import Plan
-from penstock.planner import make_plan
+from penstock.planner import Planned, make_plan
+from penstock.probed import with_probed
 from penstock.roles import Dtype, Moments
 from penstock.workload import Workload, default_numerics
 
@@ -107,14 +108,27 @@ def plan_for(
     machine: Machine | None = None,
 ) -> Plan:
     """The plan that `prepare` would make."""
-    host = machine or this_machine(recipe.device)
-    if not isinstance(budget, Budget):
-        given = dict(budget or {})
-        nvme = given.pop("nvme", ())
-        listed = (nvme,) if isinstance(nvme, str) else tuple(nvme)
-        budget = parse_budget(host, nvme=listed, **given)
-    host, _ = with_paths(host, budget)
-    return make_plan(inventory, workload_for(inventory, recipe), budget, host).plan
+    host = machine or known_machine(recipe.device)[0]
+    workload = workload_for(inventory, recipe)
+    return planned_for(inventory, workload, budget_for(host, budget), host)[0].plan
+
+
+def budget_for(machine: Machine, given: Budget | Mapping[str, Any] | None) -> Budget:
+    """A budget as the user has it: a Budget, or sizes as the command takes them."""
+    if isinstance(given, Budget):
+        return given
+    sizes = dict(given or {})
+    nvme = sizes.pop("nvme", ())
+    listed = (nvme,) if isinstance(nvme, str) else tuple(nvme)
+    return parse_budget(machine, nvme=listed, **sizes)
+
+
+def planned_for(
+    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine
+) -> tuple[Planned, Machine]:
+    """The best plan, and the machine with every path of the budget."""
+    machine, _ = with_paths(machine, budget)
+    return make_plan(inventory, workload, budget, machine), machine
 
 
 def workload_for(inventory: Inventory, recipe: Recipe) -> Workload:
@@ -148,17 +162,18 @@ def has_kernels(device: str | None = None) -> bool:
     return on_gpu and importlib.util.find_spec("triton") is not None
 
 
-def this_machine(device: str | None = None) -> Machine:
-    """The machine as it is; where the CPU computes, as a machine without a GPU."""
+def known_machine(device: str | None = None) -> tuple[Machine, str]:
+    """The machine as it is, with what a probe found out about it, and where that is from; where the
+    CPU computes, as a machine without a GPU."""
     import torch
 
     from penstock.discovery import discover
 
-    found = discover()
+    found, remark = with_probed(discover())
     on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
     if on_gpu and not found.gpus:
         raise EngineError("device='cuda' was asked for, but there is no GPU that the driver knows")
-    return found if on_gpu else cpu_machine(found)
+    return (found if on_gpu else cpu_machine(found)), remark
 
 
 def _config(model: str | Path | nn.Module, recipe: Recipe) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.cost.compute import operations
+from penstock.cost.compute import token_seconds
 from penstock.cost.jobs import Demands
 from penstock.cost.rates import Rates
 from penstock.cost.simulate import Job, simulate
@@ -93,9 +93,9 @@ class ZeroStep:
                     fetch.copy_in(self._shares("activation", self._input()))
                 jobs.append(Job("fetch", fetch.total(), _after(computed, len(jobs))))
                 verb = Verb.BACKWARD if backward else Verb.FORWARD
-                flops = operations(block, self.workload.context, verb) * self.workload.tokens
+                each = token_seconds(block, self.workload.context, verb, self.rates)
                 computed = len(jobs)
-                gpu = {"gpu": max(flops / self.rates.block_flops, 1e-9)}
+                gpu = {"gpu": max(self.workload.tokens * each, 1e-9)}
                 jobs.append(Job("compute", gpu, (computed - 1,)))
                 jobs.append(Job("drain", self._drain(backward, elements, block.kind), (computed,)))
         jobs.append(Job("sweep", self._adam(), tuple(range(len(jobs)))))
@@ -151,12 +151,11 @@ def zero_infinity_seconds(
     pipeline of reads and writes ends no sooner than their sum; copies block the host.
     """
     parameters = inventory.parameters()
-    read, write = rates.disks[path]
-    disk = 20 * parameters / read + 18 * parameters / write
+    disk = 20 * parameters / rates.disks[path].read + 18 * parameters / rates.disks[path].write
     copies = (2 + 2 + 2) * parameters / (PAGEABLE * rates.h2d)
     copies += (2 + 4) * parameters / (PAGEABLE * rates.d2h)
     compute = sum(
-        operations(block, workload.context, verb) * workload.tokens / rates.block_flops
+        token_seconds(block, workload.context, verb, rates) * workload.tokens
         for block in inventory.blocks
         for verb in (Verb.FORWARD, Verb.BACKWARD)
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from penstock.cost.rates import Rates
 from penstock.inventory import Block, Inventory
+from penstock.pools import round_micro_batches
 from penstock.schedule import Operation, Verb
 from penstock.workload import Workload
 
@@ -28,19 +29,24 @@ class Computation:
         tokens = self.tokens[operation.round]
         if block.kind == "embedding":
             return tokens * self.inventory.hidden * 2 * 3 / self.rates.hbm
-        flops = operations(block, self.workload.context, operation.verb)
-        return tokens * flops / self.rates.block_flops
+        return tokens * token_seconds(block, self.workload.context, operation.verb, self.rates)
 
 
-def operations(block: Block, context: int, verb: Verb) -> float:
-    """Floating-point operations per token."""
+def token_seconds(block: Block, context: int, verb: Verb, rates: Rates) -> float:
+    """One token's share of the computation."""
+    dense, attention = operations(block, context, verb)
+    return dense / rates.block_flops + attention / rates.attention_flops
+
+
+def operations(block: Block, context: int, verb: Verb) -> tuple[float, float]:
+    """Floating-point operations per token: in products with weights, and in attention."""
     dense = 2.0 * block.matmul_elements
     attention = 4.0 * block.query_width * mean_visible(context, block.window)
     if verb is Verb.FORWARD:
-        return dense + attention
+        return dense, attention
     trained = bool(block.parameters(trainable=True)) or block.kind == "head"
-    back = dense * (2 if trained else 1) + ATTENTION_BACKWARD * attention
-    return dense + attention + back
+    back = dense * (2 if trained else 1)
+    return dense + back, (1 + ATTENTION_BACKWARD) * attention
 
 
 def mean_visible(context: int, window: int | None) -> float:
@@ -51,9 +57,6 @@ def mean_visible(context: int, window: int | None) -> float:
 
 
 def sequences_by_round(workload: Workload, rounds: int) -> list[int]:
-    """Whole micro-batches, as even as can be; the last of all may be short."""
-    micro = workload.numerics.micro_batch
-    share, more = divmod(workload.micro_batches, rounds)
-    counts = [micro * (share + (r < more)) for r in range(rounds)]
-    counts[-1] -= micro * workload.micro_batches - workload.batch
-    return counts
+    """As the engine cuts them: every round as large as the first, until there are no more."""
+    each = workload.numerics.micro_batch * round_micro_batches(workload, rounds)
+    return [max(0, min(each, workload.batch - r * each)) for r in range(rounds)]

@@ -65,12 +65,22 @@ class Demands:
                 self.disk_write(share.path, nbytes)
 
     def disk_read(self, path: str, nbytes: float) -> None:
-        self.seconds[f"disk@{path}"] += nbytes / self.rates.disks[path][0]
+        disk = self.rates.disks[path]
+        self._disk(path, "reads", nbytes, disk.read)
         self.memory(self.rates.staging_node, write=nbytes)
 
     def disk_write(self, path: str, nbytes: float) -> None:
-        self.seconds[f"disk@{path}"] += nbytes / self.rates.disks[path][1]
+        disk = self.rates.disks[path]
+        self._disk(path, "writes", nbytes, disk.write)
         self.memory(self.rates.staging_node, read=nbytes)
+
+    def _disk(self, path: str, way: str, nbytes: float, alone: float) -> None:
+        """Its two directions share a drive: they take turns, or reach together what was measured
+        of both at once."""
+        both = self.rates.disks[path].both
+        self.seconds[f"disk@{path}"] += nbytes / (both or alone)
+        if both is not None:
+            self.seconds[f"{way}@{path}"] += nbytes / alone
 
     def sweep(self, share: Share, *, read: float, write: float) -> None:
         """The CPU's pass over bytes of one place; from NVMe they are in staging by now."""
@@ -151,7 +161,8 @@ class Translator:
             if demands is None:
                 if verb in COMPUTE:  # of all blocks that take as long, one mapping
                     seconds = compute.seconds(operation)
-                    demands = known.setdefault(seconds, {"gpu": seconds})
+                    # A round without a micro-batch is done in no time.
+                    demands = known.setdefault(seconds, {"gpu": seconds} if seconds else {})
                 else:
                     demands = self._demands(operation)
                 known[key] = demands

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.inventory import Inventory
+from penstock.lending import lent_inputs
 from penstock.lifetimes import gradient_lifetimes, staging_lifetimes, weight_lifetimes
 from penstock.placement_parts import Placement
 from penstock.pools import Pool
@@ -43,7 +44,8 @@ def phase_peaks(
         *((Tier.DRAM, item) for item in staging_lifetimes(inventory, schedule, placement, formats)),
     ]
     uses: list[_Use] = [(tier, item.nbytes, item.start, item.end) for tier, item in passing]
-    uses += _inputs(placement, schedule.operations)
+    lent = lent_inputs(placement.blocks, rounds=placement.rounds, accumulate=workload.accumulate)
+    uses += [use for block, use in _inputs(placement, schedule.operations) if block not in lent]
     return _most(_steady(placement, pools), uses, schedule.operations)
 
 
@@ -60,8 +62,9 @@ def _steady(placement: Placement, pools: Iterable[Pool]) -> Counter[Tier]:
     return found
 
 
-def _inputs(placement: Placement, operations: Sequence[Operation]) -> Iterator[_Use]:
-    """Block inputs, from the forward that makes them to the backward that uses them up."""
+def _inputs(placement: Placement, operations: Sequence[Operation]) -> Iterator[tuple[int, _Use]]:
+    """Block inputs, and whose: from the forward that makes them to the backward that needs them
+    last."""
     since: dict[int, int] = {}
     for at, operation in enumerate(operations):
         if operation.verb is Verb.FORWARD:
@@ -69,7 +72,10 @@ def _inputs(placement: Placement, operations: Sequence[Operation]) -> Iterator[_
         elif operation.verb is Verb.BACKWARD and operation.block in since:
             home = placement.blocks[operation.block].home(Role.INPUT)
             for share in home.shares if home else ():
-                yield share.tier, share.nbytes, since[operation.block], at + 1
+                yield (
+                    operation.block,
+                    (share.tier, share.nbytes, since[operation.block], at + 1),
+                )
 
 
 def _most(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.errors import MachineError
-from penstock.gpu_catalogue import BLOCK_SHARE, MATMUL_SHARE, data_sheet
+from penstock.gpu_catalogue import BLOCK_SHARE, COMPILED_GAIN, MATMUL_SHARE, data_sheet
 from penstock.machine import Gpu, Machine, StoragePath
 from penstock.roles import Moments
 
@@ -47,11 +47,29 @@ class NodeRates:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DiskRates:
+    """One path, in bytes per second."""
+
+    read: float
+    """Nothing else going on."""
+
+    write: float
+    """Nothing else going on."""
+
+    both: float | None
+    """Reads and writes at the same time, together. None: nobody measured it, and they take turns,
+    as drives did where it was measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
     """All of them, for the first GPU of a machine."""
 
     block_flops: float
-    """Operations per second in a transformer layer."""
+    """Operations per second in a transformer layer, but for attention's quadratic part."""
+
+    attention_flops: float
+    """Operations per second in that."""
 
     hbm: float
     """Bytes per second of the GPU's own memory."""
@@ -68,9 +86,8 @@ class Rates:
     nodes: Mapping[int, NodeRates]
     """By node."""
 
-    disks: Mapping[str, tuple[float, float]]
-    """Reads and writes per second, by path. They share the drive: measured together, they do not
-    exceed the faster of the two."""
+    disks: Mapping[str, DiskRates]
+    """By path."""
 
     staging_node: int
     """Where host buffers are: the DRAM node nearest to the GPU."""
@@ -79,14 +96,14 @@ class Rates:
     """What the machine file did not say."""
 
     @classmethod
-    def of(cls, machine: Machine, moments: Moments = "fp32") -> Rates:
+    def of(cls, machine: Machine, moments: Moments = "fp32", *, compiled: bool = False) -> Rates:
         """Raises MachineError naming the field without which nothing can be said.
 
-        A sweep's rate depends on how the moments rest.
+        A sweep's rate depends on how the moments rest, a layer's on whether it is `compiled`.
         """
         assumed: list[str] = []
         gpu = machine.gpus[0] if machine.gpus else None
-        flops, hbm = _gpu_rates(machine, gpu, assumed)
+        layer, attention, hbm = _gpu_rates(machine, gpu, compiled, assumed)
         links = _links(machine, gpu, assumed)
         nodes = {
             node.id: _node_rates(machine, i, moments, links, assumed)
@@ -98,7 +115,8 @@ class Rates:
         dram = [node.id for node in machine.dram_nodes]
         near = gpu.node if gpu is not None and gpu.node in dram else dram[0]
         return cls(
-            block_flops=flops,
+            block_flops=layer,
+            attention_flops=attention,
             hbm=hbm,
             h2d=h2d,
             d2h=d2h,
@@ -114,11 +132,42 @@ CPU_FLOPS_PER_CORE = 50e9
 """A processor in the GPU's place: AVX2 at 3 GHz, sustained. Only the order of magnitude counts."""
 
 
-def _gpu_rates(machine: Machine, gpu: Gpu | None, assumed: list[str]) -> tuple[float, float]:
+ATTENTION_SHARE = 0.082
+"""Of the operations of the layer that `block_flops` is measured with (an 8B model's, at 4,096
+tokens of context), those in attention's quadratic part."""
+
+
+def _gpu_rates(
+    machine: Machine, gpu: Gpu | None, compiled: bool, assumed: list[str]
+) -> tuple[float, float, float]:
+    """Of a layer's products, of attention, and of the GPU's own memory."""
     if gpu is None:
         cores = machine.cpu.cores or len(machine.dram_nodes[0].cpus) or 1
         assumed.append(f"no GPU: {cores} cores compute at {CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s")
-        return cores * CPU_FLOPS_PER_CORE, 20e9
+        flops = cores * CPU_FLOPS_PER_CORE
+        return flops, flops, 20e9
+    whole = _layer_flops(gpu, compiled, assumed)
+    sheet = data_sheet(gpu.name)
+    own = gpu.memory_bandwidth.median if gpu.memory_bandwidth else sheet[1] if sheet else 0.5e12
+    if gpu.attention_flops is None:
+        return whole, whole, own
+    attention = gpu.attention_flops.median
+    rest = 1 / whole - ATTENTION_SHARE / attention
+    return (1 - ATTENTION_SHARE) / max(rest, 0.5 / whole), attention, own
+
+
+def _layer_flops(gpu: Gpu, compiled: bool, assumed: list[str]) -> float:
+    """In a whole layer."""
+    if compiled and gpu.compiled_flops is not None:
+        return gpu.compiled_flops.median
+    flops = _eager_flops(gpu, assumed)
+    if not compiled:
+        return flops
+    assumed.append(f"{gpu.name}: compiled layers at {COMPILED_GAIN:.2f} times the others' rate")
+    return COMPILED_GAIN * flops
+
+
+def _eager_flops(gpu: Gpu, assumed: list[str]) -> float:
     sheet = data_sheet(gpu.name)
     matmul = gpu.matmul_flops.median if gpu.matmul_flops else None
     if matmul is None and gpu.block_flops is None:
@@ -130,10 +179,7 @@ def _gpu_rates(machine: Machine, gpu: Gpu | None, assumed: list[str]) -> tuple[f
             )
         matmul = MATMUL_SHARE * sheet[0]
         assumed.append(f"{gpu.name}: {matmul / 1e12:.0f} TFLOP/s from its data sheet")
-    flops = gpu.block_flops.median if gpu.block_flops else BLOCK_SHARE * (matmul or 0.0)
-    if gpu.memory_bandwidth is not None:
-        return flops, gpu.memory_bandwidth.median
-    return flops, sheet[1] if sheet else 0.5e12
+    return gpu.block_flops.median if gpu.block_flops else BLOCK_SHARE * (matmul or 0.0)
 
 
 def _links(machine: Machine, gpu: Gpu | None, assumed: list[str]) -> float:
@@ -198,11 +244,11 @@ def _transfer(
     return max(rates, default=None)
 
 
-def _disk(i: int, storage: StoragePath) -> tuple[float, float]:
-    found = []
+def _disk(i: int, storage: StoragePath) -> DiskRates:
+    best: dict[str, float] = {}
+    for rate in storage.rates:
+        best[rate.operation] = max(best.get(rate.operation, 0.0), rate.bytes_per_second.median)
     for operation in ("read", "write"):
-        rates = [r.bytes_per_second.median for r in storage.rates if r.operation == operation]
-        if not rates:
+        if operation not in best:
             raise MachineError(f"storage[{i}].rates", f"must have a {operation} rate, got none")
-        found.append(max(rates))
-    return found[0], found[1]
+    return DiskRates(read=best["read"], write=best["write"], both=best.get("both"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.budget import Budget
 from penstock.cost import Cost, Rates, Stopwatch, estimate
 from penstock.inventory import Inventory
+from penstock.lending import lent_inputs, lent_nbytes
 from penstock.machine import Machine
 from penstock.placement_parts import (
     BlockPlacement,
@@ -21,6 +22,7 @@ from penstock.placement_parts import (
 )
 from penstock.planner.choice import GROUPS, BlockSpots, Choice, Spot
 from penstock.planner.pieces import MOST, coarse
+from penstock.planner.places import places
 from penstock.planner.quick import QuickNeeds
 from penstock.pools import CUDA_CONTEXT, Pool, input_nbytes, pools, role_nbytes
 from penstock.roles import Role
@@ -78,8 +80,9 @@ class Desk:
     _places: Mapping[Spot, tuple[tuple[Share, float], ...]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rates = Rates.of(self.machine, self.workload.moments)
-        self._places = _places(self.machine, self.rates, self.budget)
+        compiled = self.workload.numerics.compiled
+        self.rates = Rates.of(self.machine, self.workload.moments, compiled=compiled)
+        self._places = places(self.machine, self.rates, self.budget)
         self._capacities = {tier: self._capacity(tier) for tier in Tier}
         args = (self.inventory, self.workload)
         self._quick = QuickNeeds(*args, self.context_nbytes, self.placement)
@@ -129,12 +132,23 @@ class Desk:
         return sum(self._role_nbytes(block, role, rounds) for role in GROUPS[group])
 
     def demand(self, choice: Choice) -> Counter[Tier]:
-        """Bytes that rest in each tier, inputs included."""
+        """Bytes that rest in each tier, inputs included that are lent no place."""
         found: Counter[Tier] = Counter()
         for index, spots in enumerate(choice.spots):
             for tier, nbytes in self._block_demand(index, spots, choice.rounds):
                 found[tier] += nbytes
+        found.subtract(self.lent(choice))
         return found
+
+    def lent(self, choice: Choice) -> Counter[Tier]:
+        """Bytes of inputs that rest where gradients leave room."""
+        blocks = [self._block(i, s, choice.rounds) for i, s in enumerate(choice.spots)]
+        return lent_nbytes(blocks, rounds=choice.rounds, accumulate=self.workload.accumulate)
+
+    def lendable(self, spots: Sequence[BlockSpots], rounds: int) -> set[int]:
+        """The blocks whose inputs do."""
+        blocks = [self._block(i, s, rounds) for i, s in enumerate(spots)]
+        return set(lent_inputs(blocks, rounds=rounds, accumulate=self.workload.accumulate))
 
     def _block_demand(
         self, index: int, spots: BlockSpots, rounds: int
@@ -275,21 +289,3 @@ class Desk:
         if key not in self._sizes:
             self._sizes[key] = role_nbytes(model, role, self.workload.formats(rounds), step)
         return self._sizes[key]
-
-
-def _places(
-    machine: Machine, rates: Rates, budget: Budget
-) -> Mapping[Spot, tuple[tuple[Share, float], ...]]:
-    """The places of each spot, with their weights in a stripe."""
-    dram = [(Share(tier=Tier.DRAM, nbytes=0, node=n.id), rates.nodes[n.id]) for n in
-            machine.dram_nodes]  # fmt: skip
-    cxl = [(Share(tier=Tier.CXL, nbytes=0, node=n.id), rates.nodes[n.id]) for n in
-           machine.cxl_nodes]  # fmt: skip
-    paths = [(Share(tier=Tier.NVME, nbytes=0, path=p.path), float(p.nbytes)) for p in budget.nvme]
-    return {
-        Spot.HBM: ((Share(tier=Tier.HBM, nbytes=0), 1.0),),
-        Spot.DRAM: tuple((share, node.sweep) for share, node in dram),
-        Spot.MIX: tuple((share, node.sweep) for share, node in [*dram, *cxl]),
-        Spot.CXL: tuple((share, node.to_gpu) for share, node in cxl),
-        Spot.NVME: tuple(paths),
-    }

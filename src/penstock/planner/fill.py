@@ -94,6 +94,9 @@ def _fill_once(desk: Desk, recipe: Recipe, reserve: Counter[Tier]) -> Choice | N
     for groups, blocks in _turns(recipe, spots):
         wants = PREFERENCES[recipe.preference].get("+".join(groups), OTHERS)
         open_blocks = [i for i in blocks if getattr(spots[i], groups[0]) is Spot.DRAM]
+        if groups == ("input",):  # those that are lent a place take none
+            lent = desk.lendable(spots, recipe.rounds)
+            open_blocks = [i for i in open_blocks if i not in lent]
         for spot in wants:
             if not all(desk.capacity(tier) for tier in TIERS[spot]):
                 continue
@@ -171,7 +174,10 @@ def spread(layers: Sequence[int]) -> list[int]:
 
 
 def residents(desk: Desk, rounds: int) -> list[tuple[int, ...]]:
-    """Blocks to keep in HBM: as many as it holds, in two orders; half of them; none."""
+    """Blocks to keep in HBM: as many as it holds, in two orders; half of them; none.
+
+    First layers, whose sweep would be waited for. Where disks are used also last ones: the others'
+    gradients then lend room to more inputs."""
     count = len(desk.inventory.blocks)
     outer = [i for i in (0, count - 1) if desk.inventory.blocks[i].tensors]
     layers = list(range(1, count - 1))
@@ -179,6 +185,9 @@ def residents(desk: Desk, rounds: int) -> list[tuple[int, ...]]:
     for order in ([*outer, *layers], [*layers, *outer]):
         most = _most(desk, Recipe(rounds=rounds), order)
         found += [tuple(sorted(order[:number])) for number in (most, most // 2)]
+    if desk.capacity(Tier.NVME):
+        number = max(0, len(found[0]) - len(outer))
+        found.insert(0, tuple(sorted([*outer, *layers[len(layers) - number :]])))
     return list(dict.fromkeys([*found, ()]))
 
 

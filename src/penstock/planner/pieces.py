@@ -12,14 +12,21 @@ from penstock.roles import SWEEP_LEAF
 from penstock.tiers import Tier
 from penstock.workload import Workload
 
-MOST = 1 << 26
-"""Parameters: 640 MiB of exact states, long enough for any drive's best rate."""
+MOST = 1 << 24
+"""Parameters: 160 MiB of exact states, long enough for any drive's best rate."""
 
 LEAST = SWEEP_LEAF
 """Also a page of the smallest role."""
 
-STAGED_SHARE = 1 / 8
-"""Of DRAM that three pieces may take, with every role of theirs on NVMe."""
+STAGED_SHARE = 1 / 32
+"""Of DRAM that three pieces may take, with every role of theirs on NVMe: what staging takes must
+rest on NVMe instead, and be read and written with every step."""
+
+SMALL = 1 << 22
+"""Parameters. Smaller pieces would waste requests and pages, so that three of these may take..."""
+
+SMALL_SHARE = 1 / 8
+"""... this much of DRAM."""
 
 PIECES = 1024
 """Of a whole model, about the most that are worth cutting: every piece is an operation or four of
@@ -36,8 +43,9 @@ def piece_sizes(inventory: Inventory, workload: Workload, budget: Budget) -> tup
     """
     least = max(LEAST, min(MOST, _power_of_two_below(inventory.parameters(True) // PIECES)))
     staged = 3 * workload.formats().per_parameter
-    right = _power_of_two_below(int(STAGED_SHARE * budget.of(Tier.DRAM) / staged))
-    right = max(least, min(MOST, right))
+    room = budget.of(Tier.DRAM) / staged
+    small = min(SMALL, _power_of_two_below(int(SMALL_SHARE * room)))
+    right = max(least, min(MOST, max(small, _power_of_two_below(int(STAGED_SHARE * room)))))
     return (right, least) if right > least else (least,)
 
 

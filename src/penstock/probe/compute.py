@@ -1,7 +1,8 @@
 """How fast a GPU computes, and its own memory. Room: measure. torch is imported where it is used.
 
-Three figures that a plan needs: large matrix products, a whole transformer layer forward and
-backward, and a copy within the GPU's memory. Operations are counted as the cost model counts them.
+What a plan needs: large matrix products, a whole transformer layer forward and backward, as it is
+and compiled, attention alone, and a copy within the GPU's memory. Operations are counted as the
+cost model counts them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,17 @@ from penstock.units import GiB, format_bytes
 if TYPE_CHECKING:
     import torch
 
-FIGURES = ("matmul_flops", "block_flops", "memory_bandwidth")
+FIGURES = (
+    "matmul_flops",
+    "block_flops",
+    "compiled_flops",
+    "attention_flops",
+    "memory_bandwidth",
+)
 """Fields of a Gpu, in the order they are taken."""
+
+SLOW_FIGURES = ("compiled_flops",)
+"""Those that a quick probe leaves out: compiling alone takes longer than it has."""
 
 MAX_RUNS = 4096
 """Pieces of work in one run."""
@@ -63,6 +73,15 @@ class Layer:
         attention = 4 * self.hidden * (self.context // 2)
         return int(sequences * self.context * (3 * 2 * weights + 3.5 * attention))
 
+    def attention_operations(self, context: int) -> int:
+        """The quadratic part alone, of one sequence."""
+        return int(context * 3.5 * 4 * self.hidden * (context // 2))
+
+
+def figures(*, quick: bool) -> tuple[str, ...]:
+    """What is taken of each GPU."""
+    return tuple(what for what in FIGURES if not (quick and what in SLOW_FIGURES))
+
 
 class Calculator(Protocol):
     """Work of each kind, ready to be done."""
@@ -74,10 +93,12 @@ class Calculator(Protocol):
         """For doing it so many times."""
 
 
-def probe_gpu(gpu: Gpu, calculator: Calculator, effort: Effort, progress: Progress) -> Gpu:
+def probe_gpu(
+    gpu: Gpu, calculator: Calculator, effort: Effort, progress: Progress, *, quick: bool = False
+) -> Gpu:
     """The GPU with those figures that could be taken."""
     found: dict[str, Figure] = {}
-    for what in FIGURES:
+    for what in figures(quick=quick):
         words = f"GPU {gpu.index}: {what.replace('_', ' ')}"
         figure = progress.take(words, partial(_rate, calculator, what, effort))
         if figure is not None:
@@ -109,6 +130,7 @@ class TorchCalculator:
             raise ProbeError(f"{format_bytes(free)} of its memory is free; 3 GiB would do")
         self._side = 8192
         self._sequences = 4 if free > 12 * GiB else 1
+        self._long = 32768 if free > 12 * GiB else 8192
         self._nbytes = int(min(GiB, free // 8))
         self._made: dict[str, Callable[[], None]] = {}
 
@@ -116,8 +138,10 @@ class TorchCalculator:
         match what:
             case "matmul_flops":
                 return 2 * self._side**3
-            case "block_flops":
+            case "block_flops" | "compiled_flops":
                 return self.LAYER.operations(self._sequences)
+            case "attention_flops":
+                return self.LAYER.attention_operations(self._long)
             case _:
                 return 2 * self._nbytes  # each is read and written
 
@@ -147,10 +171,32 @@ class TorchCalculator:
             one = torch.randn(shape, dtype=torch.bfloat16, device=self._device)
             out = torch.empty_like(one)
             return lambda: _ignore(torch.mm(one, one, out=out))
-        return _layer(self.LAYER, self._sequences, self._device)
+        if what == "attention_flops":
+            return _attention(self.LAYER, self._long, self._device)
+        compiled = what == "compiled_flops"
+        return _layer(self.LAYER, self._sequences, self._device, compiled=compiled)
 
 
-def _layer(layer: Layer, sequences: int, device: torch.device) -> Callable[[], None]:
+def _attention(layer: Layer, context: int, device: torch.device) -> Callable[[], None]:
+    """Forward and backward of attention in one long sequence, ready to be called."""
+    import torch
+    from torch.nn import functional
+
+    shape = (1, layer.heads, context, layer.head_size)
+    query, key, value = (
+        torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_() for _ in range(3)
+    )
+
+    def once() -> None:
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
+
+    return once
+
+
+def _layer(
+    layer: Layer, sequences: int, device: torch.device, *, compiled: bool
+) -> Callable[[], None]:
     """Forward and backward of one layer, ready to be called."""
     import torch
 
@@ -161,8 +207,10 @@ def _layer(layer: Layer, sequences: int, device: torch.device) -> Callable[[], N
     shape = (sequences, layer.context, layer.hidden)
     given = torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_()
 
+    run = torch.compile(forward, dynamic=False) if compiled else forward
+
     def once() -> None:
-        out = forward(layer, weights, given)
+        out = run(layer, weights, given)
         torch.autograd.grad(out, [given, *weights.values()], torch.ones_like(out))
 
     return once

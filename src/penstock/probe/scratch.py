@@ -107,12 +107,18 @@ class EngineMover:
         """Returns when all are moved. What requests that overtake each other read is no matter."""
         block, depth = self._block, self._depth
         pieces = [(0, at, k % depth * block, block, 0) for k, at in enumerate(offsets)]
-        transfer = self._engine.start(operation == "write", self._address, pieces, None)
-        while not self._engine.wait([transfer], True, 0.1):
+        ways = {"write": (pieces, []), "read": ([], pieces), "both": (pieces[::2], pieces[1::2])}
+        transfers = [
+            self._engine.start(write, self._address, some, None)
+            for write, some in zip((True, False), ways[operation], strict=True)
+            if some
+        ]
+        while not self._engine.wait(transfers, True, 0.1):
             pass  # a look at the signals between two slices
-        if transfer.failure is None:
+        failed = [transfer.failure for transfer in transfers if transfer.failure is not None]
+        if not failed:
             return
-        code, _, offset, _, _ = transfer.failure
+        code, _, offset, _, _ = failed[0]
         if code == _native.END_OF_FILE:
             raise ProbeError(f"{self._directory}: the file ends at {offset}, before it should")
         raise OSError(code, os.strerror(code), str(self._directory))

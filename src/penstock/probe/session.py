@@ -106,7 +106,8 @@ class Session:
 
     @property
     def _num_gpu_figures(self) -> int:
-        return len(compute.FIGURES) * len(self._machine.gpus) if self._options.gpus else 0
+        each = len(compute.figures(quick=self._options.quick))
+        return each * len(self._machine.gpus) if self._options.gpus else 0
 
     def run(self, on_progress: OnProgress | None = None) -> tuple[Machine, tuple[str, ...]]:
         total = self.num_figures
@@ -203,10 +204,11 @@ class Session:
         measured = []
         for card in self._machine.gpus if ordinals is not None else ():
             take = partial(self._calculator, card.index, ordinals or {})
-            figures = len(compute.FIGURES)
+            quick = self._options.quick
+            figures = len(compute.figures(quick=quick))
             calculator = progress.attempt(f"GPU {card.index}", take, figures=figures)
             if calculator is not None:
-                card = compute.probe_gpu(card, calculator, effort, progress)
+                card = compute.probe_gpu(card, calculator, effort, progress, quick=quick)
             measured.append(card)
         return tuple(measured) or self._machine.gpus
 

@@ -25,7 +25,7 @@ from penstock.probe.scratch import ALIGNMENT, ScratchFile
 from penstock.units import GiB, KiB, MiB, format_bytes
 
 Clock = Callable[[], float]
-OPERATIONS: tuple[StorageOperation, ...] = ("write", "read")
+OPERATIONS: tuple[StorageOperation, ...] = ("write", "read", "both")
 
 MAX_FILE_BYTES = 1 * GiB
 MAX_SHARE = 0.05
@@ -76,6 +76,7 @@ def requests(*, quick: bool) -> tuple[Request, ...]:
         for operation in OPERATIONS
         for block in blocks
         for depth in depths
+        if operation != "both" or (depth > 1 and block >= MiB)
         if (request := Request(operation, block, depth)).in_flight <= MAX_BUFFER_BYTES
     )
 
@@ -162,11 +163,11 @@ class Bench:
         """Seconds for `nbytes` in whole blocks, in random order, so many in flight."""
         blocks = self._dice.sample(range(self.nbytes // request.block), nbytes // request.block)
         offsets = [block * request.block for block in blocks]
-        if request.operation == "read":
+        if request.operation != "write":
             self._file.forget()
         start = self._clock()
         move(request.operation, offsets)
-        if request.operation == "write":
+        if request.operation != "read":
             self._file.finish_writes()
         return self._clock() - start
 

@@ -118,8 +118,30 @@ class Homes:
                 by_node.setdefault(nodes[0], []).append((key, home))
         for node, members in by_node.items():
             arena = Arena(sum(h.nbytes for _, h in members), Node(node), self.device.pinned)
+            gradients = [member for member in members if member[0][1] is Role.GRADIENT]
+            if gradients:
+                self._lend(node, self._take_gradients(arena, gradients))
             for key, home in members:
-                self._data[key] = self._tensor(arena, key, home)
+                if key not in self._data:
+                    self._data[key] = self._tensor(arena, key, home)
+
+    def _take_gradients(self, arena: Arena, members: list[tuple[Key, Home]]) -> torch.Tensor:
+        """One after the other in the order of the row, so that inputs can be lent room there."""
+        nbytes = sum(home.nbytes for _, home in members)
+        whole = arena.tensor(nbytes, torch.uint8, align=EXTENT, name="gradients")
+        at = 0
+        for key, home in members:
+            self._data[key] = whole[at : at + home.nbytes]
+            at += home.nbytes
+        return whole
+
+    def _lend(self, node: int, gradients: torch.Tensor) -> None:
+        """See `lending`: an input is over before the gradient whose place it has comes back."""
+        for block, lent in self.plan.lent_inputs().items():
+            home = self.plan.placement.blocks[block].home(Role.INPUT)
+            assert home is not None
+            if lent.node == node:
+                self._data[block, Role.INPUT] = gradients[lent.offset : lent.offset + home.nbytes]
 
     def _tensor(self, arena: Arena, key: Key, home: Home) -> torch.Tensor:
         name = f"{key[1]} of {self.inventory.blocks[key[0]].name}"
@@ -176,9 +198,11 @@ class Homes:
         self._data.clear()
 
     def _homes(self) -> Iterator[tuple[Key, Home]]:
+        """What takes memory or disk of its own."""
+        lent = self.plan.lent_inputs()
         for index, block in enumerate(self.plan.placement.blocks):
             for home in block.homes:
-                if home.nbytes:
+                if home.nbytes and not (home.role is Role.INPUT and index in lent):
                     yield (index, home.role), home
 
     def _at(self, block: int, role: Role, tier: Tier) -> bool:

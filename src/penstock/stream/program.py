@@ -6,7 +6,7 @@ that order, so whatever begins to use bytes waits for what ended the use before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.inventory import Inventory
@@ -85,18 +85,22 @@ def compile_program(
     )
 
 
-def _successions(lifetimes: Sequence[Lifetime], packing: Packing) -> Iterable[tuple[int, int]]:
-    """Pairs: the operation that begins a buffer, and one that ended a buffer in the same bytes."""
-    spans = {
-        item.name: (packing.offsets[item.name], packing.offsets[item.name] + item.nbytes)
-        for item in lifetimes
-    }
-    for item in lifetimes:
-        low, high = spans[item.name]
-        for other in lifetimes:
-            start, stop = spans[other.name]
-            if other.end <= item.start and start < high and low < stop:
-                yield item.start, other.end - 1
+def _successions(lifetimes: Sequence[Lifetime], packing: Packing) -> Iterator[tuple[int, int]]:
+    """Pairs: the operation that begins a buffer, and one that ended the buffer in the same bytes
+    just before. Whoever was there still earlier had ended before that one began."""
+    held: list[tuple[int, int, int]] = []  # from, to, and what ended the last buffer there
+    for item in sorted(lifetimes, key=lambda item: item.start):
+        low = packing.offsets[item.name]
+        high = low + item.nbytes
+        kept: list[tuple[int, int, int]] = []
+        for start, stop, ended in held:
+            if start < high and low < stop:
+                yield item.start, ended
+                kept += [(start, low, ended)] if start < low else []
+                kept += [(high, stop, ended)] if high < stop else []
+            else:
+                kept.append((start, stop, ended))
+        held = [*kept, (low, high, item.end - 1)]
 
 
 def _resolved(

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.budget import Budget, parse_budget, with_paths
+from penstock.budget import Budget, with_paths
 from penstock.machine import Machine
 from penstock.plan import Plan
 from penstock.plan_words import long_name
-from penstock.planner import Planned, make_plan
-from penstock.preparing import Recipe, this_machine, workload_for
+from penstock.planner import Planned
+from penstock.preparing import (
+    Recipe,
+    budget_for,
+    known_machine,
+    planned_for,
+    workload_for,
+)
 from penstock.storage.leftovers import find_stores, remove_store
 from penstock.train.errors import SettingsError
 from penstock.train.inputs import Model
@@ -28,15 +34,15 @@ class Chosen:
     planned: Planned | None
     """With its cost; None for a plan from a file."""
 
+    remark: str = ""
+    """What to say about where the machine's speeds are from."""
+
     @property
     def bound(self) -> str:
         """What a step is expected to wait for most."""
         if self.planned is None:
             return ""
-        first = next(iter(self.planned.cost.bounds))
-        if first == "gpu" and not self.machine.gpus:
-            return "what the CPU computes"
-        return long_name(first, self.machine)
+        return long_name(next(iter(self.planned.cost.bounds)), self.machine)
 
 
 def recipe_of(settings: RunSettings, steps: int) -> Recipe:
@@ -67,7 +73,7 @@ def recipe_of(settings: RunSettings, steps: int) -> Recipe:
 
 def choose_plan(settings: RunSettings, model: Model, recipe: Recipe, past: Past | None) -> Chosen:
     """The best for the budgets; numerics are the past's, where there is one."""
-    machine = this_machine()
+    machine, remark = known_machine()
     if settings.plan is not None:
         plan = Plan.load(settings.plan)
         plan.check_model(model.inventory)
@@ -75,16 +81,14 @@ def choose_plan(settings: RunSettings, model: Model, recipe: Recipe, past: Past 
         plan.check(machine)
         _check_plan(settings, plan)
         return Chosen(plan, machine, None)
-    budget = parse_budget(
-        machine, hbm=settings.hbm, dram=settings.dram, cxl=settings.cxl, nvme=settings.nvme
-    )
+    given = {name: getattr(settings, name) for name in ("hbm", "dram", "cxl", "nvme")}
+    budget = budget_for(machine, given)
     _check_disks(budget)
     clear_leftovers(budget)
-    machine, _ = with_paths(machine, budget)
     workload = workload_for(model.inventory, recipe)
     workload = replace(workload, numerics=kept_numerics(workload.numerics, past, settings))
-    planned = make_plan(model.inventory, workload, budget, machine)
-    return Chosen(planned.plan, machine, planned)
+    planned, machine = planned_for(model.inventory, workload, budget, machine)
+    return Chosen(planned.plan, machine, planned, remark)
 
 
 def plan_layer(path: str) -> dict[str, object]:

@@ -88,6 +88,8 @@ def _opened(
     recipe = recipe_of(settings, batches.steps)
     chosen = choose_plan(settings, model, recipe, past)
     _tell_plan(chosen, batches.steps, listeners, view)
+    if chosen.remark:
+        listeners.note(chosen.remark)
     engine = _engine(model, chosen, recipe, past, view)
     try:
         if past is not None:
