@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock import optim
+    from penstock import kv, optim
     from penstock.budget import Budget
     from penstock.discovery import discover
     from penstock.errors import PenstockError
@@ -48,6 +48,8 @@ __all__ = [
     "Store",
     # optimizers over host memory
     "optim",
+    # generation
+    "kv",
     # the machine
     "Machine",
     "discover",
@@ -90,7 +92,7 @@ _HOME = {
     "StorageError": "storage.errors",
 }
 
-_PACKAGES = {"optim"}
+_PACKAGES = {"kv", "optim"}
 
 
 def __getattr__(name: str) -> object:
