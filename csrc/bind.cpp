@@ -209,7 +209,7 @@ void bind_stream(nb::module_& m) {
 
 }  // namespace
 
-void bind_sweep(nb::module_& m);  // bind_sweep.cpp
+void bind_sweep(nb::module_& m);   // bind_sweep.cpp
 void bind_paging(nb::module_& m);  // bind_paging.cpp
 
 NB_MODULE(_native, m) {

@@ -71,7 +71,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.stats.needed_bytes == before.needed_bytes
             assert all(row.room == 0 for row in rows)
             return
-        new = some(len(rows) * max(*counts, 1)).unflatten(0, (len(rows), -1))
+        new = torch.stack([some(max(*counts, 1)) for _ in rows])
         if max(counts):
             write(self.cache, rows, new[:, : max(counts)])
         kept = [data.draw(st.sampled_from([count, count // 2])) for count in counts]

@@ -16,6 +16,7 @@ from penstock.kv.errors import SpaceError
 from penstock.kv.space import Space
 from penstock.kv.space_cuda import find_driver
 from penstock.kv.space_host import HostSpace
+from tests.kv.caches import files
 from tests.kv.driver import PAGE, Driver, DriverSpace
 
 
@@ -76,20 +77,22 @@ def free(space: Space, at: int, count: int, mapped: list[int], pages: list[int])
 
 
 TOUCH = """
-import os, resource
+import ctypes, os, resource
+from penstock import _native
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-from penstock.kv.space_host import HostSpace
-space = HostSpace(4096)
-at = space.reserve(4)
-space.map(at, [space.create()])
-space.map(at + 8192, [space.create()], writable=False)
-view = space.bytes_at(at, 4 * 4096)
+fd = _native.open_pages("touched")
+_native.extend_pages(fd, 8192)
+at = _native.reserve_range(4 * 4096, 4096)
+_native.map_pages(at, 4096, fd, 0, True)
+_native.map_pages(at + 8192, 4096, fd, 4096, False)
+byte = lambda offset: ctypes.c_ubyte.from_address(at + offset)
 touches = {
-    "read mapped": lambda: view[0].item(),
-    "read past it": lambda: view[4096].item(),
-    "write past it": lambda: view[4096].fill_(1),
-    "read blank": lambda: view[8192].item(),
-    "write blank": lambda: view[8192].fill_(1),
+    "read mapped": lambda: byte(0).value,
+    "write mapped": lambda: setattr(byte(0), "value", 1),
+    "read past it": lambda: byte(4096).value,
+    "write past it": lambda: setattr(byte(4096), "value", 1),
+    "read blank": lambda: byte(8192).value,
+    "write blank": lambda: setattr(byte(8192), "value", 1),
 }
 for name, touch in touches.items():
     if (child := os.fork()) == 0:
@@ -105,6 +108,7 @@ def test_what_is_not_mapped_faults() -> None:
     fault = signal.SIGSEGV.value
     assert ended.stdout.decode().splitlines() == [
         "read mapped 0",
+        "write mapped 0",
         f"read past it {fault}",
         f"write past it {fault}",
         "read blank 0",
@@ -136,18 +140,13 @@ def test_a_closed_space_leaves_no_trace() -> None:
     space.close()
 
     assert "penstock-kv" not in Path("/proc/self/maps").read_text()
-    assert _files() == []
+    assert files() == []
     with pytest.raises(SpaceError, match="it is closed; make a new cache"):
         space.create()
 
 
-def _files() -> list[str]:
-    found = Path("/proc/self/fd").iterdir()
-    return [str(p) for p in found if p.is_symlink() and "penstock-kv" in os.readlink(p)]
-
-
 def _file_bytes() -> int:
-    return sum(os.stat(path).st_blocks * 512 for path in _files())
+    return sum(os.stat(path).st_blocks * 512 for path in files())
 
 
 def fail_at(call: str, time: int) -> Callable[[str], bool]:

@@ -63,11 +63,11 @@ class Batch:
         if min(self._room) >= new and min(self._past) == self.longest:
             span = self._views.span(layer, self.first, len(self), self.longest, self.longest + new)
             for target, source in zip(span, (keys, values), strict=True):
-                target.copy_(source)
+                target.copy_(source.detach())
             return
         places, chosen = self._where(new)
         for target, source in zip(self._views.flat[layer], (keys, values), strict=True):
-            tokens = source.transpose(1, 2).flatten(0, 1)
+            tokens = source.detach().transpose(1, 2).flatten(0, 1)
             target.index_copy_(0, places, tokens if chosen is None else tokens[chosen])
 
     def _where(self, new: int) -> tuple[torch.Tensor, torch.Tensor | None]:

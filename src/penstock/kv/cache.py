@@ -48,16 +48,21 @@ class VirtualCache(Cache):
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._own_pool = pool is None
         space = pool.space if pool else open_space(where, page_nbytes)
-        layout = read_layout(
-            config,
-            dtype=dtype or getattr(config, "dtype", None) or torch.get_default_dtype(),
-            page_nbytes=space.page_nbytes,
-            max_context=max_context,
-        )
-        nbytes = parse_bytes(budget)
-        if max_batch < 1 or nbytes < max_batch * space.page_nbytes:
-            raise BudgetError(budget=nbytes, sequences=max_batch, page=space.page_nbytes)
-        self._keeper = Keeper(pool or PagePool(space, nbytes), layout, max_batch)
+        try:
+            layout = read_layout(
+                config,
+                dtype=dtype or getattr(config, "dtype", None) or torch.get_default_dtype(),
+                page_nbytes=space.page_nbytes,
+                max_context=max_context,
+            )
+            nbytes = parse_bytes(budget)
+            if max_batch < 1 or nbytes < max_batch * space.page_nbytes:
+                raise BudgetError(budget=nbytes, sequences=max_batch, page=space.page_nbytes)
+            self._keeper = Keeper(pool or PagePool(space, nbytes), layout, max_batch)
+        except BaseException:
+            if self._own_pool:
+                space.close()
+            raise
         self._views = RowViews(self._keeper.table.rows(), layout)
         self._batch: Batch | None = None
         self._own_rows: list[Sequence] = []

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from penstock.kv import reclaiming
 from penstock.kv.errors import (
     BrokenCacheError,
-    CacheFull,
     ContextError,
     NoSlot,
     SequenceError,
@@ -131,9 +131,8 @@ class Keeper:
             sequence.prepared = max(sequence.prepared, end)  # so that reclaiming spares its pages
         lengths = {s: len(self.slot_of(s).pages) for s, _ in needs}
         try:
-            self.ensure_free(self._count_missing(needs))
-            for sequence, end in needs:
-                self._commit_one(sequence, end)
+            reclaiming.ensure_free(self, self._count_missing(needs))
+            new = sum(self._commit_one(sequence, end) for sequence, end in needs)
         except BrokenCacheError:
             raise
         except BaseException:
@@ -141,8 +140,10 @@ class Keeper:
                 sequence.prepared = prepared
                 self.pool.give(self.table.truncate(self.slot_of(sequence), lengths[sequence]))
             raise
+        self.mapped_inline += new
 
-    def _commit_one(self, sequence: Sequence, end: int) -> None:
+    def _commit_one(self, sequence: Sequence, end: int) -> int:
+        """Returns how many pages were mapped behind the others."""
         slot = self.slot_of(sequence)
         for position in self._written(sequence, end):
             if self.pool.holders(slot.pages[position]) > 1:
@@ -155,15 +156,13 @@ class Keeper:
                     self.pool.give(page)
                     raise
                 self.pool.give([old])
-        missing = self.layout.pages_for(end) - len(slot.pages)
-        if missing > 0:
-            pages = self.pool.take(missing)
-            try:
-                self.table.append(slot, pages)
-            except BaseException:
-                self.pool.give(pages)
-                raise
-            self.mapped_inline += missing
+        pages = self.pool.take(max(0, self.layout.pages_for(end) - len(slot.pages)))
+        try:
+            self.table.append(slot, pages)
+        except BaseException:
+            self.pool.give(pages)
+            raise
+        return len(pages)
 
     def _written(self, sequence: Sequence, end: int) -> range:
         """The positions of pages it has that would be written."""
@@ -196,38 +195,6 @@ class Keeper:
         target = self.layout.pages_for(min(sequence.prepared + ahead, self.layout.max_context))
         most = self.layout.pages_for(sequence.prepared) + MAX_AHEAD
         return len(slot.pages) < min(target, most) and self.pool.free > 0
-
-    def reclaimable(self) -> list[tuple[Slot, int]]:
-        """Slots with pages that nobody needs, each with how many it needs; the best to take first:
-        kept ones, then what is ahead."""
-        kept, ahead = [], []
-        for slot in self.table.slots:
-            self.grower.still(slot)
-            if slot.sequence is None:
-                kept.append((slot, 0))
-            else:
-                ahead.append((slot, self.layout.pages_for(slot.sequence.prepared)))
-        return [(s, n) for s, n in [*reversed(kept), *reversed(ahead)] if len(s.pages) > n]
-
-    def ensure_free(self, wanted: int) -> None:
-        """Let the pool have `wanted` free pages, or change nothing and raise CacheFull."""
-        missing = wanted - self.pool.free
-        if missing <= 0:
-            return
-        spare = self.reclaimable()
-        there = sum(self.pool.holders(p) == 1 for slot, n in spare for p in slot.pages[n:])
-        if there < missing:
-            raise CacheFull(
-                what="growing",
-                wanted=wanted,
-                free=self.pool.free + there,
-                budget=self.pool.total,
-                page=self.layout.page_nbytes,
-            )
-        for slot, need in spare:
-            while wanted > self.pool.free and len(slot.pages) > need:
-                least = max(need, len(slot.pages) - (wanted - self.pool.free))
-                self.pool.give(self.table.truncate(slot, least))
 
     def best_fit(self, wanted: int) -> Slot:
         """The free slot whose kept pages fit best: the fewest that suffice, else the most."""
@@ -282,7 +249,7 @@ class Keeper:
     def blank(self) -> Page:
         """The one page that stands for padding. It is written once, with zeros."""
         if self._blank is None:
-            self.ensure_free(1)
+            reclaiming.ensure_free(self, 1)
             self._blank = self.pool.take(1, what="padding")[0]
             self.table.zero_page(self._blank)
         return self._blank
@@ -291,7 +258,7 @@ class Keeper:
         with self.whole():
             excess = self.pool.used - nbytes // self.layout.page_nbytes
             if excess > 0:
-                self.ensure_free(self.pool.free + excess)
+                reclaiming.ensure_free(self, self.pool.free + excess)
             self.pool.resize(nbytes)
 
     def close(self) -> None:

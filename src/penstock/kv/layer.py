@@ -18,7 +18,7 @@ class VirtualLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Counts a layer's tokens and hands out views; the bytes are the cache's.
 
     A layer with a sliding window keeps all tokens, as its neighbours in the page do, and shows the
-    model those that its window reaches.
+    model those that its window reaches. No gradient flows through what is cached.
     """
 
     is_compileable = False
@@ -57,8 +57,8 @@ class VirtualLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         first = self._cache.grow_own_rows(count, end)
         views = self._cache.views
         new = views.span(self._index, first, count, past, end)
-        new[0].copy_(key_states)
-        new[1].copy_(value_states)
+        new[0].copy_(key_states.detach())
+        new[1].copy_(value_states.detach())
         self._length = end
         return views.span(self._index, first, count, self._start(past), end)
 
