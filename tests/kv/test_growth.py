@@ -107,6 +107,12 @@ def test_a_row_left_without_its_pages_is_said_and_not_read() -> None:
         pass
     with pytest.raises(BrokenCacheError):
         made.prepare([(rows[1], 1)])
+    space.driver.fail = lambda call: False
+    made.close()
+    made._keeper.pool.close(lost=True)
+    assert not space.driver.mapped
+    assert not space.driver.alive
+    assert not space.driver.ranges
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -149,8 +149,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def pages_add_up(self) -> None:
         with self.cache._keeper.whole():
-            for slot in self.cache._keeper.table.slots:
-                self.cache._keeper.grower.still(slot)
+            self.cache._keeper.grower.still(self.cache._keeper.table.slots)
             s = self.cache.stats
             assert s.free + s.live + s.ahead + s.kept + s.blank == s.pages_total
             assert s.others == 0

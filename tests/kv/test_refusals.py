@@ -41,6 +41,20 @@ def test_errors_say_what_was_wanted_and_what_there_was() -> None:
     close(made)
 
 
+def test_a_closed_cache_is_refused_and_not_read() -> None:
+    made = cache(DriverSpace())
+    sequence = made.admit()
+    close(made)
+
+    with pytest.raises(KvError, match="the cache is closed"):
+        made.prepare([(sequence, 1)])
+    with pytest.raises(KvError, match="the cache is closed"), made.rows([sequence]):
+        pass
+    part = torch.zeros(1, 1, 3, 24, dtype=torch.bfloat16)
+    with pytest.raises(KvError, match="the cache is closed"):
+        made.update(part, part, 0)
+
+
 def test_a_budget_below_a_page_for_each_is_refused() -> None:
     with pytest.raises(BudgetError, match="lower max_batch to 15") as caught:
         VirtualCache(config(), max_batch=16, max_context=64, budget="1000KiB", device="cpu")

@@ -27,7 +27,7 @@ class Batch:
         self._room = [sequence.room for sequence in sequences]
         self.longest = max(self._past)
         """Tokens of the longest row before this call of the model."""
-        self.lengths = torch.tensor(self._past, dtype=torch.int32, device=device)
+        self.lengths = _send(self._past, torch.int32, device)
         """Tokens of each row before this call of the model."""
         steps = torch.arange(len(self.sequences) + 1, dtype=torch.int32, device=device)
         self.starts = steps * layout.row_tokens
@@ -83,8 +83,8 @@ class Batch:
             device = self.lengths.device
             whole = len(chosen) == new * len(self)
             self._places[new] = (
-                torch.tensor(places, device=device),
-                None if whole else torch.tensor(chosen, device=device),
+                _send(places, torch.int64, device),
+                None if whole else _send(chosen, torch.int64, device),
             )
         return self._places[new]
 
@@ -102,3 +102,9 @@ class Batch:
                 f"{max(self._room)}; call prepare first"
             )
         return new
+
+
+def _send(numbers: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """To the device without waiting for it: torch's own way stops until the stream is empty."""
+    here = torch.tensor(numbers, dtype=dtype)
+    return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)

@@ -158,9 +158,9 @@ class VirtualCache(Cache):
             return
         self._closed = True
         pool = self._keeper.pool
-        self._keeper.close()
+        whole = self._keeper.close()
         if self._own_pool:
-            pool.close()
+            pool.close(lost=not whole)
             pool.space.close()
 
     def __enter__(self) -> VirtualCache:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from penstock.kv.errors import CacheFull, GrowthError
 from penstock.kv.pool import PagePool
@@ -30,7 +30,8 @@ class Grower:
         wants: Callable[[Slot], bool],
     ) -> None:
         self._lock, self._table, self._pool, self._wants = lock, table, pool, wants
-        self._wishes: deque[Slot] = deque()  # under _lock, as are the three below
+        self._wishes: deque[Slot] = deque()  # under _lock, as are the four below
+        self._waiting = 0
         self._failure: BaseException | None = None
         self._closing = False
         self.mapped = 0
@@ -44,10 +45,17 @@ class Grower:
             self._wishes.append(slot)
             self._lock.notify_all()
 
-    def still(self, slot: Slot) -> None:
-        """Return when the thread has let go of a slot. Under the lock, which it gives up."""
-        while slot.growing:
+    def still(self, slots: Iterable[Slot]) -> None:
+        """Return when the thread has let go of all these slots at once. Under the lock, which it
+        gives up meanwhile; until the caller gives it up again, the thread claims none of them."""
+        slots = list(slots)
+        if not any(slot.growing for slot in slots):
+            return
+        self._waiting += 1  # no new claims, or one slot is still when the next no longer is
+        while any(slot.growing for slot in slots):
             self._lock.wait()
+        self._waiting -= 1
+        self._lock.notify_all()
 
     def raise_failure(self) -> None:
         """Raise what went wrong in the thread, once. Under the lock."""
@@ -79,7 +87,7 @@ class Grower:
         """The next slot that wants a page, claimed, and the page; None at the end."""
         with self._lock:
             while not self._closing:
-                if not self._wishes:
+                if not self._wishes or self._waiting:
                     self._lock.wait()
                     continue
                 slot = self._wishes.popleft()

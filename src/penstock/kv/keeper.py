@@ -126,8 +126,8 @@ class Keeper:
     def commit(self, needs: Needs) -> None:
         """Give each sequence pages of its own from its length to its need. All or nothing."""
         before = [(sequence, sequence.prepared) for sequence, _ in needs]
+        self.grower.still(self.slot_of(sequence) for sequence, _ in needs)
         for sequence, end in needs:
-            self.grower.still(self.slot_of(sequence))
             sequence.prepared = max(sequence.prepared, end)  # so that reclaiming spares its pages
         lengths = {s: len(self.slot_of(s).pages) for s, _ in needs}
         try:
@@ -150,8 +150,6 @@ class Keeper:
                 page = self.pool.take(1)
                 try:
                     old = self.table.replace_by_copy(slot, position, page[0])
-                except BrokenCacheError:
-                    raise
                 except BaseException:
                     self.pool.give(page)
                     raise
@@ -208,7 +206,7 @@ class Keeper:
 
     def furnish(self, slot: Slot, shared: list[Page]) -> None:
         """Give a free slot a prefix, and behind it the pages it kept, zeroed."""
-        self.grower.still(slot)
+        self.grower.still([slot])
         own = [page for page in slot.pages if self.pool.holders(page) == 1]
         own = own[: self.layout.row_pages - len(shared)]
         pages = [*shared, *own]
@@ -261,12 +259,15 @@ class Keeper:
                 reclaiming.ensure_free(self, self.pool.free + excess)
             self.pool.resize(nbytes)
 
-    def close(self) -> None:
-        """Give back every page and the range."""
+    def close(self) -> bool:
+        """Give back every page and the range. False if pages were lost count of."""
         self.grower.close()
         with self._turn, self.lock:
+            whole = self._broken is None
             for slot in self.table.slots:
-                self.pool.give(self.table.truncate(slot, 0))
+                self.pool.give(self.table.truncate(slot, 0) if whole else self.table.abandon(slot))
             if self._blank is not None:
                 self.pool.give([self._blank])
             self.table.close()
+            self._broken = BrokenCacheError("the cache is closed; make a new one")
+            return whole

@@ -22,9 +22,8 @@ def line_up(keeper: Keeper, sequences: Listed[Sequence]) -> int:
     first = slots[0].index
     if all(slot.index == first + i for i, slot in enumerate(slots)):
         return first
-    for slot in keeper.table.slots:
-        keeper.grower.still(slot)
     table = keeper.table.slots
+    keeper.grower.still(table)
     starts = range(len(table) - len(slots) + 1)
     first = min(starts, key=lambda start: _cost(slots, table[start : start + len(slots)]))
     _exchange(keeper, dict(zip(table[first : first + len(slots)], slots, strict=True)))
@@ -64,8 +63,7 @@ def branch(keeper: Keeper, rows: list[Sequence], sources: list[int]) -> list[Seq
             keeper.finish(extra)
         new = [*rows[: len(sources)], *fresh]
         slots = [keeper.slot_of(sequence) for sequence in new]
-        for slot in slots:
-            keeper.grower.still(slot)
+        keeper.grower.still(slots)
         wanted = {
             slot: _with_own(keeper, slot, pages)
             for slot, pages in zip(slots, contents, strict=True)
@@ -94,7 +92,10 @@ def _with_own(keeper: Keeper, slot: Slot, pages: list[Page]) -> list[Page]:
 def cover_gaps(keeper: Keeper, sequences: Listed[Sequence]) -> None:
     """Make every row readable as far as the longest will reach."""
     reach = keeper.layout.pages_for(max(sequence.prepared for sequence in sequences))
-    short = [s for s in map(keeper.slot_of, sequences) if len(s.pages) + s.blanks < reach]
-    for slot in short:
-        keeper.grower.still(slot)
-        keeper.table.cover(slot, reach, keeper.blank())
+    slots = [keeper.slot_of(sequence) for sequence in sequences]
+    if all(len(slot.pages) + slot.blanks >= reach for slot in slots):
+        return
+    blank = keeper.blank()
+    keeper.grower.still(slots)
+    for slot in slots:
+        keeper.table.cover(slot, reach, blank)

@@ -93,10 +93,13 @@ class PagePool:
             while self._idle and len(self._idle) + self.used > total:
                 self.space.destroy(self._idle.pop())
 
-    def close(self) -> None:
-        """Give every page back to the device. Nobody holds one any more."""
+    def close(self, *, lost: bool = False) -> None:
+        """Give every page back to the device. Nobody holds one any more, or they are `lost`: held
+        by a cache that broke, and mapped nowhere."""
         with self._lock:
-            assert not self._holders, f"{len(self._holders)} pages are still held"
+            assert lost or not self._holders, f"{len(self._holders)} pages are still held"
+            self._idle.extend(self._holders)
+            self._holders.clear()
             while self._idle:
                 self.space.destroy(self._idle.pop())
 

@@ -40,8 +40,8 @@ def _spare(keeper: Keeper) -> list[tuple[Slot, int]]:
     """Slots with pages that nobody needs, each with how many it needs; kept ones first, then what
     is ahead."""
     kept, ahead = [], []
+    keeper.grower.still(keeper.table.slots)
     for slot in keeper.table.slots:
-        keeper.grower.still(slot)
         if slot.sequence is None:
             kept.append((slot, 0))
         else:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from penstock.kv.errors import BrokenCacheError
+from penstock.kv.errors import BrokenCacheError, SpaceError
 from penstock.kv.layout import Layout
 from penstock.kv.slots import Slot
 from penstock.kv.space import Page, Space
@@ -117,6 +117,15 @@ class PageTable:
         """The first bytes of a row."""
         start = slot.index * self._row_pages * self._unit
         return self._bytes[start : start + nbytes]
+
+    def abandon(self, slot: Slot) -> list[Page]:
+        """`truncate` to nothing, of a row that may have lost some of its pages."""
+        self._space.settle()
+        for position in range(len(slot.pages) + slot.blanks):
+            with contextlib.suppress(SpaceError):
+                self._space.unmap(self._at(slot, position), 1)
+        gone, slot.pages, slot.blanks = slot.pages, [], 0
+        return gone
 
     def close(self) -> None:
         """Give the range back. Every row is empty already; tensors over it must not be used."""

@@ -26,12 +26,16 @@ class RowViews:
             (_by_row(keys, layout), _by_row(values, layout)) for keys, values in self.flat
         ]
         """Per layer `[rows, heads, row_tokens, head dim]`."""
+        self._run = (0, 0)
+        self._of_run: list[Pair] = []
 
     def span(self, layer: int, first: int, count: int, start: int, end: int) -> Pair:
         """`[count, heads, end - start, head dim]`, the rows from `first` on."""
-        keys, values = self.rows[layer]
-        rows, tokens = slice(first, first + count), slice(start, end)
-        return keys[rows, :, tokens], values[rows, :, tokens]
+        if self._run != (first, count):  # the same rows, as a rule, for every layer and token
+            pairs = ((k.narrow(0, first, count), v.narrow(0, first, count)) for k, v in self.rows)
+            self._run, self._of_run = (first, count), list(pairs)
+        keys, values = self._of_run[layer]
+        return keys.narrow(2, start, end - start), values.narrow(2, start, end - start)
 
 
 def _by_row(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
