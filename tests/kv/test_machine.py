@@ -64,6 +64,7 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         rows = data.draw(st.permutations(rows))
         counts = [data.draw(st.integers(0, 50)) for _ in rows]
+        kept = [data.draw(st.sampled_from([count, count // 2])) for count in counts]
         before = self.cache.stats
         try:
             self.cache.prepare(zip(rows, counts, strict=True))
@@ -74,7 +75,6 @@ class CacheMachine(RuleBasedStateMachine):
         new = torch.stack([some(max(*counts, 1)) for _ in rows])
         if max(counts):
             write(self.cache, rows, new[:, : max(counts)])
-        kept = [data.draw(st.sampled_from([count, count // 2])) for count in counts]
         self.cache.advance(zip(rows, kept, strict=True))
         for i, (row, count, keep) in enumerate(zip(rows, counts, kept, strict=True)):
             self.truth[row] = torch.cat([self.truth[row], new[i, :keep]])
@@ -174,13 +174,14 @@ def run(examples: int, steps: int) -> None:
         max_examples=examples,
         stateful_step_count=steps,
         deadline=None,
+        derandomize=examples < 100,  # the short one is the same walk every time
         suppress_health_check=list(HealthCheck),
     )
     machine().runTest()
 
 
 def test_any_order_of_operations(one_thread: None) -> None:
-    run(examples=25, steps=40)
+    run(examples=20, steps=40)
 
 
 @pytest.mark.long

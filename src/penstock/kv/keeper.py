@@ -131,7 +131,11 @@ class Keeper:
             sequence.prepared = max(sequence.prepared, end)  # so that reclaiming spares its pages
         lengths = {s: len(self.slot_of(s).pages) for s, _ in needs}
         try:
-            reclaiming.ensure_free(self, self._count_missing(needs))
+            missing = self._count_missing(needs)
+            if missing > self.pool.free:
+                self.grower.still(self.table.slots)  # it may be mapping what is missing
+                missing = self._count_missing(needs)
+            reclaiming.ensure_free(self, missing)
             new = sum(self._commit_one(sequence, end) for sequence, end in needs)
         except BrokenCacheError:
             raise
