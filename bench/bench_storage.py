@@ -1,6 +1,6 @@
 """The store against the best that fio does: same file, block size and depth, in turns, in one run.
 
-    python bench/bench_storage.py --path /mnt/nvme0 [--device] [--nbytes 1GiB] [--passes 5]
+    python bench/bench_storage.py --path /mnt/nvme0 [--device] [--nbytes 1GiB] [--passes 8]
 
 Prints rates and ratios for both engines, reading, writing and the sweep's mix, with what the CPU,
 the page cache and the process's memory had to give; writes bench/results/storage_<hardware>_<date>.
@@ -18,19 +18,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from certificate import hardware
+from deepspeed_aio import DeepSpeedAio
 from fio import WAYS, find_fio, fio_version, huge_pages, run_fio
 from footprint import cached_nbytes, cpu_seconds, resident
+from storage_rows import Memory, Row, percentiles, spread, typical
 
 from penstock import _native
 from penstock.storage.building import StoreOptions
 from penstock.storage.engines import choose_engine
+from penstock.storage.header import DATA_OFFSET
 from penstock.storage.rates import PATTERNS, StorageBench
 from penstock.storage.store import Store
 from penstock.units import KiB, MiB, format_bytes, parse_bytes
@@ -38,51 +41,6 @@ from penstock.units import KiB, MiB, format_bytes, parse_bytes
 REPO = Path(__file__).parents[1]
 CHUNK = 8 * MiB
 LANES = 4
-
-
-@dataclass
-class Row:
-    """Samples of one setting, ours and fio's taken in turns."""
-
-    target: str
-    engine: str
-    pattern: str
-    request_nbytes: int
-    depth: int
-    ours: list[float] = field(default_factory=list)
-    verified: list[float] = field(default_factory=list)
-    verified_cpu: list[float] = field(default_factory=list)
-    ours_cpu: list[float] = field(default_factory=list)
-    fio: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
-    """By the way that fio does it."""
-    fio_cpu: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
-
-    @property
-    def best_way(self) -> str:
-        return max(WAYS, key=lambda way: statistics.median(self.fio[way]))
-
-    @property
-    def fio_rate(self) -> float:
-        return statistics.median(self.fio[self.best_way])
-
-    @property
-    def ratio(self) -> float:
-        return statistics.median(self.ours) / self.fio_rate
-
-    @property
-    def verify_cost(self) -> float:
-        return 1 - statistics.median(self.verified) / statistics.median(self.ours)
-
-
-@dataclass
-class Memory:
-    """What a target's passes left behind in memory."""
-
-    target: str
-    cached_nbytes: int
-    """Of the file, in the page cache."""
-    grown_nbytes: int
-    """Of the process, beyond the arenas: from before the first pass to after the last."""
 
 
 def main() -> None:
@@ -102,8 +60,7 @@ def main() -> None:
                 rows += made
                 memories.append(memory)
                 show(made, memory)
-    save(rows, memories, chosen)
-    best(rows)
+    save(rows, memories, best(rows), chosen)
 
 
 def arguments() -> argparse.Namespace:
@@ -113,8 +70,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=lambda s: [parse_bytes(p) for p in s.split(",")],
                         default=[256 * KiB, 1 * MiB, 4 * MiB])  # fmt: skip
     parser.add_argument("--depth", type=int, default=16)
-    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--passes", type=int, default=8)
     parser.add_argument("--no-loop", action="store_true")
+    parser.add_argument("--deepspeed", help="a folder with DeepSpeed and what it imports")
     parser.add_argument("--hardware", default="", help="for the name of the results file")
     return parser.parse_args()
 
@@ -146,18 +104,21 @@ def measure(
     rows = {(e, p): Row(target, e, p, request, chosen.depth) for e in engines for p in PATTERNS}
     options = StoreOptions(request_nbytes=request, depth=chosen.depth)
     memory = Memory(target, 0, 0)
+    # Twice the depth under way, or the queue would never be as deep as fio's.
+    chunk = max(CHUNK, 2 * chosen.depth * request // LANES)
     for engine in engines:
-        with Store.create(
-            path, chosen.nbytes, engine=engine, verify=True, options=options
-        ) as store:
-            # Twice the depth under way, or the queue would never be as deep as fio's.
-            chunk = max(CHUNK, 2 * chosen.depth * request // LANES)
+        with (
+            Store.create(path, chosen.nbytes, engine=engine, verify=True, options=options) as store,
+            deepspeed(chosen, request, chunk) as aio,
+        ):
             bench = StorageBench(store, chosen.nbytes, chunk=chunk, lanes=LANES)
             bench.run("write")  # the first write of new space pays for its metadata
             before = resident()
             for turn in range(chosen.passes):
                 for pattern in PATTERNS:
                     one_turn(rows[engine, pattern], store, bench, turn, huge=chosen.huge)
+                    if aio is not None:
+                        deepspeed_pass(rows[engine, pattern], store, bench, aio)
             memory.grown_nbytes = max(memory.grown_nbytes, resident() - before)
             if target == "file":
                 cached = cached_nbytes(store.volumes[0].data_path)
@@ -165,15 +126,33 @@ def measure(
     return list(rows.values()), memory
 
 
+@contextlib.contextmanager
+def deepspeed(
+    chosen: argparse.Namespace, request: int, chunk: int
+) -> Iterator[DeepSpeedAio | None]:
+    if chosen.deepspeed is None:
+        yield None
+        return
+    with DeepSpeedAio(chosen.deepspeed, request=request, depth=chosen.depth, chunk=chunk) as aio:
+        yield aio
+
+
+def deepspeed_pass(row: Row, store: Store, bench: StorageBench, aio: DeepSpeedAio) -> None:
+    path = store.volumes[0].data_path
+    row.deepspeed.append(aio.run(row.pattern, path, DATA_OFFSET, bench.nbytes))
+
+
 def one_turn(row: Row, store: Store, bench: StorageBench, turn: int, *, huge: bool) -> None:
     """Everybody once. Who comes first changes: what ran before may still trouble the disk."""
     ours = [partial(one_pass, row, store, bench, verify=verify) for verify in (False, True)]
     yard = [partial(fio_pass, row, store, bench, way, huge=huge) for way in WAYS]
     ours = ours[:: -1 if turn & 1 else 1]
-    if row.pattern != "write":
-        ours.insert(0, partial(bench.run, "write"))  # over what fio wrote, which has no checksums
-    for run in [*yard, *ours] if turn & 2 else [*ours, *yard]:
-        run()
+    for runs in [yard, ours] if turn & 2 else [ours, yard]:
+        if runs is ours and row.pattern != "write":
+            bench.run("write")  # over what fio wrote, which has no checksums
+            bench.run(row.pattern)  # type: ignore[arg-type]  # what the disk still does for writes
+        for run in runs:
+            run()
 
 
 def one_pass(row: Row, store: Store, bench: StorageBench, *, verify: bool) -> None:
@@ -209,11 +188,13 @@ def fio_pass(row: Row, store: Store, bench: StorageBench, way: str, *, huge: boo
 
 def show(rows: list[Row], memory: Memory) -> None:
     for row in rows:
+        peer = f"  DeepSpeed {spread(row.deepspeed)}" if row.deepspeed else ""
         ours, fio = row.ours, row.fio[row.best_way]
+        ratio = typical([ours]) / typical(list(row.fio.values()))
         print(
             f"{row.target:5} {row.engine:9} {row.pattern:6} {format_bytes(row.request_nbytes):>8}"
             f" x{row.depth}  ours {spread(ours)}  fio {spread(fio)} GB/s ({row.best_way})"
-            f"  ratio {row.ratio:.2f}  verify costs {row.verify_cost:+.1%}"
+            f"  ratio {ratio:.2f}{peer}  verify costs {row.verify_cost:+.1%}"
             f"  cpu {statistics.median(row.ours_cpu):.2f}, verified "
             f"{statistics.median(row.verified_cpu):.2f}"
         )
@@ -223,25 +204,31 @@ def show(rows: list[Row], memory: Memory) -> None:
     )
 
 
-def spread(samples: list[float]) -> str:
-    middle = statistics.median(samples) / 1e9
-    return f"{middle:5.2f} ({min(samples) / 1e9:.2f}-{max(samples) / 1e9:.2f})"
-
-
-def best(rows: list[Row]) -> None:
-    """Each at its best block size, as fio is at its own."""
+def best(rows: list[Row]) -> list[dict[str, object]]:
+    """Each at its best block size, fio at its best way of doing it too."""
     print("best block size of each, ours / fio:")
+    found = []
     for target, engine, pattern in dict.fromkeys((r.target, r.engine, r.pattern) for r in rows):
         same = [r for r in rows if (r.target, r.engine, r.pattern) == (target, engine, pattern)]
-        ours = max(statistics.median(r.ours) for r in same)
-        fio = max(r.fio_rate for r in same)
+        ours, fio = (
+            typical([r.ours for r in same]),
+            typical([w for r in same for w in r.fio.values()]),
+        )
+        found.append({"target": target, "engine": engine, "pattern": pattern,
+                      "ours": ours, "fio": fio, "ratio": ours / fio})  # fmt: skip
         print(
             f"  {target:5} {engine:9} {pattern:6} {ours / 1e9:5.2f} / {fio / 1e9:5.2f} GB/s"
             f" = {ours / fio:.2f}"
         )
+    return found
 
 
-def save(rows: list[Row], memories: list[Memory], chosen: argparse.Namespace) -> None:
+def save(
+    rows: list[Row],
+    memories: list[Memory],
+    best_of_each: list[dict[str, object]],
+    chosen: argparse.Namespace,
+) -> None:
     git = ["git", "-C", str(REPO), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     now = datetime.now(UTC)
@@ -259,6 +246,7 @@ def save(rows: list[Row], memories: list[Memory], chosen: argparse.Namespace) ->
         "load": os.getloadavg(),
         "crc32c": "hardware" if _native.crc32c_is_hardware() else "table",
         "rates_unit": "bytes per second; every sample is one pass",
+        "best": best_of_each,
         "rows": [asdict(row) | {"percentiles": percentiles(row)} for row in rows],
         "memory": [asdict(memory) for memory in memories],
     }
@@ -267,15 +255,6 @@ def save(rows: list[Row], memories: list[Memory], chosen: argparse.Namespace) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(certificate, indent=1) + "\n")
     print(f"written: {path.relative_to(REPO)}")
-
-
-def percentiles(row: Row) -> dict[str, list[float]]:
-    """10, 50 and 90 of each list of rates."""
-    lists = {"ours": row.ours, "verified": row.verified, **row.fio}
-    return {
-        name: [sorted(rates)[round(p * (len(rates) - 1))] for p in (0.1, 0.5, 0.9)]
-        for name, rates in lists.items()
-    }
 
 
 if __name__ == "__main__":

@@ -58,28 +58,34 @@ def test_a_weight_that_is_not_a_number_is_noticed_before_anything_changes(
         assert differing(before, state_of(engine)) == []
 
 
-def sick_loss(sick: list[bool]) -> Any:
+def sick_loss(sick: list[float]) -> Any:
+    """Gradients are NaN with a loss of NaN, and finite with an infinite one."""
+
     def loss(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return -log_probs.sum() * (math.nan if sick[0] else 1.0)
+        times = sick[0] if math.isnan(sick[0]) else 1.0
+        return -log_probs.sum() * times + sick[0]
 
     return loss
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-def test_a_batch_whose_loss_is_not_finite_leaves_no_trace(nonfinite: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_batch_whose_loss_is_not_finite_leaves_no_trace(
+    value: float, nonfinite: str, tmp_path: Path
+) -> None:
     """The sweeps of the step before are made all the same, and the next step follows on it."""
-    setup, sick = small_setup(), [False]
+    setup, sick = small_setup(), [0.0]
     first, second, third = setup.batches(3)
     with setup.engine(SMALL, tmp_path, loss=sick_loss(sick), nonfinite=nonfinite) as engine:
         engine.step(first)
-        sick[0] = True
+        sick[0] = value
         if nonfinite == "raise":
             with pytest.raises(NonFiniteLossError):
                 engine.step(second)
         else:
-            assert math.isnan(float(engine.step(second)))
+            assert not math.isfinite(float(engine.step(second)))
             assert engine.skipped
-        sick[0] = False
+        sick[0] = 0.0
         assert engine.steps == 1
         engine.step(third)
         found = state_of(engine)

@@ -73,6 +73,7 @@ class Engine:
         self.scale = LossScale.of(self.workload.dtype)
         self._pending: Pending | None = None
         self._stats: GradStats | None = None
+        self._lost = False  # a loss behind those gradients was not finite
         self._closed = False
 
     # Training.
@@ -106,6 +107,7 @@ class Engine:
         self._stats = self._gather()
         assert run.loss is not None
         loss = (run.loss / items).float().cpu()
+        self._lost = (adds and self._lost) or not bool(torch.isfinite(loss))
         self._check_finite(loss)
         return loss
 
@@ -118,7 +120,7 @@ class Engine:
         if self.workload.accumulate:
             stats = round_gradients(self._taken)
         self.optimizer.note_step()
-        self.skipped = not stats.finite
+        self.skipped = self._lost or not stats.finite
         if self.skipped:
             self.scale.overflowed()
             return
