@@ -249,10 +249,10 @@ class Keeper:
         return self._blank is not None
 
     def blank(self) -> Page:
-        """The one page that stands for padding. It is written once, with zeros."""
+        """The one page that stands for padding. It is written once, with zeros. It is beside the
+        budget: rows that are prepared can be shown, however full the pool is."""
         if self._blank is None:
-            reclaiming.ensure_free(self, 1)
-            self._blank = self.pool.take(1, what="padding")[0]
+            self._blank = self.pool.space.create()
             self.table.zero_page(self._blank)
         return self._blank
 
@@ -271,7 +271,7 @@ class Keeper:
             for slot in self.table.slots:
                 self.pool.give(self.table.truncate(slot, 0) if whole else self.table.abandon(slot))
             if self._blank is not None:
-                self.pool.give([self._blank])
+                self.pool.space.destroy(self._blank)
             self.table.close()
             self._broken = BrokenCacheError("the cache is closed; make a new one")
             return whole

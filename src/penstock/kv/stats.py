@@ -10,7 +10,7 @@ from penstock.kv.space import Page
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Pages and bytes at one moment: `free + live + ahead + kept + blank + others == pages_total`.
+    """Pages and bytes at one moment: `free + live + ahead + kept + others == pages_total`.
     A page that several sequences share counts once."""
 
     pages_total: int
@@ -24,7 +24,7 @@ class Stats:
     kept: int
     """Left by sequences that are gone, for the next one or for whoever needs them."""
     blank: int
-    """1 once a padded batch was read: the page that stands for padding."""
+    """1 once a padded batch was read: the page that stands for padding, beside the budget."""
     others: int
     """Held by other users of the pool."""
     shared: int
@@ -70,15 +70,14 @@ def count(keeper: Keeper) -> Stats:
         live = set(filled)
         ahead = len(behind - live) + growing
         kept = len(mapped - behind - live)
-        blank = int(keeper.has_blank)
         return Stats(
             pages_total=pool.total,
             free=pool.free,
             live=len(live),
             ahead=ahead,
             kept=kept,
-            blank=blank,
-            others=pool.used - len(live) - ahead - kept - blank,
+            blank=int(keeper.has_blank),
+            others=pool.used - len(live) - ahead - kept,
             shared=sum(n > 1 for n in sharers.values()),
             page_nbytes=layout.page_nbytes,
             needed_bytes=sum(filled.values()),
