@@ -209,7 +209,8 @@ void bind_stream(nb::module_& m) {
 
 }  // namespace
 
-void bind_sweep(nb::module_& m);  // bind_sweep.cpp
+void bind_sweep(nb::module_& m);   // bind_sweep.cpp
+void bind_paging(nb::module_& m);  // bind_paging.cpp
 
 NB_MODULE(_native, m) {
   // A tensor that lives until the process ends keeps its block until then: no leak, and not to be
@@ -226,4 +227,5 @@ NB_MODULE(_native, m) {
   bind_stream(m);
   bind_store(m);
   bind_sweep(m);
+  bind_paging(m);
 }

@@ -58,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"_native", "errors", "system"},
         *{"memory.arena", "memory.placement", "memory.region", "memory.residency"},
     },
+    "kv": {"_native", "errors", "units", "memory.arena"},
     # keep: files and directories; neither training nor plans nor where bytes rest
     "checkpoint": {"__init__", "errors", "record_files", "records", "units"},
     # update
@@ -173,7 +174,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """A package's row holds for each of its modules, which may also import each other."""
 
-MAY_IMPORT_TORCH = {"checkpoint", "memory.tensors", "optim", "stream"}
+MAY_IMPORT_TORCH = {"checkpoint", "kv", "memory.tensors", "optim", "stream"}
 """At module level. Elsewhere torch is imported inside the function that needs it, or not at all."""
 
 TORCH_FREE = [
@@ -267,10 +268,12 @@ CSRC = PACKAGE.parents[1] / "csrc"
 
 KNOWS_ONE_THING = {
     # what the text of a file shows                 the only files that may show it
-    "sys/mman.h": {"os_linux.cpp", "ring_linux.cpp"},
+    "sys/mman.h": {"os_linux.cpp", "paging_linux.cpp", "ring_linux.cpp"},
     "sys/syscall.h": {"os_linux.cpp", "ring_linux.cpp"},
-    "unistd.h": {"os_linux.cpp", "disk_linux.cpp", "ring_linux.cpp"},
-    "nanobind": {"bind.cpp", "bind_store.cpp", "bind_store.h", "bind_sweep.cpp"},
+    "unistd.h": {"os_linux.cpp", "disk_linux.cpp", "paging_linux.cpp", "ring_linux.cpp"},
+    "nanobind": {
+        *{"bind.cpp", "bind_paging.cpp", "bind_store.cpp", "bind_store.h", "bind_sweep.cpp"},
+    },
     "libcuda": {"cuda_driver.cpp"},
     "dlfcn.h": {"cuda_driver.cpp"},
     "torch/": set(),

@@ -29,6 +29,7 @@ PUBLIC = [
     "empty",
     "from_tensor",
     "full",
+    "kv",
     "make_plan",
     "move",
     "observe",
@@ -54,7 +55,7 @@ def test_every_public_name_is_there_and_explained() -> None:
 def test_a_name_is_the_thing_and_not_a_module_of_that_name() -> None:
     importlib.import_module("penstock.plan_command")  # imports most of the package
 
-    assert all(callable(getattr(penstock, name)) for name in PUBLIC if name != "optim")
+    assert all(callable(getattr(penstock, name)) for name in PUBLIC if name not in ("kv", "optim"))
 
 
 def test_a_missing_name_is_an_attribute_error() -> None:

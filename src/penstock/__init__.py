@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock import optim
+    from penstock import kv, optim
     from penstock.budget import Budget
     from penstock.discovery import discover
     from penstock.errors import PenstockError
@@ -49,6 +49,8 @@ __all__ = [
     "Store",
     # optimizers over host memory
     "optim",
+    # generation
+    "kv",
     # the machine
     "Machine",
     "discover",
@@ -93,7 +95,7 @@ _HOME = {
     "StorageError": "storage.errors",
 }
 
-_PACKAGES = {"observe", "optim"}
+_PACKAGES = {"kv", "observe", "optim"}
 """`observe` can be called, too."""
 
 

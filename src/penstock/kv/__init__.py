@@ -1,0 +1,24 @@
+"""Generation with a cache that is contiguous and grows. Room: hold.
+
+`VirtualCache` reserves address space once and maps memory as sequences grow; it is a transformers
+cache and the memory of continuous batching.
+"""
+
+from penstock.kv.batch import Batch
+from penstock.kv.cache import VirtualCache
+from penstock.kv.errors import CacheFull, ContextError, KvError, NoSlot
+from penstock.kv.pool import PagePool
+from penstock.kv.slots import Sequence
+from penstock.kv.stats import Stats
+
+__all__ = [
+    "VirtualCache",
+    "Sequence",
+    "Batch",
+    "Stats",
+    "PagePool",
+    "KvError",
+    "CacheFull",
+    "NoSlot",
+    "ContextError",
+]

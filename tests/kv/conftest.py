@@ -1,0 +1,26 @@
+"""Spaces to run the same tests over: the host's, CUDA's over a stand-in driver, and CUDA's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from penstock.kv.space import Space
+from penstock.kv.space_cuda import CudaSpace
+from penstock.kv.space_host import HostSpace
+from tests.kv.driver import PAGE, DriverSpace
+
+SPACES: dict[str, Callable[[], Space]] = {
+    "host": lambda: HostSpace(PAGE),
+    "driver": DriverSpace,
+    "cuda": lambda: CudaSpace(torch.device("cuda")),
+}
+
+
+@pytest.fixture(params=["host", "driver", pytest.param("cuda", marks=pytest.mark.gpu)])
+def space(request: pytest.FixtureRequest) -> Iterator[Space]:
+    made = SPACES[request.param]()
+    yield made
+    made.close()

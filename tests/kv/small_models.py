@@ -1,0 +1,58 @@
+"""Models of each kind, small enough to generate with in a blink; random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+WINDOW = 8
+"""Shorter than the prompts, so that it matters."""
+
+KINDS = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": WINDOW},
+    "Gemma2": {"sliding_window": WINDOW},
+    "Gemma3": {"sliding_window": WINDOW},
+}
+
+
+def model(kind: str, seed: int = 0) -> Any:
+    """In float32 on the CPU. Three layers: Gemma then has both kinds of attention."""
+    import transformers
+
+    shape: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+    }
+    if kind == "Gemma3":
+        shape |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+    name = f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config"
+    config = getattr(transformers, name)(**shape, **KINDS[kind])
+    torch.manual_seed(seed)
+    made = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    # Weights as they are drawn give logits that are all but equal: far apart, no rounding matters.
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.dim() == 2:
+                weight.mul_(4)
+    made.generation_config.eos_token_id = None
+    made.generation_config.pad_token_id = 0
+    return made
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Three prompts of 13, 18 and 20 tokens, padded on the left, and their mask."""
+    ids = torch.randint(3, 128, (3, 20), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    mask[1, :2] = 0
+    return ids * mask, mask

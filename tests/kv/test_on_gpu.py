@@ -1,0 +1,116 @@
+"""The cache on a real GPU: memory comes and goes, tensors over it work, tokens are the same.
+
+The tests of spaces and of the cache itself run there too, over the fixture `space`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from penstock.kv import VirtualCache
+from penstock.kv.space_cuda import CudaSpace
+from penstock.units import MiB
+from tests.kv.small_models import KINDS, model, prompts
+
+pytestmark = pytest.mark.gpu
+
+
+def free_bytes() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def test_the_drivers_free_memory_returns_to_where_it_was() -> None:
+    some_model = model("Llama").to("cuda", torch.bfloat16)
+    ids = torch.randint(3, 128, (4, 200), device="cuda")
+    make = {"max_batch": 4, "max_context": 1 << 20, "budget": "256MiB"}
+    with VirtualCache(some_model.config, **make, dtype=torch.bfloat16) as warm:  # type: ignore[arg-type]
+        some_model.generate(ids, past_key_values=warm, max_new_tokens=8)
+    before = free_bytes()
+
+    for _ in range(5):
+        cache = VirtualCache(some_model.config, **make, dtype=torch.bfloat16)  # type: ignore[arg-type]
+        some_model.generate(ids, past_key_values=cache, max_new_tokens=8)
+        used = before - free_bytes()
+        assert cache.stats.mapped_bytes <= used <= 256 * MiB
+        cache.close()
+
+    assert free_bytes() == before
+
+
+def test_a_range_far_larger_than_the_gpu_costs_nothing() -> None:
+    space = CudaSpace(torch.device("cuda"))
+    before = free_bytes()
+    count = (1 << 42) // space.page_nbytes  # 4 TiB
+    at = space.reserve(count)
+    assert before - free_bytes() < 64 * MiB
+
+    page = space.create()
+    far = at + (count - 1) * space.page_nbytes
+    space.map(far, [page])
+    whole = space.bytes_at(at, count * space.page_nbytes)
+    whole[-space.page_nbytes :].fill_(9)
+
+    assert int(whole[-1]) == 9
+    space.settle()
+    space.unmap(far, 1)
+    space.destroy(page)
+    space.release(at, count)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_tokens_as_with_a_plain_cache(kind: str) -> None:
+    """In float32 with exact kernels: rounding differs between views and copies only in order."""
+    some_model = model(kind).to("cuda")
+    ids, mask = (part.to("cuda") for part in prompts())
+    how = {"attention_mask": mask, "max_new_tokens": 32, "do_sample": False}
+    want = some_model.generate(ids, past_key_values=DynamicCache(config=some_model.config), **how)
+    with VirtualCache(
+        some_model.config, max_batch=9, max_context=512, budget="256MiB", dtype=torch.float32
+    ) as cache:
+        got = some_model.generate(ids, past_key_values=cache, **how)
+        beams = some_model.generate(ids, num_beams=3, **how)
+        cache.reset()
+        shared = some_model.generate(ids, past_key_values=cache, num_beams=3, **how)
+
+    assert torch.equal(got, want)
+    assert torch.equal(shared, beams)
+
+
+def test_what_a_page_costs(record_property: Callable[[str, object], None]) -> None:
+    """Not a promise: the figures are printed with `-s` and kept with `--junitxml`."""
+    space, count = CudaSpace(torch.device("cuda")), 256
+    at = space.reserve(count)
+    costs: dict[str, float] = {}
+
+    def timed(name: str, work: Callable[[int], object]) -> list[object]:
+        start = time.perf_counter()
+        given = [work(i) for i in range(count)]
+        costs[name] = (time.perf_counter() - start) / count * 1e6
+        return given
+
+    def address(i: int) -> int:
+        return at + i * space.page_nbytes
+
+    pages = [int(str(page)) for page in timed("create", lambda _: space.create())]
+    timed("map and set access", lambda i: space.map(address(i), [pages[i]]))
+    view = space.bytes_at(at, count * space.page_nbytes)
+    timed("zero on a stream of its own", lambda i: space.clear(view[i : i + 1]))
+    space.settle()
+    timed("unmap", lambda i: space.unmap(address(i), 1))
+    start = time.perf_counter()
+    space.map(at, pages)
+    costs["map and set access, all at once"] = (time.perf_counter() - start) / count * 1e6
+    space.unmap(at, count)
+    timed("release", lambda i: space.destroy(pages[i]))
+    space.release(at, count)
+    for name, microseconds in costs.items():
+        record_property(name, microseconds)
+        print(f"{name}: {microseconds:.1f} us a page of {space.page_nbytes >> 20} MiB")
+    assert len(costs) == 6
