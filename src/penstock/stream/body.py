@@ -31,7 +31,7 @@ class Calls:
     """How one micro-batch's layers are called, beside the hidden states."""
 
     arguments: Sequence[Arguments]
-    bounds: attention.Bounds | None
+    bounds: attention.Documents | None
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class MicroBatch:
     position_ids: torch.Tensor
     targets: torch.Tensor
     """What each token is to predict."""
-    bounds: attention.Bounds | None
+    bounds: attention.Documents | None
     """Where documents begin."""
     number: int
     """Its place in the whole step."""
