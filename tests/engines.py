@@ -83,7 +83,7 @@ def inventory(config: Any, freeze: Sequence[str] = ()) -> Inventory:
 
 def workload(**changes: Any) -> Workload:
     numerics: dict[str, Any] = {"micro_batch": 2, "loss_chunk": 4096, "mlp_tile": 4096}
-    numerics |= {"compiled": False, "loss_kernel": "torch"}
+    numerics |= {"compiled": False, "loss_kernel": "torch", "attention": "sdpa"}
     given = {"context": 16, "batch": 6}
     for name, value in changes.items():
         (numerics if name in numerics else given)[name] = value

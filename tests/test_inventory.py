@@ -132,3 +132,19 @@ def test_a_loss_of_ones_own_or_capped_logits_go_without_the_fused_kernel() -> No
     assert chosen(plain) == ("fused", 2048)
     assert chosen(plain, own_loss=True) == ("torch", 1024)
     assert chosen(replace(plain, caps_logits=True)) == ("torch", 1024)
+
+
+def test_packed_rows_pass_in_one_call_where_there_is_a_kernel_for_the_models_attention() -> None:
+    capped = model("llama-3.1-8b")
+    plain = replace(capped, plain_attention=True)
+
+    def chosen(inventory: Inventory, kernels: bool) -> str:
+        return default_numerics(inventory, context=4096, batch=8, kernels=kernels).attention
+
+    assert chosen(plain, True) == "varlen"
+    assert chosen(plain, False) == chosen(capped, True) == "sdpa"
+    numerics = default_numerics(plain, context=4096, batch=8, kernels=True)
+    wanted = Workload(context=4096, batch=8, numerics=numerics)
+    wanted.check(plain)
+    with pytest.raises(WorkloadError, match=r"^numerics.attention: is varlen, but .* use sdpa"):
+        wanted.check(capped)

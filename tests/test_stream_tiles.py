@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from penstock.stream.tiles import tile_mlps
+from penstock.stream.tiles import draws_in_tiles, tile_mlps
 
 
 class Layer(nn.Module):
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
         self.mlp = mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + self.mlp(2 * x)
+        return found
 
 
 def test_tiles_give_the_gradient_of_the_whole() -> None:
@@ -64,3 +70,41 @@ def test_the_random_state_is_left_as_the_plain_mlp_leaves_it() -> None:
     out.sum().backward()
 
     assert torch.equal(before, torch.get_rng_state())
+
+
+WIDTH = 64
+
+
+def compiled_step(tile: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What forward keeps for backward, and all gradients."""
+    torch.manual_seed(0)
+    layer = Layer(nn.Sequential(nn.Linear(8, WIDTH), nn.GELU(), nn.Linear(WIDTH, 8)))
+    tile_mlps([layer], tile)
+    x = torch.randn(2, 20, 8, requires_grad=True)
+    out = torch.compile(layer, backend="aot_eager", dynamic=False, fullgraph=True)(x)
+    kept: Any = out.grad_fn
+    saved = list(kept.saved_tensors)
+    return saved, list(torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]))
+
+
+def test_compiled_tiles_keep_nothing_of_the_mlps_width() -> None:
+    """A compiler that took what backward recomputes for what forward computes would keep it."""
+    tiles, tiled = compiled_step(13)
+    whole, plain = compiled_step(4096)
+
+    for one, other in zip(tiled, plain, strict=True):
+        torch.testing.assert_close(one, other)
+    by_token = [
+        [t for t in kept if t.dim() > 1 and t.shape[-1] == WIDTH and t.shape[0] != 8]
+        for kept in (tiles, whole)
+    ]
+    assert not by_token[0]
+    assert by_token[1], "without tiles it is kept, and would be seen"
+
+
+def test_dropout_in_tiles_is_known() -> None:
+    layers = [Layer(nn.Sequential(nn.Linear(8, 8), nn.Dropout(p))) for p in (0.0, 0.5)]
+    tile_mlps(layers, 4)
+
+    assert [draws_in_tiles(layer) for layer in layers] == [False, True]
+    assert not draws_in_tiles(nn.Linear(8, 8))

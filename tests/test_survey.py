@@ -28,6 +28,8 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
 }
 TIED = {"gemma-2-2b", "gemma-3-1b", "gpt2", "qwen2.5-3b"}
+NOT_PLAIN = {"gemma-2-2b", "gpt2"}
+"""One caps attention scores, the other drops some out."""
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -38,6 +40,7 @@ def test_parameters_are_the_published_ones_each_counted_once(name: str) -> None:
     assert inventory.parameters() == PUBLISHED[name]
     assert len(names) == len(set(names))
     assert inventory.tied == (name in TIED)
+    assert inventory.plain_attention == (name not in NOT_PLAIN)
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,10 @@ class Inventory:
     caps_logits: bool = False
     """Whether the head bends its logits, so that their gradient needs them."""
 
+    plain_attention: bool = False
+    """Whether a variable-length kernel computes its attention: no caps on scores, no dropout, and
+    heads of at most 256 in steps of 8."""
+
     not_trainable: str = ""
     """Why training refuses it for now; empty where it does not."""
 

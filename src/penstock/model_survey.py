@@ -83,6 +83,7 @@ def inventory_of(
         max_context=getattr(config, "max_position_embeddings", None),
         blocks=tuple(made),
         caps_logits=bool(getattr(config, "final_logit_softcapping", None)),
+        plain_attention=_plain_attention(config),
         not_trainable=MOE if _experts(config) else "",
     )
 
@@ -252,3 +253,11 @@ def _window(config: Any, index: int) -> int | None:
     if kinds is not None and index < len(kinds) and kinds[index] != "sliding_attention":
         return None
     return int(window)
+
+
+def _plain_attention(config: Any) -> bool:
+    """Scores that are scaled, masked, and nothing else; keys and values of one size."""
+    extras = ("attn_logit_softcapping", "attention_dropout", "attn_pdrop", "v_head_dim",
+              "attention_probs_dropout_prob")  # fmt: skip
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size <= 256 and size % 8 == 0 and not any(getattr(config, n, None) for n in extras)

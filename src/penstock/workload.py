@@ -15,7 +15,7 @@ from penstock.inventory import Inventory
 from penstock.roles import Dtype, Formats, Moments
 from penstock.units import MiB
 
-Attention = Literal["sdpa", "eager"]
+Attention = Literal["sdpa", "varlen", "eager"]
 LossKernel = Literal["torch", "fused"]
 
 MICRO_BATCH_TOKENS = 16384
@@ -42,7 +42,9 @@ class Numerics:
     """Tokens that pass the MLP at once."""
 
     attention: Attention = "sdpa"
-    """The attention kernel."""
+    """The attention kernel. With `varlen`, packed rows pass through one variable-length call and
+    rows that are one document each through torch's own; with `sdpa`, each document through the
+    latter."""
 
     loss_kernel: LossKernel = "torch"
     """Whether a chunk's loss and its gradient are torch's own operations or one kernel."""
@@ -140,6 +142,12 @@ class Workload:
                 f"ask for less, or set max_position_embeddings (and the rope scaling that goes "
                 f"with it) in the model's config",
             )
+        if self.numerics.attention == "varlen" and not inventory.plain_attention:
+            raise WorkloadError(
+                "numerics.attention",
+                f"is varlen, but that kernel has no caps on scores, no dropout, and heads of at "
+                f"most 256 in steps of 8, and {inventory.model} needs more; use sdpa",
+            )
 
 
 def default_numerics(
@@ -165,6 +173,7 @@ def default_numerics(
             LOGITS_NBYTES // ((1 if fused else 4) * inventory.vocabulary), 256, 2048
         ),
         loss_kernel="fused" if fused else "torch",
+        attention="varlen" if kernels and inventory.plain_attention else "sdpa",
         compiled=kernels,
         mlp_tile=_power_of_two_below(MLP_TILE_NBYTES // (2 * max(width, 1)), 1024, 1 << 20),
     )

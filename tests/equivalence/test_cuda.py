@@ -34,7 +34,9 @@ def _deterministic() -> object:
     torch.use_deterministic_algorithms(False)
 
 
-def train(family: str, name: str, disk: Path, **changes: Any) -> list[torch.Tensor]:
+def train(
+    family: str, name: str, disk: Path, *, packed: bool = False, **changes: Any
+) -> list[torch.Tensor]:
     config = engines.tiny_config(family, hidden_size=64, head_dim=16)
     spots, how = PLANS[name]
     work = engines.workload(context=32, **changes)
@@ -45,7 +47,10 @@ def train(family: str, name: str, disk: Path, **changes: Any) -> list[torch.Tens
     )
     rate = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
     found = []
-    for batch in engines.batches(20, work, config.vocab_size):
+    for number, batch in enumerate(engines.batches(20, work, config.vocab_size)):
+        if packed:  # documents of 3, 4, 5 ... tokens
+            row = torch.arange(work.context) % (3 + number)
+            batch["position_ids"] = row.expand_as(batch["input_ids"]).clone()
         found.append(engine.step(batch))
         found.append(torch.tensor(engine.grad_norm))
         rate.step()
@@ -84,12 +89,27 @@ def test_compiled_bodies_too(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
 
 
-def test_nothing_is_compiled_again_for_another_layer_or_slot(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_packed_rows_in_tiles_too(family: str, compiled: bool, tmp_path: Path) -> None:
+    how = {"compiled": compiled, "attention": "varlen", "mlp_tile": 40, "packed": True}
+    wanted = train(family, "resident", tmp_path, **how)
+    for name in ("dram", "split", "all on disk", "two rounds"):
+        found = train(family, name, tmp_path, **how)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
+    apart = train(family, "resident", tmp_path, mlp_tile=40, packed=True)
+    assert float(wanted[0]) == pytest.approx(float(apart[0]), rel=2e-3)
+    assert float(wanted[1]) == pytest.approx(float(apart[1]), rel=2e-2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_is_compiled_again_for_another_layer_or_slot(packed: bool, tmp_path: Path) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    train("llama", "dram", tmp_path, compiled=True, loss_kernel="fused")
-    # With gradients and without, and again for the layer that has a frozen tensor.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
+    how = {"compiled": True, "loss_kernel": "fused", "mlp_tile": 40, "packed": packed}
+    train("llama", "dram", tmp_path, attention="varlen", **how)
+    # With gradients and without, and both again for the layer that has a frozen tensor.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
     assert not torch._dynamo.utils.counters["graph_break"]
 
 

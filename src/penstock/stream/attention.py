@@ -1,8 +1,9 @@
 """Attention within documents, without a mask. Room: move.
 
 Packed rows hold several documents. A mask over a context of 131,072 would take 17 GB; here each
-document is a causal attention of its own, and a sliding window is cut into bands. It is registered
-with transformers under the name `penstock`, for which transformers makes no masks.
+document is a causal attention of its own, and a sliding window is cut into bands; or, where the
+workload says so, a variable-length kernel does all of it in one call. It is registered with
+transformers under the name `penstock`, for which transformers makes no masks.
 """
 
 from __future__ import annotations
@@ -15,18 +16,29 @@ from typing import Any
 
 import torch
 
+from penstock.stream.varlen import Cuts, attend_packed
+
 NAME = "penstock"
 
 Bounds = Sequence[Sequence[int]]
 """Per row, where documents begin, and the row's length."""
 
-_current = threading.local()
+Documents = Bounds | Cuts
+"""The same, for one call per document or for one call in all."""
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.bounds: Documents | None = None  # in each thread's own: compiled code looks there
+
+
+_current = _Current()
 
 
 @contextlib.contextmanager
-def documents(bounds: Bounds | None) -> Iterator[None]:
+def documents(bounds: Documents | None) -> Iterator[None]:
     """Attention of this thread keeps to these documents; None: every row is one."""
-    before = getattr(_current, "bounds", None)
+    before = _current.bounds
     _current.bounds = bounds
     try:
         yield
@@ -37,8 +49,8 @@ def documents(bounds: Bounds | None) -> Iterator[None]:
 def find_documents(position_ids: torch.Tensor) -> Bounds | None:
     """Documents begin where positions are 0. None if each row is one document."""
     length = position_ids.shape[1]
-    starts = (position_ids == 0).tolist()
-    rows = [[0, *(i for i in range(1, length) if row[i]), length] for row in starts]
+    starts = [(row[1:] == 0).nonzero()[:, 0] + 1 for row in position_ids]
+    rows = [[0, *row.tolist(), length] for row in starts]
     return None if all(len(row) == 2 for row in rows) else rows
 
 
@@ -66,9 +78,14 @@ def attend(
     """What transformers calls; tensors are [rows, heads, tokens, head size]."""
     assert attention_mask is None, "transformers made a mask for attention that needs none"
     one = _Attention(module, scaling, dropout, sliding_window, softcap)
-    bounds = getattr(_current, "bounds", None)
+    bounds = _current.bounds
     if bounds is None:
         return one(query, key, value), None
+    if isinstance(bounds, Cuts):
+        assert softcap is None, "there is no kernel of that kind with capped scores"
+        assert not dropout, "there is no kernel of that kind with dropout"
+        window = sliding_window
+        return attend_packed(query, key, value, bounds, scale=scaling, window=window), None
     rows = []
     for row, marks in enumerate(bounds):
         parts = [

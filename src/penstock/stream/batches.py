@@ -9,9 +9,10 @@ import torch
 
 from penstock.errors import BatchError
 from penstock.pools import round_micro_batches
-from penstock.stream.attention import find_documents
+from penstock.stream.attention import Documents, find_documents
 from penstock.stream.body import MicroBatch
 from penstock.stream.loss import IGNORED, next_targets
+from penstock.stream.varlen import cut_rows
 from penstock.workload import Workload
 
 Batch = Mapping[str, torch.Tensor]
@@ -37,13 +38,22 @@ def cut_batch(batch: Batch, workload: Workload, rounds: int, device: torch.devic
             input_ids=ids[at : at + size].to(device),
             position_ids=positions[at : at + size].to(device),
             targets=targets[at : at + size].to(device),
-            bounds=find_documents(positions[at : at + size]),
+            bounds=_documents(positions[at : at + size], workload, device),
             number=number,
         )
         for number, at in enumerate(range(0, ids.shape[0], size))
     ]
     grouped = [micros[r * per_round : (r + 1) * per_round] for r in range(rounds)]
     return Cut(grouped, int((targets != IGNORED).sum()))
+
+
+def _documents(
+    positions: torch.Tensor, workload: Workload, device: torch.device
+) -> Documents | None:
+    bounds = find_documents(positions)
+    if bounds is None or workload.numerics.attention != "varlen":
+        return bounds
+    return cut_rows(bounds, device)
 
 
 def _checked(batch: Batch, workload: Workload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

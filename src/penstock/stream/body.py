@@ -21,7 +21,8 @@ from torch import nn
 from penstock.inventory import Inventory
 from penstock.stream import attention
 from penstock.stream.compiling import CompiledLayers
-from penstock.stream.tiles import tile_mlps
+from penstock.stream.tiles import draws_in_tiles, tile_mlps
+from penstock.stream.varlen import Cuts
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -31,7 +32,7 @@ class Calls:
     """How one micro-batch's layers are called, beside the hidden states."""
 
     arguments: Sequence[Arguments]
-    bounds: attention.Bounds | None
+    bounds: attention.Documents | None
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ class MicroBatch:
     position_ids: torch.Tensor
     targets: torch.Tensor
     """What each token is to predict."""
-    bounds: attention.Bounds | None
+    bounds: attention.Documents | None
     """Where documents begin."""
     number: int
     """Its place in the whole step."""
@@ -109,6 +110,7 @@ class Body:
         tile_mlps(self.layers, mlp_tile)
         self._compiled = CompiledLayers(self.layers) if compiled else None
         self._tile = mlp_tile
+        self._draws_in_tiles = any(draws_in_tiles(layer) for layer in self.layers)
         self.drops_out = self._has_dropout()
         setattr(self._base, self._list, self._one)
         self._head_stand_ins = self._stand_ins()
@@ -148,6 +150,8 @@ class Body:
         self.model.train(training)
         for layer in self.layers:
             layer.train(training)
+        if self._compiled is not None:
+            self._compiled.train(training)
 
     def embed(self, micro: MicroBatch) -> tuple[torch.Tensor, Calls]:
         """What enters the first layer, and how layers are to be called."""
@@ -166,13 +170,15 @@ class Body:
         return hidden, calls
 
     def layer(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
-        """What leaves layer `index`, counted from 0. Packed rows and tiled MLPs are not compiled:
-        their cuts differ from batch to batch."""
+        """What leaves layer `index`, counted from 0."""
         args, kwargs = calls.arguments[index]
-        whole = calls.bounds is None and hidden.shape[0] * hidden.shape[1] <= self._tile
-        if self._compiled is not None and whole:
-            return self._compiled(index, hidden, args, kwargs)
-        with attention.documents(calls.bounds):
+        bounds = calls.bounds
+        cuts = bounds if isinstance(bounds, Cuts) else None
+        replays = self._draws_in_tiles and hidden.shape[0] * hidden.shape[1] > self._tile
+        # A call for each document would be compiled again for each batch.
+        if self._compiled is not None and bounds is cuts and not replays:
+            return self._compiled(index, hidden, args, kwargs, cuts)
+        with attention.documents(bounds):
             out: Any = self.layers[index](hidden, *args, **kwargs)
         found: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return found

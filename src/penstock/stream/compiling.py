@@ -1,20 +1,25 @@
 """One compiled body for all layers that are alike. Room: move.
 
-Weights are arguments, not attributes: whatever slot a block is in, the same code runs, and nothing
-is compiled again.
+Weights are arguments, not attributes, and so is where documents begin: whatever slot a block is in
+and however a batch is packed, the same code runs, and nothing is compiled again.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.stream import attention
+from penstock.stream.varlen import Cuts
+
 
 class CompiledLayers:
-    """Layers by number, run by the compiled body of the first one of their kind."""
+    """Layers by number, run by the compiled body of the first one of their kind, as it is before
+    weights are bound."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = layers
@@ -22,29 +27,50 @@ class CompiledLayers:
         limits: Any = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, 64)
         self._names = [[name for name, _ in layer.named_parameters()] for layer in layers]
-        kinds = [_kind(layer) for layer in layers]
+        kinds = kinds_of(layers)
         first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
-        bodies = {kind: _compile(layers[index]) for kind, index in first.items()}
-        self._bodies = [bodies[kind] for kind in kinds]
+        # Compiled code that finds its arguments in the layer too would not do for another layer.
+        self._shells = [copy.deepcopy(layers[index]) for index in first.values()]
+        bodies = dict(zip(first, map(_compile, self._shells), strict=True))
+        self._bodies: list[Callable[..., torch.Tensor]] = [bodies[kind] for kind in kinds]
+
+    def train(self, training: bool) -> None:
+        for shell in self._shells:
+            shell.train(training)
 
     def __call__(
-        self, index: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cuts: Cuts | None,
     ) -> torch.Tensor:
         layer = self._layers[index]
         weights = {name: layer.get_parameter(name) for name in self._names[index]}
-        return self._bodies[index](weights, hidden, args, kwargs)
+        return self._bodies[index](weights, hidden, args, kwargs, cuts)
 
 
 def _compile(layer: nn.Module) -> Callable[..., torch.Tensor]:
     def run(
-        weights: dict[str, torch.Tensor], hidden: torch.Tensor, args: Any, kwargs: Any
+        weights: dict[str, torch.Tensor],
+        hidden: torch.Tensor,
+        args: Any,
+        kwargs: Any,
+        cuts: Cuts | None,
     ) -> torch.Tensor:
-        out: Any = torch.func.functional_call(layer, weights, (hidden, *args), kwargs)
+        with attention.documents(cuts):
+            out: Any = torch.func.functional_call(layer, weights, (hidden, *args), kwargs)
         found: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return found
 
     made: Callable[..., torch.Tensor] = torch.compile(run, dynamic=False)
     return made
+
+
+def kinds_of(layers: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
+    """Equal for layers that compute alike."""
+    return [_kind(layer) for layer in layers]
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:

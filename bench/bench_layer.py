@@ -1,0 +1,170 @@
+"""One layer, forward and backward: compiled or not, packed or not, tiled or not.
+
+    python bench/bench_layer.py --shape 8b --batch 4 --context 4096 --documents 500
+    python bench/bench_layer.py --shape 8b --batch 1 --context 131072
+
+Prints seconds and the most memory beside what the plan counts as working memory, and writes
+bench/results/layer_<shape>_<batch>x<context>_<hardware>_<date>.json with --save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import certificate
+from bench_engine import SHAPES, config_of
+
+from penstock.inventory import Inventory
+from penstock.model_survey import survey_config
+from penstock.pools import working_nbytes
+from penstock.stream.batches import cut_batch
+from penstock.stream.body import Body, MicroBatch
+from penstock.stream.gradients import differentiate
+from penstock.stream.model import build_model
+from penstock.units import format_bytes
+from penstock.workload import Numerics, Workload, default_numerics
+
+WAYS: dict[str, dict[str, Any]] = {
+    "as planned": {},
+    "not compiled": {"compiled": False},
+    "one call a document": {"compiled": False, "attention": "sdpa"},
+    "one tile": {"mlp_tile": 1 << 30},
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--documents", type=int, help="tokens in each; rows are one otherwise")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["as planned", "not compiled"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--save", action="store_true")
+    return parser.parse_args()
+
+
+def measure(config: Any, chosen: argparse.Namespace, changes: dict[str, Any]) -> dict[str, Any]:
+    inventory = survey_config(config, name=chosen.shape)
+    told = {"context": chosen.context, "batch": chosen.batch}
+    # All rows at once: a layer is measured, not a step.
+    numerics = default_numerics(inventory, **told, micro_batch=chosen.batch, kernels=True)
+    numerics = replace(numerics, **changes)
+    work = Workload(**told, numerics=numerics)
+    device = torch.device(chosen.device)
+    body, parameters = bound(config, inventory, numerics, device)
+    micro = cut_batch(batch(config, chosen), work, 1, device).rounds[0][0]
+    step = layer_step(body, parameters, micro)
+    began = time.perf_counter()
+    step()
+    first = time.perf_counter() - began
+    seconds = [timed(step, device) for _ in range(chosen.repeats)]
+    return {
+        "first_seconds": first,
+        "seconds": certificate.percentiles(seconds),
+        "peak_nbytes": peak(step, device),
+        "working_nbytes": working_nbytes(inventory, work),
+        "graphs": int(torch._dynamo.utils.counters["stats"]["unique_graphs"]),
+    }
+
+
+def bound(
+    config: Any, inventory: Inventory, numerics: Numerics, device: torch.device
+) -> tuple[Body, dict[str, torch.nn.Parameter]]:
+    """With random weights for the embedding and the first layer."""
+    bare = build_model(config, torch.bfloat16, device)
+    body = Body(bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
+    made = [
+        {
+            t.name: torch.nn.Parameter(torch.randn(t.shape, device=device).bfloat16() * 0.02)
+            for t in block.tensors
+        }
+        for block in inventory.blocks[:2]
+    ]
+    for tensors in made:
+        body.bind(tensors)
+    return body, made[1]
+
+
+def batch(config: Any, chosen: argparse.Namespace) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, config.vocab_size, (chosen.batch, chosen.context))
+    row = torch.arange(chosen.context) % (chosen.documents or chosen.context)
+    return {"input_ids": ids, "position_ids": row.expand_as(ids).clone()}
+
+
+def layer_step(
+    body: Body, parameters: dict[str, torch.nn.Parameter], micro: MicroBatch
+) -> Callable[[], None]:
+    """Forward as the engine does it, then what its backward does."""
+    with torch.no_grad():
+        hidden, calls = body.embed(micro)
+    gradient = torch.ones_like(hidden)
+
+    def step() -> None:
+        with torch.no_grad():
+            body.layer(0, hidden, calls)
+        source = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            out = body.layer(0, source, calls)
+        differentiate(out, gradient, source, parameters, lambda name, made: None)
+
+    return step
+
+
+def timed(step: Callable[[], None], device: torch.device) -> float:
+    settle(device)
+    began = time.perf_counter()
+    step()
+    settle(device)
+    return time.perf_counter() - began
+
+
+def peak(step: Callable[[], None], device: torch.device) -> int:
+    """What a step takes on top of what was there, in bytes; 0 where nobody counts them."""
+    if device.type != "cuda":
+        return 0
+    settle(device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    settle(device)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    chosen = arguments()
+    config = config_of(chosen.shape, chosen.context)
+    results: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(chosen).items()}}
+    for way in chosen.ways:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        found = results[way] = measure(config, chosen, WAYS[way])
+        sizes = [format_bytes(found[k]) for k in ("peak_nbytes", "working_nbytes")]
+        print(
+            f"{way}: {found['seconds']['p50']:.4f} s (first {found['first_seconds']:.1f} s), "
+            f"{sizes[0]} of {sizes[1]} planned, {found['graphs']} graphs",
+            flush=True,
+        )
+    if chosen.save:
+        what = f"layer_{chosen.shape}_{chosen.batch}x{chosen.context}"
+        name = f"{what}_documents-{chosen.documents}" if chosen.documents else what
+        print(certificate.save(name, results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Compiled layers: compiled once, and the same bits under every plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.stream.compiling import kinds_of
+from tests.engines import FAMILIES
+from tests.equivalence.compiled import breaks, compile_by, every_batch, graphs
+from tests.equivalence.runs import (
+    DISK,
+    DRAM,
+    FEW,
+    RESIDENT,
+    Setup,
+    Way,
+    differing,
+    follow,
+    state_of,
+)
+from tests.equivalence.test_models import CONFIGS, OTHERS
+
+TILE = 20
+"""Of 32 tokens: two tiles, the last one smaller."""
+
+
+def setup_of(family: str, **work: Any) -> Setup:
+    given = {"compiled": True, "batch": 4, "micro_batch": 2, "mlp_tile": TILE} | work
+    setup = Setup.of(family, freeze=(), config=CONFIGS.get(family), **given)
+    if not setup.model.plain_attention or "attention" in work:
+        return setup
+    return Setup.of(family, freeze=(), config=CONFIGS.get(family), attention="varlen", **given)
+
+
+SOME = ("llama",)
+REST = (*(f for f in FAMILIES if f not in SOME), *OTHERS)
+
+
+@pytest.mark.parametrize(
+    "family", [*SOME, *(pytest.param(f, marks=pytest.mark.long) for f in REST)]
+)
+def test_nothing_is_compiled_again_for_another_layer_slot_or_batch(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each kind of layer once with gradients and once without; for rows that are one document
+    each, and for all others. Nothing is left out of the compiled code."""
+    compile_by("eager", monkeypatch)
+    setup = setup_of(family)
+    packed = setup.work.numerics.attention == "varlen"
+
+    with setup.engine(DRAM, tmp_path) as engine:
+        kinds = len(set(kinds_of(engine.body.layers)))
+        for batch in every_batch(setup):
+            engine.step(batch)
+
+    assert kinds == (2 if family in ("gemma2", "gemma3") else 1)
+    assert packed is (family != "gemma2")
+    assert graphs() == kinds * 2 * (2 if packed else 1)
+    assert breaks() == {}
+
+
+def results(setup: Setup, ways: tuple[Way, ...], disk: Path) -> list[tuple[Any, Any, Any]]:
+    found = []
+    for way in ways:
+        with setup.engine(way, disk) as engine:
+            losses, norms = follow(engine, every_batch(setup)[1:])
+            found.append((losses, norms, state_of(engine)))
+    return found
+
+
+def assert_same(found: list[tuple[Any, Any, Any]]) -> None:
+    (losses, norms, state), *others = found
+    for other in others:
+        assert other[:2] == (losses, norms)
+        assert differing(state, other[2]) == []
+
+
+def test_packed_rows_in_compiled_tiles_are_the_same_under_every_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And near what neither compiled code, nor tiles, nor a call for all documents give."""
+    compile_by("aot_eager", monkeypatch)
+    found = results(setup_of("llama"), (RESIDENT, DISK), tmp_path)
+    assert_same(found)
+    assert graphs() == 4  # two for each engine
+
+    plain = setup_of("llama", compiled=False, attention="sdpa", mlp_tile=4096)
+    losses, norms, _ = results(plain, (RESIDENT,), tmp_path)[0]
+    assert found[0][0] == pytest.approx(losses, rel=2e-3)
+    assert found[0][1] == pytest.approx(norms, rel=2e-2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_optimised_code_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_by("inductor", monkeypatch)
+    assert_same(results(setup_of(family, batch=6), FEW, tmp_path))
+    assert breaks() == {}
+
+
+def test_uncompiled_packed_rows_in_one_call_are_the_same_under_every_plan(tmp_path: Path) -> None:
+    assert_same(results(setup_of("gemma3", compiled=False, batch=6), FEW, tmp_path))
+
+
+def test_layers_of_one_kind_share_one_body() -> None:
+    """What differs in a number or in what it holds is another kind; its place in the row is not."""
+    layers = [torch.nn.Sequential(torch.nn.Linear(4, size), torch.nn.GELU()) for size in (4, 4, 8)]
+    layers[0].layer_idx, layers[1].layer_idx = 0, 1
+    first, second, third = kinds_of(layers)
+    assert first == second != third
