@@ -28,6 +28,7 @@ from rich.text import Text
 from penstock import __version__
 from penstock.data_command import data_app
 from penstock.errors import PenstockError, ProbeError
+from penstock.generate_command import generate_command
 from penstock.plan_command import machines_command, plan_command
 from penstock.store_command import bench_app, store_app
 from penstock.train_command import train_command
@@ -48,6 +49,7 @@ T = TypeVar("T")
 app.command("plan")(plan_command)
 app.command("machines")(machines_command)
 app.command("train")(train_command)
+app.command("generate")(generate_command)
 app.add_typer(data_app, name="data")
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")
