@@ -39,6 +39,11 @@ FLAGS = {
         *{"--save-every", "--keep", "--save-weights-only", "--on-nonfinite", "--deterministic"},
         *{"--seed", "--log", "--config", "--resume", "--json", "--help"},
     },
+    "generate": {
+        *{"model", "--prompt", "--file", "--chat", "--max-new", "--temperature", "--top-k"},
+        *{"--top-p", "--seed", "--stop", "--hbm", "--batch", "--context", "--prefill-chunk"},
+        *{"--dtype", "--revision", "--trust-remote-code", "--json", "--help"},
+    },
     "data show": {
         *{"file", "--model", "--context", "--count", "--overlong", "--skip-bad-lines", "--cache"},
         *{"--revision", "--trust-remote-code", "--json", "--help"},

@@ -101,7 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"errors", "inventory", "lifetimes", "packing", "placement_parts", "plan", "pools"},
         *{"record_files", "records", "roles", "schedule", "step_facts", "step_order", "tiers"},
         *{"units", "workload", "memory.arena", "memory.placement", "checkpoint", "storage"},
-        "optim",
+        *{"kv", "optim"},
     },
     # show
     "preparing": {
@@ -137,9 +137,15 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"records", "roles", "storage.leftovers", "stream", "tiers", "units", "workload"},
     },
     "train_command": {"train"},
+    "generate_prompts": {"errors", "kv"},
+    "generate_model": {
+        *{"checkpoint", "data", "errors", "inventory", "model_config", "model_survey"},
+        *{"kv", "preparing", "stream", "units"},
+    },
+    "generate_command": {"generate_model", "generate_prompts", "kv", "units"},
     "cli": {
-        *{"__init__", "data_command", "doctor", "errors", "plan_command", "probe", "records"},
-        *{"store_command", "train_command"},
+        *{"__init__", "data_command", "doctor", "errors", "generate_command", "plan_command"},
+        *{"probe", "records", "store_command", "train_command"},
     },
     "__init__": {
         *{"discovery", "errors", "machine"},

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from penstock.units import MiB, format_bytes, parse_bytes
+from penstock.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from penstock.generate_model import Loaded
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from penstock.kv.generator import Generator
     from penstock.kv.requests import Piece, Request
 
-PAGE = 2 * MiB
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
@@ -112,7 +111,7 @@ def _generator(loaded: Loaded, count: int, *, max_batch: int, **options: Any) ->
     from penstock.kv.generator import Generator
 
     budget = loaded.room.cache
-    most = max(1, min(max_batch, count, budget // PAGE))
+    most = max(1, min(max_batch, count, budget // loaded.room.page))
     return Generator(
         loaded.forward, budget=budget, max_batch=most, tokenizer=loaded.tokenizer, **options
     )
@@ -220,5 +219,5 @@ def summary_line(generator: Generator) -> str:
     return (
         f"{counts.made_tokens:,} tokens from {counts.prompt_tokens:,}{shared} in "
         f"{counts.seconds:.1f} s, {counts.tokens_per_second:.1f} tokens/s; cache at most "
-        f"{format_bytes(counts.peak_bytes)}, {counts.waste:.1%} of it without tokens{again}"
+        f"{format_bytes(counts.peak_bytes)}, {counts.waste:.1%} of its pages in use empty{again}"
     )

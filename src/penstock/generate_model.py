@@ -55,6 +55,8 @@ class Room:
     """Bytes of all weights."""
     cache: int
     """What the cache gets."""
+    page: int
+    """Of which a sequence takes at least this."""
     streamed: bool
     keep: int = 0
     """If streamed: bytes of weights that stay on the device."""
@@ -143,16 +145,28 @@ def share_out(inventory: Inventory, dtype: torch.dtype, hbm: int, where: str) ->
     sizes = [block_nbytes(inventory, block, dtype) for block in inventory.blocks]
     weights = inventory.parameters() * dtype.itemsize
     spare = ACTIVATIONS if where.startswith("cuda") else 0
-    least = min(LEAST_CACHE, hbm // 8)
+    page = page_nbytes(where)
+    least = max(min(LEAST_CACHE, hbm // 8), page)
     if hbm >= weights + spare + least:
-        return Room(weights=weights, cache=hbm - weights - spare, streamed=False)
+        return Room(weights=weights, cache=hbm - weights - spare, page=page, streamed=False)
     slots = 2 * max(sizes)
     if hbm < slots + spare + least:
-        needed = max(slots + spare + LEAST_CACHE, (slots + spare) * 8 // 7 + 1)
-        raise ModelRoomError(wanted=needed, had=hbm)
+        raise ModelRoomError(wanted=_enough(slots + spare, page), had=hbm)
     cache = max(least, min(hbm // 4, hbm - slots - spare))
     keep = max(0, hbm - slots - spare - cache)
-    return Room(weights=weights, cache=cache, streamed=True, keep=keep)
+    return Room(weights=weights, cache=cache, page=page, streamed=True, keep=keep)
+
+
+def page_nbytes(where: str) -> int:
+    """The least that a sequence takes of the cache."""
+    from penstock.kv.space_host import PAGE_NBYTES
+
+    return 2 * MiB if where.startswith("cuda") else PAGE_NBYTES
+
+
+def _enough(fixed: int, page: int) -> int:
+    """The least budget that leaves room for a cache beside what is fixed."""
+    return min(fixed + max(LEAST_CACHE, page), max(fixed * 8 // 7 + 8, fixed + page))
 
 
 def resident(folder: Path, dtype: torch.dtype, where: str, trust: bool) -> Any:

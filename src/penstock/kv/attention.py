@@ -179,13 +179,10 @@ class _Attention:
         if not many and self.window is not None:
             longest = min(longest, self.window)
         left = self.window - 1 if many and self.window is not None else -1
-        found = torch.ops.aten._flash_attention_forward(
-            query, key, value, queries, starts, new, longest, 0.0, many, False,
-            scale=self.scaling, window_size_left=left, window_size_right=0 if many else -1,
-            seqused_k=used,
+        return kernel(
+            query, key, value, queries, starts, used,
+            sizes=(new, longest), causal=many, left=left, scaling=self.scaling,
         )  # fmt: skip
-        answer: torch.Tensor = found[0]
-        return answer
 
     # Row by row.
 
@@ -233,6 +230,22 @@ class _Attention:
 
     def _cuts(self, tokens: int) -> bool:
         return self.window is not None and self.window < tokens
+
+
+def kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    queries: torch.Tensor | None, starts: torch.Tensor | None, used: torch.Tensor | None, *,
+    sizes: tuple[int, int], causal: bool, left: int, scaling: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """The one call of the flash kernel. It aligns a causal mask with the last key, and reads of row
+    i the `used[i]` keys from `starts[i]` on."""
+    found = torch.ops.aten._flash_attention_forward(
+        query, key, value, queries, starts, *sizes, 0.0, causal, False,
+        scale=scaling, window_size_left=left, window_size_right=0 if causal else -1,
+        seqused_k=used,
+    )  # fmt: skip
+    answer: torch.Tensor = found[0]
+    return answer
 
 
 def flat_view(rows: torch.Tensor, per_slot: int) -> torch.Tensor:

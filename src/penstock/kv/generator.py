@@ -28,6 +28,10 @@ from penstock.kv.sampling import Draws, pick
 from penstock.kv.scheduling import Live, Scheduler
 from penstock.kv.text import TextStream
 
+LOOK = 32
+"""Steps between looks at the cache's pages, which takes a while where there are many. It is also
+looked at whenever a sequence ends, so that peaks are seen."""
+
 
 @dataclass(slots=True)
 class Counts:
@@ -41,9 +45,11 @@ class Counts:
     seconds: float = 0.0
     preemptions: int = 0
     peak_bytes: int = 0
-    """The most that the cache has mapped."""
+    """The most that the cache has had mapped, ahead of need and for reuse included."""
     peak_needed_bytes: int = 0
-    """What the tokens needed of that."""
+    """The most that tokens have taken."""
+    peak_waste_bytes: int = 0
+    """What the pages of those tokens held beside them."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,8 +57,9 @@ class Counts:
 
     @property
     def waste(self) -> float:
-        """The share of the peak that held no token."""
-        return 1 - self.peak_needed_bytes / self.peak_bytes if self.peak_bytes else 0.0
+        """The share of those pages that held no token."""
+        held = self.peak_needed_bytes + self.peak_waste_bytes
+        return self.peak_waste_bytes / held if held else 0.0
 
 
 class Generator:
@@ -115,9 +122,10 @@ class Generator:
         pieces = [self._fail(live, error) for live, error in turn.failed]
         passes = [self._pass(count, members) for count, members in turn.groups]
         found = self.forward.forward(self.cache, passes) if passes else []
-        self._note_peak()
         for (count, members), scores in zip(turn.groups, found, strict=True):
             pieces += self._after(count, members, scores)
+        if self.counts.steps % LOOK == 0:
+            self._note_peak()
         self.counts.steps += 1
         self.counts.preemptions = self._scheduler.preemptions
         self.counts.shared_tokens = self._scheduler.shared_tokens
@@ -245,6 +253,7 @@ class Generator:
             if reason is not None:
                 text += live.text.finish()
         if reason is not None:
+            self._note_peak()
             self._scheduler.retire(live)
         return Piece(request=live.name, tokens=(token,), text=text, finished=reason)
 
@@ -262,10 +271,11 @@ class Generator:
         return Piece(request=live.name, text=rest, finished="error", error=error)
 
     def _note_peak(self) -> None:
-        stats = self.cache.stats
-        if stats.mapped_bytes > self.counts.peak_bytes:
-            self.counts.peak_bytes = stats.mapped_bytes
-            self.counts.peak_needed_bytes = stats.needed_bytes
+        stats, counts = self.cache.stats, self.counts
+        counts.peak_bytes = max(counts.peak_bytes, stats.mapped_bytes)
+        if stats.needed_bytes > counts.peak_needed_bytes:
+            counts.peak_needed_bytes = stats.needed_bytes
+            counts.peak_waste_bytes = stats.waste
 
 
 def stop_tokens_of(model: Any, config: Any) -> frozenset[int]:
