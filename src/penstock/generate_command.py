@@ -67,12 +67,12 @@ def generate_command(
         raise typer.BadParameter("give either --prompt or --file", param_hint="--prompt")
     _check_size(hbm)
     wanted = Wanted(model=model, hbm=hbm, dtype=dtype, revision=revision, trust=trust_remote_code)
-    draws = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    draws: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     how = Request(prompt="-", max_new=max_new, stop=tuple(stop or ()), **draws)
     loaded = _load(wanted, quiet=as_json)
     asked = _asked(Prompts(loaded.tokenizer, how, chat), prompt, file)
-    options = {"max_batch": batch, "max_context": context, "prefill_chunk": prefill_chunk}
-    with _generator(loaded, len(asked), seed=seed, **options) as generator:
+    most, options = min(batch, len(asked)), {"seed": seed, "prefill_chunk": prefill_chunk}
+    with _generator(loaded, max_batch=most, max_context=context, **options) as generator:
         show = _Json() if as_json else _Live() if file is None else _Listed(len(asked))
         raise typer.Exit(_run(generator, asked, show))
 
@@ -106,12 +106,12 @@ def _load(wanted: Any, *, quiet: bool) -> Loaded:
     return loaded
 
 
-def _generator(loaded: Loaded, count: int, *, max_batch: int, **options: Any) -> Generator:
+def _generator(loaded: Loaded, *, max_batch: int, **options: Any) -> Generator:
     """Each sequence takes a page at least, so a small cache holds few."""
     from penstock.kv.generator import Generator
 
     budget = loaded.room.cache
-    most = max(1, min(max_batch, count, budget // loaded.room.page))
+    most = max(1, min(max_batch, budget // loaded.room.page))
     return Generator(
         loaded.forward, budget=budget, max_batch=most, tokenizer=loaded.tokenizer, **options
     )

@@ -103,7 +103,8 @@ class Scheduler:
         self._bring_back()
         self._admit()
         wants = self._wants()
-        self._crowded, failed = False, []
+        self._crowded = False
+        failed: list[tuple[Live, NoRoomError]] = []
         try:
             self.cache.prepare([(live.sequence, count) for live, count in wants])
         except CacheFull:
