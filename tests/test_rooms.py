@@ -135,6 +135,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "preparing",
         },
         *{"records", "roles", "storage.leftovers", "stream", "tiers", "units", "workload"},
+        *{"generate_prompts", "kv"},
     },
     "train_command": {"train"},
     "generate_prompts": {"errors", "kv"},

@@ -178,7 +178,12 @@ class Body:
         if self._compiled is not None and whole:
             return self._compiled(index, hidden, args, kwargs)
         with attention.documents(calls.bounds):
-            out: Any = self.layers[index](hidden, *args, **kwargs)
+            return self.plain_layer(index, hidden, calls.arguments[index])
+
+    def plain_layer(self, index: int, hidden: torch.Tensor, called: Arguments) -> torch.Tensor:
+        """The same by the model's own code, never compiled."""
+        args, kwargs = called
+        out: Any = self.layers[index](hidden, *args, **kwargs)
         found: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return found
 

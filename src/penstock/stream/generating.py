@@ -16,7 +16,7 @@ import torch
 from penstock.inventory import Inventory
 from penstock.kv import attention
 from penstock.kv.passes import Pass, check_fit, configs_of
-from penstock.stream.body import Body, Calls
+from penstock.stream.body import Arguments, Body
 from penstock.stream.device import Device, pick_device
 from penstock.stream.model import build_model
 from penstock.stream.passing import EngineWeights, HostWeights, Passing, Tell
@@ -57,7 +57,9 @@ class StreamedForward:
                 with self._bound(block):
                     for at, one in enumerate(passes):
                         with one.rows(cache):
-                            hidden[at] = self.body.layer(block - 1, hidden[at], calls[at])
+                            hidden[at] = self.body.plain_layer(
+                                block - 1, hidden[at], calls[at][block - 1]
+                            )
             self.body.bind_head(self.weights.wait(last))
             found = [self.body.logits(states[:, -1]) for states in hidden]
             self.weights.drop(last)
@@ -67,14 +69,16 @@ class StreamedForward:
         self.body.release()
         self.weights.close()
 
-    def _embed(self, cache: Any, passes: Sequence[Pass]) -> tuple[list[torch.Tensor], list[Calls]]:
+    def _embed(
+        self, cache: Any, passes: Sequence[Pass]
+    ) -> tuple[list[torch.Tensor], list[list[Arguments]]]:
         hidden, calls = [], []
         with self._bound(0):
             for one in passes:
                 told = one.inputs(self.device)
                 states, called = self.body.enter(**told, past_key_values=cache, use_cache=True)
                 hidden.append(states)
-                calls.append(Calls(called, None))
+                calls.append(called)
         return hidden, calls
 
     @contextlib.contextmanager
