@@ -76,7 +76,8 @@ class Bench:
         )
         torch.manual_seed(0)
         with torch.device(self.device):
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
+            make: Any = transformers.AutoModelForCausalLM
+            return make.from_config(config, dtype=self.dtype).eval()
 
     def cell(self, context: int, batch: int, measure: Callable[[], Any]) -> Any:
         """What was measured, or in words why nothing was."""

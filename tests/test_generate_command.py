@@ -51,7 +51,8 @@ def expected(model: Path, text: str) -> str:
     import transformers
 
     tokenizer = load_tokenizer(model)
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+    make: Any = transformers.AutoModelForCausalLM
+    loaded = make.from_pretrained(model).eval()
     return str(tokenizer.decode(alone(loaded, tokenizer(text)["input_ids"], 6)))
 
 
@@ -179,7 +180,8 @@ def test_a_tokenizer_without_a_template_cannot_chat(
 def test_ctrl_c_keeps_what_was_answered(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.kv.generator import Generator
 
-    step, taken = Generator.step, []
+    step = Generator.step
+    taken: list[int] = []
 
     def interrupted(self: Generator) -> Any:
         if len(taken) == 15:

@@ -46,8 +46,19 @@ def prompts_of(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
     return [[numbers.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
 
 
+_known: dict[Any, dict[tuple[int, ...], list[int]]] = {}
+
+
 def alone(model: Any, prompt: Sequence[int], new: int) -> list[int]:
-    """What transformers makes of the prompt by itself."""
+    """What transformers makes of the prompt by itself. A shorter answer is the beginning of a
+    longer one, so each is made once."""
+    known = _known.setdefault(model, {})  # the key keeps the model alive: an id could come again
+    if len(known.get(tuple(prompt), ())) < new:
+        known[tuple(prompt)] = _generated(model, prompt, new)
+    return known[tuple(prompt)][:new]
+
+
+def _generated(model: Any, prompt: Sequence[int], new: int) -> list[int]:
     ids = torch.tensor([list(prompt)])
     found = model.generate(
         ids,

@@ -114,10 +114,10 @@ def _one(
     mask = (seen <= at) if causal else torch.ones(len(query), len(key), dtype=torch.bool)
     if left >= 0:
         mask &= seen >= at - left
+    one, keys, values = (t.transpose(0, 1) for t in (query, key, value))
     found = torch.nn.functional.scaled_dot_product_attention(
-        *(t.transpose(0, 1) for t in (query, key, value)), attn_mask=mask, scale=scaling,
-        enable_gqa=True,
-    )  # fmt: skip
+        one, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
+    )
     return found.transpose(0, 1)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.kv.errors import CacheFull, NoSlot
 from penstock.kv.generator import Generator
 from penstock.kv.requests import (
     NonFiniteLogitsError,
@@ -18,7 +19,7 @@ from penstock.kv.requests import (
     UnfitModelError,
 )
 from tests.engines import plain_model, tiny_config
-from tests.kv.generating import alone, gathered, model_of, prompts_of, small_generator
+from tests.kv.generating import PAGE, alone, gathered, model_of, prompts_of, small_generator
 from tests.small_tokenizers import small_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,6 +115,34 @@ def test_a_sequence_that_the_whole_cache_cannot_hold_fails_alone() -> None:
     assert gathered(pieces)["short"] == alone(model, short, 5)
 
 
+def test_rows_that_somebody_else_holds_are_no_reason_to_wait_for_ever() -> None:
+    model = model_of("llama")
+    with small_generator(model, tokens=100, max_batch=1) as generator:
+        taken = generator.cache.admit()
+        pieces = list(generator.run([Request(prompt=[5, 6], id="first")]))
+        assert isinstance(errors_of(pieces)["first"], NoSlot)
+
+        generator.cache.finish(taken)
+        pieces = list(generator.run([Request(prompt=[5, 6], max_new=2, id="second")]))
+        assert gathered(pieces)["second"] == alone(model, [5, 6], 2)
+
+
+def test_a_budget_that_shrinks_ends_what_it_cannot_bring_back() -> None:
+    model, (one, two) = model_of("llama"), prompts_of((30, 30))
+    with small_generator(model, tokens=100, max_batch=2) as generator:
+        for name, prompt in (("one", one), ("two", two)):
+            generator.submit(Request(prompt=prompt, max_new=40, id=name))
+        pieces = []
+        while not generator._scheduler.away:
+            pieces += generator.step()
+        generator._scheduler.retire(generator._scheduler.live[0])
+        generator.cache.resize(2 * PAGE)
+        while not generator.idle:
+            pieces += generator.step()
+
+    assert isinstance(errors_of(pieces)["two"], CacheFull)
+
+
 def test_scores_that_are_no_numbers_end_one_request() -> None:
     model = plain_model(tiny_config("llama", eos_token_id=None), dtype=torch.float32)
     with torch.no_grad():
@@ -144,13 +173,14 @@ def test_attention_that_cannot_be_replaced_is_refused() -> None:
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
     )  # fmt: skip
     with pytest.raises(UnfitModelError, match="attention sinks"):
-        Generator(transformers.AutoModelForCausalLM.from_config(config), budget="64MiB")
+        Generator(plain_model(config), budget="64MiB")
 
 
 @pytest.mark.parametrize("name", ["max_batch", "prefill_chunk"])
 def test_sizes_are_checked(name: str) -> None:
+    options: dict[str, Any] = {name: 0}
     with pytest.raises(RequestError, match=f"{name} must be 1 or more, got 0"):
-        Generator(model_of("llama"), budget="64MiB", **{name: 0})
+        Generator(model_of("llama"), budget="64MiB", **options)
 
 
 def test_stop_tokens_and_texts_end_an_answer() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.errors import PenstockError
 from penstock.kv.errors import CacheFull, NoSlot
 from penstock.kv.requests import NoRoomError, QueueFullError, Request
 from penstock.kv.sampling import Draws
@@ -57,13 +58,17 @@ class Live:
         return len(self.tokens) - self.prompt
 
 
+Failure = tuple[Live, PenstockError]
+"""Whose request cannot go on, and why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What one step computes."""
 
     groups: Sequence[tuple[int, Sequence[Live]]]
     """Rows that read equally many tokens run together: that many, and whose."""
-    failed: Sequence[tuple[Live, NoRoomError]]
+    failed: Sequence[Failure]
 
 
 class Scheduler:
@@ -100,15 +105,14 @@ class Scheduler:
 
     def turn(self) -> Turn:
         """Decide on a step and make room for it."""
-        self._bring_back()
-        self._admit()
+        failed = [*self._bring_back(), *self._admit()]
         wants = self._wants()
         self._crowded = False
-        failed: list[tuple[Live, NoRoomError]] = []
         try:
             self.cache.prepare([(live.sequence, count) for live, count in wants])
         except CacheFull:
-            wants, failed = self._squeeze(wants)
+            wants, lacking = self._squeeze(wants)
+            failed += lacking
         groups: dict[int, list[Live]] = {}
         for live, count in wants:
             groups.setdefault(count, []).append(live)
@@ -135,23 +139,27 @@ class Scheduler:
 
     # Coming.
 
-    def _bring_back(self) -> None:
+    def _bring_back(self) -> list[Failure]:
         """Only after something has ended: there was no room before, and what comes back too early
         is the first to go again."""
+        failed: list[Failure] = []
         if not (self._ended or not self.live):
-            return
+            return failed
         while self.away and len(self.live) < self.max_batch:
             try:
                 self.cache.restore(self.away[0].sequence)
-            except (CacheFull, NoSlot):
+            except (CacheFull, NoSlot) as full:
                 if self.live:
                     break
-                raise  # alone, it held this much before
-            self.live.append(self.away.pop(0))
+                failed.append((self.away.pop(0), full))  # alone: the budget has become smaller
+            else:
+                self.live.append(self.away.pop(0))
         self._ended = False
+        return failed
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[Failure]:
         passed: list[Live] = []
+        failed: list[Failure] = []
         while self.waiting and not (self.away or self._crowded):
             if len(self.live) >= self.max_batch:
                 break
@@ -163,12 +171,16 @@ class Scheduler:
             try:
                 prefix = (donor.sequence, shared) if donor is not None else None
                 live.sequence = self.cache.admit(prefix=prefix)
-            except (CacheFull, NoSlot):
+            except (CacheFull, NoSlot) as full:
+                if not self.live:  # nobody's end could make room
+                    failed.append((live, full))
+                    continue
                 passed.append(live)
                 break
             self.shared_tokens += shared
             self.live.append(live)
         self.waiting.extendleft(reversed(passed))
+        return failed
 
     def _prefix(self, tokens: Sequence[int]) -> tuple[Live | None, int, int]:
         """Whose beginning is this prompt's too, how much of it can be shared, and how much more
@@ -202,10 +214,10 @@ class Scheduler:
 
     def _squeeze(
         self, wants: Sequence[tuple[Live, int]]
-    ) -> tuple[list[tuple[Live, int]], list[tuple[Live, NoRoomError]]]:
+    ) -> tuple[list[tuple[Live, int]], list[Failure]]:
         """Room for as many as there is room for, oldest first."""
         ready: list[tuple[Live, int]] = []
-        failed: list[tuple[Live, NoRoomError]] = []
+        failed: list[Failure] = []
         for live, count in wants:
             if live not in self.live:
                 continue  # it was sent away for an older one
