@@ -84,12 +84,14 @@ class Resident:
 
     def forward(self, cache: Any, passes: Sequence[Pass]) -> list[torch.Tensor]:
         training = self.model.training
-        self.model.eval()
+        if training:  # asked first: either way goes through all modules, for every token
+            self.model.eval()
         try:
             with torch.inference_mode(), attention.chosen(self._configs):
                 return [self._one(cache, each) for each in passes]
         finally:
-            self.model.train(training)
+            if training:
+                self.model.train()
 
     def _one(self, cache: Any, one: Pass) -> torch.Tensor:
         with one.rows(cache):
