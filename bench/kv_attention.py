@@ -14,6 +14,9 @@ from penstock.kv import attention
 PAGE = 128
 """Tokens of a page of FlexAttention's."""
 
+PAGED = (8192, 32768)
+"""Contexts for which it is measured: each shape is compiled anew."""
+
 
 def measure(
     shape: tuple[int, int, int], context: int, batch: int, *, layers: int, device: str
@@ -42,7 +45,7 @@ def measure(
         "penstock, ragged": _seconds(over_views(_ragged(context, batch)), device),
         "packed": _seconds(over_packed, device),
     }
-    if device == "cuda":
+    if device == "cuda" and context in PAGED:
         found["flex, paged"] = _seconds(_flex(query, packed, context, batch), device)
     return found
 
@@ -73,6 +76,7 @@ def _flex(query: torch.Tensor, packed: list[torch.Tensor], context: int, batch: 
 
     plain = create_block_mask(seen, batch, 1, 1, context, device="cuda", BLOCK_SIZE=(128, PAGE))
     mask = book.convert_logical_block_mask(plain)
+    torch.compiler.reset()  # past a few shapes it would no longer compile
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(query, *store, block_mask=mask, enable_gqa=True)
 
