@@ -35,7 +35,8 @@ FLAGS = {
         *{"--micro-batch", "--hbm", "--dram", "--cxl", "--nvme", "--moments", "--plan", "--lr"},
         *{"--schedule", "--warmup", "--betas", "--weight-decay", "--clip", "--dtype", "--freeze"},
         *{"--model-config", "--init", "--revision", "--trust-remote-code", "--eval-data"},
-        *{"--eval-split", "--eval-every", "--overlong", "--skip-bad-lines", "--cache"},
+        *{"--eval-split", "--eval-every", "--sample-prompts", "--sample-new", "--overlong"},
+        *{"--skip-bad-lines", "--cache"},
         *{"--save-every", "--keep", "--save-weights-only", "--on-nonfinite", "--deterministic"},
         *{"--seed", "--log", "--profile", "--config", "--resume", "--json", "--help"},
     },
@@ -45,6 +46,11 @@ FLAGS = {
     },
     "report": {"run", "--out", "-o", "--json", "--help"},
     "compare": {"before", "after", "--out", "-o", "--json", "--help"},
+    "generate": {
+        *{"model", "--prompt", "--file", "--chat", "--max-new", "--temperature", "--top-k"},
+        *{"--top-p", "--seed", "--stop", "--hbm", "--batch", "--context", "--prefill-chunk"},
+        *{"--dtype", "--revision", "--trust-remote-code", "--json", "--help"},
+    },
     "data show": {
         *{"file", "--model", "--context", "--count", "--overlong", "--skip-bad-lines", "--cache"},
         *{"--revision", "--trust-remote-code", "--json", "--help"},

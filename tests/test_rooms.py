@@ -107,7 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"errors", "inventory", "lifetimes", "packing", "placement_parts", "plan", "pools"},
         *{"record_files", "records", "roles", "schedule", "step_facts", "step_order", "tiers"},
         *{"units", "workload", "memory.arena", "memory.placement", "checkpoint", "storage"},
-        *{"optim", "transfers"},
+        *{"kv", "optim", "transfers"},
     },
     # show
     "preparing": {
@@ -154,16 +154,21 @@ MAY_IMPORT: dict[str, set[str]] = {
             "preparing",
         },
         *{"observe", "records", "roles", "storage.leftovers", "stream", "tiers", "units"},
-        "workload",
+        *{"generate_prompts", "kv", "workload"},
     },
     "train_command": {"train"},
     "profile_command": {"machine", "observe", "units"},
     "report_command": {"observe"},
+    "generate_prompts": {"errors", "kv"},
+    "generate_model": {
+        *{"checkpoint", "data", "errors", "inventory", "model_config", "model_survey"},
+        *{"kv", "preparing", "stream", "units"},
+    },
+    "generate_command": {"generate_model", "generate_prompts", "kv", "units"},
     "cli": {
-        *{"__init__", "data_command", "doctor", "errors", "plan_command", "probe", "records"},
-        *{"profile_command", "report_command", "store_command", "train_command"},
-        *{"__init__", "data_command", "doctor", "errors", "plan_command", "probe", "probed"},
-        *{"records", "store_command", "train_command"},
+        *{"__init__", "data_command", "doctor", "errors", "generate_command", "plan_command"},
+        *{"probe", "probed", "profile_command", "records", "report_command", "store_command"},
+        "train_command",
     },
     "__init__": {
         *{"discovery", "errors", "machine"},

@@ -28,6 +28,7 @@ from rich.text import Text
 from penstock import __version__
 from penstock.data_command import data_app
 from penstock.errors import PenstockError, ProbeError
+from penstock.generate_command import generate_command
 from penstock.plan_command import machines_command, plan_command
 from penstock.probed import keep
 from penstock.profile_command import SETTINGS as PROFILE_SETTINGS
@@ -55,6 +56,7 @@ app.command("train")(train_command)
 app.command("profile", context_settings=PROFILE_SETTINGS)(profile_command)
 app.command("report")(report_command)
 app.command("compare")(compare_command)
+app.command("generate")(generate_command)
 app.add_typer(data_app, name="data")
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")

@@ -155,19 +155,24 @@ class Body:
 
     def embed(self, micro: MicroBatch) -> tuple[torch.Tensor, Calls]:
         """What enters the first layer, and how layers are to be called."""
+        hidden, arguments = self.enter(
+            input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False
+        )
+        return hidden, Calls(arguments, micro.bounds)
+
+    def enter(self, **inputs: Any) -> tuple[torch.Tensor, list[Arguments]]:
+        """What enters the first layer when the model is called so, and how it calls each layer."""
         with self._probing():
             self._seen.clear()
             with contextlib.suppress(_ReachedError):
-                self._base(
-                    input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False
-                )
+                self._base(**inputs)
             first = self._probes[0]
             assert isinstance(first, _Probe)
             assert first.hidden is not None
-            hidden, calls = first.hidden, Calls(list(self._seen), micro.bounds)
+            hidden, arguments = first.hidden, list(self._seen)
             for probe in self._probes:
                 probe.hidden = None  # type: ignore[assignment]
-        return hidden, calls
+        return hidden, arguments
 
     def layer(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
         """What leaves layer `index`, counted from 0."""
@@ -179,7 +184,12 @@ class Body:
         if self._compiled is not None and bounds is cuts and not replays:
             return self._compiled(index, hidden, args, kwargs, cuts)
         with attention.documents(bounds):
-            out: Any = self.layers[index](hidden, *args, **kwargs)
+            return self.plain_layer(index, hidden, calls.arguments[index])
+
+    def plain_layer(self, index: int, hidden: torch.Tensor, called: Arguments) -> torch.Tensor:
+        """The same by the model's own code, never compiled."""
+        args, kwargs = called
+        out: Any = self.layers[index](hidden, *args, **kwargs)
         found: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return found
 

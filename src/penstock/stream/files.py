@@ -61,7 +61,7 @@ class EngineFiles:
     def read_weights(self, folder: Path) -> None:
         """A model that anybody wrote: its weights become masters, moments begin at zero."""
         with ShardReader(folder) as model:
-            names = _names_in(model, self._inventory)
+            names = names_in(model, self._inventory)
             for index in range(len(self._inventory.blocks)):
                 set_master(self._access, index, self._inventory, _renamed(model, names))
 
@@ -100,7 +100,7 @@ class EngineFiles:
 def _reader(shards: ShardReader, suffix: str) -> Source:
     def read(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         name = f"{tensor.name}.{suffix}" if suffix else tensor.name
-        return _elements(shards, name, tensor, low, high)
+        return elements_of(shards, name, tensor, low, high)
 
     return read
 
@@ -118,12 +118,12 @@ def _base_reader(shards: ShardReader, role: Role) -> Source:
 
 def _renamed(shards: ShardReader, names: dict[str, str]) -> Source:
     def read(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
-        return _elements(shards, names[tensor.name], tensor, low, high)
+        return elements_of(shards, names[tensor.name], tensor, low, high)
 
     return read
 
 
-def _elements(
+def elements_of(
     shards: ShardReader, name: str, tensor: TensorSpec, low: int, high: int
 ) -> torch.Tensor:
     spec = shards.spec(name)
@@ -137,7 +137,7 @@ def _elements(
     return out
 
 
-def _names_in(shards: ShardReader, inventory: Inventory) -> dict[str, str]:
+def names_in(shards: ShardReader, inventory: Inventory) -> dict[str, str]:
     """What the files call each tensor: some were written from the model without its head, and then
     lack the first part of every name."""
     known = set(shards.names)

@@ -1,6 +1,7 @@
 """What happens in a run, as plain mappings that every listener reads. Room: show.
 
-One of them is one line of `--json`: `plan`, `note`, `eval`, `step`, `skipped`, `save`, `done`.
+One of them is one line of `--json`: `plan`, `note`, `eval`, `sample`, `step`, `skipped`, `save`,
+`done`.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from penstock.data import Packed, TokenDataset, load_tokenizer, open_dataset
 from penstock.inventory import Inventory
 from penstock.train.errors import ContextTooLongError
 from penstock.train.events import Listeners
+from penstock.train.samples import Samples, find_samples
 from penstock.train.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Data:
     train: Packed
     held_out: Packed | None
     dataset: TokenDataset
+    samples: Samples | None = None
+    """Prompts that are answered at each evaluation."""
 
     def batches(self, settings: RunSettings, position: Any = None) -> Batches:
         """In order, from the position on."""
@@ -98,7 +101,7 @@ def find_data(settings: RunSettings, model: Model, listeners: Listeners, tell: T
     rows = None
     if held_out is not None:
         rows = held_out.pack(settings.context, overlong=settings.overlong, seed=settings.seed)
-    return Data(packed, rows, dataset)
+    return Data(packed, rows, dataset, find_samples(settings, tokenizer))
 
 
 def _open(

@@ -13,7 +13,7 @@ from penstock.checkpoint.errors import (
     CheckpointSpaceError,
     CheckpointWriteError,
 )
-from penstock.errors import NonFiniteLossError
+from penstock.errors import NonFiniteLossError, PenstockError
 from penstock.records import to_json
 from penstock.train.errors import TokenRangeError
 from penstock.train.events import Listeners
@@ -57,6 +57,7 @@ class Loop:
         self._every = parse_interval(run.settings.save_every)
         self._watchdog = Watchdog(run.engine.waiting, listeners.note)
         self._evaluated: int | None = None
+        self._sampled: int | None = None
         self._evaluating = False
         self._tried_step, self._tried_at = run.batches.step, time.monotonic()
 
@@ -65,7 +66,7 @@ class Loop:
         with self._watchdog, memory_told(self._engine.plan):
             self._engine.on_progress = self._progress
             if not self._run.resumed:
-                self._evaluate()
+                self._look()
             while not self._ended and not self._stopping.requested:
                 self._step()
                 self._save_if_due()
@@ -178,7 +179,25 @@ class Loop:
     def _evaluate_if_due(self) -> None:
         every = self._run.settings.eval_every
         if every is not None and self._batches.step % every == 0 and not self._ended:
-            self._evaluate()
+            self._look()
+
+    def _look(self) -> None:
+        self._evaluate()
+        self._sample()
+
+    def _sample(self) -> None:
+        """What the model answers by now. There may be no room for it beside training."""
+        samples, step = self._run.data.samples, self._batches.step
+        if samples is None or self._stopping.requested or self._sampled == step:
+            return
+        self._sampled = step
+        self._view.busy(0, 0, "answering the sample prompts")
+        try:
+            for answer in samples.answers(self._engine):
+                self._watchdog.moved("sampling")
+                self._listeners.tell("sample", step=step, **answer)
+        except (PenstockError, MemoryError) as problem:
+            self._listeners.note(f"no samples: {problem}. Training goes on")
 
     def _evaluate(self) -> None:
         held_out = self._run.data.held_out
@@ -223,7 +242,7 @@ class Loop:
 
     def _finish(self) -> None:
         self._save_last()
-        self._evaluate()
+        self._look()
         self._run.keeper.publish()
         self._listeners.tell(
             "done",

@@ -19,7 +19,7 @@ METRICS = "metrics.jsonl"
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
-_KEPT = ("step", "skipped", "eval", "save", "done")
+_KEPT = ("step", "skipped", "eval", "sample", "save", "done")
 
 HF_NAMES = {
     "step": {

@@ -59,6 +59,8 @@ class RunSettings:
     eval_data: tuple[str, ...] = told("Held-out data; may be given again.", ())
     eval_split: float | None = told("Share of the data to hold out.", None)
     eval_every: int | None = told("Steps between evaluations; always at both ends.", None)
+    sample_prompts: str | None = told("JSON lines, answered at each evaluation.", None)
+    sample_new: int = told("Tokens of such an answer at most.", 64)
     overlong: Literal["truncate", "drop", "split"] = told("What to do with documents longer than "
                                                           "the context.", "truncate")  # fmt: skip
     skip_bad_lines: bool = told("Leave out lines that are no examples.", False)
@@ -92,7 +94,7 @@ CHANGES_BITS = (
 
 
 def _check(told: RunSettings) -> None:
-    least = {"context": 2, "batch": 1, "keep": 1, "seed": 0}
+    least = {"context": 2, "batch": 1, "keep": 1, "seed": 0, "sample_new": 1}
     for name, value in least.items():
         _refuse(name, getattr(told, name) < value, f"must be {value} or more", getattr(told, name))
     for name in ("steps", "epochs", "eval_every"):

@@ -18,6 +18,8 @@ def line_of(event: Event, steps: int) -> str:
             )
         case "eval":
             return f"held-out loss {event['loss']:.4f} at step {event['step']}"
+        case "sample":
+            return f"sample at step {event['step']}: {event['prompt']!r} -> {event['text']!r}"
         case "save":
             size = format_bytes(event["bytes"])
             return f"saved {event['path']} ({size}, {format_seconds(event['seconds'])})"

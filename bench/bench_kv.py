@@ -1,0 +1,282 @@
+"""Decoding and prefill over this cache, beside transformers' caches, in one run.
+
+    python bench/bench_kv.py --shape 8b --save              on a GPU, under eight minutes
+    python bench/bench_kv.py --shape tiny --contexts 64,256 --batches 1,4      a rehearsal on a CPU
+
+Weights are random and everything is eager. Each cell names what did not fit, and what there was no
+time for. Writes bench/results/kv_<shape>_<hardware>_<date>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import certificate
+import kv_attention
+from bench_engine import _FIELDS, SHAPES
+from kv_arms import AHEAD, ARMS, paged_batching, token_nbytes
+
+from penstock.errors import PenstockError
+from penstock.kv import Generator, Request
+from penstock.units import format_bytes, parse_bytes
+
+WARM, STEPS = 4, 16
+MOST_READ = 65536
+"""Prompt tokens of a cell of transformers' own batching, which must read them itself."""
+SPARE = 4 << 30
+"""Of a GPU's memory, for logits and what passes through the layers."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--contexts", default="1024,8192,32768,131072")
+    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--arms", default=",".join([*ARMS, "paged batching"]).replace(", ", " "))
+    parser.add_argument("--parts", default="decode,prefill,attention,arrivals")
+    parser.add_argument("--limit", type=float, default=450.0, help="seconds, start-up included")
+    parser.add_argument("--arrivals-budget", default="16GiB")
+    parser.add_argument("--arrivals-context", type=int, default=8192)
+    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--save", action="store_true")
+    return parser.parse_args()
+
+
+class Bench:
+    """One model, and the clock."""
+
+    def __init__(self, chosen: argparse.Namespace) -> None:
+        self.chosen, self.began = chosen, time.perf_counter()
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        self.contexts = [int(each) for each in chosen.contexts.split(",")]
+        self.batches = [int(each) for each in chosen.batches.split(",")]
+        self.model = self._model()
+        print(f"model ready after {self.seconds:.0f} s", flush=True)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def _model(self) -> Any:
+        import transformers
+
+        config = transformers.LlamaConfig(
+            **dict(zip(_FIELDS, SHAPES[self.chosen.shape], strict=True)),
+            max_position_embeddings=max(self.contexts) + 2 * AHEAD,
+        )
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            make: Any = transformers.AutoModelForCausalLM
+            return make.from_config(config, dtype=self.dtype).eval()
+
+    def cell(
+        self, context: int, batch: int, measure: Callable[[], Any], *, each: int | None = None
+    ) -> Any:
+        """What was measured, or in words why nothing was; a token takes `each` bytes."""
+        wanted = context * batch * (each or token_nbytes(self.model.config, self.dtype))
+        if self.seconds > self.chosen.limit:
+            return "no time left"
+        if wanted > (free := self._free()):
+            return f"does not fit: {format_bytes(wanted)} of cache, {format_bytes(free)} free"
+        try:
+            return measure()
+        except (torch.OutOfMemoryError, PenstockError, MemoryError) as full:
+            return f"does not fit: {str(full).splitlines()[0]}"
+        except Exception as failed:  # another library's arm must not end the run
+            return f"failed: {type(failed).__name__}: {str(failed).splitlines()[:1]}"
+        finally:
+            gc.collect()
+            if self.device == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+
+    def _free(self) -> int:
+        if self.device == "cpu":
+            return 2 << 30
+        return int(torch.cuda.mem_get_info()[0]) - SPARE
+
+
+def decode(bench: Bench) -> list[dict[str, Any]]:
+    wanted = [name for name in ARMS if name.replace(", ", " ") in bench.chosen.arms.split(",")]
+    found = []
+    for context in bench.contexts:
+        for batch in bench.batches:
+            row: dict[str, Any] = {"context": context, "batch": batch}
+            for name in wanted:
+                if name == "penstock, ragged" and batch == 1:
+                    continue
+                row[name] = bench.cell(
+                    context, batch, partial(_decode, bench, name, context, batch)
+                )
+            if "paged batching" in bench.chosen.arms and context * batch > MOST_READ:
+                row["paged batching"] = "not run: reading the prompts would take too long"
+            elif "paged batching" in bench.chosen.arms:
+                row["paged batching"] = bench.cell(
+                    context, batch, partial(paged_batching, bench.model, context, batch, STEPS)
+                )
+            print(_line(row), flush=True)
+            found.append(row)
+    return found
+
+
+def _decode(bench: Bench, name: str, context: int, batch: int) -> dict[str, Any]:
+    arm = ARMS[name](bench.model, context, batch)
+    try:
+        for _ in range(WARM):
+            arm.step()
+        seconds = []
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            arm.step()
+            seconds.append(time.perf_counter() - began)
+        spread = certificate.percentiles(seconds)
+        peak = torch.cuda.max_memory_allocated() if bench.device == "cuda" else 0
+        return {
+            "seconds_per_step": spread["p50"],
+            "spread": spread,
+            "tokens_per_second": batch / spread["p50"],
+            "cache_nbytes": arm.nbytes(),
+            "torch_peak_nbytes": peak,
+        }
+    finally:
+        arm.close()
+
+
+def _line(row: dict[str, Any]) -> str:
+    told = [f"{row['context']:>7} x {row['batch']:<3}"]
+    for name, cell in row.items():
+        if isinstance(cell, dict):
+            told.append(f"{name} {cell['seconds_per_step'] * 1e3:.2f} ms")
+        elif isinstance(cell, str):
+            told.append(f"{name}: {cell}")
+    return "  ".join(told)
+
+
+def prefill(bench: Bench) -> list[dict[str, Any]]:
+    """One prompt, read in chunks by the generator, and at once by the model with its own cache."""
+    found = []
+    for context in (each for each in bench.contexts if each <= 32768):
+        row: dict[str, Any] = {"context": context}
+        for chunk in (2048, context):
+            row[f"penstock, chunks of {chunk}"] = bench.cell(
+                context, 1, partial(_prefill, bench, context, chunk)
+            )
+        row["dynamic"] = bench.cell(context, 1, partial(_prefill_plain, bench, context))
+        print("prefill", row, flush=True)
+        found.append(row)
+    return found
+
+
+def _prompt(bench: Bench, length: int, seed: int = 2) -> list[int]:
+    drawn = random.Random(seed)
+    return [drawn.randrange(3, bench.model.config.vocab_size) for _ in range(length)]
+
+
+def _prefill(bench: Bench, context: int, chunk: int) -> float:
+    nbytes = (context + 2 * AHEAD) * token_nbytes(bench.model.config, bench.dtype) + (16 << 20)
+    limits = {"max_batch": 1, "max_context": context + AHEAD, "prefill_chunk": chunk}
+    with Generator(bench.model, budget=nbytes, **limits) as generator:
+        for seed in (2, 3):  # the first one warms up
+            began = time.perf_counter()
+            list(generator.run([Request(prompt=_prompt(bench, context, seed), max_new=1)]))
+            seconds = time.perf_counter() - began
+    return context / seconds
+
+
+def _prefill_plain(bench: Bench, context: int) -> float:
+    import transformers
+
+    for seed in (2, 3):
+        began = time.perf_counter()
+        ids = torch.tensor([_prompt(bench, context, seed)], device=bench.device)
+        with torch.inference_mode():
+            out = bench.model(
+                input_ids=ids, past_key_values=transformers.DynamicCache(config=bench.model.config),
+                use_cache=True, logits_to_keep=1,
+            )  # fmt: skip
+        out.logits.argmax(dim=-1).tolist()
+        seconds = time.perf_counter() - began
+    return context / seconds
+
+
+def attend(bench: Bench) -> list[dict[str, Any]]:
+    config, found = bench.model.config, []
+    head = config.hidden_size // config.num_attention_heads
+    shape = (config.num_attention_heads, config.num_key_value_heads, head)
+    for context in bench.contexts:
+        for batch in bench.batches:
+            layers = 8 if context * batch <= 1 << 20 else 1
+            measure = partial(kv_attention.measure, shape, context, batch)
+            run = partial(measure, layers=layers, device=bench.device)
+            each = 2 * (layers + 2) * shape[1] * head * bench.dtype.itemsize
+            row = bench.cell(context, batch, run, each=each)
+            print("attention", context, batch, row, flush=True)
+            found.append({"context": context, "batch": batch, "seconds": row})
+    return found
+
+
+def arrivals(bench: Bench) -> dict[str, Any]:
+    """Requests of random lengths under one budget: with memory as they grow, and with the longest
+    reserved for each, which is the same program with fewer rows."""
+    chosen = bench.chosen
+    budget, context = parse_bytes(chosen.arrivals_budget), chosen.arrivals_context
+    each = token_nbytes(bench.model.config, bench.dtype)
+    reserved = max(1, budget // (context * each))
+    found: dict[str, Any] = {"budget": budget, "context": context, "rows_reserved": reserved}
+    for name, rows in (("grows", chosen.requests), ("reserved", reserved)):
+        most = max(1, min(rows, chosen.requests, budget // (2 << 20)))
+        found[name] = bench.cell(1, 1, partial(_arrive, bench, budget, context, most))
+        print("arrivals", name, found[name], flush=True)
+    return found
+
+
+def _arrive(bench: Bench, budget: int, context: int, rows: int) -> dict[str, Any]:
+    drawn = random.Random(4)
+    requests: list[Request | None] = []
+    for number in range(bench.chosen.requests):
+        length = int(min(context // 2, 2 ** drawn.uniform(5, 11)))
+        new = drawn.randrange(16, max(17, min(128, context - length)))
+        requests.append(Request(prompt=_prompt(bench, length, number), max_new=new))
+        requests += [None] * drawn.randrange(2)  # a step without news
+    with Generator(
+        bench.model, budget=budget, max_batch=rows, max_context=context, prefill_chunk=2048
+    ) as generator:
+        most, began = 0, time.perf_counter()
+        for _ in generator.run(requests):
+            most = max(most, len(generator._scheduler.live))
+        seconds, counts = time.perf_counter() - began, generator.counts
+    return {
+        "seconds": seconds, "tokens_per_second": counts.made_tokens / seconds, "rows": rows,
+        "most_at_once": most, "peak_nbytes": counts.peak_bytes, "waste": counts.waste,
+        "preemptions": counts.preemptions, "steps": counts.steps,
+    }  # fmt: skip
+
+
+PARTS = {"decode": decode, "prefill": prefill, "attention": attend, "arrivals": arrivals}
+
+
+def main() -> None:
+    chosen = arguments()
+    bench = Bench(chosen)
+    results: dict[str, Any] = {"shape": chosen.shape, "dtype": str(bench.dtype)}
+    for name in chosen.parts.split(","):
+        results[name] = PARTS[name](bench)
+    results["seconds"] = bench.seconds
+    if chosen.save:
+        print(certificate.save(f"kv_{chosen.shape}", results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Caches to compare: each holds `batch` rows of `context` tokens and makes one token more for each.
+
+Keys and values are not computed but put there: decoding takes as long whatever they are.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+import transformers
+
+from penstock.kv import VirtualCache
+from penstock.kv.passes import Pass, Resident
+from penstock.units import MiB
+
+AHEAD = 64
+"""Tokens that a cell may make."""
+
+PAGE = 256
+"""Tokens of a page of transformers' own batching."""
+
+
+class Arm(Protocol):
+    """One way to decode."""
+
+    def step(self) -> None:
+        """One token for each row, chosen and brought to the host."""
+
+    def nbytes(self) -> int:
+        """What the cache has taken."""
+
+    def close(self) -> None: ...
+
+
+def token_nbytes(config: Any, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(config.num_hidden_layers * 2 * config.num_key_value_heads * head * dtype.itemsize)
+
+
+class Virtual:
+    """This cache; `spread` makes rows differ in length, by so many tokens from one to the next."""
+
+    def __init__(self, model: Any, context: int, batch: int, *, spread: int = 0) -> None:
+        self.forward = Resident(model)
+        lengths = [max(1, context - row * spread) for row in range(batch)]
+        each = token_nbytes(model.config, self.forward.dtype)
+        room = sum(-(-(length + AHEAD) * each // (2 * MiB)) + 2 for length in lengths)
+        self.cache = VirtualCache(
+            model.config, max_batch=batch, max_context=context + AHEAD, budget=room * 2 * MiB,
+            device=self.forward.device, dtype=self.forward.dtype,
+        )  # fmt: skip
+        self.rows = [self.cache.admit() for _ in lengths]
+        pairs = list(zip(self.rows, lengths, strict=True))
+        self.cache.prepare(pairs)
+        self.cache.advance(pairs)
+        self.last = [5] * batch
+
+    def step(self) -> None:
+        one = [(row, 1) for row in self.rows]
+        self.cache.prepare(one)
+        lengths = [row.length for row in self.rows]
+        each = Pass(self.rows, [[token] for token in self.last], lengths)
+        scores = self.forward.forward(self.cache, [each])[0]
+        self.cache.advance(one)
+        self.last = scores.argmax(dim=-1).tolist()
+
+    def nbytes(self) -> int:
+        return self.cache.stats.mapped_bytes
+
+    def close(self) -> None:
+        self.cache.close()
+
+
+class _Plain:
+    """A cache of transformers' own, called as `generate` calls it."""
+
+    def __init__(self, model: Any, cache: Any, context: int, batch: int) -> None:
+        self.model, self.cache, self.at = model, cache, context
+        self.device = next(model.parameters()).device
+        self.last = torch.full((batch, 1), 5, device=self.device)
+
+    def step(self) -> None:
+        positions = torch.full_like(self.last, self.at)
+        with torch.inference_mode():
+            out = self.model(
+                input_ids=self.last, position_ids=positions, past_key_values=self.cache,
+                use_cache=True, logits_to_keep=1,
+            )  # fmt: skip
+        self.last = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+        self.last.tolist()  # a server looks at every token
+        self.at += 1
+
+    def nbytes(self) -> int:
+        return sum(t.nbytes for layer in self.cache.layers for t in (layer.keys, layer.values))
+
+    def close(self) -> None:
+        del self.cache
+
+
+def dynamic(model: Any, context: int, batch: int) -> Arm:
+    """Concatenated anew at each token."""
+    cache = transformers.DynamicCache(config=model.config)
+    shape = _shape(model, batch, context)
+    device = next(model.parameters()).device
+    for layer in range(model.config.num_hidden_layers):
+        held = torch.zeros(shape, dtype=model.dtype, device=device)
+        cache.update(held, held.clone(), layer)
+    return _Plain(model, cache, context, batch)
+
+
+def static(model: Any, context: int, batch: int) -> Arm:
+    """The maximum, reserved."""
+    cache: Any = transformers.StaticCache(config=model.config, max_cache_len=context + AHEAD)
+    _, heads, _, head = _shape(model, batch, 1)
+    device = next(model.parameters()).device
+    cache.early_initialization(
+        batch_size=batch, num_heads=heads, head_dim=head, dtype=model.dtype, device=device
+    )
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(context)
+    return _Plain(model, cache, context, batch)
+
+
+def _shape(model: Any, batch: int, context: int) -> tuple[int, int, int, int]:
+    config = model.config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return batch, config.num_key_value_heads, context, head
+
+
+def paged_batching(model: Any, context: int, batch: int, tokens: int) -> dict[str, float]:
+    """transformers' own continuous batching, which reads its prompts itself: seconds per token once
+    every row decodes, and prompt tokens per second before that. Eager, like the others."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1,
+                                pad_token_id=0)  # fmt: skip
+    drawn = torch.Generator().manual_seed(1)
+    vocabulary = model.config.vocab_size
+    prompts = torch.randint(3, vocabulary, (batch, context), generator=drawn).tolist()
+    began = time.perf_counter()
+    found = model.generate_batch(
+        prompts,
+        generation_config=settings,
+        continuous_batching_config=ContinuousBatchingConfig(
+            use_cuda_graph=False,
+            use_async_batching=False,
+            allow_block_sharing=False,
+            page_size=PAGE,
+            num_blocks=batch * (-(-(context + tokens) // PAGE) + 2),
+            max_batch_tokens=max(2048, batch),
+        ),
+        record_timestamps=True,
+        warmup=False,
+    )
+    times = [each.timestamps for each in found.values()]
+    first = max(each[0] for each in times)
+    last = max(each[-1] for each in times)
+    after = min(sum(at > first for at in each) for each in times)
+    return {
+        "seconds_per_step": (last - first) / max(1, after),
+        "prefill_tokens_per_second": batch * context / (first - began),
+    }
+
+
+ARMS = {
+    "penstock": Virtual,
+    "penstock, ragged": lambda model, context, batch: Virtual(model, context, batch, spread=7),
+    "dynamic": dynamic,
+    "static": static,
+}

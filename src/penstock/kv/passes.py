@@ -1,0 +1,124 @@
+"""Forward passes over the cache, for a model whose weights are where it computes. Room: hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from penstock.kv import attention
+from penstock.kv.requests import UnfitModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Rows that read equally many tokens."""
+
+    sequences: Sequence[Any]
+    """Their places in the cache."""
+    tokens: Sequence[Sequence[int]]
+    lengths: Sequence[int]
+    """What each row holds before."""
+
+    @property
+    def new(self) -> int:
+        return len(self.tokens[0])
+
+    def inputs(self, device: torch.device) -> dict[str, torch.Tensor]:
+        starts = torch.tensor(self.lengths, device=device)[:, None]
+        return {
+            "input_ids": torch.tensor(self.tokens, device=device),
+            "position_ids": starts + torch.arange(self.new, device=device)[None, :],
+        }
+
+    @contextmanager
+    def rows(self, cache: Any) -> Iterator[None]:
+        """The cache and attention are about these rows inside."""
+        with cache.rows(self.sequences, padded=False), attention.rows(self.lengths, self.new):
+            yield
+
+
+class Forward(Protocol):
+    """Whatever can carry passes out."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def forward(self, cache: Any, passes: Sequence[Pass]) -> list[torch.Tensor]:
+        """Per pass, [rows, vocabulary]: scores for the token after each row's last."""
+        ...
+
+
+class Resident:
+    """A transformers model as it is. Its attention is another only during a pass, so that it can be
+    used for other things in between."""
+
+    def __init__(self, model: Any) -> None:
+        check_fit(model)
+        attention.register()
+        self.model = model
+        self._configs = configs_of(model)
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = next(self.model.parameters()).device
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.model.dtype
+        return found
+
+    def forward(self, cache: Any, passes: Sequence[Pass]) -> list[torch.Tensor]:
+        training = self.model.training
+        if training:  # asked first: either way goes through all modules, for every token
+            self.model.eval()
+        try:
+            with torch.inference_mode(), attention.chosen(self._configs):
+                return [self._one(cache, each) for each in passes]
+        finally:
+            if training:
+                self.model.train()
+
+    def _one(self, cache: Any, one: Pass) -> torch.Tensor:
+        with one.rows(cache):
+            out = self.model(
+                **one.inputs(self.device), past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+        scores: torch.Tensor = out.logits[:, -1]
+        return scores
+
+
+def configs_of(model: Any) -> list[Any]:
+    """Each config that some part of the model asks how to attend."""
+    found = {id(held): held for part in model.modules() if (held := getattr(part, "config", None))}
+    return list(found.values())
+
+
+def check_fit(model: Any) -> None:
+    """Raise UnfitModelError for a model whose attention cannot be replaced by ours."""
+    name = type(model).__name__
+    can = getattr(type(model), "_can_set_attn_implementation", None)
+    if can is None or not can():
+        raise UnfitModelError(
+            f"{name} does not ask transformers for its attention function, so it cannot read this "
+            f"cache row by row; use model.generate() with a cache of transformers' own"
+        )
+    if any("sinks" in dict(part.named_parameters(recurse=False)) for part in model.modules()):
+        raise UnfitModelError(
+            f"{name} has attention sinks, which Penstock's attention does not know; use "
+            f"model.generate() with a cache of transformers' own"
+        )

@@ -1,0 +1,63 @@
+"""What the model answers while it is trained. Room: show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.train.settings import RunSettings
+from penstock.units import MiB
+
+if TYPE_CHECKING:
+    from penstock.kv.requests import Request
+    from penstock.stream.engine import Engine
+
+MOST_CACHE = 512 * MiB
+"""Training has planned all memory but a little; what does not fit at once is answered in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Prompts, ready."""
+
+    requests: tuple[Request, ...]
+    tokenizer: Any
+    context: int
+
+    def answers(self, engine: Engine) -> Iterator[dict[str, Any]]:
+        """One for each prompt, as the engine's weights are now, whole ones only."""
+        from penstock.kv.generator import Generator
+        from penstock.stream.generating import engine_forward
+
+        told: dict[str | int, str] = {}
+        with engine_forward(engine) as forward:
+            most = min(8, len(self.requests))
+            with Generator(
+                forward, budget=MOST_CACHE, max_batch=most, max_context=self.context,
+                tokenizer=self.tokenizer,
+            ) as generator:  # fmt: skip
+                for piece in generator.run(self.requests):
+                    told[piece.request] = told.get(piece.request, "") + piece.text
+                    if piece.finished is not None:
+                        yield self._answer(piece, told[piece.request])
+
+    def _answer(self, piece: Any, text: str) -> dict[str, Any]:
+        asked = self.requests[piece.request].prompt
+        prompt = asked if isinstance(asked, str) else self.tokenizer.decode(asked)
+        error = None if piece.error is None else str(piece.error)
+        return {"prompt": prompt, "text": text, "finished": piece.finished, "error": error}
+
+
+def find_samples(settings: RunSettings, tokenizer: Any) -> Samples | None:
+    """Read and checked before the first step."""
+    if settings.sample_prompts is None:
+        return None
+    from penstock.generate_prompts import Prompts
+    from penstock.kv.requests import Request
+
+    defaults = Request(prompt="-", max_new=settings.sample_new, seed=settings.seed)
+    asked = Prompts(tokenizer, defaults).of_file(Path(settings.sample_prompts))
+    numbered = tuple(replace(request, id=at) for at, request in enumerate(asked))
+    return Samples(numbered, tokenizer, settings.context + settings.sample_new)

@@ -1,0 +1,99 @@
+"""Tiny models, and what they generate one prompt at a time with transformers' own cache."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+
+from penstock.kv.cache import VirtualCache
+from penstock.kv.generator import Generator
+from penstock.kv.requests import Piece, Request
+from tests.engines import plain_model, tiny_config
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3")
+
+WINDOW = 12
+"""Shorter than prompts and answers, so that windows cut."""
+
+VOCABULARY = 260
+
+PAGE = 4096
+"""Bytes: a little over ten tokens of these models."""
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    """fp32, so that the likeliest token is far from the next one compared with rounding; with
+    weights large enough that it is not always the same."""
+    changes: dict[str, Any] = {"eos_token_id": None}
+    if family in ("mistral", "gemma2", "gemma3"):
+        changes["sliding_window"] = WINDOW
+    model = plain_model(tiny_config(family, **changes), dtype=torch.float32, seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(10)
+    return model.eval()
+
+
+def prompts_of(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
+    numbers = random.Random(seed)
+    return [[numbers.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+_known: dict[Any, dict[tuple[int, ...], list[int]]] = {}
+
+
+def alone(model: Any, prompt: Sequence[int], new: int) -> list[int]:
+    """What transformers makes of the prompt by itself. A shorter answer is the beginning of a
+    longer one, so each is made once."""
+    known = _known.setdefault(model, {})  # the key keeps the model alive: an id could come again
+    if len(known.get(tuple(prompt), ())) < new:
+        known[tuple(prompt)] = _generated(model, prompt, new)
+    return known[tuple(prompt)][:new]
+
+
+def _generated(model: Any, prompt: Sequence[int], new: int) -> list[int]:
+    ids = torch.tensor([list(prompt)])
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=transformers.DynamicCache(config=model.config),
+        max_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    tokens: list[int] = found[0, len(prompt) :].tolist()
+    return tokens
+
+
+def gathered(pieces: Sequence[Piece]) -> dict[str | int, list[int]]:
+    """Tokens by request."""
+    found: dict[str | int, list[int]] = {}
+    for piece in pieces:
+        found.setdefault(piece.request, []).extend(piece.tokens)
+    return found
+
+
+def small_generator(model: Any, *, tokens: int, max_batch: int) -> Generator:
+    """Its cache has small pages and holds about so many tokens in all."""
+    text = model.config.get_text_config()
+    each = text.num_hidden_layers * 2 * text.num_key_value_heads * text.head_dim * 4
+    cache = VirtualCache(
+        model.config, max_batch=max_batch, max_context=128, budget=tokens * each, device="cpu",
+        dtype=torch.float32, page_nbytes=PAGE,
+    )  # fmt: skip
+    return Generator(model, max_batch=max_batch, prefill_chunk=16, cache=cache)
+
+
+def run(generator: Generator, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+    """All at once; the answers in the order of the prompts."""
+    requests = [Request(prompt=prompt, max_new=new) for prompt in prompts]
+    first = generator._number
+    found = gathered(list(generator.run(requests)))
+    return [found[first + at] for at in range(len(prompts))]

@@ -1,0 +1,112 @@
+"""Weights that rest elsewhere give the tokens of weights that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.errors import PenstockError
+from penstock.generate_model import ModelRoomError, share_out
+from penstock.kv.generator import Generator
+from penstock.model_survey import survey_config
+from penstock.stream.generating import engine_forward, streamed
+from penstock.stream.passing import block_nbytes, kept_blocks
+from penstock.units import MiB
+from tests.engines import (
+    batches,
+    inventory,
+    make_engine,
+    make_plan_of,
+    plain_model,
+    tiny_config,
+    workload,
+)
+from tests.kv.generating import alone, model_of, prompts_of, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FAMILIES = ("llama", "gemma2", "gemma3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streamed_tokens_are_those_of_the_resident_model(family: str, tmp_path: Path) -> None:
+    model, prompts = model_of(family), prompts_of((5, 30, 18))
+    expected = [alone(model, prompt, 10) for prompt in prompts]
+    model.save_pretrained(tmp_path)
+    surveyed = survey_config(model.config, name=family)
+    layer = block_nbytes(surveyed, surveyed.layers[0], torch.float32)
+    for keep in (0, 3 * layer):
+        forward = streamed(
+            model.config, surveyed, tmp_path, dtype=torch.float32, keep=keep, device="cpu"
+        )
+        with Generator(forward, budget="64MiB", max_batch=3, prefill_chunk=16) as generator:
+            assert run(generator, prompts, 10) == expected
+        kept = len(forward.weights.kept)
+        assert (kept > 0) == (keep > 0)
+        assert kept < len(surveyed.blocks)
+        forward.close()
+
+
+def test_a_tied_head_is_brought_its_table(tmp_path: Path) -> None:
+    config = tiny_config("llama", tie_word_embeddings=True, eos_token_id=None)
+    model = plain_model(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    surveyed = survey_config(model.config, name="tied")
+    forward = streamed(model.config, surveyed, tmp_path, dtype=torch.float32, keep=0, device="cpu")
+    with Generator(forward, budget="64MiB") as generator:
+        assert run(generator, [[5, 6, 7]], 6) == [alone(model, [5, 6, 7], 6)]
+
+
+def test_what_stays_is_within_the_room_given() -> None:
+    surveyed = survey_config(tiny_config("llama"), name="llama")
+    sizes = [block_nbytes(surveyed, block, torch.float32) for block in surveyed.blocks]
+    for room in (0, sizes[1], sum(sizes) - 1, sum(sizes)):
+        kept = kept_blocks(surveyed, torch.float32, room)
+        assert sum(sizes[at] for at in kept) <= room
+    assert kept == frozenset(range(len(sizes)))
+
+
+def test_memory_is_shared_out_within_what_is_given() -> None:
+    surveyed = survey_config(tiny_config("llama"), name="llama")
+    weights = surveyed.parameters() * 4
+    slots = 2 * max(block_nbytes(surveyed, block, torch.float32) for block in surveyed.blocks)
+
+    plenty = share_out(surveyed, torch.float32, weights + 100 * MiB, "cpu")
+    assert not plenty.streamed
+    assert plenty.cache == 100 * MiB
+
+    tight = share_out(surveyed, torch.float32, weights, "cpu")
+    assert tight.streamed
+    assert slots + tight.cache + tight.keep <= weights
+
+    with pytest.raises(ModelRoomError, match="give --hbm") as told:
+        share_out(surveyed, torch.float32, slots, "cpu")
+    again = share_out(surveyed, torch.float32, told.value.wanted, "cpu")
+    assert again.cache > 0
+    assert isinstance(told.value, PenstockError)
+
+
+@pytest.mark.parametrize("spots", ["hhhh", "dddd", "nndd"])
+def test_an_engine_generates_with_the_weights_of_its_last_step(spots: str, tmp_path: Path) -> None:
+    config = tiny_config("llama", eos_token_id=None)
+    model = inventory(config)
+    work = workload()
+    plan = make_plan_of(model, work, spots, disk=tmp_path if "n" in spots else None)
+    first, second = batches(2, work, 260)
+    engine = make_engine(config, plan, model, None)
+    engine.step(first)
+    with engine_forward(engine) as forward, Generator(forward, budget="64MiB") as generator:
+        found = run(generator, [[5, 6, 7, 8]], 8)
+    weights = {name: engine.state[name]["weight"] for name in engine.state}
+    loss = float(engine.step(second))
+    engine.close()
+
+    plain = plain_model(config, dtype=torch.bfloat16).eval()
+    plain.load_state_dict(weights)
+    assert found == [alone(plain, [5, 6, 7, 8], 8)]
+    unseen = make_engine(config, plan, model, None)
+    unseen.step(first)
+    assert float(unseen.step(second)) == loss  # looking has changed nothing
+    unseen.close()

@@ -1,0 +1,44 @@
+"""Samples during training: what the weights of that moment answer, and nothing is changed by it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from penstock import cli
+from tests.train.conftest import STEPS
+from tests.train.runs import RESIDENT, Ended, Runs, contents, told
+
+
+def test_samples_are_the_models_answers_and_change_nothing(
+    whole: tuple[Path, Ended], runs: Runs, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    asked = [{"prompt": "the capital of"}, {"messages": [{"role": "user", "content": "Hello!"}]}]
+    prompts.write_text("\n".join(map(json.dumps, asked)))
+    out = tmp_path / "out"
+    ended = runs.run(
+        out, *RESIDENT, "--steps", str(STEPS), "--save-every", "2", "--seed", "0",
+        "--sample-prompts", str(prompts), "--sample-new", "6",
+    )  # fmt: skip
+    assert ended.code == 0, ended.errors
+    samples = ended.of("sample")
+    assert [event["step"] for event in samples] == [0, 0, STEPS, STEPS]
+    assert contents(out) == contents(whole[0])
+
+    again = told(["generate", str(out), "--file", str(prompts), "--max-new", "6", "--json"])
+    answers = {e["id"]: e["text"] for e in again.events if e["event"] == "answer"}
+    last = {event["prompt"]: event["text"] for event in samples[2:]}
+    assert last["the capital of"] == answers[0]
+    assert sorted(last.values()) == sorted(answers.values())
+
+
+def test_a_bad_prompt_file_is_told_before_the_first_step(runs: Runs, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("{}\n")
+    out = tmp_path / "out"
+    ended = runs.run(out, *RESIDENT, "--steps", "1", "--sample-prompts", str(prompts))
+
+    assert ended.code == cli.EXIT_MENDABLE
+    assert "prompts.jsonl:1: must have either" in ended.errors
+    assert not out.exists()
