@@ -166,9 +166,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "generate_command": {"generate_model", "generate_prompts", "kv", "units"},
     "cli": {
-        *{"__init__", "data_command", "doctor", "errors", "generate_command", "plan_command"},
-        *{"probe", "probed", "profile_command", "records", "report_command", "store_command"},
-        "train_command",
+        *{"__init__", "data_command", "doctor", "errors", "generate_command", "machine"},
+        *{"plan_command", "probe", "probed", "profile_command", "records", "report_command"},
+        *{"store_command", "train_command"},
     },
     "__init__": {
         *{"discovery", "errors", "machine"},

@@ -29,6 +29,7 @@ from penstock import __version__
 from penstock.data_command import data_app
 from penstock.errors import PenstockError, ProbeError
 from penstock.generate_command import generate_command
+from penstock.machine import Machine
 from penstock.plan_command import machines_command, plan_command
 from penstock.probed import keep
 from penstock.profile_command import SETTINGS as PROFILE_SETTINGS
@@ -193,8 +194,7 @@ def probe(
     except KeyboardInterrupt:
         _say("interrupted; nothing was written")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    made = replace(result.machine.made, command=shlex.join(["penstock", *sys.argv[1:]]))
-    machine = replace(result.machine, made=made)
+    machine = _signed(result.machine)
     machine.save(out)
     kept = keep(machine)
     if plot is not None:
@@ -206,6 +206,12 @@ def probe(
     console = _Page()
     console.print(show.tables(result))
     console.print(f"{out} written, {result.seconds:.1f} s; {kept}", highlight=False)
+
+
+def _signed(machine: Machine) -> Machine:
+    """With the command that made it."""
+    command = shlex.join(["penstock", *sys.argv[1:]])
+    return replace(machine, made=replace(machine.made, command=command))
 
 
 def _check_writable(path: Path) -> None:
