@@ -58,8 +58,9 @@ def profile(command: Sequence[str], path: str | Path, options: ProfileOptions) -
     RunFolder(folder, observation).close()  # before the program begins: what cannot be is told now
     with contextlib.suppress(OSError):
         (folder / CLAIM).rmdir()
-    child = _start(command, _environment(folder, origin, options))
-    with _signals_held():  # by the threads made here, too
+    with _signals_held() as before:  # by the threads made here, too, and before there is a child:
+        # a signal that came in between would end this program and not the other
+        child = _start(command, _environment(folder, origin, options), before)
         return _observed(child, folder, origin, observation, options)
 
 
@@ -92,9 +93,17 @@ def _observed(
     return code if code >= 0 else 128 - code
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], signals: Collection[int]
+) -> subprocess.Popen[bytes]:
+    """With these signals held, as its caller had them, and no others."""
+
+    def restore() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+
     try:
-        return subprocess.Popen(list(command), env=dict(environment))
+        # Safe here: no thread has been made yet.
+        return subprocess.Popen(list(command), env=dict(environment), preexec_fn=restore)  # noqa: PLW1509
     except OSError as failed:
         raise ObserveError(
             "", f"cannot be run: {failed.strerror}; is it spelled right?", where=command[0]
@@ -120,11 +129,11 @@ _HEARD = {*FORWARDED, signal.SIGCHLD}
 
 
 @contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """The program was started without."""
+def _signals_held() -> Iterator[Collection[int]]:
+    """Those that were held before."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     try:
-        yield
+        yield before
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
