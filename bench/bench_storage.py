@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from certificate import hardware
+from certificate import commit, hardware
 from deepspeed_aio import DeepSpeedAio
 from fio import WAYS, find_fio, fio_version, huge_pages, run_fio
 from footprint import cached_nbytes, cpu_seconds, resident
@@ -230,15 +230,13 @@ def save(
     best_of_each: list[dict[str, object]],
     chosen: argparse.Namespace,
 ) -> None:
-    git = ["git", "-C", str(REPO), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     now = datetime.now(UTC)
     certificate = {
         "hardware": chosen.hardware or hardware()["cpu"],
         "cpus": os.cpu_count(),
         "kernel": platform.release().split("-")[0],
         "date": now.isoformat(timespec="seconds"),
-        "commit": commit,
+        "commit": commit(),
         "command": " ".join(["bench/bench_storage.py", *sys.argv[1:]]).replace(
             str(chosen.path), "PATH"
         ),
