@@ -98,7 +98,6 @@ def test_a_real_gpu_computes_at_a_plausible_rate():
     calculator = compute.TorchCalculator(ordinal)
     measured = compute.probe_gpu(card, calculator, effort, progress := Progress(5))
     assert progress.notes == []
-    assert 1e12 < measured.block_flops.median < measured.matmul_flops.median
-    assert measured.compiled_flops.median > measured.block_flops.median
-    assert 1e12 < measured.attention_flops.median < measured.matmul_flops.median
-    assert measured.memory_bandwidth.median > 1e11
+    for what in ("matmul", "block", "compiled", "attention"):  # no card is as slow, or as fast
+        assert 1e12 < getattr(measured, f"{what}_flops").median < 1e16, what
+    assert 1e11 < measured.memory_bandwidth.median < 1e14

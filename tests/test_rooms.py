@@ -27,13 +27,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "machine": {"errors", "figures", "machine_parts", "node_rates", "record_files"},
     "discovery": {"__init__", "machine", "machine_parts", "system"},
     "probe": {
-        *{"_native", "discovery", "errors", "machine", "machine_parts", "node_rates"},
-        *{"system", "units"},
+        *{"_native", "backward_thread", "discovery", "errors", "machine", "machine_parts"},
+        *{"node_rates", "system", "units"},
         *{"memory.arena", "memory.placement", "memory.region"},  # what it measures, it must hold
         *{"optim.rate", "optim.sweep", "optim.threads"},  # inside functions: they bring torch
         "storage.engines",
     },
     "gpu_catalogue": set(),
+    "backward_thread": set(),
     "bundled": {"errors", "machine", "record_files", "records"},
     "probed": {"errors", "machine"},
     "model_config": {"errors"},
@@ -104,10 +105,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # move
     "stream": {
-        *{"errors", "inventory", "lifetimes", "packing", "placement_parts", "plan", "pools"},
-        *{"record_files", "records", "roles", "schedule", "step_facts", "step_order", "tiers"},
-        *{"units", "workload", "memory.arena", "memory.placement", "checkpoint", "storage"},
-        *{"kv", "optim", "transfers"},
+        *{"backward_thread", "errors", "inventory", "lifetimes", "packing", "placement_parts"},
+        *{"plan", "pools", "record_files", "records", "roles", "schedule", "step_facts"},
+        *{"step_order", "tiers", "units", "workload", "memory.arena", "memory.placement"},
+        *{"checkpoint", "storage", "kv", "optim", "transfers"},
     },
     # show
     "preparing": {

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from penstock import backward_thread
 from penstock.errors import ProbeError
 from penstock.machine import Figure, Gpu
 from penstock.probe.progress import Progress
@@ -133,6 +134,7 @@ class TorchCalculator:
         self._long = 32768 if free > 12 * GiB else 8192
         self._nbytes = int(min(GiB, free // 8))
         self._made: dict[str, Callable[[], None]] = {}
+        backward_thread.wake(self._device)
 
     def work(self, what: str) -> int:
         match what:

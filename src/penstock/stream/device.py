@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock import backward_thread
 from penstock.errors import DeviceMemoryError, NonFiniteMasterError
 from penstock.optim import device_stats, device_sweep, sweep
 from penstock.optim.rules import RuleName
@@ -156,6 +157,7 @@ class CudaDevice:
         self.where = torch.device("cuda", index)
         self.pinned = True
         self._streams: dict[str, Any] = {}
+        backward_thread.wake(self.where)
 
     def empty(self, nbytes: int, what: str) -> torch.Tensor:
         try:
