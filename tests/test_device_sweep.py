@@ -209,7 +209,7 @@ def test_bad_gradients_are_bounded_or_refused_alike(device: torch.device) -> Non
 
 @pytest.mark.gpu
 def test_more_than_two_billion_elements(device: torch.device) -> None:
-    n = 2**31 + 5000
+    n = 2**31 + 8192  # ends where a leaf ends: the host's leaves of both ends are the device's
     if torch.cuda.mem_get_info()[0] < 8 * n:
         pytest.skip("needs 8 bytes of GPU memory an element, 16 GiB in all")
     rule, by = RULES["nesterov"]
@@ -229,8 +229,6 @@ def test_more_than_two_billion_elements(device: torch.device) -> None:
     for host, end in zip(hosts, ends, strict=True):
         assert differing({role: tensor[end] for role, tensor in there.items()}, host) == {}
     both = torch.cat([grad[end].cpu() for end in ends])
-    assert device_sweep.grad_stats(grad).sum_squares == pytest.approx(
-        sweep.grad_stats(both).sum_squares, rel=1e-12
-    )
+    assert device_sweep.grad_stats(grad).units == sweep.grad_stats(both).units
     grad[n - 3] = math.nan
     assert device_sweep.grad_stats(grad).first_bad == (0, n - 3)
