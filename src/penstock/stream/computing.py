@@ -157,6 +157,8 @@ class Computer:
             if fetch is not None:
                 self._device.wait(run.marks.get((fetch, index)))
                 slot = run.input_slot(op.round)
+                if index == 0:
+                    run.began[at] = self._device.mark()
             out, source = self._recompute(run, op.block, index, micro, slot)
             into = self._taken.hidden.gradient_slot(index)
             gradient = self._taken.hidden.slot(into, *micro.shape)

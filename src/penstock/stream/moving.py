@@ -139,7 +139,8 @@ class Mover:
 
     def fetch_inputs(self, run: Run, at: int, op: Operation) -> None:
         """Micro-batch by micro-batch, through two slots."""
-        self._wait(run, at)
+        for mark in self._needs(run, at):
+            self._device.wait(mark)
         computed = run.program.at[Verb.BACKWARD, op.block, op.round, None]
         last = len(self._homes.inventory.blocks) - 2
         self._device.wait(run.marks.get(run.program.at[Verb.FORWARD, last, op.round, None]))
@@ -147,6 +148,7 @@ class Mover:
             slot, freed = run.next_input(op.round, (computed, micro))
             if freed is not None:
                 self._device.wait(run.marks.get(freed))
+            run.began[at, micro] = self._device.mark()
             into = self._taken.hidden.slot(slot, rows, length)
             if self._homes.on_disk(op.block, Role.INPUT):
                 extent = self._homes.extent(op.block, Role.INPUT, micro)
@@ -175,9 +177,9 @@ class Mover:
         """Micro-batch by micro-batch, as soon as the block before has made it."""
         computed = run.program.at[Verb.FORWARD, op.block - 1, op.round, None]
         on_disk = self._homes.on_disk(op.block, Role.INPUT)
-        run.began[at] = self._device.mark()
         for micro, (rows, length) in enumerate(run.shapes(op.round)):
             self._device.wait(run.marks.get((computed, micro)))
+            run.began[at, micro] = self._device.mark()
             source = self._taken.hidden.slot(run.slots[op.round, op.block, micro], rows, length)
             if on_disk:
                 extent = self._homes.extent(op.block, Role.INPUT, micro)

@@ -21,6 +21,9 @@ from penstock.stream.program import Program
 from penstock.stream.slots import WeightSlots
 from penstock.stream.updates import Pending
 
+Part = int | tuple[int, int]
+"""An operation of a program, by its place in it; or a micro-batch of one."""
+
 
 @dataclass(slots=True)
 class Taken:
@@ -74,8 +77,9 @@ class Run:
     marks: Marks = field(default_factory=Marks)
     origin: Mark | None = None
     """When it began, with nothing under way."""
-    began: dict[int, Mark] = field(default_factory=dict)
-    """By operation: when all that it needs was there."""
+    began: dict[Part, Mark] = field(default_factory=dict)
+    """When all that it needs was there: of an operation, or of each of its micro-batches where they
+    move one by one, with waits in between."""
     slots: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """By round, block and micro-batch: where in the ring its input is."""
     leaving: dict[int, torch.Tensor] = field(default_factory=dict)

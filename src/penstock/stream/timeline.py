@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.roles import Role
 from penstock.schedule import Operation
+from penstock.stream.state import Part
 from penstock.stream.watching import Passed
 from penstock.transfers import Traffic, Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One operation. Seconds from the step's beginning."""
+    """One operation, or one micro-batch of it. Seconds from the step's beginning."""
 
     operation: Operation
     start: float
@@ -26,28 +28,40 @@ class Event:
         return self.end - self.start
 
 
-Moved = Sequence[tuple[Transfer, ...]]
-"""By operation, what it moves."""
+Moved = Mapping[Part, tuple[Transfer, ...]]
+"""What each part of a program moves."""
 
 
 def moved(passed: Passed) -> Moved:
     """The same for every run of a program with batches of the same shape."""
     traffic = Traffic.of(passed.inventory, passed.plan.workload, passed.plan.placement)
-    shapes = passed.shapes or [()] * (1 + max(op.round for op in passed.program.operations))
-    return [traffic.transfers(op, shapes[op.round]) for op in passed.program.operations]
+    operations = passed.program.operations
+    shapes = passed.shapes or [()] * (1 + max(op.round for op in operations))
+    found: dict[Part, tuple[Transfer, ...]] = {}
+    for at, op in enumerate(operations):
+        found[at] = traffic.transfers(op, shapes[op.round])
+        if op.roles == (Role.INPUT,):
+            for micro, shape in enumerate(shapes[op.round]):
+                found[at, micro] = traffic.transfers(op, [shape])
+    return found
+
+
+def place(part: Part) -> int:
+    """The operation's."""
+    return part[0] if isinstance(part, tuple) else part
 
 
 def timeline(passed: Passed, transfers: Moved | None = None) -> list[Event]:
-    """Every operation that ran, by its start. Adds no waiting: the run has ended."""
+    """All that ran, by its start. Adds no waiting: the run has ended."""
     transfers = moved(passed) if transfers is None else transfers
     found = []
-    for at, began in passed.began.items():
-        end = passed.ended.get(at)
+    for part, began in passed.began.items():
+        end = passed.ended.get(part)
         if end is None:
             continue
         start_at, end_at = (passed.device.seconds(passed.origin, mark) for mark in (began, end))
-        op = passed.program.operations[at]
-        found.append(Event(op, start_at, max(start_at, end_at), transfers[at]))
+        op = passed.program.operations[place(part)]
+        found.append(Event(op, start_at, max(start_at, end_at), transfers[part]))
     return sorted(found, key=lambda event: (event.start, event.end))
 
 

@@ -16,7 +16,7 @@ from penstock.schedule import Verb
 from penstock.stream.device import Device, Mark
 from penstock.stream.disk import Tickets
 from penstock.stream.program import Program
-from penstock.stream.state import Run, Taken
+from penstock.stream.state import Part, Run, Taken
 
 Kind = Literal["step", "evaluate", "update"]
 
@@ -33,9 +33,9 @@ class Passed:
     """How many batches came before it."""
 
     origin: Mark
-    began: Mapping[int, Mark]
-    ended: Mapping[int, Mark]
-    """By operation."""
+    began: Mapping[Part, Mark]
+    ended: Mapping[Part, Mark]
+    """By operation, or by micro-batch of it where they move one by one."""
 
     shapes: Sequence[Sequence[tuple[int, int]]]
     """By round, sequences and tokens of each micro-batch."""
@@ -96,7 +96,7 @@ def kind_of(program: Program) -> Kind:
 
 def passed_of(taken: Taken, run: Run) -> Passed:
     assert run.origin is not None
-    ended: dict[int, Mark] = {}
+    ended: dict[Part, Mark] = {}
     for at in run.began:
         mark = run.marks.peek(at)
         mark = mark.ended if isinstance(mark, Tickets) else mark
