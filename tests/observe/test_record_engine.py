@@ -9,7 +9,8 @@ import pytest
 
 import penstock
 from penstock.observe.hardware import disk_name
-from penstock.observe.records import Run, read_run
+from penstock.observe.records import OBSERVING, Run, read_run
+from penstock.observe.steps import steps_of
 from penstock.step_order import step_schedule
 from penstock.stream import watching
 from penstock.tiers import Tier
@@ -51,6 +52,21 @@ def test_bytes_per_link_and_step_are_those_of_the_schedule(way: Way, tmp_path: P
     planned = run.observation.planned
     assert planned is not None
     assert planned.links == {names.get(link, link): nbytes for link, nbytes in links.items()}
+
+
+def test_an_exact_step_is_kept_and_its_profilers_time_is_no_steps(tmp_path: Path) -> None:
+    setup, steps = Setup.of("llama"), 12
+    with setup.engine(DRAM, tmp_path) as engine, penstock.observe(tmp_path / "run", exact=[6]):
+        for batch in setup.batches(steps):
+            engine.step(batch)
+    run = read_run(tmp_path / "run")
+
+    assert {e.track for e in run.events if e.step == 6 and e.link} >= {"h2d", "d2h"}
+    pauses = [phase for phase in run.phases if phase.name == OBSERVING]
+    assert len(pauses) == 2
+    step = {step.number: step for step in steps_of(run)}
+    assert step[5].end <= pauses[0].start < pauses[0].end <= step[6].start
+    assert step[6].end <= pauses[1].start < pauses[1].end <= step[7].start
 
 
 def test_phases_plan_and_tiers_of_an_engine_are_its_own(tmp_path: Path) -> None:

@@ -65,8 +65,10 @@ def program(tmp_path: Path, rest: str) -> Path:
     return own
 
 
-def test_a_program_is_recorded_and_runs_as_it_would(tmp_path: Path) -> None:
-    own = program(tmp_path, STEPS)
+@pytest.mark.parametrize("leave", ["sys.exit", "os._exit"])
+def test_a_program_is_recorded_and_runs_as_it_would(tmp_path: Path, leave: str) -> None:
+    fork = "if os.fork() == 0: os._exit(0)\nos.wait()\n"
+    own = program(tmp_path, fork + STEPS.replace("sys.exit", "sys.stdout.flush(); " + leave))
 
     command = (sys.executable, str(tmp_path / "program.py"), "--flag", "-o", "x")
     ended = profile(tmp_path, *command, path=own)

@@ -10,7 +10,7 @@ from penstock.observe.compare import compare
 from penstock.observe.findings import Finding, find
 from penstock.observe.measures import measure
 from penstock.observe.observation import Hardware, NodePart, PlannedTier
-from penstock.observe.records import GpuSample, HostSample, Phase, Run, Sample
+from penstock.observe.records import DRIVER, Event, GpuSample, HostSample, Phase, Run, Sample
 from penstock.observe.sections import verdict
 from penstock.units import GiB
 from tests.observe.made_runs import (
@@ -92,6 +92,26 @@ def test_more_than_planned_is_bad_and_bytes_are_compared_to_the_byte() -> None:
     assert "1 bytes above" in kinds["plan-peak"].text
     assert "(+1 bytes)" in kinds["plan-bytes"].text
     assert "50 % more" in kinds["plan-time"].text
+
+
+def test_the_drivers_count_of_an_exact_step_is_set_beside_the_engines() -> None:
+    run = streamed()
+    again = [
+        replace(e, track=DRIVER + e.track, link=None)
+        for e in run.events
+        if e.step == 4 and e.link in ("h2d", "d2h")
+    ]
+    tokens = Event(DRIVER + "h2d", "copy", "Memcpy HtoD", 6.0, 6.1, 4, None, None, 1000)
+    exact = replace(run, events=(*run.events, *again, tokens))
+
+    said = [finding for finding in find(measure(exact)) if finding.kind == "driver-bytes"]
+
+    assert [finding.level for finding in said] == ["note", "note"]
+    assert "+1,000 bytes beside the engine's" in said[0].text
+    assert "+0 bytes" in said[1].text
+    assert measure(exact).links == measure(run).links
+    lost = replace(exact, events=(*run.events, *again[: len(again) // 2]))
+    assert next(f.level for f in find(measure(lost)) if f.kind == "driver-bytes") == "warn"
 
 
 def test_a_killed_program_and_a_failed_one_are_said_first() -> None:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.observe.observer import Observer
 
@@ -29,6 +29,19 @@ def begin(settings: Mapping[str, Any]) -> None:
     ).within(settings["origin"])
     observer.start()
     atexit.register(observer.stop)
+    _stop_before_leaving(observer)
+
+
+def _stop_before_leaving(observer: Observer) -> None:
+    """`os._exit` passes atexit by; training programs whose threads never end leave by it."""
+    leave, owner = os._exit, os.getpid()
+
+    def stopped(status: int) -> NoReturn:
+        if os.getpid() == owner:  # a fork leaves without touching the recording
+            observer.stop()
+        leave(status)
+
+    os._exit = stopped
 
 
 def own_folder(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from penstock.observe.observation import Planned, PlannedTier
 from penstock.observe.records import Event, Phase
 from penstock.schedule import Operation, Verb
+from penstock.stream.state import Part
 from penstock.stream.timeline import Moved, moved, timeline
 from penstock.stream.watching import Passed
 from penstock.tiers import Tier
@@ -70,7 +71,7 @@ class EngineEvents:
         if loss is not None:
             yield loss, last
 
-    def _seconds(self, passed: Passed, at: int, *, ended: bool) -> float:
+    def _seconds(self, passed: Passed, at: Part, *, ended: bool) -> float:
         mark = (passed.ended if ended else passed.began)[at]
         return passed.device.seconds(passed.origin, mark)
 

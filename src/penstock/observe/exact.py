@@ -5,31 +5,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from penstock.observe.kineto import MARK, events_of
-from penstock.observe.records import Event
+from penstock.observe.recorder import Recorder
+from penstock.observe.records import DRIVER, OBSERVING, Event, Phase
 from penstock.observe.tracker import Stretch
 
 TRACE = ".exact.json"
 
 
 class ExactSteps:
-    """Profiles whole steps, in the thread that trains; what it found is read in the recorder's."""
+    """Profiles whole steps, in the thread that trains. That thread also reads what was found, since
+    reading would stop it anyway; the time it takes is told as a phase and is no step's."""
 
-    def __init__(
-        self,
-        steps: Collection[int],
-        folder: Path,
-        origin: float,
-        put: Callable[[Callable[[], None]], None],
-        write: Callable[[list[Event]], None],
-        note: Callable[[str], None],
-    ) -> None:
-        self._steps = set(steps)
-        self._folder, self._origin = folder, origin
-        self._put, self._write, self._note = put, write, note
+    def __init__(self, steps: Collection[int], recorder: Recorder) -> None:
+        self._steps, self._recorder = set(steps), recorder
         self._profiler: Any = None
         self._step = 0
         self._marked = 0.0
@@ -37,31 +29,46 @@ class ExactSteps:
 
     def begin(self, step: int) -> None:
         """A step begins: the one before has ended."""
-        self.end()
-        if step not in self._steps:
+        began = time.perf_counter()
+        if not self._end() and step not in self._steps:
             return
-        try:
-            self._start(step)
-        except Exception as failed:  # somebody else profiles
-            self._profiler = None
-            self._note(f"step {step} was not profiled: {failed}")
+        if step in self._steps:
+            try:
+                self._start(step)
+            except Exception as failed:  # somebody else profiles
+                self._profiler = None
+                self._recorder.note(f"step {step} was not profiled: {failed}")
+        self._tell_phase(began)
 
     def heard(self, stretch: Stretch) -> None:
         if self._profiler is not None:
             self._stretches.append(stretch)
 
     def end(self) -> None:
-        """Stop, where a step is being profiled. The GPU finishes what it has."""
+        """Stop, where a step is being profiled."""
+        began = time.perf_counter()
+        if self._end():
+            self._tell_phase(began)
+
+    def _end(self) -> bool:
+        """Whether a step was being profiled. The GPU finishes what it has."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
-            return
-        step, marked, stretches = self._step, self._marked, self._stretches
+            return False
         try:
             profiler.stop()
+            found = self._read(profiler)
         except Exception as failed:
-            self._note(f"step {step} was not profiled: {failed}")
-            return
-        self._put(lambda: self._read(profiler, step, marked, stretches))
+            self._recorder.note(f"step {self._step} was not profiled: {failed}")
+            return True
+        recorder = self._recorder
+        recorder.put(lambda: recorder.write_events(found))
+        return True
+
+    def _tell_phase(self, began: float) -> None:
+        recorder, ended = self._recorder, time.perf_counter()
+        told = Phase(OBSERVING, None, began - recorder.origin, ended - recorder.origin)
+        recorder.put(lambda: recorder.folder.write(told))
 
     def _start(self, step: int) -> None:
         import torch
@@ -76,24 +83,24 @@ class ExactSteps:
         with torch.profiler.record_function(MARK):
             pass
 
-    def _read(self, profiler: Any, step: int, marked: float, stretches: list[Stretch]) -> None:
-        path = self._folder / TRACE
+    def _read(self, profiler: Any) -> list[Event]:
+        """An engine that tells its own copies has them told once: the driver's are beside them."""
+        recorder, path = self._recorder, self._recorder.folder.path / TRACE
         try:
             profiler.export_chrome_trace(str(path))
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-            found = events_of(trace, marked - self._origin, step, self._phase_at(stretches))
-        except (RuntimeError, ValueError, KeyError) as failed:
-            self._note(f"what was profiled of step {step} cannot be read: {failed}")
-            return
         finally:
             path.unlink(missing_ok=True)
-        self._write(found)
+        marked = self._marked - recorder.origin
+        found = events_of(trace, marked, self._step, self._phase_at(self._stretches))
+        if self._step != recorder.engine_step:
+            return found
+        return [replace(event, track=DRIVER + event.track, link=None) for event in found]
 
     def _phase_at(self, stretches: list[Stretch]) -> Callable[[float], str | None]:
         """By the host's clock: a copy belongs to the phase that asked for it."""
-        spans = [
-            (s.start.host - self._origin, s.end.host - self._origin, s.name) for s in stretches
-        ]
+        origin = self._recorder.origin
+        spans = [(s.start.host - origin, s.end.host - origin, s.name) for s in stretches]
 
         def phase_at(at: float) -> str | None:
             return next((name for start, end, name in spans if start <= at < end), None)

@@ -38,6 +38,9 @@ WORTH_SAYING = 0.05
 CAUSES = 3
 """Of pageable copies, each of which is told; the others are told together."""
 
+MUCH_PAGEABLE = 1e6
+"""Bytes a step. Token numbers are less, and come from anywhere."""
+
 QUIET = 0.02
 """Of its ceiling: a sampled link below this carries nothing to speak of."""
 
@@ -126,8 +129,9 @@ def pageable_copies(m: Measures) -> Iterator[Finding]:
         places = f"{len(rest)} other place{'s' if len(rest) > 1 else ''}"
         told.append((places, sum(n for n, _ in rest), sum(s for _, s in rest)))
     for cause, nbytes, seconds in told:
+        much = nbytes / len(numbers) >= MUCH_PAGEABLE
         yield Finding(
-            "pageable", "warn",
+            "pageable", "warn" if much else "note",
             f"pageable copies: {moved_text(nbytes / len(numbers))} per step from {cause}",
             "The driver copies pageable memory twice and cannot overlap it with compute; pin it.",
             seconds / len(numbers),
@@ -217,34 +221,6 @@ def slow_steps(m: Measures) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def missed_plan(m: Measures) -> Iterator[Finding]:
-    """Time and bytes beside the plan's."""
-    planned = m.run.observation.planned
-    if planned is None:
-        return
-    if planned.step_seconds and m.seconds:
-        ratio = m.seconds / planned.step_seconds
-        if not 0.85 <= ratio <= 1.15:
-            off = f"{percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'}"
-            yield Finding(
-                "plan-time", "warn" if ratio > 1 else "note",
-                f"a step took {seconds_text(m.seconds)}; the plan said "
-                f"{seconds_text(planned.step_seconds)} "
-                f"({off if ratio < 2 else f'{ratio:.1f} times as long'})",
-                "The machine file may be of another machine, or of one with other work to do.",
-                max(0.0, m.seconds - planned.step_seconds),
-            )  # fmt: skip
-    for link, nbytes in planned.links.items():
-        moved = m.carried(link)
-        if moved is not None and round(moved) != nbytes:
-            yield Finding(
-                "plan-bytes", "warn",
-                f"{link_title(link)} carried {moved_text(moved)} a step; the schedule says "
-                f"{moved_text(nbytes)} ({moved - nbytes:+,.0f} bytes)",
-                "Something else used the link, or events were lost.",
-            )  # fmt: skip
-
-
 def unoverlapped_work(m: Measures) -> Iterator[Finding]:
     """Everything waits for everything: what full overlap would give."""
     if m.bound.holds or m.floor is None or len(m.busy) < 2 or m.bound.resource is None:
@@ -285,13 +261,14 @@ TIME_FINDERS: tuple[Finder, ...] = (
     unoverlapped_work,
     sweep_hidden,
     slow_steps,
-    missed_plan,
 )
 
 
 def find(m: Measures) -> tuple[Finding, ...]:
     """All findings: the worst level first and, within it, what costs most time."""
-    from penstock.observe.findings_memory import MEMORY_FINDERS  # which knows Finding
+    from penstock.observe.findings_memory import MEMORY_FINDERS  # which know Finding
+    from penstock.observe.findings_plan import PLAN_FINDERS
 
-    found = [finding for finder in (*TIME_FINDERS, *MEMORY_FINDERS) for finding in finder(m)]
+    finders = (*TIME_FINDERS, *MEMORY_FINDERS, *PLAN_FINDERS)
+    found = [finding for finder in finders for finding in finder(m)]
     return tuple(sorted(found, key=lambda f: (LEVELS.index(f.level), -f.seconds)))

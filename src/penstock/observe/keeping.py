@@ -1,4 +1,4 @@
-"""Which steps are kept in full: the first, the last and the slowest few. Room: show.
+"""Which steps are kept in full: the first, the last, the slowest few, exact ones. Room: show.
 
 What a step did is a thousand events and more, so a step is only turned into events when it is to
 be kept: a long run costs no more for being long.
@@ -37,6 +37,8 @@ class Keeper:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
+        self.always: frozenset[int] = frozenset()
+        """Steps that are kept whatever they took."""
         self._seen = 0
         self._last: deque[Step] = deque(maxlen=LAST)
         self._slowest: list[tuple[float, int, str]] = []
@@ -47,7 +49,8 @@ class Keeper:
         step = Step(number, seconds, make)
         self._seen += 1
         self._last.append(step)
-        if self._seen <= FIRST or now - self._written_at >= EVERY:
+        wanted = self._seen <= FIRST or number in self.always
+        if wanted or now - self._written_at >= EVERY:
             self._write(step)
             self._written_at = now
         if len(self._slowest) < SLOWEST or seconds > self._slowest[-1][0]:

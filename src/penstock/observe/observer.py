@@ -97,9 +97,8 @@ class Observer:
             ),
             on_step=self._on_step,
         )
-        self._exact_steps = ExactSteps(
-            self._exact, self.path, origin, recorder.put, recorder.write_events, recorder.note
-        )
+        recorder.keeper.always = frozenset(self._exact)
+        self._exact_steps = ExactSteps(self._exact, recorder)
         recorder.on_stretch.append(self._exact_steps.heard)
         watcher = EngineWatcher(recorder, held)
         watcher.look()

@@ -67,6 +67,8 @@ class Recorder:
         self._samplers = Samplers(list(samplers), self.note)
         self.tracker = Tracker(self._clock, self._put_stretch, on_step)
         self.keeper = Keeper(self.folder)
+        self.engine_step = 0
+        """The last one that an engine of Penstock's own has begun."""
         self.on_tick: list[Job] = []
         """Called by the recorder's thread before every sample."""
         self.on_stretch: list[Callable[[Stretch], None]] = []

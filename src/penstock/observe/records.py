@@ -14,8 +14,17 @@ from pathlib import Path
 from penstock.observe.observation import Observation
 
 __all__ = [
+    "DRIVER", "OBSERVING",
     "Event", "GpuSample", "HostSample", "Observation", "Phase", "Run", "Sample", "read_run",
 ]  # fmt: skip
+
+
+OBSERVING = "observing"
+"""The phase in which a program waits for torch's profiler, before and after an exact step."""
+
+DRIVER = "driver "
+"""Before the track of what the driver saw in an exact step of an engine that tells its own copies:
+the same copies again, seen from the other side."""
 
 
 @dataclass(frozen=True, slots=True)

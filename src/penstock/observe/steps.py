@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.observe.intervals import Interval, union
-from penstock.observe.records import Event, Phase, Run
+from penstock.observe.records import OBSERVING, Event, Phase, Run
 
-OUTSIDE = ("evaluate", "save")
+OUTSIDE = ("evaluate", "save", OBSERVING)
 """Phases that belong to no step."""
 
 UNNAMED = "between phases"

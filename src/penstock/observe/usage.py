@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.observe.intervals import Interval, common, length, union, within, without
-from penstock.observe.records import Event
+from penstock.observe.records import DRIVER, Event
 from penstock.observe.steps import Step
 
 GPU = "gpu"
@@ -102,7 +102,7 @@ def step_uses(steps: Sequence[Step], events: Sequence[Event]) -> tuple[StepUse, 
     spans: list[dict[str, list[Interval]]] = [defaultdict(list) for _ in steps]
     nbytes: list[dict[str, int]] = [defaultdict(int) for _ in steps]
     for event in events:
-        if not math.isfinite(event.start + event.end):
+        if event.track.startswith(DRIVER) or not math.isfinite(event.start + event.end):
             continue
         resource = resource_of(event)
         first = bisect.bisect_right(starts, event.start) - 1

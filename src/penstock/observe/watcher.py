@@ -43,6 +43,7 @@ class EngineWatcher:
     def began(self, kind: Kind, *, fresh: bool) -> None:
         try:
             self._recorder.tracker.take_over(begins_step=kind == "step" and fresh)
+            self._recorder.engine_step = self._recorder.tracker.step
         except Exception as failed:  # what goes wrong here is no business of the engine's
             self._recorder.note(f"a step was not told apart: {failed}")
 

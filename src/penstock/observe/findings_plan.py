@@ -1,0 +1,67 @@
+"""What a run of Penstock's own shows beside its plan, and beside the driver. Room: show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.observe.findings import Finder, Finding
+from penstock.observe.measures import Measures
+from penstock.observe.records import DRIVER
+from penstock.observe.usage import GPU_LINKS
+from penstock.observe.words import link_title, moved_text, percent, seconds_text
+
+SAME = 0.01
+"""Of a link's bytes: batches, losses and norms are less, and are in no schedule."""
+
+
+def missed_plan(m: Measures) -> Iterator[Finding]:
+    """Time and bytes beside the plan's."""
+    planned = m.run.observation.planned
+    if planned is None:
+        return
+    if planned.step_seconds and m.seconds:
+        ratio = m.seconds / planned.step_seconds
+        if not 0.85 <= ratio <= 1.15:
+            off = f"{percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'}"
+            yield Finding(
+                "plan-time", "warn" if ratio > 1 else "note",
+                f"a step took {seconds_text(m.seconds)}; the plan said "
+                f"{seconds_text(planned.step_seconds)} "
+                f"({off if ratio < 2 else f'{ratio:.1f} times as long'})",
+                "The machine file may be of another machine, or of one with other work to do.",
+                max(0.0, m.seconds - planned.step_seconds),
+            )  # fmt: skip
+    for link, nbytes in planned.links.items():
+        moved = m.carried(link)
+        if moved is not None and round(moved) != nbytes:
+            yield Finding(
+                "plan-bytes", "warn",
+                f"{link_title(link)} carried {moved_text(moved)} a step; the schedule says "
+                f"{moved_text(nbytes)} ({moved - nbytes:+,.0f} bytes)",
+                "Something else used the link, or events were lost.",
+            )  # fmt: skip
+
+
+def driver_count(m: Measures) -> Iterator[Finding]:
+    """In exact steps of an engine: its own count of bytes beside the driver's."""
+    seen = {event.step for event in m.run.events if event.track.startswith(DRIVER)}
+    for link in GPU_LINKS:
+        told = sum(use.nbytes.get(link, 0) for use in m.uses if use.step.number in seen)
+        counted = sum(
+            event.nbytes or 0
+            for event in m.run.events
+            if event.track == DRIVER + link and event.step in {use.step.number for use in m.uses}
+        )
+        if not told or not counted:
+            continue
+        off = (counted - told) / told
+        near = abs(off) <= SAME
+        yield Finding(
+            "driver-bytes", "note" if near else "warn",
+            f"{link_title(link)}: the driver counted {counted - told:+,} bytes beside the "
+            f"engine's {told:,} in exact steps ({off:+.3%})",
+            "Batches, losses and norms are in no schedule." if near else "Events were lost.",
+        )  # fmt: skip
+
+
+PLAN_FINDERS: tuple[Finder, ...] = (missed_plan, driver_count)
