@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import certificate
-import kv_attention
-from bench_engine import _FIELDS, SHAPES
-from kv_arms import AHEAD, ARMS, paged_batching, token_nbytes
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench import certificate, kv_attention
+from bench.kv_arms import AHEAD, ARMS, paged_batching, token_nbytes
+from bench.shapes import SHAPES, config_of
 from penstock.errors import PenstockError
 from penstock.kv import Generator, Request
 from penstock.units import format_bytes, parse_bytes
@@ -72,10 +71,7 @@ class Bench:
     def _model(self) -> Any:
         import transformers
 
-        config = transformers.LlamaConfig(
-            **dict(zip(_FIELDS, SHAPES[self.chosen.shape], strict=True)),
-            max_position_embeddings=max(self.contexts) + 2 * AHEAD,
-        )
+        config = config_of(self.chosen.shape, max(self.contexts) + 2 * AHEAD)
         torch.manual_seed(0)
         with torch.device(self.device):
             make: Any = transformers.AutoModelForCausalLM

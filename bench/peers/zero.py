@@ -207,6 +207,8 @@ def import_deepspeed(work: Work) -> Any:
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
     if work.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if "TORCH_CUDA_ARCH_LIST" in os.environ:  # it cannot read the "a" of 9.0a
+        os.environ["TORCH_CUDA_ARCH_LIST"] = os.environ["TORCH_CUDA_ARCH_LIST"].replace("a", "")
     use_libaio()
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != hard:
