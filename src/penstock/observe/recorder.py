@@ -62,7 +62,7 @@ class Recorder:
         self.origin = time.perf_counter() if origin is None else origin
         told = observation or Observation(began=wall_clock(self.origin), pid=os.getpid())
         self.folder = RunFolder(path, replace(told, interval=interval), limit=limit, clears=clears)
-        self.interval, self._outside = interval, outside
+        self.interval, self._asked, self._outside = interval, interval, outside
         self._clock = clock or HostClock(self.origin)
         self._samplers = Samplers(list(samplers), self.note)
         self.tracker = Tracker(self._clock, self._put_stretch, on_step)
@@ -208,11 +208,16 @@ class Recorder:
         if now - then < WATCHED:
             return
         spent = time.thread_time()
-        if spent - spent_then > SHARE * (now - then) and self.interval < 1.0 and spent_then:
-            self.interval = min(1.0, 2 * self.interval)
-            self.note("samples are further apart than asked: more would have slowed the program")
-            self.update(interval=self.interval)
+        share = (spent - spent_then) / (now - then)
         self._watched = (now, spent)
+        if share > SHARE and self.interval < 1.0 and spent_then:
+            self.interval = min(1.0, 2 * self.interval)
+            self.note("some samples are further apart than asked: it would have been slowed down")
+        elif share < SHARE / 4 and self.interval > self._asked:  # what took so long is over
+            self.interval = max(self._asked, self.interval / 2)
+        else:
+            return
+        self.update(interval=self.interval)
 
     def _tell_notes(self) -> None:
         if len(self._notes) > self._told_notes:
