@@ -1,0 +1,74 @@
+"""Loops that others wrote: their phases are found with nothing said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+import penstock
+from penstock.observe.records import read_run
+from tests.observe.loops import STEP, expected, names
+
+STEPS = 3
+
+
+def tiny_model() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes, **heads))
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+def test_of_transformers_trainer_with_accumulation_and_checkpointing(tmp_path: Path) -> None:
+    rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * (4 * STEPS)
+    settings = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"), max_steps=STEPS, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, gradient_checkpointing=True, use_cpu=True, report_to=[],
+        save_strategy="no", logging_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=tiny_model(), args=settings, train_dataset=rows)
+    with penstock.observe(tmp_path / "run"):
+        trainer.train()
+
+    run = read_run(tmp_path / "run")
+    wanted = expected(STEPS, ["forward", "backward", "forward", "backward", "update"])
+    assert [pair for pair in names(run) if pair[0] != "data"] == wanted
+    assert run.notes == ()
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_of_fsdp_with_parameters_on_the_host(tmp_path: Path) -> None:
+    model = tiny_model()
+    told: Any = {
+        "mesh": init_device_mesh("cpu", (1,)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+    }
+    for layer in model.model.layers:
+        fully_shard(layer, **told)
+    fully_shard(model, **told)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.arange(16)[None]
+    with penstock.observe(tmp_path / "run"):
+        for _ in range(STEPS):
+            model(input_ids=ids, labels=ids).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert names(read_run(tmp_path / "run")) == expected(STEPS, STEP)
