@@ -20,9 +20,12 @@ STEPS = 3
 
 
 def tiny_model() -> Any:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes, **heads))
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    make: Any = transformers.LlamaForCausalLM
+    return make(config)
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
