@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from penstock.stream.loss import fused_loss
 from tests import engines
 
 pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
 
 PLANS = {
     "resident": ("hhhh", {}),
@@ -87,6 +92,31 @@ def test_compiled_bodies_too(tmp_path: Path) -> None:
     for name in ("dram", "split", "all on disk", "two rounds"):
         found = train("llama", name, tmp_path, **how)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
+
+
+def digest(name: str, disk: Path, **how: Any) -> str:
+    """Of every bit that a run leaves."""
+    sums = hashlib.sha256()
+    for tensor in train("llama", name, disk, **how):
+        sums.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return sums.hexdigest()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_another_process_gives_the_same_bits(compiled: bool, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"compiled": compiled}
+    how |= {"loss_kernel": "fused"} if compiled else {}
+    program = (
+        "import pathlib, sys, torch\n"
+        "from tests.equivalence.test_cuda import digest\n"
+        "torch.use_deterministic_algorithms(True)\n"
+        f"print(digest('split', pathlib.Path(sys.argv[1]), **{how!r}))\n"
+    )
+    line = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)]
+    there = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
+
+    assert there.returncode == 0, there.stderr[-2000:]
+    assert there.stdout.split()[-1] == digest("dram", tmp_path, **how)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
