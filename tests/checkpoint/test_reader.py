@@ -267,7 +267,8 @@ def test_closing_gives_every_file_back(tmp_path: Path) -> None:
     sharded(tmp_path)
     before = os.listdir("/proc/self/fd")
     with ShardReader(tmp_path) as reader:
-        assert len(os.listdir("/proc/self/fd")) == len(before) + 3
+        # Each file twice where it can also be read past the page cache.
+        assert len(os.listdir("/proc/self/fd")) - len(before) in (3, 6)
     os.truncate(tmp_path / "model-00003-of-00003.safetensors", 9)
     with pytest.raises(CorruptShardError):
         ShardReader(tmp_path)

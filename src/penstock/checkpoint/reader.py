@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import mmap
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,16 @@ from penstock.checkpoint.headers import (
 _PIECE = 16 << 20
 """Bytes of one read call, after which the page cache is told to forget them."""
 
+_DIRECT = 8 << 20
+"""Bytes of one read past the page cache. Through it the kernel asks the disk for 128 KiB at a time
+and copies, which gave a third of the disk's speed."""
+
+_ALIGN = 4096
+"""Of such reads, in the file and in memory: the largest block of a disk."""
+
+_scratch = threading.local()
+"""Of each thread that reads, a buffer that such reads can go to."""
+
 
 class Spec(NamedTuple):
     """What a tensor is."""
@@ -49,6 +61,8 @@ class Spec(NamedTuple):
 class _Shard:
     path: str
     fd: int
+    direct: int | None
+    """The same file past the page cache; None where the file system has no such thing."""
     data_start: int
     nbytes: int
     entries: dict[str, Entry]
@@ -99,7 +113,11 @@ class ShardReader:
             had = f"{entry.nbytes // size}"
             wanted = f"elements {start} to {stop}"
             raise TensorMismatchError(shard.path, name, wanted=wanted, had=had)
-        _read(shard, name, bytes_of(out), shard.data_start + entry.start + start * size)
+        offset = shard.data_start + entry.start + start * size
+        if shard.direct is None or out.numel() * size < _DIRECT // 8:
+            _read(shard, name, bytes_of(out), offset)
+        else:
+            _read_direct(shard, name, out.detach().reshape(-1).view(torch.uint8), offset)
 
     def close(self) -> None:
         self._files.close()
@@ -131,11 +149,43 @@ def _open_shard(path: str, undo: contextlib.ExitStack) -> _Shard:
         nbytes = found.st_size
         length = header_nbytes(os.pread(fd, PREFIX_NBYTES, 0), nbytes, path)
         raw = bytearray(length)
-        shard = _Shard(path, fd, PREFIX_NBYTES + length, nbytes, {})
+        direct = _open_direct(path, undo)
+        shard = _Shard(path, fd, direct, PREFIX_NBYTES + length, nbytes, {})
         _read(shard, "", memoryview(raw), PREFIX_NBYTES)
     entries = parse_header(bytes(raw), nbytes - shard.data_start, path)
     shard.entries.update(entries)
     return shard
+
+
+def _open_direct(path: str, undo: contextlib.ExitStack) -> int | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_DIRECT)
+    except OSError:  # tmpfs and some others
+        return None
+    undo.callback(os.close, fd)
+    return fd
+
+
+def _read_direct(shard: _Shard, name: str, into: torch.Tensor, offset: int) -> None:
+    """Fills `into`, by way of an aligned buffer of this thread's own."""
+    buffer = getattr(_scratch, "buffer", None)
+    if buffer is None:
+        buffer = _scratch.buffer = mmap.mmap(-1, _DIRECT + 2 * _ALIGN)
+        _scratch.bytes = torch.frombuffer(buffer, dtype=torch.uint8)
+    assert shard.direct is not None
+    done, size = 0, into.numel()
+    with _told(shard.path, name), memoryview(buffer) as view:
+        while done < size:
+            low = (offset + done) // _ALIGN * _ALIGN
+            skip = offset + done - low
+            wanted = min(len(view), -(-(skip + size - done) // _ALIGN) * _ALIGN)
+            got = os.preadv(shard.direct, [view[:wanted]], low) - skip
+            if got <= 0:
+                at = offset + done
+                raise TruncatedShardError(shard.path, wanted=shard.nbytes, had=at, tensor=name)
+            count = min(got, size - done)
+            into[done : done + count].copy_(_scratch.bytes[skip : skip + count])
+            done += count
 
 
 def _read(shard: _Shard, name: str, into: memoryview, offset: int) -> None:

@@ -5,7 +5,10 @@ For loading, saving and looking at parameters; between steps only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -19,6 +22,25 @@ PART = 1 << 22
 
 Source = Callable[[TensorSpec, int, int], torch.Tensor]
 """Elements `low` to `high` of a tensor, in the role's own type, on the host."""
+
+
+def ahead(calls: Sequence[Callable[[], torch.Tensor]], threads: int) -> Iterator[torch.Tensor]:
+    """What each call gives, in order; with several threads, one call a thread is under way."""
+    if threads == 1:
+        yield from (call() for call in calls)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="penstock load") as pool:
+        coming: deque[Future[torch.Tensor]] = deque()
+        try:
+            for call in calls:
+                coming.append(pool.submit(call))
+                if len(coming) > threads:
+                    yield coming.popleft().result()
+            while coming:
+                yield coming.popleft().result()
+        finally:
+            for future in coming:
+                future.cancel()
 
 
 class Access:
@@ -58,15 +80,24 @@ class Access:
                 yield values.cpu()
                 low = high
 
-    def fill(self, block: int, role: Role, source: Source, *, bases: Source | None = None) -> None:
-        """Every element of the block's role, from `source`; with 8-bit moments also the bases."""
+    def fill(
+        self, block: int, role: Role, source: Source, *, bases: Source | None = None,
+        threads: int = 1,
+    ) -> None:  # fmt: skip
+        """Every element of the block's role, from `source`; with 8-bit moments also the bases. With
+        several threads they call `source` for what comes next, a few parts ahead."""
         end = self._homes.inventory.blocks[block].flat_elements(True)
         if role is Role.WEIGHT:
             end += self._homes.inventory.blocks[block].flat_elements(False)
         for span in self._spans(block, role, 0, end, write=True):
-            for tensor in self._homes.inventory.blocks[block].tensors:
-                if role is Role.WEIGHT or tensor.trainable:
-                    self._fill_tensor(span, block, tensor, source, bases)
+            parts = list(self._parts_of(span, block, role))
+            came = ahead([partial(source, *part[:3]) for part in parts], threads)
+            for (tensor, low, high, at), values in zip(parts, came, strict=True):
+                span.values(at + low, at + high).copy_(values)
+                if bases is not None:
+                    into = span.bases(at + low, at + high)
+                    assert into is not None
+                    into.copy_(bases(tensor, low, high))
 
     def clear(self, block: int, role: Role) -> None:
         """Zero in every format, 8-bit moments' bases included: zero bytes, at memory's speed."""
@@ -74,19 +105,18 @@ class Access:
         for span in self._spans(block, role, 0, end, write=True):
             span.data.zero_()
 
-    def _fill_tensor(
-        self, span: Span, block: int, tensor: TensorSpec, source: Source, bases: Source | None
-    ) -> None:
-        at = self._start(block, tensor)
-        low, stop = max(span.first, at), min(span.first + span.count, at + tensor.elements)
-        while low < stop:
-            high = min(low + PART, stop)
-            span.values(low, high).copy_(source(tensor, low - at, high - at))
-            if bases is not None:
-                into = span.bases(low, high)
-                assert into is not None
-                into.copy_(bases(tensor, low - at, high - at))
-            low = high
+    def _parts_of(
+        self, span: Span, block: int, role: Role
+    ) -> Iterator[tuple[TensorSpec, int, int, int]]:
+        """What of each tensor lies in the span, in parts; and where the tensor begins."""
+        for tensor in self._homes.inventory.blocks[block].tensors:
+            if role is not Role.WEIGHT and not tensor.trainable:
+                continue
+            at = self._start(block, tensor)
+            low = max(span.first, at)
+            stop = min(span.first + span.count, at + tensor.elements)
+            for first in range(low, stop, PART):
+                yield tensor, first - at, min(first + PART, stop) - at, at
 
     def _start(self, block: int, tensor: TensorSpec) -> int:
         model = self._homes.inventory.blocks[block]

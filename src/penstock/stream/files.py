@@ -25,6 +25,9 @@ from penstock.stream.spans import role_dtype
 OPTIMIZER = "optimizer"
 """The stem of its files."""
 
+READERS = 4
+"""Threads that read a file: one waits for the disk while another copies from the page cache."""
+
 _SUFFIX = {Role.MASTER: "rest", Role.FIRST: "first", Role.SECOND: "second"}
 
 
@@ -51,19 +54,22 @@ class EngineFiles:
         """All of it, as it was written: the same bits."""
         with ShardReader(folder) as model, ShardReader(folder, OPTIMIZER) as states:
             for index, block in enumerate(self._inventory.blocks):
-                self._access.fill(index, Role.WEIGHT, _reader(model, ""))
+                self._access.fill(index, Role.WEIGHT, _reader(model, ""), threads=READERS)
                 if not block.parameters(True):
                     continue
                 for role in STATE:
                     bases = _base_reader(states, role) if self._has_bases(role) else None
-                    self._access.fill(index, role, _reader(states, _SUFFIX[role]), bases=bases)
+                    source = _reader(states, _SUFFIX[role])
+                    self._access.fill(index, role, source, bases=bases, threads=READERS)
 
     def read_weights(self, folder: Path) -> None:
         """A model that anybody wrote: its weights become masters, moments begin at zero."""
         with ShardReader(folder) as model:
             names = names_in(model, self._inventory)
             for index in range(len(self._inventory.blocks)):
-                set_master(self._access, index, self._inventory, _renamed(model, names))
+                set_master(
+                    self._access, index, self._inventory, _renamed(model, names), threads=READERS
+                )
 
     # What is written.
 

@@ -18,12 +18,17 @@ from penstock.stream.access import Access, Source
 from penstock.stream.body import Body
 
 
-def set_master(access: Access, block: int, inventory: Inventory, source: Source) -> None:
-    """Weights and the rest of their masters, from elements in fp32 or in the weight's own type."""
+def set_master(
+    access: Access, block: int, inventory: Inventory, source: Source, *, threads: int = 1
+) -> None:
+    """Weights and the rest of their masters, from elements in fp32 or in the weight's own type.
+    With several threads, `source` is called from all of them."""
     dtype = access.weight_dtype
+    came_as: dict[str, torch.dtype] = {}
 
     def weight(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         values = source(tensor, low, high)
+        came_as[tensor.name] = values.dtype
         if values.dtype == dtype:
             return values
         if dtype == torch.bfloat16:
@@ -31,16 +36,17 @@ def set_master(access: Access, block: int, inventory: Inventory, source: Source)
         return values.to(dtype)
 
     def rest(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
+        if dtype == torch.bfloat16 == came_as[tensor.name]:  # all of it is in the weight
+            return torch.zeros(high - low, dtype=torch.int16)
         values = source(tensor, low, high)
-        if dtype == torch.bfloat16:
-            if values.dtype == dtype:
-                return torch.zeros(high - low, dtype=torch.int16)
-            return formats.split(values.float())[1]
-        return values.float()
+        return formats.split(values.float())[1] if dtype == torch.bfloat16 else values.float()
 
-    access.fill(block, Role.WEIGHT, weight)
+    access.fill(block, Role.WEIGHT, weight, threads=threads)
     if inventory.blocks[block].parameters(True):
-        access.fill(block, Role.MASTER, rest)
+        if dtype == torch.bfloat16 and set(came_as.values()) == {dtype}:
+            access.clear(block, Role.MASTER)
+        else:
+            access.fill(block, Role.MASTER, rest, threads=threads)
         clear_moments(access, block)
 
 
