@@ -71,22 +71,22 @@ def cells() -> Iterator[Cell]:
     yield from _fast_and_long()
     yield Cell(
         name="disk-16", part="disk", shape="3b", context=4096, batch=4, hbm="24GiB", dram="16GiB",
-        nvme="45GiB", steps=5, plain=True, seconds=150,
+        nvme="45GiB", steps=5, plain=True, seconds=85,
     )  # fmt: skip
     for dram in range(8, 45, 4):
         yield Cell(
             name=f"curve-{dram:02}", part="curve", shape="3b", context=4096, batch=4, hbm="24GiB",
             dram=f"{dram}GiB", nvme="45GiB", steps=3, plain=dram == 8,
-            seconds=110 if dram < 16 else 70,
+            seconds=85 if dram < 16 else 60,
         )  # fmt: skip
     for moments in ("fp32", "bf16", "int8"):
         yield Cell(
             name=f"moments-{moments}", part="moments", shape="3b", context=4096, batch=4,
-            hbm="16GiB", dram="60GiB", moments=moments, seconds=70,
+            hbm="16GiB", dram="60GiB", moments=moments, seconds=50,
         )  # fmt: skip
     yield Cell(
         name="32b", part="32b", shape="32b", context=4096, batch=4, hbm="130GiB", dram="108GiB",
-        nvme="48GiB", moments="int8", steps=2, seconds=480,
+        nvme="48GiB", moments="int8", steps=2, seconds=300,
     )  # fmt: skip
 
 
@@ -95,15 +95,15 @@ def _fast_and_long() -> Iterator[Cell]:
     eight = {"shape": "8b", "part": "long"}
     made: list[dict[str, Any]] = [
         three | {"name": "fast-4x4096", "batch": 4, "dram": "38GiB", "resident": True,
-                 "plain": True, "seconds": 130},
+                 "plain": True, "seconds": 70},
         three | {"name": "fast-16x4096", "batch": 16, "micro_batch": 4, "dram": "38GiB",
-                 "resident": True, "plain": True, "seconds": 180},
+                 "resident": True, "plain": True, "seconds": 110},
         eight | {"name": "8b-4x4096", "context": 4096, "batch": 4, "hbm": "24GiB",
-                 "dram": "100GiB", "seconds": 120},
+                 "dram": "100GiB", "seconds": 70},
         eight | {"name": "8b-1x65536", "context": 65536, "batch": 1, "hbm": "60GiB",
-                 "dram": "105GiB", "steps": 3, "seconds": 150},
+                 "dram": "105GiB", "steps": 3, "seconds": 110},
         eight | {"name": "8b-1x131072", "context": 131072, "batch": 1, "hbm": "80GiB",
-                 "dram": "105GiB", "moments": "bf16", "steps": 2, "seconds": 220},
+                 "dram": "105GiB", "moments": "bf16", "steps": 2, "seconds": 170},
         eight | {"name": "8b-1x262144", "context": 262144, "batch": 1, "hbm": "130GiB",
                  "dram": "105GiB", "moments": "bf16", "steps": 1, "seconds": 340},
     ]  # fmt: skip
