@@ -27,6 +27,7 @@ from penstock.observe.records import (
     read_run,
 )
 from penstock.observe.writing import LineFile, RunFolder
+from penstock.units import GiB, MiB
 
 OBSERVATION = Observation(
     began="2026-11-15T10:00:00Z",
@@ -200,3 +201,21 @@ def test_processes_are_read_with_the_command_that_started_them(tmp_path: Path) -
         (0.0, None, None), (1.1, "forward", 3), (1.25, "backward", 3), (5.0, None, None),
     ]  # fmt: skip
     assert len(run.phases) == 2
+
+
+@pytest.mark.parametrize("own", [None, 5 * MiB])
+def test_a_process_knows_its_memory_better_than_who_started_it(
+    tmp_path: Path, own: int | None
+) -> None:
+    """From outside, what forked children share is counted for each of them."""
+    outside = RunFolder(tmp_path, OBSERVATION)
+    outside.write(Sample(1.0, host=HostSample(rss=99 * MiB, available=GiB)))
+    outside.close()
+    inside = RunFolder(tmp_path / "process-5", OBSERVATION)
+    inside.write(Sample(2.0, host=HostSample(rss=own)))
+    inside.close()
+
+    found = [sample.host for sample in read_run(tmp_path).samples]
+
+    assert [host.rss for host in found] == ([None, own] if own else [99 * MiB, None])
+    assert found[0].available == GiB

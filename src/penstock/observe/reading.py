@@ -112,7 +112,12 @@ def _joined(own: Run, ranks: dict[str, Run]) -> Run:
     `ranks`. All of them count time from one origin."""
     first = next((run for run in ranks.values() if run.phases), next(iter(ranks.values())))
     phases = first.phases
-    samples = _with_phases((*own.samples, *first.samples), phases)
+    outside = own.samples
+    if any(sample.host.rss is not None for sample in first.samples):
+        # A process knows its own. From outside its children's are added, and what they share with
+        # each other is counted for each: sixteen forked compilers are sixteen times torch.
+        outside = tuple(replace(s, host=replace(s.host, rss=None)) for s in outside)
+    samples = _with_phases((*outside, *first.samples), phases)
     told, of_first = own.observation, first.observation
     notes = dict.fromkeys([*own.notes, *(note for run in ranks.values() for note in run.notes)])
     return Run(
