@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+
 from penstock import cli
+from penstock.stream.generating import engine_forward
+from tests.equivalence.runs import DRAM, Setup
 from tests.train.conftest import STEPS
 from tests.train.runs import RESIDENT, Ended, Runs, contents, told
 
@@ -42,3 +46,22 @@ def test_a_bad_prompt_file_is_told_before_the_first_step(runs: Runs, tmp_path: P
     assert ended.code == cli.EXIT_MENDABLE
     assert "prompts.jsonl:1: must have either" in ended.errors
     assert not out.exists()
+
+
+def test_the_device_holds_no_more_while_it_samples(tmp_path: Path) -> None:
+    """Gradient buffers make room for slots and cache, and are there again for the next step."""
+    setup = Setup.of("llama")
+    with setup.engine(DRAM, tmp_path) as engine:
+        first, second = setup.batches(2)
+        engine.step(first)
+        planned = engine.device.peak_nbytes()
+        with engine.lending() as room:
+            assert room > 0
+            assert engine.device.peak_nbytes() == planned - room
+            with engine_forward(engine) as forward:
+                assert engine.device.peak_nbytes() == planned - room + forward.weights.nbytes
+        assert engine.device.peak_nbytes() == planned
+        found = engine.step(second)
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.step(first)
+        assert torch.equal(engine.step(second), found)

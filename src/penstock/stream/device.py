@@ -58,6 +58,9 @@ class Device(Protocol):
     def empty(self, nbytes: int, what: str) -> torch.Tensor:
         """Bytes of its own memory."""
 
+    def returned(self, nbytes: int) -> None:
+        """So many bytes that `empty` gave are no longer used: others may have them now."""
+
     def lane(self, name: str) -> contextlib.AbstractContextManager[object]:
         """What is issued inside goes on that lane."""
 
@@ -106,6 +109,9 @@ class CpuDevice:
     def empty(self, nbytes: int, what: str) -> torch.Tensor:
         self._taken += nbytes
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def returned(self, nbytes: int) -> None:
+        self._taken -= nbytes
 
     def lane(self, name: str) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -165,6 +171,10 @@ class CudaDevice:
         except torch.OutOfMemoryError:
             free, total = torch.cuda.mem_get_info(self.where)
             raise DeviceMemoryError(what, wanted=nbytes, free=free, total=total) from None
+
+    def returned(self, nbytes: int) -> None:
+        """Torch would keep them for itself."""
+        torch.cuda.empty_cache()
 
     @contextlib.contextmanager
     def lane(self, name: str) -> Iterator[None]:

@@ -7,6 +7,7 @@ until somebody wants to see its result: `finish`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
 
@@ -159,6 +160,11 @@ class Engine:
                     total += float(run.loss)
             tokens += cut.items
         return Evaluation(total / tokens if tokens else float("nan"), tokens)
+
+    def lending(self) -> AbstractContextManager[int]:
+        """Inside, device memory that only steps need is free for others: so many bytes."""
+        self.finish()
+        return self._taken.lending()
 
     @property
     def state(self) -> StateView:

@@ -123,9 +123,16 @@ class Passing:
             slot = next(i for i, s in enumerate(self._slots) if s.data_ptr() == first.data_ptr())
             self._done[slot] = self.device.mark()
 
+    @property
+    def nbytes(self) -> int:
+        """What the slots take of the device."""
+        return sum(slot.numel() for slot in self._slots)
+
     def close(self) -> None:
+        nbytes = self.nbytes
         self._ready.clear()
         self._slots.clear()
+        self.device.returned(nbytes)
 
     def _bring(self, at: int, memory: torch.Tensor) -> tuple[dict[str, nn.Parameter], Mark]:
         made, offset = {}, 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +42,18 @@ class Taken:
     pipes: dict[str, DiskPipe]
     pool: Pool
     """The CPU sweep's threads."""
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[int]:
+        """Inside, others may have the memory of gradient buffers: so many bytes. Between runs, when
+        nothing is in them."""
+        nbytes = self.gradient_pool.numel()
+        self.gradient_pool = self.gradient_pool.new_empty(0)
+        self.device.returned(nbytes)
+        try:
+            yield nbytes
+        finally:
+            self.gradient_pool = self.device.empty(nbytes, "gradient buffers")
 
     def release(self) -> None:
         """Give everything back; the store leaves its disks."""

@@ -192,12 +192,13 @@ class Loop:
             return
         self._sampled = step
         self._view.busy(0, 0, "answering the sample prompts")
-        try:
-            for answer in samples.answers(self._engine):
-                self._watchdog.moved("sampling")
-                self._listeners.tell("sample", step=step, **answer)
-        except (PenstockError, MemoryError) as problem:
-            self._listeners.note(f"no samples: {problem}. Training goes on")
+        with self._engine.lending() as room:  # which, if it is not had back, ends the run
+            try:
+                for answer in samples.answers(self._engine, room):
+                    self._watchdog.moved("sampling")
+                    self._listeners.tell("sample", step=step, **answer)
+            except (PenstockError, MemoryError) as problem:
+                self._listeners.note(f"no samples: {problem}. Training goes on")
 
     def _evaluate(self) -> None:
         held_out = self._run.data.held_out

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from penstock.kv.requests import Request
     from penstock.stream.engine import Engine
 
-MOST_CACHE = 512 * MiB
-"""Training has planned all memory but a little; what does not fit at once is answered in turn."""
+LEAST_CACHE = 64 * MiB
+"""Where a model's gradient buffers are less than this, as those of small models are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +26,19 @@ class Samples:
     tokenizer: Any
     context: int
 
-    def answers(self, engine: Engine) -> Iterator[dict[str, Any]]:
-        """One for each prompt, as the engine's weights are now, whole ones only."""
+    def answers(self, engine: Engine, room: int) -> Iterator[dict[str, Any]]:
+        """One for each prompt, as the engine's weights are now, whole ones only. Slots and cache
+        take `room` bytes of the device, which the engine lends, so that the budget of training
+        holds; what does not fit at once is answered in turn."""
         from penstock.kv.generator import Generator
         from penstock.stream.generating import engine_forward
 
         told: dict[str | int, str] = {}
         with engine_forward(engine) as forward:
+            budget = max(LEAST_CACHE, room - forward.weights.nbytes)
             most = min(8, len(self.requests))
             with Generator(
-                forward, budget=MOST_CACHE, max_batch=most, max_context=self.context,
+                forward, budget=budget, max_batch=most, max_context=self.context,
                 tokenizer=self.tokenizer,
             ) as generator:  # fmt: skip
                 for piece in generator.run(self.requests):
