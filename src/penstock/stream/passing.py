@@ -8,6 +8,7 @@ device and passes once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,8 +19,9 @@ from penstock.checkpoint.reader import ShardReader
 from penstock.inventory import Block, Inventory, TensorSpec
 from penstock.memory.arena import Arena
 from penstock.roles import Role
+from penstock.stream.access import PART
 from penstock.stream.device import Device, Mark
-from penstock.stream.files import elements_of, names_in
+from penstock.stream.files import READERS, elements_of, names_in
 from penstock.units import round_up
 
 if TYPE_CHECKING:
@@ -47,14 +49,24 @@ class HostWeights:
         each = [round_up(tensor.elements * dtype.itemsize, ALIGNMENT) for tensor in tensors]
         arena = Arena(sum(each), None, device.pinned)
         self._device = device
-        self._held: dict[str, torch.Tensor] = {}
-        with ShardReader(folder) as shards:
+        self._held = {t.name: arena.tensor(t.elements, dtype, name=t.name) for t in tensors}
+        with ShardReader(folder) as shards, ThreadPoolExecutor(READERS) as pool:
             names = names_in(shards, inventory)
-            for done, tensor in enumerate(tensors):
-                tell(done, len(tensors), f"reading {tensor.name}")
-                held = arena.tensor(tensor.elements, dtype, name=tensor.name)
-                held.copy_(elements_of(shards, names[tensor.name], tensor, 0, tensor.elements))
-                self._held[tensor.name] = held
+            read = [pool.submit(self._read, shards, names[t.name], t) for t in tensors]
+            try:
+                for done, (tensor, ready) in enumerate(zip(tensors, read, strict=True)):
+                    tell(done, len(tensors), f"reading {tensor.name}")
+                    ready.result()
+            finally:  # what has not begun is not wanted any more
+                for ready in read:
+                    ready.cancel()
+
+    def _read(self, shards: ShardReader, name: str, tensor: TensorSpec) -> None:
+        """In parts, so that another type than the file's takes little memory on the way."""
+        held = self._held[tensor.name]
+        for low in range(0, tensor.elements, PART):
+            high = min(low + PART, tensor.elements)
+            held[low:high].copy_(elements_of(shards, name, tensor, low, high))
 
     def copy(self, tensor: TensorSpec, into: torch.Tensor) -> None:
         self._device.copy(into, self._held[tensor.name])
