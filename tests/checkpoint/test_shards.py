@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from penstock.checkpoint import output
 from penstock.checkpoint.errors import CheckpointWriteError
 from penstock.checkpoint.headers import DTYPES, parse_header
 from penstock.checkpoint.reader import ShardReader
@@ -128,17 +130,20 @@ def test_progress_counts_every_byte_to_the_end(tmp_path: Path) -> None:
     assert {what for _, _, what in seen} == {"", "t0", "t1", "t2", "t3"}
 
 
-def test_only_one_part_is_asked_for_at_a_time(tmp_path: Path) -> None:
-    asked = []
+@pytest.mark.parametrize("size", [8, 3_000_001, output.BUFFER])
+def test_all_parts_may_be_one_buffer(tmp_path: Path, size: int) -> None:
+    """Each has been taken before the next is asked for."""
+    part = torch.empty(size, dtype=torch.uint8)
 
-    def parts(path: Path = tmp_path / "model.safetensors"):  # type: ignore[no-untyped-def]
-        for i in range(3):
-            asked.append(path.stat().st_size)
-            yield torch.full((8,), i, dtype=torch.uint8)
+    def parts() -> Iterator[torch.Tensor]:
+        for i in range(7):
+            yield part.fill_(i)
 
-    ShardWriter([TensorOut(name="t", dtype=torch.uint8, shape=(24,), parts=parts)]).write(tmp_path)
+    shape = (7, size)
+    ShardWriter([TensorOut(name="t", dtype=torch.uint8, shape=shape, parts=parts)]).write(tmp_path)
 
-    assert [size - asked[0] for size in asked] == [0, 8, 16]
+    with ShardReader(tmp_path) as reader:
+        assert torch.equal(read(reader, "t"), torch.arange(7).expand(size, 7).T.to(torch.uint8))
 
 
 @pytest.mark.parametrize("had", [0, 39, 41, 80])

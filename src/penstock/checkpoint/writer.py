@@ -14,6 +14,7 @@ import torch
 
 from penstock.checkpoint.disk import bytes_of, sync, told
 from penstock.checkpoint.headers import Entry, build_header
+from penstock.checkpoint.output import Output
 
 MAX_SHARD_NBYTES = 5_000_000_000
 """Of tensors in one file, as transformers has it."""
@@ -23,13 +24,6 @@ Progress = Callable[[int, int, str], None]
 
 _METADATA = {"format": "pt"}
 """Without it transformers does not know whose tensors these are."""
-
-_PIECE = 16 << 20
-"""Bytes of one write call: between two of them Ctrl-C is heard."""
-
-_BEHIND = 64 << 20
-"""Bytes that may wait in the page cache. With each of these the kernel is asked to write them out
-and to forget those that it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +35,7 @@ class TensorOut:
     shape: tuple[int, ...]
 
     parts: Callable[[], Iterator[torch.Tensor]]
-    """Contiguous CPU tensors whose bytes, in this order, are the tensor's bytes. Each is written
+    """Contiguous CPU tensors whose bytes, in this order, are the tensor's bytes. Each is taken
     before the next is asked for, so all of them may be one buffer."""
 
     @property
@@ -173,37 +167,15 @@ class _Count:
             self.progress(self.done, self.total, what)
 
 
-class _File:
-    """An open file that leaves little of itself in memory."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd, self.at, self._asked = fd, 0, 0
-
-    def write(self, data: memoryview) -> None:
-        done = 0
-        while done < len(data):
-            done += os.write(self.fd, data[done : done + _PIECE])
-        self.at += done
-        if self.at - self._asked >= _BEHIND:
-            # Starts the write-out of what is new and drops what was written out since last time.
-            start = max(0, self._asked - _BEHIND)
-            os.posix_fadvise(self.fd, start, self.at - start, os.POSIX_FADV_DONTNEED)
-            self._asked = self.at
-
-    def sync(self) -> None:
-        os.fsync(self.fd)
-        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 @contextlib.contextmanager
-def _new_file(path: Path, mode: int, undo: contextlib.ExitStack) -> Iterator[_File]:
+def _new_file(path: Path, mode: int, undo: contextlib.ExitStack) -> Iterator[Output]:
     """A file that was not there before, synced at the end; `undo` will remove it."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     undo.callback(_remove, path)
     try:
-        file = _File(fd)
-        yield file
-        file.sync()
+        with contextlib.closing(Output(fd)) as file:
+            yield file
+            file.sync()
     finally:
         os.close(fd)
 
@@ -214,7 +186,7 @@ def _remove(path: Path) -> None:
         os.unlink(path)
 
 
-def _write_tensor(tensor: TensorOut, file: _File, count: _Count) -> None:
+def _write_tensor(tensor: TensorOut, file: Output, count: _Count) -> None:
     left = tensor.nbytes
     for part in tensor.parts():
         assert part.device.type == "cpu", f"{tensor.name}: a part is on {part.device}"
