@@ -5,8 +5,8 @@
 
 Each round takes some steps observed and as many not, in changing order. The overhead is the median,
 over rounds, of the ratio of both median steps: what else the machine does falls on both. Beside it:
-what the hooks cost the program's own thread, in seconds of the processor, and what the recorder's
-thread takes of a core. Only these two mean something on a machine that is busy otherwise.
+the same of the processor's time for all threads together, in which other programs do not count;
+what the hooks cost the program's own thread; and what the recorder's thread takes of a core.
 """
 
 from __future__ import annotations
@@ -47,40 +47,54 @@ class Program:
         loss.item()  # as a program that prints its loss
 
 
-def timed(program: Program, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step, by the clock and of the processor for this thread."""
-    clock, worked = [], []
-    for _ in range(steps):
-        began, before = time.perf_counter(), time.thread_time()
+WARM_UP = 3
+CLOCKS = {"clock": time.perf_counter, "process": time.process_time, "thread": time.thread_time}
+"""The time of day; the processor's for all threads, and for this one."""
+
+
+def timed(program: Program, steps: int) -> dict[str, float]:
+    """Seconds of the median step, by each clock. The first ones do not count: an observer looks for
+    modules then, once."""
+    for _ in range(WARM_UP):
         program.step()
-        clock.append(time.perf_counter() - began)
-        worked.append(time.thread_time() - before)
-    return clock, worked
+    taken: dict[str, list[float]] = {name: [] for name in CLOCKS}
+    for _ in range(steps):
+        before = {name: clock() for name, clock in CLOCKS.items()}
+        program.step()
+        for name, clock in CLOCKS.items():
+            taken[name].append(clock() - before[name])
+    whole = {name: statistics.median(seconds) for name, seconds in taken.items()}
+    # A thread that wakes now and then is in few steps: the mean has its share, the median none.
+    return whole | {"process": statistics.mean(taken["process"])}
 
 
 def measure(program: Program, rounds: int, steps: int, interval: float) -> dict[str, Any]:
-    found: dict[str, list[float]] = {"clock": [], "thread": [], "off": [], "on": []}
+    found: dict[str, list[float]] = {
+        name: [] for name in ("clock", "process", "thread", "off", "on")
+    }
     shares = []
     for number in range(rounds):
-        medians = {}
+        medians: dict[bool, dict[str, float]] = {}
         for observed in (number % 2 == 0, number % 2 == 1):
             with tempfile.TemporaryDirectory() as folder:
                 watching = penstock.observe(folder, interval=interval)
                 with watching if observed else contextlib.nullcontext():
-                    clock, worked = timed(program, steps)
+                    medians[observed] = timed(program, steps)
                 if observed:
                     from penstock.observe.records import read_run
 
                     shares.append(read_run(folder).observation.overhead or 0.0)
-            medians[observed] = (statistics.median(clock), statistics.median(worked))
-            found["on" if observed else "off"].append(medians[observed][0])
-        found["clock"].append(medians[True][0] / medians[False][0] - 1)
-        found["thread"].append(medians[True][1] - medians[False][1])
+            found["on" if observed else "off"].append(medians[observed]["clock"])
+        on, off = medians[True], medians[False]
+        for name in ("clock", "process"):
+            found[name].append(on[name] / off[name] - 1)
+        found["thread"].append(on["thread"] - off["thread"])
     return {
         "interval": interval,
         "step_seconds_off": certificate.percentiles(found["off"]),
         "step_seconds_on": certificate.percentiles(found["on"]),
         "overhead": certificate.percentiles(found["clock"]),
+        "overhead_of_the_processor": certificate.percentiles(found["process"]),
         "hook_seconds_a_step": certificate.percentiles(found["thread"]),
         "recorder_share_of_a_core": certificate.percentiles(shares),
     }
