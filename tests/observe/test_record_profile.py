@@ -71,9 +71,10 @@ def test_a_program_is_recorded_and_runs_as_it_would(tmp_path: Path, leave: str) 
     own = program(tmp_path, fork + STEPS.replace("sys.exit", "sys.stdout.flush(); " + leave))
 
     command = (sys.executable, str(tmp_path / "program.py"), "--flag", "-o", "x")
-    ended = profile(tmp_path, *command, path=own)
+    ended = profile(tmp_path, *command, path=own, options=("--exact", "2"))
 
     assert ended.returncode == 3, ended.stderr
+    assert ", 4 steps, " in ended.stderr
     assert ended.stdout == "out ['--flag', '-o', 'x']\n"
     run = read_run(tmp_path / "run")
     assert run.observation.exit_code == 3

@@ -27,7 +27,7 @@ def finish(path: str | Path) -> str:
     run = read_run(path)
     write_trace(run, Path(path) / TRACE_FILE)
     told = run.observation
-    steps = len({phase.step for phase in run.phases})
+    steps = len({phase.step for phase in run.phases} - {None})
     ended = "" if told.ended_by in (None, "exit") else f", ended by {told.ended_by}"
     notes = "".join(f"\n  {note}" for note in run.notes)
     return (
