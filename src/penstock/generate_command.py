@@ -35,6 +35,7 @@ Lines = Annotated[Path | None, Option(help='JSON lines: {"prompt": ...} or {"mes
 Stops = Annotated[list[str] | None, Option(help="A text that ends answers; may be repeated.")]
 Kind = Annotated[Literal["auto", "bf16", "fp16", "fp32"], Option(help="The model's type.")]
 Trust = Annotated[bool, Option("--trust-remote-code", help="Run the model's own code.")]
+Plain = Annotated[bool, Option("--no-graphs", help="Make tokens without CUDA graphs.")]
 AsJson = Annotated[bool, Option("--json", help="One JSON object per line, nothing else.")]
 
 
@@ -52,7 +53,8 @@ def generate_command(
     hbm: Annotated[str, Option(help="For weights and cache: 8GiB, or auto.")] = "auto",
     batch: Annotated[int, Option(help="Sequences at once at most.", min=1)] = 16,
     context: Annotated[int | None, Option(help="Tokens of a sequence at most.", min=2)] = None,
-    prefill_chunk: Annotated[int, Option(help="Prompt tokens of a step.", min=1)] = 512,
+    prefill_chunk: Annotated[int | None, Option(help="Prompt tokens of a step.", min=1)] = None,
+    no_graphs: Plain = False,
     dtype: Kind = "auto",
     revision: Annotated[str | None, Option(help="Of the model on the hub.")] = None,
     trust_remote_code: Trust = False,
@@ -72,6 +74,7 @@ def generate_command(
     loaded = _load(wanted, quiet=as_json)
     asked = _asked(Prompts(loaded.tokenizer, how, chat), prompt, file)
     most, options = min(batch, len(asked)), {"seed": seed, "prefill_chunk": prefill_chunk}
+    options["graphs"] = False if no_graphs else None
     with _generator(loaded, max_batch=most, max_context=context, **options) as generator:
         show = _Json() if as_json else _Live() if file is None else _Listed(len(asked))
         raise typer.Exit(_run(generator, asked, show))

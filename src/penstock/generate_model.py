@@ -19,6 +19,10 @@ Tell = Callable[[int, int, str], None]
 ACTIVATIONS = 512 * MiB
 """Of a GPU, left for what passes through the layers, the logits and libraries."""
 
+WIDE_ACTIVATIONS = 1024 * MiB
+"""The same beside weights that stay: prompts are read in larger chunks, and CUDA graphs have memory
+of their own."""
+
 LEAST_CACHE = 64 * MiB
 """With less, streaming weights to have more is the better choice."""
 
@@ -144,11 +148,11 @@ def share_out(inventory: Inventory, dtype: torch.dtype, hbm: int, where: str) ->
 
     sizes = [block_nbytes(inventory, block, dtype) for block in inventory.blocks]
     weights = inventory.parameters() * dtype.itemsize
-    spare = ACTIVATIONS if where.startswith("cuda") else 0
+    spare, wide = (ACTIVATIONS, WIDE_ACTIVATIONS) if where.startswith("cuda") else (0, 0)
     page = page_nbytes(where)
     least = max(min(LEAST_CACHE, hbm // 8), page)
-    if hbm >= weights + spare + least:
-        return Room(weights=weights, cache=hbm - weights - spare, page=page, streamed=False)
+    if hbm >= weights + wide + least:
+        return Room(weights=weights, cache=hbm - weights - wide, page=page, streamed=False)
     slots = 2 * max(sizes)
     if hbm < slots + spare + least:
         raise ModelRoomError(wanted=_enough(slots + spare, page), had=hbm)

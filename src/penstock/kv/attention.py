@@ -4,10 +4,11 @@ Keys and values are the cache's own views, [rows, heads, tokens, head size], nev
 repeated for grouped queries. No mask comes from transformers: the rows' lengths say what each query
 sees. It is registered with transformers under the name `penstock-kv`.
 
-Three ways, all of the same result:
+Four ways, all of the same result:
 - each row on its own (everywhere, and what the CPU does: a row's result does not depend on its
   neighbours);
-- rows of one length, or one row: the flash kernel over the batch, which splits long contexts;
+- one new token a row: Penstock's own kernel, where Triton is there; see `decode`;
+- rows of one length, or one row: the flash kernel over the batch;
 - rows of many lengths: the flash kernel for variable lengths, over all slots as one run of tokens,
   told where each row begins and how much of it to read.
 """
@@ -21,6 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from penstock.kv import decode
+from penstock.kv.batch import send
+from penstock.kv.plain import capped, sdpa
+from penstock.kv.views import flat_view
 
 NAME = "penstock-kv"
 
@@ -63,18 +69,34 @@ class Rows:
                 [*(row * per_slot + skip[row] for row in range(count)), count * per_slot],
                 [end - less for end, less in zip(ends, skip, strict=True)],
             )
-            self._made[key] = tuple(
-                torch.tensor(each, dtype=torch.int32, device=device) for each in lists
-            )
+            self._made[key] = tuple(send(each, torch.int32, device) for each in lists)
         queries, keys, used = self._made[key]
         return queries, keys, used
 
+    def spots(self, device: torch.device, per_slot: int) -> decode.Spots:
+        """For the decode kernel: rows that are neighbours."""
+        if per_slot not in self._made:
+            starts = [row * per_slot for row in range(len(self.lengths))]
+            ends = [length + 1 for length in self.lengths]
+            self._made[per_slot] = tuple(send(each, torch.int64, device) for each in (starts, ends))
+        first, end = self._made[per_slot]
+        return decode.Spots(first, end, decode.bucket(max(self.lengths) + 1))
+
+
+def rows(lengths: Sequence[int], new: int) -> contextlib.AbstractContextManager[None]:
+    """Attention of this thread is over such rows."""
+    return _over(Rows(tuple(lengths), new))
+
+
+def spots(where: decode.Spots) -> contextlib.AbstractContextManager[None]:
+    """Attention of this thread is over rows that lie there, and of one new token each."""
+    return _over(where)
+
 
 @contextlib.contextmanager
-def rows(lengths: Sequence[int], new: int) -> Iterator[None]:
-    """Attention of this thread is over such rows."""
+def _over(now: Rows | decode.Spots) -> Iterator[None]:
     before = getattr(_current, "rows", None)
-    _current.rows = Rows(tuple(lengths), new)
+    _current.rows = now
     try:
         yield
     finally:
@@ -116,14 +138,38 @@ def attend(
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls; the answer is [rows, tokens, heads, head size]."""
-    now: Rows | None = getattr(_current, "rows", None)
+    now: Rows | decode.Spots | None = getattr(_current, "rows", None)
     assert now is not None, "attention over a cache outside of rows()"
     assert attention_mask is None, "transformers made a mask for attention that needs none"
     assert s_aux is None, "attention sinks are refused when the generator is made"
-    one = _Attention(now, scaling, sliding_window, softcap)
+    how = (scaling, sliding_window, softcap)
+    if decode.fits(query.device, query.dtype, query.shape[-1]):
+        if isinstance(now, Rows) and now.new == 1:
+            now = now.spots(query.device, key.stride(0) // key.stride(2))
+        if isinstance(now, decode.Spots):
+            return decode.attend(query, key, value, now, *how), None
+    if isinstance(now, decode.Spots):
+        return _each_spot(query, key, value, now, *how), None
+    one = _Attention(now, *how)
     if not flash_fits(query, softcap):
         return one.by_rows(query, key, value), None
     return one.flash(query, key, value), None
+
+
+def _each_spot(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, where: decode.Spots,
+    scaling: float | None, window: int | None, softcap: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """Without the kernel, where reading lengths stops nothing: on the CPU."""
+    count, heads, _, head = query.shape
+    found = query.new_zeros(count, 1, heads, head)
+    per_slot = key.stride(0) // key.stride(2)
+    for at, (start, end) in enumerate(zip(where.starts.tolist(), where.ends.tolist(), strict=True)):
+        row = start // per_slot
+        if end > 0:
+            one = _Attention(Rows((end - 1,), 1), scaling, window, softcap)
+            found[at] = one.by_rows(query[at : at + 1], key[row : row + 1], value[row : row + 1])[0]
+    return found
 
 
 def flash_fits(query: torch.Tensor, softcap: float | None) -> bool:
@@ -153,7 +199,7 @@ class _Attention:
             return self._ragged(query, key, value)
         length, new = self.now.lengths[0], self.now.new
         if length == 0 and new > 1 and not self._cuts(new):
-            return _sdpa(query, key[:, :, :new], value[:, :, :new], self.scaling, causal=True)
+            return sdpa(query, key[:, :, :new], value[:, :, :new], self.scaling, causal=True)
         first = self._first(length) if new == 1 else 0
         keys, values = (t[:, :, first : length + new].transpose(1, 2) for t in (key, value))
         return self._call(query.transpose(1, 2), keys, values, None, None, None)
@@ -199,9 +245,9 @@ class _Attention:
         new = self.now.new
         if self.softcap is None and new == 1:
             span = slice(self._first(length), length + 1)
-            return _sdpa(query, key[:, :, span], value[:, :, span], self.scaling, causal=False)
+            return sdpa(query, key[:, :, span], value[:, :, span], self.scaling, causal=False)
         if self.softcap is None and length == 0 and not self._cuts(new):
-            return _sdpa(query, key[:, :, :new], value[:, :, :new], self.scaling, causal=True)
+            return sdpa(query, key[:, :, :new], value[:, :, :new], self.scaling, causal=True)
         parts = [
             self._band(query, key, value, length, low, min(low + BAND, new))
             for low in range(0, new, BAND)
@@ -221,8 +267,8 @@ class _Attention:
             mask &= seen > at - self.window
         part, keys, values = query[:, :, low:high], key[:, :, first:end], value[:, :, first:end]
         if self.softcap is None:
-            return _sdpa(part, keys, values, self.scaling, causal=False, mask=mask)
-        return _capped(part, keys, values, self.scaling, mask, self.softcap)
+            return sdpa(part, keys, values, self.scaling, causal=False, mask=mask)
+        return capped(part, keys, values, self.scaling, mask, self.softcap)
 
     def _first(self, position: int) -> int:
         """The first key that a query at `position` sees."""
@@ -246,55 +292,3 @@ def kernel(
     )  # fmt: skip
     answer: torch.Tensor = found[0]
     return answer
-
-
-def flat_view(rows: torch.Tensor, per_slot: int) -> torch.Tensor:
-    """[rows, heads, tokens, head size] as [tokens of all rows, heads, head size], gaps between rows
-    included: those are never read."""
-    count, heads, tokens, head = rows.shape
-    _, between, token, last = rows.stride()
-    size = ((count - 1) * per_slot + tokens, heads, head)
-    return rows.as_strided(size, (token, between, last))
-
-
-def _sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
-    found = torch.nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        scale=scaling,
-        is_causal=causal,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return found.transpose(1, 2)
-
-
-def _capped(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    mask: torch.Tensor,
-    cap: float,
-) -> torch.Tensor:
-    """One row with capped scores, for which there is no fused kernel. Heads that share keys are
-    computed as more queries of one head, so that keys need not be repeated."""
-    _, heads, new, head = query.shape
-    shared = key.shape[1]
-    grouped = query[0].reshape(shared, heads // shared * new, head)
-    scale = scaling if scaling is not None else head**-0.5
-    scores = torch.bmm(grouped, key[0].transpose(1, 2)) * scale
-    scores = torch.tanh(scores / cap) * cap
-    scores = scores.view(shared, heads // shared, new, -1).masked_fill(~mask, float("-inf"))
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    found = torch.bmm(weights.view(shared, heads // shared * new, -1), value[0])
-    return found.view(1, heads, new, head).transpose(1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Listed
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ class Batch:
         self._room = [sequence.room for sequence in sequences]
         self.longest = max(self._past)
         """Tokens of the longest row before this call of the model."""
-        self.lengths = _send(self._past, torch.int32, device)
+        self.lengths = send(self._past, torch.int32, device)
         """Tokens of each row before this call of the model."""
         steps = torch.arange(len(self.sequences) + 1, dtype=torch.int32, device=device)
         self.starts = steps * layout.row_tokens
@@ -83,8 +84,8 @@ class Batch:
             device = self.lengths.device
             whole = len(chosen) == new * len(self)
             self._places[new] = (
-                _send(places, torch.int64, device),
-                None if whole else _send(chosen, torch.int64, device),
+                send(places, torch.int64, device),
+                None if whole else send(chosen, torch.int64, device),
             )
         return self._places[new]
 
@@ -104,7 +105,8 @@ class Batch:
         return new
 
 
-def _send(numbers: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """To the device without waiting for it: torch's own way stops until the stream is empty."""
+def send(numbers: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Lists of numbers to the device without waiting for it: torch's own way stops until the stream
+    is empty."""
     here = torch.tensor(numbers, dtype=dtype)
     return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)

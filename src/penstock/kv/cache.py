@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listed
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from penstock.kv.keeper import Keeper
 from penstock.kv.layer import VirtualLayer
 from penstock.kv.layout import read_layout
 from penstock.kv.pool import PagePool
+from penstock.kv.slate import Slate
 from penstock.kv.slots import Sequence
 from penstock.kv.space import open_space
 from penstock.kv.views import Pair, RowViews
@@ -64,7 +65,7 @@ class VirtualCache(Cache):
                 space.close()
             raise
         self._views = RowViews(self._keeper.table.rows(), layout)
-        self._batch: Batch | None = None
+        self._batch: Batch | Slate | None = None
         self._own_rows: list[Sequence] = []
         self._own_first = 0
         self._closed = False
@@ -100,11 +101,31 @@ class VirtualCache(Cache):
             first = moving.line_up(self._keeper, sequences)
             if padded and len(sequences) > 1:
                 moving.cover_gaps(self._keeper, sequences)
-            self._batch = Batch(self._views, self._keeper.layout, first, sequences)
+            self._batch = batch = Batch(self._views, self._keeper.layout, first, sequences)
         try:
-            yield self._batch
+            yield batch
         finally:
             self._batch = None
+
+    def slate(self, rows: int, longest: int) -> Slate:
+        """Buffers on the device for passes that make one token a row, for sequences that lie
+        anywhere and get no longer than `longest` tokens."""
+        scratch, row = self._keeper.scratch(), self._keeper.layout.row_tokens
+        return Slate(rows, longest, views=self._views, row_tokens=row, scratch=scratch)
+
+    @contextmanager
+    def showing(self, slate: Slate) -> Iterator[None]:
+        """Let the model see the sequences that the slate was filled with as its rows."""
+        self._check_idle("showing")
+        self._batch = slate
+        try:
+            yield
+        finally:
+            self._batch = None
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Inside, nothing but the caller makes or maps pages: the background thread waits."""
+        return self._keeper.quiet()
 
     def arrange(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """The same sequences in the order of their slots: the cheapest order for `rows`."""
@@ -131,7 +152,7 @@ class VirtualCache(Cache):
         self._keeper.finish(sequence)
 
     @property
-    def batch(self) -> Batch | None:
+    def batch(self) -> Batch | Slate | None:
         """What `rows` is showing now."""
         return self._batch
 

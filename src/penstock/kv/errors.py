@@ -14,6 +14,10 @@ class KvError(PenstockError):
     """The cache could not do what was asked. Every error here is one; the cache goes on."""
 
 
+class KvWarning(UserWarning):
+    """Something is missing, and generation goes on without it."""
+
+
 class CacheFull(KvError, MemoryError):  # noqa: N818  # the seam's name; a state, not a mistake
     """The budget has too few pages left. Nothing was taken."""
 

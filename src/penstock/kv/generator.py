@@ -15,7 +15,7 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.kv.cache import VirtualCache
-from penstock.kv.passes import Forward, Pass, Resident
+from penstock.kv.passes import Forward, Pass, Resident, usual_chunk
 from penstock.kv.requests import (
     NonFiniteLogitsError,
     Piece,
@@ -75,16 +75,20 @@ class Generator:
         budget: int | str = "1GiB",
         max_batch: int = 8,
         max_context: int | None = None,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         queue: int = 1024,
         tokenizer: Any = None,
         seed: int = 0,
         cache: VirtualCache | None = None,
+        graphs: bool | None = None,
     ) -> None:
+        """`prefill_chunk`: prompt tokens of a step; None: by the device. `graphs` False: tokens are
+        made without CUDA graphs."""
         for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise RequestError("of the generator", name, "must be 1 or more", value)
-        self.forward: Forward = Resident(model) if isinstance(model, torch.nn.Module) else model
+        resident = isinstance(model, torch.nn.Module)
+        self.forward: Forward = Resident(model, graphs) if resident else model
         self.tokenizer, self.seed = tokenizer, seed
         config = self.forward.config
         text = config.get_text_config()
@@ -100,8 +104,9 @@ class Generator:
         )
         self.counts = Counts()
         self._stop_tokens = stop_tokens_of(model, config)
+        chunk = prefill_chunk or usual_chunk(self.forward)
         self._scheduler = Scheduler(
-            self.cache, max_batch=max_batch, prefill_chunk=prefill_chunk, queue=queue
+            self.cache, max_batch=max_batch, prefill_chunk=chunk, queue=queue
         )
         self._number = 0
 
@@ -163,6 +168,8 @@ class Generator:
     def close(self) -> None:
         """Give the cache's memory back."""
         self._scheduler.clear()
+        if isinstance(self.forward, Resident):
+            self.forward.close()
         self.cache.close()
 
     def __enter__(self) -> Self:

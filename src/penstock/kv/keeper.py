@@ -46,6 +46,7 @@ class Keeper:
         self._turn = threading.RLock()  # taken before `lock`: callers come one after the other,
         # also while one of them waits for the background thread and has given `lock` up
         self._blank: Page | None = None
+        self._scratch: list[Page] = []
         self._broken: BrokenCacheError | None = None
         self.mapped_inline = 0
         """Pages that had to be waited for."""
@@ -256,6 +257,24 @@ class Keeper:
             self.table.zero_page(self._blank)
         return self._blank
 
+    def scratch(self) -> int:
+        """Where padding rows write a token, counted from the first row's first. No sequence is
+        there and nothing reads it. Beside the budget, as the blank page is."""
+        with self.whole():
+            if not self._scratch:
+                space = self.pool.space
+                pages = [space.create() for _ in range(self.layout.pages_for(1))]
+                self.table.show_scratch(pages)
+                self._scratch = pages
+            return len(self.table.slots) * self.layout.row_tokens
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """The background thread touches neither pages nor the device inside."""
+        with self.whole():
+            self.grower.still(self.table.slots)
+            yield
+
     def resize(self, nbytes: int) -> None:
         with self.whole():
             excess = self.pool.used - nbytes // self.layout.page_nbytes
@@ -270,8 +289,10 @@ class Keeper:
             whole = self._broken is None
             for slot in self.table.slots:
                 self.pool.give(self.table.truncate(slot, 0) if whole else self.table.abandon(slot))
-            if self._blank is not None:
-                self.pool.space.destroy(self._blank)
+            if self._scratch:
+                self.table.hide_scratch(len(self._scratch))
+            for page in [*self._scratch, *([] if self._blank is None else [self._blank])]:
+                self.pool.space.destroy(page)
             self.table.close()
             self._broken = BrokenCacheError("the cache is closed; make a new one")
             return whole

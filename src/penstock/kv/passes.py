@@ -10,7 +10,14 @@ from typing import Any, Protocol
 import torch
 
 from penstock.kv import attention
+from penstock.kv.batch import send
+from penstock.kv.graphs import Decoder, make_decoder
 from penstock.kv.requests import UnfitModelError
+
+SMALL_CHUNK, LARGE_CHUNK = 512, 4096
+"""Prompt tokens of a step. A GPU that holds the weights wants many: of 2048 tokens, attention of an
+8B model makes 512 blocks, one wave and a third of them on an H200, where 4096 are two and a half
+and idle less at the end. More would delay those that decode beside it (4096 take it 0.2 s)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +35,11 @@ class Pass:
         return len(self.tokens[0])
 
     def inputs(self, device: torch.device) -> dict[str, torch.Tensor]:
-        starts = torch.tensor(self.lengths, device=device)[:, None]
+        steps = range(self.new)
+        positions = [[length + step for step in steps] for length in self.lengths]
         return {
-            "input_ids": torch.tensor(self.tokens, device=device),
-            "position_ids": starts + torch.arange(self.new, device=device)[None, :],
+            "input_ids": send(self.tokens, torch.int64, device),
+            "position_ids": send(positions, torch.int64, device),
         }
 
     @contextmanager
@@ -60,13 +68,17 @@ class Forward(Protocol):
 
 class Resident:
     """A transformers model as it is. Its attention is another only during a pass, so that it can be
-    used for other things in between."""
+    used for other things in between.
 
-    def __init__(self, model: Any) -> None:
+    Passes of one token a row are recorded as CUDA graphs, unless `graphs` is False; on a CPU, True
+    makes them as if they were."""
+
+    def __init__(self, model: Any, graphs: bool | None = None) -> None:
         check_fit(model)
         attention.register()
-        self.model = model
+        self.model, self.graphs = model, graphs
         self._configs = configs_of(model)
+        self._decoder: tuple[Any, Decoder | None] = (None, None)
 
     @property
     def config(self) -> Any:
@@ -93,13 +105,34 @@ class Resident:
             if training:
                 self.model.train()
 
+    def decoder(self, cache: Any) -> Decoder | None:
+        """What makes the tokens of this cache; None: passes of one token are as any other."""
+        if self._decoder[0] is not cache:
+            self._decoder = (cache, make_decoder(self.model, cache, self.graphs))
+        return self._decoder[1]
+
+    def close(self) -> None:
+        """Let go of the cache and of what was recorded over it."""
+        if self._decoder[1] is not None:
+            self._decoder[1].forget()
+        self._decoder = (None, None)
+
     def _one(self, cache: Any, one: Pass) -> torch.Tensor:
+        if one.new == 1 and (decoder := self.decoder(cache)) is not None:
+            return decoder.run(one)
         with one.rows(cache):
             out = self.model(
                 **one.inputs(self.device), past_key_values=cache, use_cache=True, logits_to_keep=1
             )
         scores: torch.Tensor = out.logits[:, -1]
         return scores
+
+
+def usual_chunk(forward: Forward) -> int:
+    """How many tokens of prompts a step reads, if nobody says. Streamed weights leave little room
+    beside them."""
+    fast = isinstance(forward, Resident) and forward.device.type == "cuda"
+    return LARGE_CHUNK if fast else SMALL_CHUNK
 
 
 def configs_of(model: Any) -> list[Any]:

@@ -18,18 +18,20 @@ from penstock.kv.space import Page, Space
 
 
 class PageTable:
-    """One reserved range of `count` rows, and one page beside them to copy through."""
+    """One reserved range of `count` rows, one row more of which only the first token ever has
+    memory, and one page beside them to copy through."""
 
     def __init__(self, space: Space, layout: Layout, count: int) -> None:
         self._space, self._row_pages, self._rows = space, layout.row_pages, count
         self._unit = space.page_nbytes
-        self._num_pages = count * layout.row_pages + 1
+        self._num_pages = (count + 1) * layout.row_pages + 1
         self._address = space.reserve(self._num_pages)
         self._bytes = space.bytes_at(self._address, self._num_pages * self._unit)
         self.slots = [Slot(i) for i in range(count)]
 
     def rows(self) -> torch.Tensor:
-        """The bytes of all rows, one behind the other. Mapped where pages are, and only there."""
+        """The bytes of all rows, one behind the other, the one for padding last. Mapped where pages
+        are, and only there."""
         return self._bytes[: (self._num_pages - 1) * self._unit]
 
     def append(self, slot: Slot, pages: Sequence[Page]) -> None:
@@ -100,6 +102,18 @@ class PageTable:
             self._space.settle()
         finally:
             self._space.unmap(bench, 1)
+
+    def show_scratch(self, pages: Sequence[Page]) -> None:
+        """Memory for the first token of the row behind all others, to be written and never read."""
+        self._space.map(self._scratch, pages)
+
+    def hide_scratch(self, count: int) -> None:
+        self._space.settle()
+        self._space.unmap(self._scratch, count)
+
+    @property
+    def _scratch(self) -> int:
+        return self._address + self._rows * self._row_pages * self._unit
 
     def cover(self, slot: Slot, count: int, blank: Page) -> None:
         """Make the first `count` pages of a row readable, the blank page standing for the rest."""

@@ -41,3 +41,12 @@ class RowViews:
 def _by_row(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
     shape = (-1, layout.row_tokens, layout.heads, layout.head_dim)
     return flat.view(shape).transpose(1, 2)
+
+
+def flat_view(rows: torch.Tensor, per_slot: int) -> torch.Tensor:
+    """[rows, heads, tokens, head size] as [tokens of all rows, heads, head size], gaps between rows
+    included: those are never read."""
+    count, heads, tokens, head = rows.shape
+    _, between, token, last = rows.stride()
+    size = ((count - 1) * per_slot + tokens, heads, head)
+    return rows.as_strided(size, (token, between, last))

@@ -1,0 +1,166 @@
+"""Attention of passes that make one token a row: which kernel, and how it is cut. Room: hold.
+
+The kernel is Penstock's own, in Triton. Where Triton is missing, `attention` does without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.kv.errors import KvWarning
+
+TILE = 16 * 1024
+"""Bytes of keys that a program reads at once, and as many of values. With STAGES of them, two are
+on their way while one is computed with: 64 KiB a program, 192 KiB an SM. An H200 needs about 4 MiB
+in flight to read 4.8 TB/s at a latency of 800 ns, which is 30 KiB an SM: enough also when memory
+is busy and answers at a third of that speed."""
+
+STAGES = 3
+WARPS = 4
+"""A tile is 16 query heads by 64 tokens at most times: more warps would share too little."""
+
+RESIDENT = 3
+"""Programs that an SM holds at once: of its 228 KiB each takes 70 KiB, nearly all of it tiles."""
+
+MOST_SPLITS = 64
+"""Parts of a row at most: all are put together in one tile."""
+
+LONGEST_PART = 4096
+"""Keys of a part, if there may be as many parts. Of rows that differ in length the longest ends
+last; this bounds for how long it reads alone."""
+
+HEADS = (16, 256)
+"""From the narrowest to the widest head that the kernel knows."""
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Spots:
+    """Where rows lie that get one token each. What is on the device is read there only."""
+
+    starts: torch.Tensor
+    """Where each row begins, in tokens from the beginning of the keys that attention is given."""
+    ends: torch.Tensor
+    """Tokens of each row, the new one included; 0: padding, of which nothing is read."""
+    longest: int
+    """No row is longer: a `bucket`, since the number of parts depends on it."""
+
+
+@functools.cache
+def kernels() -> Any:
+    """The module of kernels, or None where Triton is not there."""
+    try:
+        return importlib.import_module("penstock.kv.decode_kernel")
+    except ImportError as missing:
+        if (missing.name or "").partition(".")[0] != "triton":
+            raise
+        return None
+
+
+@functools.cache
+def available(device: torch.device) -> bool:
+    """Whether decode passes on this device run by the kernel. Says once where only Triton lacks."""
+    if device.type != "cuda":
+        return os.environ.get("TRITON_INTERPRET") == "1" and kernels() is not None
+    if kernels() is None:
+        warnings.warn(
+            "triton is not installed: tokens are made with torch's own attention, several times "
+            "slower for long contexts, and without CUDA graphs; pip install triton",
+            KvWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def fits(device: torch.device, dtype: torch.dtype, head: int) -> bool:
+    """Whether the kernel computes such queries."""
+    least, most = HEADS
+    return dtype in _DTYPES and least <= head <= most and head % 8 == 0 and available(device)
+
+
+def bucket(longest: int) -> int:
+    """The bound of lengths that parts are counted by: few of them, so that few launches differ."""
+    bound = LONGEST_PART
+    while bound < longest:
+        bound *= 4
+    return bound
+
+
+def num_splits(rows: int, shared: int, longest: int, multiprocessors: int, block: int) -> int:
+    """Into how many parts each row is cut. The same for all, and known before lengths are.
+
+    As many programs as the card holds at once; where there are more rows than that, some four
+    times as many, so that the last ones to run are a small share. And none too long.
+    """
+    programs, held = rows * shared, RESIDENT * multiprocessors
+    fill = held // programs if programs <= held else -(-4 * held // programs)
+    wanted = max(fill, -(-longest // LONGEST_PART))
+    return max(1, min(wanted, MOST_SPLITS, -(-longest // block)))
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spots: Spots,
+    scaling: float | None, window: int | None, softcap: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """`query` is [rows, heads, 1, head size], keys and values [any, shared heads, any, head size]
+    with any strides; the answer is [rows, 1, heads, head size]."""
+    rows, heads, _, head = query.shape
+    shared, device = key.shape[1], query.device
+    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+    wide = power(head)
+    block = max(16, min(128, TILE // (wide * key.element_size())))
+    splits = num_splits(
+        rows, shared, min(spots.longest, window or spots.longest), _multiprocessors(device), block
+    )
+    out = torch.empty(rows, 1, heads, head, dtype=query.dtype, device=device)
+    size = rows * heads * splits if splits > 1 else 0
+    partial, tops, sums = (
+        torch.empty(size * each, dtype=torch.float32, device=device) for each in (head, 1, 1)
+    )
+    code = kernels()
+    with on(device):
+        code.part_kernel[(shared, rows, splits)](
+            query, key, value, spots.starts, spots.ends, out, partial, tops, sums,
+            scaling if scaling is not None else head**-0.5, softcap or 1.0,
+            query.stride(0), query.stride(1),
+            key.stride(2), key.stride(1), value.stride(2), value.stride(1),
+            GROUP=heads // shared, GROUP_PAD=max(16, power(heads // shared)),
+            HEAD=head, HEAD_PAD=wide, SPLITS=splits, BLOCK=block, STAGES=STAGES,
+            WINDOW=window or 0, SOFTCAP=softcap is not None, num_warps=WARPS,
+        )  # fmt: skip
+        if splits > 1:
+            code.join_kernel[(heads, rows)](
+                spots.ends, out, partial, tops, sums,
+                HEAD=head, HEAD_PAD=wide, SPLITS=splits, SPLITS_PAD=power(splits),
+                BLOCK=block, WINDOW=window or 0, num_warps=WARPS,
+            )  # fmt: skip
+    return out
+
+
+def power(number: int) -> int:
+    """The power of two that is no less."""
+    return 1 << (number - 1).bit_length()
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # the interpreter's tests: rows are cut, and not into too many parts
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Kernels are launched on the current device."""
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        return torch.cuda.device(device)
+    return contextlib.nullcontext()

@@ -1,0 +1,122 @@
+# mypy: ignore-errors
+# ruff: noqa: N803
+"""Attention of one new token a row, in Triton. Room: hold.
+
+A program reads a part of one row's keys and values for all query heads that share them, so that
+each byte is read once. Parts of a row are put together by a second, small kernel. Lengths and
+beginnings of rows are read on the device: a recorded launch serves rows as they grow.
+
+What lies beyond a row's end may have no memory behind it. Every load is masked by position, and
+none is made in order to be thrown away. Imported by `decode` only where Triton is there.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _span(ends, row, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first key that a row's query sees, the end, and how many keys each part has: the row cut
+    evenly, in whole blocks. A row of no tokens is padding."""
+    end = tl.load(ends + row)
+    first = end * 0
+    if WINDOW > 0:
+        first = tl.maximum(end - WINDOW, 0)
+    part = tl.cdiv(tl.cdiv(end - first, SPLITS), BLOCK) * BLOCK
+    return first, end, part
+
+
+@triton.jit
+def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr):
+    """In units of log 2: the exponential of base 2 is the one that the GPU has."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if SOFTCAP:
+        e = tl.exp2(-2.0 * _LOG2E * tl.abs(s) / softcap)  # never above 1: nothing overflows
+        tanh = (1.0 - e) / (1.0 + e)
+        s = tl.where(s < 0, -tanh, tanh) * softcap
+    return s * _LOG2E
+
+
+@triton.jit
+def part_kernel(
+    query, key, value, starts, ends, out, partial, tops, sums,
+    scale, softcap,
+    query_row, query_head, key_token, key_head, value_token, value_head,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Grid: shared heads, rows, parts. Heads come first since those of one token are neighbours in
+    memory and are then read at about the same time."""
+    shared, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, end, size = _span(ends, row, WINDOW, SPLITS, BLOCK)
+    low = first + part * size
+    high = tl.minimum(low + size, end)
+    g, d = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD)
+    t = tl.arange(0, BLOCK)
+    heads = shared * GROUP + g
+    here = (g < GROUP)[:, None] & (d < HEAD)[None, :]
+    at = (row * tl.num_programs(0) * GROUP + heads) * SPLITS + part
+    if low < high:
+        asked = query + row.to(tl.int64) * query_row + heads[:, None] * query_head + d[None, :]
+        q = tl.load(asked, mask=here, other=0.0)
+        start = tl.load(starts + row).to(tl.int64)
+        key += start * key_token + shared * key_head
+        value += start * value_token + shared * value_head
+        top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_PAD], tl.float32)
+        acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+        for begin in tl.range(low, high, BLOCK, num_stages=STAGES):
+            seen = begin + t < high
+            token = tl.minimum(begin + t, high - 1).to(tl.int64)  # no pointer leaves the row
+            mask = seen[:, None] & (d < HEAD)[None, :]
+            k = tl.load(key + token[:, None] * key_token + d[None, :], mask=mask, other=0.0)
+            v = tl.load(value + token[:, None] * value_token + d[None, :], mask=mask, other=0.0)
+            s = _scores(q, k, scale, softcap, SOFTCAP)
+            s = tl.where(seen[None, :], s, float("-inf"))
+            above = tl.maximum(top, tl.max(s, axis=1))
+            fade = tl.exp2(top - above)
+            p = tl.exp2(s - above[:, None])
+            total = total * fade + tl.sum(p, axis=1)
+            acc = acc * fade[:, None]
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+            top = above
+        if SPLITS == 1:
+            place = out + (row * tl.num_programs(0) * GROUP + heads)[:, None] * HEAD + d[None, :]
+            tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=here)
+        else:
+            tl.store(partial + at[:, None] * HEAD + d[None, :], acc, mask=here)
+            tl.store(tops + at, top, mask=g < GROUP)
+            tl.store(sums + at, total, mask=g < GROUP)
+    elif SPLITS == 1:  # a row of no tokens
+        place = out + (row * tl.num_programs(0) * GROUP + heads)[:, None] * HEAD + d[None, :]
+        none = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+        tl.store(place, none.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def join_kernel(
+    ends, out, partial, tops, sums,
+    HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Grid: query heads, rows. All parts in one load: one after the other they would cost a wait
+    for memory each."""
+    row = tl.program_id(1)
+    which = row * tl.num_programs(0) + tl.program_id(0)
+    first, end, size = _span(ends, row, WINDOW, SPLITS, BLOCK)
+    part, d = tl.arange(0, SPLITS_PAD), tl.arange(0, HEAD_PAD)
+    made = (part < SPLITS) & (first + part * size < end)
+    at = which * SPLITS + part
+    top = tl.load(tops + at, mask=made, other=float("-inf"))
+    total = tl.load(sums + at, mask=made, other=0.0)
+    mask = made[:, None] & (d < HEAD)[None, :]
+    acc = tl.load(partial + at[:, None] * HEAD + d[None, :], mask=mask, other=0.0)
+    highest = tl.max(top, axis=0)
+    highest = tl.where(first < end, highest, 0.0)
+    weight = tl.exp2(top - highest)
+    whole = tl.sum(weight * total, axis=0)
+    found = tl.sum(weight[:, None] * acc, axis=0) / tl.where(first < end, whole, 1.0)
+    tl.store(out + which * HEAD + d, found.to(out.dtype.element_ty), mask=d < HEAD)

@@ -1,0 +1,155 @@
+"""Passes of one token a row, recorded once and played for every token. Room: hold.
+
+A model's forward pass launches some thirty kernels a layer, and launching takes the host longer
+than one token takes the GPU. A CUDA graph launches them all at once, but from then on with the same
+addresses and sizes. Both are the same for every token here: rows keep their virtual addresses as
+they grow, and lengths are read on the device (see `slate`).
+
+There is one recording for each number of rows, in steps, and each bound of lengths. A CPU has no
+graphs: there the pass is called again, with the same buffers, so that all but the recording is
+tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+
+from penstock.kv import attention, decode
+from penstock.kv.errors import KvWarning
+from penstock.kv.recording import Recorder
+from penstock.kv.slate import Slate
+from penstock.units import round_up
+
+STEP = 8
+"""Above so many rows, recordings are made for multiples of it. Below, for powers of two."""
+
+Call = Callable[[], torch.Tensor]
+
+
+class Recording(Protocol):
+    """A pass that can be had again."""
+
+    def play(self) -> torch.Tensor:
+        """Its scores; the next play of any recording may overwrite them."""
+
+
+class Called:
+    """Not recorded: called again."""
+
+    def __init__(self, call: Call) -> None:
+        self.play = call
+
+
+class Decoder:
+    """Makes tokens for rows of one cache, wherever they lie."""
+
+    def __init__(self, model: Any, cache: Any, *, graphs: bool) -> None:
+        self.model, self.cache = model, cache
+        self._pad = graphs
+        self._device: torch.device = cache.views.flat[0][0].device
+        self._recorder = Recorder() if graphs and self._device.type == "cuda" else None
+        self._made: dict[tuple[int, int], tuple[Slate, Recording]] = {}
+        self._addresses = Addresses(model)
+
+    def run(self, one: Any) -> torch.Tensor:
+        """A `Pass` of one token a row: [rows, vocabulary]."""
+        with decode.on(self._device):
+            return self._run(one)
+
+    def _run(self, one: Any) -> torch.Tensor:
+        if self._addresses.moved():
+            self.forget()
+            self._addresses = Addresses(self.model)
+        count = len(one.sequences)
+        rows = padded_rows(count) if self._pad else count
+        key = (rows, decode.bucket(max(one.lengths) + 1))
+        slate = self._made[key][0] if key in self._made else self.cache.slate(*key)
+        slate.fill(one.sequences, [tokens[0] for tokens in one.tokens], one.lengths)
+        if key not in self._made:
+            self._made[key] = slate, self._record(slate)
+        scores = self._made[key][1].play()[:count]
+        return scores if self._recorder is None else scores.clone()
+
+    def forget(self) -> None:
+        """Let go of recordings and their memory."""
+        self._made.clear()
+        if self._recorder is not None:
+            self._recorder = Recorder()
+
+    @property
+    def recorded(self) -> list[tuple[int, int]]:
+        """Rows, and bounds of lengths, for which there is something to play."""
+        return list(self._made)
+
+    def _record(self, slate: Slate) -> Recording:
+        def call() -> torch.Tensor:
+            return self._forward(slate)
+
+        if self._recorder is None:
+            return Called(call)
+        try:
+            # The driver is not called from the background thread meanwhile.
+            with self.cache.quiet():
+                return self._recorder.record(call)
+        except RuntimeError as failed:
+            self._recorder = None
+            self._pad = False
+            self._made.clear()
+            warnings.warn(
+                f"{type(self.model).__name__} cannot be recorded as a CUDA graph and goes on "
+                f"without, slower for small batches: {str(failed).splitlines()[0]}",
+                KvWarning,
+                stacklevel=2,
+            )
+            return Called(call)
+
+    def _forward(self, slate: Slate) -> torch.Tensor:
+        with self.cache.showing(slate), attention.spots(slate.spots):
+            out = self.model(
+                input_ids=slate.tokens, position_ids=slate.positions, past_key_values=self.cache,
+                use_cache=True, logits_to_keep=1,
+            )  # fmt: skip
+        scores: torch.Tensor = out.logits[:, -1]
+        return scores
+
+
+def make_decoder(model: Any, cache: Any, graphs: bool | None) -> Decoder | None:
+    """None where passes of one token are as any other: on a CPU, unless graphs are asked for, and
+    where the decode kernel is missing or does not fit."""
+    keys = cache.views.flat[0][0]
+    if keys.device.type != "cuda":
+        return Decoder(model, cache, graphs=True) if graphs else None
+    if not decode.fits(keys.device, keys.dtype, keys.shape[-1]):
+        return None
+    return Decoder(model, cache, graphs=graphs is not False)
+
+
+def padded_rows(count: int) -> int:
+    """How many rows a recording has that serves `count`."""
+    return decode.power(count) if count <= STEP else round_up(count, STEP)
+
+
+class Addresses:
+    """Where a model's weights are, and a quick look whether they still are there: a recording reads
+    the addresses that it was made with. What is written into the same weights is no change."""
+
+    def __init__(self, model: Any) -> None:
+        tables = (t for part in model.modules() for t in (part._modules, part._parameters))
+        self._tables: list[dict[str, Any]] = [table for table in tables if table]
+        self._held = list(chain.from_iterable(map(dict.values, self._tables)))
+        self._weights = [held for held in self._held if isinstance(held, torch.Tensor)]
+        self._at = [weight.data_ptr() for weight in self._weights]
+
+    def moved(self) -> bool:
+        now = chain.from_iterable(map(dict.values, self._tables))
+        return (
+            sum(map(len, self._tables)) != len(self._held)
+            or not all(map(operator.is_, now, self._held))
+            or list(map(torch.Tensor.data_ptr, self._weights)) != self._at
+        )
