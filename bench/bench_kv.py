@@ -1,10 +1,24 @@
 """Decoding and prefill over this cache, beside transformers' caches, in one run.
 
-    python bench/bench_kv.py --shape 8b --save              on a GPU, under eight minutes
-    python bench/bench_kv.py --shape tiny --contexts 64,256 --batches 1,4      a rehearsal on a CPU
+On a GPU, a call for each of these; --limit ends each after 280 s:
 
-Weights are random and everything is eager. Each cell names what did not fit, and what there was no
-time for. Writes bench/results/kv_<shape>_<hardware>_<date>.json.
+    python bench/bench_kv.py --parts decode --mode eager --save
+    python bench/bench_kv.py --parts decode --mode graph --arms "penstock,penstock ragged" --save
+    python bench/bench_kv.py --parts decode --mode graph --arms "penstock,static compiled" \\
+        --contexts 1024,32768 --batches 1,8 --compiled 1024x1,32768x1,32768x8 --save
+    python bench/bench_kv.py --parts decode --mode graph --arms "penstock,paged batching" --save
+    python bench/bench_kv.py --parts attention,prefill --save
+    python bench/bench_kv.py --parts arrivals --mode graph --save
+
+and a rehearsal on a CPU:
+
+    python bench/bench_kv.py --shape tiny --contexts 64,256 --batches 1,4 --mode eager,graph
+
+Weights are random. `eager` has every arm launch its kernels one by one, `graph` as CUDA graphs:
+StaticCache compiled with mode="reduce-overhead", anew for each shape, and therefore for the cells
+of --compiled only, and transformers' continuous batching with its own. Each cell names what did not
+fit, and what there was no time for. Leave PYTORCH_CUDA_ALLOC_CONF alone: DynamicCache suffers from
+expandable segments. Writes bench/results/kv_<shape>_<hardware>_<date>.json.
 """
 
 from __future__ import annotations
@@ -24,15 +38,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import certificate, kv_attention
-from bench.kv_arms import AHEAD, ARMS, paged_batching, token_nbytes
+from bench.kv_arms import AHEAD, ARMS, token_nbytes
+from bench.kv_decode import decode
 from bench.shapes import SHAPES, config_of
 from penstock.errors import PenstockError
 from penstock.kv import Generator, Request
 from penstock.units import format_bytes, parse_bytes
 
-WARM, STEPS = 4, 16
-MOST_READ = 65536
-"""Prompt tokens of a cell of transformers' own batching, which must read them itself."""
 SPARE = 4 << 30
 """Of a GPU's memory, for logits and what passes through the layers."""
 
@@ -42,9 +54,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--contexts", default="1024,8192,32768,131072")
     parser.add_argument("--batches", default="1,8,32")
-    parser.add_argument("--arms", default=",".join([*ARMS, "paged batching"]).replace(", ", " "))
+    parser.add_argument("--mode", default="eager", help="eager, graph, or both")
+    arms = {name: None for arms in ARMS.values() for name in arms}
+    parser.add_argument("--arms", default=",".join([*arms, "paged batching"]))
+    parser.add_argument("--compiled", default="1024x1,32768x1", help="cells to compile for")
     parser.add_argument("--parts", default="decode,prefill,attention,arrivals")
-    parser.add_argument("--limit", type=float, default=450.0, help="seconds, start-up included")
+    parser.add_argument("--limit", type=float, default=280.0, help="seconds, start-up included")
     parser.add_argument("--arrivals-budget", default="16GiB")
     parser.add_argument("--arrivals-context", type=int, default=8192)
     parser.add_argument("--requests", type=int, default=96)
@@ -61,6 +76,9 @@ class Bench:
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         self.contexts = [int(each) for each in chosen.contexts.split(",")]
         self.batches = [int(each) for each in chosen.batches.split(",")]
+        self.modes = chosen.mode.split(",")
+        pairs = (each.split("x") for each in chosen.compiled.split(",") if each)
+        self.compiled = {(int(context), int(batch)) for context, batch in pairs}
         self.model = self._model()
         print(f"model ready after {self.seconds:.0f} s", flush=True)
 
@@ -104,68 +122,12 @@ class Bench:
         return int(torch.cuda.mem_get_info()[0]) - SPARE
 
 
-def decode(bench: Bench) -> list[dict[str, Any]]:
-    wanted = [name for name in ARMS if name.replace(", ", " ") in bench.chosen.arms.split(",")]
-    found = []
-    for context in bench.contexts:
-        for batch in bench.batches:
-            row: dict[str, Any] = {"context": context, "batch": batch}
-            for name in wanted:
-                if name == "penstock, ragged" and batch == 1:
-                    continue
-                row[name] = bench.cell(
-                    context, batch, partial(_decode, bench, name, context, batch)
-                )
-            if "paged batching" in bench.chosen.arms and context * batch > MOST_READ:
-                row["paged batching"] = "not run: reading the prompts would take too long"
-            elif "paged batching" in bench.chosen.arms:
-                row["paged batching"] = bench.cell(
-                    context, batch, partial(paged_batching, bench.model, context, batch, STEPS)
-                )
-            print(_line(row), flush=True)
-            found.append(row)
-    return found
-
-
-def _decode(bench: Bench, name: str, context: int, batch: int) -> dict[str, Any]:
-    arm = ARMS[name](bench.model, context, batch)
-    try:
-        for _ in range(WARM):
-            arm.step()
-        seconds = []
-        for _ in range(STEPS):
-            began = time.perf_counter()
-            arm.step()
-            seconds.append(time.perf_counter() - began)
-        spread = certificate.percentiles(seconds)
-        peak = torch.cuda.max_memory_allocated() if bench.device == "cuda" else 0
-        return {
-            "seconds_per_step": spread["p50"],
-            "spread": spread,
-            "tokens_per_second": batch / spread["p50"],
-            "cache_nbytes": arm.nbytes(),
-            "torch_peak_nbytes": peak,
-        }
-    finally:
-        arm.close()
-
-
-def _line(row: dict[str, Any]) -> str:
-    told = [f"{row['context']:>7} x {row['batch']:<3}"]
-    for name, cell in row.items():
-        if isinstance(cell, dict):
-            told.append(f"{name} {cell['seconds_per_step'] * 1e3:.2f} ms")
-        elif isinstance(cell, str):
-            told.append(f"{name}: {cell}")
-    return "  ".join(told)
-
-
 def prefill(bench: Bench) -> list[dict[str, Any]]:
     """One prompt, read in chunks by the generator, and at once by the model with its own cache."""
     found = []
     for context in (each for each in bench.contexts if each <= 32768):
         row: dict[str, Any] = {"context": context}
-        for chunk in (2048, context):
+        for chunk in sorted({2048, 4096, 8192, context}):
             row[f"penstock, chunks of {chunk}"] = bench.cell(
                 context, 1, partial(_prefill, bench, context, chunk)
             )
@@ -219,7 +181,7 @@ def attend(bench: Bench) -> list[dict[str, Any]]:
             each = 2 * (layers + 2) * shape[1] * head * bench.dtype.itemsize
             row = bench.cell(context, batch, run, each=each)
             print("attention", context, batch, row, flush=True)
-            found.append({"context": context, "batch": batch, "seconds": row})
+            found.append({"context": context, "batch": batch, "found": row})
     return found
 
 
@@ -246,8 +208,9 @@ def _arrive(bench: Bench, budget: int, context: int, rows: int) -> dict[str, Any
         new = drawn.randrange(16, max(17, min(128, context - length)))
         requests.append(Request(prompt=_prompt(bench, length, number), max_new=new))
         requests += [None] * drawn.randrange(2)  # a step without news
+    graphs = None if "graph" in bench.modes else False
     with Generator(
-        bench.model, budget=budget, max_batch=rows, max_context=context, prefill_chunk=2048
+        bench.model, budget=budget, max_batch=rows, max_context=context, graphs=graphs
     ) as generator:
         most, began = 0, time.perf_counter()
         for _ in generator.run(requests):

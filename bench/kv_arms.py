@@ -5,7 +5,10 @@ Keys and values are not computed but put there: decoding takes as long whatever 
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -43,8 +46,10 @@ def token_nbytes(config: Any, dtype: torch.dtype) -> int:
 class Virtual:
     """This cache; `spread` makes rows differ in length, by so many tokens from one to the next."""
 
-    def __init__(self, model: Any, context: int, batch: int, *, spread: int = 0) -> None:
-        self.forward = Resident(model)
+    def __init__(
+        self, model: Any, context: int, batch: int, *, spread: int = 0, graphs: bool = False
+    ) -> None:
+        self.forward = Resident(model, graphs)
         lengths = [max(1, context - row * spread) for row in range(batch)]
         each = token_nbytes(model.config, self.forward.dtype)
         room = sum(-(-(length + AHEAD) * each // (2 * MiB)) + 2 for length in lengths)
@@ -71,21 +76,29 @@ class Virtual:
         return self.cache.stats.mapped_bytes
 
     def close(self) -> None:
+        self.forward.close()
         self.cache.close()
 
 
 class _Plain:
     """A cache of transformers' own, called as `generate` calls it."""
 
-    def __init__(self, model: Any, cache: Any, context: int, batch: int) -> None:
-        self.model, self.cache, self.at = model, cache, context
+    def __init__(
+        self,
+        model: Any,
+        cache: Any,
+        context: int,
+        batch: int,
+        call: Callable[..., Any] | None = None,
+    ) -> None:
+        self.call, self.cache, self.at = call or model, cache, context
         self.device = next(model.parameters()).device
         self.last = torch.full((batch, 1), 5, device=self.device)
 
     def step(self) -> None:
         positions = torch.full_like(self.last, self.at)
         with torch.inference_mode():
-            out = self.model(
+            out = self.call(
                 input_ids=self.last, position_ids=positions, past_key_values=self.cache,
                 use_cache=True, logits_to_keep=1,
             )  # fmt: skip
@@ -111,7 +124,7 @@ def dynamic(model: Any, context: int, batch: int) -> Arm:
     return _Plain(model, cache, context, batch)
 
 
-def static(model: Any, context: int, batch: int) -> Arm:
+def static(model: Any, context: int, batch: int, call: Callable[..., Any] | None = None) -> Arm:
     """The maximum, reserved."""
     cache: Any = transformers.StaticCache(config=model.config, max_cache_len=context + AHEAD)
     _, heads, _, head = _shape(model, batch, 1)
@@ -121,7 +134,19 @@ def static(model: Any, context: int, batch: int) -> Arm:
     )
     for layer in cache.layers:
         layer.cumulative_length.fill_(context)
-    return _Plain(model, cache, context, batch)
+    return _Plain(model, cache, context, batch, call)
+
+
+def compiled(model: Any, context: int, batch: int) -> Arm:
+    """The same with the forward pass compiled, CUDA graphs and all: the usual recipe."""
+    torch.compiler.reset()  # past a few shapes it would no longer compile
+    forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
+
+    def call(**given: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return forward(**given)
+
+    return static(model, context, batch, call)
 
 
 def _shape(model: Any, batch: int, context: int) -> tuple[int, int, int, int]:
@@ -130,10 +155,12 @@ def _shape(model: Any, batch: int, context: int) -> tuple[int, int, int, int]:
     return batch, config.num_key_value_heads, context, head
 
 
-def paged_batching(model: Any, context: int, batch: int, tokens: int) -> dict[str, float]:
+def paged_batching(
+    model: Any, context: int, batch: int, tokens: int, *, graphs: bool
+) -> dict[str, float]:
     """transformers' own continuous batching, which reads its prompts itself: seconds per token once
-    every row decodes, and prompt tokens per second before that. Eager, like the others."""
-    from transformers import ContinuousBatchingConfig, GenerationConfig
+    every row decodes, and prompt tokens per second before that."""
+    from transformers import GenerationConfig
 
     settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1,
                                 pad_token_id=0)  # fmt: skip
@@ -144,16 +171,9 @@ def paged_batching(model: Any, context: int, batch: int, tokens: int) -> dict[st
     found = model.generate_batch(
         prompts,
         generation_config=settings,
-        continuous_batching_config=ContinuousBatchingConfig(
-            use_cuda_graph=False,
-            use_async_batching=False,
-            allow_block_sharing=False,
-            page_size=PAGE,
-            num_blocks=batch * (-(-(context + tokens) // PAGE) + 2),
-            max_batch_tokens=max(2048, batch),
-        ),
+        continuous_batching_config=batching_config(context, batch, tokens, graphs),
         record_timestamps=True,
-        warmup=False,
+        warmup=graphs,
     )
     times = [each.timestamps for each in found.values()]
     first = max(each[0] for each in times)
@@ -165,9 +185,35 @@ def paged_batching(model: Any, context: int, batch: int, tokens: int) -> dict[st
     }
 
 
-ARMS = {
-    "penstock": Virtual,
-    "penstock, ragged": lambda model, context, batch: Virtual(model, context, batch, spread=7),
-    "dynamic": dynamic,
-    "static": static,
+def batching_config(context: int, batch: int, tokens: int, graphs: bool) -> Any:
+    """With the fields that the installed version has: they change names."""
+    from transformers import ContinuousBatchingConfig
+
+    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    wanted = {
+        "use_cuda_graph": graphs,
+        "use_async_batching": False,
+        "allow_block_sharing": False,
+        "page_size" if "page_size" in known else "block_size": PAGE,
+        "num_blocks": batch * (-(-(context + tokens) // PAGE) + 2),
+        "max_batch_tokens": max(2048, batch),
+    }
+    return ContinuousBatchingConfig(
+        **{name: value for name, value in wanted.items() if name in known}
+    )
+
+
+ARMS: dict[str, dict[str, Callable[[Any, int, int], Arm]]] = {
+    "eager": {
+        "penstock": Virtual,
+        "penstock ragged": partial(Virtual, spread=7),
+        "dynamic": dynamic,
+        "static": static,
+    },
+    "graph": {
+        "penstock": partial(Virtual, graphs=True),
+        "penstock ragged": partial(Virtual, spread=7, graphs=True),
+        "static compiled": compiled,
+    },
 }
+"""By mode: all eager, or all launched as graphs."""

@@ -1,5 +1,9 @@
-"""One layer's decode attention alone: the kernel over this cache's views, over a packed tensor, and
-FlexAttention over pages. FlexAttention must be compiled; the others are one kernel either way."""
+"""One layer's decode attention alone: Penstock's kernel and torch's over this cache's views,
+torch's over a packed tensor, and FlexAttention over pages, which must be compiled.
+
+On a GPU, calls are recorded and played as one, so that the host's launches are not in the figures,
+and each arm says which kernels it ran. Short contexts lie in the GPU's cache after the first call.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock.kv import attention
+from penstock.kv import attention, decode
 
 PAGE = 128
 """Tokens of a page of FlexAttention's."""
@@ -18,36 +22,64 @@ PAGED = (8192, 32768)
 """Contexts for which it is measured: each shape is compiled anew."""
 
 
+Call = Callable[[], Any]
+
+
 def measure(
     shape: tuple[int, int, int], context: int, batch: int, *, layers: int, device: str
-) -> dict[str, float]:
-    """Seconds of one call, the least of several; `shape` is heads, shared heads, head size."""
+) -> dict[str, Any]:
+    """Seconds of one call, and kernels, by arm; `shape` is heads, shared heads, head size."""
     heads, shared, head = shape
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     query = torch.randn(batch, heads, 1, head, device=device, dtype=dtype)
     strided = torch.randn(batch, context, layers, 2, shared, head, device=device, dtype=dtype)
     keys, values = (strided[:, :, layers // 2, at].transpose(1, 2) for at in (0, 1))
     packed = [t.contiguous() for t in (keys, values)]
-    module = torch.nn.Module()
-
-    def over_views(lengths: list[int]) -> Callable[[], Any]:
-        def call() -> Any:
-            with attention.rows(lengths, 1):
-                return attention.attend(module, query, keys, values, None)
-
-        return call
+    even, ragged = [context - 1] * batch, _ragged(context, batch)
 
     def over_packed() -> Any:
         return torch.nn.functional.scaled_dot_product_attention(query, *packed, enable_gqa=True)
 
-    found = {
-        "penstock": _seconds(over_views([context - 1] * batch), device),
-        "penstock, ragged": _seconds(over_views(_ragged(context, batch)), device),
-        "packed": _seconds(over_packed, device),
+    arms = {
+        "penstock": _ours(query, keys, values, even),
+        "penstock, ragged": _ours(query, keys, values, ragged),
+        "packed": over_packed,
     }
+    if attention.flash_fits(query, None):
+        arms["flash"] = _flash(query, keys, values, even)
+        arms["flash, ragged"] = _flash(query, keys, values, ragged)
     if device == "cuda" and context in PAGED:
-        found["flex, paged"] = _seconds(_flex(query, packed, context, batch), device)
+        arms["flex, paged"] = _flex(query, packed, context, batch)
+    nbytes = 2 * sum(each + 1 for each in even) * shared * head * dtype.itemsize
+    found: dict[str, Any] = {"nbytes": nbytes}
+    for name, call in arms.items():
+        found[name] = {"seconds": _seconds(call, device), "kernels": _kernels(call, device)}
     return found
+
+
+def _ours(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: list[int]
+) -> Call:
+    """As a recorded pass calls it: where rows lie is on the device already."""
+    per_row = keys.stride(0) // keys.stride(2)
+    starts = torch.arange(len(lengths), device=query.device) * per_row
+    ends = torch.tensor(lengths, device=query.device) + 1
+    where = decode.Spots(starts, ends, decode.bucket(max(lengths) + 1))
+    module = torch.nn.Module()
+
+    def call() -> Any:
+        with attention.spots(where):
+            return attention.attend(module, query, keys, values, None)
+
+    return call
+
+
+def _flash(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: list[int]
+) -> Call:
+    """torch's flash kernel over the same views, as it runs where Triton is missing."""
+    one = attention._Attention(attention.Rows(tuple(lengths), 1), None, None, None)
+    return lambda: one.flash(query, keys, values)
 
 
 def _ragged(context: int, batch: int) -> list[int]:
@@ -81,18 +113,40 @@ def _flex(query: torch.Tensor, packed: list[torch.Tensor], context: int, batch: 
     return lambda: compiled(query, *store, block_mask=mask, enable_gqa=True)
 
 
-def _seconds(call: Callable[[], Any], device: str, rounds: int = 5, calls: int = 20) -> float:
-    """The middle of several rounds; in each the device never waits for the host."""
+def _seconds(call: Call, device: str, rounds: int = 5, calls: int = 20) -> float:
+    """The middle of several rounds."""
     call()
+    play = _recorded(call, calls) if device == "cuda" else lambda: [call() for _ in range(calls)]
     found = []
     for _ in range(rounds):
         _settle(device)
         began = time.perf_counter()
-        for _ in range(calls):
-            call()
+        play()
         _settle(device)
         found.append((time.perf_counter() - began) / calls)
     return sorted(found)[rounds // 2]
+
+
+def _recorded(call: Call, calls: int) -> Call:
+    graph: Any = torch.cuda.CUDAGraph()
+    _settle("cuda")
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    graph.replay()
+    return graph.replay  # type: ignore[no-any-return]
+
+
+def _kernels(call: Call, device: str) -> list[str]:
+    """The names of what ran on the GPU."""
+    if device != "cuda":
+        return []
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        _settle(device)
+    return sorted({event.name for event in seen.events() if event.device_type.name == "CUDA"})
 
 
 def _settle(device: str) -> None:

@@ -80,7 +80,9 @@ def gathered(pieces: Sequence[Piece]) -> dict[str | int, list[int]]:
     return found
 
 
-def small_generator(model: Any, *, tokens: int, max_batch: int) -> Generator:
+def small_generator(
+    model: Any, *, tokens: int, max_batch: int, graphs: bool | None = None
+) -> Generator:
     """Its cache has small pages and holds about so many tokens in all."""
     text = model.config.get_text_config()
     each = text.num_hidden_layers * 2 * text.num_key_value_heads * text.head_dim * 4
@@ -88,7 +90,7 @@ def small_generator(model: Any, *, tokens: int, max_batch: int) -> Generator:
         model.config, max_batch=max_batch, max_context=128, budget=tokens * each, device="cpu",
         dtype=torch.float32, page_nbytes=PAGE,
     )  # fmt: skip
-    return Generator(model, max_batch=max_batch, prefill_chunk=16, cache=cache)
+    return Generator(model, max_batch=max_batch, prefill_chunk=16, cache=cache, graphs=graphs)
 
 
 def run(generator: Generator, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:

@@ -80,7 +80,7 @@ class Decoder:
         """Let go of recordings and their memory."""
         self._made.clear()
         if self._recorder is not None:
-            self._recorder = Recorder()
+            self._recorder.forget()
 
     @property
     def recorded(self) -> list[tuple[int, int]]:

@@ -22,6 +22,10 @@ class Recorder:
     def __init__(self) -> None:
         self._pool = _cuda.graph_pool_handle()
 
+    def forget(self) -> None:
+        """What was recorded is not played again: its memory is not for what comes."""
+        self._pool = _cuda.graph_pool_handle()
+
     def record(self, call: Call) -> Graph:
         """The call runs twice, is recorded, and can then be played. RuntimeError if it cannot be
         recorded; what it computed meanwhile is the same as if it had been called."""

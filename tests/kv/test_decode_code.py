@@ -1,0 +1,112 @@
+"""The decode kernel on a machine without a GPU: interpreted, and its compiled code read."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.kv import decode
+from penstock.kv.errors import KvWarning
+from tests.device_sweeps import needs_triton, quiet
+
+pytestmark = quiet
+
+
+@needs_triton
+def test_the_interpreter_finds_what_attention_is() -> None:
+    file = str(Path(__file__).with_name("test_decode_kernel.py"))
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(run.stdout[-3000:], run.stderr[-1000:])
+
+    assert run.returncode == 0
+    assert int(re.findall(r"(\d+) passed", run.stdout)[-1]) > 50
+
+
+def compiled(dtype: str, group: int, head: int, **more: Any) -> Any:
+    """For Hopper, by Triton's compiler alone, as `decode.attend` would launch it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from penstock.kv import decode_kernel
+
+    wide = decode.power(head)
+    types = dict.fromkeys(("query", "key", "value"), f"*{dtype}")
+    types |= {"starts": "*i64", "ends": "*i64", "out": f"*{dtype}"}
+    types |= dict.fromkeys(("partial", "tops", "sums"), "*fp32")
+    types |= {"scale": "fp32", "softcap": "fp32"}
+    strides = ("query_row", "query_head", "key_token", "key_head", "value_token", "value_head")
+    types |= dict.fromkeys(strides, "i32")
+    constants = {
+        "GROUP": group, "GROUP_PAD": max(16, decode.power(group)), "HEAD": head,
+        "HEAD_PAD": wide, "SPLITS": 8, "STAGES": decode.STAGES, "WINDOW": 0, "SOFTCAP": False,
+        "BLOCK": max(16, min(128, decode.TILE // (wide * (4 if dtype == "fp32" else 2)))),
+    } | more  # fmt: skip
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(types.items())
+        if kind.startswith("*") or name in strides
+    }
+    signature = {**types, **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(
+        fn=decode_kernel.part_kernel, signature=signature, constexprs=constants, attrs=aligned
+    )
+    target, options = GPUTarget("cuda", 90, 32), {"num_warps": decode.WARPS}
+    return triton.compile(source, target=target, options=options)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("dtype", "group", "head", "more"),
+    [
+        ("bf16", 4, 128, {}),
+        ("bf16", 1, 80, {"WINDOW": 4096}),
+        ("fp16", 8, 64, {"SPLITS": 1}),
+        ("bf16", 2, 256, {"SOFTCAP": True, "WINDOW": 4096}),
+        ("fp32", 4, 128, {}),
+    ],
+)
+def test_keys_come_ahead_in_whole_vectors(
+    dtype: str, group: int, head: int, more: dict[str, Any]
+) -> None:
+    """What the choice of tiles rests on: 16 bytes a thread, fetched ahead without passing through
+    registers; and as many programs fit an SM as `num_splits` counts on."""
+    made = compiled(dtype, group, head, **more)
+
+    copies = re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", made.asm["ptx"])
+    assert len(copies) >= 2 * (decode.STAGES - 1)
+    assert set(copies) == {"0x10"}
+    assert decode.RESIDENT * (made.metadata.shared + 1024) <= 228 * 1024
+
+
+def test_without_triton_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "kernels", lambda: None)
+    decode.available.cache_clear()
+    with pytest.warns(KvWarning, match="pip install triton"):
+        assert not decode.fits(torch.device("cuda:0"), torch.bfloat16, 128)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not decode.fits(torch.device("cuda:0"), torch.bfloat16, 128)
+    decode.available.cache_clear()
+
+
+def test_what_the_kernel_does_not_know_is_left_to_others() -> None:
+    here = torch.device("cpu")
+    assert not decode.fits(here, torch.bfloat16, 128)  # no interpreter in this process
+    assert not decode.fits(here, torch.float64, 128)
+    assert not decode.fits(here, torch.bfloat16, 512)
+    assert not decode.fits(here, torch.bfloat16, 20)

@@ -1,0 +1,149 @@
+"""The decode kernel finds what attention is by its definition, and reads nothing else.
+
+These run in Triton's interpreter; `test_decode_code.py` starts it, and `test_decode_gpu.py` has the
+same on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.kv import decode
+from penstock.kv.generator import Generator
+from tests.device_sweeps import INTERPRETED, quiet
+from tests.kv.decoding import LAYER, Case, case_of, mended
+from tests.kv.generating import alone, model_of, prompts_of, run, small_generator
+
+__all__ = ["mended"]
+
+pytestmark = [
+    *quiet,
+    pytest.mark.skipif(not INTERPRETED, reason="run by test_decode_code.py, interpreted"),
+    pytest.mark.usefixtures("mended"),
+]
+
+TOLERANCES = {
+    torch.float32: 2e-6,
+    torch.float16: 2e-3,  # weights are rounded to 11 bits, and so is the answer
+    torch.bfloat16: 2e-2,  # to 8
+}
+
+
+def check(case: Case, **more: Any) -> None:
+    found = case.attend(**more)
+
+    assert found.shape == (len(case.lengths), 1, case.query.shape[1], case.query.shape[3])
+    error = (found.double() - case.exact(**more)).abs().max()
+    assert float(error) < TOLERANCES[found.dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("head", [64, 80, 96, 112, 128, 256])
+def test_heads_of_every_width(head: int, dtype: torch.dtype) -> None:
+    check(case_of([1, 70, 33], head=head, dtype=dtype))
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(2, 2), (4, 2), (3, 1), (8, 2), (6, 1), (8, 1)])
+def test_query_heads_share_keys(heads: int, shared: int) -> None:
+    check(case_of([5, 40], heads=heads, shared=shared))
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 63, 64, 65, 1000])
+def test_windows_and_capped_scores(window: int | None, softcap: float | None) -> None:
+    check(case_of([1, 64, 65, 200], shared=1), window=window, softcap=softcap)
+
+
+BLOCK = decode.TILE // (64 * 4)
+
+
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK - 1])
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_edges_of_blocks_and_parts(
+    length: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "num_splits", lambda *_: splits)
+    check(case_of([length, 0, 2], heads=2, shared=1))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_row_without_tokens_is_zero_and_reads_nothing(
+    splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "num_splits", lambda *_: splits)
+    found = case_of([0, 9, 0]).attend()
+
+    assert not found[0].any()
+    assert not found[2].any()
+    assert found[1].any()
+
+
+@pytest.mark.parametrize("head", [64, 80])
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_outside_of_the_rows_is_read(
+    head: int, window: int | None, dtype: torch.dtype, mended: list[tuple[Any, Any]]
+) -> None:
+    """Byte by byte. Heads of whole width also form no pointer that leaves their row."""
+    case = case_of([0, 1, 64, 65, 200], head=head, dtype=dtype)
+    base, each = case.data.data_ptr(), case.data[0].nbytes
+    allowed = np.zeros(case.data.nbytes, dtype=bool)
+    layer, half = case.data[0, 0].nbytes, case.data[0, 0, 0].nbytes
+    for start, length in zip(case.starts, case.lengths, strict=True):
+        first = 0 if window is None else max(0, length - window)
+        for token in range(start + first, start + length):
+            at = token * each + LAYER * layer
+            allowed[at : at + 2 * half] = True
+    mended.clear()
+
+    case.attend(window=window)
+
+    read, formed = 0, 0
+    for pointers, mask in mended:
+        at = pointers.astype(np.int64).ravel() - base
+        inside = (at >= 0) & (at < case.data.nbytes)
+        formed += int((inside & ~np.take(allowed, at, mode="clip")).sum())
+        real = at[inside & mask.ravel()]
+        read += len(real)
+        assert allowed[real].all()
+    assert read >= 2 * 2 * head * sum(min(n, window or n) for n in case.lengths)
+    assert formed == 0 or head & (head - 1)
+
+
+def test_rows_are_cut_to_fill_the_card() -> None:
+    h200 = 132
+    assert decode.num_splits(1, 8, 131072, h200, 64) == 49  # 392 programs of 396
+    assert decode.num_splits(8, 8, 16384, h200, 64) == 6
+    assert decode.num_splits(32, 8, 4096, h200, 64) == 1
+    assert decode.num_splits(32, 8, 65536, h200, 64) == 16  # none longer than 4096
+    assert decode.num_splits(64, 8, 4096, h200, 64) == 4  # more than fit at once: in small parts
+    assert decode.num_splits(1, 8, 100, h200, 64) == 2  # no more than there are blocks
+    assert decode.num_splits(1, 1, 1 << 20, h200, 64) == 64
+
+
+@pytest.mark.parametrize("graphs", [None, True])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_tokens_are_those_of_a_dynamic_cache(
+    family: str, graphs: bool | None, mended: list[tuple[Any, Any]]
+) -> None:
+    """Rows in the cache's own pages, with nothing mapped beyond them: reading there would end the
+    process."""
+    model, prompts = model_of(family), prompts_of((3, 18, 9))
+    expected = [alone(model, prompt, 6) for prompt in prompts]
+    with Generator(
+        model, budget="64MiB", max_batch=3, prefill_chunk=16, graphs=graphs
+    ) as generator:
+        assert run(generator, prompts, 6) == expected
+    assert mended  # it was the kernel
+
+
+def test_rows_that_are_preempted() -> None:
+    model, prompts = model_of("llama"), prompts_of((20, 31))
+    expected = [alone(model, prompt, 12) for prompt in prompts]
+    with small_generator(model, tokens=60, max_batch=2, graphs=True) as generator:
+        assert run(generator, prompts, 12) == expected
+        assert generator.counts.preemptions > 0
