@@ -144,7 +144,11 @@ def _prompt(bench: Bench, length: int, seed: int = 2) -> list[int]:
 
 def _prefill(bench: Bench, context: int, chunk: int) -> float:
     nbytes = (context + 2 * AHEAD) * token_nbytes(bench.model.config, bench.dtype) + (16 << 20)
-    limits = {"max_batch": 1, "max_context": context + AHEAD, "prefill_chunk": chunk}
+    limits: dict[str, Any] = {
+        "max_batch": 1,
+        "max_context": context + AHEAD,
+        "prefill_chunk": chunk,
+    }
     with Generator(bench.model, budget=nbytes, **limits) as generator:
         for seed in (2, 3):  # the first one warms up
             began = time.perf_counter()

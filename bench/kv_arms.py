@@ -139,11 +139,12 @@ def static(model: Any, context: int, batch: int, call: Callable[..., Any] | None
 
 def compiled(model: Any, context: int, batch: int) -> Arm:
     """The same with the forward pass compiled, CUDA graphs and all: the usual recipe."""
-    torch.compiler.reset()  # past a few shapes it would no longer compile
-    forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
+    compiler: Any = torch.compiler
+    compiler.reset()  # past a few shapes it would no longer compile
+    forward: Any = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
 
     def call(**given: Any) -> Any:
-        torch.compiler.cudagraph_mark_step_begin()
+        compiler.cudagraph_mark_step_begin()
         return forward(**given)
 
     return static(model, context, batch, call)
@@ -160,9 +161,8 @@ def paged_batching(
 ) -> dict[str, float]:
     """transformers' own continuous batching, which reads its prompts itself: seconds per token once
     every row decodes, and prompt tokens per second before that."""
-    from transformers import GenerationConfig
-
-    settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1,
+    make: Any = transformers.GenerationConfig
+    settings = make(max_new_tokens=tokens, do_sample=False, eos_token_id=-1,
                                 pad_token_id=0)  # fmt: skip
     drawn = torch.Generator().manual_seed(1)
     vocabulary = model.config.vocab_size
@@ -190,7 +190,7 @@ def batching_config(context: int, batch: int, tokens: int, graphs: bool) -> Any:
     from transformers import ContinuousBatchingConfig
 
     known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-    wanted = {
+    wanted: dict[str, Any] = {
         "use_cuda_graph": graphs,
         "use_async_batching": False,
         "allow_block_sharing": False,

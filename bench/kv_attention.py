@@ -38,7 +38,8 @@ def measure(
     even, ragged = [context - 1] * batch, _ragged(context, batch)
 
     def over_packed() -> Any:
-        return torch.nn.functional.scaled_dot_product_attention(query, *packed, enable_gqa=True)
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return sdpa(query, packed[0], packed[1], enable_gqa=True)
 
     arms = {
         "penstock": _ours(query, keys, values, even),

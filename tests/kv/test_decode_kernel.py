@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from penstock.kv import decode
-from penstock.kv.generator import Generator
 from tests.device_sweeps import INTERPRETED, quiet
 from tests.kv.decoding import LAYER, Case, case_of, mended
 from tests.kv.generating import alone, model_of, prompts_of, run, small_generator
@@ -41,10 +40,14 @@ def check(case: Case, **more: Any) -> None:
     assert float(error) < TOLERANCES[found.dtype]
 
 
+@pytest.mark.parametrize("head", [8, 64, 80, 96, 112, 128, 256])
+def test_heads_of_every_width(head: int) -> None:
+    check(case_of([1, 70], head=head, shared=1, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("head", [64, 80, 96, 112, 128, 256])
-def test_heads_of_every_width(head: int, dtype: torch.dtype) -> None:
-    check(case_of([1, 70, 33], head=head, dtype=dtype))
+def test_every_type(dtype: torch.dtype) -> None:
+    check(case_of([33, 150], head=80, dtype=dtype))
 
 
 @pytest.mark.parametrize(("heads", "shared"), [(2, 2), (4, 2), (3, 1), (8, 2), (6, 1), (8, 1)])
@@ -52,22 +55,23 @@ def test_query_heads_share_keys(heads: int, shared: int) -> None:
     check(case_of([5, 40], heads=heads, shared=shared))
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, 63, 64, 65, 1000])
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(1, None), (63, None), (64, 1.5), (65, None), (1000, 1.5), (None, 1.5)]
+)
 def test_windows_and_capped_scores(window: int | None, softcap: float | None) -> None:
-    check(case_of([1, 64, 65, 200], shared=1), window=window, softcap=softcap)
+    check(case_of([1, 65, 150], heads=2, shared=1), window=window, softcap=softcap)
 
 
 BLOCK = decode.TILE // (64 * 4)
 
 
-@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK - 1])
-@pytest.mark.parametrize("splits", [1, 3, 8])
+@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK - 1])
+@pytest.mark.parametrize("splits", [1, 3])
 def test_edges_of_blocks_and_parts(
     length: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "num_splits", lambda *_: splits)
-    check(case_of([length, 0, 2], heads=2, shared=1))
+    check(case_of([length, 0, 1], heads=2, shared=1))
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -82,8 +86,7 @@ def test_a_row_without_tokens_is_zero_and_reads_nothing(
     assert found[1].any()
 
 
-@pytest.mark.parametrize("head", [64, 80])
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(("head", "window"), [(64, None), (80, None), (64, 70)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_outside_of_the_rows_is_read(
     head: int, window: int | None, dtype: torch.dtype, mended: list[tuple[Any, Any]]
@@ -126,24 +129,13 @@ def test_rows_are_cut_to_fill_the_card() -> None:
 
 
 @pytest.mark.parametrize("graphs", [None, True])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_tokens_are_those_of_a_dynamic_cache(
-    family: str, graphs: bool | None, mended: list[tuple[Any, Any]]
+    graphs: bool | None, mended: list[tuple[Any, Any]]
 ) -> None:
-    """Rows in the cache's own pages, with nothing mapped beyond them: reading there would end the
-    process."""
-    model, prompts = model_of(family), prompts_of((3, 18, 9))
-    expected = [alone(model, prompt, 6) for prompt in prompts]
-    with Generator(
-        model, budget="64MiB", max_batch=3, prefill_chunk=16, graphs=graphs
-    ) as generator:
-        assert run(generator, prompts, 6) == expected
+    """With windows and capped scores, over rows in the cache's own pages. Nothing is mapped beyond
+    them: reading there would end the process."""
+    model, prompts = model_of("gemma2"), prompts_of((3, 18, 9))
+    expected = [alone(model, prompt, 4) for prompt in prompts]
+    with small_generator(model, tokens=90, max_batch=3, graphs=graphs) as generator:
+        assert run(generator, prompts, 4) == expected
     assert mended  # it was the kernel
-
-
-def test_rows_that_are_preempted() -> None:
-    model, prompts = model_of("llama"), prompts_of((20, 31))
-    expected = [alone(model, prompt, 12) for prompt in prompts]
-    with small_generator(model, tokens=60, max_batch=2, graphs=True) as generator:
-        assert run(generator, prompts, 12) == expected
-        assert generator.counts.preemptions > 0

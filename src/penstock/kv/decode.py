@@ -37,7 +37,7 @@ LONGEST_PART = 4096
 """Keys of a part, if there may be as many parts. Of rows that differ in length the longest ends
 last; this bounds for how long it reads alone."""
 
-HEADS = (16, 256)
+HEADS = (8, 256)
 """From the narrowest to the widest head that the kernel knows."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -117,7 +117,7 @@ def attend(
     rows, heads, _, head = query.shape
     shared, device = key.shape[1], query.device
     query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-    wide = power(head)
+    wide = max(16, power(head))  # no matrix product is narrower
     block = max(16, min(128, TILE // (wide * key.element_size())))
     splits = num_splits(
         rows, shared, min(spots.longest, window or spots.longest), _multiprocessors(device), block
@@ -155,7 +155,7 @@ def power(number: int) -> int:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 4  # the interpreter's tests: rows are cut, and not into too many parts
+        return 1  # in the interpreter programs run one after the other
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -28,9 +28,9 @@ from penstock.kv.sampling import Draws, pick
 from penstock.kv.scheduling import Live, Scheduler
 from penstock.kv.text import TextStream
 
-LOOK = 32
-"""Steps between looks at the cache's pages, which takes a while where there are many. It is also
-looked at whenever a sequence ends, so that peaks are seen."""
+LOOK = 256
+"""Steps between looks at the cache's pages, which takes as long as several tokens where there are
+many. It is also looked at whenever a sequence ends, so that peaks are seen."""
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 import warnings
@@ -29,7 +30,7 @@ class Recorder:
     def record(self, call: Call) -> Graph:
         """The call runs twice, is recorded, and can then be played. RuntimeError if it cannot be
         recorded; what it computed meanwhile is the same as if it had been called."""
-        main, side = _cuda.current_stream(), _cuda.Stream()
+        main, side = _cuda.current_stream(), _side(_cuda.current_device())
         side.wait_stream(main)
         with _cuda.stream(side):
             call()  # compiles kernels, and makes what libraries keep
@@ -46,6 +47,12 @@ class Recorder:
         ):
             answer = call()
         return Graph(graph, answer)
+
+
+@functools.cache
+def _side(_device: int) -> Any:
+    """The one stream to record on: cuBLAS keeps memory for every stream that it has seen."""
+    return _cuda.Stream()
 
 
 class Graph:
