@@ -40,9 +40,36 @@ def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _read(
+    q, key, value, low, high, scale, softcap, key_token, value_token,
+    HEAD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Keys and values from `low` to below `high`, once: the highest score, the sum of weights in
+    units of its own, and the weighted sum of values."""
+    d, t = tl.arange(0, q.shape[1]), tl.arange(0, BLOCK)
+    top = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
+    for begin in tl.range(low, high, BLOCK, num_stages=STAGES):
+        seen = begin + t < high
+        token = tl.minimum(begin + t, high - 1).to(tl.int64)  # no pointer leaves the row
+        mask = seen[:, None] & (d < HEAD)[None, :]
+        k = tl.load(key + token[:, None] * key_token + d[None, :], mask=mask, other=0.0)
+        v = tl.load(value + token[:, None] * value_token + d[None, :], mask=mask, other=0.0)
+        s = _scores(q, k, scale, softcap, SOFTCAP)
+        s = tl.where(seen[None, :], s, float("-inf"))
+        above = tl.maximum(top, tl.max(s, axis=1))
+        fade = tl.exp2(top - above)
+        p = tl.exp2(s - above[:, None])
+        total = total * fade + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        top = above
+    return top, total, acc
+
+
+@triton.jit
 def part_kernel(
-    query, key, value, starts, ends, out, partial, tops, sums,
-    scale, softcap,
+    query, key, value, starts, ends, out, partial, tops, sums, scale, softcap,
     query_row, query_head, key_token, key_head, value_token, value_head,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
@@ -55,45 +82,29 @@ def part_kernel(
     low = first + part * size
     high = tl.minimum(low + size, end)
     g, d = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD)
-    t = tl.arange(0, BLOCK)
     heads = shared * GROUP + g
+    which = row * tl.num_programs(0) * GROUP + heads
     here = (g < GROUP)[:, None] & (d < HEAD)[None, :]
-    at = (row * tl.num_programs(0) * GROUP + heads) * SPLITS + part
     if low < high:
         asked = query + row.to(tl.int64) * query_row + heads[:, None] * query_head + d[None, :]
         q = tl.load(asked, mask=here, other=0.0)
         start = tl.load(starts + row).to(tl.int64)
-        key += start * key_token + shared * key_head
-        value += start * value_token + shared * value_head
-        top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP_PAD], tl.float32)
-        acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
-        for begin in tl.range(low, high, BLOCK, num_stages=STAGES):
-            seen = begin + t < high
-            token = tl.minimum(begin + t, high - 1).to(tl.int64)  # no pointer leaves the row
-            mask = seen[:, None] & (d < HEAD)[None, :]
-            k = tl.load(key + token[:, None] * key_token + d[None, :], mask=mask, other=0.0)
-            v = tl.load(value + token[:, None] * value_token + d[None, :], mask=mask, other=0.0)
-            s = _scores(q, k, scale, softcap, SOFTCAP)
-            s = tl.where(seen[None, :], s, float("-inf"))
-            above = tl.maximum(top, tl.max(s, axis=1))
-            fade = tl.exp2(top - above)
-            p = tl.exp2(s - above[:, None])
-            total = total * fade + tl.sum(p, axis=1)
-            acc = acc * fade[:, None]
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-            top = above
+        keys, values = start * key_token + shared * key_head, start * value_token
+        top, total, acc = _read(
+            q, key + keys, value + values + shared * value_head, low, high, scale, softcap,
+            key_token, value_token, HEAD, BLOCK, STAGES, SOFTCAP,
+        )  # fmt: skip
         if SPLITS == 1:
-            place = out + (row * tl.num_programs(0) * GROUP + heads)[:, None] * HEAD + d[None, :]
-            tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=here)
+            found = (acc / total[:, None]).to(out.dtype.element_ty)
+            tl.store(out + which[:, None] * HEAD + d[None, :], found, mask=here)
         else:
+            at = which * SPLITS + part
             tl.store(partial + at[:, None] * HEAD + d[None, :], acc, mask=here)
             tl.store(tops + at, top, mask=g < GROUP)
             tl.store(sums + at, total, mask=g < GROUP)
     elif SPLITS == 1:  # a row of no tokens
-        place = out + (row * tl.num_programs(0) * GROUP + heads)[:, None] * HEAD + d[None, :]
-        none = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
-        tl.store(place, none.to(out.dtype.element_ty), mask=here)
+        none = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32).to(out.dtype.element_ty)
+        tl.store(out + which[:, None] * HEAD + d[None, :], none, mask=here)
 
 
 @triton.jit

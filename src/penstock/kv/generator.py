@@ -65,7 +65,9 @@ class Counts:
 class Generator:
     """Generates for many requests at once, over one cache of a fixed budget.
 
-    `model` is a transformers model, or anything that carries passes out. Not for several threads.
+    `model` is a transformers model, or anything that carries passes out. `prefill_chunk` is how many
+    prompt tokens a step reads; None: by the device. With `graphs` False tokens are made without
+    CUDA graphs. Not for several threads.
     """
 
     def __init__(
@@ -82,8 +84,6 @@ class Generator:
         cache: VirtualCache | None = None,
         graphs: bool | None = None,
     ) -> None:
-        """`prefill_chunk`: prompt tokens of a step; None: by the device. `graphs` False: tokens are
-        made without CUDA graphs."""
         for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             if value is not None and value < 1:
                 raise RequestError("of the generator", name, "must be 1 or more", value)
