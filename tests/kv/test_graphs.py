@@ -144,6 +144,10 @@ def test_padding_writes_into_nobodys_pages(space: Space) -> None:
         assert torch.equal(tail(made, row)[: len(rest)], rest)
     assert slate.tokens[:, 0].tolist() == [7, 8, 9, 0, 0, 0, 0, 0]
     assert slate.spots.ends.tolist() == [2, 22, 41, 0, 0, 0, 0, 0]
+    made.prepare([(rows[1], 1)])
+    slate.fill([rows[1]], [6], [5])  # those who have left are not read again
+    assert slate.spots.ends.tolist() == [6, 0, 0, 0, 0, 0, 0, 0]
+    assert slate.positions[:, 0].tolist() == [5, 0, 0, 0, 0, 0, 0, 0]
     close(made)
 
 

@@ -65,9 +65,9 @@ class Counts:
 class Generator:
     """Generates for many requests at once, over one cache of a fixed budget.
 
-    `model` is a transformers model, or anything that carries passes out. `prefill_chunk` is how many
-    prompt tokens a step reads; None: by the device. With `graphs` False tokens are made without
-    CUDA graphs. Not for several threads.
+    `model` is a transformers model, or anything that carries passes out. `prefill_chunk` is how
+    many prompt tokens a step reads; None: by the device. With `graphs` False tokens are made
+    without CUDA graphs. Not for several threads.
     """
 
     def __init__(
