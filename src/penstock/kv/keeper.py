@@ -19,7 +19,6 @@ from penstock.kv import reclaiming
 from penstock.kv.errors import (
     BrokenCacheError,
     ContextError,
-    NoSlot,
     SequenceError,
 )
 from penstock.kv.growth import Grower
@@ -68,7 +67,7 @@ class Keeper:
                 shared = row.pages[: self.layout.pages_for(length)]
             else:
                 length = 0
-            slot = self.best_fit(0 if shared else self.layout.pages_for(expect))
+            slot = reclaiming.best_fit(self, 0 if shared else self.layout.pages_for(expect))
             self.furnish(slot, shared)
             sequence = Sequence(length=length, prepared=length, _slot=slot)
             slot.sequence = sequence
@@ -131,13 +130,14 @@ class Keeper:
         for sequence, end in needs:
             sequence.prepared = max(sequence.prepared, end)  # so that reclaiming spares its pages
         lengths = {s: len(self.slot_of(s).pages) for s, _ in needs}
+        lacking = [need for need in needs if not self._has(*need)]  # few, when one token is asked
         try:
-            missing = self._count_missing(needs)
+            missing = self._count_missing(lacking)
             if missing > self.pool.free:
                 self.grower.still(self.table.slots)  # it may be mapping what is missing
-                missing = self._count_missing(needs)
+                missing = self._count_missing(lacking)
             reclaiming.ensure_free(self, missing)
-            new = sum(self._commit_one(sequence, end) for sequence, end in needs)
+            new = sum(self._commit_one(sequence, end) for sequence, end in lacking)
         except BrokenCacheError:
             raise
         except BaseException:
@@ -146,6 +146,13 @@ class Keeper:
                 self.pool.give(self.table.truncate(self.slot_of(sequence), lengths[sequence]))
             raise
         self.mapped_inline += new
+
+    def _has(self, sequence: Sequence, end: int) -> bool:
+        """Whether it has pages up to there already, and shares none that it would write."""
+        pages = self.slot_of(sequence).pages
+        return self.layout.pages_for(end) <= len(pages) and all(
+            self.pool.holders(pages[i]) == 1 for i in self._written(sequence, end)
+        )
 
     def _commit_one(self, sequence: Sequence, end: int) -> int:
         """Returns how many pages were mapped behind the others."""
@@ -198,16 +205,6 @@ class Keeper:
         target = self.layout.pages_for(min(sequence.prepared + ahead, self.layout.max_context))
         most = self.layout.pages_for(sequence.prepared) + MAX_AHEAD
         return len(slot.pages) < min(target, most) and self.pool.free > 0
-
-    def best_fit(self, wanted: int) -> Slot:
-        """The free slot whose kept pages fit best: the fewest that suffice, else the most."""
-        empty = [slot for slot in self.table.slots if slot.sequence is None]
-        if not empty:
-            raise NoSlot(slots=len(self.table.slots))
-        enough = [slot for slot in empty if len(slot.pages) >= wanted]
-        if enough:
-            return min(enough, key=lambda slot: len(slot.pages))
-        return max(empty, key=lambda slot: len(slot.pages))
 
     def furnish(self, slot: Slot, shared: list[Page]) -> None:
         """Give a free slot a prefix, and behind it the pages it kept, zeroed."""

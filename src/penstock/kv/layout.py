@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from penstock.kv.errors import ModelError
 from penstock.units import round_up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The shape of a row, in tokens and bytes."""
+    """The shape of a row, in tokens and bytes. What follows from it is reckoned once: it is asked
+    for every row of every token."""
 
     windows: tuple[int | None, ...]
     """Per layer, how many tokens it looks back on; None: all of them."""
@@ -31,23 +33,23 @@ class Layout:
     max_context: int
     """The most tokens of a sequence."""
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         return len(self.windows)
 
-    @property
+    @cached_property
     def token_nbytes(self) -> int:
         """All layers of one token. A token may lie across the border of two pages."""
         return self.num_layers * 2 * self.heads * self.head_dim * self.dtype.itemsize
 
-    @property
+    @cached_property
     def row_tokens(self) -> int:
         """Tokens from one row to the next: whole tokens and whole pages, so that the rows are also
         one flat run of tokens. What lies beyond `max_context` is address space and never memory."""
         unit = self.page_nbytes // math.gcd(self.page_nbytes, self.token_nbytes)
         return round_up(self.max_context, unit)
 
-    @property
+    @cached_property
     def row_pages(self) -> int:
         return self.row_tokens * self.token_nbytes // self.page_nbytes
 
@@ -59,7 +61,7 @@ class Layout:
         """Pages that `tokens` tokens fill to the last byte."""
         return tokens * self.token_nbytes // self.page_nbytes
 
-    @property
+    @cached_property
     def tokens_per_page(self) -> int:
         """Rounded up: growing by that many tokens takes at least one page."""
         return -(-self.page_nbytes // self.token_nbytes)

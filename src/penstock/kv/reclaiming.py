@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.kv.errors import CacheFull
+from penstock.kv.errors import CacheFull, NoSlot
 from penstock.kv.slots import Slot
 
 if TYPE_CHECKING:
@@ -48,3 +48,15 @@ def _spare(keeper: Keeper) -> list[tuple[Slot, int]]:
             ahead.append((slot, keeper.layout.pages_for(slot.sequence.prepared)))
     spare = [*reversed(kept), *reversed(ahead)]
     return [(slot, need) for slot, need in spare if len(slot.pages) > need]
+
+
+def best_fit(keeper: Keeper, wanted: int) -> Slot:
+    """The free slot whose kept pages fit best: the fewest that suffice, else the most."""
+    slots = keeper.table.slots
+    empty = [slot for slot in slots if slot.sequence is None]
+    if not empty:
+        raise NoSlot(slots=len(slots))
+    enough = [slot for slot in empty if len(slot.pages) >= wanted]
+    if enough:
+        return min(enough, key=lambda slot: len(slot.pages))
+    return max(empty, key=lambda slot: len(slot.pages))

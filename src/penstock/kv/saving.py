@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from penstock.kv import reclaiming
 from penstock.kv.errors import SequenceError
 from penstock.kv.keeper import Keeper
 from penstock.kv.slots import Sequence
@@ -35,7 +36,7 @@ def restore(keeper: Keeper, sequence: Sequence) -> None:
             state = "is finished" if sequence.finished else "is in its slot already"
             raise SequenceError(f"a sequence that {state} cannot be restored")
         length = sequence.length
-        slot = keeper.best_fit(keeper.layout.pages_for(length))
+        slot = reclaiming.best_fit(keeper, keeper.layout.pages_for(length))
         keeper.furnish(slot, [])
         slot.sequence, sequence._slot = sequence, slot
         sequence.length = sequence.prepared = 0
