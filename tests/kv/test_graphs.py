@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.kv import graphs, moving
-from penstock.kv.errors import BatchError, KvWarning
+from penstock.kv.errors import BatchError, KvWarning, SpaceError
 from penstock.kv.generator import Generator
 from penstock.kv.graphs import Addresses, Decoder
 from penstock.kv.passes import Pass, Resident, usual_chunk
@@ -190,6 +190,20 @@ def test_the_place_for_padding_goes_back() -> None:
     assert not space.driver.alive
     assert not space.driver.mapped
     assert not space.driver.ranges
+
+
+def test_a_place_for_padding_that_cannot_be_had_is_not_half_there() -> None:
+    space = DriverSpace()
+    made = cache(space)
+    for call in ("cuMemCreate", "cuMemMap", "cuMemSetAccess"):
+        space.driver.fail = lambda name, call=call: name == call  # type: ignore[misc]
+        with pytest.raises(SpaceError, match=call):
+            made.slate(2, 4096)
+        assert not space.driver.alive
+    space.driver.fail = lambda _: False
+    made.slate(2, 4096)
+    close(made)
+    assert not space.driver.alive
 
 
 def test_a_slate_refuses_rows_without_room() -> None:

@@ -259,9 +259,14 @@ class Keeper:
         there and nothing reads it. Beside the budget, as the blank page is."""
         with self.whole():
             if not self._scratch:
-                space = self.pool.space
-                pages = [space.create() for _ in range(self.layout.pages_for(1))]
-                self.table.show_scratch(pages)
+                pages: list[Page] = []
+                try:
+                    pages += (self.pool.space.create() for _ in range(self.layout.pages_for(1)))
+                    self.table.show_scratch(pages)
+                except BaseException:
+                    for page in pages:
+                        self.pool.space.destroy(page)
+                    raise
                 self._scratch = pages
             return len(self.table.slots) * self.layout.row_tokens
 
