@@ -7,7 +7,7 @@ On a GPU, a call for each of these; --limit ends each after 280 s:
     python bench/bench_kv.py --parts decode --mode graph --arms "penstock,static compiled" \\
         --contexts 1024,32768 --batches 1,8 --compiled 1024x1,32768x1,32768x8 --save
     python bench/bench_kv.py --parts decode --mode graph --arms "penstock,paged batching" --save
-    python bench/bench_kv.py --parts attention,prefill --save
+    python bench/bench_kv.py --parts prefill,attention --save
     python bench/bench_kv.py --parts arrivals --mode graph --save
 
 and a rehearsal on a CPU:
