@@ -2,13 +2,15 @@
 
 On a GPU, a call for each of these; --limit ends each after 280 s:
 
-    python bench/bench_kv.py --parts decode --mode eager --save
-    python bench/bench_kv.py --parts decode --mode graph --arms "penstock,penstock ragged" --save
+    python bench/bench_kv.py --parts decode --mode eager --save eager
+    python bench/bench_kv.py --parts decode --mode graph --arms "penstock,penstock ragged" \\
+        --save graph
     python bench/bench_kv.py --parts decode --mode graph --arms "penstock,static compiled" \\
-        --contexts 1024,32768 --batches 1,8 --compiled 1024x1,32768x1,32768x8 --save
-    python bench/bench_kv.py --parts decode --mode graph --arms "penstock,paged batching" --save
-    python bench/bench_kv.py --parts prefill,attention --save
-    python bench/bench_kv.py --parts arrivals --mode graph --save
+        --contexts 1024,32768 --batches 1,8 --compiled 1024x1,32768x1,32768x8 --save compiled
+    python bench/bench_kv.py --parts decode --mode graph --arms "penstock,paged batching" \\
+        --save paged
+    python bench/bench_kv.py --parts prefill,attention --save parts
+    python bench/bench_kv.py --parts arrivals --mode graph --save arrivals
 
 and a rehearsal on a CPU:
 
@@ -18,7 +20,7 @@ Weights are random. `eager` has every arm launch its kernels one by one, `graph`
 StaticCache compiled with mode="reduce-overhead", anew for each shape, and therefore for the cells
 of --compiled only, and transformers' continuous batching with its own. Each cell names what did not
 fit, and what there was no time for. Leave PYTORCH_CUDA_ALLOC_CONF alone: DynamicCache suffers from
-expandable segments. Writes bench/results/kv_<shape>_<hardware>_<date>.json.
+expandable segments. Writes bench/results/kv_<shape>_<name>_<hardware>_<date>.json.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--arrivals-budget", default="16GiB")
     parser.add_argument("--arrivals-context", type=int, default=8192)
     parser.add_argument("--requests", type=int, default=96)
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--save", metavar="NAME", help="write results under this name")
     return parser.parse_args()
 
 
@@ -238,7 +240,7 @@ def main() -> None:
         results[name] = PARTS[name](bench)
     results["seconds"] = bench.seconds
     if chosen.save:
-        print(certificate.save(f"kv_{chosen.shape}", results))
+        print(certificate.save(f"kv_{chosen.shape}_{chosen.save}", results))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ FLAGS = {
     "generate": {
         *{"model", "--prompt", "--file", "--chat", "--max-new", "--temperature", "--top-k"},
         *{"--top-p", "--seed", "--stop", "--hbm", "--batch", "--context", "--prefill-chunk"},
-        *{"--dtype", "--revision", "--trust-remote-code", "--json", "--help"},
+        *{"--no-graphs", "--dtype", "--revision", "--trust-remote-code", "--json", "--help"},
     },
     "data show": {
         *{"file", "--model", "--context", "--count", "--overlong", "--skip-bad-lines", "--cache"},
