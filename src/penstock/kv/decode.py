@@ -40,6 +40,13 @@ last; this bounds for how long it reads alone."""
 HEADS = (8, 256)
 """From the narrowest to the widest head that the kernel knows."""
 
+OLDEST = (8, 0)
+"""The compute capability from which on a GPU fetches ahead into shared memory, and has enough of it
+for the tiles. Older ones go on as those without Triton."""
+
+MANY_QUERIES = 32
+"""Query heads that share keys; with more, tiles are fetched one ahead only, to leave them room."""
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -79,7 +86,7 @@ def available(device: torch.device) -> bool:
             stacklevel=2,
         )
         return False
-    return True
+    return torch.cuda.get_device_capability(device) >= OLDEST
 
 
 def fits(device: torch.device, dtype: torch.dtype, head: int) -> bool:
@@ -112,16 +119,18 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spots: Spots,
     scaling: float | None, window: int | None, softcap: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """`query` is [rows, heads, 1, head size], keys and values [any, shared heads, any, head size]
-    with any strides; the answer is [rows, 1, heads, head size]."""
+    """`query` is [rows, heads, 1, head size], keys and values [any, shared heads, any, head size],
+    strided as they like but for the last; the answer is [rows, 1, heads, head size]."""
     rows, heads, _, head = query.shape
     shared, device = key.shape[1], query.device
-    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+    query = query if query.stride(3) == 1 else query.contiguous()
+    assert key.stride(3) == value.stride(3) == 1, "keys and values are read as they lie"
     wide = max(16, power(head))  # no matrix product is narrower
     block = max(16, min(128, TILE // (wide * key.element_size())))
     splits = num_splits(
         rows, shared, min(spots.longest, window or spots.longest), _multiprocessors(device), block
     )
+    group = max(16, power(heads // shared))
     out = torch.empty(rows, 1, heads, head, dtype=query.dtype, device=device)
     size = rows * heads * splits if splits > 1 else 0
     partial, tops, sums = (
@@ -134,8 +143,8 @@ def attend(
             scaling if scaling is not None else head**-0.5, softcap or 1.0,
             query.stride(0), query.stride(1),
             key.stride(2), key.stride(1), value.stride(2), value.stride(1),
-            GROUP=heads // shared, GROUP_PAD=max(16, power(heads // shared)),
-            HEAD=head, HEAD_PAD=wide, SPLITS=splits, BLOCK=block, STAGES=STAGES,
+            GROUP=heads // shared, GROUP_PAD=group, HEAD=head, HEAD_PAD=wide, SPLITS=splits,
+            BLOCK=block, STAGES=STAGES if group <= MANY_QUERIES else 2,
             WINDOW=window or 0, SOFTCAP=softcap is not None, num_warps=WARPS,
         )  # fmt: skip
         if splits > 1:
