@@ -48,8 +48,9 @@ SHAPES = {
     "tiny": {"heads": 4, "shared": 2, "head": 8},
     "odd": {"heads": 10, "shared": 2, "head": 80},
 }
-TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-"""Weights and answers are rounded to 8, 11 and 24 bits."""
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 2.5e-3, torch.float32: 1e-5}
+"""Weights are rounded to 8, 11 or 24 bits, and so are answers: twice half a unit of the last place
+of values up to 5. In fp32 sums of thousands come to that."""
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

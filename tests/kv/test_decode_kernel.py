@@ -27,7 +27,7 @@ pytestmark = [
 
 TOLERANCES = {
     torch.float32: 2e-6,
-    torch.float16: 2e-3,  # weights are rounded to 11 bits, and so is the answer
+    torch.float16: 2.5e-3,  # weights are rounded to 11 bits, and so are answers, of up to 5
     torch.bfloat16: 2e-2,  # to 8
 }
 

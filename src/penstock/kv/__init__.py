@@ -6,7 +6,7 @@ cache and the memory of continuous batching. `Generator` runs requests over it.
 
 from penstock.kv.batch import Batch
 from penstock.kv.cache import VirtualCache
-from penstock.kv.errors import CacheFull, ContextError, KvError, NoSlot
+from penstock.kv.errors import CacheFull, ContextError, KvError, KvWarning, NoSlot
 from penstock.kv.generator import Counts, Generator
 from penstock.kv.pool import PagePool
 from penstock.kv.requests import GenerationError, Piece, Request
@@ -25,6 +25,7 @@ __all__ = [
     "Stats",
     "PagePool",
     "KvError",
+    "KvWarning",
     "CacheFull",
     "NoSlot",
     "ContextError",
