@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ def build_model(
     make: Any = transformers.AutoModelForCausalLM
     with _without_parameters():
         model: nn.Module = make.from_config(
-            config,
+            copy.deepcopy(config),  # whose attention is set to ours
             dtype=dtype,
             attn_implementation=attention.NAME,
             trust_remote_code=trust_remote_code,
