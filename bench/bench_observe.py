@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--interval", type=float, default=0.05)
+    parser.add_argument("--interval", type=float, default=0.1)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     if not torch.cuda.is_available():

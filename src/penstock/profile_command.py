@@ -21,7 +21,7 @@ def profile_command(
         list[str], typer.Argument(help="The program and its arguments, after `--`.", metavar="...")
     ],
     out: Annotated[Path, Option("--out", "-o", help="The directory to write.")] = Path("run"),
-    interval: Annotated[float, Option(help="Seconds between samples.")] = 0.05,
+    interval: Annotated[float, Option(help="Seconds between samples.")] = 0.1,
     exact: Annotated[
         str, Option(help="Steps whose every copy is recorded, such as 3,5; they run slower.")
     ] = "",

@@ -88,7 +88,7 @@ class Observation:
 
     command: tuple[str, ...] = ()
     pid: int = 0
-    interval: float = 0.05
+    interval: float = 0.1
     """Seconds between samples."""
 
     mode: Mode = "sampling"

@@ -27,7 +27,7 @@ from penstock.observe.samplers import Sampler, Samplers
 from penstock.observe.tracker import Stretch, Tracker
 from penstock.observe.writing import LIMIT, RunFolder
 
-INTERVAL = 0.05
+INTERVAL = 0.1
 
 QUEUE = 20_000
 """Moments that may wait to be written. What comes beyond is counted and left out."""
