@@ -1,7 +1,7 @@
 """Continuous batching: requests come and go at every step. Room: hold.
 
 Prompts are read in chunks beside the tokens that others make, so that a long prompt delays them
-little; a request's tokens do not depend on what ran beside it.
+little; what a request draws does not depend on what ran beside it.
 """
 
 from __future__ import annotations
