@@ -153,13 +153,16 @@ def workload_for(inventory: Inventory, recipe: Recipe) -> Workload:
 
 
 def has_kernels(device: str | None = None) -> bool:
-    """Whether compiled bodies and Triton's kernels can run where the model computes."""
+    """Whether compiled bodies, Triton's kernels and flash attention in bf16 can run where the model
+    computes: on cards from compute capability 8.0 on."""
     import importlib.util
 
     import torch
 
     on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    return on_gpu and importlib.util.find_spec("triton") is not None
+    if not on_gpu or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def known_machine(device: str | None = None) -> tuple[Machine, str]:
