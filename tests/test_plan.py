@@ -167,5 +167,5 @@ def test_an_unmeasured_gpu_is_known_by_its_data_sheet_and_said_so() -> None:
 def test_a_machine_without_a_gpu_computes_on_its_cores() -> None:
     rates = Rates.of(replace(machine(), gpus=(), transfers=()))
 
-    assert rates.block_flops == 8 * 50e9
+    assert rates.block_flops == 8 * 20e9
     assert any("no GPU" in text for text in rates.assumed)
