@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -28,6 +31,21 @@ quiet = [
     # numpy, of infinities that are meant
     *([pytest.mark.filterwarnings("ignore::RuntimeWarning")] if INTERPRETED else []),
 ]
+
+
+def count_interpreted(*words: str) -> int:
+    """Run tests in Triton's interpreter; how many passed, none having failed."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(run.stdout[-3000:], run.stderr[-1000:])
+    assert run.returncode == 0
+    return int(re.findall(r"(\d+) passed", run.stdout)[-1])
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import threading
@@ -66,6 +67,21 @@ def test_short_answers_are_continued(
     with ShardReader(tmp_path) as reader:
         monkeypatch.setattr(os, "preadv", lambda fd, views, at: whole(fd, [views[0][:4096]], at))
         assert same_bits(part(reader, "t2", 3, COUNT), tensors["t2"][3:])
+
+
+def test_a_file_system_that_refuses_only_the_read_goes_through_the_page_cache(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.preadv
+
+    def refusing(fd: int, views: list[memoryview], at: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return whole(fd, views, at)
+
+    monkeypatch.setattr(os, "preadv", refusing)
+    with ShardReader(tmp_path) as reader:
+        assert same_bits(part(reader, "t1", 5, COUNT), tensors["t1"][5:])
 
 
 @pytest.mark.usefixtures("tensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
@@ -212,3 +213,21 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with ShardReader(tmp_path) as reader:
         for i in range(4):
             assert same_bits(read(reader, f"t{i}"), torch.full((10,), i, dtype=torch.float32))
+
+
+def test_a_file_system_that_refuses_only_the_write_goes_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.write
+
+    def refusing(fd: int, data: memoryview) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return whole(fd, data)
+
+    monkeypatch.setattr(os, "write", refusing)
+    tensor = torch.arange(300_000, dtype=torch.int32)
+    ShardWriter([tensor_out("t", tensor)]).write(tmp_path)
+
+    with ShardReader(tmp_path) as reader:
+        assert torch.equal(read(reader, "t"), tensor)

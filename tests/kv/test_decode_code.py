@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import torch
 
 from penstock.kv import decode
 from penstock.kv.errors import KvWarning
-from tests.device_sweeps import needs_triton, quiet
+from tests.device_sweeps import count_interpreted, needs_triton, quiet
 
 pytestmark = quiet
 
@@ -23,17 +20,7 @@ pytestmark = quiet
 @needs_triton
 def test_the_interpreter_finds_what_attention_is() -> None:
     file = str(Path(__file__).with_name("test_decode_kernel.py"))
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    print(run.stdout[-3000:], run.stderr[-1000:])
-
-    assert run.returncode == 0
-    assert int(re.findall(r"(\d+) passed", run.stdout)[-1]) > 30
+    assert count_interpreted(file) > 30
 
 
 def compiled(dtype: str, group: int, head: int, **more: Any) -> Any:

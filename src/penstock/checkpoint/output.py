@@ -8,6 +8,7 @@ the page cache after all, which is told to forget.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -15,9 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from penstock.checkpoint.disk import BLOCK
+
 BUFFER = 8 << 20
-ALIGN = 4096
-"""The largest block of a disk."""
 
 _BEHIND = 64 << 20
 """Bytes that may wait in the page cache. With each of these the kernel is asked to write them out
@@ -76,10 +77,16 @@ class Output:
 
     def _put(self, data: memoryview) -> None:
         while data:
-            whole = len(data) // ALIGN * ALIGN
-            if self._direct and (not whole or self._at % ALIGN):
+            whole = len(data) // BLOCK * BLOCK
+            if self._direct and (not whole or self._at % BLOCK):
                 self._direct = _switch(self.fd, on=False)
-            count = os.write(self.fd, data[:whole] if self._direct else data)
+            try:
+                count = os.write(self.fd, data[:whole] if self._direct else data)
+            except OSError as refused:  # some file systems say so only now
+                if refused.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._direct = _switch(self.fd, on=False)
+                continue
             self._at += count
             data = data[count:]
         if not self._direct and self._at - self._asked >= _BEHIND:

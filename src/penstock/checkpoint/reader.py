@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import mmap
 import os
 import stat
@@ -19,7 +20,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from penstock.checkpoint.disk import bytes_of
+from penstock.checkpoint.disk import BLOCK, bytes_of
 from penstock.checkpoint.errors import (
     CheckpointReadError,
     CorruptShardError,
@@ -35,6 +36,7 @@ from penstock.checkpoint.headers import (
     header_nbytes,
     parse_header,
 )
+from penstock.units import round_up
 
 _PIECE = 16 << 20
 """Bytes of one read call, after which the page cache is told to forget them."""
@@ -42,9 +44,6 @@ _PIECE = 16 << 20
 _DIRECT = 8 << 20
 """Bytes of one read past the page cache. Through it the kernel asks the disk for 128 KiB at a time
 and copies, which gave a third of the disk's speed."""
-
-_ALIGN = 4096
-"""Of such reads, in the file and in memory: the largest block of a disk."""
 
 _scratch = threading.local()
 """Of each thread that reads, a buffer that such reads can go to."""
@@ -170,16 +169,22 @@ def _read_direct(shard: _Shard, name: str, into: torch.Tensor, offset: int) -> N
     """Fills `into`, by way of an aligned buffer of this thread's own."""
     buffer = getattr(_scratch, "buffer", None)
     if buffer is None:
-        buffer = _scratch.buffer = mmap.mmap(-1, _DIRECT + 2 * _ALIGN)
+        buffer = _scratch.buffer = mmap.mmap(-1, _DIRECT + 2 * BLOCK)
         _scratch.bytes = torch.frombuffer(buffer, dtype=torch.uint8)
     assert shard.direct is not None
     done, size = 0, into.numel()
     with _told(shard.path, name), memoryview(buffer) as view:
         while done < size:
-            low = (offset + done) // _ALIGN * _ALIGN
+            low = (offset + done) // BLOCK * BLOCK
             skip = offset + done - low
-            wanted = min(len(view), -(-(skip + size - done) // _ALIGN) * _ALIGN)
-            got = os.preadv(shard.direct, [view[:wanted]], low) - skip
+            wanted = min(len(view), round_up(skip + size - done, BLOCK))
+            try:
+                got = os.preadv(shard.direct, [view[:wanted]], low) - skip
+            except OSError as refused:  # some file systems say so only now
+                if refused.errno != errno.EINVAL:
+                    raise
+                _read(shard, name, bytes_of(into[done:]), offset + done)
+                return
             if got <= 0:
                 at = offset + done
                 raise TruncatedShardError(shard.path, wanted=shard.nbytes, had=at, tensor=name)

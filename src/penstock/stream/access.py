@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from penstock.roles import Formats, Role
 from penstock.stream.spans import Span, role_dtype
 from penstock.stream.state import Taken
 
+T = TypeVar("T")
+
 PART = 1 << 22
 """Elements handed over at a time: a multiple of what the sweep cuts at."""
 
@@ -24,13 +27,13 @@ Source = Callable[[TensorSpec, int, int], torch.Tensor]
 """Elements `low` to `high` of a tensor, in the role's own type, on the host."""
 
 
-def ahead(calls: Sequence[Callable[[], torch.Tensor]], threads: int) -> Iterator[torch.Tensor]:
+def ahead(calls: Sequence[Callable[[], T]], threads: int) -> Iterator[T]:
     """What each call gives, in order; with several threads, one call a thread is under way."""
     if threads == 1:
         yield from (call() for call in calls)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock load") as pool:
-        coming: deque[Future[torch.Tensor]] = deque()
+        coming: deque[Future[T]] = deque()
         try:
             for call in calls:
                 coming.append(pool.submit(call))

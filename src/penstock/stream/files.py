@@ -26,7 +26,7 @@ OPTIMIZER = "optimizer"
 """The stem of its files."""
 
 READERS = 4
-"""Threads that read a file: one waits for the disk while another copies from the page cache."""
+"""Threads that read a file: some wait for the disk while another copies from its buffer."""
 
 _SUFFIX = {Role.MASTER: "rest", Role.FIRST: "first", Role.SECOND: "second"}
 

@@ -139,8 +139,7 @@ class Mover:
 
     def fetch_inputs(self, run: Run, at: int, op: Operation) -> None:
         """Micro-batch by micro-batch, through two slots."""
-        for mark in self._needs(run, at):
-            self._device.wait(mark)
+        self._come_after(run, at)
         computed = run.program.at[Verb.BACKWARD, op.block, op.round, None]
         last = len(self._homes.inventory.blocks) - 2
         self._device.wait(run.marks.get(run.program.at[Verb.FORWARD, last, op.round, None]))
@@ -202,14 +201,18 @@ class Mover:
             extent = self._homes.extent(block, Role.GRADIENT, piece)
             move(extent, data[width * start : width * stop])
 
-    def _wait(self, run: Run, at: int) -> None:
+    def _come_after(self, run: Run, at: int) -> None:
         """What is issued next on this lane comes after all that the operation needs."""
         for mark in self._needs(run, at):
             self._device.wait(mark)
+
+    def _wait(self, run: Run, at: int) -> None:
+        """The same, and the operation begins then."""
+        self._come_after(run, at)
         run.began[at] = self._device.mark()
 
     def _settle(self, run: Run, at: int) -> None:
-        """The same for work of the host's own."""
+        """As `_wait`, for work of the host's own."""
         for mark in self._needs(run, at):
             mark.settle()
         run.began[at] = Moment()

@@ -8,7 +8,7 @@ device and passes once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,7 +19,7 @@ from penstock.checkpoint.reader import ShardReader
 from penstock.inventory import Block, Inventory, TensorSpec
 from penstock.memory.arena import Arena
 from penstock.roles import Role
-from penstock.stream.access import PART
+from penstock.stream.access import PART, ahead
 from penstock.stream.device import Device, Mark
 from penstock.stream.files import READERS, elements_of, names_in
 from penstock.units import round_up
@@ -50,16 +50,13 @@ class HostWeights:
         arena = Arena(sum(each), None, device.pinned)
         self._device = device
         self._held = {t.name: arena.tensor(t.elements, dtype, name=t.name) for t in tensors}
-        with ShardReader(folder) as shards, ThreadPoolExecutor(READERS) as pool:
+        with ShardReader(folder) as shards:
             names = names_in(shards, inventory)
-            read = [pool.submit(self._read, shards, names[t.name], t) for t in tensors]
-            try:
-                for done, (tensor, ready) in enumerate(zip(tensors, read, strict=True)):
-                    tell(done, len(tensors), f"reading {tensor.name}")
-                    ready.result()
-            finally:  # what has not begun is not wanted any more
-                for ready in read:
-                    ready.cancel()
+            reads = [partial(self._read, shards, names[t.name], t) for t in tensors]
+            came = ahead(reads, READERS)
+            for done, tensor in enumerate(tensors):
+                tell(done, len(tensors), f"reading {tensor.name}")
+                next(came)
 
     def _read(self, shards: ShardReader, name: str, tensor: TensorSpec) -> None:
         """In parts, so that another type than the file's takes little memory on the way."""
