@@ -44,14 +44,12 @@ def missed_plan(m: Measures) -> Iterator[Finding]:
 
 def driver_count(m: Measures) -> Iterator[Finding]:
     """In exact steps of an engine: its own count of bytes beside the driver's."""
-    seen = {event.step for event in m.run.events if event.track.startswith(DRIVER)}
+    driver = [event for event in m.run.events if event.track.startswith(DRIVER)]
+    exact = {event.step for event in driver} & {use.step.number for use in m.uses}
     for link in GPU_LINKS:
-        told = sum(use.nbytes.get(link, 0) for use in m.uses if use.step.number in seen)
-        counted = sum(
-            event.nbytes or 0
-            for event in m.run.events
-            if event.track == DRIVER + link and event.step in {use.step.number for use in m.uses}
-        )
+        told = sum(use.nbytes.get(link, 0) for use in m.uses if use.step.number in exact)
+        own = (event for event in driver if event.track == DRIVER + link and event.step in exact)
+        counted = sum(event.nbytes or 0 for event in own)
         if not told or not counted:
             continue
         off = (counted - told) / told
