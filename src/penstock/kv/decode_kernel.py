@@ -33,7 +33,7 @@ def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr):
     """In units of log 2: the exponential of base 2 is the one that the GPU has."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if SOFTCAP:
-        e = tl.exp2(-2.0 * _LOG2E * tl.abs(s) / softcap)  # never above 1: nothing overflows
+        e = tl.exp2(tl.abs(s) * (-2.0 * _LOG2E) / softcap)  # never above 1: nothing overflows
         tanh = (1.0 - e) / (1.0 + e)
         s = tl.where(s < 0, -tanh, tanh) * softcap
     return s * _LOG2E
