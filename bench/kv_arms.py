@@ -47,9 +47,16 @@ class Virtual:
     """This cache; `spread` makes rows differ in length, by so many tokens from one to the next."""
 
     def __init__(
-        self, model: Any, context: int, batch: int, *, spread: int = 0, graphs: bool = False
+        self,
+        model: Any,
+        context: int,
+        batch: int,
+        *,
+        spread: int = 0,
+        graphs: bool = False,
+        compiled: bool = False,
     ) -> None:
-        self.forward = Resident(model, graphs)
+        self.forward = Resident(model, graphs, compiled=compiled)
         lengths = [max(1, context - row * spread) for row in range(batch)]
         each = token_nbytes(model.config, self.forward.dtype)
         room = sum(-(-(length + AHEAD) * each // (2 * MiB)) + 2 for length in lengths)
@@ -213,6 +220,7 @@ ARMS: dict[str, dict[str, Callable[[Any, int, int], Arm]]] = {
     "graph": {
         "penstock": partial(Virtual, graphs=True),
         "penstock ragged": partial(Virtual, spread=7, graphs=True),
+        "penstock compiled": partial(Virtual, graphs=True, compiled=True),
         "static compiled": compiled,
     },
 }

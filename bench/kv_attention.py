@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock.kv import attention, decode
+from penstock.kv import attention, decode, rowwise
 
 PAGE = 128
 """Tokens of a page of FlexAttention's."""
@@ -46,7 +46,7 @@ def measure(
         "penstock, ragged": _ours(query, keys, values, ragged),
         "packed": over_packed,
     }
-    if attention.flash_fits(query, None):
+    if rowwise.flash_fits(query, None):
         arms["flash"] = _flash(query, keys, values, even)
         arms["flash, ragged"] = _flash(query, keys, values, ragged)
     if device == "cuda" and context in PAGED:
@@ -80,7 +80,7 @@ def _flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: list[int]
 ) -> Call:
     """torch's flash kernel over the same views, as it runs where Triton is missing."""
-    one = attention._Attention(attention.Rows(tuple(lengths), 1), None, None, None)
+    one = rowwise.Attention(rowwise.Rows(tuple(lengths), 1), None, None, None)
     return lambda: one.flash(query, keys, values)
 
 

@@ -49,7 +49,15 @@ FLAGS = {
     "generate": {
         *{"model", "--prompt", "--file", "--chat", "--max-new", "--temperature", "--top-k"},
         *{"--top-p", "--seed", "--stop", "--hbm", "--batch", "--context", "--prefill-chunk"},
-        *{"--no-graphs", "--dtype", "--revision", "--trust-remote-code", "--json", "--help"},
+        *{
+            "--no-graphs",
+            "--compile",
+            "--dtype",
+            "--revision",
+            "--trust-remote-code",
+            "--json",
+            "--help",
+        },
     },
     "data show": {
         *{"file", "--model", "--context", "--count", "--overlong", "--skip-bad-lines", "--cache"},

@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": {"errors", "units"},
     "record_files": {"errors", "records"},
     "packing": {"units"},
+    "alike": set(),
     # measure
     "figures": {"errors", "records"},
     "node_rates": {"errors", "figures"},
@@ -59,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"_native", "errors", "system"},
         *{"memory.arena", "memory.placement", "memory.region", "memory.residency"},
     },
-    "kv": {"_native", "errors", "units", "memory.arena"},
+    "kv": {"_native", "alike", "errors", "units", "memory.arena"},
     # keep: files and directories; neither training nor plans nor where bytes rest
     "checkpoint": {"__init__", "errors", "record_files", "records", "units"},
     # update
@@ -105,7 +106,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # move
     "stream": {
-        *{"backward_thread", "errors", "inventory", "lifetimes", "packing", "placement_parts"},
+        *{
+            "alike",
+            "backward_thread",
+            "errors",
+            "inventory",
+            "lifetimes",
+            "packing",
+            "placement_parts",
+        },
         *{"plan", "pools", "record_files", "records", "roles", "schedule", "step_facts"},
         *{"step_order", "tiers", "units", "workload", "memory.arena", "memory.placement"},
         *{"checkpoint", "storage", "kv", "optim", "transfers"},

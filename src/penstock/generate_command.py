@@ -36,6 +36,7 @@ Stops = Annotated[list[str] | None, Option(help="A text that ends answers; may b
 Kind = Annotated[Literal["auto", "bf16", "fp16", "fp32"], Option(help="The model's type.")]
 Trust = Annotated[bool, Option("--trust-remote-code", help="Run the model's own code.")]
 Plain = Annotated[bool, Option("--no-graphs", help="Make tokens without CUDA graphs.")]
+Compiled = Annotated[bool, Option("--compile", help="Compile first: for many tokens.")]
 AsJson = Annotated[bool, Option("--json", help="One JSON object per line, nothing else.")]
 
 
@@ -55,6 +56,7 @@ def generate_command(
     context: Annotated[int | None, Option(help="Tokens of a sequence at most.", min=2)] = None,
     prefill_chunk: Annotated[int | None, Option(help="Prompt tokens of a step.", min=1)] = None,
     no_graphs: Plain = False,
+    compiled: Compiled = False,
     dtype: Kind = "auto",
     revision: Annotated[str | None, Option(help="Of the model on the hub.")] = None,
     trust_remote_code: Trust = False,
@@ -74,7 +76,7 @@ def generate_command(
     loaded = _load(wanted, quiet=as_json)
     asked = _asked(Prompts(loaded.tokenizer, how, chat), prompt, file)
     most, options = min(batch, len(asked)), {"seed": seed, "prefill_chunk": prefill_chunk}
-    options["graphs"] = False if no_graphs else None
+    options |= {"graphs": False if no_graphs else None, "compiled": compiled}
     with _generator(loaded, max_batch=most, max_context=context, **options) as generator:
         show = _Json() if as_json else _Live() if file is None else _Listed(len(asked))
         raise typer.Exit(_run(generator, asked, show))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.stream.compiling import kinds_of
+from penstock.alike import kinds_of
 from tests.engines import FAMILIES
 from tests.equivalence.compiled import breaks, compile_by, every_batch, graphs
 from tests.equivalence.runs import (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kv import decode
+from penstock.kv import decode, joined
 from tests.device_sweeps import INTERPRETED, quiet
 from tests.kv.decoding import LAYER, Case, case_of, mended
 from tests.kv.generating import alone, model_of, prompts_of, run, small_generator
@@ -120,12 +120,45 @@ def test_nothing_outside_of_the_rows_is_read(
 def test_rows_are_cut_to_fill_the_card() -> None:
     h200 = 132
     assert decode.num_splits(1, 8, 131072, h200, 64) == 49  # 392 programs of 396
+    assert decode.num_splits(1, 8, 262144, h200, 64) == 97  # 776 of 2 * 396
     assert decode.num_splits(8, 8, 16384, h200, 64) == 6
     assert decode.num_splits(32, 8, 4096, h200, 64) == 1
-    assert decode.num_splits(32, 8, 65536, h200, 64) == 16  # none longer than 4096
+    assert decode.num_splits(32, 8, 65536, h200, 64) == 17  # 4352 of 11 * 396
     assert decode.num_splits(64, 8, 4096, h200, 64) == 4  # more than fit at once: in small parts
     assert decode.num_splits(1, 8, 100, h200, 64) == 2  # no more than there are blocks
-    assert decode.num_splits(1, 1, 1 << 20, h200, 64) == 64
+    assert decode.num_splits(1, 1, 1 << 20, h200, 64) == 128
+
+
+@pytest.mark.parametrize(("shared", "head"), [(2, 64), (3, 80), (1, 8)])
+def test_new_keys_and_values_are_written_where_they_belong(shared: int, head: int) -> None:
+    store = torch.full((40, 3, 2, shared, head), 7.0)
+    given = torch.randn(4, 1, 2 * shared, head).transpose(1, 2)  # strided, as a projection is
+    keys, values = given[:, :shared], given[:, shared:]
+    places = torch.tensor([5, 0, 39, 12])
+
+    decode.write(keys, values, store[:, 1, 0], store[:, 1, 1], places)
+
+    expected = torch.full_like(store, 7.0)
+    expected[places, 1, 0], expected[places, 1, 1] = keys[:, :, 0], values[:, :, 0]
+    assert torch.equal(store, expected)
+
+
+@pytest.mark.parametrize(("new", "head"), [(1, 8), (16, 64), (37, 80)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_attention_are_joined(new: int, head: int, dtype: torch.dtype) -> None:
+    parts = [
+        (torch.randn(2, new, 3, head).to(dtype).transpose(1, 2), 5 * torch.randn(2, 3, new))
+        for _ in range(2)
+    ]
+    (x, above), (y, below) = parts
+    share = torch.sigmoid((above - below).double())[..., None]
+    expected = (x.double() * share + y.double() * (1 - share)).transpose(1, 2)
+
+    found = joined.join(*parts)
+
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    assert float((found.double() - expected).abs().max()) < TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("graphs", [None, True])

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kv import attention
+from penstock.kv import attention, joined, rowwise
+from penstock.kv.errors import KvWarning
 
 HEADS, SHARED, HEAD, SLOT = 4, 2, 8, 40
 LAYERS = 3
@@ -100,8 +101,8 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found = [_one(*part, causal, left, scaling) for part in parts]
         return torch.stack(found) if queries is None else torch.cat(found)
 
-    monkeypatch.setattr(attention, "kernel", kernel)
-    monkeypatch.setattr(attention, "flash_fits", lambda *_: True)
+    monkeypatch.setattr(rowwise, "kernel", kernel)
+    monkeypatch.setattr(rowwise, "flash_fits", lambda *_: True)
     return calls
 
 
@@ -134,6 +135,98 @@ def test_flash_is_told_the_right_rows(
     assert stood_in == [ragged] or (lengths[0] == 0 and not ragged)
 
 
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """cuDNN's contract, in plain torch; filled with the keys of each call, and whether causal."""
+    calls: list[tuple[int, bool]] = []
+
+    def part(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, *,
+        causal: bool,
+    ) -> joined.Part:  # fmt: skip
+        calls.append((key.shape[2], causal))
+        keys, values = (t.repeat_interleave(HEADS // SHARED, 1) for t in (key, value))
+        scores = query @ keys.transpose(2, 3) * scaling
+        if causal:
+            later = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(later, float("-inf"))
+        return scores.softmax(-1) @ values, scores.logsumexp(-1)
+
+    monkeypatch.setattr(joined, "part", part)
+    monkeypatch.setattr(joined, "fits", lambda query: query.shape[2] > 1)
+    return calls
+
+
+@pytest.mark.parametrize("window", [None, 4, 100])
+@pytest.mark.parametrize(("lengths", "new"), CASES)
+def test_a_chunk_is_joined_with_what_was_before(
+    lengths: list[int], new: int, window: int | None,
+    stood_in: list[bool], in_parts: list[tuple[int, bool]],
+) -> None:  # fmt: skip
+    data = rows_of(len(lengths))
+    query, found = attend(data, lengths, new, sliding_window=window)
+
+    torch.testing.assert_close(found, plain(query, data, lengths, window, None).float())
+    even = len(set(lengths)) == 1
+    if even and lengths[0] > 0 and new > 1 and window != 4:
+        assert in_parts == [(lengths[0], False), (new, True)]
+        assert not stood_in
+    else:
+        assert not in_parts
+
+
+def test_if_cudnn_refuses_flash_goes_on(
+    stood_in: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> joined.Part:
+        raise RuntimeError("no execution plans support the graph")
+
+    monkeypatch.setattr(joined, "part", refuse)
+    monkeypatch.setattr(joined, "_refused", set())
+    monkeypatch.setattr(joined, "fits", lambda _: not joined._refused)
+    data = rows_of(1)
+    with pytest.warns(KvWarning, match="no execution plans"):
+        query, found = attend(data, [5], 7)
+
+    torch.testing.assert_close(found, plain(query, data, [5], None, None).float())
+    attend(data, [5], 7)  # and is not asked again
+    assert stood_in == [False, False]
+
+
+def test_out_of_memory_is_no_refusal(stood_in: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> joined.Part:
+        raise torch.OutOfMemoryError("there is none")
+
+    monkeypatch.setattr(joined, "part", full)
+    monkeypatch.setattr(joined, "fits", lambda _: True)
+    with pytest.raises(torch.OutOfMemoryError):
+        attend(rows_of(1), [5], 7)
+    assert not joined._refused
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3])
+def test_cudnn_joins_chunks_on_a_gpu(rows: int) -> None:
+    """Strided as in the cache, and as flash finds it."""
+    drawn = torch.Generator("cuda").manual_seed(3)
+    held, new = 1536, 1024
+    data = torch.randn(
+        rows, held + new + 64, 2, 2, 8, 128, generator=drawn, device="cuda", dtype=torch.bfloat16
+    )
+    query = torch.randn(
+        rows, new, 32, 128, generator=drawn, device="cuda", dtype=torch.bfloat16
+    ).transpose(1, 2)
+    keys, values = (data[:, :, 1, at].transpose(1, 2) for at in (0, 1))
+    assert joined.fits(query)
+
+    found = joined.attend(query, keys, values, held, None)
+
+    one = rowwise.Attention(rowwise.Rows((held,) * rows, new), None, None, None)
+    expected = one.by_rows(query.float(), keys.float(), values.float())
+    assert found is not None
+    torch.testing.assert_close(found.float(), expected, atol=4e-3, rtol=2e-2)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("lengths", "new"), CASES)
@@ -141,7 +234,7 @@ def test_rows_on_their_own_see_what_they_should(
     lengths: list[int], new: int, window: int | None, softcap: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(attention, "BAND", 3)  # several bands, the last one shorter
+    monkeypatch.setattr(rowwise, "BAND", 3)  # several bands, the last one shorter
     data = rows_of(len(lengths))
     query, found = attend(data, lengths, new, sliding_window=window, softcap=softcap)
 
@@ -158,13 +251,13 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 def test_views_are_not_copied(stood_in: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     data, seen = rows_of(2), []
-    standing = attention.kernel
+    standing = rowwise.kernel
 
     def watched(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
         seen.extend([key, value])
         return standing(query, key, value, *rest, **more)
 
-    monkeypatch.setattr(attention, "kernel", watched)
+    monkeypatch.setattr(rowwise, "kernel", watched)
     attend(data, [9, 4], 1)
     attend(data, [9, 9], 1)
 

@@ -30,12 +30,16 @@ WARPS = 4
 RESIDENT = 3
 """Programs that an SM holds at once: of its 228 KiB each takes 70 KiB, nearly all of it tiles."""
 
-MOST_SPLITS = 64
+MOST_SPLITS = 128
 """Parts of a row at most: all are put together in one tile."""
 
 LONGEST_PART = 4096
 """Keys of a part, if there may be as many parts. Of rows that differ in length the longest ends
 last; this bounds for how long it reads alone."""
+
+FULL = 0.95
+"""How much of the card the last programs to run should fill. A row of 131072 keys in 64 parts,
+which are 1.3 times what the card holds, took 144 us; in 99, which are twice that, 133."""
 
 HEADS = (8, 256)
 """From the narrowest to the widest head that the kernel knows."""
@@ -111,8 +115,17 @@ def num_splits(rows: int, shared: int, longest: int, multiprocessors: int, block
     """
     programs, held = rows * shared, RESIDENT * multiprocessors
     fill = held // programs if programs <= held else -(-4 * held // programs)
-    wanted = max(fill, -(-longest // LONGEST_PART))
+    least = -(-longest // LONGEST_PART)
+    wanted = fill if fill >= least else _filling(programs, held, least)
     return max(1, min(wanted, MOST_SPLITS, -(-longest // block)))
+
+
+def _filling(programs: int, held: int, least: int) -> int:
+    """So many parts or a few more, so that the last programs to run find company."""
+    for splits in range(least, 2 * least):
+        if (programs * splits - 1) % held + 1 >= FULL * held:
+            return splits
+    return least
 
 
 def attend(
@@ -154,6 +167,23 @@ def attend(
                 BLOCK=block, WINDOW=window or 0, num_warps=WARPS,
             )  # fmt: skip
     return out
+
+
+def write(
+    key: torch.Tensor, value: torch.Tensor, to_key: torch.Tensor, to_value: torch.Tensor,
+    places: torch.Tensor,
+) -> None:  # fmt: skip
+    """Keys and values of one new token a row, [rows, shared heads, 1, head size], to each row's
+    place in [tokens, shared heads, head size]."""
+    rows, shared, _, head = key.shape
+    key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (key, value))
+    with on(key.device):
+        kernels().write_kernel[(rows,)](
+            key, value, to_key, to_value, places,
+            *key.stride()[:2], *value.stride()[:2], *to_key.stride()[:2], *to_value.stride()[:2],
+            HEADS=shared, HEADS_PAD=power(shared), HEAD=head, HEAD_PAD=power(head),
+            num_warps=WARPS,
+        )  # fmt: skip
 
 
 def power(number: int) -> int:

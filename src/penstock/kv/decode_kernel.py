@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # ruff: noqa: N803
-"""Attention of one new token a row, in Triton. Room: hold.
+"""Attention of one new token a row, in Triton, and what goes with it. Room: hold.
 
 A program reads a part of one row's keys and values for all query heads that share them, so that
 each byte is read once. Parts of a row are put together by a second, small kernel. Lengths and
@@ -131,3 +131,45 @@ def join_kernel(
     whole = tl.sum(weight * total, axis=0)
     found = tl.sum(weight[:, None] * acc, axis=0) / tl.where(first < end, whole, 1.0)
     tl.store(out + which * HEAD + d, found.to(out.dtype.element_ty), mask=d < HEAD)
+
+
+@triton.jit
+def write_kernel(
+    key, value, to_key, to_value, places, key_row, key_head, value_row, value_head,
+    to_key_token, to_key_head, to_value_token, to_value_head,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr,
+):  # fmt: skip
+    """Grid: rows. Keys and values of one new token, to its place in the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(places + row).to(tl.int64)
+    h, d = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, HEAD_PAD)[None, :]
+    here = (h < HEADS) & (d < HEAD)
+    k = tl.load(key + row * key_row + h * key_head + d, mask=here)
+    v = tl.load(value + row * value_row + h * value_head + d, mask=here)
+    tl.store(to_key + place * to_key_token + h * to_key_head + d, k, mask=here)
+    tl.store(to_value + place * to_value_token + h * to_value_head + d, v, mask=here)
+
+
+@triton.jit
+def blend_kernel(
+    first, second, above, below, out, new,
+    first_row, first_head, first_query, second_row, second_head, second_query,
+    HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks of queries, heads, rows. Two parts of attention become one: each counts by its
+    share of the sum of weights, of which logarithms are given."""
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    t, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, HEAD_PAD)
+    heads = tl.num_programs(1)
+    at = (row * heads + head) * new + t
+    apart = tl.load(below + at, mask=t < new, other=0.0)
+    apart -= tl.load(above + at, mask=t < new, other=0.0)
+    share = (1.0 / (1.0 + tl.exp2(apart * _LOG2E)))[:, None]
+    here = (t < new)[:, None] & (d < HEAD)[None, :]
+    query = t[:, None].to(tl.int64)
+    x = tl.load(first + row * first_row + head * first_head + query * first_query + d[None, :],
+                mask=here, other=0.0).to(tl.float32)  # fmt: skip
+    y = tl.load(second + row * second_row + head * second_head + query * second_query + d[None, :],
+                mask=here, other=0.0).to(tl.float32)  # fmt: skip
+    found = (x * share + y * (1.0 - share)).to(out.dtype.element_ty)
+    tl.store(out + ((row * new + query) * heads + head) * HEAD + d[None, :], found, mask=here)

@@ -67,7 +67,8 @@ class Generator:
 
     `model` is a transformers model, or anything that carries passes out. `prefill_chunk` is how
     many prompt tokens a step reads; None: by the device. With `graphs` False tokens are made
-    without CUDA graphs. Not for several threads.
+    without CUDA graphs; with `compiled` by layers that are compiled before the first one, which
+    takes some seconds. Not for several threads.
     """
 
     def __init__(
@@ -83,12 +84,13 @@ class Generator:
         seed: int = 0,
         cache: VirtualCache | None = None,
         graphs: bool | None = None,
+        compiled: bool = False,
     ) -> None:
         for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             if value is not None and value < 1:
                 raise RequestError("of the generator", name, "must be 1 or more", value)
         resident = isinstance(model, torch.nn.Module)
-        self.forward: Forward = Resident(model, graphs) if resident else model
+        self.forward: Forward = Resident(model, graphs, compiled=compiled) if resident else model
         self.tokenizer, self.seed = tokenizer, seed
         config = self.forward.config
         text = config.get_text_config()

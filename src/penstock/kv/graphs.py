@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.kv import attention, decode
+from penstock.kv import attention, compiled, decode
+from penstock.kv.compiled import CompiledLayers
 from penstock.kv.errors import KvWarning
 from penstock.kv.recording import Recorder
 from penstock.kv.slate import Slate
@@ -47,15 +48,17 @@ class Called:
 
 
 class Decoder:
-    """Makes tokens for rows of one cache, wherever they lie."""
+    """Makes tokens for rows of one cache, wherever they lie, by compiled layers if wanted."""
 
-    def __init__(self, model: Any, cache: Any, *, graphs: bool) -> None:
+    def __init__(self, model: Any, cache: Any, *, graphs: bool, compiled: bool = False) -> None:
         self.model, self.cache = model, cache
+        self._compiled = self._compile() if compiled else None
         self._pad = graphs
         self._device: torch.device = cache.views.flat[0][0].device
         self._recorder = Recorder() if graphs and self._device.type == "cuda" else None
         self._made: dict[tuple[int, int], tuple[Slate, Recording]] = {}
         self._addresses = Addresses(model)
+        self._configs = attention.configs_of(model)
 
     def run(self, one: Any) -> torch.Tensor:
         """A `Pass` of one token a row: [rows, vocabulary]."""
@@ -66,6 +69,7 @@ class Decoder:
         if self._addresses.moved():
             self.forget()
             self._addresses = Addresses(self.model)
+            self._compiled = self._compile() if self._compiled is not None else None
         count = len(one.sequences)
         rows = padded_rows(count) if self._pad else count
         key = (rows, decode.bucket(max(one.lengths) + 1))
@@ -101,16 +105,37 @@ class Decoder:
             self._recorder = None
             self._pad = False
             self._made.clear()
-            warnings.warn(
-                f"{type(self.model).__name__} cannot be recorded as a CUDA graph and goes on "
-                f"without, slower for small batches: {str(failed).splitlines()[0]}",
-                KvWarning,
-                stacklevel=2,
-            )
+            self._warn("recorded as a CUDA graph", "slower for small batches", failed)
             return Called(call)
 
+    def _warn(self, what: str, cost: str, why: Exception) -> None:
+        warnings.warn(
+            f"{type(self.model).__name__} cannot be {what} and goes on without, {cost}: "
+            f"{str(why).splitlines()[0]}",
+            KvWarning,
+            stacklevel=2,
+        )
+
+    def _compile(self) -> CompiledLayers | None:
+        try:
+            return CompiledLayers(self.model)
+        except LookupError as missing:
+            self._warn("compiled", "more slowly", missing)
+            return None
+
     def _forward(self, slate: Slate) -> torch.Tensor:
-        with self.cache.showing(slate), attention.spots(slate.spots):
+        if self._compiled is not None:
+            try:
+                with self._compiled.used():
+                    return self._plain(slate)
+            except compiled.Problems as failed:
+                self._compiled = None
+                self._warn("compiled", "more slowly", failed)
+        return self._plain(slate)
+
+    def _plain(self, slate: Slate) -> torch.Tensor:
+        told = attention.chosen(self._configs)
+        with self.cache.showing(slate), attention.spots(slate.spots), told:
             out = self.model(
                 input_ids=slate.tokens, position_ids=slate.positions, past_key_values=self.cache,
                 use_cache=True, logits_to_keep=1,
@@ -119,15 +144,18 @@ class Decoder:
         return scores
 
 
-def make_decoder(model: Any, cache: Any, graphs: bool | None) -> Decoder | None:
-    """None where passes of one token are as any other: on a CPU, unless graphs are asked for, and
-    where the decode kernel is missing or does not fit."""
+def make_decoder(
+    model: Any, cache: Any, *, graphs: bool | None, compiled: bool = False
+) -> Decoder | None:
+    """None where passes of one token are as any other: on a CPU, unless graphs or compiled layers
+    are asked for, and where the decode kernel is missing or does not fit."""
     keys = cache.views.flat[0][0]
     if keys.device.type != "cuda":
-        return Decoder(model, cache, graphs=True) if graphs else None
+        wanted = graphs or compiled
+        return Decoder(model, cache, graphs=bool(graphs), compiled=compiled) if wanted else None
     if not decode.fits(keys.device, keys.dtype, keys.shape[-1]):
         return None
-    return Decoder(model, cache, graphs=graphs is not False)
+    return Decoder(model, cache, graphs=graphs is not False, compiled=compiled)
 
 
 def padded_rows(count: int) -> int:

@@ -72,13 +72,13 @@ class Resident:
     used for other things in between.
 
     Passes of one token a row are recorded as CUDA graphs, unless `graphs` is False; on a CPU, True
-    makes them as if they were."""
+    makes them as if they were. With `compiled` their layers are compiled first."""
 
-    def __init__(self, model: Any, graphs: bool | None = None) -> None:
+    def __init__(self, model: Any, graphs: bool | None = None, *, compiled: bool = False) -> None:
         check_fit(model)
         attention.register()
-        self.model, self.graphs = model, graphs
-        self._configs = configs_of(model)
+        self.model, self.graphs, self.compiled = model, graphs, compiled
+        self._configs = attention.configs_of(model)
         self._decoder: tuple[Any, Decoder | None] = (None, None)
 
     @property
@@ -100,7 +100,7 @@ class Resident:
         if training:  # asked first: either way goes through all modules, for every token
             self.model.eval()
         try:
-            with torch.inference_mode(), attention.chosen(self._configs):
+            with torch.inference_mode():
                 return [self._one(cache, each) for each in passes]
         finally:
             if training:
@@ -109,7 +109,8 @@ class Resident:
     def decoder(self, cache: Any) -> Decoder | None:
         """What makes the tokens of this cache; None: passes of one token are as any other."""
         if self._decoder[0] is not cache:
-            self._decoder = (cache, make_decoder(self.model, cache, self.graphs))
+            how: dict[str, Any] = {"graphs": self.graphs, "compiled": self.compiled}
+            self._decoder = (cache, make_decoder(self.model, cache, **how))
         return self._decoder[1]
 
     def close(self) -> None:
@@ -121,7 +122,7 @@ class Resident:
     def _one(self, cache: Any, one: Pass) -> torch.Tensor:
         if one.new == 1 and (decoder := self.decoder(cache)) is not None:
             return decoder.run(one)
-        with one.rows(cache):
+        with one.rows(cache), attention.chosen(self._configs):
             out = self.model(
                 **one.inputs(self.device), past_key_values=cache, use_cache=True, logits_to_keep=1
             )
@@ -134,12 +135,6 @@ def usual_chunk(forward: Forward) -> int:
     beside them."""
     fast = isinstance(forward, Resident) and forward.device.type == "cuda"
     return LARGE_CHUNK if fast else SMALL_CHUNK
-
-
-def configs_of(model: Any) -> list[Any]:
-    """Each config that some part of the model asks how to attend."""
-    found = {id(held): held for part in model.modules() if (held := getattr(part, "config", None))}
-    return list(found.values())
 
 
 def check_fit(model: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from penstock.kv import decode
 from penstock.kv.decode import Spots
 from penstock.kv.errors import BatchError
 from penstock.kv.slots import Sequence
@@ -67,7 +68,11 @@ class Slate:
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         """Add `[rows, heads, 1, head dim]`, each row at its own place."""
-        for target, source in zip(self._views.flat[layer], (keys, values), strict=True):
+        targets = self._views.flat[layer]
+        if decode.fits(keys.device, keys.dtype, keys.shape[-1]):
+            decode.write(keys.detach(), values.detach(), *targets, self._places)
+            return
+        for target, source in zip(targets, (keys, values), strict=True):
             target.index_copy_(0, self._places, source.detach().squeeze(2))
 
     def padded(self, layer: int, _new: int) -> Pair:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.alike import firsts, kinds_of
 from penstock.stream import attention
 from penstock.stream.varlen import Cuts
 
@@ -28,7 +29,7 @@ class CompiledLayers:
         limits.recompile_limit = max(limits.recompile_limit, 64)
         self._names = [[name for name, _ in layer.named_parameters()] for layer in layers]
         kinds = kinds_of(layers)
-        first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+        first = firsts(kinds)
         # Compiled code that finds its arguments in the layer too would not do for another layer.
         self._shells = [copy.deepcopy(layers[index]) for index in first.values()]
         bodies = dict(zip(first, map(_compile, self._shells), strict=True))
@@ -66,22 +67,3 @@ def _compile(layer: nn.Module) -> Callable[..., torch.Tensor]:
 
     made: Callable[..., torch.Tensor] = torch.compile(run, dynamic=False)
     return made
-
-
-def kinds_of(layers: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
-    """Equal for layers that compute alike."""
-    return [_kind(layer) for layer in layers]
-
-
-def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What makes two layers compute alike: everything that their modules hold but their number."""
-    plain = (int, float, str, bool, type(None))
-    found: list[Any] = [repr(layer)]
-    for path, module in layer.named_modules():
-        kept = {
-            name: value
-            for name, value in vars(module).items()
-            if isinstance(value, plain) and name not in ("layer_idx", "training")
-        }
-        found.append((path, tuple(sorted(kept.items()))))
-    return tuple(found)

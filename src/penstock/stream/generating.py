@@ -15,7 +15,7 @@ import torch
 
 from penstock.inventory import Inventory
 from penstock.kv import attention
-from penstock.kv.passes import Pass, check_fit, configs_of
+from penstock.kv.passes import Pass, check_fit
 from penstock.stream.body import Arguments, Body
 from penstock.stream.device import Device, pick_device
 from penstock.stream.model import build_model
@@ -36,8 +36,8 @@ class StreamedForward:
         self.device, self.dtype = device.where, dtype
         check_fit(body.model)
         attention.register()
-        layers = [config for layer in body.layers for config in configs_of(layer)]
-        found = {id(config): config for config in [*configs_of(body.model), *layers]}
+        layers = [config for layer in body.layers for config in attention.configs_of(layer)]
+        found = {id(config): config for config in [*attention.configs_of(body.model), *layers]}
         self._configs = list(found.values())
 
     @property

@@ -1,0 +1,181 @@
+"""A model's layers, compiled for passes that make one token a row. Room: hold.
+
+A layer is some forty small kernels, and even launched as one graph each of them waits for memory.
+Compiled, they are about ten. All layers of one kind share the code: their weights are arguments.
+
+The cache is not in what is compiled. A layer hands its new keys and values to one operator, which
+writes them and attends as any other pass does (`attention`), and finds in this module which layer
+of which cache it is about. So nothing is compiled anew for another cache or another layer; rows
+may be as many as they like from two on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.alike import firsts, kinds_of
+from penstock.kv import attention
+
+NAME = "penstock-kv-compiled"
+"""What shells of layers are told to attend by."""
+
+Problems: tuple[type[Exception], ...] = (torch._dynamo.exc.TorchDynamoException,)
+"""What says that code cannot be compiled, here or at all."""
+
+_now = threading.local()
+
+
+@torch.library.custom_op("penstock::attend_new", mutates_args=())
+def attend_new(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    scaling: float | None, window: int | None, softcap: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """Write the new keys and values, and attend over all: [rows, 1, heads, head size]."""
+    cache, layer = _now.place
+    keys, values = cache.update(key, value, layer)
+    return attention.over_rows(query, keys, values, scaling, window, softcap).contiguous()
+
+
+@attend_new.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    scaling: float | None, window: int | None, softcap: float | None,
+) -> torch.Tensor:  # fmt: skip
+    rows, heads, new, head = query.shape
+    return query.new_empty(rows, new, heads, head)
+
+
+def attend(
+    _module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """What shells call."""
+    return torch.ops.penstock.attend_new(query, key, value, scaling, sliding_window, softcap), None
+
+
+class Handed:
+    """What a shell sees as the cache: new keys and values go on to `attend_new`."""
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key, value
+
+
+class CompiledLayers:
+    """The layers of one model."""
+
+    def __init__(self, model: Any) -> None:
+        _register()
+        self._layers = list(layers_of(model))
+        kinds = kinds_of(self._layers)
+        shells = {kind: shell_of(self._layers[index]) for kind, index in firsts(kinds).items()}
+        bodies = {kind: _compile(shell) for kind, shell in shells.items()}
+        self._runs = [
+            _Run(layer, index, bodies[kind])
+            for index, (layer, kind) in enumerate(zip(self._layers, kinds, strict=True))
+        ]
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """The model runs its layers this way inside, and as before outside."""
+        before = [vars(layer).get("forward") for layer in self._layers]
+        for layer, run in zip(self._layers, self._runs, strict=True):
+            vars(layer)["forward"] = run
+        try:
+            yield
+        finally:
+            for layer, forward in zip(self._layers, before, strict=True):
+                if forward is None:
+                    del vars(layer)["forward"]
+                else:
+                    vars(layer)["forward"] = forward
+
+
+class _Run:
+    """One layer."""
+
+    def __init__(self, layer: nn.Module, index: int, body: Callable[..., Any]) -> None:
+        self._layer, self._index, self._body = layer, index, body
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
+        self._names = [name for name, _ in tensors]
+
+    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _now.place = kwargs["past_key_values"], self._index
+        told = kwargs | {"past_key_values": _handed}
+        torch.utils._pytree.tree_map_(partial(_any_rows, len(hidden)), (hidden, args, told))
+        weights = {name: _tensor(self._layer, name) for name in self._names}
+        return self._body(weights, hidden, args, told)
+
+
+_handed = Handed()
+
+
+def _any_rows(rows: int, each: Any) -> None:
+    """Let the code that is compiled for this serve any number of rows."""
+    if isinstance(each, torch.Tensor) and rows > 1 and each.ndim and len(each) == rows:
+        torch._dynamo.maybe_mark_dynamic(each, 0)
+
+
+def _tensor(layer: nn.Module, name: str) -> torch.Tensor:
+    path, _, last = name.rpartition(".")
+    found: torch.Tensor = getattr(layer.get_submodule(path), last)
+    return found
+
+
+def _compile(shell: nn.Module) -> Callable[..., Any]:
+    def run(weights: dict[str, torch.Tensor], hidden: torch.Tensor, args: Any, kwargs: Any) -> Any:
+        return torch.func.functional_call(shell, weights, (hidden, *args), kwargs)
+
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, 64)  # shells share this function's code
+    made: Callable[..., Any] = torch.compile(run, fullgraph=True)
+    return made
+
+
+def shell_of(layer: nn.Module) -> nn.Module:
+    """The layer without its weights, attending by `attend_new`."""
+    tensors = (*layer.parameters(), *layer.buffers())
+    empty = {
+        id(each): nn.Parameter(each.to("meta"), requires_grad=False)
+        if isinstance(each, nn.Parameter)
+        else each.to("meta")
+        for each in tensors
+    }
+    shell = copy.deepcopy(layer, dict(empty))
+    for part in shell.modules():
+        if (config := getattr(part, "config", None)) is not None:
+            config._attn_implementation = NAME
+    return shell.eval()
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    """The list of layers. LookupError if the model has none of the usual length."""
+    count = model.config.get_text_config().num_hidden_layers
+    for part in model.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == count:
+            return part
+    raise LookupError(f"{type(model).__name__} has no list of {count} layers")
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    interface: Any = AttentionInterface
+    interface.register(NAME, attend)
