@@ -19,9 +19,8 @@ Tell = Callable[[int, int, str], None]
 ACTIVATIONS = 512 * MiB
 """Of a GPU, left for what passes through the layers, the logits and libraries."""
 
-WIDE_ACTIVATIONS = 1024 * MiB
-"""The same beside weights that stay: prompts are read in larger chunks, and CUDA graphs have memory
-of their own."""
+GRAPHS = 256 * MiB
+"""Beside weights that stay, for CUDA graphs; prompts are read in larger chunks then, too."""
 
 LEAST_CACHE = 64 * MiB
 """With less, streaming weights to have more is the better choice."""
@@ -135,7 +134,7 @@ def hbm_nbytes(hbm: str, inventory: Inventory, dtype: torch.dtype, where: str) -
 
     if hbm != "auto":
         return parse_bytes(hbm)
-    if where.startswith("cuda"):
+    if on_gpu(where):
         free, _ = torch.cuda.mem_get_info(torch.device(where))
         return int(0.9 * free)
     return inventory.parameters() * dtype.itemsize + 2 * GiB
@@ -148,7 +147,7 @@ def share_out(inventory: Inventory, dtype: torch.dtype, hbm: int, where: str) ->
 
     sizes = [block_nbytes(inventory, block, dtype) for block in inventory.blocks]
     weights = inventory.parameters() * dtype.itemsize
-    spare, wide = (ACTIVATIONS, WIDE_ACTIVATIONS) if where.startswith("cuda") else (0, 0)
+    spare, wide = (ACTIVATIONS, wide_activations(inventory, dtype)) if on_gpu(where) else (0, 0)
     page = page_nbytes(where)
     least = max(min(LEAST_CACHE, hbm // 8), page)
     if hbm >= weights + wide + least:
@@ -161,11 +160,24 @@ def share_out(inventory: Inventory, dtype: torch.dtype, hbm: int, where: str) ->
     return Room(weights=weights, cache=cache, page=page, streamed=True, keep=keep)
 
 
+def wide_activations(inventory: Inventory, dtype: torch.dtype) -> int:
+    """What passes through a layer while the largest chunk of a prompt is read: three tensors inside
+    the MLP, and beside them what goes in, is kept, and comes out, or as much around attention."""
+    from penstock.kv.passes import ALONE, LARGE_CHUNK
+
+    widest = max(3 * b.mlp_width + 3 * inventory.hidden for b in inventory.layers)
+    return ACTIVATIONS + GRAPHS + ALONE * LARGE_CHUNK * widest * dtype.itemsize
+
+
+def on_gpu(where: str) -> bool:
+    return where.startswith("cuda")
+
+
 def page_nbytes(where: str) -> int:
     """The least that a sequence takes of the cache."""
     from penstock.kv.space_host import PAGE_NBYTES
 
-    return 2 * MiB if where.startswith("cuda") else PAGE_NBYTES
+    return 2 * MiB if on_gpu(where) else PAGE_NBYTES
 
 
 def _enough(fixed: int, page: int) -> int:

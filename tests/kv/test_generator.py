@@ -45,6 +45,28 @@ def test_batch_and_chunk_do_not_matter(max_batch: int, chunk: int) -> None:
         assert run(generator, prompts, 12) == expected
 
 
+def test_prompts_are_read_in_larger_chunks_while_nobody_decodes() -> None:
+    model, prompts = model_of("llama"), prompts_of((30, 30))
+    seen: list[list[int]] = []
+    with Generator(model, budget="64MiB", max_batch=2) as generator:
+        generator._scheduler.chunks = (4, 16)
+        carried_out = generator.forward.forward
+
+        def forward(cache: Any, passes: Any) -> Any:
+            seen.append([each.new for each in passes])
+            return carried_out(cache, passes)
+
+        generator.forward.forward = forward  # type: ignore[method-assign]
+        generator.submit(Request(prompt=prompts[0], max_new=30))
+        for _ in range(3):
+            generator.step()
+        generator.submit(Request(prompt=prompts[1], max_new=1))
+        for _ in range(8):
+            generator.step()
+
+    assert seen[:5] == [[16], [14], [1], [1, 4], [1, 4]]
+
+
 def test_requests_may_come_one_after_the_other() -> None:
     model, prompts = model_of("llama"), prompts_of(LENGTHS)
     expected = [alone(model, prompt, 12) for prompt in prompts]

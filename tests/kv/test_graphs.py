@@ -15,7 +15,7 @@ from penstock.kv import graphs, moving
 from penstock.kv.errors import BatchError, KvWarning, SpaceError
 from penstock.kv.generator import Generator
 from penstock.kv.graphs import Addresses, Decoder
-from penstock.kv.passes import Pass, Resident, usual_chunk
+from penstock.kv.passes import Pass, Resident, usual_chunks
 from penstock.kv.requests import Request
 from penstock.kv.slots import Sequence
 from penstock.kv.space import Space
@@ -99,7 +99,7 @@ def test_without_being_asked_a_cpu_makes_no_use_of_it() -> None:
         with Generator(model, budget="64MiB", graphs=choice) as generator:
             assert isinstance(generator.forward, Resident)
             assert generator.forward.decoder(generator.cache) is None
-            assert usual_chunk(generator.forward) == 512
+            assert usual_chunks(generator.forward) == (512, 512)
 
 
 # Rows.

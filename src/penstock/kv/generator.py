@@ -15,7 +15,7 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.kv.cache import VirtualCache
-from penstock.kv.passes import Forward, Pass, Resident, usual_chunk
+from penstock.kv.passes import Forward, Pass, Resident, usual_chunks
 from penstock.kv.requests import (
     NonFiniteLogitsError,
     Piece,
@@ -106,10 +106,9 @@ class Generator:
         )
         self.counts = Counts()
         self._stop_tokens = stop_tokens_of(model, config)
-        chunk = prefill_chunk or usual_chunk(self.forward)
-        self._scheduler = Scheduler(
-            self.cache, max_batch=max_batch, prefill_chunk=chunk, queue=queue
-        )
+        usual = usual_chunks(self.forward)
+        chunks = (prefill_chunk, prefill_chunk) if prefill_chunk else usual
+        self._scheduler = Scheduler(self.cache, max_batch=max_batch, chunks=chunks, queue=queue)
         self._number = 0
 
     # Asking.

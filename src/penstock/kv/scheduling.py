@@ -74,9 +74,10 @@ class Turn:
 class Scheduler:
     """Keeps the queue and the cache's sequences."""
 
-    def __init__(self, cache: Any, *, max_batch: int, prefill_chunk: int, queue: int) -> None:
+    def __init__(self, cache: Any, *, max_batch: int, chunks: tuple[int, int], queue: int) -> None:
         self.cache, self.max_batch = cache, max_batch
-        self.prefill_chunk, self.queue = prefill_chunk, queue
+        self.chunks, self.queue = chunks, queue
+        """Prompt tokens of a step, beside others that decode and alone; how many may wait."""
         self.waiting: deque[Live] = deque()
         self.live: list[Live] = []
         """In the cache, oldest first."""
@@ -202,7 +203,8 @@ class Scheduler:
 
     def _wants(self) -> list[tuple[Live, int]]:
         """One token for each that decodes; beside them, a chunk of prompts, oldest first."""
-        left, wants = self.prefill_chunk, []
+        beside, alone = self.chunks
+        left, wants = beside if any(live.pending == 1 for live in self.live) else alone, []
         for live in self.live:
             count = live.pending
             if count > 1:
