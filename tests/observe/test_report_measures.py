@@ -55,7 +55,7 @@ def test_busy_hidden_idle_and_waits_are_what_counting_gives(
     assert use.seconds("gpu") == len(computing)
     assert use.hidden("h2d") == len(computing & copying)
     assert use.idle(["h2d"], "update") == (len(set(range(10, 25)) - copying), 15)
-    waits = {names: seconds for names, seconds in use.waits().items() if seconds}
+    waits = {names: length(spans) for names, spans in use.waits().items() if spans}
     idle = whole - computing
     counted = {
         (): len(idle - copying - sweeping),

@@ -123,7 +123,7 @@ class Measures:
     def stats(self, series: Series) -> dict[str, Stat]:
         """A quantity in each phase of the settled steps."""
         segments = [s for step in settled(self.steps) for s in step.segments]
-        return by_phase(series.points, segments)
+        return by_phase(series.points, segments, series.told)
 
 
 def measure(run: Run) -> Measures:
@@ -188,8 +188,8 @@ def _waits(uses: tuple[StepUse, ...]) -> dict[tuple[str, ...], float]:
     """Longest first."""
     total: dict[tuple[str, ...], float] = {}
     for use in uses:
-        for names, seconds in use.waits().items():
-            total[names] = total.get(names, 0.0) + seconds / len(uses)
+        for names, spans in use.waits().items():
+            total[names] = total.get(names, 0.0) + length(spans) / len(uses)
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from penstock.observe.markup import colour_of
 from penstock.observe.measures import Measures
+from penstock.observe.peaks import holds_hbm
 from penstock.observe.plots import Level, Line, Plot, line
 from penstock.observe.records import Event
 from penstock.observe.series import Point, Series, by_phase
@@ -78,7 +79,8 @@ def memory_plots(m: Measures, window: Window) -> list[Plot]:
             groups.setdefault(_group(key, m), []).append(key)
     plots: list[Plot] = []
     for group, keys in groups.items():
-        lines = tuple(_memory_line(m, key, at, window) for at, key in enumerate(keys))
+        own = [key for key in keys if key != "tier.hbm" or not holds_hbm(m.run, m.memory)]
+        lines = tuple(_memory_line(m, key, at, window) for at, key in enumerate(own))
         lines = tuple(drawn for drawn in lines if drawn.points)
         if lines:
             plots.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.observe.records import Run
 from penstock.observe.series import Series
@@ -26,29 +26,36 @@ class Peak:
     capacity: int | None = None
     step: int | None = None
     phase: str | None = None
-    """In which it was first so full."""
+    """In which it was first so full or, without a step, when that was."""
 
 
 def peaks_of(run: Run, memory: Mapping[str, Series], steps: Sequence[Step]) -> tuple[Peak, ...]:
     """Tiers first, then what holds them. The host's available memory is no peak."""
     planned = run.observation.planned
     tiers = planned.tiers if planned is not None else {}
+    sources = {"tier.hbm": "gpu0.allocated"} if holds_hbm(run, memory) else {}
     found = []
     for key in _tier_keys(memory, tiers):
         tier = key.removeprefix("tier.")
         said = tiers.get(tier)
         if said is not None and not said.peak and not said.budget and key not in memory:
             continue
-        found.append(
-            _peak(
-                key, memory, steps,
-                planned=said.peak if said else None,
-                budget=said.budget if said else None,
-            )
+        most = _peak(
+            sources.get(key, key), memory, steps,
+            planned=said.peak if said else None,
+            budget=said.budget if said else None,
         )  # fmt: skip
+        found.append(replace(most, key=key))
     others = [key for key in memory if not key.startswith("tier.") and key != "host.available"]
     found += [_peak(key, memory, steps, capacity=_capacity(run, key)) for key in others]
     return tuple(found)
+
+
+def holds_hbm(run: Run, memory: Mapping[str, Series]) -> bool:
+    """Whether tensors on the GPU are what the tier HBM holds: an engine says of its tiers what it
+    has set aside, which in HBM is only filled when a step comes to it."""
+    planned, gpus = run.observation.planned, run.observation.hardware.gpus
+    return planned is not None and len(gpus) == 1 and "gpu0.allocated" in memory
 
 
 def _tier_keys(memory: Mapping[str, Series], tiers: Mapping[str, object]) -> list[str]:
@@ -69,15 +76,20 @@ def _peak(
 ) -> Peak:
     if key not in memory:
         return Peak(key, None, planned, budget, capacity)
-    t, value = memory[key].peak
+    at = memory[key].highest
+    t, value = memory[key].points[at]
     step, phase = _moment(t, steps)
+    if step is not None and memory[key].told:
+        phase = memory[key].told[at] or phase
     return Peak(key, int(value), planned, budget, capacity, step, phase)
 
 
 def _moment(t: float, steps: Sequence[Step]) -> tuple[int | None, str | None]:
     at = bisect.bisect_right([step.start for step in steps], t) - 1
-    if at < 0 or t > steps[at].end:
-        return None, None
+    if at < 0:
+        return None, "before the first phase" if steps else None
+    if t > steps[at].end:
+        return None, "outside steps"
     inside = (s.name for s in steps[at].segments if s.start <= t < s.end)
     return steps[at].number, next(inside, None)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from penstock.observe.findings import Finding
 from penstock.observe.markup import colour_of, table, tag, text
 from penstock.observe.measures import Measures, measure
+from penstock.observe.peaks import Peak
 from penstock.observe.steps import UNNAMED, settled
 from penstock.observe.usage import GPU, mean
 from penstock.observe.words import (
@@ -95,7 +96,8 @@ def _tiles(m: Measures) -> str:
     for key in ("gpu0.allocated", "gpu0.used", "host.rss"):
         peak = next((p for p in m.peaks if p.key == key and p.measured is not None), None)
         if peak is not None and not (key == "gpu0.used" and "gpu0.allocated" in m.memory):
-            where = f"in {tidy(peak.phase, 30)}" if peak.phase else "at its peak"
+            where = tidy(peak.phase or "at its peak", 30)
+            where = f"in {where}" if peak.phase and peak.step is not None else where
             tiles.append((memory_title(key), nbytes_text(peak.measured), where))
     made = (
         tag("div", tag("dt", text(a)), tag("dd", tag("b", text(b)), tag("span", text(c))))
@@ -187,12 +189,17 @@ def peak_table(m: Measures) -> str:
             nbytes_text(peak.measured),
             percent(peak.measured / peak.planned) if peak.planned and peak.measured else NONE,
             nbytes_text(peak.budget if peak.budget is not None else peak.capacity),
-            NONE if peak.step is None else f"step {peak.step}, {tidy(peak.phase or '', 30)}",
+            _first_in(peak),
         )
         for peak in m.peaks
     ]
     head = ("memory", "planned", "measured", "of plan", "budget or size", "first in")
     return table(head, rows, caption="Peaks over the whole run") if rows else ""
+
+
+def _first_in(peak: Peak) -> str:
+    phase = tidy(peak.phase or NONE, 30)
+    return phase if peak.step is None else f"step {peak.step}, {phase}"
 
 
 def phase_table(m: Measures) -> str:

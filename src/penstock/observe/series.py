@@ -20,6 +20,9 @@ GAP = 12
 GPU_MEMORY = ("allocated", "reserved", "used")
 GPU_LINKS = ("h2d", "d2h")
 
+FOLLOWS_HOST = (".allocated", ".reserved", ".pinned")
+"""What torch's allocators hold changes when the host asks, not when the GPU gets there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -29,6 +32,9 @@ class Series:
     """Such as gpu0.allocated, host.rss, node0, tier.hbm, h2d, disk:vda:read, cpu."""
 
     points: tuple[Point, ...]
+    told: tuple[str | None, ...] = ()
+    """For each point the host's own phase, where the quantity follows the host: it allocates while
+    the GPU is still in the phase before."""
 
     def between(self, start: float, end: float) -> tuple[Point, ...]:
         """Points of a window of time, its end not included: the next window has that one."""
@@ -43,9 +49,9 @@ class Series:
         return self.points[max(0, low - 1) : high + 1]
 
     @property
-    def peak(self) -> Point:
-        """When it was highest first, and how high."""
-        return max(self.points, key=lambda point: point[1])
+    def highest(self) -> int:
+        """Which of the points is the highest, and the first that is."""
+        return max(range(len(self.points)), key=lambda at: self.points[at][1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ def memory_series(run: Run) -> dict[str, Series]:
         found[f"node{node}"] = _picked(run, _of_node(node))
     for tier in _keys(sample.tiers for sample in run.samples):
         found[f"tier.{tier}"] = _picked(run, _of_tier(tier))
-    return {key: Series(key, points) for key, points in found.items() if points}
+    return {key: _with_host(run, key, points) for key, points in found.items() if points}
 
 
 def traffic_series(run: Run) -> dict[str, Series]:
@@ -95,6 +101,13 @@ def load_series(run: Run) -> dict[str, Series]:
     }
     found["cpu"] = _picked(run, lambda s: math.fsum(s.cpu) / len(s.cpu) if s.cpu else None)
     return {key: Series(key, points) for key, points in found.items() if points}
+
+
+def _with_host(run: Run, key: str, points: tuple[Point, ...]) -> Series:
+    if not key.endswith(FOLLOWS_HOST):
+        return Series(key, points)
+    phases = {sample.t: sample.phase for sample in run.samples}
+    return Series(key, points, tuple(phases[t] for t, _ in points))
 
 
 def _picked(run: Run, get: Callable[[Sample], float | None]) -> tuple[Point, ...]:
@@ -142,14 +155,17 @@ def _rates(totals: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(found)
 
 
-def by_phase(points: Sequence[Point], segments: Sequence[Segment]) -> dict[str, Stat]:
-    """Low, mean and high in each phase, by when the phases first come. Segments are by start."""
+def by_phase(
+    points: Sequence[Point], segments: Sequence[Segment], told: Sequence[str | None] = ()
+) -> dict[str, Stat]:
+    """Low, mean and high in each phase, by when the phases first come. Segments are by start; what
+    a point was told to be in comes before what its time says."""
     starts = [segment.start for segment in segments]
     values: dict[str, list[float]] = {segment.name: [] for segment in segments}
-    for t, value in points:
+    for (t, value), phase in itertools.zip_longest(points, told[: len(points)]):
         at = bisect.bisect_right(starts, t) - 1
         if at >= 0 and t < segments[at].end:
-            values[segments[at].name].append(value)
+            values.setdefault(phase or segments[at].name, []).append(value)
     return {
         name: Stat(len(v), min(v), math.fsum(v) / len(v), max(v)) for name, v in values.items() if v
     }

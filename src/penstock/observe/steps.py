@@ -1,7 +1,9 @@
 """The steps of a run, and the phases in them. Room: show.
 
 A step lasts until the next one begins: what happens in between (loading data, logging) is part of
-what a step takes. Evaluating and saving are not: a step ends where they begin.
+what a step takes. Evaluating and saving are not: a step ends where they begin. Nor is what an
+engine of Penstock's own sweeps apart, before a save or at the end: its steps sweep in their
+forward, each what the one before has left.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from penstock.observe.records import OBSERVING, Event, Phase, Run
 OUTSIDE = ("evaluate", "save", OBSERVING)
 """Phases that belong to no step."""
 
+UPDATE = "update"
 UNNAMED = "between phases"
 """Time of a step that no phase claims."""
 
@@ -56,7 +59,8 @@ def steps_of(run: Run) -> tuple[Step, ...]:
     """Every step, by its start: from phases or, where none has a step, from events or samples."""
     spans = _spans(run)
     starts = sorted((start, number) for number, (start, _) in spans.items())
-    outside = sorted(p.start for p in run.phases if p.name in OUTSIDE)
+    names = _outside(run, len(spans))
+    outside = sorted(p.start for p in run.phases if p.name in names)
     phases = _Phases(run.phases)
     found = []
     for at, (start, number) in enumerate(starts):
@@ -71,6 +75,14 @@ def steps_of(run: Run) -> tuple[Step, ...]:
         if end > start:
             found.append(Step(number, start, end, phases.between(start, end)))
     return tuple(found)
+
+
+def _outside(run: Run, steps: int) -> tuple[str, ...]:
+    """Phases that belong to no step of this run."""
+    if run.observation.planned is None:
+        return OUTSIDE
+    swept = {phase.step for phase in run.phases if phase.name == UPDATE}
+    return (*OUTSIDE, UPDATE) if 2 * len(swept) < steps else OUTSIDE
 
 
 def _spans(run: Run) -> dict[int, Interval]:

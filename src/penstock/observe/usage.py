@@ -23,7 +23,8 @@ def resource_of(event: Event) -> str:
     if event.link:
         return link_of(event)
     # A copy within the GPU, and a sweep of what rests there, are the GPU's own work.
-    if event.kind in ("compute", "kernel") or event.track.startswith(GPU):
+    within = event.source == event.target == GPU
+    if event.kind in ("compute", "kernel") or event.track.startswith(GPU) or within:
         return GPU
     return SWEEP if event.kind == "sweep" else event.track
 
@@ -69,15 +70,15 @@ class StepUse:
         used = union(span for link in links for span in self.busy.get(link, ()))
         return length(without(whole, used)), length(whole)
 
-    def waits(self) -> dict[tuple[str, ...], float]:
-        """Seconds in which the GPU did nothing, by what else was under way: () for nothing."""
+    def waits(self) -> dict[tuple[str, ...], list[Interval]]:
+        """When the GPU did nothing, by what else was under way: () for nothing."""
         whole: list[Interval] = [(self.step.start, self.step.end)]
         parts: dict[tuple[str, ...], list[Interval]] = {}
         parts[()] = without(whole, self.busy.get(GPU, ()))
         for resource, spans in self.busy.items():
             if resource != GPU and not is_node(resource):
                 parts = _split(parts, resource, spans)
-        return {names: length(spans) for names, spans in parts.items()}
+        return parts
 
 
 def _split(
