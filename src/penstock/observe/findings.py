@@ -38,7 +38,7 @@ WORTH_SAYING = 0.05
 CAUSES = 3
 """Of pageable copies, each of which is told; the others are told together."""
 
-MUCH_PAGEABLE = 1e6
+MUCH = 1e6
 """Bytes a step. Token numbers are less, and come from anywhere."""
 
 QUIET = 0.02
@@ -72,8 +72,9 @@ Finder = Callable[[Measures], Iterator[Finding]]
 
 
 def idle_links(m: Measures) -> Iterator[Finding]:
-    """PCIe carries nothing for most of a long phase."""
-    if not m.run.observation.hardware.gpus:
+    """PCIe carries nothing for most of a long phase. Where all is on the GPU, nothing has to."""
+    moved = sum(m.links[link].nbytes for link in GPU_LINKS if link in m.links)
+    if not m.run.observation.hardware.gpus or moved < MUCH:
         return
     said, whole = [], 0.0
     for phase, seconds in m.phases.items():
@@ -129,43 +130,12 @@ def pageable_copies(m: Measures) -> Iterator[Finding]:
         places = f"{len(rest)} other place{'s' if len(rest) > 1 else ''}"
         told.append((places, sum(n for n, _ in rest), sum(s for _, s in rest)))
     for cause, nbytes, seconds in told:
-        much = nbytes / len(numbers) >= MUCH_PAGEABLE
+        much = nbytes / len(numbers) >= MUCH
         yield Finding(
             "pageable", "warn" if much else "note",
             f"pageable copies: {moved_text(nbytes / len(numbers))} per step from {cause}",
             "The driver copies pageable memory twice and cannot overlap it with compute; pin it.",
             seconds / len(numbers),
-        )  # fmt: skip
-
-
-def waiting(m: Measures) -> Iterator[Finding]:
-    """The GPU does nothing while something else is under way."""
-    if m.seconds is None:
-        return
-    gpu = "GPU" if m.run.observation.hardware.gpus else "Compute"
-    for names, seconds in m.waits.items():
-        if seconds < WORTH_SAYING * m.seconds:
-            continue
-        if names:
-            what = list_of([resource_name(name, m) for name in names])
-            advice = "Only that was under way then." if len(names) == 1 else "All were under way."
-        else:
-            what = "something that was not recorded"
-            advice = "The program itself, loading of data, or a synchronisation."
-        said = f"{gpu} waited {seconds_text(seconds)} a step for {what}"
-        yield Finding("waiting", "warn", said, advice, seconds)
-
-
-def little_overlap(m: Measures) -> Iterator[Finding]:
-    if m.hidden is None or m.exposed is None or m.seconds is None:
-        return
-    if m.exposed >= WORTH_SAYING * m.seconds:
-        yield Finding(
-            "overlap", "warn" if m.hidden < IDLE else "note",
-            f"{percent(m.hidden)} of copy time hidden behind compute: "
-            f"{seconds_text(m.exposed)} a step is not",
-            "Copies that start earlier, on streams of their own and from pinned memory, hide.",
-            m.exposed,
         )  # fmt: skip
 
 
@@ -252,8 +222,6 @@ def sweep_hidden(m: Measures) -> Iterator[Finding]:
 
 
 TIME_FINDERS: tuple[Finder, ...] = (
-    waiting,
-    little_overlap,
     pageable_copies,
     slow_links,
     idle_gpu,
@@ -268,7 +236,8 @@ def find(m: Measures) -> tuple[Finding, ...]:
     """All findings: the worst level first and, within it, what costs most time."""
     from penstock.observe.findings_memory import MEMORY_FINDERS  # which know Finding
     from penstock.observe.findings_plan import PLAN_FINDERS
+    from penstock.observe.findings_waits import WAIT_FINDERS
 
-    finders = (*TIME_FINDERS, *MEMORY_FINDERS, *PLAN_FINDERS)
+    finders = (*WAIT_FINDERS, *TIME_FINDERS, *MEMORY_FINDERS, *PLAN_FINDERS)
     found = [finding for finder in finders for finding in finder(m)]
     return tuple(sorted(found, key=lambda f: (LEVELS.index(f.level), -f.seconds)))

@@ -15,6 +15,9 @@ from penstock.units import GiB, MiB
 TROUGH = 0.25
 """Of the peak. A shallower one is no room to speak of."""
 
+FEW = 10
+"""Samples in a phase. With fewer its peak may well have been between them."""
+
 LOW_HOST = 0.05
 """Of the host's memory, below which the kernel starts to kill."""
 
@@ -31,6 +34,7 @@ def troughs(m: Measures) -> Iterator[Finding]:
             phase: stat.high
             for phase, stat in stats.items()
             if m.phases.get(phase, 0.0) >= LONG_PHASE * m.seconds
+            and stat.count >= FEW
             and phase not in (UNNAMED, *OUTSIDE)
         }
         if long and highest - min(long.values()) >= TROUGH * highest:
@@ -93,7 +97,7 @@ def _highest(series: Series, start: float, end: float) -> float | None:
 
 
 def held_back(m: Measures) -> Iterator[Finding]:
-    """The caching allocator holds what no tensor ever needed."""
+    """The caching allocator holds what no tensor was seen to need."""
     measured = {peak.key: peak.measured for peak in m.peaks}
     reserved, tensors = measured.get("gpu0.reserved"), measured.get("gpu0.allocated")
     if reserved is None or tensors is None:
@@ -101,9 +105,10 @@ def held_back(m: Measures) -> Iterator[Finding]:
     if reserved - tensors > max(GiB, 0.2 * reserved):
         yield Finding(
             "fragmentation", "note",
-            f"torch's allocator holds {nbytes_text(reserved - tensors)} more than tensors took at "
-            f"their peak ({percent((reserved - tensors) / reserved)})",
-            "Fragments: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` often gives them back.",
+            f"torch's allocator holds {nbytes_text(reserved - tensors)} more than tensors took in "
+            f"any sample ({percent((reserved - tensors) / reserved)})",
+            "A peak between two samples, or fragments: then "
+            "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` often gives them back.",
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.observe.findings import Finding
+from penstock.observe.findings import WORTH_SAYING, Finding
 from penstock.observe.markup import colour_of, table, tag, text
 from penstock.observe.measures import Measures, measure
 from penstock.observe.peaks import Peak
@@ -61,7 +61,7 @@ def verdict(m: Measures) -> str:
 def under_verdict(m: Measures) -> list[str]:
     """What else belongs to the one sentence: who came second, what was planned."""
     said = []
-    if m.bound.runner_up is not None:
+    if m.bound.runner_up is not None and m.bound.second >= WORTH_SAYING:
         said.append(f"Next is {resource_name(m.bound.runner_up, m)}, {percent(m.bound.second)}.")
     if m.bound.resource is not None and not m.bound.exact:
         said.append("By samples: no copy or kernel was recorded one by one.")
