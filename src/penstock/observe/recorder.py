@@ -36,8 +36,8 @@ FLUSH = 0.5
 """Seconds after which what was recorded is on disk."""
 
 SHARE, WATCHED = 0.02, 2.0
-"""Of a core, for the thread that samples, over so many seconds. Where it takes more, samples become
-fewer."""
+"""Of a core, for taking samples, over so many seconds. Where it takes more, samples become fewer.
+Writing down what an exact step did is not counted: fewer samples would not make it less."""
 
 Job = Callable[[], None]
 
@@ -81,7 +81,7 @@ class Recorder:
         self._failed = False
         self._wanted = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="penstock observe", daemon=True)
-        self._cpu_seconds = 0.0
+        self._cpu_seconds = self._sampling = 0.0
         self._flushed = self.origin
         self._watched = (self.origin, 0.0)
 
@@ -170,11 +170,13 @@ class Recorder:
         return not self._failed
 
     def _tick(self) -> None:
+        began = time.thread_time()
         for job in self.on_tick:
             job()
         now = time.perf_counter()
         reading = self._samplers.read()
         self.folder.write(self._sample(reading, now))
+        self._sampling += time.thread_time() - began
         self._drain()
         if now - self._flushed >= FLUSH:
             self._flushed = now
@@ -207,12 +209,11 @@ class Recorder:
         then, spent_then = self._watched
         if now - then < WATCHED:
             return
-        spent = time.thread_time()
-        share = (spent - spent_then) / (now - then)
-        self._watched = (now, spent)
+        share = (self._sampling - spent_then) / (now - then)
+        self._watched = (now, self._sampling)
         if share > SHARE and self.interval < 1.0 and spent_then:
             self.interval = min(1.0, 2 * self.interval)
-            self.note("some samples are further apart than asked: it would have been slowed down")
+            self.note("some samples are further apart than asked: they took too much of a core")
         elif share < SHARE / 4 and self.interval > self._asked:  # what took so long is over
             self.interval = max(self._asked, self.interval / 2)
         else:

@@ -1,0 +1,92 @@
+"""How often samples are taken: fewer where they cost too much, and only then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.observe import recorder as recording
+from penstock.observe.recorder import INTERVAL, WATCHED, Recorder
+from penstock.observe.samplers import Reading
+
+
+class Clocks:
+    """Time that passes when it is told to: the wall's, and the thread's own."""
+
+    def __init__(self) -> None:
+        self.wall = self.thread = 100.0
+
+    def perf_counter(self) -> float:
+        return self.wall
+
+    def thread_time(self) -> float:
+        return self.thread
+
+    def time(self) -> float:
+        return self.wall
+
+
+class Costly:
+    name, every = "costly", 1
+
+    def __init__(self, clocks: Clocks) -> None:
+        self.clocks, self.seconds = clocks, 0.0
+
+    def read(self, into: Reading) -> None:
+        self.clocks.thread += self.seconds
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    made = Clocks()
+    monkeypatch.setattr(recording, "time", made)
+    return made
+
+
+def pass_time(recorder: Recorder, clocks: Clocks, windows: int = 1) -> None:
+    """Sample for some of the stretches over which the cost is watched."""
+    until = clocks.wall + windows * (WATCHED + 1)
+    while clocks.wall < until:
+        recorder._tick()
+        clocks.wall += recorder.interval
+
+
+def test_samples_that_cost_too_much_become_fewer_and_come_back(
+    tmp_path: Path, clocks: Clocks
+) -> None:
+    costly = Costly(clocks)
+    recorder = Recorder(tmp_path, [costly])
+    pass_time(recorder, clocks)
+    costly.seconds = 0.05 * INTERVAL
+    pass_time(recorder, clocks, 3)
+
+    assert recorder.interval > INTERVAL
+    assert recorder.folder.observation.interval == recorder.interval
+    costly.seconds = 0.0
+    pass_time(recorder, clocks, 6)
+    assert recorder.interval == INTERVAL
+    recorder.stop()
+    assert recorder.folder.observation.notes == (
+        "some samples are further apart than asked: they took too much of a core",
+    )
+
+
+def test_writing_down_an_exact_step_does_not_make_samples_fewer(
+    tmp_path: Path, clocks: Clocks
+) -> None:
+    costly = Costly(clocks)
+    costly.seconds = 0.005 * INTERVAL
+    recorder = Recorder(tmp_path, [costly])
+
+    def write() -> None:
+        clocks.thread += 1.0
+
+    for _ in range(4):
+        recorder.put(write)
+        pass_time(recorder, clocks)
+
+    recorder.stop()
+    assert clocks.thread > 104.0
+    assert recorder.interval == INTERVAL
+    assert recorder.folder.observation.notes == ()
