@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from penstock.observe.measures import Measures, measure
-from penstock.observe.panels import memory_plots, window_of
+from penstock.observe.panels import memory_plots
 from penstock.observe.records import Event, GpuSample, HostSample, Phase, Run, Sample
+from penstock.observe.windows import shown_window
 from penstock.units import GiB
 from tests.observe.made_runs import make_run, offloaded, streamed
 
@@ -101,7 +102,7 @@ def test_what_an_engine_sets_aside_in_hbm_is_not_taken_for_what_it_held() -> Non
     held = max(sample.gpu[0].allocated or 0 for sample in run.samples)
     tier = next(peak for peak in m.peaks if peak.key == "tier.hbm")
     assert (tier.planned, tier.measured) == (7 * GiB, held)
-    window = window_of(m, widen=True)
+    window = shown_window(m)
     assert window is not None
     drawn = memory_plots(m, window)[0]
     assert [line.name for line in drawn.lines] == ["tensors", "torch's allocator", "whole card"]

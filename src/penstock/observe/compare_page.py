@@ -12,6 +12,7 @@ from penstock.observe.markup import table, tag, text
 from penstock.observe.measures import Measures
 from penstock.observe.page import document, phases_of, section, tools
 from penstock.observe.plots import Phases, Plot, draw, plot_data
+from penstock.observe.windows import shown_window
 from penstock.observe.words import tidy, together
 
 
@@ -30,7 +31,7 @@ def compare_page(names: tuple[str, str], both: tuple[Measures, Measures], made: 
     body += section("Figures", _table(made))
     heads = [tag("h3", text(name)) for name in shown]
     body += section("Where a step's time goes", _sides(
-        [head + tag("p", text(sections.verdict(m)), class_="lead") + sections.bars(m)
+        [head + tag("p", text(sections.verdict(m)), class_="lead") + sections.bars(m, phases)
          for head, m in zip(heads, both, strict=True)]
     ))  # fmt: skip
     drawn = [
@@ -51,9 +52,8 @@ def compare_page(names: tuple[str, str], both: tuple[Measures, Measures], made: 
 
 
 def _plots(letter: str, m: Measures) -> list[Plot]:
-    wide, one = panels.window_of(m, widen=True), panels.window_of(m, widen=False)
-    found = panels.memory_plots(m, wide) if wide else []
-    found += panels.traffic_plots(m, one) if one else []
+    window = shown_window(m)
+    found = panels.memory_plots(m, window) + panels.traffic_plots(m, window) if window else []
     return [replace(plot, id=f"{letter}-{plot.id}") for plot in found]
 
 

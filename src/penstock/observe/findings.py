@@ -73,8 +73,7 @@ Finder = Callable[[Measures], Iterator[Finding]]
 
 def idle_links(m: Measures) -> Iterator[Finding]:
     """PCIe carries nothing for most of a long phase. Where all is on the GPU, nothing has to."""
-    moved = sum(m.links[link].nbytes for link in GPU_LINKS if link in m.links)
-    if not m.run.observation.hardware.gpus or moved < MUCH:
+    if not m.run.observation.hardware.gpus or m.pcie_nbytes < MUCH:
         return
     said, whole = [], 0.0
     for phase, seconds in m.phases.items():

@@ -112,6 +112,11 @@ class Measures:
             return None
         return self.bound.share * mean([use.step.seconds for use in self.uses])
 
+    @property
+    def pcie_nbytes(self) -> float:
+        """Bytes a step to and from the GPU."""
+        return sum(self.links[link].nbytes for link in GPU_LINKS if link in self.links)
+
     def carried(self, link: str) -> float | None:
         """Bytes a step over a link as plans name it: a disk's two directions together. None where
         events do not tell."""

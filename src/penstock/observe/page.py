@@ -13,6 +13,7 @@ from penstock.observe.markup import data_block, tag, text
 from penstock.observe.measures import Measures
 from penstock.observe.plots import Phases, Plot, draw, plot_data
 from penstock.observe.timeline import choices, draw_timeline, drawn_step, timeline_data
+from penstock.observe.windows import shown_window, wide_window
 from penstock.observe.words import tidy
 
 _HERE = Path(__file__).parent
@@ -21,16 +22,16 @@ _HERE = Path(__file__).parent
 def page(m: Measures) -> str:
     """All of report.html."""
     phases = phases_of(m)
-    wide, one = panels.window_of(m, widen=True), panels.window_of(m, widen=False)
-    memory = panels.memory_plots(m, wide) if wide else []
+    wide, one = wide_window(m), shown_window(m)
+    memory = panels.memory_plots(m, one) if one else []
     traffic = panels.traffic_plots(m, one) if one else []
     load = panels.load_plot(m, wide) if wide else None
     whole = panels.whole_run_plots(m)
     steps = {why: drawn_step(step, m.run.events) for why, step in choices(m).items()}
-    body = tag("header", _eyebrow(m), sections.headline(m))
+    body = tag("header", _eyebrow(m), sections.headline(m, phases))
     body += section("Findings", sections.findings_list(find(m)))
     body += section(
-        f"Memory, {wide.title}" if wide else "Memory",
+        f"Memory, {one.title}" if one else "Memory",
         _drawn(memory, phases),
         controls=tools(phases),
     )

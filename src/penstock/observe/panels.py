@@ -2,73 +2,27 @@
 
 from __future__ import annotations
 
-import bisect
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from penstock.observe.findings import QUIET_RATE
 from penstock.observe.markup import colour_of
 from penstock.observe.measures import Measures
 from penstock.observe.peaks import holds_hbm
 from penstock.observe.plots import Level, Line, Plot, line
 from penstock.observe.records import Event
 from penstock.observe.series import Point, Series, by_phase
-from penstock.observe.steps import Segment, segments_between
+from penstock.observe.steps import settled
 from penstock.observe.usage import link_of
+from penstock.observe.windows import Window, laid_window, points_in, whole_window
 from penstock.observe.words import link_title, memory_title, seconds_text, tidy
 
-FEW = 12
-"""Samples in a window, below which it is widened: a line needs points."""
+FAINT = 0.01
+"""Of its ceiling: what samples saw of a link that carried less is no plot worth having."""
 
-ENOUGH = 40
 BINS = 240
 """Stretches of the window over which a copy's bytes are spread."""
 
 COLOUR_OF = {"allocated": 0, "reserved": 1, "used": 2, "rss": 0, "pinned": 1, "tier": 3}
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The time that the plots of one iteration show."""
-
-    start: float
-    end: float
-    title: str
-    segments: tuple[Segment, ...]
-
-
-def window_of(m: Measures, *, widen: bool) -> Window | None:
-    """The shown step or, where samples are too few for it, as many steps around it as it takes."""
-    if m.shown is None:
-        return _whole(m)
-    at = first = last = m.steps.index(m.shown)
-    times = sorted(sample.t for sample in m.run.samples)
-    if times and widen:
-        while _inside(times, m.steps[first].start, m.steps[last].end) < (
-            ENOUGH if (first, last) != (at, at) else FEW
-        ) and (first > 0 or last < len(m.steps) - 1):
-            first, last = max(0, first - 1), min(len(m.steps) - 1, last + 1)
-    start, end = m.steps[first].start, m.steps[last].end
-    one = first == last
-    title = f"step {m.shown.number}" if one else (
-        f"steps {m.steps[first].number} to {m.steps[last].number}"
-    )  # fmt: skip
-    return Window(start, end, title, segments_between(m.run.phases, start, end))
-
-
-def _inside(times: Sequence[float], start: float, end: float) -> int:
-    return bisect.bisect_left(times, end) - bisect.bisect_left(times, start)
-
-
-def _whole(m: Measures) -> Window | None:
-    """No step is known: all of the run."""
-    moments = [sample.t for sample in m.run.samples]
-    moments += [t for event in m.run.events for t in (event.start, event.end)]
-    moments = [t for t in moments if math.isfinite(t)]
-    if not moments or max(moments) <= min(moments):
-        return None
-    start, end = min(moments), max(moments)
-    return Window(start, end, "the whole run", segments_between(m.run.phases, start, end))
 
 
 def memory_plots(m: Measures, window: Window) -> list[Plot]:
@@ -80,7 +34,9 @@ def memory_plots(m: Measures, window: Window) -> list[Plot]:
     plots: list[Plot] = []
     for group, keys in groups.items():
         own = [key for key in keys if key != "tier.hbm" or not holds_hbm(m.run, m.memory)]
-        lines = tuple(_memory_line(m, key, at, window) for at, key in enumerate(own))
+        # The host's memory changes from step to step, the GPU's within one.
+        seen = laid_window(m, window, own) if own[0].startswith("gpu") else window
+        lines = tuple(_memory_line(m, key, at, seen) for at, key in enumerate(own))
         lines = tuple(drawn for drawn in lines if drawn.points)
         if lines:
             plots.append(
@@ -88,6 +44,7 @@ def memory_plots(m: Measures, window: Window) -> list[Plot]:
                     id=f"memory-{len(plots)}", title=group, unit="bytes", lines=lines,
                     levels=_planned(m, keys, window), start=window.start, end=window.end,
                     segments=window.segments, interval=m.run.observation.interval,
+                    note=seen.note,
                 )
             )  # fmt: skip
     return plots
@@ -114,7 +71,7 @@ def _memory_line(m: Measures, key: str, at: int, window: Window) -> Line:
     colour = COLOUR_OF.get(what, at)
     title = memory_title(key).split(", ")
     name = title[-1] if len(title) > 1 and not key.startswith("node") else title[0]
-    return line(name, series.around(window.start, window.end), colour, m.stats(series))
+    return line(name, points_in(series, window), colour, m.stats(series))
 
 
 def _planned(m: Measures, keys: Sequence[str], window: Window) -> tuple[Level, ...]:
@@ -139,9 +96,12 @@ def _planned(m: Measures, keys: Sequence[str], window: Window) -> tuple[Level, .
 
 
 def traffic_plots(m: Measures, window: Window) -> list[Plot]:
-    """Each link against its ceiling: from events where the window has any, else from samples."""
+    """Each link against its ceiling: from events where the window has any, else from samples, where
+    they saw enough to draw."""
     plots: list[Plot] = []
     for link, use in m.links.items():
+        if not use.exact and use.rate < FAINT * (use.ceiling or QUIET_RATE):
+            continue
         if use.exact:
             moved = [e for e in m.run.events if e.link and link_of(e) == link]
             points = binned(moved, window.start, window.end)
@@ -207,7 +167,7 @@ def load_plot(m: Measures, window: Window) -> Plot | None:
 
 def whole_run_plots(m: Measures) -> list[Plot]:
     """Memory from the first sample to the last, and how long each step took."""
-    window = _whole(m)
+    window = whole_window(m)
     if window is None:
         return []
     plots = []
@@ -223,12 +183,15 @@ def whole_run_plots(m: Measures) -> list[Plot]:
             )
         )  # fmt: skip
     if len(m.steps) > 1:
-        points = tuple((step.start, step.seconds) for step in m.steps)
+        steps = settled(m.steps)
+        points = tuple((step.start, step.seconds) for step in steps)
+        first = m.steps[0]
+        warm = f" Step {first.number}, not drawn, took {seconds_text(first.seconds)}."
         plots.append(
             Plot(
                 id="run-steps", title="Time of each step", unit="seconds", start=window.start,
                 end=max(window.end, m.steps[-1].start), lines=(line("a step", points, 0),),
-                note=f"Median {seconds_text(m.seconds)}.",
+                note=f"Median {seconds_text(m.seconds)}.{warm * (first is not steps[0])}",
             )
         )  # fmt: skip
     return plots

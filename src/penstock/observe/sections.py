@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.observe.findings import WORTH_SAYING, Finding
+from penstock.observe.findings import MUCH, WORTH_SAYING, Finding
 from penstock.observe.markup import colour_of, table, tag, text
 from penstock.observe.measures import Measures, measure
 from penstock.observe.peaks import Peak
+from penstock.observe.plots import Phases
 from penstock.observe.steps import UNNAMED, settled
 from penstock.observe.usage import GPU, mean
 from penstock.observe.words import (
@@ -76,9 +77,9 @@ def under_verdict(m: Measures) -> list[str]:
     return said
 
 
-def headline(m: Measures) -> str:
+def headline(m: Measures, phases: Phases) -> str:
     lead = tag("p", text(" ".join(under_verdict(m))), class_="lead")
-    return tag("h1", text(together(verdict(m)))) + lead + _tiles(m) + bars(m)
+    return tag("h1", text(together(verdict(m)))) + lead + _tiles(m) + bars(m, phases)
 
 
 def _tiles(m: Measures) -> str:
@@ -90,7 +91,7 @@ def _tiles(m: Measures) -> str:
         tiles.append(("A step", seconds_text(m.seconds), of))
     if GPU in m.busy:
         tiles.append((capital(resource_name(GPU, m)), percent(m.busy[GPU]), "of a step"))
-    if m.hidden is not None and m.exposed is not None:
+    if m.hidden is not None and m.exposed is not None and m.pcie_nbytes >= MUCH:
         exposed = f"{seconds_text(m.exposed)} a step is not"
         tiles.append(("Copies hidden", percent(m.hidden), exposed))
     for key in ("gpu0.allocated", "gpu0.used", "host.rss"):
@@ -106,7 +107,7 @@ def _tiles(m: Measures) -> str:
     return tag("dl", "".join(made), class_="tiles") if tiles else ""
 
 
-def bars(m: Measures) -> str:
+def bars(m: Measures, phases: Phases) -> str:
     """Where a step's time goes: by what the GPU waited for, and by phase."""
     made = ""
     if m.waits:
@@ -120,8 +121,10 @@ def bars(m: Measures) -> str:
         made += _bar(title, pieces)
     if m.phases:
         pieces = [
-            Piece(tidy(name, 40), seconds, "none" if name == UNNAMED else f"s{at % 4}")
-            for at, (name, seconds) in enumerate(m.phases.items())
+            Piece(
+                tidy(name, 40), seconds, "none" if name == UNNAMED else f"s{phases.place(name) % 4}"
+            )
+            for name, seconds in m.phases.items()
         ]
         made += _bar("Phases", pieces)
     return made
@@ -224,7 +227,7 @@ def about(m: Measures) -> str:
         ("Recorded", f"{told.mode}, a sample every {seconds_text(told.interval)}: "
                      f"{len(m.run.samples):,} samples, {len(m.run.phases):,} phases, "
                      f"{len(m.run.events):,} events, {len(m.steps):,} steps"),
-        ("Cost of recording", NONE if told.overhead is None else f"{told.overhead:.2%} of the run"),
+        ("Cost of recording", NONE if told.overhead is None else f"{told.overhead:.2%} of a core"),
     ]  # fmt: skip
     pairs = "".join(tag("dt", text(name)) + tag("dd", text(value)) for name, value in rows)
     notes = "".join(tag("li", text(note)) for note in missing(m))

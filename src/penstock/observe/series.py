@@ -71,7 +71,7 @@ def memory_series(run: Run) -> dict[str, Series]:
         for name in GPU_MEMORY:
             found[f"gpu{index}.{name}"] = _picked(run, _of_gpu(index, name))
     found["host.rss"] = _picked(run, lambda sample: sample.host.rss)
-    found["host.pinned"] = _picked(run, lambda sample: sample.host.pinned)
+    found["host.pinned"] = _pinned(run)
     found["host.available"] = _picked(run, lambda sample: sample.host.available)
     for node in _keys(sample.host.nodes for sample in run.samples):
         found[f"node{node}"] = _picked(run, _of_node(node))
@@ -114,6 +114,12 @@ def _picked(run: Run, get: Callable[[Sample], float | None]) -> tuple[Point, ...
     values = ((sample.t, get(sample)) for sample in run.samples)
     # A file may say NaN, which would spoil every sum and scale.
     return tuple((t, v) for t, v in values if v is not None and math.isfinite(t + v))
+
+
+def _pinned(run: Run) -> tuple[Point, ...]:
+    """An engine's part of it is known from when it told its plan, after its first step."""
+    engine = any(sample.tiers for sample in run.samples)
+    return _picked(run, lambda s: s.host.pinned if s.tiers or not engine else None)
 
 
 def _of_gpu(index: int, name: str) -> Callable[[Sample], float | None]:

@@ -1,0 +1,102 @@
+"""The stretch of time that a plot shows, and the points that it has of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.observe.measures import Measures, measure
+from penstock.observe.page import page
+from penstock.observe.panels import memory_plots
+from penstock.observe.records import GpuSample, HostSample, Phase, Sample
+from penstock.observe.windows import laid_window, points_in, shown_window, wide_window
+from penstock.units import GiB
+from tests.observe.made_runs import make_run, offloaded, streamed
+
+
+def sparse(gap_after: int | None = None) -> Measures:
+    """Eight steps of 1 s with a sample every 0.3 s: GPU memory is as many GiB as tenths of the
+    step have passed. Every other step is half as fast again, in both of its phases."""
+    phases, samples, at = [], [], 0.0
+    for n in range(8):
+        wide = 1.5 if n % 2 else 1.0
+        phases += [Phase("forward", n, at, at + 0.4 * wide),
+                   Phase("backward", n, at + 0.4 * wide, at + wide)]  # fmt: skip
+        start = at
+        while start + 0.01 < at + wide:
+            held = int(10 * (start - at) / wide * GiB)
+            samples.append(Sample(t=start, step=n, gpu=(GpuSample(allocated=held),),
+                                  host=HostSample(rss=(n + 1) * GiB)))  # fmt: skip
+            start += 0.3
+        at += wide
+        if n == gap_after:
+            phases.append(Phase("observing", None, at, at + 5.0))
+            at += 5.0
+    return measure(make_run(phases, [], samples))
+
+
+def test_an_iteration_of_few_samples_is_drawn_from_those_of_all_settled_steps() -> None:
+    m = sparse()
+    window = shown_window(m)
+    assert window is not None
+    laid = laid_window(m, window, ["gpu0.allocated"])
+
+    points = points_in(m.memory["gpu0.allocated"], laid)
+
+    seconds = window.end - window.start
+    assert len(points) == 3 * 4 + 4 * 5
+    assert list(points) == sorted(points)
+    for t, held in points:
+        assert held == pytest.approx(10 * (t - window.start) / seconds * GiB, abs=2)
+    assert "Samples of 7 steps" in page(m)
+
+
+def test_only_gpu_memory_is_laid_over_itself() -> None:
+    m = sparse()
+    window = shown_window(m)
+    assert window is not None
+    gpu, host = memory_plots(m, window)
+
+    assert gpu.note
+    assert not host.note
+    assert len({value for _, value in host.lines[0].points}) <= 3
+
+
+def test_an_iteration_of_many_samples_is_drawn_from_its_own() -> None:
+    for run in (offloaded(), streamed()):
+        m = measure(run)
+        window = shown_window(m)
+        assert window is not None
+        assert laid_window(m, window, ["gpu0.allocated"]) is window
+
+
+def test_a_wide_window_has_neither_the_first_step_nor_what_lies_between_steps() -> None:
+    joined, parted = wide_window(sparse()), wide_window(sparse(gap_after=3))
+    assert joined is not None
+    assert parted is not None
+
+    assert joined.title == "steps 1 to 7"
+    assert parted.title in ("steps 1 to 3", "steps 4 to 7")
+    assert "observing" not in {segment.name for segment in parted.segments}
+
+
+def test_a_step_that_warms_up_is_told_and_not_drawn() -> None:
+    phases = [Phase("forward", 0, -20.0, 0.0)]
+    phases += [Phase("forward", n, float(n - 1), float(n)) for n in range(1, 5)]
+
+    html = page(measure(make_run(phases, [], [Sample(t=-20.0), Sample(t=4.0)])))
+
+    assert "a step up to 1.00 s" in html
+    assert "Step 0, not drawn, took 20.0 s." in html
+
+
+def test_what_an_engine_has_pinned_is_not_known_before_it_told_its_plan() -> None:
+    run = streamed()
+    before = [
+        replace(s, tiers={}, host=replace(s.host, pinned=5)) if s.t < 1.6 else s
+        for s in run.samples
+    ]
+    m = measure(replace(run, samples=tuple(before)))
+
+    assert min(value for _, value in m.memory["host.pinned"].points) == 37 * GiB
