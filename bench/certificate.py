@@ -79,9 +79,16 @@ def short_name(machine: dict[str, object]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40]
 
 
-def save(what: str, results: object, *, directory: Path | None = None) -> Path:
-    """Write `<what>_<hardware>_<date>.json` and return its path."""
-    machine = hardware()
+def save(
+    what: str,
+    results: object,
+    *,
+    directory: Path | None = None,
+    machine: dict[str, object] | None = None,
+) -> Path:
+    """Write `<what>_<hardware>_<date>.json` and return its path. The machine is this one, unless
+    what was measured was recorded on another."""
+    machine = machine or hardware()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     certificate = {
         "what": what,
