@@ -26,7 +26,7 @@ from penstock.observe.intervals import common, length
 from penstock.observe.measures import Measures, measure
 from penstock.observe.records import Run, read_run
 from penstock.observe.steps import settled
-from penstock.observe.usage import GPU, GPU_LINKS, SWEEP
+from penstock.observe.usage import GPU, GPU_LINKS, SWEEP, is_node, mean
 
 PHASES = ("forward", "backward", "update")
 
@@ -58,8 +58,21 @@ def study(m: Measures) -> dict[str, Any]:
         "nothing_recorded_seconds": {name: s for name, s in unseen(m).items() if s >= LEAST},
         "cores": {name: n for name in PHASES if (n := cores_at_work(m, name)) is not None},
         "gpu_busy": m.busy.get(GPU),
+        "gpu_busy_seconds": busy(m, GPU),
+        "sweep_busy_seconds": busy(m, SWEEP),
+        "pcie_busy_seconds": mean([length(use.copying()) for use in m.uses]),
+        "node_rates": {link: use.rate for link, use in m.links.items() if is_node(link)},
         "host_peak": peak(m, "host.rss"),
     }
+
+
+def busy(m: Measures, resource: str) -> dict[str, float]:
+    """Seconds of each phase, of a step, in which the resource had something under way."""
+    return {
+        phase: mean([length(common(use.busy.get(resource, ()), use.step.during(phase)))
+                     for use in m.uses])
+        for phase in m.phases
+    }  # fmt: skip
 
 
 def peak(m: Measures, key: str) -> int | None:
