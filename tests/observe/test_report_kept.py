@@ -1,0 +1,73 @@
+"""The runs that docs/observe-study.md speaks of, read again: files, figures and page agree."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.observe_study import markdown, study
+from penstock.observe.measures import Measures, measure
+from penstock.observe.page import page
+from penstock.observe.records import read_run
+from penstock.observe.sections import verdict
+
+REPO = Path(__file__).parents[2]
+KEPT = REPO / "bench/results/observe"
+RUNS = ("plain", "deepspeed-zero3", "fsdp2", "penstock")
+FIGURES = json.loads(
+    (REPO / "bench/results/observe_study_nvidia-h200_2026-11-15.json").read_text()
+)["results"]["runs"]
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def run(request: pytest.FixtureRequest) -> tuple[str, Measures]:
+    return request.param, measure(read_run(KEPT / request.param))
+
+
+def leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{at}.{key}")
+    else:
+        yield at, -1 if value is None else value  # no figure is below zero
+
+
+def test_a_kept_run_gives_the_figures_of_the_results_file(run: tuple[str, Measures]) -> None:
+    name, m = run
+
+    assert dict(leaves(study(m))) == pytest.approx(dict(leaves(FIGURES[name])), rel=1e-9)
+
+
+def test_a_kept_report_says_what_the_run_gives(run: tuple[str, Measures]) -> None:
+    """Where this fails, `penstock report` renders it again."""
+    name, m = run
+    kept = (KEPT / name / "report.html").read_text(encoding="utf-8")
+
+    title = f"<title>{verdict(m)}</title>"
+    assert title in page(m)
+    assert title in kept
+
+
+def test_the_engine_of_the_kept_run_moved_the_bytes_of_its_schedule() -> None:
+    m = measure(read_run(KEPT / "penstock"))
+    planned = m.run.observation.planned
+
+    assert planned is not None
+    assert {link: m.carried(link) for link in planned.links} == planned.links
+
+
+def test_the_page_of_the_study_has_the_table_of_the_results_file() -> None:
+    assert markdown(FIGURES) in (REPO / "docs/observe-study.md").read_text(encoding="utf-8")
+
+
+def test_kept_files_name_no_place_of_the_machine_they_came_from() -> None:
+    place = re.compile(r"(?<![\w.])/(?:work|root|home|opt|srv|tmp|var|mnt|usr)/")
+    for path in KEPT.rglob("*"):
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+            assert not place.search(text), path
