@@ -59,6 +59,7 @@ def test_memory_of_the_card_is_sampled(tmp_path: Path) -> None:
 
     samples = [s.gpu[0] for s in read_run(tmp_path).samples if s.gpu]
     assert max(gpu.allocated or 0 for gpu in samples) >= held.numel()
+    assert max(gpu.peak or 0 for gpu in samples) >= max(gpu.allocated or 0 for gpu in samples)
     assert max(gpu.reserved or 0 for gpu in samples) >= held.numel()
     assert max(gpu.used or 0 for gpu in samples) >= held.numel()
 

@@ -53,7 +53,7 @@ RECORDS: list[Sample | Phase | Event] = [
         t=1.25,
         step=3,
         phase="backward",
-        gpu=(GpuSample(allocated=5, h2d=1e9), GpuSample(used=7, utilisation=0.5)),
+        gpu=(GpuSample(allocated=5, h2d=1e9, peak=9), GpuSample(used=7, utilisation=0.5)),
         host=HostSample(rss=9, nodes={"0": 4}),
         disk={"vda": (10, 20)},
         cpu=(0.25, 1.0),

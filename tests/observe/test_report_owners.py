@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.observe.measures import Measures, measure
+from penstock.observe.page import page
 from penstock.observe.panels import memory_plots
 from penstock.observe.records import Event, GpuSample, HostSample, Phase, Run, Sample
 from penstock.observe.windows import shown_window
@@ -92,6 +93,23 @@ def test_a_peak_before_the_first_phase_is_said_to_be_there() -> None:
 
     peak = next(peak for peak in m.peaks if peak.key == "gpu0.allocated")
     assert (peak.measured, peak.step, peak.phase) == (23 * GiB, None, "before the first phase")
+
+
+def test_a_peak_between_two_samples_is_torchs_to_tell() -> None:
+    run = offloaded()
+    told = tuple(
+        replace(s, gpu=(replace(s.gpu[0], peak=(9 if s.t < 5.0 else 23) * GiB),))
+        for s in run.samples
+    )
+    known, unknown = measure(replace(run, samples=told)), measure(run)
+
+    def tensors(m: Measures) -> tuple[int | None, int | None, str | None]:
+        peak = next(peak for peak in m.peaks if peak.key == "gpu0.allocated")
+        return peak.measured, peak.step, peak.phase
+
+    assert tensors(known) == (23 * GiB, None, "step 2, between samples")
+    assert tensors(unknown) == (20 * GiB, 0, "backward")
+    assert "step 2, between samples" in page(known)
 
 
 def test_what_an_engine_sets_aside_in_hbm_is_not_taken_for_what_it_held() -> None:

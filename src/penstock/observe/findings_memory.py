@@ -103,12 +103,14 @@ def held_back(m: Measures) -> Iterator[Finding]:
     if reserved is None or tensors is None:
         return
     if reserved - tensors > max(GiB, 0.2 * reserved):
+        known = any(gpu.peak for sample in m.run.samples for gpu in sample.gpu)
         yield Finding(
             "fragmentation", "note",
-            f"torch's allocator holds {nbytes_text(reserved - tensors)} more than tensors took in "
-            f"any sample ({percent((reserved - tensors) / reserved)})",
-            "A peak between two samples, or fragments: then "
-            "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` often gives them back.",
+            f"torch's allocator holds {nbytes_text(reserved - tensors)} more than tensors took "
+            f"{'at their peak' if known else 'in any sample'} "
+            f"({percent((reserved - tensors) / reserved)})",
+            f"{'Fragments' if known else 'A peak between two samples, or fragments'}: "
+            "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` often gives fragments back.",
         )  # fmt: skip
 
 

@@ -89,6 +89,7 @@ def _gpu(data: dict[str, Any]) -> GpuSample:
         utilisation=_number(data.get("utilisation")),
         h2d=_number(data.get("h2d")),
         d2h=_number(data.get("d2h")),
+        peak=_whole(data.get("peak")),
     )
 
 

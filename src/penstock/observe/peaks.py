@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,8 +48,24 @@ def peaks_of(run: Run, memory: Mapping[str, Series], steps: Sequence[Step]) -> t
         )  # fmt: skip
         found.append(replace(most, key=key))
     others = [key for key in memory if not key.startswith("tier.") and key != "host.available"]
-    found += [_peak(key, memory, steps, capacity=_capacity(run, key)) for key in others]
+    seen = (_peak(key, memory, steps, capacity=_capacity(run, key)) for key in others)
+    found += [_between_samples(run, peak, steps) for peak in seen]
     return tuple(found)
+
+
+def _between_samples(run: Run, peak: Peak, steps: Sequence[Step]) -> Peak:
+    """Torch knows how much tensors held at most, samples only what they held now and then."""
+    match = re.fullmatch(r"gpu(\d+)\.allocated", peak.key)
+    if match is None:
+        return peak
+    index = int(match[1])
+    known = [(s.gpu[index].peak or 0, -s.t) for s in run.samples if index < len(s.gpu)]
+    most, before = max(known, default=(0, 0.0))
+    if most <= (peak.measured or 0):
+        return peak
+    step, phase = _moment(-before, steps)
+    when = phase if step is None else f"step {step}, between samples"
+    return replace(peak, measured=most, step=None, phase=when)
 
 
 def holds_hbm(run: Run, memory: Mapping[str, Series]) -> bool:

@@ -49,6 +49,9 @@ class GpuSample:
     d2h: float | None = None
     """Bytes a second over PCIe from the card."""
 
+    peak: int | None = None
+    """The most that tensors have held, as torch counts it: it forgets where a program asks so."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostSample:

@@ -118,6 +118,7 @@ class TorchMemory:
             stats = torch._C._cuda_memoryStats(index)  # torch.cuda.memory_stats sorts 150 names
             into.gpus[index]["allocated"] = int(stats["allocated_bytes"]["all"]["current"])
             into.gpus[index]["reserved"] = int(stats["reserved_bytes"]["all"]["current"])
+            into.gpus[index]["peak"] = int(stats["allocated_bytes"]["all"]["peak"])
         pinned = cuda.host_memory_stats_as_nested_dict()
         if pinned:
             into.host["pinned"] = int(pinned["allocated_bytes"]["current"])

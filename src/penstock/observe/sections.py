@@ -69,7 +69,8 @@ def under_verdict(m: Measures) -> list[str]:
     if m.waits and m.floor is not None:
         whole = mean([use.step.seconds for use in m.uses])
         if whole - m.floor > 0.05 * whole:
-            said.append(f"The busiest one's own time is {seconds_text(m.floor)} a step.")
+            least = seconds_text(m.floor)
+            said.append(f"No order of what was recorded makes a step shorter than {least}.")
     planned = m.run.observation.planned
     if planned is not None and planned.step_seconds is not None:
         by = f", bound by {resource_name(planned.bound_by, m)}" if planned.bound_by else ""
