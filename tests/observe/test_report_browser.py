@@ -51,7 +51,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     for name, html in made.items():
         (folder / f"{name}.html").write_text(html, encoding="utf-8")
-    return {name: folder / f"{name}.html" for name in made}
+    kept = Path(__file__).parents[2] / "bench/results/observe/deepspeed-zero3/report.html"
+    return {**{name: folder / f"{name}.html" for name in made}, "zero3": kept}
 
 
 def pixels(png: bytes) -> tuple[int, int, list[bytes]]:
@@ -113,7 +114,8 @@ def colours_in(browser: Browser, selector: str) -> Counter[tuple[int, ...]]:
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize(
-    "name", ["offloaded", "streamed", "sampled", "on_cpu", "hostile", "nothing", "compared"]
+    "name",
+    ["offloaded", "streamed", "sampled", "on_cpu", "hostile", "nothing", "compared", "zero3"],
 )
 def test_it_opens_offline_without_a_word_on_the_console(
     name: str, width: int, dark: bool, browser: Browser, pages: dict[str, Path]

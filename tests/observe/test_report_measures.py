@@ -231,3 +231,15 @@ def test_records_without_a_time_are_left_out_and_counted() -> None:
     assert m.busy == measure(run).busy
     assert m.run.notes == ("3 records have no time that can be, and were left out",)
     assert "3 records have no time" in page(m)
+
+
+def test_what_the_system_writes_to_a_disk_meanwhile_is_no_traffic_of_the_run() -> None:
+    def links(rate: float) -> dict[str, float]:
+        run = sampled()
+        samples = tuple(replace(s, disk={"sda": (0, int(s.t * rate))}) for s in run.samples)
+        return {
+            link: use.rate for link, use in measure(replace(run, samples=samples)).links.items()
+        }
+
+    assert "disk:sda:write" not in links(2e5)
+    assert links(2e6)["disk:sda:write"] == pytest.approx(2e6)

@@ -23,6 +23,10 @@ BUSY = 0.6
 """A resource that works for less of a step than this does not bound it: waiting does."""
 
 
+FAINT = 1e6
+"""Bytes a second. What samples see of a disk below that is the system's own logging."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinkUse:
     """One link, per step."""
@@ -214,9 +218,9 @@ def _links(
         inside = [
             value for step in steps for _, value in traffic[link].between(step.start, step.end)
         ]
-        if link not in found and inside and any(inside):
+        rate = mean(inside) if inside else 0.0
+        if link not in found and rate > (FAINT if link.startswith("disk:") else 0.0):
             seconds = mean([step.seconds for step in steps])
-            rate = mean(inside)
             found[link] = LinkUse(rate * seconds, None, None, ceilings.get(link), rate)
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.observe.findings import QUIET_RATE
 from penstock.observe.markup import colour_of
 from penstock.observe.measures import Measures
 from penstock.observe.peaks import holds_hbm
@@ -15,9 +14,6 @@ from penstock.observe.steps import settled
 from penstock.observe.usage import link_of
 from penstock.observe.windows import Window, laid_window, points_in, whole_window
 from penstock.observe.words import link_title, memory_title, seconds_text, tidy
-
-FAINT = 0.01
-"""Of its ceiling: what samples saw of a link that carried less is no plot worth having."""
 
 BINS = 240
 """Stretches of the window over which a copy's bytes are spread."""
@@ -96,12 +92,9 @@ def _planned(m: Measures, keys: Sequence[str], window: Window) -> tuple[Level, .
 
 
 def traffic_plots(m: Measures, window: Window) -> list[Plot]:
-    """Each link against its ceiling: from events where the window has any, else from samples, where
-    they saw enough to draw."""
+    """Each link against its ceiling: from events where the window has any, else from samples."""
     plots: list[Plot] = []
     for link, use in m.links.items():
-        if not use.exact and use.rate < FAINT * (use.ceiling or QUIET_RATE):
-            continue
         if use.exact:
             moved = [e for e in m.run.events if e.link and link_of(e) == link]
             points = binned(moved, window.start, window.end)

@@ -65,6 +65,8 @@ def resource_name(resource: str, measures: Measures) -> str:
         return (
             f"reads from {tidy(match[1])}" if match[2] == "read" else f"writes to {tidy(match[1])}"
         )
+    if match := re.fullmatch(r"node(\d+)", resource):
+        return f"memory node {match[1]}"
     return tidy(resource)
 
 
