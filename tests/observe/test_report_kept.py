@@ -71,6 +71,14 @@ def test_the_engine_of_the_kept_run_moved_the_bytes_of_its_schedule() -> None:
     assert {link: m.carried(link) for link in planned.links} == planned.links
 
 
+def test_a_run_that_moves_only_token_numbers_is_told_nothing_of_copies() -> None:
+    html = page(measure(read_run(KEPT / "plain")))
+
+    assert "Copies hidden" not in html
+    assert "Next is" not in html
+    assert "PCIe idle" not in html
+
+
 def test_the_page_of_the_study_has_the_table_of_the_results_file(figures: dict[str, Any]) -> None:
     assert markdown(figures) in (REPO / "docs/observe-study.md").read_text(encoding="utf-8")
 

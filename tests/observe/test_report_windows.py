@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -72,13 +73,16 @@ def test_an_iteration_of_many_samples_is_drawn_from_its_own() -> None:
 
 
 def test_a_wide_window_has_neither_the_first_step_nor_what_lies_between_steps() -> None:
-    joined, parted = wide_window(sparse()), wide_window(sparse(gap_after=3))
-    assert joined is not None
-    assert parted is not None
+    whole = wide_window(sparse())
+    assert whole is not None
+    assert whole.title == "steps 1 to 7"
 
-    assert joined.title == "steps 1 to 7"
-    assert parted.title in ("steps 1 to 3", "steps 4 to 7")
-    assert "observing" not in {segment.name for segment in parted.segments}
+    for shown, title in ((2, "steps 1 to 3"), (6, "steps 4 to 7")):
+        m = sparse(gap_after=3)
+        parted = wide_window(replace(m, shown=m.steps[shown]))
+        assert parted is not None
+        assert parted.title == title
+        assert {segment.name for segment in parted.segments} == {"forward", "backward"}
 
 
 def test_a_step_that_warms_up_is_told_and_not_drawn() -> None:
@@ -89,6 +93,20 @@ def test_a_step_that_warms_up_is_told_and_not_drawn() -> None:
 
     assert "a step up to 1.00 s" in html
     assert "Step 0, not drawn, took 20.0 s." in html
+
+
+def test_a_phase_has_the_same_colour_in_bars_and_plots() -> None:
+    """Time that no phase claims has none, and takes no other's."""
+    phases = [Phase(name, n, n + a, n + b) for n in range(4)
+              for name, a, b in (("forward", 0.0, 0.3), ("update", 0.6, 1.0))]  # fmt: skip
+    samples = [Sample(t=0.1 * k, host=HostSample(rss=GiB)) for k in range(40)]
+    html = page(measure(make_run(phases, [], samples)))
+
+    bar = re.search(r'<span class="(\w+)"[^>]*title="update"', html)
+    toggle = re.search(r'class="toggle (\w+)"[^>]*>update<', html)
+    assert bar is not None
+    assert toggle is not None
+    assert bar[1] == toggle[1]
 
 
 def test_what_an_engine_has_pinned_is_not_known_before_it_told_its_plan() -> None:
