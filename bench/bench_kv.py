@@ -2,12 +2,13 @@
 
 On a GPU, a call for each of these; --limit ends each after 280 s:
 
-    python bench/bench_kv.py --parts decode --mode eager --save eager
-    python bench/bench_kv.py --parts decode --mode graph --arms "penstock,penstock ragged" \\
-        --save graph
-    python bench/bench_kv.py --parts decode --mode graph --arms "penstock,static compiled" \\
-        --contexts 1024,32768 --batches 1,8 --compiled 1024x1,32768x1,32768x8 --save compiled
-    python bench/bench_kv.py --parts decode --mode graph --arms "penstock,paged batching" \\
+    python bench/bench_kv.py --parts decode --mode eager \\
+        --arms "penstock,penstock ragged,dynamic,static" --save eager
+    python bench/bench_kv.py --parts decode --mode graph \\
+        --arms "penstock,penstock ragged,penstock compiled" --save graph
+    python bench/bench_kv.py --parts decode --mode graph --contexts 1024,32768 --batches 1,8 \\
+        --arms "penstock compiled,static compiled" --compiled 1024x1,32768x1,32768x8 --save compiled
+    python bench/bench_kv.py --parts decode --mode eager,graph --arms "penstock,paged batching" \\
         --save paged
     python bench/bench_kv.py --parts prefill,attention --save parts
     python bench/bench_kv.py --parts arrivals --mode graph --save arrivals
@@ -82,11 +83,18 @@ class Bench:
         pairs = (each.split("x") for each in chosen.compiled.split(",") if each)
         self.compiled = {(int(context), int(batch)) for context, batch in pairs}
         self.model = self._model()
+        self.results: dict[str, Any] = {"shape": chosen.shape, "dtype": str(self.dtype)}
         print(f"model ready after {self.seconds:.0f} s", flush=True)
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.began
+
+    def save(self) -> None:
+        """What there is so far: a run that is stopped has measured something, too."""
+        if self.chosen.save:
+            self.results["seconds"] = self.seconds
+            self.path = certificate.save(f"kv_{self.chosen.shape}_{self.chosen.save}", self.results)
 
     def _model(self) -> Any:
         import transformers
@@ -124,9 +132,8 @@ class Bench:
         return int(torch.cuda.mem_get_info()[0]) - SPARE
 
 
-def prefill(bench: Bench) -> list[dict[str, Any]]:
+def prefill(bench: Bench, found: list[dict[str, Any]]) -> None:
     """One prompt, read in chunks by the generator, and at once by the model with its own cache."""
-    found = []
     for context in (each for each in bench.contexts if each <= 32768):
         row: dict[str, Any] = {"context": context}
         for chunk in [None, *(each for each in (2048, 4096) if each < context), context]:
@@ -135,7 +142,7 @@ def prefill(bench: Bench) -> list[dict[str, Any]]:
         row["dynamic"] = bench.cell(context, 1, partial(_prefill_plain, bench, context))
         print("prefill", row, flush=True)
         found.append(row)
-    return found
+        bench.save()
 
 
 def _prompt(bench: Bench, length: int, seed: int = 2) -> list[int]:
@@ -182,8 +189,8 @@ def _prefill_plain(bench: Bench, context: int) -> float:
     return _per_second(read, bench, context)
 
 
-def attend(bench: Bench) -> list[dict[str, Any]]:
-    config, found = bench.model.config, []
+def attend(bench: Bench, found: list[dict[str, Any]]) -> None:
+    config = bench.model.config
     head = config.hidden_size // config.num_attention_heads
     shape = (config.num_attention_heads, config.num_key_value_heads, head)
     for context in bench.contexts:
@@ -195,22 +202,23 @@ def attend(bench: Bench) -> list[dict[str, Any]]:
             row = bench.cell(context, batch, run, each=each)
             print("attention", context, batch, row, flush=True)
             found.append({"context": context, "batch": batch, "found": row})
-    return found
+            bench.save()
 
 
-def arrivals(bench: Bench) -> dict[str, Any]:
+def arrivals(bench: Bench, found: list[dict[str, Any]]) -> None:
     """Requests of random lengths under one budget: with memory as they grow, and with the longest
     reserved for each, which is the same program with fewer rows."""
     chosen = bench.chosen
     budget, context = parse_bytes(chosen.arrivals_budget), chosen.arrivals_context
     each = token_nbytes(bench.model.config, bench.dtype)
     reserved = max(1, budget // (context * each))
-    found: dict[str, Any] = {"budget": budget, "context": context, "rows_reserved": reserved}
+    told: dict[str, Any] = {"budget": budget, "context": context, "rows_reserved": reserved}
+    found.append(told)
     for name, rows in (("grows", chosen.requests), ("reserved", reserved)):
         most = max(1, min(rows, chosen.requests, budget // (2 << 20)))
-        found[name] = bench.cell(1, 1, partial(_arrive, bench, budget, context, most))
-        print("arrivals", name, found[name], flush=True)
-    return found
+        told[name] = bench.cell(1, 1, partial(_arrive, bench, budget, context, most))
+        print("arrivals", name, told[name], flush=True)
+        bench.save()
 
 
 def _arrive(bench: Bench, budget: int, context: int, rows: int) -> dict[str, Any]:
@@ -225,29 +233,40 @@ def _arrive(bench: Bench, budget: int, context: int, rows: int) -> dict[str, Any
     with Generator(
         bench.model, budget=budget, max_batch=rows, max_context=context, graphs=graphs
     ) as generator:
-        most, began = 0, time.perf_counter()
-        for _ in generator.run(requests):
-            most = max(most, len(generator._scheduler.live))
-        seconds, counts = time.perf_counter() - began, generator.counts
+        first, _ = _serve(generator, requests)  # which records and compiles
+        made = generator.counts.made_tokens
+        seconds, most = _serve(generator, requests)
+        counts = generator.counts
     return {
-        "seconds": seconds, "tokens_per_second": counts.made_tokens / seconds, "rows": rows,
-        "most_at_once": most, "peak_nbytes": counts.peak_bytes, "waste": counts.waste,
+        "seconds": seconds, "tokens_per_second": (counts.made_tokens - made) / seconds,
+        "seconds_the_first_time": first, "rows": rows, "most_at_once": most,
+        "peak_nbytes": counts.peak_bytes, "waste": counts.waste,
         "preemptions": counts.preemptions, "steps": counts.steps,
     }  # fmt: skip
 
 
-PARTS = {"decode": decode, "prefill": prefill, "attention": attend, "arrivals": arrivals}
+def _serve(generator: Generator, requests: list[Request | None]) -> tuple[float, int]:
+    """Seconds, and how many were served at once at most."""
+    most, began = 0, time.perf_counter()
+    for _ in generator.run(requests):
+        most = max(most, len(generator._scheduler.live))
+    return time.perf_counter() - began, most
+
+
+PARTS: dict[str, Callable[[Bench, list[dict[str, Any]]], None]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "attention": attend,
+    "arrivals": arrivals,
+}
 
 
 def main() -> None:
     chosen = arguments()
     bench = Bench(chosen)
-    results: dict[str, Any] = {"shape": chosen.shape, "dtype": str(bench.dtype)}
     for name in chosen.parts.split(","):
-        results[name] = PARTS[name](bench)
-    results["seconds"] = bench.seconds
-    if chosen.save:
-        print(certificate.save(f"kv_{chosen.shape}_{chosen.save}", results))
+        PARTS[name](bench, bench.results.setdefault(name, []))
+    bench.save()
 
 
 if __name__ == "__main__":

@@ -35,12 +35,12 @@ def compiled(dtype: str, group: int, head: int, **more: Any) -> Any:
     types = dict.fromkeys(("query", "key", "value"), f"*{dtype}")
     types |= {"starts": "*i64", "ends": "*i64", "out": f"*{dtype}"}
     types |= dict.fromkeys(("partial", "tops", "sums"), "*fp32")
-    types |= {"scale": "fp32", "softcap": "fp32"}
+    types |= {"splits": "i32", "scale": "fp32", "softcap": "fp32"}
     strides = ("query_row", "query_head", "key_token", "key_head", "value_token", "value_head")
     types |= dict.fromkeys(strides, "i32")
     constants = {
         "GROUP": group, "GROUP_PAD": max(16, decode.power(group)), "HEAD": head,
-        "HEAD_PAD": wide, "SPLITS": 8, "STAGES": decode.STAGES, "WINDOW": 0, "SOFTCAP": False,
+        "HEAD_PAD": wide, "WHOLE": False, "STAGES": decode.STAGES, "WINDOW": 0, "SOFTCAP": False,
         "BLOCK": max(16, min(128, decode.TILE // (wide * (4 if dtype == "fp32" else 2)))),
     } | more  # fmt: skip
     aligned = {
@@ -62,7 +62,7 @@ def compiled(dtype: str, group: int, head: int, **more: Any) -> Any:
     [
         ("bf16", 4, 128, {}),
         ("bf16", 1, 80, {"WINDOW": 4096}),
-        ("fp16", 8, 64, {"SPLITS": 1}),
+        ("fp16", 8, 64, {"WHOLE": True}),
         ("bf16", 2, 256, {"SOFTCAP": True, "WINDOW": 4096}),
         ("fp32", 4, 128, {}),
         ("fp32", 2, 8, {}),

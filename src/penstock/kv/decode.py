@@ -152,18 +152,18 @@ def attend(
     code = kernels()
     with on(device):
         code.part_kernel[(shared, rows, splits)](
-            query, key, value, spots.starts, spots.ends, out, partial, tops, sums,
+            query, key, value, spots.starts, spots.ends, out, partial, tops, sums, splits,
             scaling if scaling is not None else head**-0.5, softcap or 1.0,
             query.stride(0), query.stride(1),
             key.stride(2), key.stride(1), value.stride(2), value.stride(1),
-            GROUP=heads // shared, GROUP_PAD=group, HEAD=head, HEAD_PAD=wide, SPLITS=splits,
+            GROUP=heads // shared, GROUP_PAD=group, HEAD=head, HEAD_PAD=wide, WHOLE=splits == 1,
             BLOCK=block, STAGES=STAGES if group <= MANY_QUERIES else 2,
             WINDOW=window or 0, SOFTCAP=softcap is not None, num_warps=WARPS,
         )  # fmt: skip
         if splits > 1:
             code.join_kernel[(heads, rows)](
-                spots.ends, out, partial, tops, sums,
-                HEAD=head, HEAD_PAD=wide, SPLITS=splits, SPLITS_PAD=power(splits),
+                spots.ends, out, partial, tops, sums, splits,
+                HEAD=head, HEAD_PAD=wide, SPLITS_PAD=power(splits),
                 BLOCK=block, WINDOW=window or 0, num_warps=WARPS,
             )  # fmt: skip
     return out

@@ -17,14 +17,14 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _span(ends, row, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _span(ends, row, splits, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
     """The first key that a row's query sees, the end, and how many keys each part has: the row cut
     evenly, in whole blocks. A row of no tokens is padding."""
     end = tl.load(ends + row)
     first = end * 0
     if WINDOW > 0:
         first = tl.maximum(end - WINDOW, 0)
-    part = tl.cdiv(tl.cdiv(end - first, SPLITS), BLOCK) * BLOCK
+    part = tl.cdiv(tl.cdiv(end - first, splits), BLOCK) * BLOCK
     return first, end, part
 
 
@@ -67,18 +67,19 @@ def _read(
     return top, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def part_kernel(
-    query, key, value, starts, ends, out, partial, tops, sums, scale, softcap,
+    query, key, value, starts, ends, out, partial, tops, sums, splits, scale, softcap,
     query_row, query_head, key_token, key_head, value_token, value_head,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: shared heads, rows, parts. Heads come first since those of one token are neighbours in
-    memory and are then read at about the same time."""
+    """Grid: shared heads, rows, parts; WHOLE: rows are not cut. Heads come first since those of one
+    token are neighbours in memory and are then read at about the same time. The number of parts is
+    no constant: each would be compiled for, and there are many."""
     shared, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, end, size = _span(ends, row, WINDOW, SPLITS, BLOCK)
+    first, end, size = _span(ends, row, splits, WINDOW, BLOCK)
     low = first + part * size
     high = tl.minimum(low + size, end)
     g, d = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD)
@@ -94,33 +95,33 @@ def part_kernel(
             q, key + keys, value + values + shared * value_head, low, high, scale, softcap,
             key_token, value_token, HEAD, BLOCK, STAGES, SOFTCAP,
         )  # fmt: skip
-        if SPLITS == 1:
+        if WHOLE:
             found = (acc / total[:, None]).to(out.dtype.element_ty)
             tl.store(out + which[:, None] * HEAD + d[None, :], found, mask=here)
         else:
-            at = which * SPLITS + part
+            at = which * splits + part
             tl.store(partial + at[:, None] * HEAD + d[None, :], acc, mask=here)
             tl.store(tops + at, top, mask=g < GROUP)
             tl.store(sums + at, total, mask=g < GROUP)
-    elif SPLITS == 1:  # a row of no tokens
+    elif WHOLE:  # a row of no tokens
         none = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32).to(out.dtype.element_ty)
         tl.store(out + which[:, None] * HEAD + d[None, :], none, mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def join_kernel(
-    ends, out, partial, tops, sums,
-    HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    ends, out, partial, tops, sums, splits,
+    HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: query heads, rows. All parts in one load: one after the other they would cost a wait
     for memory each."""
     row = tl.program_id(1)
     which = row * tl.num_programs(0) + tl.program_id(0)
-    first, end, size = _span(ends, row, WINDOW, SPLITS, BLOCK)
+    first, end, size = _span(ends, row, splits, WINDOW, BLOCK)
     part, d = tl.arange(0, SPLITS_PAD), tl.arange(0, HEAD_PAD)
-    made = (part < SPLITS) & (first + part * size < end)
-    at = which * SPLITS + part
+    made = (part < splits) & (first + part * size < end)
+    at = which * splits + part
     top = tl.load(tops + at, mask=made, other=float("-inf"))
     total = tl.load(sums + at, mask=made, other=0.0)
     mask = made[:, None] & (d < HEAD)[None, :]
