@@ -26,11 +26,12 @@ DATA_SHEETS: dict[str, tuple[float, float]] = {
 MATMUL_SHARE = 0.78
 """Of the data sheet, in a large matrix product: 770 of 989 TFLOP/s on an H200 (measured)."""
 
-BLOCK_SHARE = 0.64
-"""Of that, in a whole transformer layer: 490 of 770 TFLOP/s (measured, eager, SDPA)."""
+BLOCK_SHARE = 0.71
+"""Of that, in a whole transformer layer of an 8B model: 545 of 770 TFLOP/s on an H200, eager, SDPA
+(docs/planner.md)."""
 
-COMPILED_GAIN = 1.19
-"""What compiling the layer brings: 585 for 490 TFLOP/s on an H200 (docs/planner.md)."""
+COMPILED_GAIN = 1.15
+"""What compiling the layer brings: 628 for 545 TFLOP/s on an H200 (docs/planner.md)."""
 
 
 def data_sheet(name: str) -> tuple[float, float] | None:

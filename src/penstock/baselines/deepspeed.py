@@ -93,7 +93,7 @@ class ZeroStep:
                     fetch.copy_in(self._shares("activation", self._input()))
                 jobs.append(Job("fetch", fetch.total(), _after(computed, len(jobs))))
                 verb = Verb.BACKWARD if backward else Verb.FORWARD
-                each = token_seconds(block, self.workload.context, verb, self.rates)
+                each = token_seconds(self.inventory, block, self.workload.context, verb, self.rates)
                 computed = len(jobs)
                 gpu = {"gpu": max(self.workload.tokens * each, 1e-9)}
                 jobs.append(Job("compute", gpu, (computed - 1,)))
@@ -155,7 +155,7 @@ def zero_infinity_seconds(
     copies = (2 + 2 + 2) * parameters / (PAGEABLE * rates.h2d)
     copies += (2 + 4) * parameters / (PAGEABLE * rates.d2h)
     compute = sum(
-        token_seconds(block, workload.context, verb, rates) * workload.tokens
+        token_seconds(inventory, block, workload.context, verb, rates) * workload.tokens
         for block in inventory.blocks
         for verb in (Verb.FORWARD, Verb.BACKWARD)
     )

@@ -1,20 +1,13 @@
-"""How long the GPU computes. Room: decide.
-
-Operations are counted, not guessed: two per weight and token in forward, as many again for each of
-the two products of backward, and the quadratic part of attention with its causal half. A layer's
-backward starts by repeating its forward.
-"""
+"""How long the GPU computes. Room: decide."""
 
 from __future__ import annotations
 
+from penstock.cost.operations import operations, share_of, width_nbytes
 from penstock.cost.rates import Rates
 from penstock.inventory import Block, Inventory
 from penstock.pools import round_micro_batches
 from penstock.schedule import Operation, Verb
 from penstock.workload import Workload
-
-ATTENTION_BACKWARD = 2.5
-"""Backward of attention against its forward: five products for two, as flash kernels do it."""
 
 
 class Computation:
@@ -29,31 +22,19 @@ class Computation:
         tokens = self.tokens[operation.round]
         if block.kind == "embedding":
             return tokens * self.inventory.hidden * 2 * 3 / self.rates.hbm
-        return tokens * token_seconds(block, self.workload.context, operation.verb, self.rates)
+        each = token_seconds(
+            self.inventory, block, self.workload.context, operation.verb, self.rates
+        )
+        return tokens * each
 
 
-def token_seconds(block: Block, context: int, verb: Verb, rates: Rates) -> float:
+def token_seconds(
+    inventory: Inventory, block: Block, context: int, verb: Verb, rates: Rates
+) -> float:
     """One token's share of the computation."""
     dense, attention = operations(block, context, verb)
-    return dense / rates.block_flops + attention / rates.attention_flops
-
-
-def operations(block: Block, context: int, verb: Verb) -> tuple[float, float]:
-    """Floating-point operations per token: in products with weights, and in attention."""
-    dense = 2.0 * block.matmul_elements
-    attention = 4.0 * block.query_width * mean_visible(context, block.window)
-    if verb is Verb.FORWARD:
-        return dense, attention
-    trained = bool(block.parameters(trainable=True)) or block.kind == "head"
-    back = dense * (2 if trained else 1)
-    return dense + back, (1 + ATTENTION_BACKWARD) * attention
-
-
-def mean_visible(context: int, window: int | None) -> float:
-    """Earlier tokens that a token attends to, on average over a sequence."""
-    if window is None or window >= context:
-        return context / 2
-    return window - window * window / (2 * context)
+    passed = width_nbytes(block, inventory.hidden) * rates.passes * share_of(verb)
+    return dense / rates.block_flops + attention / rates.attention_flops + passed / rates.hbm
 
 
 def sequences_by_round(workload: Workload, rounds: int) -> list[int]:

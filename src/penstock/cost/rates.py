@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock.cost.operations import ATTENTION_BACKWARD
 from penstock.errors import MachineError
 from penstock.gpu_catalogue import BLOCK_SHARE, COMPILED_GAIN, MATMUL_SHARE, data_sheet
 from penstock.machine import Gpu, Machine, StoragePath
@@ -66,10 +67,14 @@ class Rates:
     """All of them, for the first GPU of a machine."""
 
     block_flops: float
-    """Operations per second in a transformer layer, but for attention's quadratic part."""
+    """Operations per second in products with weights."""
 
     attention_flops: float
-    """Operations per second in that."""
+    """Operations per second in attention's quadratic part."""
+
+    passes: float
+    """How often a layer's computation, forward and backward, goes through what is as wide as it
+    for all else: norms, activations, sums. At the rate of the GPU's own memory."""
 
     hbm: float
     """Bytes per second of the GPU's own memory."""
@@ -103,7 +108,7 @@ class Rates:
         """
         assumed: list[str] = []
         gpu = machine.gpus[0] if machine.gpus else None
-        layer, attention, hbm = _gpu_rates(machine, gpu, compiled, assumed)
+        layer, attention, passes, hbm = _gpu_rates(machine, gpu, compiled, assumed)
         links = _links(machine, gpu, assumed)
         nodes = {
             node.id: _node_rates(machine, i, moments, links, assumed)
@@ -117,6 +122,7 @@ class Rates:
         return cls(
             block_flops=layer,
             attention_flops=attention,
+            passes=passes,
             hbm=hbm,
             h2d=h2d,
             d2h=d2h,
@@ -133,28 +139,34 @@ CPU_FLOPS_PER_CORE = 20e9
 (1,024 wide) GFLOP/s on one core of a 2.8 GHz Xeon. Only the order of magnitude counts."""
 
 
-ATTENTION_SHARE = 0.082
-"""Of the operations of the layer that `block_flops` is measured with (an 8B model's, at 4,096
-tokens of context), those in attention's quadratic part."""
+LAYER_DENSE = 4 * 2.0 * 218_103_808
+LAYER_QUADRATIC = (2 + ATTENTION_BACKWARD) * 4.0 * 4096 * 4096 / 2
+LAYER_NBYTES = 2 * (2 * 4096 + 14336)
+"""Operations for a token and its `width_nbytes` in the layer that `block_flops` and
+`compiled_flops` are measured with: an 8B model's, at 4,096 tokens of context."""
 
 
 def _gpu_rates(
     machine: Machine, gpu: Gpu | None, compiled: bool, assumed: list[str]
-) -> tuple[float, float, float]:
-    """Of a layer's products, of attention, and of the GPU's own memory."""
+) -> tuple[float, float, float, float]:
+    """Of products, of attention, passes, and of the GPU's own memory.
+
+    A layer's rate is known for one width. Its products run at the rate of large ones; what is left
+    of its time grows with the width only, and is most of what narrow models lose.
+    """
     if gpu is None:
         cores = machine.cpu.cores or len(machine.dram_nodes[0].cpus) or 1
         assumed.append(f"no GPU: {cores} cores compute at {CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s")
         flops = cores * CPU_FLOPS_PER_CORE
-        return flops, flops, 20e9
+        return flops, flops, 0.0, 20e9
     whole = _layer_flops(gpu, compiled, assumed)
     sheet = data_sheet(gpu.name)
     own = gpu.memory_bandwidth.median if gpu.memory_bandwidth else sheet[1] if sheet else 0.5e12
-    if gpu.attention_flops is None:
-        return whole, whole, own
-    attention = gpu.attention_flops.median
-    rest = 1 / whole - ATTENTION_SHARE / attention
-    return (1 - ATTENTION_SHARE) / max(rest, 0.5 / whole), attention, own
+    attention = gpu.attention_flops.median if gpu.attention_flops else whole
+    left = (LAYER_DENSE + LAYER_QUADRATIC) / whole - LAYER_QUADRATIC / attention
+    products = max(gpu.matmul_flops.median if gpu.matmul_flops else 0.0, LAYER_DENSE / left)
+    passes = (left - LAYER_DENSE / products) * own / LAYER_NBYTES
+    return products, attention, passes, own
 
 
 def _layer_flops(gpu: Gpu, compiled: bool, assumed: list[str]) -> float:
