@@ -54,7 +54,6 @@ def test_another_cache_and_more_rows_need_no_more_code(monkeypatch: pytest.Monke
     expected = [alone(model, prompt, 12) for prompt in prompts]
     layers = CompiledLayers(model)
     monkeypatch.setattr(compiled, "CompiledLayers", lambda _: layers)
-    monkeypatch.setattr("penstock.kv.graphs.CompiledLayers", lambda _: layers)
 
     for most in (2, 5, 7):
         with compiling(model, most) as generator:

@@ -1,4 +1,5 @@
-"""A model's layers, compiled for passes that make one token a row. Room: hold.
+"""A model's layers, compiled for passes that make one token a row. Room: hold. Imported only where
+that is wanted: it brings torch's compiler.
 
 A layer is some forty small kernels, and even launched as one graph each of them waits for memory.
 Compiled, they are about ten. All layers of one kind share the code: their weights are arguments.
@@ -27,7 +28,7 @@ from penstock.kv import attention
 NAME = "penstock-kv-compiled"
 """What shells of layers are told to attend by."""
 
-Problems: tuple[type[Exception], ...] = (torch._dynamo.exc.TorchDynamoException,)
+PROBLEMS: tuple[type[Exception], ...] = (torch._dynamo.exc.TorchDynamoException,)
 """What says that code cannot be compiled, here or at all."""
 
 _now = threading.local()
@@ -101,6 +102,7 @@ class CompiledLayers:
         try:
             yield
         finally:
+            _now.place = None  # a cache that is not used any more must not live on here
             for layer, forward in zip(self._layers, before, strict=True):
                 if forward is None:
                     del vars(layer)["forward"]

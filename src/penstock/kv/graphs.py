@@ -16,16 +16,18 @@ import operator
 import warnings
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from penstock.kv import attention, compiled, decode
-from penstock.kv.compiled import CompiledLayers
+from penstock.kv import attention, decode
 from penstock.kv.errors import KvWarning
 from penstock.kv.recording import Recorder
 from penstock.kv.slate import Slate
 from penstock.units import round_up
+
+if TYPE_CHECKING:
+    from penstock.kv.compiled import CompiledLayers
 
 STEP = 8
 """Above so many rows, recordings are made for multiples of it. Below, for powers of two."""
@@ -117,18 +119,22 @@ class Decoder:
         )
 
     def _compile(self) -> CompiledLayers | None:
+        from penstock.kv import compiled
+
         try:
-            return CompiledLayers(self.model)
+            return compiled.CompiledLayers(self.model)
         except LookupError as missing:
             self._warn("compiled", "more slowly", missing)
             return None
 
     def _forward(self, slate: Slate) -> torch.Tensor:
         if self._compiled is not None:
+            from penstock.kv.compiled import PROBLEMS
+
             try:
                 with self._compiled.used():
                     return self._plain(slate)
-            except compiled.Problems as failed:
+            except PROBLEMS as failed:
                 self._compiled = None
                 self._warn("compiled", "more slowly", failed)
         return self._plain(slate)
