@@ -13,6 +13,7 @@ import torch
 from penstock import cli
 from penstock.data import load_tokenizer
 from tests.engines import plain_model, tiny_config
+from tests.equivalence.compiled import compile_by, graphs
 from tests.kv.generating import alone
 from tests.small_tokenizers import MARKED, small_tokenizer
 
@@ -59,6 +60,19 @@ def expected(model: Path, text: str) -> str:
 def write(path: Path, *lines: object) -> str:
     path.write_text("\n".join(json.dumps(line) for line in lines))
     return str(path)
+
+
+@pytest.mark.parametrize("how", ["--no-graphs", "--compile"])
+def test_how_tokens_are_made_does_not_change_them(
+    how: str, generate: Callable[..., Said], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_by("aot_eager", monkeypatch)
+
+    code, out, _ = generate("--prompt", "Water runs", how)
+
+    assert code == 0
+    assert out.strip().endswith(expected(model, "Water runs").strip())
+    assert (graphs() > 0) == (how == "--compile")
 
 
 def test_one_prompt_is_answered_and_summed_up(generate: Any, model: Path) -> None:
