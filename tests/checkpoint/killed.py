@@ -54,11 +54,12 @@ def dies(out: Path, number: int) -> bool:
 
 def die(name: str, args: tuple[object, ...]) -> None:
     """A write is torn: half of it has been done."""
-    if name == "write":
-        fd, data = args
+    if name == "pwrite":
+        fd, data, offset = args
         assert isinstance(fd, int)
         assert isinstance(data, memoryview)
-        os.writev(fd, [data[: len(data) // 2]])
+        assert isinstance(offset, int)
+        os.pwritev(fd, [data[: len(data) // 2]], offset)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

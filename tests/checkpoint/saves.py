@@ -17,7 +17,7 @@ from penstock.checkpoint.state import Software, TrainingState
 from penstock.checkpoint.writer import ShardWriter
 from tests.safetensors_files import read, same_bits, tensor_out
 
-CALLS = ("open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
+CALLS = ("open", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
 """Of the module os: what changes a disk, or makes a change last."""
 
 STATE = TrainingState(step=0, software=Software())

@@ -99,18 +99,18 @@ def left_as_it_was(out: Path) -> None:
 
 def test_a_disk_that_stays_full_leaves_nothing_of_the_new_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    real = os.write
+    real = os.pwrite
 
-    def full(fd: int, data: memoryview) -> int:
+    def full(fd: int, data: memoryview, offset: int) -> int:
         if written := full_after[0]:
             full_after[0] -= 1
-            return real(fd, data[: max(1, len(data) // written)])
+            return real(fd, data[: max(1, len(data) // written)], offset)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for calls in range(8):
         full_after = [calls]
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(os, "write", full)
+            patched.setattr(os, "pwrite", full)
             with pytest.raises(CheckpointSpaceError, match="Earlier checkpoints are whole") as told:
                 save(tmp_path, 2)
         assert told.value.saving
@@ -184,7 +184,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name_and_after_it_the_old_g
     draft = log[named][1]
     files = {f"{draft}/{name}" for name in os.listdir(out / "checkpoint-000002")}
     synced = [at for name, at in log[:named] if name == "fsync"]
-    written = [i for i, (name, at) in enumerate(log) if name == "write" and at.startswith(draft)]
+    written = [i for i, (name, at) in enumerate(log) if name == "pwrite" and at.startswith(draft)]
     assert files <= set(synced)
     assert synced[-1] == draft
     for path in {log[i][1] for i in written}:

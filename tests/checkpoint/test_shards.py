@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+import random
 import stat
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -206,8 +210,8 @@ def test_every_tensor_lies_at_a_multiple_of_its_elements_size(tmp_path: Path) ->
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: whole(fd, data[:7]))
+    whole = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: whole(fd, data[:7], at))
     four().write(tmp_path)
 
     with ShardReader(tmp_path) as reader:
@@ -218,16 +222,61 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_file_system_that_refuses_only_the_write_goes_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = os.write
+    whole, refused = os.pwrite, threading.Barrier(3, timeout=5)
 
-    def refusing(fd: int, data: memoryview) -> int:
+    def refusing(fd: int, data: memoryview, at: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                refused.wait()  # several are told at the same time
             raise OSError(22, "Invalid argument")
-        return whole(fd, data)
+        return whole(fd, data, at)
 
-    monkeypatch.setattr(os, "write", refusing)
-    tensor = torch.arange(300_000, dtype=torch.int32)
+    monkeypatch.setattr(os, "pwrite", refusing)
+    tensor = torch.arange(output.BUFFER, dtype=torch.int32)  # four buffers of it
     ShardWriter([tensor_out("t", tensor)]).write(tmp_path)
 
     with ShardReader(tmp_path) as reader:
         assert torch.equal(read(reader, "t"), tensor)
+
+
+def test_requests_may_end_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, drawn = os.pwrite, random.Random(5)
+
+    def late(fd: int, data: memoryview, at: int) -> int:
+        time.sleep(drawn.random() / 50)
+        return whole(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", late)
+    size = 3 * output.REQUESTS * output.BUFFER // 4 + 1001
+    tensor = torch.arange(size, dtype=torch.int32)
+    ShardWriter([tensor_out("t", tensor)]).write(tmp_path)
+
+    with ShardReader(tmp_path) as reader:
+        assert torch.equal(read(reader, "t"), tensor)
+
+
+def test_what_was_reserved_and_not_needed_is_given_back(tmp_path: Path) -> None:
+    size = output.BUFFER // 4 * 3
+    ShardWriter([tensor_out("t", torch.zeros(size, dtype=torch.int32))]).write(tmp_path)
+
+    found = os.stat(tmp_path / "model.safetensors")
+    assert 4 * size < found.st_size < 4 * size + 4096
+    assert found.st_blocks * 512 <= output.BUFFER * 4
+
+
+def test_a_request_that_fails_in_the_middle_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.pwrite
+
+    def failing(fd: int, data: memoryview, at: int) -> int:
+        if at == 2 * output.BUFFER:
+            raise OSError(5, "Input/output error")
+        return whole(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    tensor = torch.zeros(4 * output.REQUESTS * output.BUFFER // 4, dtype=torch.int32)
+    with pytest.raises(CheckpointWriteError, match="Input/output error"):
+        ShardWriter([tensor_out("t", tensor)]).write(tmp_path)
+
+    assert os.listdir(tmp_path) == []
