@@ -10,7 +10,7 @@ On a GPU, a call for each of these; --limit ends each after 280 s:
         --arms "penstock compiled,static compiled" --compiled 1024x1,32768x1,32768x8 --save compiled
     python bench/bench_kv.py --parts decode --mode eager,graph --arms "penstock,paged batching" \\
         --save paged
-    python bench/bench_kv.py --parts prefill,attention --save parts
+    python bench/bench_kv.py --parts prefill,attention,pages --save parts
     python bench/bench_kv.py --parts arrivals --mode graph --save arrivals
 
 and a rehearsal on a CPU:
@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import certificate, kv_attention
 from bench.kv_arms import AHEAD, ARMS, token_nbytes
 from bench.kv_decode import decode
+from bench.kv_pages import pages
 from bench.shapes import SHAPES, config_of
 from penstock.errors import PenstockError
 from penstock.kv import Generator, Request
@@ -258,6 +259,7 @@ PARTS: dict[str, Callable[[Bench, list[dict[str, Any]]], None]] = {
     "prefill": prefill,
     "attention": attend,
     "arrivals": arrivals,
+    "pages": pages,
 }
 
 

@@ -55,13 +55,14 @@ class Virtual:
         spread: int = 0,
         graphs: bool = False,
         compiled: bool = False,
+        ahead: int = AHEAD,
     ) -> None:
         self.forward = Resident(model, graphs, compiled=compiled)
         lengths = [max(1, context - row * spread) for row in range(batch)]
         each = token_nbytes(model.config, self.forward.dtype)
-        room = sum(-(-(length + AHEAD) * each // (2 * MiB)) + 2 for length in lengths)
+        room = sum(-(-(length + ahead) * each // (2 * MiB)) + 2 for length in lengths)
         self.cache = VirtualCache(
-            model.config, max_batch=batch, max_context=context + AHEAD, budget=room * 2 * MiB,
+            model.config, max_batch=batch, max_context=context + ahead, budget=room * 2 * MiB,
             device=self.forward.device, dtype=self.forward.dtype,
         )  # fmt: skip
         self.rows = [self.cache.admit() for _ in lengths]
