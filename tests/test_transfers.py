@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.schedule import Verb
-from penstock.step_order import step_schedule
+from penstock.step_order import step_schedule, sweep_schedule
 from penstock.stream.device import CpuDevice
 from penstock.stream.engine import Engine
 from penstock.transfers import step_traffic
@@ -72,6 +72,44 @@ def test_bytes_per_link_are_those_that_were_moved_and_planned(
         assert seen["d2h"] == copied["d2h"] - before["d2h"] == planned.get("d2h", 0)
         assert (seen["read"], seen["written"]) == (after[0] - on_disk[0], after[1] - on_disk[1])
         assert seen["read"] + seen["written"] == planned.get(f"disk:{tmp_path}", 0)
+
+
+@pytest.mark.parametrize(
+    ("way", "work"), GRID, ids=[f"{way.name} {' '.join(map(str, w.values()))}" for way, w in GRID]
+)
+def test_a_sweep_apart_moves_what_is_told_of_it(
+    way: Way, work: dict[str, Any], tmp_path: Path, copied: Counter[str]
+) -> None:
+    setup = Setup.of("llama", **work)
+    with setup.engine(way, tmp_path) as engine:
+        engine.step(setup.batches(1)[0])
+        before, on_disk = Counter(copied), disk_counters(engine)
+        engine.finish()
+        seen, after = told(engine), disk_counters(engine)
+        placement = engine.plan.placement
+        schedule = sweep_schedule(setup.model, placement)
+        planned = step_traffic(setup.model, setup.work, placement, schedule)
+
+        assert copied == before
+        assert (seen["h2d"], seen["d2h"]) == (0, 0)
+        assert (seen["read"], seen["written"]) == (after[0] - on_disk[0], after[1] - on_disk[1])
+        assert seen["read"] + seen["written"] == planned.get(f"disk:{tmp_path}", 0)
+        assert sum(seen.values()) == sum(planned.values())
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[3]], ids=lambda way: way.name)
+def test_what_a_failed_run_has_swept_is_not_told_again(way: Way, tmp_path: Path) -> None:
+    setup = Setup.of("llama")
+    with setup.engine(way, tmp_path) as engine:
+        engine.step(setup.batches(1)[0])
+        sweeps = [op for op in engine._programs.sweep.operations if op.verb is Verb.SWEEP]
+        assert engine._pending is not None
+        engine._pending.done.add((sweeps[0].block, sweeps[0].piece))  # as a failure leaves it
+        engine.finish()
+        told_of = [e.operation for e in engine.timeline() if e.operation.verb is Verb.SWEEP]
+
+        assert engine._pending is None
+    assert sorted(map(str, told_of)) == sorted(map(str, sweeps[1:]))
 
 
 def told(engine: Engine) -> Counter[str]:

@@ -72,6 +72,7 @@ class Computer:
         pending = run.pending
         assert pending is not None
         if (op.block, op.piece) in pending.done:
+            del run.began[at]  # a run that failed has done it
             return
         roles, start, stop = self._mover.swept_roles(run, at, op)
         parts = segments(self._homes.inventory, op.block, pending, roles, start, stop)

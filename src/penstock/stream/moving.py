@@ -76,6 +76,8 @@ class Mover:
             finally:  # an element that was refused does not undo the others
                 pending.done.add((op.block, op.piece))
                 run.swept_now.add((op.block, op.piece))
+        else:
+            del run.began[at]  # a run that failed has done it: nothing is moved now
         run.marks.put(at, Moment())
 
     def swept_roles(self, run: Run, at: int, op: Operation) -> tuple[dict[Role, Span], int, int]:
