@@ -77,38 +77,41 @@ class EngineEvents:
 
     # Events.
 
-    def events(self, passed: Passed, step: int) -> list[Event]:
-        """One for what each operation kept busy: a copy from a disk is on the link and the disk."""
+    def events(self, passed: Passed, step: int | None) -> list[Event]:
+        """One for what each operation kept busy: a copy from a disk is on the link and the disk.
+        What is swept apart is of no step, and in no step's phase."""
         began = passed.clock - self._origin
         names = [block.name for block in passed.inventory.blocks]
         pinned = passed.device.pinned
+        apart = None if passed.kind == "step" else passed.kind
         made: list[Event] = []
         for ran in timeline(passed, self._moved_by(passed)):
             op, start, end = ran.operation, began + ran.start, began + ran.end
             name = f"{names[op.block]} {' '.join(op.roles)}".strip()
+            phase = apart or op.phase
             if op.verb in _KINDS and ran.transfers and op.verb is not Verb.SWEEP:
                 for moves in ran.transfers:
                     kind = _kind(op, moves)
                     link = self.link(moves.link)
                     copied = moves.link in ("h2d", "d2h")
                     made.append(
-                        Event(link, kind, name, start, end, step, op.phase, link, moves.nbytes,
+                        Event(link, kind, name, start, end, step, phase, link, moves.nbytes,
                               moves.source, moves.target, pinned if copied else None,
                               f"{op.verb} {names[op.block]}")
                     )  # fmt: skip
             elif op.verb is Verb.SWEEP and not op.gpu:
                 total = sum(moves.nbytes for moves in ran.transfers)
-                made.append(Event("cpu sweep", "sweep", names[op.block], start, end, step, op.phase,
+                made.append(Event("cpu sweep", "sweep", names[op.block], start, end, step, phase,
                                   None, total, "host", "host", None, "sweep"))  # fmt: skip
                 made += [
-                    Event(moves.link, "sweep", names[op.block], start, end, step, op.phase,
+                    Event(moves.link, "sweep", names[op.block], start, end, step, phase,
                           moves.link, moves.nbytes, "host", "host", None, "sweep")
                     for moves in ran.transfers
                 ]  # fmt: skip
             elif op.verb not in _KINDS or op.gpu:
                 kind = "sweep" if op.gpu else "compute"
                 named = f"{op.verb} {names[op.block]}"
-                made.append(Event("gpu", kind, named, start, end, step, op.phase))
+                made.append(Event("gpu", kind, named, start, end, step, phase))
         return made
 
     def _moved_by(self, passed: Passed) -> Moved:

@@ -58,10 +58,11 @@ def _order(path: Path) -> tuple[bool, int]:
 
 
 def _events(folder: Path, notes: list[str]) -> list[Event]:
+    """Those of a slow step may be among the others too; one of no step is known by itself."""
     found = _records(folder, Event, notes)
-    steps = {event.step for event in found}
+    known = {event if event.step is None else event.step for event in found}
     slowest = _lines(folder / SLOWEST_FILE, Event, notes)
-    found += [event for event in slowest if event.step not in steps]
+    found += [e for e in slowest if (e if e.step is None else e.step) not in known]
     return sorted(found, key=lambda event: (event.start, event.end))
 
 

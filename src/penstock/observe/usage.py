@@ -97,7 +97,7 @@ def _split(
 
 def step_uses(steps: Sequence[Step], events: Sequence[Event]) -> tuple[StepUse, ...]:
     """Each step's share of the events. One that reaches into the next step is busy in both; its
-    bytes are of the step it belongs to."""
+    bytes are of the step it belongs to or, where it names none, of the one it begins in."""
     starts = [step.start for step in steps]
     place = {step.number: at for at, step in enumerate(steps)}
     spans: list[dict[str, list[Interval]]] = [defaultdict(list) for _ in steps]
@@ -111,7 +111,8 @@ def step_uses(steps: Sequence[Step], events: Sequence[Event]) -> tuple[StepUse, 
             if steps[at].start >= event.end:
                 break
             spans[at][resource].append((event.start, event.end))
-        owner = place.get(event.step, -1) if event.step is not None else first
+        begins_in = first if first >= 0 and event.start < steps[first].end else -1
+        owner = place.get(event.step, -1) if event.step is not None else begins_in
         if event.link and event.nbytes and owner >= 0:
             nbytes[owner][resource] += event.nbytes
     return tuple(

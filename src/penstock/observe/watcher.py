@@ -68,6 +68,8 @@ class EngineWatcher:
         now = time.perf_counter() - recorder.origin
         if passed.kind == "step":
             recorder.keeper.add(step, seconds, lambda: events.events(passed, step), now)
+        elif passed.kind == "update":
+            recorder.keeper.follow(lambda: events.events(passed, None))
 
     def _tell_plan(self, passed: Passed, events: EngineEvents) -> None:
         from penstock.observe.engine_events import planned_of

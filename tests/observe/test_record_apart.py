@@ -1,0 +1,112 @@
+"""What an engine sweeps apart from its steps is recorded, and is no step's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.observe.hardware import disk_name
+from penstock.observe.keeping import Keeper, Make
+from penstock.observe.measures import measure
+from penstock.observe.records import Event, Run, read_run
+from penstock.observe.writing import RunFolder
+from penstock.step_order import sweep_schedule
+from penstock.transfers import step_traffic
+from tests.equivalence.runs import WAYS, Setup, Way
+from tests.observe.made_runs import observation, streamed
+from tests.observe.test_report_owners import finishing
+
+STEPS = 4
+
+
+def links(events: list[Event]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for event in events:
+        if event.link is not None and event.nbytes is not None:
+            found[event.link] += event.nbytes
+    return found
+
+
+@pytest.mark.parametrize("way", [WAYS[3], WAYS[8]], ids=lambda way: way.name)
+def test_a_sweep_apart_is_recorded_to_the_byte_and_changes_no_step(
+    way: Way, tmp_path: Path
+) -> None:
+    setup, disk = Setup.of("llama"), tmp_path / "disk"
+    disk.mkdir()
+    with setup.engine(way, disk) as engine, penstock.observe(tmp_path / "run"):
+        for batch in setup.batches(STEPS):
+            engine.step(batch)
+        before = engine._taken.store.stats
+        engine.finish()
+        after = engine._taken.store.stats
+        placement = engine.plan.placement
+    run = read_run(tmp_path / "run")
+
+    apart = [event for event in run.events if event.step is None]
+    planned = step_traffic(
+        setup.model, setup.work, placement, sweep_schedule(setup.model, placement)
+    )
+    names = {f"disk:{disk}": f"disk:{disk_name(str(disk))}"}
+    assert links(apart) == {names.get(link, link): nbytes for link, nbytes in planned.items()}
+    moved = (after.read_nbytes - before.read_nbytes) + (
+        after.written_nbytes - before.written_nbytes
+    )
+    assert links(apart)[names[f"disk:{disk}"]] == moved > 0
+    assert {event.kind for event in apart} >= {"read", "write", "sweep"}
+    (phase,) = (phase for phase in run.phases if phase.name == "update")
+    assert {event.phase for event in apart} == {"update"}
+    assert all(phase.start <= e.start <= e.end <= phase.end + 1e-6 for e in apart)
+    assert_same_steps(run, replace(run, events=tuple(e for e in run.events if e.step is not None)))
+
+
+def assert_same_steps(run: Run, other: Run) -> None:
+    one, two = measure(run), measure(other)
+    assert (one.steps, one.uses, one.links, one.waits) == (
+        two.steps,
+        two.uses,
+        two.links,
+        two.waits,
+    )
+    assert (one.busy, one.bound, one.shown) == (two.busy, two.bound, two.shown)
+
+
+def swept(step: int, nbytes: int = 7) -> Event:
+    """At the end of a step of `finishing`."""
+    start = 1.5 * step + 1.2
+    return Event("node0", "sweep", "layer", start, start + 0.3, None, "update", "node0", nbytes)
+
+
+def test_bytes_of_no_step_are_of_the_one_they_lie_in() -> None:
+    run = streamed()
+    once = finishing(run, 7)
+    assert_same_steps(replace(once, events=(*once.events, swept(7))), once)
+    every = finishing(run, *range(8))  # the sweeps are then within the steps
+    more = replace(every, events=(*every.events, *(swept(step) for step in range(8))))
+
+    assert measure(more).links["node0"].nbytes == 7
+    assert "node0" not in measure(every).links
+
+
+def made(step: int | None, number: int) -> Make:
+    return lambda: [Event("gpu", "compute", str(number), float(number), number + 0.5, step)]
+
+
+def test_what_follows_a_step_is_kept_with_it_and_once(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, observation())
+    keeper = Keeper(folder)
+    keeper.follow(made(None, 0))  # of a step before the recording began
+    for number in range(1, 21):
+        seconds = 9.0 if number in (2, 10, 20) else 1.0
+        keeper.add(number, seconds, made(number, number), now=0.1 * number)
+        keeper.follow(made(None, number))
+    keeper.close()
+    folder.close()
+
+    events = read_run(tmp_path).events
+    kept = [1, 2, 3, 10, 18, 19, 20]
+    assert [int(e.name) for e in events if e.step is not None] == kept
+    assert sorted(int(e.name) for e in events if e.step is None) == [0, *kept]
