@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from penstock.memory.arena import Arena
 from penstock.pools import hidden_nbytes, micro_nbytes, round_micro_batches
 from penstock.storage.store import Store
+from penstock.stream.holding import Holding, holdings
 from penstock.tiers import Tier
 from penstock.units import KiB, MiB
 from tests.equivalence.runs import DISK, DRAM, RESIDENT, WAYS, Setup, Way
@@ -81,6 +84,30 @@ def test_what_is_taken_is_what_was_planned(
         assert device == plan.peak(Tier.HBM) - later
         assert counting.taken == Counter(host=host, disk=disk), "a step took more"
         assert engine.device.peak_nbytes() == device, "a step took more"
+
+
+@pytest.mark.parametrize("way", [RESIDENT, DRAM, DISK, WAYS[3]], ids=lambda way: way.name)
+def test_an_engine_says_what_it_really_holds_as_long_as_it_does(way: Way, tmp_path: Path) -> None:
+    setup = Setup.of("llama")
+    with setup.engine(way, tmp_path) as engine:
+        (held,) = (own for own in holdings() if own is engine._taken.homes.holding)
+        outside = {tier: engine.plan.peak(tier) for tier in Tier if tier is not Tier.HBM}
+
+        assert dict(held.tiers) == {tier: nbytes for tier, nbytes in outside.items() if nbytes}
+        assert (held.pinned, held.gpu) == (0, None)  # no GPU, nothing registered
+    assert not held.tiers
+    gone = weakref.ref(held)
+    del held, engine
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_striped_arena_is_dealt_over_its_tiers() -> None:
+    held = Holding(torch.device("cpu"))
+    held.took_arena(Arena(4 * MiB), {Tier.DRAM: 3, Tier.CXL: 1})
+    held.took_arena(Arena(1 * MiB), {Tier.DRAM: 1 * MiB})
+
+    assert held.tiers == {Tier.DRAM: 4 * MiB, Tier.CXL: 1 * MiB}
 
 
 def token_nbytes(setup: Setup, plan: Any) -> int:

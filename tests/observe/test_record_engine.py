@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def test_an_exact_step_is_kept_and_its_profilers_time_is_no_steps(tmp_path: Path
 
 def test_phases_plan_and_tiers_of_an_engine_are_its_own(tmp_path: Path) -> None:
     setup = Setup.of("llama")
+    gc.collect()  # engines that others left
 
     run = observed(setup, DRAM, tmp_path, tmp_path / "run")
 
@@ -81,6 +83,9 @@ def test_phases_plan_and_tiers_of_an_engine_are_its_own(tmp_path: Path) -> None:
     plan, planned = setup.plan(DRAM, tmp_path), run.observation.planned
     assert planned is not None
     assert planned.tiers["dram"].peak == plan.peak(Tier.DRAM)
+    held = [sample.tiers for sample in run.samples]
+    assert held[0] == {"dram": plan.peak(Tier.DRAM)}  # before the first step has ended
+    assert held == held[:1] * len(held)
     assert planned.phases.keys() == {"forward", "backward", "update"}
     assert planned.step_seconds is not None
     assert planned.bound_by

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.observe.cards import Cards, visible_cards
 from penstock.observe.hardware import ceilings, disks, hardware
@@ -28,7 +29,9 @@ from penstock.observe.samplers import (
     Sampler,
     Samplers,
 )
+from penstock.stream.holding import Holding
 from penstock.system import System
+from penstock.tiers import Tier
 from tests.machines import machine
 
 
@@ -113,15 +116,37 @@ class Failing:
 def test_a_sampler_that_fails_is_switched_off_with_one_note() -> None:
     notes: list[str] = []
     held = Held()
-    held.tiers, held.pinned = {"hbm": 3}, 7
+    held.ask = lambda: [holding(dram=3, pinned=7)]
     samplers = Samplers([Failing(), held], notes.append)
 
     first, *later = [samplers.read().sample(0.0, 1, None) for _ in range(3)]
 
     assert first.host.rss == 5
     assert [sample.host.rss for sample in later] == [None, None]
-    assert [(sample.tiers, sample.host.pinned) for sample in later] == [({"hbm": 3}, 7)] * 2
+    assert [(sample.tiers, sample.host.pinned) for sample in later] == [({"dram": 3}, 7)] * 2
     assert notes == ["the weather is no longer sampled: it is gone"]
+
+
+def holding(*, dram: int, pinned: int, where: str = "cpu") -> Holding:
+    found = Holding(torch.device(where))
+    found.tiers, found.pinned = {Tier.DRAM: dram}, pinned
+    return found
+
+
+def test_engines_are_asked_at_every_sample_what_they_hold() -> None:
+    one, other = holding(dram=3, pinned=0), holding(dram=4, pinned=9, where="cuda:1")
+    held = Held()
+    held.ask = lambda: [one, other]
+    first = Reading(host={"pinned": 1})
+    first.gpus[0]["allocated"], first.gpus[1]["allocated"] = 50, 60
+
+    held.read(first)
+    other.gave_back()
+    held.read(later := Reading())
+
+    assert first.tiers == {"dram": 7, "hbm": 60}
+    assert first.host["pinned"] == 10
+    assert (later.tiers, later.host) == ({"dram": 3}, {})
 
 
 def test_a_slow_sampler_is_read_less_often() -> None:

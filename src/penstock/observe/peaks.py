@@ -69,8 +69,8 @@ def _between_samples(run: Run, peak: Peak, steps: Sequence[Step]) -> Peak:
 
 
 def holds_hbm(run: Run, memory: Mapping[str, Series]) -> bool:
-    """Whether tensors on the GPU are what the tier HBM holds: an engine says of its tiers what it
-    has set aside, which in HBM is only filled when a step comes to it."""
+    """Whether tensors on the GPU are what the tier HBM holds. Runs of earlier versions say of it
+    what was set aside, which is only filled when a step comes to it."""
     planned, gpus = run.observation.planned, run.observation.hardware.gpus
     return planned is not None and len(gpus) == 1 and "gpu0.allocated" in memory
 

@@ -80,7 +80,7 @@ class Sample:
     """The share of the time since the sample before in which each core worked."""
 
     tiers: Mapping[str, int] = field(default_factory=dict)
-    """What Penstock holds in each tier, in its own runs."""
+    """What Penstock really holds in each tier, in its own runs; of HBM, what all tensors do."""
 
 
 @dataclass(frozen=True, slots=True)

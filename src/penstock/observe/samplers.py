@@ -10,13 +10,17 @@ import os
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.observe.records import GpuSample, HostSample, Sample
 from penstock.system import System
+from penstock.tiers import Tier
 from penstock.units import KiB
+
+if TYPE_CHECKING:
+    from penstock.stream.holding import Holding
 
 SECTOR = 512  # what /proc/diskstats counts in, whatever the disk's blocks are
 
@@ -228,16 +232,21 @@ class Cores:
 
 
 class Held:
-    """What an engine of Penstock's own holds in each tier."""
+    """What engines of Penstock's own hold in each tier. HBM is what torch says, so it comes after
+    torch's; where no GPU computes nobody counts it."""
 
     name = "tiers"
     every = 1
 
     def __init__(self) -> None:
-        self.tiers: dict[str, int] = {}
-        self.pinned = 0
+        self.ask: Callable[[], Iterable[Holding]] = tuple
 
     def read(self, into: Reading) -> None:
-        into.tiers = self.tiers
-        if self.pinned:
-            into.host["pinned"] = into.host.get("pinned", 0) + self.pinned
+        for holding in self.ask():
+            for tier, nbytes in holding.tiers.items():
+                into.tiers[tier.value] = into.tiers.get(tier.value, 0) + nbytes
+            gpu = {} if holding.gpu is None else into.gpus.get(holding.gpu, {})
+            if "allocated" in gpu:
+                into.tiers[Tier.HBM.value] = gpu["allocated"]
+            if holding.pinned:
+                into.host["pinned"] = into.host.get("pinned", 0) + holding.pinned

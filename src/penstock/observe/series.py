@@ -117,7 +117,7 @@ def _picked(run: Run, get: Callable[[Sample], float | None]) -> tuple[Point, ...
 
 
 def _pinned(run: Run) -> tuple[Point, ...]:
-    """An engine's part of it is known from when it told its plan, after its first step."""
+    """An engine's part of it is known while its tiers are."""
     engine = any(sample.tiers for sample in run.samples)
     return _picked(run, lambda s: s.host.pinned if s.tiers or not engine else None)
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from penstock.observe.hardware import disk_name
 from penstock.observe.recorder import Recorder
 from penstock.observe.samplers import Held
-from penstock.tiers import Tier
 
 if TYPE_CHECKING:
     from penstock.observe.engine_events import EngineEvents
     from penstock.stream.watching import Kind, Passed
 
 WATCHING = "penstock.stream.watching"
+HOLDING = "penstock.stream.holding"
 
 
 class EngineWatcher:
@@ -32,6 +32,7 @@ class EngineWatcher:
         module: Any = sys.modules.get(WATCHING)
         if self._module is None and hasattr(module, "passed_of"):  # its last name: all is there
             self._module = module
+            self._held.ask = sys.modules[HOLDING].holdings
             module.watch(self)
 
     def close(self) -> None:
@@ -74,8 +75,4 @@ class EngineWatcher:
     def _tell_plan(self, passed: Passed, events: EngineEvents) -> None:
         from penstock.observe.engine_events import planned_of
 
-        plan = passed.plan
-        self._held.tiers = {tier.value: plan.peak(tier) for tier in Tier if plan.peak(tier)}
-        pinned = plan.peak(Tier.DRAM) + plan.peak(Tier.CXL)
-        self._held.pinned = pinned if passed.device.pinned else 0
         self._recorder.update(planned=planned_of(passed, events.link))

@@ -7,7 +7,6 @@ numbers.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from penstock.storage.engines import EngineName
 from penstock.storage.layout import Extent
 from penstock.storage.store import Store
 from penstock.stream.device import Device
+from penstock.stream.holding import Holding
 from penstock.stream.spans import Span
 from penstock.tiers import Tier
 from penstock.units import round_up
@@ -54,8 +54,7 @@ class Homes:
         self._data: dict[Key, torch.Tensor] = {}
         self._extents: dict[tuple[int, Role, int], Extent] = {}
         self.store: Store | None = None
-        self.host_taken: Counter[Tier] = Counter()
-        self.device_taken = 0
+        self.holding = Holding(device.where)
         self._take_device()
         self._take_host()
         try:
@@ -95,8 +94,7 @@ class Homes:
 
     def _take_device(self) -> None:
         wanted = [(key, home.nbytes) for key, home in self._homes() if _is_on(home, Tier.HBM)]
-        self.device_taken = sum(nbytes for _, nbytes in wanted)
-        whole = self.device.empty(self.device_taken, "what rests on the device")
+        whole = self.device.empty(sum(n for _, n in wanted), "what rests on the device")
         at = 0
         for key, nbytes in wanted:
             self._data[key] = whole[at : at + nbytes]
@@ -108,16 +106,15 @@ class Homes:
         by_node: dict[int, list[tuple[Key, Home]]] = {}
         for key, home in self._homes():
             nodes = [s.node for s in home.shares if s.node is not None]
-            for share in home.shares:
-                if share.node is not None:
-                    self.host_taken[share.tier] += share.nbytes
             if len(nodes) > 1:
                 arena = Arena(home.nbytes, _stripe(home), self.device.pinned)
+                self.holding.took_arena(arena, _shares(home))
                 self._data[key] = self._tensor(arena, key, home)
             elif nodes:
                 by_node.setdefault(nodes[0], []).append((key, home))
         for node, members in by_node.items():
             arena = Arena(sum(h.nbytes for _, h in members), Node(node), self.device.pinned)
+            self.holding.took_arena(arena, _shares(members[0][1]))
             gradients = [member for member in members if member[0][1] is Role.GRADIENT]
             if gradients:
                 self._lend(node, self._take_gradients(arena, gradients))
@@ -165,6 +162,7 @@ class Homes:
             erase=settings.erase,
             options=options,
         )
+        self.holding.took_store(self.store)
         for (block, role, part), nbytes in wanted:
             name = f"{self.inventory.blocks[block].name}.{role}.{part}"
             self._extents[block, role, part] = self.store.allocate(nbytes, name=name)
@@ -196,6 +194,7 @@ class Homes:
         if self.store is not None:
             self.store.close()
         self._data.clear()
+        self.holding.gave_back()
 
     def _homes(self) -> Iterator[tuple[Key, Home]]:
         """What takes memory or disk of its own."""
@@ -212,6 +211,14 @@ class Homes:
 
 def _is_on(home: Home, tier: Tier) -> bool:
     return any(share.tier is tier for share in home.shares)
+
+
+def _shares(home: Home) -> dict[Tier, int]:
+    """What each tier has of it."""
+    found: dict[Tier, int] = {}
+    for share in home.shares:
+        found[share.tier] = found.get(share.tier, 0) + share.nbytes
+    return found
 
 
 def _stripe(home: Home) -> Stripe:

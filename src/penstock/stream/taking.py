@@ -123,6 +123,7 @@ def _take_staging(
         return torch.empty(0, dtype=torch.uint8), {}
     assert homes.store is not None
     arena = Arena(nbytes, _staging_place(plan), homes.device.pinned)
+    homes.holding.took_arena(arena, {Tier.DRAM: nbytes})
     whole = torch.empty(0, dtype=torch.uint8)
     if staging:
         whole = arena.tensor(staging, torch.uint8, align=EXTENT, name="NVMe staging")
