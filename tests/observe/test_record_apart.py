@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock.observe.findings import find
 from penstock.observe.hardware import disk_name
 from penstock.observe.keeping import Keeper, Make
 from penstock.observe.measures import measure
@@ -89,6 +90,25 @@ def test_bytes_of_no_step_are_of_the_one_they_lie_in() -> None:
 
     assert measure(more).links["node0"].nbytes == 7
     assert "node0" not in measure(every).links
+
+
+def test_a_sweep_apart_is_told_beside_the_steps() -> None:
+    once = finishing(streamed(), 7)
+    read = replace(swept(7), track="disk:vda", kind="read", link="disk:vda", nbytes=3000)
+    one = replace(once, events=(*once.events, swept(7), read))
+    twice = finishing(streamed(), 3, 7)
+    two = replace(twice, events=(*twice.events, swept(3), swept(7)))
+
+    def told(run: Run) -> list[str]:
+        return [f.text for f in find(measure(run)) if f.kind == "swept-apart"]
+
+    assert told(one) == [
+        "what was swept apart from steps took 300 ms, with 3.00 kB of reads from vda"
+    ]
+    assert told(two) == ["2 sweeps apart from steps were recorded, each of 300 ms"]
+    assert told(once) == []  # a run that did not record it
+    every = finishing(streamed(), *range(8))
+    assert told(replace(every, events=(*every.events, swept(7)))) == []
 
 
 def made(step: int | None, number: int) -> Make:

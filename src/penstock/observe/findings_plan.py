@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from penstock.observe.findings import Finder, Finding
 from penstock.observe.measures import Measures
 from penstock.observe.records import DRIVER
-from penstock.observe.usage import GPU_LINKS
-from penstock.observe.words import link_title, moved_text, percent, seconds_text
+from penstock.observe.steps import UPDATE
+from penstock.observe.usage import GPU_LINKS, is_node, link_of
+from penstock.observe.words import (
+    link_title,
+    list_of,
+    moved_text,
+    percent,
+    resource_name,
+    seconds_text,
+)
 
 SAME = 0.01
 """Of a link's bytes: batches, losses and norms are less, and are in no schedule."""
@@ -38,7 +47,9 @@ def missed_plan(m: Measures) -> Iterator[Finding]:
                 "plan-bytes", "warn",
                 f"{link_title(link)} carried {moved_text(moved)} a step; the schedule says "
                 f"{moved_text(nbytes)} ({moved - nbytes:+,.0f} bytes)",
-                "Something else used the link, or events were lost.",
+                "A sweep apart, before the next forward wants it, has weights on disk read twice."
+                if UPDATE in m.phases
+                else "Something else used the link, or events were lost.",
             )  # fmt: skip
 
 
@@ -62,4 +73,32 @@ def driver_count(m: Measures) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-PLAN_FINDERS: tuple[Finder, ...] = (missed_plan, driver_count)
+def swept_apart(m: Measures) -> Iterator[Finding]:
+    """Before a save and after the last step: in no step's figures, so it is told here."""
+    if m.run.observation.planned is None or UPDATE in m.phases:
+        return
+    events = [e for e in m.run.events if e.step is None and e.phase == UPDATE]
+    sweeps = [
+        phase
+        for phase in m.run.phases
+        if phase.name == UPDATE and any(phase.start <= e.start <= phase.end for e in events)
+    ]
+    if not sweeps:
+        return
+    carried: Counter[str] = Counter()
+    for event in events:
+        if event.link and not is_node(event.link):
+            carried[link_of(event)] += event.nbytes or 0
+    each = {link: moved_text(n / len(sweeps)) for link, n in sorted(carried.items())}
+    told = list_of([f"{much} of {resource_name(link, m)}" for link, much in each.items()] or [""])
+    many = f"{len(sweeps)} sweeps apart from steps were recorded, each of"
+    one = "what was swept apart from steps took"
+    seconds = sum(sweep.seconds for sweep in sweeps) / len(sweeps)
+    yield Finding(
+        "swept-apart", "note",
+        f"{one if len(sweeps) == 1 else many} {seconds_text(seconds)}{told and ', with '}{told}",
+        "A save, and the end of a run, wait for what the last step left to sweep.",
+    )  # fmt: skip
+
+
+PLAN_FINDERS: tuple[Finder, ...] = (missed_plan, driver_count, swept_apart)
