@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from penstock.kv import compiled
-from penstock.kv.compiled import CompiledLayers, layers_of, shell_of
+from penstock.kv.compiled import CompiledLayers, UnfitLayersError, layers_of, shell_of
 from penstock.kv.errors import KvWarning
 from penstock.kv.generator import Generator
 from penstock.kv.passes import Resident
@@ -19,6 +22,7 @@ from tests.kv.generating import alone, model_of, prompts_of, run
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = (1, 17, 30, 9, 12)
+known: Any = transformers
 CHOSEN = ("llama", "qwen3", "mistral", "gemma2", "gemma3")
 
 
@@ -92,19 +96,124 @@ def test_the_model_is_as_before_in_between(monkeypatch: pytest.MonkeyPatch) -> N
         assert not any(each.is_meta for each in model.parameters())
 
 
-def test_a_forward_that_was_put_there_by_others_comes_back(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_forward_that_others_put_there_later_comes_back() -> None:
+    model = copy.deepcopy(model_of("llama"))
+    layers = CompiledLayers(model)
+    layer = layers_of(model)[0]
+    wrap(layer)
+    theirs = layer.forward
+
+    with layers.used(None):
+        assert layer.forward is not theirs
+
+    assert layer.forward is theirs
+
+
+def test_hooks_of_layers_are_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_by("aot_eager", monkeypatch)
+    model = copy.deepcopy(model_of("llama"))
+    layers_of(model)[1].register_forward_hook(lambda _module, _given, out: out + 0.5)
+    prompts = prompts_of((17, 9))
+    expected = [alone(model, prompt, 6) for prompt in prompts]
+
+    with compiling(model) as generator:
+        assert run(generator, prompts, 6) == expected
+
+    assert graphs() > 0
+
+
+def hook(layer: torch.nn.Module) -> None:
+    layer.get_submodule("mlp").register_forward_hook(lambda _module, _given, out: -out)
+
+
+def wrap(layer: torch.nn.Module) -> None:
+    """As `layer.forward = torch.compile(layer.forward)` does, and those who patch models."""
+    theirs = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return theirs(*args, **kwargs)
+
+    vars(layer)["forward"] = forward
+
+
+def lock(layer: torch.nn.Module) -> None:
+    vars(layer)["lock"] = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (hook, "mlp of layer 1 has hooks"),
+        (wrap, "LlamaDecoderLayer of layer 1 has a forward of its own"),
+        (lock, "LlamaDecoderLayer cannot be copied"),
+    ],
+)
+def test_layers_that_others_have_changed_are_not_compiled(
+    change: Callable[[torch.nn.Module], None], why: str
+) -> None:
+    model = copy.deepcopy(model_of("llama"))
+    expected_of, prompts = copy.deepcopy(model), prompts_of((17, 9))
+    for each in (expected_of, model):
+        change(layers_of(each)[1])
+    if change is lock:  # shells are made of the first layer of a kind
+        change(layers_of(model)[0])
+    changed = vars(layers_of(model)[1]).get("forward")
+    expected = [alone(expected_of, prompt, 6) for prompt in prompts]
+
+    with compiling(model) as generator, pytest.warns(KvWarning, match=why):
+        assert run(generator, prompts, 6) == expected
+
+    assert vars(layers_of(model)[1]).get("forward") is changed
+
+
+def gpt2() -> Any:
+    shape: dict[str, Any] = {
+        "vocab_size": 260,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+    }
+    chosen: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    return known.GPT2LMHeadModel(known.GPT2Config(**shape, **chosen))
+
+
+def neox() -> Any:
+    shape: dict[str, Any] = {
+        "vocab_size": 260,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+    }
+    chosen: dict[str, Any] = {"num_attention_heads": 4, "bos_token_id": None, "eos_token_id": None}
+    return known.GPTNeoXForCausalLM(known.GPTNeoXConfig(**shape, **chosen))
+
+
+@pytest.mark.parametrize("make", [gpt2, neox])
+def test_layers_get_the_cache_by_any_name_or_place(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_by("aot_eager", monkeypatch)
-    model = model_of("llama")
-    layer = layers_of(model)[0]
-    theirs = layer.forward
-    monkeypatch.setitem(vars(layer), "forward", theirs)
+    torch.manual_seed(0)
+    model, prompts = make().eval(), prompts_of((17, 9))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(10 if weight.ndim == 2 else 1)
+    expected = [alone(model, prompt, 6) for prompt in prompts]
 
-    with CompiledLayers(model).used():
-        assert layer.forward != theirs
+    with compiling(model) as generator:
+        assert run(generator, prompts, 6) == expected
 
-    assert layer.forward == theirs
+    assert graphs() == 2
+
+
+def test_a_layer_that_stands_twice_in_the_list_is_not_compiled() -> None:
+    model = copy.deepcopy(model_of("llama"))
+    layers = layers_of(model)
+    layers[1] = layers[0]
+
+    with pytest.raises(UnfitLayersError, match="no list of"):
+        CompiledLayers(model)
 
 
 def test_shells_hold_no_weights() -> None:

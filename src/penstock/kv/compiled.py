@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from penstock.alike import firsts, kinds_of
+from penstock.errors import PenstockError
 from penstock.kv import attention
 
 NAME = "penstock-kv-compiled"
@@ -30,6 +31,11 @@ NAME = "penstock-kv-compiled"
 
 PROBLEMS: tuple[type[Exception], ...] = (torch._dynamo.exc.TorchDynamoException,)
 """What says that code cannot be compiled, here or at all."""
+
+
+class UnfitLayersError(PenstockError, LookupError):
+    """Layers of which no shell can stand for all of a kind."""
+
 
 _now = threading.local()
 
@@ -40,8 +46,7 @@ def attend_new(
     scaling: float | None, window: int | None, softcap: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """Write the new keys and values, and attend over all: [rows, 1, heads, head size]."""
-    cache, layer = _now.place
-    keys, values = cache.update(key, value, layer)
+    keys, values = _now.cache.update(key, value, _now.layer)
     return attention.over_rows(query, keys, values, scaling, window, softcap).contiguous()
 
 
@@ -85,6 +90,8 @@ class CompiledLayers:
     def __init__(self, model: Any) -> None:
         _register()
         self._layers = list(layers_of(model))
+        for index, layer in enumerate(self._layers):
+            _check(layer, index)
         kinds = kinds_of(self._layers)
         shells = {kind: shell_of(self._layers[index]) for kind, index in firsts(kinds).items()}
         bodies = {kind: _compile(shell) for kind, shell in shells.items()}
@@ -94,19 +101,19 @@ class CompiledLayers:
         ]
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """The model runs its layers this way inside, and as before outside."""
+    def used(self, cache: Any) -> Iterator[None]:
+        """The model runs its layers this way inside, over this cache, and as before outside."""
         before = [vars(layer).get("forward") for layer in self._layers]
-        for layer, run in zip(self._layers, self._runs, strict=True):
-            vars(layer)["forward"] = run
         try:
+            _now.cache = cache
+            for layer, run in zip(self._layers, self._runs, strict=True):
+                vars(layer)["forward"] = run
             yield
         finally:
-            _now.place = None  # a cache that is not used any more must not live on here
+            _now.cache = None  # a cache that is not used any more must not live on here
             for layer, forward in zip(self._layers, before, strict=True):
-                if forward is None:
-                    del vars(layer)["forward"]
-                else:
+                vars(layer).pop("forward", None)
+                if forward is not None:
                     vars(layer)["forward"] = forward
 
 
@@ -118,12 +125,14 @@ class _Run:
         tensors = (*layer.named_parameters(), *layer.named_buffers())
         self._names = [name for name, _ in tensors]
 
-    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        _now.place = kwargs["past_key_values"], self._index
-        told = kwargs | {"past_key_values": _handed}
-        torch.utils._pytree.tree_map_(partial(_any_rows, len(hidden)), (hidden, args, told))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache, _now.layer = _now.cache, self._index
+        # Models differ in what they call it, and in whether they call it anything.
+        given = [_handed if each is cache else each for each in args]
+        named = {name: _handed if each is cache else each for name, each in kwargs.items()}
+        torch.utils._pytree.tree_map_(partial(_any_rows, cache.batch_size), (given, named))
         weights = {name: _tensor(self._layer, name) for name in self._names}
-        return self._body(weights, hidden, args, told)
+        return self._body(weights, given, named)
 
 
 _handed = Handed()
@@ -142,8 +151,8 @@ def _tensor(layer: nn.Module, name: str) -> torch.Tensor:
 
 
 def _compile(shell: nn.Module) -> Callable[..., Any]:
-    def run(weights: dict[str, torch.Tensor], hidden: torch.Tensor, args: Any, kwargs: Any) -> Any:
-        return torch.func.functional_call(shell, weights, (hidden, *args), kwargs)
+    def run(weights: dict[str, torch.Tensor], args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return torch.func.functional_call(shell, weights, tuple(args), kwargs)
 
     limits: Any = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, 64)  # shells share this function's code
@@ -160,20 +169,38 @@ def shell_of(layer: nn.Module) -> nn.Module:
         else each.to("meta")
         for each in tensors
     }
-    shell = copy.deepcopy(layer, dict(empty))
+    try:
+        shell = copy.deepcopy(layer, dict(empty))
+    except Exception as failed:  # whatever others have put into it
+        raise UnfitLayersError(f"{type(layer).__name__} cannot be copied: {failed}") from failed
+    for hooks in (shell._forward_hooks, shell._forward_pre_hooks):
+        hooks.clear()  # the layer itself calls them
     for part in shell.modules():
         if (config := getattr(part, "config", None)) is not None:
             config._attn_implementation = NAME
     return shell.eval()
 
 
+def _check(layer: nn.Module, index: int) -> None:
+    """UnfitLayersError if others have changed what a part of it computes: shells would not do so,
+    or would do so for all layers."""
+    for path, part in layer.named_modules():
+        hooked = part is not layer and (part._forward_hooks or part._forward_pre_hooks)
+        if hooked or "forward" in vars(part):
+            what = "hooks" if hooked else "a forward of its own"
+            raise UnfitLayersError(
+                f"{path or type(layer).__name__} of layer {index} has {what}; remove that to have "
+                f"layers compiled"
+            )
+
+
 def layers_of(model: Any) -> nn.ModuleList:
-    """The list of layers. LookupError if the model has none of the usual length."""
+    """The list of layers. UnfitLayersError if the model has none of the usual length."""
     count = model.config.get_text_config().num_hidden_layers
     for part in model.modules():
-        if isinstance(part, nn.ModuleList) and len(part) == count:
+        if isinstance(part, nn.ModuleList) and len(part) == count == len(set(part)):
             return part
-    raise LookupError(f"{type(model).__name__} has no list of {count} layers")
+    raise UnfitLayersError(f"{type(model).__name__} has no list of {count} layers")
 
 
 def _register() -> None:

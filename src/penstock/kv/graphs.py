@@ -132,7 +132,7 @@ class Decoder:
             from penstock.kv.compiled import PROBLEMS
 
             try:
-                with self._compiled.used():
+                with self._compiled.used(self.cache):
                     return self._plain(slate)
             except PROBLEMS as failed:
                 self._compiled = None
