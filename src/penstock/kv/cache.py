@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from transformers.cache_utils import Cache
 
 from penstock.kv import moving, saving, stats
@@ -196,6 +197,8 @@ class VirtualCache(Cache):
 
     # What models call
 
+    # Compiled by others with their model, it would take the whole range for what it writes.
+    @_disable_dynamo
     def update(
         self,
         key_states: torch.Tensor,

@@ -25,6 +25,7 @@ from torch import nn
 from penstock.alike import firsts, kinds_of
 from penstock.errors import PenstockError
 from penstock.kv import attention
+from penstock.kv.passes import was_compiled
 
 NAME = "penstock-kv-compiled"
 """What shells of layers are told to attend by."""
@@ -89,6 +90,8 @@ class CompiledLayers:
 
     def __init__(self, model: Any) -> None:
         _register()
+        if was_compiled(model):
+            raise UnfitLayersError("it was compiled already; give it as it was before")
         self._layers = list(layers_of(model))
         for index, layer in enumerate(self._layers):
             _check(layer, index)

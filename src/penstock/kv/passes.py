@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,10 @@ decode beside it: 4096 take an H200 and an 8B model 0.2 s."""
 ALONE = 2
 """So many times as much while nobody decodes. On that machine 8192 tokens at a time are as fast as
 all 32768 at once, and 4096 are 3 % slower."""
+
+_turn = threading.RLock()
+"""Passes come one after the other, also those of several generators: a model is changed while one
+lasts, models may share a config, and there is one stream to record on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,7 @@ class Resident:
         self.model, self.graphs, self.compiled = model, graphs, compiled
         self._configs = attention.configs_of(model)
         self._decoder: tuple[Any, Decoder | None] = (None, None)
+        self._was_compiled = was_compiled(model)
 
     @property
     def config(self) -> Any:
@@ -98,15 +105,8 @@ class Resident:
         return found
 
     def forward(self, cache: Any, passes: Sequence[Pass]) -> list[torch.Tensor]:
-        training = self.model.training
-        if training:  # asked first: either way goes through all modules, for every token
-            self.model.eval()
-        try:
-            with torch.inference_mode():
-                return [self._one(cache, each) for each in passes]
-        finally:
-            if training:
-                self.model.train()
+        with _turn, self._as_written(), _evaluating(self.model), torch.inference_mode():
+            return [self._one(cache, each) for each in passes]
 
     def decoder(self, cache: Any) -> Decoder | None:
         """What makes the tokens of this cache; None: passes of one token are as any other."""
@@ -121,6 +121,14 @@ class Resident:
             self._decoder[1].forget()
         self._decoder = (None, None)
 
+    def _as_written(self) -> contextlib.AbstractContextManager[object]:
+        """Code that others have compiled would take the whole of the cache for what it writes, and
+        read where there is no memory."""
+        if not self._was_compiled:
+            return contextlib.nullcontext()
+        stance: Any = torch.compiler.set_stance("force_eager")
+        return stance  # type: ignore[no-any-return]
+
     def _one(self, cache: Any, one: Pass) -> torch.Tensor:
         if one.new == 1 and (decoder := self.decoder(cache)) is not None:
             return decoder.run(one)
@@ -130,6 +138,30 @@ class Resident:
             )
         scores: torch.Tensor = out.logits[:, -1]
         return scores
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    if not model.training:  # asked first: all else goes through all modules, for every token
+        yield
+        return
+    resting = [part for part in model.modules() if not part.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+        for part in resting:
+            part.training = False
+
+
+def was_compiled(model: Any) -> bool:
+    """Whether some part of it is run by what `torch.compile` has made of it."""
+    return any(
+        part._compiled_call_impl is not None
+        or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable")
+        for part in model.modules()
+    )
 
 
 def usual_chunks(forward: Forward) -> tuple[int, int]:

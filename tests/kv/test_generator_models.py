@@ -1,0 +1,100 @@
+"""Models that others have changed, or use at the same time: same tokens, and left as they were."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.kv.cache import VirtualCache
+from penstock.kv.errors import KvWarning
+from penstock.kv.generator import Generator
+from tests.equivalence.compiled import graphs
+from tests.kv.generating import alone, model_of, prompts_of, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = (17, 9, 1)
+
+
+def generating(model: Any, *, compiled: bool = False) -> Generator:
+    return Generator(
+        model, budget="64MiB", max_batch=3, prefill_chunk=16, graphs=True, compiled=compiled
+    )
+
+
+def whole(model: Any) -> None:
+    model.compile(backend="aot_eager")
+
+
+def forward(model: Any) -> None:
+    model.forward = torch.compile(model.forward, backend="aot_eager")
+
+
+def layers(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+
+
+@pytest.mark.parametrize("change", [whole, forward, layers])
+def test_a_model_that_was_compiled_runs_as_it_was_written(change: Callable[[Any], None]) -> None:
+    model, prompts = copy.deepcopy(model_of("llama")), prompts_of(LENGTHS)
+    expected = [alone(model_of("llama"), prompt, 6) for prompt in prompts]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    change(model)
+
+    with generating(model) as generator:
+        assert run(generator, prompts, 6) == expected
+    with (
+        generating(model, compiled=True) as generator,
+        pytest.warns(KvWarning, match="it was compiled already"),
+    ):
+        assert run(generator, prompts, 6) == expected
+
+    assert graphs() == 0
+
+
+def test_a_model_that_was_compiled_generates_with_the_cache() -> None:
+    model, (prompt,) = copy.deepcopy(model_of("llama")), prompts_of((17,))
+    expected = alone(model_of("llama"), prompt, 6)
+    whole(model)
+    room: dict[str, Any] = {"max_batch": 1, "max_context": 64, "budget": "1MiB"}
+
+    with VirtualCache(model.config, **room, device="cpu", dtype=torch.float32) as cache:
+        found = model.generate(
+            torch.tensor([prompt]), past_key_values=cache, max_new_tokens=6, do_sample=False
+        )
+
+    assert found[0, len(prompt) :].tolist() == expected
+
+
+def test_parts_that_rest_in_training_still_rest() -> None:
+    model = copy.deepcopy(model_of("llama")).train()
+    model.model.layers[0].eval()
+    before = [part.training for part in model.modules()]
+
+    with generating(model) as generator:
+        run(generator, prompts_of((9,)), 2)
+
+    assert [part.training for part in model.modules()] == before
+
+
+def test_two_generators_of_one_model_in_two_threads() -> None:
+    model = copy.deepcopy(model_of("llama")).train()
+    chosen, prompts = model.config._attn_implementation, prompts_of((17, 9, 30, 12))
+    expected = [alone(model_of("llama"), prompt, 30) for prompt in prompts]
+
+    def answer(_: int) -> list[list[int]]:
+        with generating(model) as generator:
+            return run(generator, prompts, 30)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(answer, range(4))) == [expected] * 4
+
+    assert model.training
+    assert model.config._attn_implementation == chosen
