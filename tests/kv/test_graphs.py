@@ -283,6 +283,7 @@ def test_what_counts_as_another_place() -> None:
         lambda: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.clone())),
         lambda: setattr(model.model.norm.weight, "data", model.model.norm.weight.data.clone()),
         lambda: setattr(model, "lm_head", copy.deepcopy(model.lm_head)),
+        lambda: setattr(model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq * 2),
         lambda: model.model.layers[0].mlp.add_module("adapter", torch.nn.Linear(2, 2)),
         lambda: model.to(torch.float64),
     ]
@@ -313,6 +314,17 @@ def test_what_cannot_be_recorded_goes_on_and_is_said_once() -> None:
 
         assert run(generator, prompts, 10) == expected  # a second warning would be an error
         assert {rows for rows, _ in decoder_of(generator).recorded} >= {3}  # nor padded
+
+
+def test_an_error_that_says_nothing_is_called_by_its_name() -> None:
+    class Broken:
+        def record(self, _call: Callable[[], torch.Tensor]) -> Any:
+            raise RuntimeError
+
+    with graphed(model_of("llama")) as generator:
+        decoder_of(generator)._recorder = Broken()  # type: ignore[assignment]
+        with pytest.warns(KvWarning, match="cannot be recorded.*: RuntimeError$"):
+            run(generator, prompts_of((4,)), 3)
 
 
 def test_a_generator_that_is_closed_holds_nothing() -> None:

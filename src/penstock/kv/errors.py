@@ -91,3 +91,8 @@ class GrowthError(KvError):
 
 class BrokenCacheError(KvError):
     """A page table was left half written; only `close` is possible."""
+
+
+def first_line(error: Exception) -> str:
+    """What it says, in short; its name if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from penstock.kv import attention, decode
-from penstock.kv.errors import KvWarning
+from penstock.kv.errors import KvWarning, first_line
 from penstock.kv.recording import Recorder
 from penstock.kv.slate import Slate
 from penstock.units import round_up
@@ -113,7 +113,7 @@ class Decoder:
     def _warn(self, what: str, cost: str, why: Exception) -> None:
         warnings.warn(
             f"{type(self.model).__name__} cannot be {what} and goes on without, {cost}: "
-            f"{str(why).splitlines()[0]}",
+            f"{first_line(why)}",
             KvWarning,
             stacklevel=2,
         )
@@ -174,7 +174,8 @@ class Addresses:
     the addresses that it was made with. What is written into the same weights is no change."""
 
     def __init__(self, model: Any) -> None:
-        tables = (t for part in model.modules() for t in (part._modules, part._parameters))
+        parts = model.modules()
+        tables = (t for p in parts for t in (p._modules, p._parameters, p._buffers))
         self._tables: list[dict[str, Any]] = [table for table in tables if table]
         self._held = list(chain.from_iterable(map(dict.values, self._tables)))
         self._weights = [held for held in self._held if isinstance(held, torch.Tensor)]

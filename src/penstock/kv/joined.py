@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from penstock.kv import decode
-from penstock.kv.errors import KvWarning
+from penstock.kv.errors import KvWarning, first_line
 
 NEWEST = (9, 0)
 """Compute capability from which on cuDNN's kernels are the faster ones."""
@@ -70,9 +70,9 @@ def attend(
         raise
     except RuntimeError as refused:
         _refused.add(str(refused))
-        why = str(refused).splitlines()[0]
         warnings.warn(
-            f"cuDNN's attention cannot be used for prompts, which are read more slowly: {why}",
+            "cuDNN's attention cannot be used for prompts, which are read more slowly: "
+            + first_line(refused),
             KvWarning,
             stacklevel=2,
         )

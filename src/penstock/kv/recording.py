@@ -32,11 +32,13 @@ class Recorder:
         recorded; what it computed meanwhile is the same as if it had been called."""
         main, side = _cuda.current_stream(), _side(_cuda.current_device())
         side.wait_stream(main)
-        with _cuda.stream(side):
-            call()  # compiles kernels, and makes what libraries keep
-            with refusing_waits():
-                call()
-        main.wait_stream(side)
+        try:
+            with _cuda.stream(side):
+                call()  # compiles kernels, and makes what libraries keep
+                with refusing_waits():
+                    call()
+        finally:
+            main.wait_stream(side)  # what it reads is written anew for the next pass
         graph = _cuda.CUDAGraph()
         # "thread_local": what other threads ask of the driver does not spoil the recording.
         # The outer `stream` comes back to ours also when ending the recording fails.
