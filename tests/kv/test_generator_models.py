@@ -13,6 +13,7 @@ import torch
 from penstock.kv.cache import VirtualCache
 from penstock.kv.errors import KvWarning
 from penstock.kv.generator import Generator
+from penstock.kv.requests import UnfitModelError
 from tests.equivalence.compiled import graphs
 from tests.kv.generating import alone, model_of, prompts_of, run
 
@@ -57,6 +58,24 @@ def test_a_model_that_was_compiled_runs_as_it_was_written(change: Callable[[Any]
         assert run(generator, prompts, 6) == expected
 
     assert graphs() == 0
+
+
+class Wrapped(torch.nn.Module):
+    """As those of PEFT and of several GPUs are."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.module = model
+
+
+@pytest.mark.parametrize(
+    ("wrap", "where"), [(Wrapped, r"model\.module"), (torch.compile, r"model\._orig_mod")]
+)
+def test_a_model_in_a_wrapper_is_asked_for(wrap: Callable[[Any], Any], where: str) -> None:
+    model = wrap(model_of("llama"))
+
+    with pytest.raises(UnfitModelError, match=f"wraps a LlamaForCausalLM; give {where} instead"):
+        generating(model)
 
 
 def test_a_model_that_was_compiled_generates_with_the_cache() -> None:

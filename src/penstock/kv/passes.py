@@ -172,11 +172,20 @@ def usual_chunks(forward: Forward) -> tuple[int, int]:
     return SMALL_CHUNK, SMALL_CHUNK
 
 
+def _asks(model: Any) -> bool:
+    """Whether it is a model of transformers that asks for its attention function."""
+    can = getattr(type(model), "_can_set_attn_implementation", None)
+    return can is not None and bool(can())
+
+
 def check_fit(model: Any) -> None:
     """Raise UnfitModelError for a model whose attention cannot be replaced by ours."""
     name = type(model).__name__
-    can = getattr(type(model), "_can_set_attn_implementation", None)
-    if can is None or not can():
+    if not _asks(model):
+        for path, inner in model.named_modules():
+            if _asks(inner) and inner.can_generate():  # of PEFT, torch.compile or several GPUs
+                kind = type(inner).__name__
+                raise UnfitModelError(f"{name} wraps a {kind}; give model.{path} instead")
         raise UnfitModelError(
             f"{name} does not ask transformers for its attention function, so it cannot read this "
             f"cache row by row; use model.generate() with a cache of transformers' own"
