@@ -78,6 +78,22 @@ def test_a_model_in_a_wrapper_is_asked_for(wrap: Callable[[Any], Any], where: st
         generating(model)
 
 
+def test_weights_that_are_elsewhere_are_refused() -> None:
+    model = copy.deepcopy(model_of("llama"))
+    model.model.layers[1].to("meta")
+
+    with pytest.raises(UnfitModelError, match=r"weights are on cpu and meta.*all on one device"):
+        generating(model)
+
+
+def test_what_lies_around_a_generator_does_not_change_its_numbers() -> None:
+    model, prompts = model_of("llama"), prompts_of(LENGTHS)
+    expected = [alone(model, prompt, 6) for prompt in prompts]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), generating(model) as generator:
+        assert run(generator, prompts, 6) == expected
+
+
 def test_a_model_that_was_compiled_generates_with_the_cache() -> None:
     model, (prompt,) = copy.deepcopy(model_of("llama")), prompts_of((17,))
     expected = alone(model_of("llama"), prompt, 6)

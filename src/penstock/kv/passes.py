@@ -84,6 +84,7 @@ class Resident:
 
     def __init__(self, model: Any, graphs: bool | None = None, *, compiled: bool = False) -> None:
         check_fit(model)
+        _check_place(model)
         attention.register()
         self.model, self.graphs, self.compiled = model, graphs, compiled
         self._configs = attention.configs_of(model)
@@ -105,7 +106,8 @@ class Resident:
         return found
 
     def forward(self, cache: Any, passes: Sequence[Pass]) -> list[torch.Tensor]:
-        with _turn, self._as_written(), _evaluating(self.model), torch.inference_mode():
+        own = torch.autocast(self.device.type, enabled=False)  # the cache is of the weights' type
+        with _turn, self._as_written(), _evaluating(self.model), torch.inference_mode(), own:
             return [self._one(cache, each) for each in passes]
 
     def decoder(self, cache: Any) -> Decoder | None:
@@ -176,6 +178,16 @@ def _asks(model: Any) -> bool:
     """Whether it is a model of transformers that asks for its attention function."""
     can = getattr(type(model), "_can_set_attn_implementation", None)
     return can is not None and bool(can())
+
+
+def _check_place(model: Any) -> None:
+    places = sorted({str(weight.device) for weight in model.parameters()})
+    if len(places) > 1 or "meta" in places:
+        raise UnfitModelError(
+            f"{type(model).__name__}'s weights are on {' and '.join(places)}, and a generator "
+            f"wants them all on one device; load it without device_map, or let `penstock generate` "
+            f"stream it"
+        )
 
 
 def check_fit(model: Any) -> None:
