@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from penstock.kv import compiled
 from penstock.kv.compiled import CompiledLayers, UnfitLayersError, layers_of, shell_of
 from penstock.kv.errors import KvWarning
 from penstock.kv.generator import Generator
+from penstock.kv.graphs import make_decoder
 from penstock.kv.passes import Resident
 from tests.equivalence.compiled import breaks, compile_by, graphs
 from tests.kv.generating import alone, model_of, prompts_of, run
@@ -250,6 +252,22 @@ def test_a_model_without_a_list_of_layers_goes_on_and_says_so(
 
     with compiling(model) as generator, pytest.warns(KvWarning, match="no list of 2 layers"):
         assert run(generator, prompts, 6) == [alone(model, prompts[0], 6)]
+
+
+def test_layers_are_not_compiled_without_our_attention_and_that_is_said() -> None:
+    keys = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 2, 4))
+    cache = SimpleNamespace(views=SimpleNamespace(flat=[(keys, keys)]))
+
+    with pytest.warns(KvWarning, match=r"heads of 4 in torch.bfloat16.*not compiled"):
+        assert make_decoder(model_of("llama"), cache, graphs=None, compiled=True) is None
+
+
+def test_the_decoder_s_layers_are_taken_and_no_others() -> None:
+    text = model_of("llama")
+    both = torch.nn.ModuleDict({"seen": copy.deepcopy(text.model.layers), "text": text})
+    vars(both).update(config=text.config, get_decoder=lambda: text.model)
+
+    assert layers_of(both) is text.model.layers
 
 
 def test_weights_that_moved_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,8 @@ def _check(layer: nn.Module, index: int) -> None:
 def layers_of(model: Any) -> nn.ModuleList:
     """The list of layers. UnfitLayersError if the model has none of the usual length."""
     count = model.config.get_text_config().num_hidden_layers
-    for part in model.modules():
+    decoder = model.get_decoder()  # a model that sees as well has layers for that, too
+    for part in decoder.modules():
         if isinstance(part, nn.ModuleList) and len(part) == count == len(set(part)):
             return part
     raise UnfitLayersError(f"{type(model).__name__} has no list of {count} layers")

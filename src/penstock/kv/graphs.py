@@ -159,7 +159,14 @@ def make_decoder(
     if keys.device.type != "cuda":
         wanted = graphs or compiled
         return Decoder(model, cache, graphs=bool(graphs), compiled=compiled) if wanted else None
-    if not decode.fits(keys.device, keys.dtype, keys.shape[-1]):
+    if not decode.fits(keys.device, keys.dtype, head := keys.shape[-1]):
+        if compiled:
+            warnings.warn(
+                f"Penstock's kernel for attention is not there for heads of {head} in "
+                f"{keys.dtype}, so layers are not compiled, and tokens made more slowly",
+                KvWarning,
+                stacklevel=2,
+            )
         return None
     return Decoder(model, cache, graphs=graphs is not False, compiled=compiled)
 
