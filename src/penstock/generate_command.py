@@ -75,7 +75,8 @@ def generate_command(
     how = Request(prompt="-", max_new=max_new, stop=tuple(stop or ()), **draws)
     loaded = _load(wanted, quiet=as_json)
     asked = _asked(Prompts(loaded.tokenizer, how, chat), prompt, file)
-    most, options = min(batch, len(asked)), {"seed": seed, "prefill_chunk": prefill_chunk}
+    chunk = loaded.room.chunk if prefill_chunk is None else prefill_chunk
+    most, options = min(batch, len(asked)), {"seed": seed, "prefill_chunk": chunk}
     options |= {"graphs": False if no_graphs else None, "compiled": compiled}
     with _generator(loaded, max_batch=most, max_context=context, **options) as generator:
         show = _Json() if as_json else _Live() if file is None else _Listed(len(asked))

@@ -61,6 +61,8 @@ class Room:
     page: int
     """Of which a sequence takes at least this."""
     streamed: bool
+    chunk: int | None = None
+    """Prompt tokens of a step that there is room for; None: as many as usual."""
     keep: int = 0
     """If streamed: bytes of weights that stay on the device."""
 
@@ -141,17 +143,20 @@ def hbm_nbytes(hbm: str, inventory: Inventory, dtype: torch.dtype, where: str) -
 
 
 def share_out(inventory: Inventory, dtype: torch.dtype, hbm: int, where: str) -> Room:
-    """Weights on the device if a cache fits beside them; else as many of them as leave room for two
-    slots and a cache of a quarter."""
+    """Weights on the device if a cache fits beside them, prompts being read in smaller chunks if
+    need be; else as many of them as leave room for two slots and a cache of a quarter."""
+    from penstock.kv.passes import ALONE, LARGE_CHUNK, SMALL_CHUNK
     from penstock.stream.passing import block_nbytes
 
     sizes = [block_nbytes(inventory, block, dtype) for block in inventory.blocks]
     weights = inventory.parameters() * dtype.itemsize
-    spare, wide = (ACTIVATIONS, wide_activations(inventory, dtype)) if on_gpu(where) else (0, 0)
+    spare = ACTIVATIONS if on_gpu(where) else 0
     page = page_nbytes(where)
     least = max(min(LEAST_CACHE, hbm // 8), page)
-    if hbm >= weights + wide + least:
-        return Room(weights=weights, cache=hbm - weights - wide, page=page, streamed=False)
+    for chunk, tokens in ((None, ALONE * LARGE_CHUNK), (SMALL_CHUNK, SMALL_CHUNK)):
+        left = hbm - weights - (activations(inventory, dtype, tokens) if on_gpu(where) else 0)
+        if left >= least:
+            return Room(weights=weights, cache=left, page=page, streamed=False, chunk=chunk)
     slots = 2 * max(sizes)
     if hbm < slots + spare + least:
         raise ModelRoomError(wanted=_enough(slots + spare, page), had=hbm)
@@ -160,13 +165,12 @@ def share_out(inventory: Inventory, dtype: torch.dtype, hbm: int, where: str) ->
     return Room(weights=weights, cache=cache, page=page, streamed=True, keep=keep)
 
 
-def wide_activations(inventory: Inventory, dtype: torch.dtype) -> int:
-    """What passes through a layer while the largest chunk of a prompt is read: three tensors inside
-    the MLP, and beside them what goes in, is kept, and comes out, or as much around attention."""
-    from penstock.kv.passes import ALONE, LARGE_CHUNK
-
+def activations(inventory: Inventory, dtype: torch.dtype, tokens: int) -> int:
+    """What there must be beside weights that stay. Through a layer passes, while so many tokens of
+    prompts are read: three tensors inside the MLP, and beside them what goes in, is kept, and comes
+    out, or as much around attention."""
     widest = max(3 * b.mlp_width + 3 * inventory.hidden for b in inventory.layers)
-    return ACTIVATIONS + GRAPHS + ALONE * LARGE_CHUNK * widest * dtype.itemsize
+    return ACTIVATIONS + GRAPHS + tokens * widest * dtype.itemsize
 
 
 def on_gpu(where: str) -> bool:

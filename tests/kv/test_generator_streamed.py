@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.errors import PenstockError
-from penstock.generate_model import ModelRoomError, share_out
+from penstock.generate_model import ModelRoomError, Room, activations, share_out
 from penstock.kv.generator import Generator
 from penstock.model_survey import survey_config
 from penstock.stream.generating import engine_forward, streamed
@@ -86,6 +86,20 @@ def test_memory_is_shared_out_within_what_is_given() -> None:
     again = share_out(surveyed, torch.float32, told.value.wanted, "cpu")
     assert again.cache > 0
     assert isinstance(told.value, PenstockError)
+
+
+def test_prompts_are_read_in_small_chunks_before_weights_are_streamed() -> None:
+    wide = tiny_config("llama", intermediate_size=16384)  # 8192 tokens of it are 0.8 GiB in bf16
+    surveyed = survey_config(wide, name="llama")
+    weights = surveyed.parameters() * 2
+
+    def room(beside: int) -> Room:
+        return share_out(surveyed, torch.bfloat16, weights + beside * MiB, "cuda")
+
+    assert (room(2048).streamed, room(2048).chunk) == (False, None)
+    assert (room(1024).streamed, room(1024).chunk) == (False, 512)
+    assert room(1024).cache + activations(surveyed, torch.bfloat16, 512) == 1024 * MiB
+    assert room(700).streamed
 
 
 @pytest.mark.parametrize("spots", ["hhhh", "dddd", "nndd"])
