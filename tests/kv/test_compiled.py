@@ -209,6 +209,20 @@ def test_layers_get_the_cache_by_any_name_or_place(
     assert graphs() == 2
 
 
+def test_layers_that_share_keys_are_not_compiled() -> None:
+    shape: dict[str, Any] = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 64}
+    shape |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 8}
+    own: dict[str, Any] = {"num_kv_shared_layers": 2, "laurel_rank": 8, "eos_token_id": None}
+    own |= {"vocab_size_per_layer_input": 260, "hidden_size_per_layer_input": 8}
+    own |= {"activation_sparsity_pattern": [0.0] * 4, "sliding_window": 12}
+    model = known.Gemma3nForCausalLM(known.Gemma3nTextConfig(**shape, **own)).eval()
+    prompt = prompts_of((17,))[0]
+
+    with compiling(model) as generator, pytest.warns(KvWarning, match="share keys and values"):
+        assert run(generator, [prompt], 4) == [alone(model, prompt, 4)]
+
+
 def test_a_layer_that_stands_twice_in_the_list_is_not_compiled() -> None:
     model = copy.deepcopy(model_of("llama"))
     layers = layers_of(model)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from penstock.kv.cache import VirtualCache
 from penstock.kv.errors import KvWarning
@@ -20,6 +21,8 @@ from tests.kv.generating import alone, model_of, prompts_of, run
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = (17, 9, 1)
+
+known: Any = transformers
 
 
 def generating(model: Any, *, compiled: bool = False) -> Generator:
@@ -76,6 +79,43 @@ def test_a_model_in_a_wrapper_is_asked_for(wrap: Callable[[Any], Any], where: st
 
     with pytest.raises(UnfitModelError, match=f"wraps a LlamaForCausalLM; give {where} instead"):
         generating(model)
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 64, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def llama4() -> Any:
+    own = {"num_local_experts": 2, "head_dim": 8, "attention_chunk_size": 8}
+    return known.Llama4ForCausalLM(known.Llama4TextConfig(**SHAPE, **own))
+
+
+def qwen2_moe() -> Any:
+    own: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8}
+    own |= {"layer_types": ["full_attention", "sliding_attention"]}
+    small = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    return known.Qwen2MoeForCausalLM(known.Qwen2MoeConfig(**SHAPE, **own, **small))
+
+
+def bart() -> Any:
+    own = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "is_decoder": True}
+    config = known.BartConfig(vocab_size=260, **own, is_encoder_decoder=False)
+    return known.BartForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (llama4, "attends by chunked_attention"),
+        (qwen2_moe, "windows in its masks only"),
+        (bart, "does not take position_ids"),
+    ],
+)
+def test_models_whose_tokens_would_be_others_are_refused(make: Callable[[], Any], why: str) -> None:
+    with pytest.raises(UnfitModelError, match=rf"{why}.*use model.generate\(\)"):
+        generating(make())
 
 
 def test_weights_that_are_elsewhere_are_refused() -> None:

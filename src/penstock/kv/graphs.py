@@ -122,6 +122,8 @@ class Decoder:
         from penstock.kv import compiled
 
         try:
+            if len(compiled.layers_of(self.model)) != len(self.cache.views.flat):
+                raise LookupError("some of its layers share keys and values")
             return compiled.CompiledLayers(self.model)
         except LookupError as missing:
             self._warn("compiled", "more slowly", missing)

@@ -75,7 +75,7 @@ def read_layout(config: Any, *, dtype: torch.dtype, page_nbytes: int, max_contex
     if max_context < 1:
         raise ModelError(f"max_context must be 1 token or more, got {max_context}")
     return Layout(
-        windows=_windows(config),
+        windows=windows_of(config),
         heads=heads,
         head_dim=head_dim,
         dtype=dtype,
@@ -84,7 +84,7 @@ def read_layout(config: Any, *, dtype: torch.dtype, page_nbytes: int, max_contex
     )
 
 
-def _windows(config: Any) -> tuple[int | None, ...]:
+def windows_of(config: Any) -> tuple[int | None, ...]:
     """What transformers itself would make of each layer."""
     from transformers import cache_utils
 

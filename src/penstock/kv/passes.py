@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 from penstock.kv import attention
 from penstock.kv.batch import send
 from penstock.kv.graphs import Decoder, make_decoder
+from penstock.kv.layout import windows_of
 from penstock.kv.requests import UnfitModelError
 
 SMALL_CHUNK, LARGE_CHUNK = 512, 4096
@@ -190,20 +192,41 @@ def _check_place(model: Any) -> None:
         )
 
 
-def check_fit(model: Any) -> None:
-    """Raise UnfitModelError for a model whose attention cannot be replaced by ours."""
+def check_fit(model: Any, layers: Sequence[torch.nn.Module] = ()) -> None:
+    """Raise UnfitModelError for a model whose attention cannot be replaced by ours. `layers` are
+    those that are not in it."""
     name = type(model).__name__
     if not _asks(model):
         for path, inner in model.named_modules():
             if _asks(inner) and inner.can_generate():  # of PEFT, torch.compile or several GPUs
                 kind = type(inner).__name__
                 raise UnfitModelError(f"{name} wraps a {kind}; give model.{path} instead")
+    for why in _reasons(model, [part for each in (model, *layers) for part in each.modules()]):
         raise UnfitModelError(
-            f"{name} does not ask transformers for its attention function, so it cannot read this "
-            f"cache row by row; use model.generate() with a cache of transformers' own"
+            f"{name} {why}; use model.generate() with a cache of transformers' own"
         )
-    if any("sinks" in dict(part.named_parameters(recurse=False)) for part in model.modules()):
-        raise UnfitModelError(
-            f"{name} has attention sinks, which Penstock's attention does not know; use "
-            f"model.generate() with a cache of transformers' own"
+
+
+def _reasons(model: Any, parts: Sequence[torch.nn.Module]) -> Iterator[str]:
+    """What Penstock's attention would compute otherwise than the model."""
+    if not _asks(model):
+        yield (
+            "does not ask transformers for its attention function, so it cannot read this cache "
+            "row by row"
         )
+    if any("sinks" in dict(part.named_parameters(recurse=False)) for part in parts):
+        yield "has attention sinks, which Penstock's attention does not know"
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    for kind in sorted({*kinds} - {"full_attention", "sliding_attention"}):
+        yield f"attends by {kind}, which Penstock's attention does not know"
+    if any(windows_of(model.config)) and not any(map(_tells_window, parts)):
+        yield "has windows in its masks only, and Penstock makes no masks"
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        yield "does not take position_ids, so rows of several lengths cannot run together"
+
+
+def _tells_window(part: torch.nn.Module) -> bool:
+    """Whether its code calls something with that name."""
+    code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
+    names = (each for each in getattr(code, "co_consts", ()) if isinstance(each, tuple))
+    return any("sliding_window" in each for each in names)

@@ -34,7 +34,7 @@ class StreamedForward:
     def __init__(self, body: Body, weights: Passing, device: Device, dtype: torch.dtype) -> None:
         self.body, self.weights = body, weights
         self.device, self.dtype = device.where, dtype
-        check_fit(body.model)
+        check_fit(body.model, body.layers)
         attention.register()
         layers = [config for layer in body.layers for config in attention.configs_of(layer)]
         found = {id(config): config for config in [*attention.configs_of(body.model), *layers]}
