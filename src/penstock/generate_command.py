@@ -75,8 +75,7 @@ def generate_command(
     how = Request(prompt="-", max_new=max_new, stop=tuple(stop or ()), **draws)
     loaded = _load(wanted, quiet=as_json)
     asked = _asked(Prompts(loaded.tokenizer, how, chat), prompt, file)
-    chunk = loaded.room.chunk if prefill_chunk is None else prefill_chunk
-    most, options = min(batch, len(asked)), {"seed": seed, "prefill_chunk": chunk}
+    most, options = min(batch, len(asked)), {"seed": seed, "chunk": prefill_chunk}
     options |= {"graphs": False if no_graphs else None, "compiled": compiled}
     with _generator(loaded, max_batch=most, max_context=context, **options) as generator:
         show = _Json() if as_json else _Live() if file is None else _Listed(len(asked))
@@ -112,15 +111,16 @@ def _load(wanted: Any, *, quiet: bool) -> Loaded:
     return loaded
 
 
-def _generator(loaded: Loaded, *, max_batch: int, **options: Any) -> Generator:
+def _generator(loaded: Loaded, *, max_batch: int, chunk: int | None, **options: Any) -> Generator:
     """Each sequence takes a page at least, so a small cache holds few."""
     from penstock.kv.generator import Generator
 
     budget = loaded.room.cache
     most = max(1, min(max_batch, budget // loaded.room.page))
     return Generator(
-        loaded.forward, budget=budget, max_batch=most, tokenizer=loaded.tokenizer, **options
-    )
+        loaded.forward, budget=budget, max_batch=most, tokenizer=loaded.tokenizer,
+        prefill_chunk=loaded.room.chunk if chunk is None else chunk, **options,
+    )  # fmt: skip
 
 
 def _run(generator: Generator, asked: Iterable[Request], show: _Json | _Live | _Listed) -> int:
