@@ -95,7 +95,7 @@ class Bench:
         """What there is so far: a run that is stopped has measured something, too."""
         if self.chosen.save:
             self.results["seconds"] = self.seconds
-            self.path = certificate.save(f"kv_{self.chosen.shape}_{self.chosen.save}", self.results)
+            certificate.save(f"kv_{self.chosen.shape}_{self.chosen.save}", self.results)
 
     def _model(self) -> Any:
         import transformers

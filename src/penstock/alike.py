@@ -19,6 +19,15 @@ def firsts(kinds: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], int]:
     return {kind: index for index, kind in reversed(list(enumerate(kinds)))}
 
 
+def let_many_be_compiled() -> None:
+    """Functions that stand for many layers share one piece of code, of which torch would compile
+    only a few forms: with and without gradients, for each kind and shape."""
+    import torch
+
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, 64)
+
+
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
     """What makes two layers compute alike: everything that their modules hold but their number."""
     plain = (int, float, str, bool, type(None))

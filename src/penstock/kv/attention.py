@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,12 +49,12 @@ def _over(now: Rows | decode.Spots) -> Iterator[None]:
         _current.rows = before
 
 
-def register() -> None:
-    """Make the name known to transformers."""
+def register(name: str = NAME, function: Callable[..., Any] | None = None) -> None:
+    """Make a name known to transformers: ours, or another way to attend."""
     from transformers import AttentionInterface
 
     interface: Any = AttentionInterface
-    interface.register(NAME, attend)
+    interface.register(name, function or attend)
 
 
 def configs_of(model: Any) -> list[Any]:

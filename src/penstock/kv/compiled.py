@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.alike import firsts, kinds_of
+from penstock.alike import firsts, kinds_of, let_many_be_compiled
 from penstock.errors import PenstockError
 from penstock.kv import attention
 from penstock.kv.passes import was_compiled
@@ -89,7 +89,7 @@ class CompiledLayers:
     """The layers of one model."""
 
     def __init__(self, model: Any) -> None:
-        _register()
+        attention.register(NAME, attend)
         if was_compiled(model):
             raise UnfitLayersError("it was compiled already; give it as it was before")
         self._layers = list(layers_of(model))
@@ -157,8 +157,7 @@ def _compile(shell: nn.Module) -> Callable[..., Any]:
     def run(weights: dict[str, torch.Tensor], args: list[Any], kwargs: dict[str, Any]) -> Any:
         return torch.func.functional_call(shell, weights, tuple(args), kwargs)
 
-    limits: Any = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, 64)  # shells share this function's code
+    let_many_be_compiled()
     made: Callable[..., Any] = torch.compile(run, fullgraph=True)
     return made
 
@@ -205,10 +204,3 @@ def layers_of(model: Any) -> nn.ModuleList:
         if isinstance(part, nn.ModuleList) and len(part) == count == len(set(part)):
             return part
     raise UnfitLayersError(f"{type(model).__name__} has no list of {count} layers")
-
-
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    interface: Any = AttentionInterface
-    interface.register(NAME, attend)

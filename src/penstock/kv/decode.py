@@ -107,6 +107,7 @@ def bucket(longest: int) -> int:
     return bound
 
 
+@functools.cache  # asked for every layer of every token
 def num_splits(rows: int, shared: int, longest: int, multiprocessors: int, block: int) -> int:
     """Into how many parts each row is cut. The same for all, and known before lengths are.
 

@@ -17,7 +17,7 @@ import torch
 from penstock.kv import decode
 from penstock.kv.errors import KvWarning, first_line
 
-NEWEST = (9, 0)
+OLDEST = (9, 0)
 """Compute capability from which on cuDNN's kernels are the faster ones."""
 
 LEAST = 512
@@ -53,7 +53,7 @@ def fits(query: torch.Tensor) -> bool:
 
 @functools.cache
 def _new_enough(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= NEWEST and decode.available(device)
+    return torch.cuda.get_device_capability(device) >= OLDEST and decode.available(device)
 
 
 def attend(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.alike import firsts, kinds_of
+from penstock.alike import firsts, kinds_of, let_many_be_compiled
 from penstock.stream import attention
 from penstock.stream.varlen import Cuts
 
@@ -24,9 +24,7 @@ class CompiledLayers:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = layers
-        # Two for each kind, with and without gradients, and again for another shape.
-        limits: Any = torch._dynamo.config
-        limits.recompile_limit = max(limits.recompile_limit, 64)
+        let_many_be_compiled()
         self._names = [[name for name, _ in layer.named_parameters()] for layer in layers]
         kinds = kinds_of(layers)
         first = firsts(kinds)
