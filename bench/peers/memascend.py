@@ -16,6 +16,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +39,12 @@ WHOLE = replace(ON_DISK, name="limit", hbm="130GiB", dram="105GiB")
 """What the machine has; MemAscend's limits are the host's."""
 
 MOST = {"batch": 4096, "context": 1 << 22}
-RUN_SECONDS = 100.0
-"""Leaves room for start-up and compilation in the third of a call that the run has."""
+PEER_STARTS = {"batch": 16, "context": 32768}
+"""Smaller steps take as long, by the disk, and are known to fit."""
+PEER_SHARE = 0.5
+"""Of a call, for the peer's search: what it does not need is left to our run."""
+RUN_SECONDS = 60.0
+"""Leaves room for start-up and compilation in half a call."""
 PLANNED = "limit-{vary}.json"
 
 
@@ -94,33 +99,45 @@ def compare(dtype: str, chosen: argparse.Namespace) -> dict[str, Any]:
 
 def find_limits(vary: str, chosen: argparse.Namespace) -> dict[str, Any]:
     """The peer's by trying, ours by the plan and one run."""
-    cell = sized(WHOLE, chosen)
-    batch = 1 if vary == "context" else cell.batch
-    peer = "plain" if chosen.tiny else PEER
-    work = ["--shape", cell.shape, "--context", str(cell.context), "--batch", str(batch),
-            "--scratch", str(chosen.scratch)]  # fmt: skip
-    script = Path(limits.__file__)
-    found: dict[str, Any] = {"planned": json.loads(
-        (chosen.plans / PLANNED.format(vary=vary)).read_text())}  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "limits.json"
-        most = 4 * (batch if vary == "batch" else cell.context) if chosen.tiny else MOST[vary]
-        line = [sys.executable, str(script), "--arm", peer, "--vary", vary, "--json", str(path),
-                "--most", str(most), "--limit", str(0.6 * chosen.limit), *work]  # fmt: skip
-        line += [] if chosen.tiny else ["--activations", "host"]
-        table.build([peer], chosen.scratch, 0.3 * chosen.limit)
-        told = table.environment(peer, chosen.scratch)
-        if table.run_child(line, told, 0.7 * chosen.limit) is None:
-            print("the peer's search was stopped: what it found until then counts", flush=True)
-        found["peer"] = json.loads(path.read_text()) if path.exists() else None
+    until = time.monotonic() + chosen.limit
+    planned = json.loads((chosen.plans / PLANNED.format(vary=vary)).read_text())
+    found: dict[str, Any] = {"planned": planned, "peer": search_peer(vary, chosen)}
     table.clear(chosen.scratch)
-    run = found["planned"]["run"]
-    if run and not chosen.tiny:
-        words = [*work, "--steps", "1", "--warm-up", "0", f"--{vary}", str(run),
+    if planned["run"] and not chosen.tiny:
+        words = [*work_words(vary, chosen), "--steps", "1", "--warm-up", "0",
+                 f"--{vary}", str(planned["run"]),
                  "--plan", str(chosen.plans / f"limit-{vary}-run.json")]  # fmt: skip
-        found["ours"] = table.run_arm("penstock", words, 0.3 * chosen.limit, chosen.scratch)
+        found["ours"] = table.run_arm("penstock", words, until - time.monotonic(), chosen.scratch)
         render.tell(found["ours"])
     return found
+
+
+def search_peer(vary: str, chosen: argparse.Namespace) -> dict[str, Any] | None:
+    """By doubling, in one process; what it found until it was stopped counts."""
+    start = PEER_STARTS[vary]
+    peer, most = PEER, MOST[vary]
+    if chosen.tiny:
+        peer, start = "plain", getattr(WHOLE.tiny(), vary)
+        most = 4 * start
+    table.build([peer], chosen.scratch, 0.3 * chosen.limit)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "limits.json"
+        seconds = PEER_SHARE * chosen.limit
+        line = [sys.executable, limits.__file__, "--arm", peer, "--vary", vary,
+                "--json", str(path), "--most", str(most), "--limit", str(0.9 * seconds),
+                *work_words(vary, chosen), f"--{vary}", str(start)]  # fmt: skip
+        line += [] if chosen.tiny else ["--activations", "host"]
+        if table.run_child(line, table.environment(peer, chosen.scratch), seconds) is None:
+            print("the peer's search was stopped: what it found until then counts", flush=True)
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+def work_words(vary: str, chosen: argparse.Namespace) -> list[str]:
+    """One sequence where it is to be long; of what is given twice, the last word counts."""
+    cell = sized(WHOLE, chosen)
+    batch = 1 if vary == "context" else cell.batch
+    return ["--shape", cell.shape, "--context", str(cell.context), "--batch", str(batch),
+            "--scratch", str(chosen.scratch)]  # fmt: skip
 
 
 def main(words: Sequence[str] | None = None) -> None:
