@@ -10,7 +10,7 @@ from penstock.budget import Budget, PathBudget, auto_dram, parse_budget, with_pa
 from penstock.cpu_machine import cpu_machine
 from penstock.discovery import discover
 from penstock.errors import PlanError
-from penstock.machine import Machine, MemoryNode
+from penstock.machine import Gpu, Machine, MemoryNode
 from penstock.planner import QUICK, make_plan, pieces
 from penstock.planner.pieces import LEAST, MOST, piece_sizes
 from penstock.tiers import Tier
@@ -114,3 +114,20 @@ def test_pieces_follow_the_budget_and_small_budgets_are_planned_for() -> None:
         sizes.add(plan.placement.piece_elements)
 
     assert len(sizes) > 1
+
+
+def test_a_machine_with_a_gpu_is_planned_for_before_anybody_probed_it() -> None:
+    """What `penstock train` has on its first day: a look at the machine, and no speeds."""
+    probed = machine(cards=1)
+    card = Gpu(index=0, name="NVIDIA H200", memory=139 * GiB, pcie_generation=5, pcie_width=16)
+    nodes = tuple(replace(node, rates=()) for node in probed.nodes)
+    bare = replace(probed, nodes=nodes, gpus=(card,), transfers=(), storage=())
+    budget = Budget(hbm=8 * GiB, dram=8 * GiB)
+
+    planned = make_plan(SMALL, work(SMALL, 64, 8), budget, bare, effort=QUICK)
+
+    planned.plan.check(bare)
+    told = "; ".join(planned.assumed)
+    assert "node 0: copies at 32 GB/s; `penstock probe` measures it" in told
+    assert "node 1: copies at 10 GB/s" in told
+    assert "PCIe at" in told

@@ -8,26 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.machine import Figure, Machine, MemoryNode, MemoryRate
-
-ASSUMED_COPY = 8e9
-"""Bytes per second that a node nobody measured copies: one channel of DDR4, about. The order of
-magnitude is enough where a CPU computes, because that takes most of the step."""
+from penstock.machine import Machine
 
 
 def cpu_machine(machine: Machine) -> Machine:
-    """The same host without its GPUs, and with a rate for every node.
+    """The same host without its GPUs.
 
-    How fast its cores compute is the cost model's to say (`cost.rates`), and said in what the plan
-    assumed. Paths of the budget still have to be added: `budget.with_paths`.
+    How fast its cores compute, and a memory that nobody measured, is the cost model's to say
+    (`cost.rates`), and said in what the plan assumed. Paths of the budget still have to be added:
+    `budget.with_paths`.
     """
     name = f"{machine.name or 'this host'} (CPU)"
-    nodes = tuple(map(_with_rates, machine.nodes))
-    return replace(machine, name=name, nodes=nodes, gpus=(), transfers=())
-
-
-def _with_rates(node: MemoryNode) -> MemoryNode:
-    if node.rates:
-        return node
-    figure = Figure(median=ASSUMED_COPY, low=ASSUMED_COPY, high=ASSUMED_COPY, samples=0)
-    return replace(node, rates=(MemoryRate(operation="copy", bytes_per_second=figure),))
+    return replace(machine, name=name, gpus=(), transfers=())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.cost.operations import ATTENTION_BACKWARD
 from penstock.errors import MachineError
 from penstock.gpu_catalogue import BLOCK_SHARE, COMPILED_GAIN, MATMUL_SHARE, data_sheet
-from penstock.machine import Gpu, Machine, StoragePath
+from penstock.machine import Gpu, Machine, MemoryNode, StoragePath
 from penstock.roles import Moments
 
 SWEEP_SHARE = 0.91
@@ -22,6 +22,14 @@ LANE_RATE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 
 PACKET_SHARE = 0.877
 """What remains of it for copies: 55.3 of 63.0 GB/s (measured)."""
+
+
+CORE_COPY = 4e9
+"""Bytes per second that each core copies in a node nobody measured, all of them at work."""
+
+MOST_COPIED = {"dram": 50e9, "cxl": 10e9}
+"""However many cores: a few channels of DDR4, and a CXL card of one x8 link. Low rather than high,
+and enough to plan by; a probe replaces it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +196,7 @@ def _eager_flops(gpu: Gpu, assumed: list[str]) -> float:
             raise MachineError(
                 "gpus[0].matmul_flops",
                 f'is missing, and "{gpu.name}" is not a GPU whose data sheet is known; '
-                f"give its 16-bit matrix rate in FLOP/s",
+                f"`penstock probe` measures it, or give its 16-bit matrix rate in FLOP/s",
             )
         matmul = MATMUL_SHARE * sheet[0]
         assumed.append(f"{gpu.name}: {matmul / 1e12:.0f} TFLOP/s from its data sheet")
@@ -208,7 +216,8 @@ def _links(machine: Machine, gpu: Gpu | None, assumed: list[str]) -> float:
     if not machine.transfers:
         raise MachineError(
             "transfers",
-            "is missing, and gpus[0] has no pcie_generation and pcie_width to stand in for it",
+            "is missing, and gpus[0] has no pcie_generation and pcie_width to stand in for it; "
+            "`penstock probe` measures it",
         )
     return 0.0
 
@@ -226,9 +235,8 @@ def _node_rates(
     seen = (2 * copy if copy else None, read, write, sweep, exact)
     total = max((r for r in seen if r), default=None)
     if total is None:
-        raise MachineError(
-            f"nodes[{i}].rates", "must have a read, write, copy or sweep rate, got none"
-        )
+        copy = _assumed_copy(machine, node, assumed)
+        total = 2 * copy
     if sweep is None:
         sweep = SWEEP_SHARE * (2 * copy if copy else total)
         assumed.append(f"node {node.id}: a sweep at {sweep / 1e9:.0f} GB/s, from its copy rate")
@@ -265,3 +273,10 @@ def _disk(i: int, storage: StoragePath) -> DiskRates:
         if operation not in best:
             raise MachineError(f"storage[{i}].rates", f"must have a {operation} rate, got none")
     return DiskRates(read=best["read"], write=best["write"], both=best.get("both"))
+
+
+def _assumed_copy(machine: Machine, node: MemoryNode, assumed: list[str]) -> float:
+    cores = machine.cpu.cores or sum(len(each.cpus) for each in machine.dram_nodes) or 1
+    copy = min(cores * CORE_COPY, MOST_COPIED[node.kind])
+    assumed.append(f"node {node.id}: copies at {copy / 1e9:.0f} GB/s; `penstock probe` measures it")
+    return copy
