@@ -164,9 +164,9 @@ def started(work: Work, config: dict[str, Any]) -> Iterator[Step]:
 
     def step(batch: Batch) -> float:
         ids = batch["input_ids"].to(work.device)
-        with around():
+        with around():  # until backward is done: what went to the host is dropped at the end
             loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
+            engine.backward(loss)
         engine.step()
         if work.device.type == "cuda":
             torch.cuda.synchronize()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from penstock.kv.errors import KvWarning
+from penstock.kv.launching import launch
 
 TILE = 16 * 1024
 """Bytes of keys that a program reads at once, and as many of values. With STAGES of them, two are
@@ -150,22 +151,22 @@ def attend(
     partial, tops, sums = (
         torch.empty(size * each, dtype=torch.float32, device=device) for each in (head, 1, 1)
     )
-    code = kernels()
+    code, seen, stages = kernels(), window or 0, STAGES if group <= MANY_QUERIES else 2
+    scale = head**-0.5 if scaling is None else float(scaling)
     with on(device):
-        code.part_kernel[(shared, rows, splits)](
-            query, key, value, spots.starts, spots.ends, out, partial, tops, sums, splits,
-            scaling if scaling is not None else head**-0.5, softcap or 1.0,
-            query.stride(0), query.stride(1),
-            key.stride(2), key.stride(1), value.stride(2), value.stride(1),
-            GROUP=heads // shared, GROUP_PAD=group, HEAD=head, HEAD_PAD=wide, WHOLE=splits == 1,
-            BLOCK=block, STAGES=STAGES if group <= MANY_QUERIES else 2,
-            WINDOW=window or 0, SOFTCAP=softcap is not None, num_warps=WARPS,
+        launch(
+            code.part_kernel, (shared, rows, splits),
+            (query, key, value, spots.starts, spots.ends, out, partial, tops, sums, splits,
+             scale, float(softcap or 1.0), query.stride(0), query.stride(1),
+             key.stride(2), key.stride(1), value.stride(2), value.stride(1)),
+            (heads // shared, group, head, wide, splits == 1, block, stages, seen,
+             softcap is not None), warps=WARPS,
         )  # fmt: skip
         if splits > 1:
-            code.join_kernel[(heads, rows)](
-                spots.ends, out, partial, tops, sums, splits,
-                HEAD=head, HEAD_PAD=wide, SPLITS_PAD=power(splits),
-                BLOCK=block, WINDOW=window or 0, num_warps=WARPS,
+            launch(
+                code.join_kernel, (heads, rows, 1),
+                (spots.ends, out, partial, tops, sums, splits),
+                (head, wide, power(splits), block, seen), warps=WARPS,
             )  # fmt: skip
     return out
 
@@ -179,11 +180,11 @@ def write(
     rows, shared, _, head = key.shape
     key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (key, value))
     with on(key.device):
-        kernels().write_kernel[(rows,)](
-            key, value, to_key, to_value, places,
-            *key.stride()[:2], *value.stride()[:2], *to_key.stride()[:2], *to_value.stride()[:2],
-            HEADS=shared, HEADS_PAD=power(shared), HEAD=head, HEAD_PAD=power(head),
-            num_warps=WARPS,
+        launch(
+            kernels().write_kernel, (rows, 1, 1),
+            (key, value, to_key, to_value, places, *key.stride()[:2], *value.stride()[:2],
+             *to_key.stride()[:2], *to_value.stride()[:2]),
+            (shared, power(shared), head, power(head)), warps=WARPS,
         )  # fmt: skip
 
 
