@@ -15,11 +15,11 @@ Device seconds on an H200 machine, and how many calls of under ten minutes:
 | fast      | 3b at 4 and 16 x 4,096 in 24 GiB; same body, plain torch | 160     | 1     |
 | long      | 8b at 4 x 4,096, 65,536, 131,072, 262,144               | 640     | 2     |
 | disk      | 3b in 16 GiB of DRAM and a disk                         | 80      | 1     |
-| curve     | 3b, DRAM 8 to 44 GiB; equal plans once                  | 340     | 1     |
-| moments   | 3b with fp32, bf16, int8 moments; three loss curves     | 220     | 1     |
-| 32b       | Qwen2.5-32B's sizes, int8 moments, two steps            | 300     | 1     |
+| curve     | 3b, DRAM 8 to 44 GiB; equal plans once                  | 260     | 1     |
+| moments   | 3b with fp32, bf16, int8 moments; three loss curves     | 160     | 1     |
+| 32b       | Qwen2.5-32B's sizes, int8 moments, two steps            | 110     | 1     |
 | peers     | peers/table.py: DRAM arms, then disk arms               | 1,250   | 3     |
-| memascend | peers/memascend.py: all on disk, bf16 and fp16, limits  | 1,600   | 4     |
+| memascend | peers/memascend.py: all on disk, bf16 and fp16, limits  | 860     | 4     |
 """
 
 from __future__ import annotations

@@ -128,6 +128,13 @@ AGAIN = {
     "8b-4x4096": "engine_8b-4x4096",
     "8b-1x65536": "engine_8b-1x65536",
     "disk-16": "engine_disk-16",
+    "curve-08": "engine_curve-08",
+    "curve-12": "engine_curve-12",
+    "curve-20": "engine_curve-20",
+    "moments-fp32": "engine_moments-fp32",
+    "moments-bf16": "engine_moments-bf16",
+    "moments-int8": "engine_moments-int8",
+    "32b": "engine_32b",
 }
 """Cells of the GPU table, planned anew with the budgets of the run."""
 
