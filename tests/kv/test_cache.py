@@ -36,6 +36,24 @@ def test_a_prefix_is_shared_until_someone_writes(space: Space) -> None:
     close(made)
 
 
+def test_pages_that_only_finished_sequences_share_can_be_had() -> None:
+    """Two slots keep them for reuse, and nobody needs them."""
+    made = cache(DriverSpace(), slots=3, pages=8)
+    first = made.admit()
+    grow(made, first, some(60))
+    second = made.admit(prefix=(first, 60))
+    made.finish(first)
+    made.finish(second)
+    assert made.stats.kept > 1
+
+    made.resize(3 * 4096)
+    assert made.stats.kept <= 3
+    new = made.admit()
+    grow(made, new, text := some(60))  # all three pages
+    assert torch.equal(read(made, new), text)
+    close(made)
+
+
 def test_the_last_holder_of_a_page_writes_in_place() -> None:
     made = cache(space := DriverSpace())
     first = made.admit()

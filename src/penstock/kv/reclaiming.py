@@ -5,6 +5,7 @@ Unmapping waits for the device, so it happens when pages are wanted and not when
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from penstock.kv.errors import CacheFull, NoSlot
@@ -21,7 +22,9 @@ def ensure_free(keeper: Keeper, wanted: int) -> None:
     if missing <= 0:
         return
     spare = _spare(keeper)
-    there = sum(pool.holders(p) == 1 for slot, need in spare for p in slot.pages[need:])
+    left = Counter(page for slot, need in spare for page in slot.pages[need:])
+    # One that several slots share is free when none of those that hold it needs it.
+    there = sum(pool.holders(page) == slots for page, slots in left.items())
     if there < missing:
         raise CacheFull(
             what="growing",
