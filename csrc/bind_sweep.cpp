@@ -33,6 +33,11 @@ T* pointer(std::uintptr_t at) {
   return reinterpret_cast<T*>(at);
 }
 
+// As Python's time.perf_counter has it: both are the monotonic clock.
+double seconds_of(Job::Clock::time_point when) {
+  return std::chrono::duration<double>{when.time_since_epoch()}.count();
+}
+
 std::optional<std::pair<std::uint64_t, std::uint64_t>> pair_of(const Spot& spot) {
   if (spot.segment == kNowhere) return std::nullopt;
   return std::pair{spot.segment, spot.index};
@@ -100,6 +105,8 @@ void bind_jobs(nb::module_& m) {
   nb::class_<SegmentJob>(m, "SweepJob")
       .def("wait", &SegmentJob::wait, NoGil())
       .def_prop_ro("done", &SegmentJob::done)
+      .def_prop_ro("began", [](const SegmentJob& job) { return seconds_of(job.began()); })
+      .def_prop_ro("ended", [](const SegmentJob& job) { return seconds_of(job.ended()); })
       .def_prop_ro("sum_squares_limbs",
                    [](const SegmentJob& job) { return job.result().sum_squares.limbs(); })
       .def_prop_ro("max_bits", [](const SegmentJob& job) { return job.result().max_bits; })

@@ -74,7 +74,13 @@ std::shared_ptr<Job> Pool::front(const std::shared_ptr<Job>& finished) {
     hold.lock();
   }
   changed_.wait(hold, [&] { return queue_.empty() ? closed_ : queue_.front() != finished; });
-  return queue_.empty() ? nullptr : queue_.front();
+  if (queue_.empty()) return nullptr;
+  Job& job = *queue_.front();
+  if (!job.begun_) {
+    job.begun_ = true;
+    job.began_ = Job::Clock::now();
+  }
+  return queue_.front();
 }
 
 void Pool::member(unsigned threads) noexcept {
@@ -88,6 +94,7 @@ void Pool::member(unsigned threads) noexcept {
     job->work(mine);
     const std::size_t before = job->finished_.fetch_add(mine.taken(), std::memory_order_acq_rel);
     if (mine.taken() > 0 && before + mine.taken() == job->blocks_) {
+      job->ended_ = Job::Clock::now();
       job->done_.store(true, std::memory_order_release);
       job->done_.notify_all();
     }

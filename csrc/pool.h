@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -33,9 +34,17 @@ class Job {
   void wait() const noexcept { done_.wait(false, std::memory_order_acquire); }
   bool done() const noexcept { return done_.load(std::memory_order_acquire); }
 
+  // When the first thread came to it and when the last block was finished. For jobs that are done.
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point began() const noexcept { return began_; }
+  Clock::time_point ended() const noexcept { return ended_; }
+
  private:
   friend class Blocks;
   friend class Pool;
+  Clock::time_point began_ = Clock::now();  // guarded by the pool's lock_ until the job is done
+  Clock::time_point ended_ = began_;        // written before done_
+  bool begun_ = false;                      // guarded by the pool's lock_
   const std::size_t blocks_;
   // On a line of its own: it is all that threads share while they work.
   alignas(64) std::atomic<std::size_t> next_{0};      // the first block that nobody took

@@ -95,6 +95,8 @@ TEST_CASE("a pool runs each block once and jobs one after the other") {
       pool.start(second);
       second->wait();
       CHECK(first->done() && !second->early);
+      CHECK(first->began() <= first->ended() && first->ended() <= second->began());
+      CHECK(second->began() <= second->ended());
       for (const auto& seen : first->seen) CHECK(seen == 1);
       for (const auto& seen : second->seen) CHECK(seen == 1);
     }

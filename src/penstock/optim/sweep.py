@@ -89,6 +89,16 @@ class Ticket:
     def done(self) -> bool:
         return self._job.done
 
+    @property
+    def began(self) -> float:
+        """When threads came to it, after the jobs before it; by `time.perf_counter`, once done."""
+        return self._job.began
+
+    @property
+    def ended(self) -> float:
+        """When the last of it was written; by `time.perf_counter`, once done."""
+        return self._job.ended
+
     def wait(self) -> GradStats | None:
         """Returns when all is written: the gradients' stats, if they were asked for.
 

@@ -35,8 +35,8 @@ class Moment:
 
     __slots__ = ("at",)
 
-    def __init__(self) -> None:
-        self.at = time.perf_counter()
+    def __init__(self, at: float | None = None) -> None:
+        self.at = time.perf_counter() if at is None else at
 
     def settle(self) -> None:
         return
@@ -258,6 +258,20 @@ class SweepMark:
 
     def settle(self) -> None:
         self._ticket.wait()
+
+
+class HostSweep:
+    """The same on the CPU, which may still wait for its turn: those before it go first."""
+
+    def __init__(self, ticket: sweep.Ticket) -> None:
+        self._ticket = ticket
+
+    def settle(self) -> None:
+        self._ticket.wait()
+
+    def span(self) -> tuple[Moment, Moment]:
+        """When it began and ended. Only once it is settled."""
+        return Moment(self._ticket.began), Moment(self._ticket.ended)
 
 
 def pick_device(name: str | None = None) -> Device:

@@ -10,7 +10,7 @@ from penstock.optim import sweep
 from penstock.roles import STATE, Role
 from penstock.schedule import Operation, Verb
 from penstock.storage.layout import Extent
-from penstock.stream.device import Mark, Moment
+from penstock.stream.device import HostSweep, Mark, Moment
 from penstock.stream.disk import DiskPipe, Tickets
 from penstock.stream.program import Program
 from penstock.stream.spans import Span
@@ -63,22 +63,25 @@ class Mover:
         return under_way
 
     def sweep(self, run: Run, at: int, op: Operation) -> None:
-        """On the CPU. What is in staging was read by the operation before."""
+        """On the CPU. What is in staging was read by the operation before.
+
+        Nobody waits for it here: the next one is made ready meanwhile, and the threads that sweep
+        go from one to the other. What was started is done when the run has ended, whatever ends it;
+        an element that was refused does not undo the others.
+        """
         self._settle(run, at)
         pending = run.pending
         assert pending is not None
-        if (op.block, op.piece) not in pending.done:
-            roles, start, stop = self.swept_roles(run, at, op)
-            parts = segments(self._homes.inventory, op.block, pending, roles, start, stop)
-            ticket = sweep.start(pending.rule, parts, pool=self._taken.pool)
-            try:
-                ticket.wait()
-            finally:  # an element that was refused does not undo the others
-                pending.done.add((op.block, op.piece))
-                run.swept_now.add((op.block, op.piece))
-        else:
+        if (op.block, op.piece) in pending.done:
             del run.began[at]  # a run that failed has done it: nothing is moved now
-        run.marks.put(at, Moment())
+            run.marks.put(at, Moment())
+            return
+        roles, start, stop = self.swept_roles(run, at, op)
+        parts = segments(self._homes.inventory, op.block, pending, roles, start, stop)
+        ticket = sweep.start(pending.rule, parts, pool=self._taken.pool)
+        pending.done.add((op.block, op.piece))
+        run.swept_now.add((op.block, op.piece))
+        run.marks.put(at, HostSweep(ticket))
 
     def swept_roles(self, run: Run, at: int, op: Operation) -> tuple[dict[Role, Span], int, int]:
         """Where each role is for a sweep of the block or of a piece of it."""

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from penstock.inventory import Inventory
 from penstock.plan import Plan
 from penstock.schedule import Verb
-from penstock.stream.device import Device, Mark
+from penstock.stream.device import Device, HostSweep, Mark
 from penstock.stream.disk import Tickets
 from penstock.stream.program import Program
 from penstock.stream.state import Part, Run, Taken
@@ -96,9 +96,11 @@ def kind_of(program: Program) -> Kind:
 
 def passed_of(taken: Taken, run: Run) -> Passed:
     assert run.origin is not None
-    ended: dict[Part, Mark] = {}
+    began, ended = dict(run.began), dict[Part, Mark]()
     for at in run.began:
         mark = run.marks.peek(at)
+        if isinstance(mark, HostSweep):
+            began[at], mark = mark.span()
         mark = mark.ended if isinstance(mark, Tickets) else mark
         if mark is not None:
             ended[at] = mark
@@ -110,7 +112,7 @@ def passed_of(taken: Taken, run: Run) -> Passed:
         program=run.program,
         batch=run.step,
         origin=run.origin,
-        began=dict(run.began),
+        began=began,
         ended=ended,
         shapes=[run.shapes(round) for round in range(len(run.rounds))],
         whole=run.marks.failed is None,

@@ -1,0 +1,69 @@
+"""Sweeps on the CPU follow one another without waiting for Python, and tell when they ran."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.optim import sweep
+from penstock.schedule import Verb
+from penstock.stream import moving
+from tests.equivalence.runs import WAYS, Setup, Way
+
+
+class HeldTicket:
+    """A sweep whose end nobody sees before all have been started."""
+
+    def __init__(self, ticket: sweep.Ticket, all_started: threading.Event) -> None:
+        self._ticket, self._all_started = ticket, all_started
+        self.began, self.ended = 0.0, 0.0
+
+    def wait(self) -> None:
+        assert self._all_started.wait(20), "the next sweep waits for the one before"
+        self._ticket.wait()
+        self.began, self.ended = self._ticket.began, self._ticket.ended
+
+
+def test_the_next_sweep_is_started_while_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup.of("llama")
+    with setup.engine(WAYS[1], tmp_path) as engine:
+        engine.step(setup.batches(1)[0])
+        count = sum(op.verb is Verb.SWEEP for op in engine._programs.sweep.operations)
+        all_started, started = threading.Event(), []
+
+        def start(*given: Any, **how: Any) -> Any:
+            started.append(HeldTicket(real(*given, **how), all_started))
+            if len(started) == count:
+                all_started.set()
+            return started[-1]
+
+        real = sweep.start
+        monkeypatch.setattr(moving.sweep, "start", start)
+        engine.finish()
+
+        assert len(started) == count > 2
+
+
+@pytest.mark.parametrize("way", [WAYS[1], WAYS[3]], ids=lambda way: way.name)
+def test_sweeps_are_told_one_after_the_other_and_before_what_needs_them(
+    way: Way, tmp_path: Path
+) -> None:
+    setup = Setup.of("llama")
+    with setup.engine(way, tmp_path) as engine:
+        for batch in setup.batches(2):
+            engine.step(batch)
+        events = engine.timeline()
+
+    swept = [e for e in events if e.operation.verb is Verb.SWEEP and not e.operation.gpu]
+    assert len(swept) > 2
+    for before, after in itertools.pairwise(swept):
+        assert 0 <= before.start <= before.end <= after.start
+    forward = {e.operation.block: e.start for e in events if e.operation.verb is Verb.FORWARD}
+    for event in swept:
+        assert event.end <= forward.get(event.operation.block, event.end)
