@@ -124,7 +124,6 @@ def test_every_bundled_machine_loads_says_its_source_and_can_be_planned_for() ->
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda d: d["nodes"][0].pop("rates"), r"^nodes\[0\]\.rates: must have a read, write"),
         (lambda d: d["gpus"][0].update(name="?"), r"^gpus\[0\]\.matmul_flops: is missing"),
         (lambda d: d["storage"][0].pop("rates"), r"^storage\[0\]\.rates: must have a read rate"),
     ],

@@ -146,6 +146,10 @@ CPU_FLOPS_PER_CORE = 20e9
 """A processor in the GPU's place: layers in bf16, forward and backward, ran at 18 (256 wide) to 28
 (1,024 wide) GFLOP/s on one core of a 2.8 GHz Xeon. Only the order of magnitude counts."""
 
+CPU_PASSES, CPU_PASSED = 1200.0, 20e9
+"""The same for all that is not products: hundreds of small operations, of which each wakes threads
+and waits for them. They are half the step of a model that is 192 wide, and little of wide ones."""
+
 
 LAYER_DENSE = 4 * 2.0 * 218_103_808
 LAYER_QUADRATIC = (2 + ATTENTION_BACKWARD) * 4.0 * 4096 * 4096 / 2
@@ -166,7 +170,7 @@ def _gpu_rates(
         cores = machine.cpu.cores or len(machine.dram_nodes[0].cpus) or 1
         assumed.append(f"no GPU: {cores} cores compute at {CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s")
         flops = cores * CPU_FLOPS_PER_CORE
-        return flops, flops, 0.0, 20e9
+        return flops, flops, CPU_PASSES, CPU_PASSED
     whole = _layer_flops(gpu, compiled, assumed)
     sheet = data_sheet(gpu.name)
     own = gpu.memory_bandwidth.median if gpu.memory_bandwidth else sheet[1] if sheet else 0.5e12
