@@ -5,20 +5,16 @@ For loading, saving and looking at parameters; between steps only.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypeVar
 
 import torch
 
 from penstock.inventory import TensorSpec
 from penstock.roles import Formats, Role
+from penstock.stream.crew import Crew
 from penstock.stream.spans import Span, role_dtype
 from penstock.stream.state import Taken
-
-T = TypeVar("T")
 
 PART = 1 << 22
 """Elements handed over at a time: a multiple of what the sweep cuts at."""
@@ -27,23 +23,17 @@ Source = Callable[[TensorSpec, int, int], torch.Tensor]
 """Elements `low` to `high` of a tensor, in the role's own type, on the host."""
 
 
-def ahead(calls: Sequence[Callable[[], T]], threads: int) -> Iterator[T]:
-    """What each call gives, in order; with several threads, one call a thread is under way."""
-    if threads == 1:
-        yield from (call() for call in calls)
-        return
-    with ThreadPoolExecutor(threads, thread_name_prefix="penstock load") as pool:
-        coming: deque[Future[T]] = deque()
-        try:
-            for call in calls:
-                coming.append(pool.submit(call))
-                if len(coming) > threads:
-                    yield coming.popleft().result()
-            while coming:
-                yield coming.popleft().result()
-        finally:
-            for future in coming:
-                future.cancel()
+Part = tuple[TensorSpec, int, int, int]
+"""Elements of a tensor, from one to before another, and where the tensor begins in its block."""
+
+
+def _fill_part(span: Span, part: Part, source: Source, bases: Source | None) -> None:
+    tensor, low, high, at = part
+    span.values(at + low, at + high).copy_(source(tensor, low, high))
+    if bases is not None:
+        into = span.bases(at + low, at + high)
+        assert into is not None
+        into.copy_(bases(tensor, low, high))
 
 
 class Access:
@@ -85,22 +75,19 @@ class Access:
 
     def fill(
         self, block: int, role: Role, source: Source, *, bases: Source | None = None,
-        threads: int = 1,
+        crew: Crew | None = None,
     ) -> None:  # fmt: skip
-        """Every element of the block's role, from `source`; with 8-bit moments also the bases. With
-        several threads they call `source` for what comes next, a few parts ahead."""
+        """Every element of the block's role, from `source`; with 8-bit moments also the bases. A
+        crew calls `source` from its threads, and is through when it has settled."""
         end = self._homes.inventory.blocks[block].flat_elements(True)
         if role is Role.WEIGHT:
             end += self._homes.inventory.blocks[block].flat_elements(False)
         for span in self._spans(block, role, 0, end, write=True):
-            parts = list(self._parts_of(span, block, role))
-            came = ahead([partial(source, *part[:3]) for part in parts], threads)
-            for (tensor, low, high, at), values in zip(parts, came, strict=True):
-                span.values(at + low, at + high).copy_(values)
-                if bases is not None:
-                    into = span.bases(at + low, at + high)
-                    assert into is not None
-                    into.copy_(bases(tensor, low, high))
+            for part in self._parts_of(span, block, role):
+                call = partial(_fill_part, span, part, source, bases)
+                call() if crew is None else crew.start(call)
+            if crew is not None and self._homes.on_disk(block, role):
+                crew.settle()  # the span is in staging, and goes to its disk now
 
     def clear(self, block: int, role: Role) -> None:
         """Zero in every format, 8-bit moments' bases included: zero bytes, at memory's speed."""
@@ -108,10 +95,7 @@ class Access:
         for span in self._spans(block, role, 0, end, write=True):
             span.data.zero_()
 
-    def _parts_of(
-        self, span: Span, block: int, role: Role
-    ) -> Iterator[tuple[TensorSpec, int, int, int]]:
-        """What of each tensor lies in the span, in parts; and where the tensor begins."""
+    def _parts_of(self, span: Span, block: int, role: Role) -> Iterator[Part]:
         for tensor in self._homes.inventory.blocks[block].tensors:
             if role is not Role.WEIGHT and not tensor.trainable:
                 continue

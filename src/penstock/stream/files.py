@@ -19,14 +19,15 @@ from penstock.inventory import Inventory, TensorSpec
 from penstock.optim.formats import num_blocks
 from penstock.roles import STATE, Role
 from penstock.stream.access import Access, Source
+from penstock.stream.crew import Crew
 from penstock.stream.initial import set_master
 from penstock.stream.spans import role_dtype
 
 OPTIMIZER = "optimizer"
 """The stem of its files."""
 
-READERS = 4
-"""Threads that read a file: some wait for the disk while another copies from its buffer."""
+READERS = 8
+"""Threads that read a file: some wait for the disk while others copy from their buffers."""
 
 _SUFFIX = {Role.MASTER: "rest", Role.FIRST: "first", Role.SECOND: "second"}
 
@@ -52,24 +53,29 @@ class EngineFiles:
 
     def read(self, folder: Path) -> None:
         """All of it, as it was written: the same bits."""
-        with ShardReader(folder) as model, ShardReader(folder, OPTIMIZER) as states:
+        with (
+            ShardReader(folder) as model,
+            ShardReader(folder, OPTIMIZER) as states,
+            Crew(READERS) as crew,
+        ):
             for index, block in enumerate(self._inventory.blocks):
-                self._access.fill(index, Role.WEIGHT, _reader(model, ""), threads=READERS)
+                self._access.fill(index, Role.WEIGHT, _reader(model, ""), crew=crew)
                 if not block.parameters(True):
                     continue
                 for role in STATE:
                     bases = _base_reader(states, role) if self._has_bases(role) else None
                     source = _reader(states, _SUFFIX[role])
-                    self._access.fill(index, role, source, bases=bases, threads=READERS)
+                    self._access.fill(index, role, source, bases=bases, crew=crew)
 
     def read_weights(self, folder: Path) -> None:
         """A model that anybody wrote: its weights become masters, moments begin at zero."""
-        with ShardReader(folder) as model:
+        with ShardReader(folder) as model, Crew(READERS) as crew:
             names = names_in(model, self._inventory)
             for index in range(len(self._inventory.blocks)):
                 set_master(
-                    self._access, index, self._inventory, _renamed(model, names), threads=READERS
-                )
+                    self._access, index, self._inventory, _renamed(model, names),
+                    lambda tensor: model.spec(names[tensor.name]).dtype, crew=crew,
+                )  # fmt: skip
 
     # What is written.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,19 +16,22 @@ from penstock.optim.rules import draw_key
 from penstock.roles import Role
 from penstock.stream.access import Access, Source
 from penstock.stream.body import Body
+from penstock.stream.crew import Crew
+
+Types = Callable[[TensorSpec], torch.dtype]
+"""What a source gives of a tensor, before it gives it."""
 
 
 def set_master(
-    access: Access, block: int, inventory: Inventory, source: Source, *, threads: int = 1
-) -> None:
-    """Weights and the rest of their masters, from elements in fp32 or in the weight's own type.
-    With several threads, `source` is called from all of them."""
+    access: Access, block: int, inventory: Inventory, source: Source, types: Types,
+    *, crew: Crew | None = None,
+) -> None:  # fmt: skip
+    """Weights and the rest of their masters, from elements in fp32 or in the weight's own type. A
+    crew calls `source` from its threads, and is through when it has settled."""
     dtype = access.weight_dtype
-    came_as: dict[str, torch.dtype] = {}
 
     def weight(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         values = source(tensor, low, high)
-        came_as[tensor.name] = values.dtype
         if values.dtype == dtype:
             return values
         if dtype == torch.bfloat16:
@@ -36,17 +39,18 @@ def set_master(
         return values.to(dtype)
 
     def rest(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
-        if dtype == torch.bfloat16 == came_as[tensor.name]:  # all of it is in the weight
+        if dtype == torch.bfloat16 == types(tensor):  # all of it is in the weight
             return torch.zeros(high - low, dtype=torch.int16)
         values = source(tensor, low, high)
         return formats.split(values.float())[1] if dtype == torch.bfloat16 else values.float()
 
-    access.fill(block, Role.WEIGHT, weight, threads=threads)
+    access.fill(block, Role.WEIGHT, weight, crew=crew)
     if inventory.blocks[block].parameters(True):
-        if dtype == torch.bfloat16 and set(came_as.values()) == {dtype}:
+        came_as = {types(tensor) for tensor in inventory.blocks[block].tensors}
+        if dtype == torch.bfloat16 and came_as == {dtype}:
             access.clear(block, Role.MASTER)
         else:
-            access.fill(block, Role.MASTER, rest, threads=threads)
+            access.fill(block, Role.MASTER, rest, crew=crew)
         clear_moments(access, block)
 
 
@@ -58,9 +62,14 @@ def clear_moments(access: Access, block: int) -> None:
 def take_weights(access: Access, inventory: Inventory, state: Mapping[str, torch.Tensor]) -> None:
     """From tensors by name."""
     for index in range(len(inventory.blocks)):
-        set_master(
-            access, index, inventory, lambda t, low, high: state[t.name].reshape(-1)[low:high]
-        )
+        set_master(access, index, inventory, *_from(state))
+
+
+def _from(tensors: Mapping[str, torch.Tensor]) -> tuple[Source, Types]:
+    return (
+        lambda tensor, low, high: tensors[tensor.name].reshape(-1)[low:high],
+        lambda tensor: tensors[tensor.name].dtype,
+    )
 
 
 def draw_weights(access: Access, inventory: Inventory, body: Body, seed: int) -> None:
@@ -68,10 +77,7 @@ def draw_weights(access: Access, inventory: Inventory, body: Body, seed: int) ->
     on the seed and the block, and on no plan."""
     for index, block in enumerate(inventory.blocks):
         drawn = _drawn(body, block, draw_key(seed, 0, index) & ((1 << 63) - 1))
-        set_master(
-            access, index, inventory,
-            lambda t, low, high, drawn=drawn: drawn[t.name].reshape(-1)[low:high],  # type: ignore[misc]
-        )  # fmt: skip
+        set_master(access, index, inventory, *_from(drawn))
 
 
 def _drawn(body: Body, block: Block, seed: int) -> dict[str, torch.Tensor]:

@@ -19,7 +19,8 @@ from penstock.checkpoint.reader import ShardReader
 from penstock.inventory import Block, Inventory, TensorSpec
 from penstock.memory.arena import Arena
 from penstock.roles import Role
-from penstock.stream.access import PART, ahead
+from penstock.stream.access import PART
+from penstock.stream.crew import Crew
 from penstock.stream.device import Device, Mark
 from penstock.stream.files import READERS, elements_of, names_in
 from penstock.units import round_up
@@ -50,13 +51,11 @@ class HostWeights:
         arena = Arena(sum(each), None, device.pinned)
         self._device = device
         self._held = {t.name: arena.tensor(t.elements, dtype, name=t.name) for t in tensors}
-        with ShardReader(folder) as shards:
+        with ShardReader(folder) as shards, Crew(READERS) as crew:
             names = names_in(shards, inventory)
-            reads = [partial(self._read, shards, names[t.name], t) for t in tensors]
-            came = ahead(reads, READERS)
             for done, tensor in enumerate(tensors):
                 tell(done, len(tensors), f"reading {tensor.name}")
-                next(came)
+                crew.start(partial(self._read, shards, names[tensor.name], tensor))
 
     def _read(self, shards: ShardReader, name: str, tensor: TensorSpec) -> None:
         """In parts, so that another type than the file's takes little memory on the way."""
