@@ -67,3 +67,24 @@ def test_sweeps_are_told_one_after_the_other_and_before_what_needs_them(
     forward = {e.operation.block: e.start for e in events if e.operation.verb is Verb.FORWARD}
     for event in swept:
         assert event.end <= forward.get(event.operation.block, event.end)
+
+
+def test_who_waits_for_a_sweep_that_does_not_end_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the watchdog tells: of a disk that does not answer, too."""
+    setup = Setup.of("llama")
+    with setup.engine(WAYS[1], tmp_path) as engine:
+        first, second = setup.batches(2)
+        engine.step(first)
+        go_on, real = threading.Event(), sweep.start
+        monkeypatch.setattr(moving.sweep, "start", lambda *a, **k: HeldTicket(real(*a, **k), go_on))
+        step = threading.Thread(target=engine.step, args=(second,))
+        step.start()
+        try:
+            while "sweep of model.embed_tokens" not in engine.waiting():
+                assert step.is_alive()
+        finally:
+            go_on.set()
+            step.join()
+        assert engine.waiting() == ""

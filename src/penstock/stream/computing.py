@@ -55,7 +55,7 @@ class Computer:
             other = run.program.operations[need]
             # Inputs come back micro-batch by micro-batch: each is waited for on its own.
             if not (other.verb is Verb.FETCH and other.roles == (Role.INPUT,)):
-                self._device.wait(run.marks.get(need))
+                run.marks.come_after(need, self._device)
         run.began[at] = self._device.mark()
         work: Callable[[Run, int, Operation], None] = {
             Verb.SWEEP: self._sweep,
@@ -116,7 +116,7 @@ class Computer:
         block, micro = before
         drain = run.program.at.get((Verb.DRAIN, block, round, Role.INPUT))
         if drain is not None:
-            self._device.wait(run.marks.get((drain, micro)))
+            run.marks.come_after((drain, micro), self._device)
 
     # The turn.
 
@@ -156,7 +156,7 @@ class Computer:
         for index, micro in enumerate(run.rounds[op.round]):
             slot = None
             if fetch is not None:
-                self._device.wait(run.marks.get((fetch, index)))
+                run.marks.come_after((fetch, index), self._device)
                 slot = run.input_slot(op.round)
                 if index == 0:
                     run.began[at] = self._device.mark()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
-from penstock.stream.device import Mark
+from penstock.stream.device import Device, Mark
 
 
 class StoppedError(Exception):
@@ -31,18 +32,37 @@ class Marks:
         found = self._found.get(key)  # without the lock: a key is written once
         if found is not None and self._failed is None:
             return found
-        me = threading.get_ident()
-        with self._changed:
-            self._waiting[me] = key
-            try:
-                # In slices, so that Ctrl-C is seen.
-                while self._failed is None and key not in self._found:
-                    self._changed.wait(0.2)
-            finally:
-                del self._waiting[me]
+        with self._noted(key), self._changed:
+            # In slices, so that Ctrl-C is seen.
+            while self._failed is None and key not in self._found:
+                self._changed.wait(0.2)
             if self._failed is not None:
                 raise StoppedError
             return self._found[key]
+
+    def settle(self, key: Hashable) -> None:
+        """Wait until the work is issued and done."""
+        mark = self.get(key)
+        with self._noted(key):
+            mark.settle()
+
+    def come_after(self, key: Hashable, device: Device) -> None:
+        """What is issued next on the device's current lane comes after it. Work of the host's own,
+        such as a sweep or a disk's, is waited for."""
+        mark = self.get(key)
+        with self._noted(key):
+            device.wait(mark)
+
+    @contextlib.contextmanager
+    def _noted(self, key: Hashable) -> Iterator[None]:
+        me = threading.get_ident()
+        with self._changed:
+            self._waiting[me] = key
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._waiting[me]
 
     def fail(self, error: BaseException) -> None:
         """The first one counts. Everybody who waits is woken."""

@@ -10,7 +10,7 @@ from penstock.optim import sweep
 from penstock.roles import STATE, Role
 from penstock.schedule import Operation, Verb
 from penstock.storage.layout import Extent
-from penstock.stream.device import HostSweep, Mark, Moment
+from penstock.stream.device import HostSweep, Moment
 from penstock.stream.disk import DiskPipe, Tickets
 from penstock.stream.program import Program
 from penstock.stream.spans import Span
@@ -147,11 +147,11 @@ class Mover:
         self._come_after(run, at)
         computed = run.program.at[Verb.BACKWARD, op.block, op.round, None]
         last = len(self._homes.inventory.blocks) - 2
-        self._device.wait(run.marks.get(run.program.at[Verb.FORWARD, last, op.round, None]))
+        run.marks.come_after(run.program.at[Verb.FORWARD, last, op.round, None], self._device)
         for micro, (rows, length) in enumerate(run.shapes(op.round)):
             slot, freed = run.next_input(op.round, (computed, micro))
             if freed is not None:
-                self._device.wait(run.marks.get(freed))
+                run.marks.come_after(freed, self._device)
             run.began[at, micro] = self._device.mark()
             into = self._taken.hidden.slot(slot, rows, length)
             if self._homes.on_disk(op.block, Role.INPUT):
@@ -182,7 +182,7 @@ class Mover:
         computed = run.program.at[Verb.FORWARD, op.block - 1, op.round, None]
         on_disk = self._homes.on_disk(op.block, Role.INPUT)
         for micro, (rows, length) in enumerate(run.shapes(op.round)):
-            self._device.wait(run.marks.get((computed, micro)))
+            run.marks.come_after((computed, micro), self._device)
             run.began[at, micro] = self._device.mark()
             source = self._taken.hidden.slot(run.slots[op.round, op.block, micro], rows, length)
             if on_disk:
@@ -208,8 +208,8 @@ class Mover:
 
     def _come_after(self, run: Run, at: int) -> None:
         """What is issued next on this lane comes after all that the operation needs."""
-        for mark in self._needs(run, at):
-            self._device.wait(mark)
+        for need in run.program.needs[at]:
+            run.marks.come_after(need, self._device)
 
     def _wait(self, run: Run, at: int) -> None:
         """The same, and the operation begins then."""
@@ -218,12 +218,9 @@ class Mover:
 
     def _settle(self, run: Run, at: int) -> None:
         """As `_wait`, for work of the host's own."""
-        for mark in self._needs(run, at):
-            mark.settle()
+        for need in run.program.needs[at]:
+            run.marks.settle(need)
         run.began[at] = Moment()
-
-    def _needs(self, run: Run, at: int) -> list[Mark]:
-        return [run.marks.get(need) for need in run.program.needs[at]]
 
     def _trained(self, block: int) -> int:
         return self._homes.inventory.blocks[block].flat_elements(True)
