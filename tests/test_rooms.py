@@ -133,6 +133,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "discovery",
             "errors",
             "machine",
+            "probed",
             "record_files",
         },
         *{"records", "schedule", "step_order", "stream", "system", "tiers", "transfers", "units"},

@@ -80,3 +80,29 @@ def test_what_was_not_begun_is_left_out_when_the_caller_fails() -> None:
     with pytest.raises(KeyError, match="the caller's own"):
         load()
     assert made == []
+
+
+def test_another_ctrl_c_does_not_leave_calls_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, pressed = threading.Event(), []
+
+    def slow() -> None:
+        time.sleep(0.05)
+        ended.set()
+
+    def load() -> None:
+        with Crew(1) as crew:
+            end = crew._pool.shutdown
+
+            def shutdown(**how: bool) -> None:
+                if not pressed:
+                    pressed.append(True)
+                    raise KeyboardInterrupt
+                end(**how)
+
+            monkeypatch.setattr(crew._pool, "shutdown", shutdown)
+            crew.start(slow)
+            raise KeyError("the caller's own")
+
+    with pytest.raises(KeyboardInterrupt):
+        load()
+    assert ended.is_set()

@@ -81,6 +81,8 @@ def run(arguments: list[str]) -> int:
         return ended.code if isinstance(ended.code, int) else 0
     except PenstockError as problem:
         _say(f"error: {problem}")
+        for also in getattr(problem, "__notes__", ()):
+            _say(f"also: {also}")
         return EXIT_MENDABLE
     except Exception as problem:
         if isinstance(problem, OSError) and _is_mendable(problem):

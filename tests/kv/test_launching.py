@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.kv import launching
 from penstock.kv.launching import launch
 
 
@@ -35,6 +39,15 @@ class FakeCompiled:
 
 
 GRID = (2, 3, 4)
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of a version that is known, also where none is installed."""
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.0"))
+    launching.takes_constants.cache_clear()
+    yield
+    launching.takes_constants.cache_clear()
 
 
 def test_the_second_launch_of_a_kind_is_made_at_once_with_its_own_arguments_and_grid() -> None:
@@ -92,3 +105,17 @@ def test_the_interpreter_is_asked_each_time() -> None:
         launch(kernel, GRID, (WHOLE,), (), warps=4)
     assert len(kernel.asked) == 3
     assert not kernel.at_once
+
+
+@pytest.mark.parametrize(
+    ("version", "known"), [("3.2.0", False), ("3.3.0", True), ("3.10.1", True), ("4.0.0+x", True)]
+)
+def test_old_versions_of_triton_are_asked_each_time(
+    version: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    launching.takes_constants.cache_clear()
+    kernel = FakeKernel()
+    for _ in range(2):
+        launch(kernel, GRID, (WHOLE,), (16,), warps=4)
+    assert (len(kernel.asked), len(kernel.at_once)) == ((1, 1) if known else (2, 0))

@@ -17,7 +17,7 @@ SWEEP_SHARE = 0.91
 BOTH_WAYS = 0.915
 """Of the two directions' sum, when a link runs both at once: 101.1 of 110.5 GB/s (measured)."""
 
-LANE_RATE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+LANE_RATE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Bytes per second of one PCIe lane, by generation, before packets' own overhead."""
 
 PACKET_SHARE = 0.877

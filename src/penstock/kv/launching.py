@@ -8,6 +8,8 @@ they are of the same kind.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,8 +38,16 @@ def launch(
         ready[grid](*arguments, *constants)
         return
     made = kernel[grid](*arguments, *constants, num_warps=warps)
-    if made is not None:  # Triton's interpreter compiles nothing
+    if made is not None and takes_constants():  # Triton's interpreter compiles nothing
         _compiled[like] = made
+
+
+@functools.cache
+def takes_constants() -> bool:
+    """Whether what is compiled is given all parameters again, as from Triton 3.3 on; before that it
+    was given those that are no constants."""
+    version = str(importlib.import_module("triton").__version__).split(".")
+    return tuple(map(int, version[:2])) >= (3, 3)
 
 
 def _kind(argument: torch.Tensor | int | float) -> object:

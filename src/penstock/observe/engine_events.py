@@ -136,7 +136,7 @@ def _kind(operation: Operation, moves: Transfer) -> str:
 
 
 def planned_of(passed: Passed, link: Callable[[str], str]) -> Planned:
-    """What the plan said before the first step. Seconds only where the machine's speed is known."""
+    """What the plan said before the first step; of seconds, what it says of this machine."""
     from penstock.cost.peaks import phase_peaks
     from penstock.step_order import step_schedule
 
@@ -162,19 +162,22 @@ def planned_of(passed: Passed, link: Callable[[str], str]) -> Planned:
 
 
 def _cost(passed: Passed) -> tuple[float | None, str | None]:
+    """What the plan said of this machine, by the same speeds."""
     from penstock.budget import with_paths
     from penstock.cost import estimate
     from penstock.cost.rates import Rates
     from penstock.cpu_machine import cpu_machine
     from penstock.discovery import discover
     from penstock.errors import PenstockError
+    from penstock.probed import with_probed
 
     plan = passed.plan
     try:
-        found = discover()
+        found, _ = with_probed(discover())
         on_gpu = passed.device.where.type == "cuda"
         machine, _ = with_paths(found if on_gpu else cpu_machine(found), plan.budget)
-        rates = Rates.of(machine, plan.workload.moments)
+        compiled = plan.workload.numerics.compiled
+        rates = Rates.of(machine, plan.workload.moments, compiled=compiled)
         cost = estimate(passed.inventory, plan.workload, plan.placement, rates)
     except PenstockError:
         return None, None

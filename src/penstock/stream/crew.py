@@ -47,4 +47,16 @@ class Crew:
             if kind is None:
                 self.settle()
         finally:
-            self._pool.shutdown(cancel_futures=True)
+            self._end()
+
+    def _end(self) -> None:
+        """Files and memory that calls use may go when this returns, or raises another Ctrl-C."""
+        again: KeyboardInterrupt | None = None
+        while True:
+            try:
+                self._pool.shutdown(cancel_futures=True)
+                break
+            except KeyboardInterrupt as pressed:
+                again = pressed
+        if again is not None:
+            raise again

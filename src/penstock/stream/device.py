@@ -260,20 +260,6 @@ class SweepMark:
         self._ticket.wait()
 
 
-class HostSweep:
-    """The same on the CPU, which may still wait for its turn: those before it go first."""
-
-    def __init__(self, ticket: sweep.Ticket) -> None:
-        self._ticket = ticket
-
-    def settle(self) -> None:
-        self._ticket.wait()
-
-    def span(self) -> tuple[Moment, Moment]:
-        """When it began and ended. Only once it is settled."""
-        return Moment(self._ticket.began), Moment(self._ticket.ended)
-
-
 def pick_device(name: str | None = None) -> Device:
     """`cpu`, `cuda` or `cuda:1`; the first GPU if there is one and nothing is said."""
     wanted = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))

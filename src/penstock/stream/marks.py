@@ -13,6 +13,13 @@ class StoppedError(Exception):
     """Another thread failed; its error is the one to show."""
 
 
+def _note(failed: BaseException | None, words: str) -> None:
+    """Once: several threads may have waited for the same."""
+    assert failed is not None
+    if words != str(failed) and words not in getattr(failed, "__notes__", ()):
+        failed.add_note(words)
+
+
 class Marks:
     """Marks of one run by name. A reader waits until the writer has issued the work."""
 
@@ -65,10 +72,12 @@ class Marks:
                 del self._waiting[me]
 
     def fail(self, error: BaseException) -> None:
-        """The first one counts. Everybody who waits is woken."""
+        """The first one counts, and the others are noted with it. Everybody who waits is woken."""
         with self._changed:
             if self._failed is None and not isinstance(error, StoppedError):
                 self._failed = error
+            elif isinstance(error, Exception) and not isinstance(error, StoppedError):
+                _note(self._failed, str(error))
             self._changed.notify_all()
 
     def peek(self, key: Hashable) -> Mark | None:

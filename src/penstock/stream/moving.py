@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -10,11 +12,13 @@ from penstock.optim import sweep
 from penstock.roles import STATE, Role
 from penstock.schedule import Operation, Verb
 from penstock.storage.layout import Extent
-from penstock.stream.device import HostSweep, Moment
+from penstock.stream.device import Moment
 from penstock.stream.disk import DiskPipe, Tickets
+from penstock.stream.marks import StoppedError
 from penstock.stream.program import Program
 from penstock.stream.spans import Span
 from penstock.stream.state import Run, Taken
+from penstock.stream.swept import HostSweep
 from penstock.stream.updates import segments
 
 Move = Callable[[Extent, torch.Tensor], None]
@@ -28,6 +32,8 @@ class Mover:
     def __init__(self, taken: Taken) -> None:
         self._taken, self._homes, self._device = taken, taken.homes, taken.device
         self._pipes: dict[str, DiskPipe] = taken.pipes
+        self._starting = threading.Lock()  # guards the next
+        self._sweeps: deque[HostSweep] = deque()
 
     # Host staging and disks.
 
@@ -78,10 +84,22 @@ class Mover:
             return
         roles, start, stop = self.swept_roles(run, at, op)
         parts = segments(self._homes.inventory, op.block, pending, roles, start, stop)
-        ticket = sweep.start(pending.rule, parts, pool=self._taken.pool)
-        pending.done.add((op.block, op.piece))
-        run.swept_now.add((op.block, op.piece))
-        run.marks.put(at, HostSweep(ticket))
+        with self._starting:
+            if run.marks.failed is not None:  # nobody may wait for it any more
+                raise StoppedError
+            under_way = HostSweep(sweep.start(pending.rule, parts, pool=self._taken.pool))
+            self._sweeps.append(under_way)
+            pending.done.add((op.block, op.piece))
+            run.swept_now.add((op.block, op.piece))
+        run.marks.put(at, under_way)
+
+    def end_sweeps(self) -> None:
+        """No sweep runs when this returns, and none of a failed run is started later: what counts
+        as done is done, and memory may go."""
+        with self._starting:
+            while self._sweeps:
+                self._sweeps[0].end()
+                self._sweeps.popleft()
 
     def swept_roles(self, run: Run, at: int, op: Operation) -> tuple[dict[Role, Span], int, int]:
         """Where each role is for a sweep of the block or of a piece of it."""

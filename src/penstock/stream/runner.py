@@ -32,6 +32,12 @@ class Runner:
         self._latest: Run | None = None
 
     def run(self, run: Run) -> None:
+        try:
+            self._run(run)
+        finally:
+            self._mover.end_sweeps()  # also when a second Ctrl-C has ended all other waiting
+
+    def _run(self, run: Run) -> None:
         jobs: dict[str, list[Job]] = {name: [] for name in LANES}
         for at, op in enumerate(run.program.operations):
             if (lane := op.lane) in jobs:
@@ -70,6 +76,7 @@ class Runner:
 
     def close(self) -> None:
         self._lanes.close()
+        self._mover.end_sweeps()
         self._latest = None
 
     def _compute(self, run: Run) -> None:

@@ -13,10 +13,11 @@ from typing import Literal, Protocol
 from penstock.inventory import Inventory
 from penstock.plan import Plan
 from penstock.schedule import Verb
-from penstock.stream.device import Device, HostSweep, Mark
+from penstock.stream.device import Device, Mark
 from penstock.stream.disk import Tickets
 from penstock.stream.program import Program
 from penstock.stream.state import Part, Run, Taken
+from penstock.stream.swept import HostSweep
 
 Kind = Literal["step", "evaluate", "update"]
 
