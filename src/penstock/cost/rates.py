@@ -23,7 +23,6 @@ LANE_RATE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9
 PACKET_SHARE = 0.877
 """What remains of it for copies: 55.3 of 63.0 GB/s (measured)."""
 
-
 CORE_COPY = 4e9
 """Bytes per second that each core copies in a node nobody measured, all of them at work."""
 

@@ -166,16 +166,12 @@ def _cost(passed: Passed) -> tuple[float | None, str | None]:
     from penstock.budget import with_paths
     from penstock.cost import estimate
     from penstock.cost.rates import Rates
-    from penstock.cpu_machine import cpu_machine
-    from penstock.discovery import discover
     from penstock.errors import PenstockError
-    from penstock.probed import with_probed
+    from penstock.preparing import known_machine
 
     plan = passed.plan
     try:
-        found, _ = with_probed(discover())
-        on_gpu = passed.device.where.type == "cuda"
-        machine, _ = with_paths(found if on_gpu else cpu_machine(found), plan.budget)
+        machine, _ = with_paths(known_machine(passed.device.where.type)[0], plan.budget)
         compiled = plan.workload.numerics.compiled
         rates = Rates.of(machine, plan.workload.moments, compiled=compiled)
         cost = estimate(passed.inventory, plan.workload, plan.placement, rates)
