@@ -27,6 +27,7 @@ expandable segments. Writes bench/results/kv_<shape>_<name>_<hardware>_<date>.js
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import random
 import sys
@@ -135,12 +136,11 @@ class Bench:
 
 def prefill(bench: Bench, found: list[dict[str, Any]]) -> None:
     """One prompt, read in chunks by the generator, and at once by the model with its own cache."""
-    for context in (each for each in bench.contexts if each <= 32768):
-        row: dict[str, Any] = {"context": context}
-        for chunk in [None, *(each for each in (2048, 4096) if each < context), context]:
-            name = f"penstock, chunks of {chunk}" if chunk else "penstock"
-            row[name] = bench.cell(context, 1, partial(_prefill, bench, context, chunk))
-        row["dynamic"] = bench.cell(context, 1, partial(_prefill_plain, bench, context))
+    for context in bench.contexts:
+        arms = 2 + (2048 < context <= 32768)
+        each = token_nbytes(bench.model.config, bench.dtype)
+        measure = partial(_prefill, bench, context)
+        row = {"context": context, "found": bench.cell(context, arms, measure, each=each)}
         print("prefill", row, flush=True)
         found.append(row)
         bench.save()
@@ -151,43 +151,57 @@ def _prompt(bench: Bench, length: int, seed: int = 2) -> list[int]:
     return [drawn.randrange(3, bench.model.config.vocab_size) for _ in range(length)]
 
 
-def _prefill(bench: Bench, context: int, chunk: int | None) -> float:
+def _prefill(bench: Bench, context: int) -> dict[str, Any]:
+    """Tokens a second of each arm. They take turns, so that a slow second of the host is all's."""
     nbytes = (context + 2 * AHEAD) * token_nbytes(bench.model.config, bench.dtype) + (16 << 20)
-    limits: dict[str, Any] = {
-        "max_batch": 1,
-        "max_context": context + AHEAD,
-        "prefill_chunk": chunk,
-    }
-    with Generator(bench.model, budget=nbytes, **limits) as generator:
-        return _per_second(
-            lambda prompt: list(generator.run([Request(prompt=prompt, max_new=1)])), bench, context
-        )
+    arms: dict[str, Callable[[list[int]], Any]] = {"dynamic": partial(_read_plain, bench)}
+    with contextlib.ExitStack() as stack:
+        for chunk in (None, 2048) if 2048 < context <= 32768 else (None,):
+            generator = Generator(
+                bench.model, budget=nbytes, max_batch=1, max_context=context + AHEAD,
+                prefill_chunk=chunk,
+            )  # fmt: skip
+            name = f"penstock, chunks of {chunk}" if chunk else "penstock"
+            arms[name] = partial(_read, stack.enter_context(generator))
+        return _per_second(arms, bench, context)
 
 
-def _per_second(read: Callable[[list[int]], Any], bench: Bench, context: int) -> float:
-    """Prompts of one length, never the same: the first warms up, and the middle one counts."""
-    seconds = []
-    for seed in range(2, 2 + 4 + 2 * (context <= 8192)):
+def _per_second(
+    arms: dict[str, Callable[[list[int]], Any]], bench: Bench, context: int
+) -> dict[str, Any]:
+    """Prompts of one length, never the same: the first round warms up."""
+    rounds = min(40, max(2, (1 << 17) // context))
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for seed in range(rounds):
         prompt = _prompt(bench, context, seed)
-        began = time.perf_counter()
-        read(prompt)
-        seconds.append(time.perf_counter() - began)
-    return context / sorted(seconds[1:])[len(seconds[1:]) // 2]
+        for name in sorted(arms, reverse=bool(seed % 2)):
+            began = time.perf_counter()
+            arms[name](prompt)
+            seconds[name].append(time.perf_counter() - began)
+    told: dict[str, Any] = {"rounds": rounds - 1}
+    for name, taken in seconds.items():
+        ordered = sorted(taken[1:])
+        at = {"tokens_per_second": 0.5, "fast_tenth": 0.1, "slow_tenth": 0.9}
+        told[name] = {
+            key: context / ordered[int(share * len(ordered))] for key, share in at.items()
+        }
+    return told
 
 
-def _prefill_plain(bench: Bench, context: int) -> float:
+def _read(generator: Generator, prompt: list[int]) -> None:
+    list(generator.run([Request(prompt=prompt, max_new=1)]))
+
+
+def _read_plain(bench: Bench, prompt: list[int]) -> None:
     import transformers
 
-    def read(prompt: list[int]) -> None:
-        ids = torch.tensor([prompt], device=bench.device)
-        with torch.inference_mode():
-            out = bench.model(
-                input_ids=ids, past_key_values=transformers.DynamicCache(config=bench.model.config),
-                use_cache=True, logits_to_keep=1,
-            )  # fmt: skip
-        out.logits.argmax(dim=-1).tolist()
-
-    return _per_second(read, bench, context)
+    ids = torch.tensor([prompt], device=bench.device)
+    with torch.inference_mode():
+        out = bench.model(
+            input_ids=ids, past_key_values=transformers.DynamicCache(config=bench.model.config),
+            use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+    out.logits.argmax(dim=-1).tolist()
 
 
 def attend(bench: Bench, found: list[dict[str, Any]]) -> None:

@@ -103,11 +103,10 @@ def over_rows(
     now: Rows | decode.Spots | None = getattr(_current, "rows", None)
     assert now is not None, "attention over a cache outside of rows()"
     how = (scaling, window, softcap)
-    if decode.fits(query.device, query.dtype, query.shape[-1]):
-        if isinstance(now, Rows) and now.new == 1:
+    if query.shape[2] == 1 and decode.fits(query.device, query.dtype, query.shape[-1]):
+        if isinstance(now, Rows):
             now = now.spots(query.device, key.stride(0) // key.stride(2))
-        if isinstance(now, decode.Spots):
-            return decode.attend(query, key, value, now, *how)
+        return decode.attend(query, key, value, now, *how)
     if isinstance(now, decode.Spots):
         return _each_spot(query, key, value, now, *how)
     one = Attention(now, *how)

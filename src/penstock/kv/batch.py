@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence as Listed
 from typing import Any
 
@@ -20,7 +21,6 @@ class Batch:
         self, views: RowViews, layout: Layout, first: int, sequences: Listed[Sequence]
     ) -> None:
         self._views, self._layout = views, layout
-        device = views.flat[0][0].device
         self.first = first
         """The first of its rows in the cache."""
         self.sequences = tuple(sequences)
@@ -28,19 +28,33 @@ class Batch:
         self._room = [sequence.room for sequence in sequences]
         self.longest = max(self._past)
         """Tokens of the longest row before this call of the model."""
-        self.lengths = send(self._past, torch.int32, device)
-        """Tokens of each row before this call of the model."""
-        steps = torch.arange(len(self.sequences) + 1, dtype=torch.int32, device=device)
-        self.starts = steps * layout.row_tokens
-        """Where each row begins in `flat`, and where the last would end: as a variable-length
-        kernel wants it, beside the number of tokens used of each."""
+        self._even = min(self._past) == self.longest
+        self._least_room, self._most_room = min(self._room), max(self._room)
         self._places: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def __len__(self) -> int:
         return len(self.sequences)
 
+    @property
+    def _device(self) -> torch.device:
+        return self._views.flat[0][0].device
+
+    @functools.cached_property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each row before this call of the model."""
+        return send(self._past, torch.int32, self._device)
+
+    @functools.cached_property
+    def starts(self) -> torch.Tensor:
+        """Where each row begins in `flat`, and where the last would end: as a variable-length
+        kernel wants it, beside the number of tokens used of each."""
+        steps = torch.arange(len(self) + 1, dtype=torch.int32, device=self._device)
+        return steps * self._layout.row_tokens
+
     def reach(self, new: int) -> int:
         """Tokens of the longest row after a call with `new` tokens a row."""
+        if new <= self._least_room:  # asked for every layer
+            return self.longest + new
         ends = (p + min(new, room) for p, room in zip(self._past, self._room, strict=True))
         return max(ends)
 
@@ -57,15 +71,23 @@ class Batch:
         ones."""
         return self._views.span(layer, self.first, len(self), 0, self.reach(new))
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
-        """Add `[rows, heads, new, head dim]`, each row at its own length. A row that was prepared
-        for fewer tokens takes its first ones: the rest are padding."""
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> Pair:
+        """Add `[rows, heads, new, head dim]`, each row at its own length; all that is there then,
+        as `padded` has it. A row that was prepared for fewer tokens takes its first ones: the rest
+        are padding."""
         new = self._check(keys)
-        if min(self._room) >= new and min(self._past) == self.longest:
-            span = self._views.span(layer, self.first, len(self), self.longest, self.longest + new)
-            for target, source in zip(span, (keys, values), strict=True):
-                target.copy_(source.detach())
-            return
+        every = self.padded(layer, new)
+        if not (self._even and new <= self._least_room):
+            self._scatter(keys, values, layer)
+            return every
+        past = self.longest
+        for whole, source in zip(every, (keys, values), strict=True):
+            target = whole.narrow(2, past, new) if past else whole
+            target.copy_(source.detach())
+        return every
+
+    def _scatter(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        new = keys.shape[2]
         places, chosen = self._where(new)
         for target, source in zip(self._views.flat[layer], (keys, values), strict=True):
             tokens = source.detach().transpose(1, 2).flatten(0, 1)
@@ -81,7 +103,7 @@ class Batch:
                 start, kept = (self.first + i) * row_tokens + past, min(new, room)
                 places.extend(range(start, start + kept))
                 chosen.extend(range(i * new, i * new + kept))
-            device = self.lengths.device
+            device = self._device
             whole = len(chosen) == new * len(self)
             self._places[new] = (
                 send(places, torch.int64, device),
@@ -97,16 +119,16 @@ class Batch:
                 f"keys of {count} rows, {heads} heads of {dim} for a batch of {wanted[0]} rows, "
                 f"{wanted[1]} heads of {wanted[2]}; give the model as many rows as `rows` was given"
             )
-        if new > max(self._room):
+        if new > self._most_room:
             raise BatchError(
                 f"the model was given {new} tokens a row and the batch is prepared for "
-                f"{max(self._room)}; call prepare first"
+                f"{self._most_room}; call prepare first"
             )
         return new
 
 
 def send(numbers: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Lists of numbers to the device without waiting for it: torch's own way stops until the stream
+    """Numbers to the device without waiting for it: torch's own way stops until the stream
     is empty."""
-    here = torch.tensor(numbers, dtype=dtype)
+    here = torch.as_tensor(numbers, dtype=dtype)
     return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)

@@ -209,8 +209,7 @@ class VirtualCache(Cache):
     ) -> Pair:
         """Write new keys and values of a layer; returns views of all of them."""
         if self._batch is not None:
-            self._batch.write(key_states, value_states, layer_idx)
-            return self._batch.padded(layer_idx, key_states.shape[2])
+            return self._batch.update(key_states, value_states, layer_idx)
         return self._layers[layer_idx].update(key_states, value_states)
 
     def grow_own_rows(self, count: int, end: int) -> int:

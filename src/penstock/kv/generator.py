@@ -223,7 +223,7 @@ class Generator:
             tokens = list(self.tokenizer(request.prompt, verbose=False)["input_ids"])
         else:
             tokens = list(request.prompt)
-        for token in tokens:
+        for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < self.vocabulary:
                 rule = f"must be tokens from 0 to below {self.vocabulary}"
                 raise RequestError(name, "prompt", rule, token)

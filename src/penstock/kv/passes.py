@@ -46,8 +46,7 @@ class Pass:
         return len(self.tokens[0])
 
     def inputs(self, device: torch.device) -> dict[str, torch.Tensor]:
-        steps = range(self.new)
-        positions = [[length + step for step in steps] for length in self.lengths]
+        positions = torch.tensor(self.lengths)[:, None] + torch.arange(self.new)
         return {
             "input_ids": send(self.tokens, torch.int64, device),
             "position_ids": send(positions, torch.int64, device),

@@ -81,7 +81,8 @@ class Attention:
             return self._ragged(query, key, value)
         length, new = self.now.lengths[0], self.now.new
         if length == 0 and new > 1 and not self._cuts(new):
-            return sdpa(query, key[:, :, :new], value[:, :, :new], self.scaling, causal=True)
+            keys, values = (t if t.shape[2] == new else t[:, :, :new] for t in (key, value))
+            return sdpa(query, keys, values, self.scaling, causal=True)
         if length > 0 and not self._cuts(length + new) and joined.fits(query):
             found = joined.attend(query, key, value, length, self.scaling)
             if found is not None:

@@ -6,6 +6,7 @@ which others share a batch with it.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,14 +34,16 @@ class Draws:
 
 def pick(scores: torch.Tensor, draws: Sequence[Draws]) -> list[int | None]:
     """A token for each row of [rows, vocabulary]; None where the scores are not finite."""
-    scores = scores.float()
-    tokens = scores.argmax(dim=-1)
-    fine = scores.gather(1, tokens[:, None])[:, 0].isfinite()
+    best, tokens = scores.max(dim=-1)
     if drawn := [row for row, each in enumerate(draws) if each.temperature > 0]:
         some = torch.tensor(drawn, device=scores.device)
-        tokens[some] = _draw(scores[some], [draws[row] for row in drawn])
-    found: list[list[int]] = torch.stack([tokens, fine.long()]).tolist()  # one wait for both
-    return [token if good else None for token, good in zip(*found, strict=True)]
+        tokens[some] = _draw(scores[some].float(), [draws[row] for row in drawn])
+    # One wait for both, and few launches: they come when the device has nothing else to do.
+    found: list[float] = torch.cat([tokens, best.double()]).tolist()
+    return [
+        int(token) if math.isfinite(score) else None
+        for token, score in zip(found[: len(draws)], found[len(draws) :], strict=True)
+    ]
 
 
 def _draw(scores: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:

@@ -66,18 +66,16 @@ class Slate:
 
     # What the cache asks of the rows that a model sees, as of a `Batch`.
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
-        """Add `[rows, heads, 1, head dim]`, each row at its own place."""
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> Pair:
+        """Add `[rows, heads, 1, head dim]`, each row at its own place. Keys and values of all rows
+        of the cache, `[rows, heads, row_tokens, head dim]`: what may be read of them, `spots`
+        says."""
         targets = self._views.flat[layer]
         if decode.fits(keys.device, keys.dtype, keys.shape[-1]):
             decode.write(keys.detach(), values.detach(), *targets, self._places)
-            return
-        for target, source in zip(targets, (keys, values), strict=True):
-            target.index_copy_(0, self._places, source.detach().squeeze(2))
-
-    def padded(self, layer: int, _new: int) -> Pair:
-        """Keys and values of all rows of the cache, `[rows, heads, row_tokens, head dim]`: what may
-        be read of them, `spots` says."""
+        else:
+            for target, source in zip(targets, (keys, values), strict=True):
+                target.index_copy_(0, self._places, source.detach().squeeze(2))
         return self._views.rows[layer]
 
     def reach(self, _new: int) -> int:
