@@ -29,6 +29,10 @@ SLACK = 0.20
 """Of working memory, for the caching allocator's gaps. A prototype that left everything to the
 allocator reserved 19 to 39 % more than it used; fixed buffers, which are most of it, have none."""
 
+GRAINS = 3 * (20 + 2) * MiB
+"""What a GPU's caching allocator may take beyond that, however small the model: 20 MiB at a time,
+and 2 for what is small, for each stream by itself; those of fixed buffers, computing and copies."""
+
 PIPE_HALF = 16 * MiB
 """Of a pipe between device and NVMe, for inputs or gradients: while one half is copied, the other
 is written or read."""
@@ -88,7 +92,8 @@ def pools(
         "gradient buffers": gradients,
         "hidden states in flight": hidden_nbytes(inventory, workload, placement.rounds),
         "working memory": working,
-        "allocator slack": round_up(int(SLACK * working), EXTENT),
+        "allocator slack": round_up(int(SLACK * working), EXTENT)
+        + (GRAINS if context_nbytes else 0),
     }
     pipes = pipe_lanes(workload, placement)
     dram = {
