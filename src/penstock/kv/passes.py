@@ -107,7 +107,7 @@ class Resident:
         return found
 
     def forward(self, cache: Any, passes: Sequence[Pass]) -> list[torch.Tensor]:
-        own = torch.autocast(self.device.type, enabled=False)  # the cache is of the weights' type
+        own = _no_autocast(self.device.type)
         with _turn, self._as_written(), _evaluating(self.model), torch.inference_mode(), own:
             return [self._one(cache, each) for each in passes]
 
@@ -141,6 +141,13 @@ class Resident:
             )
         scores: torch.Tensor = out.logits[:, -1]
         return scores
+
+
+def _no_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    """The cache is of the weights' type."""
+    if not torch.is_autocast_enabled(device):  # asked first: setting it aside takes far longer
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 @contextmanager
