@@ -213,7 +213,7 @@ def main(words: Sequence[str] | None = None) -> int:
         chosen.call = chosen.call or ("dram" if chosen.part == "peers" else None)
         return run_scripts(chosen)
     code = run_cells(chosen)
-    if chosen.part == "moments":
+    if chosen.part == "moments" and "moments-curves" in (chosen.only or ["moments-curves"]):
         line = [sys.executable, str(HERE / "bench_moments.py"), "--save"]
         line += ["--shape", "tiny", "--context", "64", "--steps", "5"] if chosen.tiny else []
         code = run_logged("moments-curves", line, chosen.limit, chosen.out) or code
