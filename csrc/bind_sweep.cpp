@@ -143,15 +143,16 @@ void bind_pool(nb::module_& m) {
       .def(
           "sweep",
           [](Pool& pool, std::vector<Segment> segments, Rule rule, GradType grad, MasterType master,
-             MomentType moments, bool stats,
-             const std::string& isa) -> std::shared_ptr<SegmentJob> {
+             MomentType moments, bool stats, const std::string& isa,
+             bool beside) -> std::shared_ptr<SegmentJob> {
             auto job = std::make_shared<SweepJob>(
                 std::move(segments), SweepFormat{rule, grad, master, moments}, stats, isa_of(isa));
-            pool.start(job);
+            pool.start(job, beside);
             return job;
           },
           nb::arg("segments"), nb::arg("rule"), nb::arg("grad"), nb::arg("master"),
-          nb::arg("moments"), nb::arg("stats"), nb::arg("isa") = "", NoGil())
+          nb::arg("moments"), nb::arg("stats"), nb::arg("isa") = "", nb::arg("beside") = false,
+          NoGil())
       .def("stats", &start<StatsJob>, nb::arg("segments"), nb::arg("grad"), nb::arg("isa") = "",
            NoGil())
       .def("mix", &start<MixJob>, nb::arg("segments"), nb::arg("grad"), nb::arg("isa") = "",

@@ -51,36 +51,50 @@ void Pool::close() noexcept {
   for (std::thread& member : members_) member.join();
 }
 
-void Pool::start(std::shared_ptr<Job> job) {
+void Pool::start(std::shared_ptr<Job> job, bool beside) {
   if (job->blocks_ == 0) {
     job->done_.store(true, std::memory_order_release);
     return;
   }
   {
     const std::lock_guard hold{lock_};
-    queue_.push_back(std::move(job));
+    queue_.push_back({std::move(job), beside});
   }
   changed_.notify_all();
 }
 
-// The job to work on: the oldest that is not finished. A thread that found no block left in one
-// comes back with it and sleeps until the others are through, so that jobs never overlap.
-std::shared_ptr<Job> Pool::front(const std::shared_ptr<Job>& finished) {
+// The oldest job with a block that nobody took. A finished one is not in the queue any more, so one
+// that is not at its front has others before it that some thread still works on.
+std::shared_ptr<Job> Pool::open_job() const noexcept {
+  for (const Started& each : queue_) {
+    if (!each.beside && &each != &queue_.front()) break;
+    if (each.job->next_.load(std::memory_order_relaxed) < each.job->blocks_) return each.job;
+  }
+  return nullptr;
+}
+
+// What to work on next; sleeps until there is something. Null: the pool is closed and all is done.
+std::shared_ptr<Job> Pool::take() {
   std::unique_lock hold{lock_};
-  if (finished && finished->done() && !queue_.empty() && queue_.front() == finished) {
-    queue_.pop_front();
-    hold.unlock();
-    changed_.notify_all();
-    hold.lock();
+  std::shared_ptr<Job> job;
+  changed_.wait(hold, [&] { return (job = open_job()) || (closed_ && queue_.empty()); });
+  if (job && !job->begun_) {
+    job->begun_ = true;
+    job->began_ = Job::Clock::now();
   }
-  changed_.wait(hold, [&] { return queue_.empty() ? closed_ : queue_.front() != finished; });
-  if (queue_.empty()) return nullptr;
-  Job& job = *queue_.front();
-  if (!job.begun_) {
-    job.begun_ = true;
-    job.began_ = Job::Clock::now();
+  return job;
+}
+
+void Pool::finish(Job& job) noexcept {
+  job.ended_ = Job::Clock::now();
+  job.done_.store(true, std::memory_order_release);
+  job.done_.notify_all();
+  {
+    const std::lock_guard hold{lock_};
+    const auto is_this = [&](const Started& each) { return each.job.get() == &job; };
+    queue_.erase(std::find_if(queue_.begin(), queue_.end(), is_this));
   }
-  return queue_.front();
+  changed_.notify_all();
 }
 
 void Pool::member(unsigned threads) noexcept {
@@ -88,16 +102,11 @@ void Pool::member(unsigned threads) noexcept {
   std::fesetenv(FE_DFL_ENV);
   if (!cpus_.empty()) os_.run_on(cpus_);
   if (nice_ > 0) os_.be_nice(nice_);
-  std::shared_ptr<Job> job;
-  while ((job = front(job))) {
+  while (const std::shared_ptr<Job> job = take()) {
     Blocks mine{*job, threads};
     job->work(mine);
     const std::size_t before = job->finished_.fetch_add(mine.taken(), std::memory_order_acq_rel);
-    if (mine.taken() > 0 && before + mine.taken() == job->blocks_) {
-      job->ended_ = Job::Clock::now();
-      job->done_.store(true, std::memory_order_release);
-      job->done_.notify_all();
-    }
+    if (mine.taken() > 0 && before + mine.taken() == job->blocks_) finish(*job);
   }
 }
 

@@ -84,13 +84,22 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   // Jobs run one after the other, in the order of their start: one may use what the last one wrote.
-  void start(std::shared_ptr<Job> job);
+  // One that is said to run `beside` those before it shares no memory with them: threads that find
+  // no block left begin with it, instead of waiting for the slowest among them.
+  void start(std::shared_ptr<Job> job, bool beside = false);
 
   unsigned threads() const noexcept { return static_cast<unsigned>(members_.size()); }
 
  private:
+  struct Started {
+    std::shared_ptr<Job> job;
+    bool beside = false;
+  };
+
   void member(unsigned threads) noexcept;
-  std::shared_ptr<Job> front(const std::shared_ptr<Job>& finished);
+  std::shared_ptr<Job> open_job() const noexcept;
+  std::shared_ptr<Job> take();
+  void finish(Job& job) noexcept;
   void close() noexcept;
 
   Os& os_;
@@ -98,7 +107,7 @@ class Pool {
   const int nice_;
   std::mutex lock_;  // guards queue_ and closed_
   std::condition_variable changed_;
-  std::deque<std::shared_ptr<Job>> queue_;
+  std::deque<Started> queue_;  // those that are not finished
   bool closed_ = false;
   std::vector<std::thread> members_;
 };

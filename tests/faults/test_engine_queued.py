@@ -70,10 +70,10 @@ def test_a_second_ctrl_c_ends_all_waiting_but_that_for_sweeps(
     started: list[sweep.Ticket] = []
     busy = torch.ones(1 << 23)
 
-    def start(rule: Any, segments: Any, *, pool: Any) -> sweep.Ticket:
+    def start(rule: Any, segments: Any, *, pool: Any, **how: Any) -> sweep.Ticket:
         for _ in range(10):  # which come before it
             pool.native.stats([sweep._grad_only(busy)], _native.GradType.fp32)
-        started.append(sweep_start(rule, segments, pool=pool))
+        started.append(sweep_start(rule, segments, pool=pool, **how))
         return started[-1]
 
     def interrupted(*_: object) -> None:

@@ -42,7 +42,7 @@ struct Exact {
   std::vector<float> first, second;
 };
 
-const SweepResult& run(Pool& pool, std::shared_ptr<SegmentJob> job) {
+SweepResult run(Pool& pool, std::shared_ptr<SegmentJob> job) {
   pool.start(job);
   job->wait();
   return job->result();
@@ -82,6 +82,22 @@ class CountJob final : public Job {
   const std::atomic<int>* before_;
 };
 
+// One block that ends when somebody lets it; counts as a hundred.
+class GateJob final : public Job {
+ public:
+  explicit GateJob(const std::atomic<bool>& open) : Job{1}, open_{open} {}
+  void work(Blocks& mine) noexcept override {
+    if (const Blocks::Run run = mine.next(); run.begin < run.end) {
+      open_.wait(false);
+      total = 100;
+    }
+  }
+  std::atomic<int> total{0};
+
+ private:
+  const std::atomic<bool>& open_;
+};
+
 }  // namespace
 
 TEST_CASE("a pool runs each block once and jobs one after the other") {
@@ -99,6 +115,30 @@ TEST_CASE("a pool runs each block once and jobs one after the other") {
       CHECK(second->began() <= second->ended());
       for (const auto& seen : first->seen) CHECK(seen == 1);
       for (const auto& seen : second->seen) CHECK(seen == 1);
+    }
+  }
+}
+
+TEST_CASE("a job may run beside those before it, and the next one after all of them") {
+  FakeOs os;
+  for (const unsigned threads : {2U, 9U}) {
+    Pool pool{os, threads, {}, 0};
+    for (int round = 0; round < 50; ++round) {
+      std::atomic<bool> open{false};
+      auto slow = std::make_shared<GateJob>(open);
+      auto beside = std::make_shared<CountJob>(100, nullptr);
+      auto after = std::make_shared<CountJob>(100, &slow->total);
+      pool.start(slow);
+      pool.start(beside, /*beside=*/true);
+      pool.start(after);
+      beside->wait();  // for ever, if it had to wait for the slow one
+      CHECK(!slow->done());
+      CHECK(after->total == 0);
+      open = true;
+      open.notify_all();
+      after->wait();
+      CHECK(slow->done() && !after->early);
+      for (const auto& seen : beside->seen) CHECK(seen == 1);
     }
   }
 }
@@ -200,7 +240,7 @@ TEST_CASE("stats of odd lengths at odd places") {
       Segment s;
       s.count = count;
       s.grad = grad.data() + 1;
-      const SweepResult& got =
+      const SweepResult got =
           run(pool, std::make_shared<StatsJob>(std::vector{s}, GradType::fp32, isa));
       CHECK(value_of(got.sum_squares) == static_cast<double>(count));
       CHECK(got.max_bits == 0x3F800000 && got.bad_grad == Spot{});
@@ -219,7 +259,7 @@ TEST_CASE("stats of 16 bits read what is there and no more") {
         Segment s;
         s.count = count;
         s.grad = grad.data();
-        const SweepResult& got = run(pool, std::make_shared<StatsJob>(std::vector{s}, type, isa));
+        const SweepResult got = run(pool, std::make_shared<StatsJob>(std::vector{s}, type, isa));
         CHECK(value_of(got.sum_squares) == static_cast<double>(count));
         CHECK(got.max_bits == 0x3F800000 && got.bad_grad == Spot{});
       }

@@ -118,8 +118,12 @@ def start(
     pool: Pool | None = None,
     stats: bool = False,
     isa: str = "",
+    beside: bool = False,
 ) -> Ticket:
     """Begin one step. With `stats`, the gradients' norm comes with it, for no extra traffic.
+
+    It runs after those that the pool was given before. With `beside` it shares no tensor with any
+    that is under way, and threads that are through with those begin with it.
 
     Whether gradients are finite is the caller's business (`grad_stats`, or what the GPU found):
     here an infinity counts as the largest usable gradient, and an element whose weight would not be
@@ -136,7 +140,8 @@ def start(
             f"{hit[1]} of {segments[hit[0]].name}",
             f"shares memory with {hit[3]} of {segments[hit[2]].name}; each needs its own",
         )
-    return Ticket(pool.native.sweep(native, *code, stats, isa), segments, stats)
+    job = pool.native.sweep(native, *code, stats, isa, beside=beside)
+    return Ticket(job, segments, stats)
 
 
 def grad_stats(

@@ -87,7 +87,8 @@ class Mover:
         with self._starting:
             if run.marks.failed is not None:  # nobody may wait for it any more
                 raise StoppedError
-            under_way = HostSweep(sweep.start(pending.rule, parts, pool=self._taken.pool))
+            ticket = sweep.start(pending.rule, parts, pool=self._taken.pool, beside=True)
+            under_way = HostSweep(ticket)
             self._sweeps.append(under_way)
             pending.done.add((op.block, op.piece))
             run.swept_now.add((op.block, op.piece))
