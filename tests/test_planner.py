@@ -17,7 +17,7 @@ from penstock.planner import QUICK, fits, make_plan
 from penstock.planner.choice import BlockSpots, Choice, Spot
 from penstock.planner.desk import Desk
 from penstock.planner.search import search
-from penstock.pools import GRAINS
+from penstock.pools import GRAINS, LIBRARIES
 from penstock.roles import EXTENT, TRAINED
 from penstock.tiers import Tier
 from penstock.units import GiB, MiB, TiB
@@ -94,7 +94,7 @@ def plan_text() -> str:
 
 def small_cases() -> list[tuple[str, Inventory, Budget, dict[str, float]]]:
     tiny = llama("tiny", 1024, 4096, 2, 1024, 256, 8192, False)
-    fixed = 1170 * MiB + GRAINS  # buffers, working memory and the driver; 638 MiB rest
+    fixed = 1170 * MiB + GRAINS + LIBRARIES  # buffers, working memory and the driver; 638 MiB rest
     return [
         ("dram is short, cxl is there", tiny,
          Budget(hbm=fixed, dram=300 * MiB, cxl=500 * MiB), {}),

@@ -33,6 +33,11 @@ GRAINS = 3 * (20 + 2) * MiB
 """What a GPU's caching allocator may take beyond that, however small the model: 20 MiB at a time,
 and 2 for what is small, for each stream by itself; those of fixed buffers, computing and copies."""
 
+LIBRARIES = (2 * 32 + 64) * MiB
+"""What libraries take from torch's allocator: a cuBLAS workspace for the thread that computes and
+one for the thread that goes backward, 32 MiB each from Hopper on; and a buffer as large as the L2
+cache, over which the compiler times the kernels that it chooses from."""
+
 PIPE_HALF = 16 * MiB
 """Of a pipe between device and NVMe, for inputs or gradients: while one half is copied, the other
 is written or read."""
@@ -86,14 +91,15 @@ def pools(
         _packed(gradient_lifetimes(inventory, each, placement, formats)) for each in schedules
     )
     staging = _packed(staging_lifetimes(inventory, schedule, placement, formats))
+    on_gpu = context_nbytes > 0
     hbm = {
         "CUDA context": context_nbytes,
         "weight slots": weights,
         "gradient buffers": gradients,
         "hidden states in flight": hidden_nbytes(inventory, workload, placement.rounds),
         "working memory": working,
-        "allocator slack": round_up(int(SLACK * working), EXTENT)
-        + (GRAINS if context_nbytes else 0),
+        "library buffers": LIBRARIES if on_gpu else 0,
+        "allocator slack": round_up(int(SLACK * working), EXTENT) + (GRAINS if on_gpu else 0),
     }
     pipes = pipe_lanes(workload, placement)
     dram = {

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from penstock.stream.engine import Engine
+from penstock.train.errors import GpuMemoryError
 from tests.small_tokenizers import small_tokenizer
 from tests.train.runs import RESIDENT, Runs, make_model, told
 
@@ -215,3 +216,10 @@ def test_too_little_gpu_memory_says_which_budget_to_lower(
 
     assert ended.code == 1
     assert "Lower --hbm" in ended.errors
+
+
+def test_a_gpu_with_memory_left_is_not_what_was_too_small() -> None:
+    error = GpuMemoryError(budget=24 << 30, free=90 << 30, total=140 << 30)
+
+    assert "lower --micro-batch" in str(error)
+    assert "--hbm" not in str(error)

@@ -86,11 +86,17 @@ class GpuMemoryError(TrainError, MemoryError):
 
     def __init__(self, *, budget: int, free: int, total: int) -> None:
         self.budget, self.free, self.total = budget, free, total
+        if free > budget // 4:  # the plan's own bound was reached, not the device's
+            advice = "The step wanted more than the plan counted for it: lower --micro-batch"
+        else:
+            advice = (
+                f"Lower --hbm, say to {format_bytes(int(0.9 * budget))}, or --micro-batch, or end "
+                f"what else uses the GPU"
+            )
         super().__init__(
             f"the GPU is out of memory: the plan was given {format_bytes(budget)} of its "
-            f"{format_bytes(total)}, {format_bytes(free)} are free now. Lower --hbm, say to "
-            f"{format_bytes(int(0.9 * budget))}, or --micro-batch, or end what else uses the GPU; "
-            f"then go on from the last checkpoint with --resume"
+            f"{format_bytes(total)}, {format_bytes(free)} are free now. {advice}; then go on from "
+            f"the last checkpoint with --resume"
         )
 
 
