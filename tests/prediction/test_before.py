@@ -25,27 +25,11 @@ def promised() -> dict[str, dict[str, Any]]:
 RUNS = promised()
 
 
-MISSED = {
-    "engine_moments-int8_nvidia-h200_2026-11-15.json": "0.88 s promised, 1.03 taken: the sweep was "
-    "timed as when it runs alone, 101 GB/s; in the step it had 68, as the bundled h200 says since",
-}
-"""Promises that were not kept, and why. A run that takes their place is held to what is promised
-then."""
-
-
 def test_there_are_some() -> None:
     assert len(RUNS) >= 5
 
 
-def each_run() -> list[Any]:
-    kept = [name for name in RUNS if name not in MISSED]
-    return kept + [
-        pytest.param(name, marks=pytest.mark.xfail(reason=why, strict=True))
-        for name, why in MISSED.items()
-    ]
-
-
-@pytest.mark.parametrize("name", each_run())
+@pytest.mark.parametrize("name", RUNS)
 def test_a_step_took_what_was_promised(name: str) -> None:
     seconds = RUNS[name]["step_seconds"]
     measured = statistics.median(seconds[1:] or seconds)

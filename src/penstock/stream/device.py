@@ -186,7 +186,8 @@ class CudaDevice:
 
     def mark(self) -> Mark:
         make: Any = torch.cuda.Event
-        event = make(enable_timing=True)
+        # Whoever waits for it sleeps: by default it would keep a core busy that sweeps could use.
+        event = make(enable_timing=True, blocking=True)
         event.record(torch.cuda.current_stream(self.where))
         return _Event(event)
 
