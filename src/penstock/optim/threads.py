@@ -14,7 +14,8 @@ from penstock.system import System
 class Pool:
     """A bounded team of threads, confined to chosen CPUs or to those nearest a memory node.
 
-    Jobs run one after the other, in the order of their start. `nice` (0 to 19) lets other threads
+    Jobs run one after the other, in the order of their start, but for those that are said to share
+    nothing with the ones before. `nice` (0 to 19) lets other threads
     go first, as while the GPU is being fed; a thread cannot take it back.
     """
 
