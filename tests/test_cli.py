@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from penstock import __version__, cli
+from penstock.errors import PenstockError
 from penstock.machine import Figure, Machine, MemoryNode, MemoryRate
 from penstock.probe import ProbeResult, storage
 from penstock.units import GiB, MiB
@@ -112,6 +113,21 @@ def test_what_a_user_can_mend_is_1_without_a_traceback(
     assert said.err.startswith("error: ")
     assert "cannot be written" in said.err
     assert "Traceback" not in said.err
+
+
+def test_what_else_went_wrong_is_said_below_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        problem = PenstockError("the first tensor was refused")
+        problem.add_note("the second one, too")
+        raise problem
+
+    monkeypatch.setattr(cli, "app", fail)
+
+    assert cli.run(["machines"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["error: the first tensor was refused", "also: the second one, too"]
 
 
 def test_a_bug_is_70_with_a_traceback(
