@@ -162,15 +162,31 @@ def share_out(inventory: Inventory, dtype: torch.dtype, hbm: int, where: str) ->
         raise ModelRoomError(wanted=_enough(slots + spare, page), had=hbm)
     cache = max(least, min(hbm // 4, hbm - slots - spare))
     keep = max(0, hbm - slots - spare - cache)
-    return Room(weights=weights, cache=cache, page=page, streamed=True, keep=keep)
+    chunk = streamed_chunk(inventory, dtype)
+    return Room(weights=weights, cache=cache, page=page, streamed=True, keep=keep, chunk=chunk)
 
 
 def activations(inventory: Inventory, dtype: torch.dtype, tokens: int) -> int:
-    """What there must be beside weights that stay. Through a layer passes, while so many tokens of
-    prompts are read: three tensors inside the MLP, and beside them what goes in, is kept, and comes
-    out, or as much around attention."""
+    """What there must be beside weights that stay, while so many tokens of prompts are read."""
+    return ACTIVATIONS + GRAPHS + layer_activations(inventory, dtype, tokens)
+
+
+def layer_activations(inventory: Inventory, dtype: torch.dtype, tokens: int) -> int:
+    """Through a layer: three tensors inside the MLP, and beside them what goes in, is kept, and
+    comes out, or as much around attention."""
     widest = max(3 * b.mlp_width + 3 * inventory.hidden for b in inventory.layers)
-    return ACTIVATIONS + GRAPHS + tokens * widest * dtype.itemsize
+    return tokens * widest * dtype.itemsize
+
+
+def streamed_chunk(inventory: Inventory, dtype: torch.dtype) -> int:
+    """Prompt tokens of a step whose weights cross: all of them for each step, so that many tokens
+    at a time are better, as long as they take no more than half of what is left for them."""
+    from penstock.kv.passes import MEDIUM_CHUNK, SMALL_CHUNK
+
+    chunk = MEDIUM_CHUNK
+    while chunk > SMALL_CHUNK and layer_activations(inventory, dtype, chunk) > ACTIVATIONS // 2:
+        chunk //= 2
+    return chunk
 
 
 def on_gpu(where: str) -> bool:

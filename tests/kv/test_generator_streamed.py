@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from penstock.errors import PenstockError
-from penstock.generate_model import ModelRoomError, Room, activations, share_out
+from penstock.generate_model import (
+    ACTIVATIONS,
+    ModelRoomError,
+    Room,
+    activations,
+    layer_activations,
+    share_out,
+)
 from penstock.kv.generator import Generator
 from penstock.model_survey import survey_config
 from penstock.stream.generating import engine_forward, streamed
 from penstock.stream.passing import block_nbytes, kept_blocks
-from penstock.units import MiB
+from penstock.units import GiB, MiB
 from tests.engines import (
     batches,
     inventory,
@@ -24,6 +31,7 @@ from tests.engines import (
     workload,
 )
 from tests.kv.generating import alone, model_of, prompts_of, run
+from tests.models import model as shape_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,6 +108,17 @@ def test_prompts_are_read_in_small_chunks_before_weights_are_streamed() -> None:
     assert (room(1024).streamed, room(1024).chunk) == (False, 512)
     assert room(1024).cache + activations(surveyed, torch.bfloat16, 512) == 1024 * MiB
     assert room(700).streamed
+
+
+@pytest.mark.parametrize(("name", "chunk"), [("llama-3.1-8b", 2048), ("llama-3.1-70b", 1024)])
+def test_streamed_weights_cross_for_as_many_prompt_tokens_as_there_is_room_for(
+    name: str, chunk: int
+) -> None:
+    surveyed = shape_of(name)
+    room = share_out(surveyed, torch.bfloat16, 12 * GiB, "cuda")
+
+    assert (room.streamed, room.chunk) == (True, chunk)
+    assert layer_activations(surveyed, torch.bfloat16, chunk) <= ACTIVATIONS // 2
 
 
 @pytest.mark.parametrize("spots", ["hhhh", "dddd", "nndd"])

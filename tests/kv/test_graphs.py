@@ -99,7 +99,7 @@ def test_without_being_asked_a_cpu_makes_no_use_of_it() -> None:
         with Generator(model, budget="64MiB", graphs=choice) as generator:
             assert isinstance(generator.forward, Resident)
             assert generator.forward.decoder(generator.cache) is None
-            assert usual_chunks(generator.forward) == (512, 512)
+            assert usual_chunks(generator.forward) == (512, 2048)
 
 
 # Rows.

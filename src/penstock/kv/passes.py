@@ -18,9 +18,10 @@ from penstock.kv.graphs import Decoder, make_decoder
 from penstock.kv.layout import windows_of
 from penstock.kv.requests import UnfitModelError
 
-SMALL_CHUNK, LARGE_CHUNK = 512, 4096
+SMALL_CHUNK, MEDIUM_CHUNK, LARGE_CHUNK = 512, 2048, 4096
 """Prompt tokens of a step. A GPU that holds the weights wants many. More would delay those that
-decode beside it: 4096 take an H200 and an 8B model 0.2 s."""
+decode beside it: 4096 take an H200 and an 8B model 0.2 s. A CPU takes the medium while nobody does:
+each later chunk needs masks, which cost more than the products."""
 
 ALONE = 2
 """So many times as much while nobody decodes. On that machine 8192 tokens at a time are as fast as
@@ -177,9 +178,11 @@ def was_compiled(model: Any) -> bool:
 def usual_chunks(forward: Forward) -> tuple[int, int]:
     """How many tokens of prompts a step reads, if nobody says, beside others that decode and alone.
     Streamed weights leave little room beside them."""
-    if isinstance(forward, Resident) and forward.device.type == "cuda":
+    if not isinstance(forward, Resident):
+        return SMALL_CHUNK, SMALL_CHUNK
+    if forward.device.type == "cuda":
         return LARGE_CHUNK, ALONE * LARGE_CHUNK
-    return SMALL_CHUNK, SMALL_CHUNK
+    return SMALL_CHUNK, MEDIUM_CHUNK
 
 
 def _asks(model: Any) -> bool:
