@@ -15,8 +15,8 @@ class Pool:
     """A bounded team of threads, confined to chosen CPUs or to those nearest a memory node.
 
     Jobs run one after the other, in the order of their start, but for those that are said to share
-    nothing with the ones before. `nice` (0 to 19) lets other threads
-    go first, as while the GPU is being fed; a thread cannot take it back.
+    nothing with the ones before. `nice` (0 to 19) lets other threads go first, as while the GPU is
+    being fed; a thread cannot take it back.
     """
 
     def __init__(
