@@ -122,7 +122,8 @@ def tell_timeline(events: list[Event]) -> dict[str, Any]:
     ]
     by_verb: dict[str, float] = {}
     for event in events:
-        key = f"{event.operation.verb} {event.operation.phase}"
+        where = "GPU " if event.operation.gpu else ""
+        key = f"{where}{event.operation.verb} {event.operation.phase}"
         by_verb[key] = round(by_verb.get(key, 0.0) + event.seconds, 4)
     print("busy", lanes, flush=True)
     print("by verb", by_verb, flush=True)

@@ -102,28 +102,32 @@ def moments(program: Program, block: int, verb: Verb, role: Role) -> list[int]:
 
 
 def replay(program: Program, drawn: random.Random) -> tuple[dict[int, int], dict[int, int]]:
-    """When each operation starts and ends, with lanes in an order of the dice."""
+    """When each operation starts and ends, with lanes in an order of the dice; several sweeps may
+    be under way."""
     lanes: dict[str, list[int]] = {}
     for at, op in enumerate(program.operations):
         if op.verb not in INSTANT:
             lanes.setdefault(op.lane, []).append(at)
-    running: dict[str, int] = {}
+    running: dict[int, str] = {}
     started: dict[int, int] = {}
     ended: dict[int, int] = {}
     clock = 0
     while any(lanes.values()) or running:
+        held = set(running.values()) - {"sweep"}
         ready = [
-            lane
+            todo[0]
             for lane, todo in lanes.items()
-            if todo and lane not in running and ended.keys() >= set(program.needs[todo[0]])
+            if todo and lane not in held and ended.keys() >= set(program.needs[todo[0]])
         ]
-        verb, lane = drawn.choice([*(("start", r) for r in ready), *(("end", r) for r in running)])
+        verb, at = drawn.choice([*(("start", r) for r in ready), *(("end", r) for r in running)])
         clock += 1
         if verb == "start":
-            running[lane] = lanes[lane].pop(0)
-            started[running[lane]] = clock
+            running[at] = program.operations[at].lane
+            lanes[running[at]].pop(0)
+            started[at] = clock
         else:
-            ended[running.pop(lane)] = clock
+            del running[at]
+            ended[at] = clock
     return started, ended
 
 

@@ -117,8 +117,9 @@ def touches(op: Operation, facts: StepFacts, what: str, block: int) -> bool:
 
 
 def replay(program: Program, uses: list[Use], drawn: random.Random) -> None:
-    """Lanes take their operations in order, each when what it needs has ended; which lane moves
-    next is up to the dice. A buffer lives from its first use's start to its last use's end."""
+    """Lanes take their operations in order, each when what it needs has ended and, but for sweeps,
+    the one before; which lane moves next is up to the dice. A buffer lives from its first use's
+    start to its last use's end."""
     lanes: dict[str, list[int]] = {}
     for at, op in enumerate(program.operations):
         if op.verb not in INSTANT:
@@ -128,27 +129,29 @@ def replay(program: Program, uses: list[Use], drawn: random.Random) -> None:
         for at in use.operations:
             of.setdefault(at, []).append(use)
     left = {id(use): len(use.operations) for use in uses}
-    running: dict[str, int] = {}
+    running: dict[int, str] = {}
     ended: set[int] = set()
     live: dict[int, Use] = {}
     while any(lanes.values()) or running:
+        held = set(running.values()) - {"sweep"}
         ready = [
-            lane
+            todo[0]
             for lane, todo in lanes.items()
-            if todo and lane not in running and ended.issuperset(program.needs[todo[0]])
+            if todo and lane not in held and ended.issuperset(program.needs[todo[0]])
         ]
-        moves = [("start", lane) for lane in ready] + [("end", lane) for lane in running]
+        moves = [("start", at) for at in ready] + [("end", at) for at in running]
         assert moves, "every lane waits for another"
-        verb, lane = drawn.choice(moves)
+        verb, at = drawn.choice(moves)
         if verb == "start":
-            running[lane] = at = lanes[lane].pop(0)
+            running[at] = program.operations[at].lane
+            lanes[running[at]].pop(0)
             for use in of.get(at, ()):
                 if id(use) not in live:
                     for other in live.values():
                         assert not use.clashes(other), (use, other)
                     live[id(use)] = use
         else:
-            at = running.pop(lane)
+            del running[at]
             ended.add(at)
             for use in of.get(at, ()):
                 left[id(use)] -= 1

@@ -1,4 +1,5 @@
-"""Sweeps on the CPU follow one another without waiting for Python, and tell when they ran."""
+"""Sweeps on the CPU follow one another without waiting for Python or for stragglers, and tell when
+they ran."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 
 from penstock.optim import sweep
-from penstock.schedule import Verb
-from penstock.stream import moving
+from penstock.roles import Role
+from penstock.schedule import Operation, Verb
+from penstock.stream import moving, timeline
+from penstock.stream.timeline import Event
 from tests.equivalence.runs import WAYS, Setup, Way
 
 
@@ -51,7 +54,7 @@ def test_the_next_sweep_is_started_while_one_runs(
 
 
 @pytest.mark.parametrize("way", [WAYS[1], WAYS[3]], ids=lambda way: way.name)
-def test_sweeps_are_told_one_after_the_other_and_before_what_needs_them(
+def test_sweeps_are_told_without_overlap_and_before_what_needs_them(
     way: Way, tmp_path: Path
 ) -> None:
     setup = Setup.of("llama")
@@ -63,10 +66,25 @@ def test_sweeps_are_told_one_after_the_other_and_before_what_needs_them(
     swept = [e for e in events if e.operation.verb is Verb.SWEEP and not e.operation.gpu]
     assert len(swept) > 2
     for before, after in itertools.pairwise(swept):
-        assert 0 <= before.start <= before.end <= after.start
+        assert 0 <= before.start <= before.end
+        assert before.end <= after.start or after.start == after.end  # or ended before it
     forward = {e.operation.block: e.start for e in events if e.operation.verb is Verb.FORWARD}
     for event in swept:
         assert event.end <= forward.get(event.operation.block, event.end)
+
+
+def test_sweeps_that_overlap_are_told_from_where_the_one_before_has_ended() -> None:
+    spans = [(0.0, 5.0), (4.0, 9.0), (6.0, 8.0), (8.5, 12.0)]
+    events = [
+        Event(Operation(Verb.SWEEP, at, (), "forward"), *span) for at, span in enumerate(spans)
+    ]
+    copy = Event(Operation(Verb.FETCH, 0, (Role.WEIGHT,), "forward"), 1.0, 7.0)
+
+    told = list(timeline._one_by_one([*events, copy]))
+
+    found = {e.operation.block: (e.start, e.end) for e in told if e.operation.verb is Verb.SWEEP}
+    assert found == {0: (0.0, 5.0), 1: (5.0, 9.0), 2: (8.0, 8.0), 3: (9.0, 12.0)}
+    assert copy in told
 
 
 def test_who_waits_for_a_sweep_that_does_not_end_says_so(

@@ -162,7 +162,7 @@ def share_out(inventory: Inventory, dtype: torch.dtype, hbm: int, where: str) ->
         raise ModelRoomError(wanted=_enough(slots + spare, page), had=hbm)
     cache = max(least, min(hbm // 4, hbm - slots - spare))
     keep = max(0, hbm - slots - spare - cache)
-    chunk = streamed_chunk(inventory, dtype)
+    chunk = streamed_chunk(inventory, dtype) if on_gpu(where) else None
     return Room(weights=weights, cache=cache, page=page, streamed=True, keep=keep, chunk=chunk)
 
 

@@ -20,7 +20,7 @@ from penstock.inventory import Inventory
 from penstock.lending import Lent, lent_inputs
 from penstock.machine import Machine
 from penstock.placement_parts import Placement, Share
-from penstock.pools import Pool
+from penstock.pools import CONTEXT, Pool
 from penstock.roles import Role
 from penstock.tiers import Tier
 from penstock.units import format_bytes
@@ -115,6 +115,12 @@ class Plan:
                 by_role[role] += share.nbytes
         yield from ((role.value, by_role[role]) for role in Role if by_role[role])
         yield from ((pool.what, pool.nbytes) for pool in self.pools if pool.tier is tier)
+
+    @property
+    def allocator_nbytes(self) -> int:
+        """Of HBM's budget, what torch's allocator may take: the driver's context is not its."""
+        context = sum(pool.nbytes for pool in self.pools if pool.what == CONTEXT)
+        return self.budget.of(Tier.HBM) - context
 
     @property
     def bytes_per_parameter(self) -> float:

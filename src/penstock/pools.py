@@ -25,6 +25,9 @@ from penstock.workload import Workload
 CUDA_CONTEXT = 704 * MiB
 """Context, cuBLAS, cuDNN and their kernels: 693 MiB seen by the driver after first use."""
 
+CONTEXT = "CUDA context"
+"""How its pool is called."""
+
 SLACK = 0.20
 """Of working memory, for the caching allocator's gaps. A prototype that left everything to the
 allocator reserved 19 to 39 % more than it used; fixed buffers, which are most of it, have none."""
@@ -93,7 +96,7 @@ def pools(
     staging = _packed(staging_lifetimes(inventory, schedule, placement, formats))
     on_gpu = context_nbytes > 0
     hbm = {
-        "CUDA context": context_nbytes,
+        CONTEXT: context_nbytes,
         "weight slots": weights,
         "gradient buffers": gradients,
         "hidden states in flight": hidden_nbytes(inventory, workload, placement.rounds),

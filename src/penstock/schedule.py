@@ -3,7 +3,8 @@
 A pure function yields the operations; the engine carries them out, the cost model times them, and
 `explain` and the tests read the same list. Two operations run in the order listed if they share a
 lane (one stream of work, such as the copies into HBM) or if the later one names the earlier in
-`after`; otherwise they may overlap.
+`after`; otherwise they may overlap. Sweeps on the CPU begin in that order, and the next may begin
+before the last has ended: what needs one ended names it.
 
 The step begins where the last gradient of the step before has left the GPU. So the sweep of a block
 comes just before its forward, which is exact with clipping and hides behind compute.
@@ -88,7 +89,8 @@ class Operation(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """Operations of one lane run one after the other, in the order listed; "" for instant."""
+        """Operations of one lane begin in the order listed, and but for sweeps each after the one
+        before has ended; "" for instant."""
         match self.verb:
             case Verb.FETCH:
                 return "fetch inputs" if Role.INPUT in self.roles else "fetch"

@@ -11,8 +11,14 @@ import pytest
 import torch
 import yaml
 
+from penstock.budget import Budget
+from penstock.planner import make_plan
 from penstock.stream.engine import Engine
 from penstock.train.errors import GpuMemoryError
+from penstock.train.failures import memory_told
+from penstock.units import GiB
+from tests.machines import machine
+from tests.models import model, work
 from tests.small_tokenizers import small_tokenizer
 from tests.train.runs import RESIDENT, Runs, make_model, told
 
@@ -219,7 +225,25 @@ def test_too_little_gpu_memory_says_which_budget_to_lower(
 
 
 def test_a_gpu_with_memory_left_is_not_what_was_too_small() -> None:
-    error = GpuMemoryError(budget=24 << 30, free=90 << 30, total=140 << 30)
+    error = GpuMemoryError(budget=22 << 30, free=1 << 30, total=24 << 30, by_plan=True)
 
     assert "lower --micro-batch" in str(error)
     assert "--hbm" not in str(error)
+
+
+@pytest.mark.parametrize(("free", "by_plan"), [(90, True), (13, True), (11, False)])
+def test_which_of_both_was_too_small_is_told_by_what_the_device_could_have_given(
+    free: int, by_plan: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inventory = model("qwen2.5-3b")
+    budget = Budget(hbm=24 * GiB, dram=60 * GiB)
+    plan = make_plan(inventory, work(inventory, 4096, 4), budget, machine()).plan
+    had = plan.allocator_nbytes - 12 * GiB
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free * GiB, 140 * GiB))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: had)
+
+    with pytest.raises(GpuMemoryError) as told, memory_told(plan):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert ("--hbm" not in str(told.value)) == by_plan

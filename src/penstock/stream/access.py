@@ -72,8 +72,8 @@ class Access:
                 values = span.bases(low, high) if bases else span.values(low, high)
                 assert values is not None
                 if values.is_cuda:
-                    # Pinned and used again: a new tensor for each part is copied to at a tenth of
-                    # the link's speed, and the disk waits for it.
+                    # Pinned and used again: copies to a new tensor for each part are no faster than
+                    # a good disk, which then waits for them.
                     if landing is None:
                         size = min(PART, tensor.elements)
                         landing = torch.empty(size, dtype=values.dtype, pin_memory=True)

@@ -42,6 +42,10 @@ from penstock.stream.timeline import Event, timeline
 from penstock.stream.updates import Pending, draw_keys
 from penstock.tiers import Tier
 
+YIELDING = 10
+"""Beside a GPU, threads that sweep let the one that launches kernels go first. There are as many as
+CPUs, so it shares one with them, and would have half of it."""
+
 
 class Engine:
     """Made by `prepare`. Not for several threads at once."""
@@ -54,7 +58,7 @@ class Engine:
         self.body, self.device = body, device
         self.optimizer = StreamedAdamW(self, settings.optimizer, settings.grouping)
         self._programs = Programs.of(plan, inventory)
-        pool = Pool(settings.sweep_threads)
+        pool = Pool(settings.sweep_threads, nice=YIELDING if device.where.type == "cuda" else 0)
         self._taken = take(plan, inventory, self._programs, device, settings.store, pool)
         self.access = Access(self._taken)
         self.files = EngineFiles(self.access, inventory)

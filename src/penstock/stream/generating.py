@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.stream.engine import Engine
 
 WHOLE = 1 << 62
-"""MLPs are not cut into tiles: chunks of prompts are short."""
+"""MLPs are not cut into tiles: chunks of prompts are no longer than there is room for."""
 
 
 class StreamedForward:

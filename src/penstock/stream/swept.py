@@ -8,7 +8,7 @@ from penstock.stream.device import Moment
 
 
 class HostSweep:
-    """As a mark. It may still wait for its turn: those before it go first. Once it has ended it
+    """As a mark. It may still wait for its turn: those before it begin first. Once it has ended it
     keeps none of its tensors: marks live as long as a traceback."""
 
     def __init__(self, ticket: Ticket) -> None:

@@ -89,8 +89,7 @@ def take(
     if plan.placement.rounds > 1 and not inventory.may_have_rounds:
         raise PlanError("placement.rounds", "must be 1 for a model with tied embeddings")
     _check_pools(plan, programs)
-    context = next((pool.nbytes for pool in plan.pools if pool.what == "CUDA context"), 0)
-    device.limit(plan.budget.of(Tier.HBM) - context)
+    device.limit(plan.allocator_nbytes)
     homes = Homes(plan, inventory, device, store)
     try:
         gradients = Gradients(inventory, homes.formats, device)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from penstock.roles import Role
 from penstock.schedule import Operation
@@ -52,7 +52,8 @@ def place(part: Part) -> int:
 
 
 def timeline(passed: Passed, transfers: Moved | None = None) -> list[Event]:
-    """All that ran, by its start. Adds no waiting: the run has ended."""
+    """All that ran, by its start. Adds no waiting: the run has ended. A sweep on the CPU may begin
+    while another has not ended: it is told from that one's end on."""
     transfers = moved(passed) if transfers is None else transfers
     found = []
     for part, began in passed.began.items():
@@ -62,7 +63,18 @@ def timeline(passed: Passed, transfers: Moved | None = None) -> list[Event]:
         start_at, end_at = (passed.device.seconds(passed.origin, mark) for mark in (began, end))
         op = passed.program.operations[place(part)]
         found.append(Event(op, start_at, max(start_at, end_at), transfers[part]))
-    return sorted(found, key=lambda event: (event.start, event.end))
+    return sorted(_one_by_one(found), key=lambda event: (event.start, event.end))
+
+
+def _one_by_one(events: Iterable[Event]) -> Iterator[Event]:
+    reached = 0.0
+    for event in sorted(events, key=lambda event: (event.start, event.end)):
+        if event.operation.lane == "sweep":
+            start = min(max(event.start, reached), event.end)
+            reached = max(reached, event.end)
+            yield replace(event, start=start)
+        else:
+            yield event
 
 
 def busy(events: Iterable[Event]) -> dict[str, float]:

@@ -84,10 +84,11 @@ class TokenRangeError(TrainError, ValueError):
 class GpuMemoryError(TrainError, MemoryError):
     """The GPU ran out of memory in the middle of a step."""
 
-    def __init__(self, *, budget: int, free: int, total: int) -> None:
+    def __init__(self, *, budget: int, free: int, total: int, by_plan: bool) -> None:
+        """`by_plan`: the plan's own bound was reached, not the device's."""
         self.budget, self.free, self.total = budget, free, total
-        if free > budget // 4:  # the plan's own bound was reached, not the device's
-            advice = "The step wanted more than the plan counted for it: lower --micro-batch"
+        if by_plan:  # a lower budget would lower the bound as well
+            advice = "The step wanted more than the plan counted: lower --micro-batch or --context"
         else:
             advice = (
                 f"Lower --hbm, say to {format_bytes(int(0.9 * budget))}, or --micro-batch, or end "

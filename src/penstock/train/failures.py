@@ -35,6 +35,19 @@ def keep_batch(
     return path
 
 
+def _gpu_memory(plan: Plan) -> GpuMemoryError:
+    """The device could have given what was left of the plan's share: then that share was too
+    little."""
+    import torch
+
+    budget = plan.budget.of(Tier.HBM)
+    if not torch.cuda.is_available():
+        return GpuMemoryError(budget=budget, free=0, total=0, by_plan=False)
+    free, total = torch.cuda.mem_get_info()
+    left = plan.allocator_nbytes - torch.cuda.memory_reserved()
+    return GpuMemoryError(budget=budget, free=free, total=total, by_plan=free >= left)
+
+
 @contextlib.contextmanager
 def memory_told(plan: Plan) -> Iterator[None]:
     """Torch's own words for too little memory, as errors that say which budget to lower."""
@@ -43,9 +56,7 @@ def memory_told(plan: Plan) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as failed:
-        free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-        budget = plan.budget.of(Tier.HBM)
-        raise GpuMemoryError(budget=budget, free=free, total=total) from failed
+        raise _gpu_memory(plan) from failed
     except RuntimeError as failed:
         if _NO_MEMORY not in str(failed):
             raise
