@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def validate(rows: list[dict[str, Any]]) -> None:
     """What both viewers ask for."""
     named = {(row["pid"], row["tid"]) for row in rows if row["name"] == "thread_name"}
     reached, open_ranges = 0.0, 0
+    ends: dict[tuple[int, int], list[float]] = {}
     for row in rows:
         assert {"ph", "name", "pid", "tid", "ts"} <= row.keys()
         assert row["ph"] in ("X", "C", "M")
@@ -58,7 +60,12 @@ def validate(rows: list[dict[str, Any]]) -> None:
         reached = max(reached, row["ts"]) if row["ph"] != "M" else reached
         if row["ph"] == "X":
             assert row["dur"] >= 0
-            assert (row["pid"], row["tid"]) in named
+            track = (row["pid"], row["tid"])
+            assert track in named
+            within = [end for end in ends.get(track, ()) if end > row["ts"]]
+            end = round(row["ts"] + row["dur"], 3)
+            assert not within or end <= within[-1], "begins within a range and ends after it"
+            ends[track] = [*within, end]
         if row["ph"] == "C":
             assert row["args"]
             assert all(isinstance(value, int | float) for value in row["args"].values())
@@ -68,6 +75,24 @@ def validate(rows: list[dict[str, Any]]) -> None:
 
 def test_a_trace_is_in_order_and_whole(tmp_path: Path) -> None:
     validate(rows_of(PROCESS, tmp_path))
+
+
+def test_ranges_that_overlap_are_on_tracks_of_their_own(tmp_path: Path) -> None:
+    def copied(start: float, end: float, track: str = "h2d") -> Event:
+        return Event(track, "copy", "block", start, end, 1, "forward")
+
+    spans = [copied(0, 5), copied(1, 2), copied(4, 8), copied(4.5, 9), copied(8, 10)]
+    run = replace(PROCESS, events=(*spans, copied(0, 3, "gpu")))
+
+    rows = rows_of(run, tmp_path)
+
+    validate(rows)
+    names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
+    found = [(names[row["tid"]], row["ts"] / 1e6) for row in rows if row.get("cat") == "copy"]
+    assert sorted(found) == [
+        ("gpu", 0), ("h2d", 0), ("h2d", 1), ("h2d", 8), ("h2d (2)", 4), ("h2d (3)", 4.5),
+    ]  # fmt: skip
+    assert [names[tid] for tid in sorted(names)][2:] == ["gpu", "h2d", "h2d (2)", "h2d (3)"]
 
 
 def test_tracks_and_counters_are_those_of_the_run(tmp_path: Path) -> None:

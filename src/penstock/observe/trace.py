@@ -7,6 +7,7 @@ complete event, so none is left open.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections import defaultdict
@@ -21,6 +22,8 @@ TRACE_FILE = "trace.json"
 Row = dict[str, Any]
 
 _FIRST_TRACKS = ("gpu", "h2d", "d2h", "cpu sweep")
+_MORE = " ("
+"""Between a track's name and the number of another one for the same."""
 
 
 def write_trace(run: Run, path: str | Path) -> None:
@@ -43,14 +46,15 @@ def trace_rows(run: Run) -> list[Row]:
     for pid, (name, process) in enumerate(processes.items(), start=1):
         told = " ".join(run.observation.command) or "program"
         named.append(_name("process_name", pid, 0, f"{name} {told}".strip()))
-        tracks = _tracks(process.events)
+        placed = list(_placed(process.events))
+        tracks = _tracks({track for _, track in placed})
         named += [_name("thread_name", pid, 1, "steps"), _name("thread_name", pid, 2, "phases")]
         named += [_name("thread_name", pid, tid, track) for track, tid in tracks.items()]
         named += [_order(pid, tid) for tid in (1, 2, *tracks.values())]
         timed += _steps(process.phases, pid)
         timed += (_range(p.name, "phase", p.start, p.end, pid, 2, {"step": p.step})
                   for p in process.phases)  # fmt: skip
-        timed += (_event(event, pid, tracks[event.track]) for event in process.events)
+        timed += (_event(event, pid, tracks[track]) for event, track in placed)
         timed += _link_counters(process.events, pid)
         timed += _counters(process.samples, pid)
     if run.ranks:
@@ -61,11 +65,29 @@ def trace_rows(run: Run) -> list[Row]:
     return named + sorted(timed, key=lambda row: (row["ts"], -row.get("dur", 0.0)))
 
 
-def _tracks(events: Iterable[Event]) -> dict[str, int]:
-    found = {event.track for event in events}
-    first = [track for track in _FIRST_TRACKS if track in found]
-    rest = sorted(found - set(first))
-    return {track: tid for tid, track in enumerate([*first, *rest], start=10)}
+def _placed(events: Iterable[Event]) -> Iterator[tuple[Event, str]]:
+    """Each on its track, or on another of that name where it would begin within one and end after
+    it: viewers drop such a range."""
+    open_ends: dict[str, list[float]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: (event.start, -event.end)):
+        for number in itertools.count(1):
+            track = event.track if number == 1 else f"{event.track}{_MORE}{number})"
+            ends = open_ends[track]
+            while ends and ends[-1] <= event.start:
+                ends.pop()
+            if not ends or event.end <= ends[-1]:
+                ends.append(event.end)
+                yield event, track
+                break
+
+
+def _tracks(found: Iterable[str]) -> dict[str, int]:
+    def rank(track: str) -> tuple[int, str]:
+        own = track.partition(_MORE)[0]
+        first = own in _FIRST_TRACKS
+        return _FIRST_TRACKS.index(own) if first else len(_FIRST_TRACKS), track
+
+    return {track: tid for tid, track in enumerate(sorted(found, key=rank), start=10)}
 
 
 def _event(event: Event, pid: int, tid: int) -> Row:
