@@ -27,7 +27,6 @@ expandable segments. Writes bench/results/kv_<shape>_<name>_<hardware>_<date>.js
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import random
 import sys
@@ -45,6 +44,7 @@ from bench import certificate, kv_attention
 from bench.kv_arms import AHEAD, ARMS, token_nbytes
 from bench.kv_decode import decode
 from bench.kv_pages import pages
+from bench.kv_prefill import prefill, prompt_of
 from bench.shapes import SHAPES, config_of
 from penstock.errors import PenstockError
 from penstock.kv import Generator, Request
@@ -134,84 +134,6 @@ class Bench:
         return int(torch.cuda.mem_get_info()[0]) - SPARE
 
 
-def prefill(bench: Bench, found: list[dict[str, Any]]) -> None:
-    """One prompt, read in chunks by the generator, and at once by the model with its own cache."""
-    for context in bench.contexts:
-        arms = 2 + (2048 < context <= 32768)
-        each = token_nbytes(bench.model.config, bench.dtype)
-        measure = partial(_prefill, bench, context)
-        row = {"context": context, "found": bench.cell(context, arms, measure, each=each)}
-        print("prefill", row, flush=True)
-        found.append(row)
-        bench.save()
-
-
-def _prompt(bench: Bench, length: int, seed: int = 2) -> list[int]:
-    drawn = random.Random(seed)
-    return [drawn.randrange(3, bench.model.config.vocab_size) for _ in range(length)]
-
-
-def _prefill(bench: Bench, context: int) -> dict[str, Any]:
-    """Tokens a second of each arm. They take turns, so that a slow second of the host is all's."""
-    nbytes = (context + 2 * AHEAD) * token_nbytes(bench.model.config, bench.dtype) + (16 << 20)
-    arms: dict[str, Callable[[list[int]], Any]] = {"dynamic": partial(_read_plain, bench)}
-    with contextlib.ExitStack() as stack:
-        for chunk in (None, 2048) if 2048 < context <= 32768 else (None,):
-            generator = Generator(
-                bench.model, budget=nbytes, max_batch=1, max_context=context + AHEAD,
-                prefill_chunk=chunk,
-            )  # fmt: skip
-            name = f"penstock, chunks of {chunk}" if chunk else "penstock"
-            arms[name] = partial(_read, stack.enter_context(generator))
-        return _per_second(arms, bench, context)
-
-
-def _per_second(
-    arms: dict[str, Callable[[list[int]], Any]], bench: Bench, context: int
-) -> dict[str, Any]:
-    """Prompts of one length, never the same: the first round warms up."""
-    rounds = min(40, max(3, (1 << 17) // context))
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    told: dict[str, Any] = {}
-    for seed in range(rounds):
-        if seed > 1 and bench.seconds > bench.chosen.limit:
-            break
-        prompt = _prompt(bench, context, seed)
-        for name in sorted(seconds, reverse=bool(seed % 2)):
-            began = time.perf_counter()
-            try:
-                arms[name](prompt)
-            except (torch.OutOfMemoryError, PenstockError) as full:  # the others go on
-                told[name] = f"does not fit: {str(full).splitlines()[0]}"
-                del seconds[name]
-                continue
-            seconds[name].append(time.perf_counter() - began)
-    at = {"tokens_per_second": 0.5, "fast_tenth": 0.1, "slow_tenth": 0.9}
-    for name, taken in seconds.items():
-        told["rounds"] = len(taken) - 1
-        ordered = sorted(taken[1:])
-        told[name] = {
-            key: context / ordered[int(share * len(ordered))] for key, share in at.items()
-        }
-    return told
-
-
-def _read(generator: Generator, prompt: list[int]) -> None:
-    list(generator.run([Request(prompt=prompt, max_new=1)]))
-
-
-def _read_plain(bench: Bench, prompt: list[int]) -> None:
-    import transformers
-
-    ids = torch.tensor([prompt], device=bench.device)
-    with torch.inference_mode():
-        out = bench.model(
-            input_ids=ids, past_key_values=transformers.DynamicCache(config=bench.model.config),
-            use_cache=True, logits_to_keep=1,
-        )  # fmt: skip
-    out.logits.argmax(dim=-1).tolist()
-
-
 def attend(bench: Bench, found: list[dict[str, Any]]) -> None:
     config = bench.model.config
     head = config.hidden_size // config.num_attention_heads
@@ -250,7 +172,7 @@ def _arrive(bench: Bench, budget: int, context: int, rows: int) -> dict[str, Any
     for number in range(bench.chosen.requests):
         length = int(min(context // 2, 2 ** drawn.uniform(5, 11)))
         new = drawn.randrange(16, max(17, min(128, context - length)))
-        requests.append(Request(prompt=_prompt(bench, length, number), max_new=new))
+        requests.append(Request(prompt=prompt_of(bench, length, number), max_new=new))
         requests += [None] * drawn.randrange(2)  # a step without news
     graphs = None if "graph" in bench.modes else False
     with Generator(
