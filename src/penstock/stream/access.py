@@ -71,14 +71,12 @@ class Access:
                 high = min(low + PART, stop)
                 values = span.bases(low, high) if bases else span.values(low, high)
                 assert values is not None
-                if values.is_cuda:
+                if values.is_cuda and landing is None:
                     # Pinned and used again: copies to a new tensor for each part are no faster than
                     # a good disk, which then waits for them.
-                    if landing is None:
-                        size = min(PART, tensor.elements)
-                        landing = torch.empty(size, dtype=values.dtype, pin_memory=True)
-                    values = landing[: len(values)].copy_(values)
-                yield values
+                    size = min(PART, tensor.elements)
+                    landing = torch.empty(size, dtype=values.dtype, pin_memory=True)
+                yield values if landing is None else landing[: len(values)].copy_(values)
                 low = high
 
     def fill(
