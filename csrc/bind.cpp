@@ -157,6 +157,7 @@ void bind_questions(nb::module_& m) {
       },
       nb::arg("address"), nb::arg("nbytes"), nb::arg("to"), nb::arg("threads"), NoGil());
   m.def("page_nbytes", [] { return linux_os().page_bytes(); });
+  m.def("map_blocks_from", &map_blocks_from, nb::arg("nbytes"));
   m.def("io_uring_errno", &io_uring_errno);
   m.def("cuda_devices", [] { return find_cuda().num_devices; }, NoGil());
   m.def("cuda_why_none", [] { return find_cuda().why_none; }, NoGil());

@@ -68,6 +68,10 @@ struct Os {
 // The real one. Stateless, so one serves every thread.
 Os& linux_os() noexcept;
 
+// From now on the C library maps blocks of so many bytes and more by themselves, and unmaps them
+// when they are freed. Nothing where it has no such setting.
+void map_blocks_from(std::size_t bytes) noexcept;
+
 // 0 where io_uring may be used, else the errno that io_uring_setup gave.
 int io_uring_errno() noexcept;
 

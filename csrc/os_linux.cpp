@@ -2,6 +2,7 @@
 // error.
 #include <linux/io_uring.h>
 #include <linux/mempolicy.h>
+#include <malloc.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -167,6 +168,12 @@ class LinuxOs final : public Os {
 Os& linux_os() noexcept {
   static LinuxOs os;
   return os;
+}
+
+void map_blocks_from([[maybe_unused]] std::size_t bytes) noexcept {
+#ifdef __GLIBC__
+  ::mallopt(M_MMAP_THRESHOLD, static_cast<int>(bytes));
+#endif
 }
 
 int io_uring_errno() noexcept {

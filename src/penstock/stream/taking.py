@@ -11,6 +11,7 @@ import torch
 from penstock.errors import PlanError
 from penstock.inventory import Inventory
 from penstock.memory.arena import Arena
+from penstock.memory.heap import hold_heap
 from penstock.memory.placement import Node, Place
 from penstock.optim.threads import Pool
 from penstock.placement_parts import Placement
@@ -90,6 +91,7 @@ def take(
         raise PlanError("placement.rounds", "must be 1 for a model with tied embeddings")
     _check_pools(plan, programs)
     device.limit(plan.allocator_nbytes)
+    hold_heap()
     homes = Homes(plan, inventory, device, store)
     try:
         gradients = Gradients(inventory, homes.formats, device)
