@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -57,7 +58,7 @@ def _per_second(
     arms: dict[str, Callable[[list[int]], Any]], bench: Any, context: int
 ) -> dict[str, Any]:
     """Prompts of one length, never the same: the first round warms up."""
-    rounds = min(40, max(3, (1 << 17) // context))
+    rounds = min(250, max(3, (1 << 18) // context))
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     told: dict[str, Any] = {}
     for seed in range(rounds):
@@ -73,13 +74,22 @@ def _per_second(
                 del seconds[name]
                 continue
             seconds[name].append(time.perf_counter() - began)
+    return told | {name: _told(name, seconds, context) for name in seconds}
+
+
+def _told(name: str, seconds: dict[str, list[float]], context: int) -> dict[str, Any]:
+    """Its tokens a second, and how many times those of each other arm in the same round: what slows
+    the host down for a while is in both."""
+    taken = seconds[name][1:]
     at = {"tokens_per_second": 0.5, "fast_tenth": 0.1, "slow_tenth": 0.9}
-    for name, taken in seconds.items():
-        told["rounds"] = len(taken) - 1
-        ordered = sorted(taken[1:])
-        told[name] = {
-            key: context / ordered[int(share * len(ordered))] for key, share in at.items()
-        }
+    ordered = sorted(taken)
+    told: dict[str, Any] = {k: context / ordered[int(p * len(taken))] for k, p in at.items()}
+    told["rounds"] = len(taken)
+    told["against"] = {
+        other: statistics.median(b / a for a, b in zip(taken, theirs[1:], strict=True))
+        for other, theirs in seconds.items()
+        if other != name
+    }
     return told
 
 

@@ -20,7 +20,8 @@ PART = 1 << 22
 """Elements handed over at a time: a multiple of what the sweep cuts at."""
 
 Source = Callable[[TensorSpec, int, int], torch.Tensor]
-"""Elements `low` to `high` of a tensor, in the role's own type, on the host."""
+"""Elements `low` to `high` of a tensor, in the role's own type, on the host: good until the same
+thread asks again."""
 
 
 Part = tuple[TensorSpec, int, int, int]

@@ -6,6 +6,7 @@ wrote another can read.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,8 @@ OPTIMIZER = "optimizer"
 
 READERS = 8
 """Threads that read a file: some wait for the disk while others copy from their buffers."""
+
+_own = threading.local()
 
 _SUFFIX = {Role.MASTER: "rest", Role.FIRST: "first", Role.SECOND: "second"}
 
@@ -120,9 +123,8 @@ def _reader(shards: ShardReader, suffix: str) -> Source:
 def _base_reader(shards: ShardReader, role: Role) -> Source:
     def read(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         name = f"{tensor.name}.{_SUFFIX[role]}_base"
-        first = num_blocks(low)
-        out = torch.empty(num_blocks(high - low), dtype=torch.int16)
-        shards.read_into(name, out, first)
+        out = _landing(num_blocks(high - low), torch.int16)
+        shards.read_into(name, out, num_blocks(low))
         return out
 
     return read
@@ -138,15 +140,26 @@ def _renamed(shards: ShardReader, names: dict[str, str]) -> Source:
 def elements_of(
     shards: ShardReader, name: str, tensor: TensorSpec, low: int, high: int
 ) -> torch.Tensor:
+    """Good until this thread asks for others."""
     spec = shards.spec(name)
     if spec.shape != tensor.shape:
         raise UnsupportedModelError(
             f"{shards.path}: {name} has shape {spec.shape}, but the model's config asks for "
             f"{tensor.shape}; weights and config.json are not of one model"
         )
-    out = torch.empty(high - low, dtype=spec.dtype)
+    out = _landing(high - low, spec.dtype)
     shards.read_into(name, out, low)
     return out
+
+
+def _landing(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory of this thread's own, good until it asks again: a page of new memory takes about as
+    long as filling it from a good disk."""
+    nbytes = count * dtype.itemsize
+    held: torch.Tensor | None = getattr(_own, "landing", None)
+    if held is None or held.numel() < nbytes:
+        held = _own.landing = torch.empty(nbytes, dtype=torch.uint8)
+    return held[:nbytes].view(dtype)
 
 
 def names_in(shards: ShardReader, inventory: Inventory) -> dict[str, str]:
