@@ -47,11 +47,18 @@ class Pass:
         return len(self.tokens[0])
 
     def inputs(self, device: torch.device) -> dict[str, torch.Tensor]:
-        positions = torch.tensor(self.lengths)[:, None] + torch.arange(self.new)
         return {
             "input_ids": send(self.tokens, torch.int64, device),
-            "position_ids": send(positions, torch.int64, device),
+            "position_ids": self._positions(device),
         }
+
+    def _positions(self, device: torch.device) -> torch.Tensor:
+        first = self.lengths[0]
+        if all(length == first for length in self.lengths):  # made there: nothing has to cross
+            row = torch.arange(first, first + self.new, device=device)
+            return row.expand(len(self.lengths), -1)
+        every = torch.tensor(self.lengths)[:, None] + torch.arange(self.new)
+        return send(every, torch.int64, device)
 
     @contextmanager
     def rows(self, cache: Any) -> Iterator[None]:
