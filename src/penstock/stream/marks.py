@@ -21,31 +21,44 @@ def _note(failed: BaseException | None, words: str) -> None:
 
 
 class Marks:
-    """Marks of one run by name. A reader waits until the writer has issued the work."""
+    """Marks of one run by name. A reader waits until the writer has issued the work, and only those
+    who wait for that work are woken: with every lane's thread at every mark, they would be at the
+    interpreter's lock one after the other, and small operations take ten times as long."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # guards all below
+        self._lock = threading.Lock()  # guards all below
         self._found: dict[Hashable, Mark] = {}
         self._failed: BaseException | None = None
         self._waiting: dict[int, Hashable] = {}
+        self._asleep: dict[Hashable, list[threading.Lock]] = {}
 
     def put(self, key: Hashable, mark: Mark) -> None:
-        with self._changed:
+        with self._lock:
             self._found[key] = mark
-            self._changed.notify_all()
+            asleep = self._asleep.pop(key, ())
+        for sleeper in asleep:
+            sleeper.release()
 
     def get(self, key: Hashable) -> Mark:
         """Raises StoppedError if another thread failed meanwhile."""
         found = self._found.get(key)  # without the lock: a key is written once
-        if found is not None and self._failed is None:
-            return found
-        with self._noted(key), self._changed:
-            # In slices, so that Ctrl-C is seen.
-            while self._failed is None and key not in self._found:
-                self._changed.wait(0.2)
-            if self._failed is not None:
-                raise StoppedError
-            return self._found[key]
+        if found is None:
+            with self._noted(key):
+                self._sleep(key)
+        if self._failed is not None:
+            raise StoppedError
+        return self._found[key]
+
+    def _sleep(self, key: Hashable) -> None:
+        """Until the key is there, or somebody failed."""
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        with self._lock:
+            if self._failed is not None or key in self._found:
+                return
+            self._asleep.setdefault(key, []).append(sleeper)
+        while not sleeper.acquire(timeout=0.2):  # in slices, so that Ctrl-C is seen
+            pass
 
     def settle(self, key: Hashable) -> None:
         """Wait until the work is issued and done."""
@@ -63,22 +76,27 @@ class Marks:
     @contextlib.contextmanager
     def _noted(self, key: Hashable) -> Iterator[None]:
         me = threading.get_ident()
-        with self._changed:
+        with self._lock:
             self._waiting[me] = key
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 del self._waiting[me]
 
     def fail(self, error: BaseException) -> None:
         """The first one counts, and the others are noted with it. Everybody who waits is woken."""
-        with self._changed:
+        with self._lock:
             if self._failed is None and not isinstance(error, StoppedError):
                 self._failed = error
             elif isinstance(error, Exception) and not isinstance(error, StoppedError):
                 _note(self._failed, str(error))
-            self._changed.notify_all()
+            asleep = list(self._asleep.values())
+            if self._failed is not None:
+                self._asleep.clear()
+        for sleepers in asleep if self._failed is not None else ():
+            for sleeper in sleepers:
+                sleeper.release()
 
     def peek(self, key: Hashable) -> Mark | None:
         """Without waiting."""
@@ -92,10 +110,10 @@ class Marks:
         return self._failed
 
     def issued(self) -> list[Mark]:
-        with self._changed:
+        with self._lock:
             return list(self._found.values())
 
     def waiting(self) -> list[Hashable]:
         """What threads wait for right now."""
-        with self._changed:
+        with self._lock:
             return list(self._waiting.values())
