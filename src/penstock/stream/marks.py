@@ -22,8 +22,8 @@ def _note(failed: BaseException | None, words: str) -> None:
 
 class Marks:
     """Marks of one run by name. A reader waits until the writer has issued the work, and only those
-    who wait for that work are woken: with every lane's thread at every mark, they would be at the
-    interpreter's lock one after the other, and small operations take ten times as long."""
+    who wait for that work are woken: the others would want the interpreter's lock, one after the
+    other, to find that they were not meant."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all below
@@ -57,8 +57,11 @@ class Marks:
             if self._failed is not None or key in self._found:
                 return
             self._asleep.setdefault(key, []).append(sleeper)
-        while not sleeper.acquire(timeout=0.2):  # in slices, so that Ctrl-C is seen
-            pass
+        # In slices, so that Ctrl-C is seen; one that came between a mark and its sleepers' release
+        # has left them asleep.
+        while not sleeper.acquire(timeout=0.2):
+            if self._failed is not None or key in self._found:
+                return
 
     def settle(self, key: Hashable) -> None:
         """Wait until the work is issued and done."""
@@ -91,12 +94,12 @@ class Marks:
                 self._failed = error
             elif isinstance(error, Exception) and not isinstance(error, StoppedError):
                 _note(self._failed, str(error))
-            asleep = list(self._asleep.values())
+            woken: list[threading.Lock] = []
             if self._failed is not None:
-                self._asleep.clear()
-        for sleepers in asleep if self._failed is not None else ():
-            for sleeper in sleepers:
-                sleeper.release()
+                woken = [sleeper for each in self._asleep.values() for sleeper in each]
+                self._asleep.clear()  # each is woken once
+        for sleeper in woken:
+            sleeper.release()
 
     def peek(self, key: Hashable) -> Mark | None:
         """Without waiting."""
