@@ -11,6 +11,8 @@ import torch
 from penstock.budget import Budget, PathBudget
 from penstock.cost import PHASES, Cost, phase_peaks
 from penstock.cost.compute import sequences_by_round
+from penstock.cost.jobs import ISSUING, LAUNCHING
+from penstock.cpu_machine import cpu_machine
 from penstock.planner.choice import BlockSpots, Choice, Spot
 from penstock.planner.desk import Desk
 from penstock.roles import TRAINED, Role
@@ -182,3 +184,31 @@ def test_more_rounds_than_micro_batches_cost_no_more_computing() -> None:
     few, many = (table.cost(replace(spots, rounds=n)) for n in (most, most + 3))
 
     assert few.busy["gpu"] * few.step_seconds == pytest.approx(many.busy["gpu"] * many.step_seconds)
+
+
+def test_a_machine_however_fast_still_takes_the_hosts_time_for_every_operation() -> None:
+    cost = desk(disk=1e15, dram=1e15, link=1e15, flops=1e18).cost(everything_at(Spot.NVME))
+    moved = (Verb.READ, Verb.SWEEP, Verb.WRITE)
+    issued = ISSUING * sum(operation.verb in moved for operation in cost.schedule.operations)
+    micro_batches, layers = 4, len(MODEL.blocks) - 2
+    launched = micro_batches * layers * (LAUNCHING[Verb.FORWARD] + LAUNCHING[Verb.BACKWARD])
+
+    assert issued + launched < cost.step_seconds < 2 * (issued + launched)
+    assert cost.bound_by == "host"
+
+
+def test_smaller_pieces_take_longer_where_nothing_else_does() -> None:
+    whole = desk(disk=1e15, dram=1e15, link=1e15)
+    fine = replace(whole, piece_elements=whole.piece_elements >> 2)
+    spots = everything_at(Spot.NVME)
+
+    assert fine.cost(spots).step_seconds > 1.5 * whole.cost(spots).step_seconds
+
+
+def test_a_cpu_launches_nothing() -> None:
+    table = desk()
+    alone = replace(table, machine=cpu_machine(table.machine)).cost(everything_at(Spot.HBM))
+
+    sweeps = len(MODEL.blocks) * ISSUING
+    assert alone.busy["host"] * alone.step_seconds == pytest.approx(sweeps)
+    assert alone.bound_by == "gpu"

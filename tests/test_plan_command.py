@@ -76,7 +76,7 @@ def test_json_has_the_frozen_shape(penstock: Callable[..., Result]) -> None:
     assert all(list(tier) == ["budget", "at_rest", "peak"] for tier in found["tiers"].values())
     assert found["feasible"] is True
     assert found["tiers"]["hbm"]["peak"] <= found["tiers"]["hbm"]["budget"] == 3 * GiB
-    assert found["bound_by"] in {"gpu", "sweep", "pcie", "memory", "nvme"}
+    assert found["bound_by"] in {"gpu", "host", "sweep", "pcie", "memory", "nvme"}
     assert list(found["phases"]) == ["sweep", "forward", "backward"]
     for phase in found["phases"].values():
         for tier, nbytes in phase.items():

@@ -21,7 +21,7 @@ _SHORT = {
 
 
 def short_name(resource: str) -> str:
-    """For machines: `gpu`, `sweep`, `pcie`, `memory` or `nvme`."""
+    """For machines: `gpu`, `host`, `sweep`, `pcie`, `memory` or `nvme`."""
     kind = resource.split("@", maxsplit=1)[0]
     return _SHORT.get(kind, kind)
 
@@ -41,6 +41,8 @@ def long_name(resource: str, machine: Machine) -> str:
             return "PCIe out of the GPU"
         case "link":
             return "PCIe, both ways together"
+        case "host":
+            return "what the host issues"
         case "disk":
             return f"NVMe at {where}"
         case "reads" | "writes":

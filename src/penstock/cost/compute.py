@@ -15,7 +15,10 @@ class Computation:
 
     def __init__(self, inventory: Inventory, workload: Workload, rounds: int, rates: Rates) -> None:
         self.inventory, self.workload, self.rates = inventory, workload, rates
-        self.tokens = [n * workload.context for n in sequences_by_round(workload, rounds)]
+        sequences = sequences_by_round(workload, rounds)
+        self.tokens = [n * workload.context for n in sequences]
+        self.micro_batches = [-(-n // workload.numerics.micro_batch) for n in sequences]
+        """Per round."""
 
     def seconds(self, operation: Operation) -> float:
         block = self.inventory.blocks[operation.block]

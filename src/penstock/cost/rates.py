@@ -101,6 +101,9 @@ class Rates:
     disks: Mapping[str, DiskRates]
     """By path."""
 
+    launched: bool
+    """Whether what computes is launched by the host, operation by operation: a GPU."""
+
     staging_node: int
     """Where host buffers are: the DRAM node nearest to the GPU."""
 
@@ -136,6 +139,7 @@ class Rates:
             both=both or BOTH_WAYS * (h2d + d2h),
             nodes=nodes,
             disks={s.path: _disk(i, s) for i, s in enumerate(machine.storage)},
+            launched=gpu is not None,
             staging_node=near if near is not None else dram[0],
             assumed=tuple(assumed),
         )
