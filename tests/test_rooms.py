@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"memory.placement", "memory.residency"},
     },
     "memory.residency": {"_native", "errors", "units"},
+    "memory.heap": {"_native", "units"},
     "memory.arena": {
         *{"_native", "errors", "units", "memory.placement", "memory.region", "memory.residency"},
         "memory.tensors",  # inside a function: the core imports without torch
@@ -116,8 +117,8 @@ MAY_IMPORT: dict[str, set[str]] = {
             "placement_parts",
         },
         *{"plan", "pools", "record_files", "records", "roles", "schedule", "step_facts"},
-        *{"step_order", "tiers", "units", "workload", "memory.arena", "memory.placement"},
-        *{"checkpoint", "storage", "kv", "optim", "transfers"},
+        *{"step_order", "tiers", "units", "workload", "memory.arena", "memory.heap"},
+        *{"memory.placement", "checkpoint", "storage", "kv", "optim", "transfers"},
     },
     # show
     "preparing": {

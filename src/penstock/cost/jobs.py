@@ -147,6 +147,10 @@ class Translator:
     gpus: int = 1
     """GPUs that share the host and do the same."""
 
+    issued: int = 0
+    """Elements of a piece as the engine issues them, where those of the placement stand for
+    several of them; 0: they do not."""
+
     known: Known = field(default_factory=dict)
     """Demands found before. May be kept for other placements of the same model and work, as long
     as their homes are: equal homes are mostly one object, and are told apart by that."""
@@ -221,7 +225,14 @@ class Translator:
     def _demands(self, operation: Operation) -> dict[str, float]:
         """None where nothing has to be moved."""
         found = self._moved(operation)
-        return found | {"host": ISSUING} if found else found
+        return found | {"host": self._issues(operation) * ISSUING} if found else found
+
+    def _issues(self, operation: Operation) -> int:
+        if operation.piece is None or not self.issued:
+            return 1
+        block = self.inventory.blocks[operation.block]
+        start, stop, _ = piece_span(block, operation.piece, self.placement)
+        return -(-(stop - start) // self.issued)
 
     def _moved(self, operation: Operation) -> dict[str, float]:
         if operation.verb in (Verb.DROP, Verb.RELEASE):

@@ -31,6 +31,9 @@ class Stopwatch:
     rates: Rates
     """On what."""
 
+    issued: int = 0
+    """As the translator has it."""
+
     _known: Known = field(init=False, default_factory=dict)
     _speeds: Speeds = field(init=False, default_factory=dict)
     _blocks: dict[tuple[int, ...], Mapping[str, float]] = field(init=False, default_factory=dict)
@@ -60,7 +63,7 @@ class Stopwatch:
 
     def _translator(self, placement: Placement) -> Translator:
         parts = (self.inventory, self.workload, placement, self.rates)
-        return Translator(*parts, known=self._known)
+        return Translator(*parts, issued=self.issued, known=self._known)
 
 
 def _operations(placement: Placement, block: int, inventory: Inventory) -> Iterator[Operation]:

@@ -86,7 +86,7 @@ class Desk:
         self._capacities = {tier: self._capacity(tier) for tier in Tier}
         args = (self.inventory, self.workload)
         self._quick = QuickNeeds(*args, self.context_nbytes, self.placement)
-        self._stopwatch = Stopwatch(*args, self.rates)
+        self._stopwatch = Stopwatch(*args, self.rates, issued=self.piece_elements)
         self._coarse = coarse(self.inventory, self.piece_elements)
 
     # Bytes.
