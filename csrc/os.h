@@ -69,7 +69,8 @@ struct Os {
 Os& linux_os() noexcept;
 
 // From now on the C library maps blocks of so many bytes and more by themselves, and unmaps them
-// when they are freed. Nothing where it has no such setting.
+// when they are freed; below that it keeps up to twice as many free at the top of its heap. Nothing
+// where it has no such settings.
 void map_blocks_from(std::size_t bytes) noexcept;
 
 // 0 where io_uring may be used, else the errno that io_uring_setup gave.

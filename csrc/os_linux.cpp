@@ -173,6 +173,8 @@ Os& linux_os() noexcept {
 void map_blocks_from([[maybe_unused]] std::size_t bytes) noexcept {
 #ifdef __GLIBC__
   ::mallopt(M_MMAP_THRESHOLD, static_cast<int>(bytes));
+  // With the first set it learns the second no more, and every block at the top would be new pages.
+  ::mallopt(M_TRIM_THRESHOLD, static_cast<int>(2 * bytes));
 #endif
 }
 

@@ -51,8 +51,30 @@ def test_a_held_heap_keeps_nothing() -> None:
     [
         {"MALLOC_MMAP_THRESHOLD_": str(32 << 20)},
         {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={32 << 20}"},
+        {"MALLOC_TRIM_THRESHOLD_": str(512 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)},
     ],
-    ids=["variable", "tunable"],
+    ids=["variable", "tunable", "both"],
 )
 def test_an_environment_that_says_otherwise_is_obeyed(said: dict[str, str]) -> None:
     assert left_behind("hold", **said) > 100
+
+
+AGAIN = """
+import resource
+import torch
+from penstock.memory.heap import hold_heap
+
+hold_heap()  # before anything was learned
+block = lambda: torch.ones(3 << 20, dtype=torch.uint8)
+block()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(100):
+    block()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_blocks_that_stay_in_the_heap_are_not_new_pages_every_time() -> None:
+    faults = int(subprocess.check_output([sys.executable, "-c", AGAIN], text=True))
+
+    assert faults < 10 * 768, "768 pages each"

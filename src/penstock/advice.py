@@ -12,7 +12,7 @@ from penstock.inventory import Inventory
 from penstock.machine import Machine
 from penstock.planner import QUICK, Effort, Memory, Planned, find_plan, fits
 from penstock.tiers import Tier
-from penstock.units import GiB, format_bytes
+from penstock.units import GiB
 from penstock.workload import Workload, default_numerics
 
 WORTH = 1.03
@@ -86,7 +86,7 @@ def _changes(question: Question) -> Iterator[tuple[str, dict[str, object]]]:
     for tier, more in ((Tier.DRAM, 16 * GiB), (Tier.DRAM, 64 * GiB), (Tier.HBM, 8 * GiB)):
         if question.planned.plan.peak(tier) > 0.9 * budget.of(tier):
             yield (
-                f"+{format_bytes(more).replace('.0', '')} {tier.value.upper()}",
+                f"+{more // GiB} GiB {tier.value.upper()}",
                 {"budget": budget.changed(tier, budget.of(tier) + more),
                  "machine": _with_more(question.machine, tier, more)},
             )  # fmt: skip

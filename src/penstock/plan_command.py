@@ -199,7 +199,7 @@ def _probe_here() -> Machine:
 
 def advice_text(advices: list[Advice]) -> str:
     if not advices:
-        return "What would help most: nothing within reach; this is what the GPU can do."
+        return "What would help most: nothing within reach."
     told = "; ".join(f"{advice.what}: {advice.gain}" for advice in advices)
     return f"What would help most: {told}"
 

@@ -32,7 +32,7 @@ FITTED = ("fast-4x4096", "8b-4x4096", "moments-fp32", "moments-bf16")
 
 def streamed(name: str) -> dict[str, Any]:
     """What the cell's run has written."""
-    (path,) = RESULTS.glob(f"engine_{name}_nvidia-h200_*.json")
+    path = max(RESULTS.glob(f"engine_{name}_nvidia-h200_*.json"))  # the latest day's
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["results"]["streamed"]
     return found
 

@@ -26,8 +26,8 @@ ISSUING = 0.3e-3
 interpreter's lock. Measured: 0.9 ms for a piece that is read, swept and written."""
 
 LAUNCHING = {Verb.FORWARD: 2e-3, Verb.BACKWARD: 6e-3, Verb.LOSS: 4e-3}
-"""Seconds of the host to launch a block's kernels for a micro-batch: what a model takes that is too
-small to keep a GPU busy."""
+"""Seconds of the host to launch a layer's kernels for a micro-batch, and the loss': what a model
+takes that is too small to keep a GPU busy."""
 
 
 class Demands:
@@ -204,8 +204,9 @@ class Translator:
             return {}
         if not self.rates.launched:
             return {"gpu": seconds}
-        launches = compute.micro_batches[operation.round]
-        return {"gpu": seconds, "host": launches * LAUNCHING[operation.verb]}
+        embeds = self.inventory.blocks[operation.block].kind == "embedding"
+        each = ISSUING if embeds else LAUNCHING[operation.verb]
+        return {"gpu": seconds, "host": compute.micro_batches[operation.round] * each}
 
     def _kinds(self) -> list[tuple[int, ...]]:
         """Per block, what tells its homes from others."""

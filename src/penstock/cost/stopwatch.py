@@ -55,11 +55,12 @@ class Stopwatch:
         return max(totals.values())
 
     def computing(self, placement: Placement) -> float:
-        """What the GPU computes, without sweeps: wherever anything rests, no step ends sooner."""
+        """What the GPU computes and the host launches for it, without sweeps: wherever anything
+        rests, no step ends sooner."""
         translator = self._translator(placement)
         blocks = range(len(placement.blocks))
         needed = (o for i in blocks for o in _operations(placement, i, self.inventory))
-        return translator.totals(o for o in needed if o.verb in COMPUTE)["gpu"]
+        return max(translator.totals(o for o in needed if o.verb in COMPUTE).values())
 
     def _translator(self, placement: Placement) -> Translator:
         parts = (self.inventory, self.workload, placement, self.rates)

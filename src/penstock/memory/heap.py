@@ -19,6 +19,7 @@ def hold_heap() -> None:
     32 MiB from its heap, where what lies above a hole keeps it: a process that computes on the CPU
     then holds up to a quarter more than it uses, and another amount in every run.
     """
-    said = os.environ.get("GLIBC_TUNABLES", "")
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ and "mmap_threshold" not in said:
+    said = [name for name in os.environ if name.startswith("MALLOC_")]
+    said.append(os.environ.get("GLIBC_TUNABLES", "").upper())
+    if not any("MMAP_THRESHOLD" in each or "TRIM_THRESHOLD" in each for each in said):
         _native.map_blocks_from(LARGE)

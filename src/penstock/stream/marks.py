@@ -60,7 +60,7 @@ class Marks:
         # In slices, so that Ctrl-C is seen; one that came between a mark and its sleepers' release
         # has left them asleep.
         while not sleeper.acquire(timeout=0.2):
-            if self._failed is not None or key in self._found:
+            if key in self._found or self._failed is not None:
                 return
 
     def settle(self, key: Hashable) -> None:
