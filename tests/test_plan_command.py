@@ -197,3 +197,10 @@ def test_advice_in_words() -> None:
     assert "nothing within reach" in advice_text([])
     told = advice_text([Advice(what="+16 GiB DRAM", speedup=2.1, gain="2.10 x")])
     assert told == "What would help most: +16 GiB DRAM: 2.10 x"
+
+
+def test_advice_says_how_much_memory_was_meant(penstock: Callable[..., Result]) -> None:
+    tight = ["--hbm", "2GiB", "--dram", "1GiB", "--nvme", "/mnt/nvme:4GiB"]
+    done = penstock("plan", GPT2, *SMALL, *tight)
+
+    assert "+8 GiB HBM" in done.output
