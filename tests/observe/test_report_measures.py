@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,13 @@ def test_phases_that_overlap_share_no_moment_and_lose_none(spans: list) -> None:
     for segment in segments:
         latest = max(p.start for p in phases if p.start <= segment.start < p.end)
         assert next(p for p in phases if p.name == segment.name).start == latest
+
+
+def test_no_step_is_told_to_take_longer_than_it_did() -> None:
+    """As when the steps whose events were kept are not the typical ones."""
+    m = measure(offloaded())
+
+    assert dataclasses.replace(m, seconds=1.0).floor == pytest.approx(0.5)
 
 
 def test_an_offloaded_run_gives_the_figures_it_was_made_with() -> None:

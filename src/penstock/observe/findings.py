@@ -12,7 +12,7 @@ from typing import Literal
 
 from penstock.observe.measures import Measures
 from penstock.observe.steps import OUTSIDE, UNNAMED, settled
-from penstock.observe.usage import GPU, GPU_LINKS, SWEEP, is_node, mean
+from penstock.observe.usage import GPU, GPU_LINKS, SWEEP, is_node
 from penstock.observe.words import (
     link_title,
     list_of,
@@ -194,7 +194,7 @@ def unoverlapped_work(m: Measures) -> Iterator[Finding]:
     """Everything waits for everything: what full overlap would give."""
     if m.bound.holds or m.floor is None or len(m.busy) < 2 or m.bound.resource is None:
         return
-    whole = mean([use.step.seconds for use in m.uses])
+    assert m.seconds is not None
     working = [(name, share) for name, share in m.busy.items() if not is_node(name)]
     shares = ", ".join(f"{resource_name(name, m)} {percent(share)}" for name, share in working[:4])
     yield Finding(
@@ -202,7 +202,7 @@ def unoverlapped_work(m: Measures) -> Iterator[Finding]:
         f"each waits for another ({shares}): with everything overlapped a step could still not "
         f"take less than {seconds_text(m.floor)}",
         "That is the busiest one's own time, and no promise.",
-        whole - m.floor,
+        m.seconds - m.floor,
     )  # fmt: skip
 
 

@@ -111,10 +111,11 @@ class Measures:
 
     @property
     def floor(self) -> float | None:
-        """Seconds of the busiest resource: no order of the same work makes a step shorter."""
-        if not self.uses or not self.bound.exact:
+        """Seconds of the busiest resource in the median step: no order of the same work makes one
+        shorter."""
+        if self.seconds is None or not self.uses or not self.bound.exact:
             return None
-        return self.bound.share * mean([use.step.seconds for use in self.uses])
+        return self.bound.share * self.seconds
 
     @property
     def pcie_nbytes(self) -> float:

@@ -66,11 +66,9 @@ def under_verdict(m: Measures) -> list[str]:
         said.append(f"Next is {resource_name(m.bound.runner_up, m)}, {percent(m.bound.second)}.")
     if m.bound.resource is not None and not m.bound.exact:
         said.append("By samples: no copy or kernel was recorded one by one.")
-    if m.waits and m.floor is not None:
-        whole = mean([use.step.seconds for use in m.uses])
-        if whole - m.floor > 0.05 * whole:
-            least = seconds_text(m.floor)
-            said.append(f"No order of what was recorded makes a step shorter than {least}.")
+    if m.waits and m.floor is not None and m.bound.share < 0.95:
+        least = seconds_text(m.floor)
+        said.append(f"No order of what was recorded makes a step shorter than {least}.")
     planned = m.run.observation.planned
     if planned is not None and planned.step_seconds is not None:
         by = f", bound by {resource_name(planned.bound_by, m)}" if planned.bound_by else ""
