@@ -8,6 +8,10 @@ from collections.abc import Hashable, Iterator
 
 from penstock.stream.device import Device, Mark
 
+SLICE = 0.2
+"""Seconds of sleep after which a thread looks for itself: so that Ctrl-C is seen, and because one
+that came between a mark and its sleepers' release has left them asleep."""
+
 
 class StoppedError(Exception):
     """Another thread failed; its error is the one to show."""
@@ -41,8 +45,7 @@ class Marks:
 
     def get(self, key: Hashable) -> Mark:
         """Raises StoppedError if another thread failed meanwhile."""
-        found = self._found.get(key)  # without the lock: a key is written once
-        if found is None:
+        if key not in self._found:  # without the lock: a key is written once
             with self._noted(key):
                 self._sleep(key)
         if self._failed is not None:
@@ -57,9 +60,7 @@ class Marks:
             if self._failed is not None or key in self._found:
                 return
             self._asleep.setdefault(key, []).append(sleeper)
-        # In slices, so that Ctrl-C is seen; one that came between a mark and its sleepers' release
-        # has left them asleep.
-        while not sleeper.acquire(timeout=0.2):
+        while not sleeper.acquire(timeout=SLICE):
             if key in self._found or self._failed is not None:
                 return
 
