@@ -20,7 +20,6 @@ from penstock.workload import Workload
 Known = dict[object, dict[str, float]]
 """What kinds of operations ask for."""
 
-
 ISSUING = 0.3e-3
 """Seconds of the host to issue an operation that moves or sweeps. All threads that do share the
 interpreter's lock. Measured: 0.9 ms for a piece that is read, swept and written."""
@@ -224,7 +223,7 @@ class Translator:
         ]
 
     def _demands(self, operation: Operation) -> dict[str, float]:
-        """None where nothing has to be moved."""
+        """Nothing, where nothing has to be moved."""
         found = self._moved(operation)
         return found | {"host": self._issues(operation) * ISSUING} if found else found
 
