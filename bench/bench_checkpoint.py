@@ -28,8 +28,8 @@ import penstock as ps
 from bench import certificate
 from bench.bench_engine import repeat_weights
 from bench.shapes import SHAPES, config_of
-from penstock.bundled import bundled
-from penstock.preparing import Recipe, prepare
+from penstock.engine.prepare import Recipe, prepare
+from penstock.machine.presets import preset
 from penstock.roles import STATE
 from penstock.units import MiB, format_rate
 
@@ -78,7 +78,7 @@ def engine_of(source: Path, chosen: argparse.Namespace, init: Any) -> Any:
     told: dict[str, Any] = {"init": init, "moments": chosen.moments, "optimizer": {"lr": 1e-5}}
     recipe = Recipe(context=chosen.context, batch=1, **told)
     budget = {"hbm": chosen.hbm, "dram": chosen.dram, "nvme": []}
-    machine = bundled(chosen.machine) if chosen.machine else None
+    machine = preset(chosen.machine) if chosen.machine else None
     return prepare(source, recipe=recipe, budget=budget, machine=machine)
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.certificate import percentiles, save
 from penstock.optim import device_sweep, rules, sweep
-from penstock.optim.device_engine import pick
+from penstock.optim.device_backend import pick
 from penstock.optim.formats import StateFormat, num_blocks
 from penstock.optim.sweep import Segment
 

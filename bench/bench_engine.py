@@ -24,11 +24,11 @@ from bench import certificate
 from bench.measuring import HostPeak, device_peak, forget_device_peak, run_steps
 from bench.plain import plain_step
 from bench.shapes import SHAPES, config_of
-from penstock.bundled import bundled
-from penstock.plan import Plan
-from penstock.preparing import Recipe, prepare
-from penstock.stream import initial
-from penstock.stream.timeline import Event, busy, idle
+from penstock.engine import initial_weights
+from penstock.engine.prepare import Recipe, prepare
+from penstock.engine.timeline import Event, busy, idle
+from penstock.machine.presets import preset
+from penstock.plan.plan import Plan
 from penstock.units import format_bytes
 
 PREDICTED = ".predicted.json"
@@ -85,7 +85,7 @@ def streamed(config: Any, chosen: argparse.Namespace) -> dict[str, Any]:
             folder,
             recipe=recipe,
             budget=budget,
-            machine=bundled(chosen.machine) if chosen.machine else None,
+            machine=preset(chosen.machine) if chosen.machine else None,
             plan=Plan.load(chosen.plan) if chosen.plan else None,
         )
         start_up = time.perf_counter() - began
@@ -168,7 +168,7 @@ def repeat_weights(chosen: argparse.Namespace) -> None:
 
         return {tensor.name: of(tensor) for tensor in block.tensors}
 
-    setattr(initial, "_drawn", repeated)  # noqa: B010
+    setattr(initial_weights, "_drawn", repeated)  # noqa: B010
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ from bench.kv_pages import pages
 from bench.kv_prefill import prefill, prompt_of
 from bench.shapes import SHAPES, config_of
 from penstock.errors import PenstockError
-from penstock.kv import Generator, Request
+from penstock.generate import Generator, Request
 from penstock.units import format_bytes, parse_bytes
 
 SPARE = 4 << 30

@@ -23,15 +23,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import certificate
 from bench_engine import SHAPES, config_of
 
-from penstock.inventory import Inventory
-from penstock.model_survey import survey_config
-from penstock.pools import working_nbytes
-from penstock.stream.batches import cut_batch
-from penstock.stream.body import Body, MicroBatch
-from penstock.stream.gradients import differentiate
-from penstock.stream.model import build_model
+from penstock.engine.batches import cut_batch
+from penstock.engine.gradients import differentiate
+from penstock.model.inventory import Inventory
+from penstock.model.skeleton import build_model
+from penstock.model.split import MicroBatch, SplitModel
+from penstock.model.survey import survey_config
+from penstock.plan.buffers import working_nbytes
+from penstock.plan.workload import Numerics, Workload, default_numerics
 from penstock.units import format_bytes
-from penstock.workload import Numerics, Workload, default_numerics
 
 WAYS: dict[str, dict[str, Any]] = {
     "as planned": {},
@@ -80,10 +80,10 @@ def measure(config: Any, chosen: argparse.Namespace, changes: dict[str, Any]) ->
 
 def bound(
     config: Any, inventory: Inventory, numerics: Numerics, device: torch.device
-) -> tuple[Body, dict[str, torch.nn.Parameter]]:
+) -> tuple[SplitModel, dict[str, torch.nn.Parameter]]:
     """With random weights for the embedding and the first layer."""
     bare = build_model(config, torch.bfloat16, device)
-    body = Body(bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
+    body = SplitModel(bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
     made = [
         {
             t.name: torch.nn.Parameter(torch.randn(t.shape, device=device).bfloat16() * 0.02)
@@ -103,7 +103,7 @@ def batch(config: Any, chosen: argparse.Namespace) -> dict[str, torch.Tensor]:
 
 
 def layer_step(
-    body: Body, parameters: dict[str, torch.nn.Parameter], micro: MicroBatch
+    body: SplitModel, parameters: dict[str, torch.nn.Parameter], micro: MicroBatch
 ) -> Callable[[], None]:
     """Forward as the engine does it, then what its backward does."""
     with torch.no_grad():

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import certificate
 from bench.measuring import run_steps
 from bench.shapes import SHAPES, config_of
-from penstock.preparing import Recipe, prepare
+from penstock.engine.prepare import Recipe, prepare
 from penstock.roles import Moments
 
 SYMBOLS = 256

@@ -81,7 +81,7 @@ def measure(program: Program, rounds: int, steps: int, interval: float) -> dict[
                 with watching if observed else contextlib.nullcontext():
                     medians[observed] = timed(program, steps)
                 if observed:
-                    from penstock.observe.records import read_run
+                    from penstock.observe.run_files import read_run
 
                     shares.append(read_run(folder).observation.overhead or 0.0)
             found["on" if observed else "off"].append(medians[observed]["clock"])

@@ -29,7 +29,7 @@ import penstock as ps
 from bench import bench_copies
 from bench.certificate import percentiles, save
 from penstock import _native
-from penstock.system import System
+from penstock.machine.sysfs import System
 from penstock.units import GiB, MiB, format_bytes, parse_bytes
 
 PAGE = _native.page_nbytes()

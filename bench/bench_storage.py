@@ -31,11 +31,10 @@ from footprint import cached_nbytes, cpu_seconds, resident
 from storage_rows import Memory, Row, percentiles, spread, typical
 
 from penstock import _native
-from penstock.storage.building import StoreOptions
+from penstock.storage.benchmark import PATTERNS, StorageBench
 from penstock.storage.engines import choose_engine
 from penstock.storage.header import DATA_OFFSET
-from penstock.storage.rates import PATTERNS, StorageBench
-from penstock.storage.store import Store
+from penstock.storage.store import Store, StoreOptions
 from penstock.units import KiB, MiB, format_bytes, parse_bytes
 
 REPO = Path(__file__).parents[1]

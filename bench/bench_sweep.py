@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.certificate import percentiles, save
 from penstock import _native, empty
-from penstock.optim.rate import TRAFFIC, Bed
 from penstock.optim.rules import Coefficients
 from penstock.optim.sweep import LEAF, Pool, grad_stats
+from penstock.optim.sweep_rate import TRAFFIC, Bed
 
 Arm = Callable[[], float]
 REST = 0.05

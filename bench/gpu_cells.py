@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.shapes import config_of
-from penstock.bundled import bundled
-from penstock.inventory import Inventory
+from penstock.engine.prepare import Recipe, workload_for
+from penstock.machine.presets import preset
+from penstock.model.inventory import Inventory
 from penstock.planner import Planned, make_plan
-from penstock.preparing import Recipe, workload_for
 
 MACHINE = "h200"
 ALL_OF_IT = "130GiB"
@@ -120,17 +120,17 @@ def recipe_of(cell: Cell, *, compiled: bool = True) -> Recipe:
 
 
 def inventory_of(cell: Cell) -> Inventory:
-    from penstock.model_survey import survey_config
+    from penstock.model.survey import survey_config
 
     return survey_config(config_of(cell.shape, cell.context), name=cell.shape)
 
 
 def plan_cell(cell: Cell, scratch: Path, *, compiled: bool = True) -> Planned:
     """Without a GPU, for the machine that the table is of."""
-    from penstock.budget import parse_budget, with_paths
+    from penstock.plan.budget import parse_budget, with_paths
 
     given = cell.budget(scratch)
-    machine = bundled(MACHINE)
+    machine = preset(MACHINE)
     budget = parse_budget(machine, hbm=given["hbm"], dram=given["dram"], nvme=tuple(given["nvme"]))
     machine, _ = with_paths(machine, budget)
     inventory = inventory_of(cell)

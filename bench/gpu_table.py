@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import certificate
 from bench.gpu_cells import PARTS, Cell, cells, plan_cell
 from penstock.errors import PenstockError
-from penstock.plan import Plan
-from penstock.plan_view import plan_json
+from penstock.plan.plan import Plan
+from penstock.planner.plan_view import plan_json
 
 HERE = Path(__file__).parent
 SCRATCH = Path("/var/tmp/penstock-bench")

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 import transformers
 
+from penstock.generate.forward import Pass, Resident
 from penstock.kv import VirtualCache
-from penstock.kv.passes import Pass, Resident
 from penstock.units import MiB
 
 AHEAD = 64

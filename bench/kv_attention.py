@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from penstock.kv import attention, decode, rowwise
+from penstock.generate import attention
+from penstock.kv import decode_attention
 
 PAGE = 128
 """Tokens of a page of FlexAttention's."""
@@ -46,7 +47,7 @@ def measure(
         "penstock, ragged": _ours(query, keys, values, ragged),
         "packed": over_packed,
     }
-    if rowwise.flash_fits(query, None):
+    if attention.flash_fits(query, None):
         arms["flash"] = _flash(query, keys, values, even)
         arms["flash, ragged"] = _flash(query, keys, values, ragged)
     if device == "cuda" and context in PAGED:
@@ -66,7 +67,7 @@ def _ours(
     per_row = keys.stride(0) // keys.stride(2)
     starts = torch.arange(len(lengths), device=query.device) * per_row
     ends = torch.tensor(lengths, device=query.device) + 1
-    where = decode.Spots(starts, ends, decode.bucket(max(lengths) + 1))
+    where = decode_attention.Spots(starts, ends, decode_attention.bucket(max(lengths) + 1))
     module = torch.nn.Module()
 
     def call() -> Any:
@@ -80,7 +81,7 @@ def _flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: list[int]
 ) -> Call:
     """torch's flash kernel over the same views, as it runs where Triton is missing."""
-    one = rowwise.Attention(rowwise.Rows(tuple(lengths), 1), None, None, None)
+    one = attention.Attention(attention.Rows(tuple(lengths), 1), None, None, None)
     return lambda: one.flash(query, keys, values)
 
 

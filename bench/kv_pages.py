@@ -11,7 +11,7 @@ import torch
 
 from bench import certificate
 from bench.kv_arms import Virtual, token_nbytes
-from penstock.kv.space import Space, open_space
+from penstock.kv.address_space import Space, open_space
 
 ALONE = 128
 """Pages that are made, mapped and given back one by one."""

@@ -14,7 +14,7 @@ import torch
 
 from bench.kv_arms import AHEAD, token_nbytes
 from penstock.errors import PenstockError
-from penstock.kv import Generator, Request
+from penstock.generate import Generator, Request
 
 MASKED = 32768
 """The longest prompt for StaticCache, whose mask is as wide as it is long."""

@@ -20,11 +20,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import certificate
-from penstock.observe.findings import MUCH
-from penstock.observe.findings_waits import cores_at_work, unseen
+from penstock.observe.findings import MUCH, cores_at_work, unseen
 from penstock.observe.intervals import common, length
 from penstock.observe.measures import Measures, measure
-from penstock.observe.records import Run, read_run
+from penstock.observe.records import RecordedRun
+from penstock.observe.run_files import read_run
 from penstock.observe.steps import settled
 from penstock.observe.usage import GPU, GPU_LINKS, SWEEP, is_node, mean
 
@@ -111,7 +111,7 @@ def hidden(m: Measures) -> dict[str, float]:
     return found
 
 
-def hardware(run: Run) -> dict[str, object]:
+def hardware(run: RecordedRun) -> dict[str, object]:
     """As certificates name it, from what the run says of its machine."""
     told = run.observation.hardware
     return {

@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import penstock as ps
+from penstock.engine.prepare import Recipe, plan_for
 from penstock.errors import InfeasibleError
-from penstock.preparing import Recipe, plan_for
 from penstock.units import format_bytes_up
 
 STEPS, CONTEXT, BATCH, MICRO_BATCH = 200, 128, 4, 4
@@ -83,7 +83,7 @@ def train_command(folder: Path) -> list[str]:
     rate = {"lr": 2e-3, "warmup": 10, "weight-decay": 0.01}
     rest = {"init": "random", "eval-split": 0.02, "cache": folder / "tokens", "profile": PROFILED}
     flags = [f"--{name}={value}" for name, value in {**sizes, **run, **rate, **rest}.items()]
-    start = [sys.executable, "-m", "penstock.cli", "train"]
+    start = [sys.executable, "-m", "penstock", "train"]
     inputs = [str(folder / "model"), f"--data={folder / 'chats.jsonl'}", f"--out={folder / 'out'}"]
     return [*start, *inputs, *flags]
 

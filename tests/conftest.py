@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock.machine.sysfs import System
 from penstock.memory.placement import Place
-from penstock.system import System
-from tests.places import places_here
+from tests.support.places import places_here
 
 
 @pytest.fixture(params=places_here(), ids=repr)

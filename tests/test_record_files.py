@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock import record_files
+from penstock import records
 from penstock.errors import MachineError, RecordError
-from penstock.record_files import layout, parse
-from penstock.records import from_json
-from tests.devices import make_device
+from penstock.records import from_json, layout, parse
+from tests.support.devices import make_device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,37 +54,37 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "leaf.json"
-    record_files.save(Leaf(value=1.0), path)
+    records.save(Leaf(value=1.0), path)
 
     def power_cut(_: int) -> None:
         raise OSError("power cut")
 
     monkeypatch.setattr(os, "fsync", power_cut)
     with pytest.raises(RecordError, match=re.escape(f"{path}: cannot be written: power cut")):
-        record_files.save(Leaf(value=2.0), path)
-    assert record_files.load(Leaf, path) == Leaf(value=1.0)
+        records.save(Leaf(value=2.0), path)
+    assert records.load(Leaf, path) == Leaf(value=1.0)
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_save_through_a_link_replaces_what_the_link_points_to(tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to("real.json")
-    record_files.save(Leaf(value=1.0), tmp_path / "link.json")
+    records.save(Leaf(value=1.0), tmp_path / "link.json")
     assert (tmp_path / "link.json").is_symlink()
-    assert record_files.load(Leaf, tmp_path / "real.json") == Leaf(value=1.0)
+    assert records.load(Leaf, tmp_path / "real.json") == Leaf(value=1.0)
 
 
 def test_a_load_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "leaf.json"
     path.write_text("{")
     with pytest.raises(RecordError, match=re.escape(f"{path}: line 1, column 2: is not JSON")):
-        record_files.load(Leaf, path)
+        records.load(Leaf, path)
 
 
 def test_a_save_onto_a_pipe_goes_through_it(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    record_files.save(Leaf(value=1.0), path)
+    records.save(Leaf(value=1.0), path)
     assert from_json(Leaf, parse(os.read(reader, 1000))) == Leaf(value=1.0)
     os.close(reader)
     assert path.is_fifo()
@@ -93,10 +92,10 @@ def test_a_save_onto_a_pipe_goes_through_it(tmp_path: Path) -> None:
 
 def test_a_save_onto_a_device_leaves_the_device(tmp_path: Path) -> None:
     null, full = make_device(tmp_path, "null"), make_device(tmp_path, "full")
-    record_files.save(Leaf(value=1.0), null)
+    records.save(Leaf(value=1.0), null)
     assert null.is_char_device()
     with pytest.raises(RecordError, match=r"full: cannot be written: No space left on device$"):
-        record_files.save(Leaf(value=1.0), full)
+        records.save(Leaf(value=1.0), full)
     assert full.is_char_device()
     assert sorted(tmp_path.iterdir()) == [full, null]
 
@@ -105,8 +104,8 @@ def test_a_save_onto_standard_output_adds_to_what_it_is(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("before\n")
     code = (
-        "from penstock import record_files; from penstock.units import GiB;"
-        "from penstock.machine import Machine, MemoryNode;"
+        "from penstock import records as record_files; from penstock.units import GiB;"
+        "from penstock.machine.machine import Machine, MemoryNode;"
         "record_files.save(MemoryNode(id=0, kind='dram', capacity=GiB), '/dev/stdout');"
         "print('after')"
     )
@@ -123,7 +122,7 @@ def test_a_disk_is_not_written_over(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     path.write_text("precious")
     monkeypatch.setattr(stat, "S_ISBLK", lambda mode: True)
     with pytest.raises(RecordError, match="cannot be written: it is a disk"):
-        record_files.save(Leaf(value=1.0), path)
+        records.save(Leaf(value=1.0), path)
     assert path.read_text() == "precious"
 
 
@@ -136,8 +135,8 @@ def test_a_place_that_cannot_be_read_or_written_is_named_with_the_reason(
 ) -> None:
     path = tmp_path / name
     with pytest.raises(RecordError, match=re.escape(f"{path}: cannot be written: {reason}")):
-        record_files.save(Leaf(value=1.0), path)
+        records.save(Leaf(value=1.0), path)
     with pytest.raises(MachineError, match=re.escape(f"{path}: cannot be read: {reason}")) as told:
-        record_files.load(Leaf, path, error=MachineError)
+        records.load(Leaf, path, error=MachineError)
     assert isinstance(told.value.__cause__, OSError)
     assert list(tmp_path.iterdir()) == []

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import MachineError, PenstockError, RecordError
-from penstock.record_files import layout, parse
-from penstock.records import Bytes, from_json, to_json
+from penstock.records import Bytes, from_json, layout, parse, to_json
 
 
 class Colour(StrEnum):

@@ -25,9 +25,9 @@ from bench.gpu_cells import MACHINE, Cell, inventory_of, recipe_of
 from bench.measuring import HostPeak, device_peak, forget_device_peak
 from bench.peers.run import ARMS, add_work, find_arm, leave, work_of
 from bench.peers.work import Step, Work
-from penstock.bundled import bundled
+from penstock.machine.presets import preset
 from penstock.planner import Planned
-from penstock.planner.make import find_plan
+from penstock.planner.planner import find_plan
 
 VARIES = ("batch", "context")
 
@@ -90,14 +90,14 @@ def search_peer(chosen: argparse.Namespace, work: Work) -> list[dict[str, Any]]:
 
 def by_plan(cell: Cell, vary: str, most: int, scratch: Path) -> list[tuple[Cell, Planned]]:
     """Every doubling that fits, with its plan: nothing is run."""
-    from penstock.budget import parse_budget, with_paths
-    from penstock.preparing import workload_for
+    from penstock.engine.prepare import workload_for
+    from penstock.plan.budget import parse_budget, with_paths
 
     given = cell.budget(scratch)
     budget = parse_budget(
-        bundled(MACHINE), hbm=given["hbm"], dram=given["dram"], nvme=tuple(given["nvme"])
+        preset(MACHINE), hbm=given["hbm"], dram=given["dram"], nvme=tuple(given["nvme"])
     )
-    machine, _ = with_paths(bundled(MACHINE), budget)
+    machine, _ = with_paths(preset(MACHINE), budget)
     found: list[tuple[Cell, Planned]] = []
     value = getattr(cell, vary)
     while value <= most:

@@ -12,10 +12,10 @@ from torch import nn
 from bench.measuring import Batch
 from bench.peers.work import FirstWeights, Step, Work
 from bench.plain import FP16_SCALE
-from penstock.bundled import bundled
-from penstock.plan import Plan
-from penstock.preparing import Recipe, prepare
-from penstock.stream.initial import take_weights
+from penstock.engine.initial_weights import take_weights
+from penstock.engine.prepare import Recipe, prepare
+from penstock.machine.presets import preset
+from penstock.plan.plan import Plan
 
 BUDGETS = ("hbm", "dram", "nvme")
 
@@ -37,7 +37,7 @@ def one_group(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]
 def penstock(work: Work) -> Iterator[Step]:
     given = work.options
     plan = Plan.load(given["plan"]) if given.get("plan") else None
-    machine = bundled(given["machine"]) if given.get("machine") else None
+    machine = preset(given["machine"]) if given.get("machine") else None
     budget = {name: given[name] for name in BUDGETS if given.get(name)}
     with tempfile.TemporaryDirectory() as folder:
         config = work.config

@@ -9,26 +9,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from penstock.version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from penstock import kv, optim
-    from penstock.budget import Budget
-    from penstock.discovery import discover
+    from penstock import generate, kv, optim
+    from penstock.engine.prepare import prepare
     from penstock.errors import PenstockError
-    from penstock.machine import Machine
+    from penstock.machine.discovery import discover
+    from penstock.machine.machine import Machine
     from penstock.memory.arena import Arena
     from penstock.memory.placement import Interleave, Node, Stripe, placing
     from penstock.memory.residency import Residency
     from penstock.memory.tensors import empty, from_tensor, full, move, where, zeros
-    from penstock.model_survey import survey
+    from penstock.model.survey import survey
     from penstock.observe.observer import observe
-    from penstock.plan import Plan
+    from penstock.plan.budget import Budget
+    from penstock.plan.plan import Plan
+    from penstock.plan.workload import Workload
     from penstock.planner import make_plan
-    from penstock.preparing import prepare
     from penstock.storage.errors import StorageError
     from penstock.storage.store import Store
-    from penstock.workload import Workload
 
-__version__ = "0.1.0"
 
 __all__ = [
     # places
@@ -51,6 +52,7 @@ __all__ = [
     "optim",
     # generation
     "kv",
+    "generate",
     # the machine
     "Machine",
     "discover",
@@ -83,19 +85,19 @@ _HOME = {
     "Residency": "memory.residency",
     "Arena": "memory.arena",
     "Store": "storage.store",
-    "Machine": "machine",
-    "discover": "discovery",
-    "survey": "model_survey",
-    "Workload": "workload",
-    "Budget": "budget",
-    "Plan": "plan",
+    "Machine": "machine.machine",
+    "discover": "machine.discovery",
+    "survey": "model.survey",
+    "Workload": "plan.workload",
+    "Budget": "plan.budget",
+    "Plan": "plan.plan",
     "make_plan": "planner",
-    "prepare": "preparing",
+    "prepare": "engine.prepare",
     "PenstockError": "errors",
     "StorageError": "storage.errors",
 }
 
-_PACKAGES = {"kv", "observe", "optim"}
+_PACKAGES = {"generate", "kv", "observe", "optim"}
 """`observe` can be called, too."""
 
 

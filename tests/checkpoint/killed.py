@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.drafts import sweep_leftovers
-from penstock.checkpoint.folders import latest, look
+from penstock.checkpoint.run_directory import latest, look, sweep_leftovers
 from tests.checkpoint.saves import acting_at, check_contents, save
 
 

@@ -10,12 +10,12 @@ from unittest.mock import patch
 
 import torch
 
-from penstock.checkpoint.folders import new_checkpoint
 from penstock.checkpoint.manifest import Checkpoint
 from penstock.checkpoint.reader import ShardReader
-from penstock.checkpoint.state import Software, TrainingState
+from penstock.checkpoint.run_directory import new_checkpoint
+from penstock.checkpoint.training_state import Software, TrainingState
 from penstock.checkpoint.writer import ShardWriter
-from tests.safetensors_files import read, same_bits, tensor_out
+from tests.support.safetensors_files import read, same_bits, tensor_out
 
 CALLS = ("open", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
 """Of the module os: what changes a disk, or makes a change last."""

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-from penstock.checkpoint.companions import copy_companions, write_config
-from penstock.checkpoint.folders import latest, new_checkpoint
+from penstock.checkpoint.model_files import copy_companions, write_config
 from penstock.checkpoint.reader import ShardReader
+from penstock.checkpoint.run_directory import latest, new_checkpoint
 from penstock.checkpoint.writer import ShardWriter
-from tests.safetensors_files import read, same_bits, tensor_out
+from tests.support.safetensors_files import read, same_bits, tensor_out
 
 
 def tiny(*, tied: bool, dtype: torch.dtype) -> LlamaForCausalLM:

@@ -20,11 +20,11 @@ from penstock.checkpoint.errors import (
     CheckpointWarning,
     CheckpointWriteError,
 )
-from penstock.checkpoint.folders import latest, look, new_checkpoint
+from penstock.checkpoint.run_directory import latest, look, new_checkpoint
 from penstock.checkpoint.writer import ShardWriter
 from penstock.units import KiB, MiB
 from tests.checkpoint.saves import CALLS, acting_at, check_contents, save
-from tests.safetensors_files import tensor_out
+from tests.support.safetensors_files import tensor_out
 
 REPO = Path(__file__).parents[2]
 

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from penstock.checkpoint.disk import check_room, free_nbytes
-from penstock.checkpoint.drafts import sweep_leftovers
 from penstock.checkpoint.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointSpaceError,
     CheckpointWarning,
 )
-from penstock.checkpoint.folders import latest, look, new_checkpoint
+from penstock.checkpoint.run_directory import latest, look, new_checkpoint, sweep_leftovers
 from tests.checkpoint.saves import save
 
 

@@ -8,8 +8,8 @@ from collections import Counter
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.headers import DTYPES
-from tests.safetensors_files import check_one, corpus, file_of, mutate
+from penstock.checkpoint.safetensors_header import DTYPES
+from tests.support.safetensors_files import check_one, corpus, file_of, mutate
 
 NUMBERS = st.integers(-2, 20) | st.integers() | st.floats(allow_nan=False) | st.booleans()
 TENSORS = st.fixed_dictionaries(

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint import drafts
-from penstock.checkpoint.drafts import sweep_leftovers
+from penstock.checkpoint import run_directory
 from penstock.checkpoint.errors import CheckpointWarning
-from penstock.checkpoint.folders import latest, new_checkpoint
+from penstock.checkpoint.run_directory import latest, new_checkpoint, sweep_leftovers
 from tests.checkpoint.saves import save
 
 GONE = 2**22 + 1
@@ -48,7 +47,7 @@ def test_a_draft_of_this_very_process_is_not_swept(tmp_path: Path) -> None:
 
 def test_a_draft_of_a_living_process_is_not_swept_until_it_is_killed(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom penstock.checkpoint.folders import new_checkpoint\n"
+        "import sys\nfrom penstock.checkpoint.run_directory import new_checkpoint\n"
         "with new_checkpoint(sys.argv[1], 1) as folder:\n"
         "    print(folder, flush=True)\n    sys.stdin.read()\n"
     )
@@ -92,7 +91,7 @@ def test_without_locks_the_pid_decides(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_draft_swept_before_it_was_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, swept = drafts._try_lock, []
+    lock, swept = run_directory._try_lock, []
 
     def late(fd: int) -> bool | None:
         if not swept:
@@ -100,7 +99,7 @@ def test_a_draft_swept_before_it_was_locked_is_made_again(
             os.rmdir(swept[0])
         return lock(fd)
 
-    monkeypatch.setattr(drafts, "_try_lock", late)
+    monkeypatch.setattr(run_directory, "_try_lock", late)
     save(tmp_path, 1)
 
     assert swept

@@ -17,7 +17,7 @@ from penstock.checkpoint.reader import ShardReader
 from penstock.checkpoint.writer import ShardWriter
 from penstock.storage.devices import filesystem_of
 from penstock.units import GiB, MiB
-from tests.safetensors_files import tensor_out
+from tests.support.safetensors_files import tensor_out
 
 PROGRAM = """
 import json, re, sys

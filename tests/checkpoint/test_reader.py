@@ -23,10 +23,10 @@ from penstock.checkpoint.errors import (
     TensorNotFoundError,
     TruncatedShardError,
 )
-from penstock.checkpoint.headers import MAX_HEADER_NBYTES
 from penstock.checkpoint.reader import ShardReader
+from penstock.checkpoint.safetensors_header import MAX_HEADER_NBYTES
 from penstock.checkpoint.writer import ShardWriter
-from tests.safetensors_files import file_of, read, same_bits, tensor, tensor_out, write_file
+from tests.support.safetensors_files import file_of, read, same_bits, tensor, tensor_out, write_file
 
 FOUR = bytes(4)
 TWICE = b'{"a": %s, "a": %s}' % ((json.dumps(tensor()).encode(),) * 2)

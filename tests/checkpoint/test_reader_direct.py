@@ -16,7 +16,7 @@ from penstock.checkpoint import reader as module
 from penstock.checkpoint.errors import CheckpointReadError, TruncatedShardError
 from penstock.checkpoint.reader import ShardReader
 from penstock.checkpoint.writer import ShardWriter
-from tests.safetensors_files import same_bits, tensor_out
+from tests.support.safetensors_files import same_bits, tensor_out
 
 COUNT = 100_003
 PIECE = 1 << 16

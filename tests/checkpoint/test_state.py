@@ -10,7 +10,7 @@ import torch
 
 from penstock import __version__
 from penstock.checkpoint.errors import CheckpointError, StateError
-from penstock.checkpoint.state import STATE, Software, TrainingState
+from penstock.checkpoint.training_state import STATE, Software, TrainingState
 
 FULL = TrainingState(
     step=7,

@@ -9,7 +9,7 @@ import pytest
 from penstock.storage.engines import EngineName, choose_engine
 from penstock.units import MiB
 from tests.conformance.ground import CAPACITY, Ground
-from tests.disks import Buffers, direct_directory, loop_device, memory_directory
+from tests.support.disks import Buffers, direct_directory, loop_device, memory_directory
 
 
 @pytest.fixture(scope="module", params=["file", "tmpfs", "loop512", "loop4096"])

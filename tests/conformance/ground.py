@@ -5,10 +5,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from penstock.storage.building import StoreOptions
 from penstock.storage.engines import EngineName
 from penstock.storage.errors import StorageWarning
-from penstock.storage.store import Store
+from penstock.storage.store import Store, StoreOptions
 from penstock.units import KiB, MiB
 
 CAPACITY = 16 * MiB

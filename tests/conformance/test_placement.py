@@ -22,11 +22,11 @@ import torch
 
 import penstock as ps
 from penstock import _native
+from penstock.machine.sysfs import System
 from penstock.memory.placement import Place
 from penstock.memory.region import Huge
-from penstock.system import System
 from penstock.units import MiB
-from tests.places import places_here
+from tests.support.places import places_here
 
 UNIT = _native.UNIT_NBYTES
 PAGE = _native.page_nbytes()

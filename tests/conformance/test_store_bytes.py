@@ -11,7 +11,7 @@ from penstock.storage.errors import (
 from penstock.storage.header import DATA_OFFSET
 from penstock.storage.store import Store
 from tests.conformance.ground import UNIT, Ground
-from tests.disks import Buffers
+from tests.support.disks import Buffers
 
 
 def test_a_flipped_bit_is_a_named_error(ground: Ground, buffers: Buffers) -> None:

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.storage.building import StoreOptions
 from penstock.storage.errors import (
     StoreClosedError,
     StoreFullError,
 )
-from penstock.storage.store import Store
+from penstock.storage.store import Store, StoreOptions
 from penstock.units import KiB, MiB
 from tests.conformance.ground import UNIT, Ground
-from tests.disks import Buffers
+from tests.support.disks import Buffers
 
 
 def test_a_full_store_says_wanted_and_free(ground: Ground) -> None:

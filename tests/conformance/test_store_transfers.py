@@ -7,14 +7,14 @@ import threading
 
 import pytest
 
-from penstock.storage.building import StoreOptions
 from penstock.storage.errors import (
     AlignmentError,
     ExtentBusyError,
 )
+from penstock.storage.store import StoreOptions
 from penstock.units import KiB, MiB
 from tests.conformance.ground import UNIT, Ground
-from tests.disks import Buffers
+from tests.support.disks import Buffers
 
 
 def test_what_is_written_comes_back(ground: Ground, buffers: Buffers) -> None:

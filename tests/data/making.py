@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data import TokenDataset, open_dataset
-from tests.small_tokenizers import small_tokenizer
+from tests.support.small_tokenizers import small_tokenizer
 
 
 def chat(*turns: str, system: str = "") -> dict[str, Any]:
@@ -37,7 +37,7 @@ def dataset_of(
 
 def trained_text(dataset: TokenDataset, number: int = 0) -> list[str]:
     """The trained runs of a document, as text."""
-    from penstock.data.show import parts_of
+    from penstock.cli.data import parts_of
 
     return [part["text"] for part in parts_of(dataset, number) if part["trained"]]
 

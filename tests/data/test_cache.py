@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from penstock.data import build, open_dataset
-from penstock.data.cache import ARRAYS, STATE
+from penstock.data import open_dataset, token_cache
 from penstock.data.errors import CacheError, SourceError
+from penstock.data.token_cache import ARRAYS, STATE
 from tests.data.making import chat, write_lines
-from tests.small_tokenizers import MARKED, small_tokenizer
+from tests.support.small_tokenizers import MARKED, small_tokenizer
 
 RECORDS = [chat(f"What is {n}?", f"It is {n}, {'very ' * (n % 7)}much.") for n in range(200)]
 
@@ -81,8 +81,8 @@ CHILD = """
 import sys
 import threading
 from pathlib import Path
-from penstock.data import build, open_dataset
-from tests.small_tokenizers import small_tokenizer
+from penstock.data import token_cache as build, open_dataset
+from tests.support.small_tokenizers import small_tokenizer
 build.CHUNK_ITEMS = 20
 real, left = build.encode, int(sys.argv[3])
 def encode(items, tokens):
@@ -119,8 +119,10 @@ def test_a_killed_tokenization_goes_on_where_it_stopped(
             array.write(b"half a chunk")
 
     encoded = []
-    real = build.encode
-    monkeypatch.setattr(build, "encode", lambda items, t: encoded.extend(items) or real(items, t))
+    real = token_cache.encode
+    monkeypatch.setattr(
+        token_cache, "encode", lambda items, t: encoded.extend(items) or real(items, t)
+    )
     dataset = open_dataset(file, small_tokenizer(), cache_dir=caches)
 
     assert [item.where.rsplit(":")[-1] for item in encoded] == [str(n) for n in range(101, 201)]
@@ -132,11 +134,11 @@ def test_a_long_text_killed_in_mid_document_goes_on_too(
     caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.data.sources.TEXT_PIECE", 64)
-    monkeypatch.setattr(build, "CHUNK_ITEMS", 5)
+    monkeypatch.setattr(token_cache, "CHUNK_ITEMS", 5)
     text = tmp_path / "book.txt"
     text.write_text("".join(f"Water runs down pipe {n}.\n" for n in range(100)) + "\fThe end.")
     open_dataset(text, small_tokenizer(), cache_dir=tmp_path / "in one go")
-    real, left = build.encode, [3]
+    real, left = token_cache.encode, [3]
 
     def encode(items: Any, tokens: Any) -> Any:
         left[0] -= 1
@@ -144,10 +146,10 @@ def test_a_long_text_killed_in_mid_document_goes_on_too(
             raise KeyboardInterrupt
         return real(items, tokens)
 
-    monkeypatch.setattr(build, "encode", encode)
+    monkeypatch.setattr(token_cache, "encode", encode)
     with pytest.raises(KeyboardInterrupt):
         open_dataset(text, small_tokenizer(), cache_dir=caches)
-    monkeypatch.setattr(build, "encode", real)
+    monkeypatch.setattr(token_cache, "encode", real)
 
     dataset = open_dataset(text, small_tokenizer(), cache_dir=caches)
     assert len(dataset) == 2
@@ -218,14 +220,14 @@ def test_a_part_that_lost_bytes_is_started_over(file: Path, caches: Path) -> Non
 def test_a_source_that_changes_while_it_is_read_gives_no_cache(
     file: Path, caches: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = build.encode
+    real = token_cache.encode
 
     def encode(items: Any, tokens: Any) -> Any:
         with file.open("a") as more:
             more.write("\n")
         return real(items, tokens)
 
-    monkeypatch.setattr(build, "encode", encode)
+    monkeypatch.setattr(token_cache, "encode", encode)
     with pytest.raises(SourceError, match="changed while it was read"):
         open_dataset(file, small_tokenizer(), cache_dir=caches)
     assert all(path.name.endswith((".part", ".lock")) for path in caches.iterdir())
@@ -234,7 +236,7 @@ def test_a_source_that_changes_while_it_is_read_gives_no_cache(
 def test_a_full_disk_is_told_and_what_was_written_is_gone_on_from(
     file: Path, caches: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "CHUNK_ITEMS", 20)
+    monkeypatch.setattr(token_cache, "CHUNK_ITEMS", 20)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:

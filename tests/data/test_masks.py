@@ -15,9 +15,9 @@ from penstock.data.encode import encode
 from penstock.data.errors import BadLinesError, NoChatTemplateError, TokenizerError
 from penstock.data.sources import Item, Place
 from penstock.data.tokenizer import Tokens
-from tests import small_tokenizers as small
 from tests.data.making import chat, dataset_of, trained_text, whole_text
-from tests.small_tokenizers import small_tokenizer
+from tests.support import small_tokenizers as small
+from tests.support.small_tokenizers import small_tokenizer
 
 TALK = chat("What is two?", "It is two.", "And three?", "That is three.", system="Be brief.")
 TURNS = ["It is two.<|im_end|>", "That is three.<|im_end|>"]

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.data import Packed, TokenDataset
-from penstock.data.cache import Cache, Writer, begin
 from penstock.data.encode import Encoded
 from penstock.data.errors import CacheError, DataError, EmptyDataError, PositionError
-from penstock.data.mixing import mix, shuffled
 from penstock.data.packing import WINDOW, best_fit
+from penstock.data.shuffle import mix, shuffled
+from penstock.data.token_cache import Cache, Writer, begin
 from penstock.data.tokenizer import Tokens
 from tests.data.making import chat, dataset_of
-from tests.small_tokenizers import small_tokenizer
+from tests.support.small_tokenizers import small_tokenizer
 
 VOCABULARY = 1000
 

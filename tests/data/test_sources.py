@@ -16,7 +16,7 @@ from penstock.data import open_dataset, sources
 from penstock.data.errors import BadLinesError, EmptyDataError, SourceError
 from penstock.data.sources import Item, LineFile, Place, TextFile
 from tests.data.making import chat, dataset_of, trained_text, whole_text, write_lines
-from tests.small_tokenizers import small_tokenizer
+from tests.support.small_tokenizers import small_tokenizer
 
 GOOD = {"text": "Water runs down."}
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.device import CpuDevice
+from penstock.model.split import SplitModel
 from penstock.storage.store import Store
-from penstock.stream.body import Body
-from penstock.stream.device import CpuDevice
 from tests.equivalence.runs import Setup, Way
 
 LONGEST = 0.004
@@ -43,7 +43,7 @@ def make_lanes_dawdle(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         monkeypatch.setattr(kind, method, call)
 
     for kind, method in ((CpuDevice, "copy"), (CpuDevice, "sweep"), (Store, "start_read"),
-                         (Store, "start_write"), (Body, "layer")):  # fmt: skip
+                         (Store, "start_write"), (SplitModel, "layer")):  # fmt: skip
         late(kind, method)
 
 

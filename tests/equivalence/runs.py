@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from penstock.inventory import Inventory
-from penstock.plan import Plan
+from penstock.engine.engine import Engine
+from penstock.engine.tier_memory import StoreSettings
+from penstock.model.inventory import Inventory
+from penstock.plan.plan import Plan
+from penstock.plan.workload import Workload
 from penstock.roles import STATE, Role
-from penstock.stream.engine import Engine
-from penstock.stream.homes import StoreSettings
-from penstock.workload import Workload
-from tests import engines
+from tests.support import engines
 
 STEPS = 20
 FROZEN = ("*.layers.1.mlp.up_proj.weight",)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.alike import kinds_of
-from tests.engines import FAMILIES
+from penstock.model.layer_kinds import layer_kinds
 from tests.equivalence.compiled import breaks, compile_by, every_batch, graphs
 from tests.equivalence.runs import (
     DISK,
@@ -23,6 +22,7 @@ from tests.equivalence.runs import (
     state_of,
 )
 from tests.equivalence.test_models import CONFIGS, OTHERS
+from tests.support.engines import FAMILIES
 
 TILE = 20
 """Of 32 tokens: two tiles, the last one smaller."""
@@ -48,7 +48,7 @@ def test_nothing_is_compiled_again_for_another_layer_slot_or_batch(
     packed = setup.work.numerics.attention == "varlen"
 
     with setup.engine(DRAM, tmp_path) as engine:
-        kinds = len(set(kinds_of(engine.body.layers)))
+        kinds = len(set(layer_kinds(engine.body.layers)))
         for batch in every_batch(setup):
             engine.step(batch)
 
@@ -107,5 +107,5 @@ def test_layers_of_one_kind_share_one_body() -> None:
     """What differs in a number or in what it holds is another kind; its place in the row is not."""
     layers = [torch.nn.Sequential(torch.nn.Linear(4, size), torch.nn.GELU()) for size in (4, 4, 8)]
     layers[0].layer_idx, layers[1].layer_idx = 0, 1
-    first, second, third = kinds_of(layers)
+    first, second, third = layer_kinds(layers)
     assert first == second != third

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine.loss import fused_loss
 from penstock.roles import STATE, Role
-from penstock.stream.loss import fused_loss
-from tests import engines
+from tests.support import engines
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import engines
 from tests.equivalence.runs import DISK, DRAM, RESIDENT, Setup, differing, state_of
-from tests.plain_loop import PlainLoop
+from tests.support import engines
+from tests.support.plain_loop import PlainLoop
 
 OTHERS = ("mistral", "qwen2", "olmo2", "phi3", "gpt_neox", "gpt2", "gemma2")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.stream.body import Body
+from penstock.model.split import SplitModel
 from tests.equivalence.runs import FEW, RESIDENT, Setup, differing, train
 
 STEPS = 4
@@ -67,14 +67,14 @@ def test_backward_replays_the_dropout_of_forward(
     """What backward recomputes is what forward computed."""
     setup = Setup.of("gpt2", config={"resid_pdrop": 0.2, "attn_pdrop": 0.2}, micro_batch=5)
     seen: dict[int, list[torch.Tensor]] = {}
-    plain = Body.layer
+    plain = SplitModel.layer
 
-    def spy(self: Body, index: int, *args: Any) -> torch.Tensor:
+    def spy(self: SplitModel, index: int, *args: Any) -> torch.Tensor:
         out = plain(self, index, *args)
         seen.setdefault(index, []).append(out.detach().clone())
         return out
 
-    monkeypatch.setattr(Body, "layer", spy)
+    monkeypatch.setattr(SplitModel, "layer", spy)
     with setup.engine(RESIDENT, tmp_path) as engine:
         engine.forward_backward(setup.batches(1)[0])
 
@@ -98,7 +98,7 @@ def test_nothing_is_dropped_when_evaluating(family: str, tmp_path: Path) -> None
 
 def test_a_model_in_eval_mode_is_trained_with_dropout_all_the_same(tmp_path: Path) -> None:
     """`from_pretrained` hands models out in that mode."""
-    from penstock.preparing import prepare
+    from penstock.engine.prepare import prepare
 
     losses = []
     for training in (True, False):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from penstock.errors import PlanError
-from tests.engines import FAMILIES
 from tests.equivalence.runs import (
     DISK,
     DRAM,
@@ -25,7 +24,8 @@ from tests.equivalence.runs import (
     train,
     warm_up,
 )
-from tests.plain_loop import PlainLoop
+from tests.support.engines import FAMILIES
+from tests.support.plain_loop import PlainLoop
 
 
 def assert_same(results: dict[str, Result]) -> None:

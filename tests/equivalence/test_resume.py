@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli.store import remove_stores
 from penstock.errors import EngineStateError
-from penstock.storage.commands import remove_stores
 from tests.equivalence.runs import DISK, DRAM, RESIDENT, WAYS, Setup, Way, differing, state_of
 
 STEPS, KEPT = 6, 3

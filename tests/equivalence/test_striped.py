@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.discovery import discover
+from penstock.machine.discovery import discover
 from penstock.roles import Role
 from tests.equivalence.runs import DRAM, Setup, Way, differing, train
 

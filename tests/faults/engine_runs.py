@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from penstock.model.split import SplitModel
 from penstock.storage.errors import TransferError
 from penstock.storage.store import Store
 from penstock.storage.tickets import Ticket
-from penstock.stream.body import Body
 from tests.equivalence.runs import DRAM, RESIDENT, WAYS, Setup, Way
 
 SMALL = Way("all on disk in small pieces", ("nnnn",), {"piece": 4096})
@@ -92,7 +92,7 @@ def engine_threads() -> list[str]:
 
 def layers(monkeypatch: pytest.MonkeyPatch) -> Trap:
     """Springs in the thread that computes."""
-    return Trap(monkeypatch, Body, "layer")
+    return Trap(monkeypatch, SplitModel, "layer")
 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> Trap:

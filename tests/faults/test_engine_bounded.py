@@ -23,9 +23,9 @@ CHILD = """
 import json, sys
 from pathlib import Path
 import torch, transformers
-import penstock.preparing, penstock.stream.engine
+import penstock.engine.prepare, penstock.engine.engine
 from penstock.tiers import Tier
-from tests import engines
+from tests.support import engines
 from tests.equivalence.runs import Setup, Way
 
 def peak():

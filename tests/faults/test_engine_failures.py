@@ -12,7 +12,6 @@ import torch
 
 from penstock.errors import EngineError
 from penstock.storage.errors import TransferError, TruncatedStoreError
-from tests.disks import direct_directory
 from tests.equivalence.runs import DISK, DRAM, RESIDENT, Way, differing, state_of
 from tests.faults.engine_runs import (
     PLACES,
@@ -25,6 +24,7 @@ from tests.faults.engine_runs import (
     slow_writes,
     small_setup,
 )
+from tests.support.disks import direct_directory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from penstock import _native
+from penstock.engine import tier_memory, transfer
+from penstock.engine.runner import Runner
 from penstock.errors import NonFiniteMasterError
 from penstock.memory.arena import Arena
+from penstock.model.split import SplitModel
 from penstock.optim import sweep
-from penstock.stream import homes, moving
-from penstock.stream.body import Body
-from penstock.stream.runner import Runner
 from tests.equivalence.runs import DRAM, OPTIMIZER
 from tests.faults.engine_runs import small_setup
 
@@ -48,12 +48,12 @@ def test_memory_goes_with_the_engine_also_while_a_failure_is_remembered(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no layer")
 
-    monkeypatch.setattr(homes, "Arena", arena)
+    monkeypatch.setattr(tier_memory, "Arena", arena)
     setup = small_setup()
     first, second = setup.batches(2)
     engine = setup.engine(DRAM, tmp_path)
     engine.step(first)
-    monkeypatch.setattr(Body, "layer", fail)
+    monkeypatch.setattr(SplitModel, "layer", fail)
     with pytest.raises(RuntimeError, match="no layer") as kept:
         engine.step(second)
     engine.close()
@@ -83,7 +83,7 @@ def test_a_second_ctrl_c_ends_all_waiting_but_that_for_sweeps(
     with setup.engine(DRAM, tmp_path) as engine:
         engine.step(setup.batches(1)[0])
         sweep_start = sweep.start
-        monkeypatch.setattr(moving.sweep, "start", start)
+        monkeypatch.setattr(transfer.sweep, "start", start)
         monkeypatch.setattr(Runner, "_settle", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.finish()

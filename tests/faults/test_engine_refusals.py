@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine.prepare import prepare
 from penstock.errors import (
     BatchError,
     EngineError,
@@ -19,10 +20,8 @@ from penstock.errors import (
     NonFiniteMasterError,
     PlanError,
 )
-from penstock.preparing import prepare
 from penstock.roles import Role
 from penstock.storage.errors import DiskFullError
-from tests.engines import make_engine
 from tests.equivalence.runs import (
     DISK,
     DRAM,
@@ -35,6 +34,7 @@ from tests.equivalence.runs import (
     whole,
 )
 from tests.faults.engine_runs import SMALL, engine_threads, small_setup
+from tests.support.engines import make_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

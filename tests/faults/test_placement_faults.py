@@ -21,7 +21,7 @@ import errno, gc, os, resource, warnings
 import torch
 import penstock as ps
 from penstock.errors import *
-from penstock.system import System
+from penstock.machine.sysfs import System
 from tests.faults.refuse import refuse
 NODE = System().allowed_nodes()[0]
 

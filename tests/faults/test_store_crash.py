@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.storage.commands import list_stores, remove_stores
+from penstock.cli.store import list_stores, remove_stores
 from penstock.storage.errors import (
     HeaderError,
     PathError,
@@ -22,7 +22,7 @@ from penstock.storage.errors import (
 from penstock.storage.leftovers import find_stores, remove_store
 from penstock.storage.store import Store
 from penstock.units import KiB, MiB
-from tests.disks import Buffers, direct_directory, loop_device
+from tests.support.disks import Buffers, direct_directory, loop_device
 
 UNIT = 64 * KiB
 REPO = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ WRITER = """
 import sys
 from penstock.storage.store import Store
 from penstock.units import MiB
-from tests.disks import Buffers
+from tests.support.disks import Buffers
 
 store = Store.create(sys.argv[1], 32 * MiB)
 extent = store.allocate(16 * MiB, name="moments")

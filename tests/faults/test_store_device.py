@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from penstock import _native
-from penstock.storage.building import StoreOptions
 from penstock.storage.engines import EngineName, choose_engine
 from penstock.storage.errors import (
     DeviceInUseError,
@@ -21,9 +20,9 @@ from penstock.storage.errors import (
     LostExtentError,
     TransferError,
 )
-from penstock.storage.store import Store
+from penstock.storage.store import Store, StoreOptions
 from penstock.units import KiB, MiB
-from tests.disks import Buffers, faulty_device, loop_device
+from tests.support.disks import Buffers, faulty_device, loop_device
 
 DISK = 24 * MiB
 UNIT = 64 * KiB
@@ -110,7 +109,7 @@ CHILD = """
 import os, signal, sys, warnings
 from penstock.storage.store import Store
 from penstock.units import KiB, MiB
-from tests.disks import Buffers
+from tests.support.disks import Buffers
 
 device, engine, scene = sys.argv[1:]
 store = Store.create(device, 8 * MiB, engine=engine)

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
+from penstock.kv.address_space import HostSpace, Space
 from penstock.kv.cache import VirtualCache
-from penstock.kv.pool import PagePool
+from penstock.kv.page_pool import PagePool
 from penstock.kv.slots import Sequence
-from penstock.kv.space import Space
-from penstock.kv.space_host import HostSpace
 
 LAYERS, HEADS, DIM = 2, 1, 24
 """192 bytes a token in bfloat16: pages end in the middle of one."""

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from penstock.kv.space import Space
-from penstock.kv.space_cuda import CudaSpace
-from penstock.kv.space_host import HostSpace
+from penstock.kv.address_space import CudaSpace, HostSpace, Space
 from tests.kv.driver import PAGE, DriverSpace
 
 SPACES: dict[str, Callable[[], Space]] = {

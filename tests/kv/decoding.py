@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kv import decode
+from penstock.kv import decode_attention
 
 LAYERS, LAYER = 3, 1
 SCALE = 0.2
@@ -41,8 +41,8 @@ class Case:
     def attend(self, *, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
         device = self.data.device
         starts, ends = (torch.tensor(each, device=device) for each in (self.starts, self.lengths))
-        spots = decode.Spots(starts, ends, decode.bucket(max(self.lengths)))
-        return decode.attend(self.query, *self.views, spots, SCALE, window, softcap)
+        spots = decode_attention.Spots(starts, ends, decode_attention.bucket(max(self.lengths)))
+        return decode_attention.attend(self.query, *self.views, spots, SCALE, window, softcap)
 
     def exact(self, *, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
         """By the definition, in double precision."""

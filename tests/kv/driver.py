@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from penstock import _native
-from penstock.kv.space import tensor_over
-from penstock.kv.space_cuda import CudaSpace
+from penstock.kv.address_space import CudaSpace, tensor_over
 
 OK, OUT_OF_MEMORY, INVALID = 0, 2, 1
 PAGE = 4096

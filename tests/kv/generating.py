@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import transformers
 
+from penstock.generate.generator import Generator
+from penstock.generate.requests import Piece, Request
 from penstock.kv.cache import VirtualCache
-from penstock.kv.generator import Generator
-from penstock.kv.requests import Piece, Request
-from tests.engines import plain_model, tiny_config
+from tests.support.engines import plain_model, tiny_config
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3")
 

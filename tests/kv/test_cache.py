@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.kv import CacheFull, NoSlot, PagePool, VirtualCache
-from penstock.kv.space import Space
+from penstock.kv.address_space import Space
 from tests.kv.caches import LAYERS, cache, close, config, files, grow, read, some, tail
 from tests.kv.driver import DriverSpace
 

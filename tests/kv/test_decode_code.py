@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kv import decode
+from penstock.kv import decode_attention
 from penstock.kv.errors import KvWarning
-from tests.device_sweeps import count_interpreted, needs_triton, quiet
+from tests.support.device_sweeps import count_interpreted, needs_triton, quiet
 
 pytestmark = quiet
 
 
 @needs_triton
 def test_the_interpreter_finds_what_attention_is() -> None:
-    file = str(Path(__file__).with_name("test_decode_kernel.py"))
+    file = str(Path(__file__).with_name("test_decode_kernels.py"))
     assert count_interpreted(file) > 30
 
 
@@ -29,9 +29,9 @@ def compiled(dtype: str, group: int, head: int, **more: Any) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from penstock.kv import decode_kernel
+    from penstock.kv import decode_kernels
 
-    wide = max(16, decode.power(head))
+    wide = max(16, decode_attention.power(head))
     types = dict.fromkeys(("query", "key", "value"), f"*{dtype}")
     types |= {"starts": "*i64", "ends": "*i64", "out": f"*{dtype}"}
     types |= dict.fromkeys(("partial", "tops", "sums"), "*fp32")
@@ -39,9 +39,10 @@ def compiled(dtype: str, group: int, head: int, **more: Any) -> Any:
     strides = ("query_row", "query_head", "key_token", "key_head", "value_token", "value_head")
     types |= dict.fromkeys(strides, "i32")
     constants = {
-        "GROUP": group, "GROUP_PAD": max(16, decode.power(group)), "HEAD": head,
-        "HEAD_PAD": wide, "WHOLE": False, "STAGES": decode.STAGES, "WINDOW": 0, "SOFTCAP": False,
-        "BLOCK": max(16, min(128, decode.TILE // (wide * (4 if dtype == "fp32" else 2)))),
+        "GROUP": group, "GROUP_PAD": max(16, decode_attention.power(group)), "HEAD": head,
+        "HEAD_PAD": wide, "WHOLE": False, "STAGES": decode_attention.STAGES, "WINDOW": 0,
+        "SOFTCAP": False,
+        "BLOCK": max(16, min(128, decode_attention.TILE // (wide * (4 if dtype == "fp32" else 2)))),
     } | more  # fmt: skip
     aligned = {
         (i,): [["tt.divisibility", 16]]
@@ -50,9 +51,9 @@ def compiled(dtype: str, group: int, head: int, **more: Any) -> Any:
     }
     signature = {**types, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(
-        fn=decode_kernel.part_kernel, signature=signature, constexprs=constants, attrs=aligned
+        fn=decode_kernels.part_kernel, signature=signature, constexprs=constants, attrs=aligned
     )
-    target, options = GPUTarget("cuda", 90, 32), {"num_warps": decode.WARPS}
+    target, options = GPUTarget("cuda", 90, 32), {"num_warps": decode_attention.WARPS}
     return triton.compile(source, target=target, options=options)
 
 
@@ -76,26 +77,26 @@ def test_keys_come_ahead_in_whole_vectors(
     made = compiled(dtype, group, head, **more)
 
     copies = re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", made.asm["ptx"])
-    assert len(copies) >= 2 * (decode.STAGES - 1)
+    assert len(copies) >= 2 * (decode_attention.STAGES - 1)
     assert set(copies) == {"0x10"}
-    assert decode.RESIDENT * (made.metadata.shared + 1024) <= 228 * 1024
+    assert decode_attention.RESIDENT * (made.metadata.shared + 1024) <= 228 * 1024
 
 
 def test_without_triton_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "kernels", lambda: None)
-    decode.available.cache_clear()
+    monkeypatch.setattr(decode_attention, "kernels", lambda: None)
+    decode_attention.available.cache_clear()
     with pytest.warns(KvWarning, match="pip install triton"):
-        assert not decode.fits(torch.device("cuda:0"), torch.bfloat16, 128)
+        assert not decode_attention.fits(torch.device("cuda:0"), torch.bfloat16, 128)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not decode.fits(torch.device("cuda:0"), torch.bfloat16, 128)
-    decode.available.cache_clear()
+        assert not decode_attention.fits(torch.device("cuda:0"), torch.bfloat16, 128)
+    decode_attention.available.cache_clear()
 
 
 def test_what_the_kernel_does_not_know_is_left_to_others() -> None:
     here = torch.device("cpu")
-    assert not decode.fits(here, torch.bfloat16, 128)  # no interpreter in this process
-    assert not decode.fits(here, torch.float64, 128)
-    assert not decode.fits(here, torch.bfloat16, 512)
-    assert not decode.fits(here, torch.bfloat16, 20)
-    assert not decode.fits(here, torch.bfloat16, 4)
+    assert not decode_attention.fits(here, torch.bfloat16, 128)  # no interpreter in this process
+    assert not decode_attention.fits(here, torch.float64, 128)
+    assert not decode_attention.fits(here, torch.bfloat16, 512)
+    assert not decode_attention.fits(here, torch.bfloat16, 20)
+    assert not decode_attention.fits(here, torch.bfloat16, 4)

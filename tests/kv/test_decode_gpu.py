@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kv import VirtualCache, decode
+from penstock.generate.forward import Pass, Resident
+from penstock.generate.generator import Generator
+from penstock.generate.graphs import Decoder, refusing_waits
+from penstock.generate.requests import Request
+from penstock.kv import VirtualCache, decode_attention
 from penstock.kv.errors import KvWarning
-from penstock.kv.generator import Generator
-from penstock.kv.graphs import Decoder
-from penstock.kv.passes import Pass, Resident
-from penstock.kv.recording import refusing_waits
-from penstock.kv.requests import Request
 from tests.kv.decoding import case_of
 from tests.kv.generating import FAMILIES, alone, gathered, model_of, prompts_of, run
 
@@ -107,9 +106,9 @@ def _read_all_layers(cache: VirtualCache, slots: list[int], lengths: list[int]) 
     per_row = cache._keeper.layout.row_tokens
     query = torch.randn(3, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
     starts = torch.tensor([slot * per_row for slot in slots], device="cuda")
-    spots = decode.Spots(starts, torch.tensor(lengths, device="cuda"), 8192)
+    spots = decode_attention.Spots(starts, torch.tensor(lengths, device="cuda"), 8192)
     for keys, values in cache.views.rows:
-        found = decode.attend(query, keys, values, spots, None, None, None)
+        found = decode_attention.attend(query, keys, values, spots, None, None, None)
         assert found.isfinite().all()
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from penstock.kv import VirtualCache
-from penstock.kv.space_cuda import CudaSpace
+from penstock.kv.address_space import CudaSpace
 from penstock.units import MiB
 from tests.kv.small_models import KINDS, model, prompts
 

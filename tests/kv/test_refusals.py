@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from penstock.kv import CacheFull, ContextError, KvError, NoSlot, VirtualCache
+from penstock.kv.address_space import Space
 from penstock.kv.errors import BatchError, BudgetError, ModelError, SequenceError
-from penstock.kv.space import Space
 from tests.kv.caches import LAYERS, cache, close, config, files, grow, some, write
 from tests.kv.driver import DriverSpace
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.observe.records import Run
+from penstock.observe.records import RecordedRun
 
 
 class Loop:
@@ -26,7 +26,7 @@ class Loop:
         self.optimizer.zero_grad()
 
 
-def names(run: Run) -> list[tuple[str, int | None]]:
+def names(run: RecordedRun) -> list[tuple[str, int | None]]:
     return [(phase.name, phase.step) for phase in run.phases]
 
 

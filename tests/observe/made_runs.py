@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock import record_files
-from penstock.observe.lines import line_of
+from penstock import records
 from penstock.observe.observation import GpuPart, Hardware, NodePart, Planned, PlannedTier
+from penstock.observe.record_lines import line_of
 from penstock.observe.records import (
     Event,
     GpuSample,
     HostSample,
     Observation,
     Phase,
-    Run,
+    RecordedRun,
     Sample,
 )
 from penstock.units import GiB
@@ -41,8 +41,8 @@ def observation(**changed: object) -> Observation:
 
 def make_run(
     phases: list[Phase], events: list[Event], samples: list[Sample], **changed: object
-) -> Run:
-    return Run(
+) -> RecordedRun:
+    return RecordedRun(
         observation(**changed),
         tuple(sorted(samples, key=lambda s: s.t)),
         tuple(sorted(phases, key=lambda p: (p.start, -p.end))),
@@ -50,16 +50,16 @@ def make_run(
     )
 
 
-def write_run(run: Run, path: Path) -> Path:
+def write_run(run: RecordedRun, path: Path) -> Path:
     """As the recorder lays it out."""
     path.mkdir(parents=True, exist_ok=True)
-    record_files.save(run.observation, path / "observe.json")
-    for name, records in (
+    records.save(run.observation, path / "observe.json")
+    for name, lines in (
         ("samples", run.samples),
         ("phases", run.phases),
         ("events", run.events),
     ):
-        (path / f"{name}.jsonl").write_text("".join(map(line_of, records)))
+        (path / f"{name}.jsonl").write_text("".join(map(line_of, lines)))
     return path
 
 
@@ -72,7 +72,7 @@ def write_run(run: Run, path: Path) -> Path:
 OFFLOADED = {"forward": (0.0, 0.4), "backward": (0.4, 1.2), "update": (1.2, 2.0)}
 
 
-def offloaded(steps: int = 6, **changed: object) -> Run:
+def offloaded(steps: int = 6, **changed: object) -> RecordedRun:
     phases: list[Phase] = []
     events: list[Event] = []
     for step in range(steps):
@@ -128,7 +128,7 @@ def _offloaded_sample(t: float) -> Sample:
     )  # fmt: skip
 
 
-def sampled(steps: int = 6) -> Run:
+def sampled(steps: int = 6) -> RecordedRun:
     """The same program without events: what samples alone tell."""
     run = offloaded(steps)
     return make_run(list(run.phases), [], list(run.samples), ended=2.0 * steps)
@@ -155,7 +155,7 @@ PLANNED = Planned(
 )
 
 
-def streamed(steps: int = 8, **changed: object) -> Run:
+def streamed(steps: int = 8, **changed: object) -> RecordedRun:
     phases: list[Phase] = []
     events: list[Event] = []
     for step in range(steps):
@@ -204,7 +204,7 @@ def _streamed_sample(t: float) -> Sample:
     )  # fmt: skip
 
 
-def on_cpu(steps: int = 4) -> Run:
+def on_cpu(steps: int = 4) -> RecordedRun:
     """No GPU, no events, a small machine."""
     phases, samples = [], []
     for step in range(steps):
@@ -224,7 +224,7 @@ def on_cpu(steps: int = 4) -> Run:
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"alert(1)\">&'\u2028"
 
 
-def hostile() -> Run:
+def hostile() -> RecordedRun:
     """Every text that a program can choose is an attack on the page."""
     phases = [Phase(HOSTILE, 0, 0.0, 1.0), Phase("forward", 1, 1.0, 2.0)]
     phases.append(Phase("a" * 5000, 2, 2.0, 3.0))

@@ -11,12 +11,11 @@ import pytest
 import penstock
 from penstock.observe.findings import find
 from penstock.observe.hardware import disk_name
-from penstock.observe.keeping import Keeper, Make
 from penstock.observe.measures import measure
-from penstock.observe.records import Event, Run, read_run
-from penstock.observe.writing import RunFolder
-from penstock.step_order import sweep_schedule
-from penstock.transfers import step_traffic
+from penstock.observe.records import Event, RecordedRun
+from penstock.observe.run_files import Make, RunFolder, StepSelector, read_run
+from penstock.plan.build_schedule import sweep_schedule
+from penstock.plan.traffic import step_traffic
 from tests.equivalence.runs import WAYS, Setup, Way
 from tests.observe.made_runs import observation, streamed
 from tests.observe.test_report_owners import finishing
@@ -64,7 +63,7 @@ def test_a_sweep_apart_is_recorded_to_the_byte_and_changes_no_step(
     assert_same_steps(run, replace(run, events=tuple(e for e in run.events if e.step is not None)))
 
 
-def assert_same_steps(run: Run, other: Run) -> None:
+def assert_same_steps(run: RecordedRun, other: RecordedRun) -> None:
     one, two = measure(run), measure(other)
     assert (one.steps, one.uses, one.links, one.waits) == (
         two.steps,
@@ -99,7 +98,7 @@ def test_a_sweep_apart_is_told_beside_the_steps() -> None:
     twice = finishing(streamed(), 3, 7)
     two = replace(twice, events=(*twice.events, swept(3), swept(7)))
 
-    def told(run: Run) -> list[str]:
+    def told(run: RecordedRun) -> list[str]:
         return [f.text for f in find(measure(run)) if f.kind == "swept-apart"]
 
     assert told(one) == [
@@ -117,7 +116,7 @@ def made(step: int | None, number: int) -> Make:
 
 def test_what_follows_a_step_is_kept_with_it_and_once(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, observation())
-    keeper = Keeper(folder)
+    keeper = StepSelector(folder)
     keeper.follow(made(None, 0))  # of a step before the recording began
     for number in range(1, 21):
         seconds = 9.0 if number in (2, 10, 20) else 1.0

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.observe.records import read_run
+from penstock.observe.run_files import read_run
 from penstock.units import MiB
 
 cuda: Any = torch.cuda  # parts of which have no types

@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock.engine import step_records
 from penstock.observe.hardware import disk_name
-from penstock.observe.records import OBSERVING, Run, read_run
+from penstock.observe.records import OBSERVING, RecordedRun
+from penstock.observe.run_files import read_run
 from penstock.observe.steps import steps_of
-from penstock.step_order import step_schedule
-from penstock.stream import watching
+from penstock.plan.build_schedule import step_schedule
+from penstock.plan.traffic import step_traffic
 from penstock.tiers import Tier
-from penstock.transfers import step_traffic
 from tests.equivalence.runs import DRAM, WAYS, Setup, Way
 
 STEPS = 5
 
 
-def observed(setup: Setup, way: Way, disk: Path, out: Path) -> Run:
+def observed(setup: Setup, way: Way, disk: Path, out: Path) -> RecordedRun:
     with setup.engine(way, disk) as engine, penstock.observe(out):
         for batch in setup.batches(STEPS):
             engine.step(batch)
@@ -109,4 +110,4 @@ def test_nobody_watches_an_engine_afterwards(tmp_path: Path) -> None:
     with penstock.observe(tmp_path / "run"):
         pass
 
-    assert watching._watchers == []
+    assert step_records._watchers == []

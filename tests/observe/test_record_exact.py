@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.observe.kineto import MARK, events_of
 from penstock.observe.records import Event
+from penstock.observe.torch_profiler import MARK, events_of
 
 BASE = 5_000_000.0
 """Where the profiler's clock stood, in microseconds, when ours stood at 2 s."""

@@ -11,7 +11,7 @@ import pytest
 import penstock
 from penstock.observe import recorder as recording
 from penstock.observe.errors import ObserveError
-from penstock.observe.records import read_run
+from penstock.observe.run_files import read_run
 from tests.observe.loops import Loop, expected, names
 
 
@@ -27,7 +27,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_program(
     def program() -> None:
         with penstock.observe(tmp_path, interval=0.005) as obs:
             loop.step()
-            monkeypatch.setattr("penstock.observe.writing.LineFile.flush", full)
+            monkeypatch.setattr("penstock.observe.run_files.LineFile.flush", full)
             obs._running()._thread.join()  # it has ended by itself
             loop.step()
 
@@ -47,7 +47,7 @@ def test_a_mistake_of_the_recorders_is_a_note_and_no_error(
     loop = Loop()
     with penstock.observe(tmp_path):
         loop.step()
-        monkeypatch.setattr("penstock.observe.tracker.Tracker._begin", broken)
+        monkeypatch.setattr("penstock.observe.phase_tracker.Tracker._begin", broken)
         loop.step()
 
     run = read_run(tmp_path)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from penstock.observe.errors import ObserveError
-from penstock.observe.lines import line_of, parse_line
 from penstock.observe.observation import (
     GpuPart,
     Hardware,
@@ -17,16 +16,9 @@ from penstock.observe.observation import (
     Planned,
     PlannedTier,
 )
-from penstock.observe.records import (
-    Event,
-    GpuSample,
-    HostSample,
-    Observation,
-    Phase,
-    Sample,
-    read_run,
-)
-from penstock.observe.writing import LineFile, RunFolder
+from penstock.observe.record_lines import line_of, parse_line
+from penstock.observe.records import Event, GpuSample, HostSample, Observation, Phase, Sample
+from penstock.observe.run_files import LineFile, RunFolder, read_run
 from penstock.units import GiB, MiB
 
 OBSERVATION = Observation(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import penstock
-from penstock.observe.records import read_run
+from penstock.observe.run_files import read_run
 from tests.observe.loops import STEP, expected, names
 
 STEPS = 3

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from penstock import discovery
-from penstock.budget import Budget
+from penstock.machine import discovery
+from penstock.machine.probe_cache import save_probe
 from penstock.observe import engine_events
+from penstock.plan.budget import Budget
 from penstock.planner import QUICK, make_plan
-from penstock.probed import keep
 from penstock.units import GiB
-from tests.machines import machine
-from tests.models import llama, work
+from tests.support.machines import machine
+from tests.support.models import llama, work
 
 
 def test_what_was_planned_is_told_by_the_speeds_it_was_planned_with(
@@ -27,7 +27,7 @@ def test_what_was_planned_is_told_by_the_speeds_it_was_planned_with(
     probed = machine(cards=0)
     bare = replace(probed, nodes=tuple(replace(n, rates=()) for n in probed.nodes), transfers=())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    keep(probed)
+    save_probe(probed)
     monkeypatch.setattr(discovery, "discover", lambda: bare)
     model = llama("3m", 256, 768, 3, 256, 64, 2048, False)
     for compiled in (False, True):

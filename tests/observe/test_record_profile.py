@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.observe.attached import own_folder
-from penstock.observe.records import read_run
+from penstock.observe.launch import own_folder
+from penstock.observe.run_files import read_run
 
 PROGRAM = """
 import os, sys
@@ -46,7 +46,15 @@ os.kill(os.getpid(), 9)
 def profile(
     tmp_path: Path, *command: str, options: tuple[str, ...] = (), path: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "penstock.cli", "profile", "-o", str(tmp_path / "run"), *options]
+    line = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "profile",
+        "-o",
+        str(tmp_path / "run"),
+        *options,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if path is not None:
         environment["PYTHONPATH"] = str(path)
@@ -124,10 +132,10 @@ def test_a_command_that_is_not_there_is_told_without_a_traceback(tmp_path: Path)
     ids=" ".join,
 )
 def test_wrong_options_are_usage_errors(tmp_path: Path, options: tuple[str, ...]) -> None:
-    from penstock import cli
+    from penstock.cli import main
 
     line = ["profile", "-o", str(tmp_path / "run"), *options, "--", "true"]
-    assert cli.run(line) == 2
+    assert main.run(line) == 2
     assert not (tmp_path / "run").exists()
 
 
@@ -138,7 +146,7 @@ def test_a_signal_goes_on_to_the_program_which_decides(tmp_path: Path) -> None:
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"
     )
-    line = [sys.executable, "-m", "penstock.cli", "profile", "-o", str(tmp_path / "run"), "--"]
+    line = [sys.executable, "-m", "penstock", "profile", "-o", str(tmp_path / "run"), "--"]
     with subprocess.Popen(
         [*line, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
         start_new_session=True,

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import penstock
-from penstock.observe.records import read_run
+from penstock.observe.run_files import read_run
 from tests.observe.loops import STEP, Loop, expected, names
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.observe.cards import Cards, visible_cards
+from penstock.engine.memory_usage import MemoryUsage
+from penstock.machine.sysfs import System
+from penstock.observe.gpu_samplers import Cards, visible_cards
 from penstock.observe.hardware import ceilings, disks, hardware
 from penstock.observe.records import GpuSample
 from penstock.observe.samplers import (
@@ -29,10 +31,8 @@ from penstock.observe.samplers import (
     Sampler,
     Samplers,
 )
-from penstock.stream.holding import Holding
-from penstock.system import System
 from penstock.tiers import Tier
-from tests.machines import machine
+from tests.support.machines import machine
 
 
 def shown(root: Path, files: dict[str, str]) -> System:
@@ -127,8 +127,8 @@ def test_a_sampler_that_fails_is_switched_off_with_one_note() -> None:
     assert notes == ["the weather is no longer sampled: it is gone"]
 
 
-def holding(*, dram: int, pinned: int, where: str = "cpu") -> Holding:
-    found = Holding(torch.device(where))
+def holding(*, dram: int, pinned: int, where: str = "cpu") -> MemoryUsage:
+    found = MemoryUsage(torch.device(where))
     found.tiers, found.pinned = {Tier.DRAM: dram}, pinned
     return found
 

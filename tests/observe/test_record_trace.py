@@ -15,14 +15,14 @@ from penstock.observe.records import (
     HostSample,
     Observation,
     Phase,
-    Run,
+    RecordedRun,
     Sample,
 )
 from penstock.observe.trace import write_trace
 
 OBSERVATION = Observation(began="2026-11-15T10:00:00Z", command=("python", "train.py"))
 
-PROCESS = Run(
+PROCESS = RecordedRun(
     OBSERVATION,
     samples=(
         Sample(0.5, 1, "forward", (GpuSample(5, 6, 7, 0.5, 1e9, 2e9),), HostSample(9, 8, 7)),
@@ -39,7 +39,7 @@ PROCESS = Run(
 )
 
 
-def rows_of(run: Run, folder: Path) -> list[dict[str, Any]]:
+def rows_of(run: RecordedRun, folder: Path) -> list[dict[str, Any]]:
     write_trace(run, folder / "trace.json")
     trace = json.loads((folder / "trace.json").read_text())
     assert set(trace) == {"displayTimeUnit", "traceEvents"}
@@ -127,7 +127,7 @@ def test_a_disks_rate_is_what_its_counter_rose_by(tmp_path: Path) -> None:
 
 def test_ranks_are_processes_beside_the_machine(tmp_path: Path) -> None:
     machine = Sample(0.1, cpu=(1.0,))
-    run = Run(OBSERVATION, (machine, *PROCESS.samples), PROCESS.phases, PROCESS.events, (),
+    run = RecordedRun(OBSERVATION, (machine, *PROCESS.samples), PROCESS.phases, PROCESS.events, (),
               {"rank-0": PROCESS, "rank-1": PROCESS})  # fmt: skip
     rows = rows_of(run, tmp_path)
 

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from penstock.observe.clocks import HostClock, Tick, TorchClock
-from penstock.observe.tracker import Stretch, Tracker
+from penstock.observe.phase_tracker import HostClock, Stretch, Tick, TorchClock, Tracker
 
 Line = tuple[str, int, float, float]
 

@@ -10,8 +10,16 @@ from penstock.observe.compare import compare
 from penstock.observe.findings import Finding, find
 from penstock.observe.measures import measure
 from penstock.observe.observation import Hardware, NodePart, PlannedTier
-from penstock.observe.records import DRIVER, Event, GpuSample, HostSample, Phase, Run, Sample
-from penstock.observe.sections import verdict
+from penstock.observe.page import verdict
+from penstock.observe.records import (
+    DRIVER,
+    Event,
+    GpuSample,
+    HostSample,
+    Phase,
+    RecordedRun,
+    Sample,
+)
 from penstock.units import GiB
 from tests.observe.made_runs import (
     HARDWARE,
@@ -24,7 +32,7 @@ from tests.observe.made_runs import (
 )
 
 
-def found(run: Run) -> dict[str, Finding]:
+def found(run: RecordedRun) -> dict[str, Finding]:
     """The first finding of each kind."""
     kinds: dict[str, Finding] = {}
     for finding in find(measure(run)):
@@ -32,7 +40,7 @@ def found(run: Run) -> dict[str, Finding]:
     return kinds
 
 
-def texts(run: Run) -> list[str]:
+def texts(run: RecordedRun) -> list[str]:
     return [finding.text for finding in find(measure(run))]
 
 
@@ -122,7 +130,7 @@ def test_a_killed_program_and_a_failed_one_are_said_first() -> None:
     assert failed[0].text == "the program ended with exit code 3"
 
 
-def steady(grow: int = 0, available: int = 64 * GiB, reserved: int = 10 * GiB) -> Run:
+def steady(grow: int = 0, available: int = 64 * GiB, reserved: int = 10 * GiB) -> RecordedRun:
     """Twelve steps of a second, of which each may hold more than the last."""
     phases = [Phase("forward", n, float(n), n + 1.0) for n in range(12)]
     samples = [
@@ -165,7 +173,7 @@ def test_steps_far_slower_than_the_rest_are_counted() -> None:
         (make_run([Phase("x", 0, 0.0, 1.0)], [], []), "A step took 1.00 s; nothing tells"),
     ],
 )
-def test_the_verdict_is_one_sentence(run: Run, said: str) -> None:
+def test_the_verdict_is_one_sentence(run: RecordedRun, said: str) -> None:
     assert verdict(measure(run)).startswith(said)
 
 

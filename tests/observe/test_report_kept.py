@@ -12,9 +12,8 @@ import pytest
 
 from bench.observe_study import markdown, study
 from penstock.observe.measures import Measures, measure
-from penstock.observe.page import page
-from penstock.observe.records import read_run
-from penstock.observe.sections import verdict
+from penstock.observe.page import page, verdict
+from penstock.observe.run_files import read_run
 
 REPO = Path(__file__).parents[2]
 KEPT = REPO / "bench/results/observe"

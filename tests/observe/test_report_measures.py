@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.observe.intervals import common, length, union, within, without
 from penstock.observe.measures import measure
 from penstock.observe.page import page
-from penstock.observe.panels import BINS, binned
+from penstock.observe.page_plots import BINS, binned
 from penstock.observe.records import Event, Phase, Sample
 from penstock.observe.series import by_phase, thinned, unbroken
 from penstock.observe.steps import UNNAMED, Segment, flatten, steps_of, typical

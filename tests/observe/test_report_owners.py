@@ -8,14 +8,13 @@ import pytest
 
 from penstock.observe.measures import Measures, measure
 from penstock.observe.page import page
-from penstock.observe.panels import memory_plots
-from penstock.observe.records import Event, GpuSample, HostSample, Phase, Run, Sample
-from penstock.observe.windows import shown_window
+from penstock.observe.page_plots import memory_plots, shown_window
+from penstock.observe.records import Event, GpuSample, HostSample, Phase, RecordedRun, Sample
 from penstock.units import GiB
 from tests.observe.made_runs import make_run, offloaded, streamed
 
 
-def finishing(run: Run, *steps: int) -> Run:
+def finishing(run: RecordedRun, *steps: int) -> RecordedRun:
     """The same with a sweep of 0.3 s apart, at the end of some of the steps."""
     late = [Phase("update", n, 1.5 * n + 1.5 - 0.3, 1.5 * n + 1.5) for n in steps]
     cut = [

@@ -19,7 +19,7 @@ from penstock.observe.compare import compare
 from penstock.observe.compare_page import compare_page
 from penstock.observe.measures import measure
 from penstock.observe.page import page
-from penstock.observe.records import Event, GpuSample, Phase, Run, Sample
+from penstock.observe.records import Event, GpuSample, Phase, RecordedRun, Sample
 from penstock.observe.timeline import BOXES
 from tests.observe.made_runs import hostile, make_run, offloaded, on_cpu, sampled, streamed
 
@@ -54,7 +54,7 @@ class Reader(HTMLParser):
         ]
 
 
-RUNS: dict[str, Callable[[], Run]] = {
+RUNS: dict[str, Callable[[], RecordedRun]] = {
     "offloaded": offloaded,
     "streamed": streamed,
     "sampled": sampled,
@@ -139,7 +139,7 @@ def test_several_processes_are_listed() -> None:
     assert "rank-1" in page(measure(both))
 
 
-def long_run() -> Run:
+def long_run() -> RecordedRun:
     """Many samples, and a step of thirty thousand kernels."""
     phases = [Phase("forward", n, n * 10.0, n * 10.0 + 10.0) for n in range(120)]
     samples = [

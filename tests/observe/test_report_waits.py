@@ -6,18 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.observe.findings import Finding, find
-from penstock.observe.findings_waits import cores_at_work, unseen
+from penstock.observe.findings import Finding, cores_at_work, find, unseen
 from penstock.observe.measures import measure
-from penstock.observe.records import Run
+from penstock.observe.records import RecordedRun
 from tests.observe.made_runs import offloaded
 
 
-def said(run: Run, kind: str) -> list[Finding]:
+def said(run: RecordedRun, kind: str) -> list[Finding]:
     return [finding for finding in find(measure(run)) if finding.kind == kind]
 
 
-def unswept(busy: float = 0.8) -> Run:
+def unswept(busy: float = 0.8) -> RecordedRun:
     """An optimizer on the CPU that nobody recorded: no sweep, but cores that work in update. A
     sample says what they did since the one before."""
     run = offloaded()

@@ -9,9 +9,14 @@ import pytest
 
 from penstock.observe.measures import Measures, measure
 from penstock.observe.page import page
-from penstock.observe.panels import memory_plots
+from penstock.observe.page_plots import (
+    laid_window,
+    memory_plots,
+    points_in,
+    shown_window,
+    wide_window,
+)
 from penstock.observe.records import GpuSample, HostSample, Phase, Sample
-from penstock.observe.windows import laid_window, points_in, shown_window, wide_window
 from penstock.units import GiB
 from tests.observe.made_runs import make_run, offloaded, streamed
 

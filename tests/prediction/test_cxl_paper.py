@@ -10,22 +10,22 @@ import itertools
 
 import pytest
 
-from penstock.baselines.deepspeed import CLASSES, Shares, ZeroStep, all_on, interleaved
-from penstock.baselines.latency_first import latency_first, latency_first_placement
-from penstock.budget import Budget
-from penstock.bundled import bundled
-from penstock.cost import Rates, estimate
-from penstock.cost.jobs import Demands
-from penstock.inventory import Inventory
-from penstock.placement_parts import Share, stripe
+from bench.baselines.deepspeed import CLASSES, Shares, ZeroStep, all_on, interleaved
+from bench.baselines.latency_first import latency_first, latency_first_placement
+from penstock.machine.presets import preset
+from penstock.model.inventory import Inventory
+from penstock.plan.budget import Budget
+from penstock.plan.placement import Share, stripe
+from penstock.plan.workload import Workload
 from penstock.planner import QUICK, make_plan
+from penstock.planner.candidates import FillOrder, undecided
 from penstock.planner.choice import Choice
-from penstock.planner.desk import Desk
-from penstock.planner.fill import Recipe, undecided
+from penstock.planner.cost import Rates, estimate
+from penstock.planner.cost.jobs import Demands
+from penstock.planner.evaluator import PlanEvaluator
 from penstock.tiers import Tier
 from penstock.units import GiB
-from penstock.workload import Workload
-from tests.models import model, work
+from tests.support.models import model, work
 
 MODELS = ("qwen2.5-7b", "mistral-nemo-12b")
 WORK = ((4096, 1), (4096, 8), (4096, 16), (32768, 1), (32768, 2), (32768, 3))
@@ -34,7 +34,7 @@ LOCAL = 128 * GiB
 
 
 def seconds(inventory: Inventory, workload: Workload, cards: int, homes: Shares) -> float:
-    rates = Rates.of(bundled(f"cxl-paper-{cards}"))
+    rates = Rates.of(preset(f"cxl-paper-{cards}"))
     return ZeroStep(inventory, workload, rates, homes, overlaps=False).seconds()
 
 
@@ -72,7 +72,7 @@ def against_dram(name: str, context: int, batch: int, cards: int, kind: str) -> 
 def test_copies_run_as_the_authors_measured_with_one_gpu_and_two(
     places: dict[int, float], one_gpu: tuple[float, float], two_gpus: tuple[float, float]
 ) -> None:
-    rates = Rates.of(bundled("cxl-paper-1"))
+    rates = Rates.of(preset("cxl-paper-1"))
     weights = [
         (Share(tier=Tier.CXL if node else Tier.DRAM, nbytes=0, node=node), weight)
         for node, weight in places.items()
@@ -91,7 +91,7 @@ def test_copies_run_as_the_authors_measured_with_one_gpu_and_two(
     ("places", "milliseconds"), [({0: 1.0}, 67.63), ({3: 1.0}, 273.29), ({0: 0.5, 3: 0.5}, 138.93)]
 )
 def test_adam_runs_as_the_authors_measured(places: dict[int, float], milliseconds: float) -> None:
-    demands = Demands(Rates.of(bundled("cxl-paper-1")))
+    demands = Demands(Rates.of(preset("cxl-paper-1")))
     for node, part in places.items():
         share = Share(tier=Tier.CXL if node else Tier.DRAM, nbytes=0, node=node)
         demands.sweep(share, read=16 * 671e6 * part, write=12 * 671e6 * part)
@@ -139,10 +139,10 @@ def test_ours_is_never_slower_than_the_published_greedy(
     name: str, size: tuple[int, int], cards: int
 ) -> None:
     inventory = model(name)
-    workload, box = work(inventory, *size), bundled(f"cxl-paper-{cards}")
+    workload, box = work(inventory, *size), preset(f"cxl-paper-{cards}")
     budget = Budget(hbm=30 * GiB, dram=64 * GiB, cxl=cards * 256 * GiB)
-    desk = Desk(inventory, workload, box, budget)
-    streamed = tuple(undecided(desk, Recipe(), i) for i in range(len(inventory.blocks)))
+    desk = PlanEvaluator(inventory, workload, box, budget)
+    streamed = tuple(undecided(desk, FillOrder(), i) for i in range(len(inventory.blocks)))
     greedy = latency_first_placement(desk, Choice(streamed))
 
     theirs = estimate(inventory, workload, greedy, desk.rates).step_seconds

@@ -6,14 +6,14 @@ from statistics import mean
 
 import pytest
 
-from penstock.baselines.memascend import exact_pool, memascend, slotted_pool, zero_infinity
-from penstock.budget import Budget, PathBudget
-from penstock.planner.desk import Desk
+from bench.baselines.memascend import exact_pool, memascend, slotted_pool, zero_infinity
+from penstock.plan.budget import Budget, PathBudget
+from penstock.planner.evaluator import PlanEvaluator
 from penstock.planner.search import first_fit
 from penstock.tiers import Tier
 from penstock.units import GiB, TiB
-from tests.machines import machine
-from tests.models import model, work
+from tests.support.machines import machine
+from tests.support.models import model, work
 
 # baseline pool, exact need (GiB), waste (%), and the published reduction in fp16
 PUBLISHED = {
@@ -51,7 +51,7 @@ def test_ours_takes_less_host_memory_than_either(name: str) -> None:
     paper = memascend(inventory)
     nvme = (PathBudget(path="/mnt/nvme", nbytes=4 * TiB),)
     budget = Budget(hbm=40 * GiB, dram=4 * GiB, nvme=nvme)
-    desk = Desk(inventory, work(inventory, 4096, 4), machine(cards=0), budget)
+    desk = PlanEvaluator(inventory, work(inventory, 4096, 4), machine(cards=0), budget)
 
     # Everything on disk: what is left in DRAM is what passes through.
     choice = first_fit(desk)

@@ -11,21 +11,21 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.baselines.deepspeed import ZeroStep, all_on, zero_infinity_seconds
-from penstock.budget import Budget
-from penstock.bundled import bundled
-from penstock.cost import Rates
-from penstock.machine import Figure, Machine
-from penstock.planner.desk import Desk
-from penstock.planner.fill import Recipe, fill
+from bench.baselines.deepspeed import ZeroStep, all_on, zero_infinity_seconds
+from penstock.machine.machine import Figure, Machine
+from penstock.machine.presets import preset
+from penstock.plan.budget import Budget
+from penstock.planner.candidates import FillOrder, fill
+from penstock.planner.cost import Rates
+from penstock.planner.evaluator import PlanEvaluator
 from penstock.units import GiB
-from tests.models import model, work
+from tests.support.models import model, work
 
 PLAIN_SWEEP = 118e9
 
 
 def machine() -> Machine:
-    h200, plain = bundled("h200"), Figure.from_number(PLAIN_SWEEP)
+    h200, plain = preset("h200"), Figure.from_number(PLAIN_SWEEP)
     rates = tuple(
         replace(rate, bytes_per_second=plain) if rate.operation == "sweep" else rate
         for rate in h200.nodes[0].rates
@@ -66,13 +66,13 @@ def test_our_own_schedule_as_a_prototype_ran_it(
     name: str, context: int, batch: int, measured: float
 ) -> None:
     inventory = model(name)
-    desk = Desk(
+    desk = PlanEvaluator(
         inventory,
         work(inventory, context, batch),
         machine(),
         Budget(hbm=60 * GiB, dram=120 * GiB),
     )
-    choice = fill(desk, Recipe())  # every block streams, as in the prototype
+    choice = fill(desk, FillOrder())  # every block streams, as in the prototype
 
     assert choice is not None
     assert desk.cost(choice).step_seconds == pytest.approx(measured, rel=0.15)
@@ -83,8 +83,8 @@ def test_the_sweep_is_exposed_in_a_short_step_and_hidden_in_a_long_one() -> None
     shares = []
     for batch in (4, 16):
         budget = Budget(hbm=24 * GiB, dram=60 * GiB)
-        desk = Desk(inventory, work(inventory, 4096, batch), bundled("h200"), budget)
-        choice = fill(desk, Recipe())
+        desk = PlanEvaluator(inventory, work(inventory, 4096, batch), preset("h200"), budget)
+        choice = fill(desk, FillOrder())
         assert choice is not None
         cost = desk.cost(choice)
         shares.append(cost.bounds["sweep@0"] / cost.step_seconds)

@@ -11,9 +11,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from penstock import cli
-from tests.engines import plain_model, tiny_config
-from tests.small_tokenizers import MARKED, WORDS, small_tokenizer
+from penstock.cli import main
+from tests.support.engines import plain_model, tiny_config
+from tests.support.small_tokenizers import MARKED, WORDS, small_tokenizer
 
 SETTINGS = ("--context", "32", "--batch", "4", "--micro-batch", "2", "--lr", "1e-2",
             "--eval-split", "0.2", "--json")  # fmt: skip
@@ -89,7 +89,7 @@ class Runs:
 
     def start(self, out: Path, *more: str) -> subprocess.Popen[str]:
         """In a child."""
-        command = [sys.executable, "-m", "penstock.cli", *self.flags(out, *more)]
+        command = [sys.executable, "-m", "penstock", *self.flags(out, *more)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
@@ -99,7 +99,7 @@ def told(arguments: list[str]) -> Ended:
     """A command line, and all that it says."""
     output, errors = io.StringIO(), io.StringIO()
     with redirect_stdout(output), redirect_stderr(errors):
-        code = cli.run(arguments)
+        code = main.run(arguments)
     return Ended(code, output.getvalue(), errors.getvalue())
 
 

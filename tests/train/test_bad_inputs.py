@@ -11,15 +11,15 @@ import pytest
 import torch
 import yaml
 
-from penstock.budget import Budget
+from penstock.engine.engine import Engine
+from penstock.plan.budget import Budget
 from penstock.planner import make_plan
-from penstock.stream.engine import Engine
 from penstock.train.errors import GpuMemoryError
 from penstock.train.failures import memory_told
 from penstock.units import GiB
-from tests.machines import machine
-from tests.models import model, work
-from tests.small_tokenizers import small_tokenizer
+from tests.support.machines import machine
+from tests.support.models import model, work
+from tests.support.small_tokenizers import small_tokenizer
 from tests.train.runs import RESIDENT, Runs, make_model, told
 
 

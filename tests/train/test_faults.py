@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.folders import look
+from penstock.checkpoint.run_directory import look
 from tests.train.conftest import STEPS
 from tests.train.runs import RESIDENT, Ended, Runs, contents, ended, wait_for
 
@@ -99,7 +99,7 @@ def fill(disk: Path) -> Path:
 def test_a_disk_that_fills_up_is_told_and_training_goes_on(
     runs: Runs, whole: Whole, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.stream.engine import Engine
+    from penstock.engine.engine import Engine
 
     out = small_disk / "out"
     plain = Engine.step

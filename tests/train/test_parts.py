@@ -14,12 +14,10 @@ from rich.console import Console
 
 from penstock.train.errors import MissingLoggerError
 from penstock.train.events import JsonLines, Listeners
-from penstock.train.live import Live
-from penstock.train.metrics import MetricsFile, check_loggers, named
-from penstock.train.stopping import Stopping
-from penstock.train.view import Lines
+from penstock.train.loggers import MetricsFile, check_loggers, named
+from penstock.train.progress import Lines, Live, duration
+from penstock.train.signals import Stopping
 from penstock.train.watchdog import Watchdog
-from penstock.train.words import duration
 
 TIERS = {"hbm": {"budget": 100, "at_rest": 10, "peak": 50},
          "cxl": {"budget": 0, "at_rest": 0, "peak": 0}}  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from penstock.observe.records import read_run
+from penstock.observe.run_files import read_run
 from tests.train.runs import RESIDENT, Runs, contents
 
 

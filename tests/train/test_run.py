@@ -97,7 +97,7 @@ def stopped(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def stop_in_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     import signal
 
-    from penstock.stream.engine import Engine
+    from penstock.engine.engine import Engine
 
     plain = Engine.step
 

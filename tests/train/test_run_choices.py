@@ -10,9 +10,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from penstock.stream.scale import LossScale
+from penstock.engine.loss_scale import LossScale
 from penstock.train.errors import OutInUseError
-from penstock.train.resuming import OutFolder
+from penstock.train.resume import OutFolder
 from tests.train.conftest import STEPS
 from tests.train.runs import RESIDENT, Ended, Runs, contents, told
 

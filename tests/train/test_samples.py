@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from penstock import cli
-from penstock.stream.generating import engine_forward
+from penstock.cli import main
+from penstock.generate.streamed_forward import engine_forward
 from tests.equivalence.runs import DRAM, Setup
 from tests.train.conftest import STEPS
 from tests.train.runs import RESIDENT, Ended, Runs, contents, told
@@ -43,7 +43,7 @@ def test_a_bad_prompt_file_is_told_before_the_first_step(runs: Runs, tmp_path: P
     out = tmp_path / "out"
     ended = runs.run(out, *RESIDENT, "--steps", "1", "--sample-prompts", str(prompts))
 
-    assert ended.code == cli.EXIT_MENDABLE
+    assert ended.code == main.EXIT_MENDABLE
     assert "prompts.jsonl:1: must have either" in ended.errors
     assert not out.exists()
 

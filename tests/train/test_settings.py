@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 from penstock.train.errors import SettingsError
-from penstock.train.intervals import Interval, parse_interval
-from penstock.train.rates import Rate
-from penstock.train.settings import RunSettings
-from penstock.train.settings_files import parse_changes, read_yaml, settle, write_yaml
+from penstock.train.learning_rate import Rate
+from penstock.train.settings import (
+    Interval,
+    RunSettings,
+    parse_changes,
+    parse_interval,
+    read_yaml,
+    settle,
+    write_yaml,
+)
 
 NEEDED = {"model": "m", "data": ["d"], "out": "o"}
 

@@ -15,19 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from penstock import cli, doctor
-from penstock.discovery import discover
+from penstock import doctor
+from penstock.cli import main
 from penstock.errors import (
     NodeFullError,
     OfflineNodeError,
     UnknownNodeError,
 )
-from penstock.machine import Machine
+from penstock.machine.discovery import discover
+from penstock.machine.machine import Machine
+from penstock.machine.sysfs import System
 from penstock.memory.arena import Arena
 from penstock.memory.placement import Interleave, Node, Stripe
 from penstock.memory.residency import Residency, residency
 from penstock.probe.sweep import MOMENTS
-from penstock.system import System
 from penstock.units import GiB, MiB
 from tests.vm.guest import FAR, MODE, NODES, PAGE, UNIT, take, where
 
@@ -178,7 +179,7 @@ def test_a_quick_probe_measures_every_node(
 ) -> None:
     out = tmp_path / "machine.json"
 
-    assert cli.run(["probe", "--quick", "-o", str(out), "--json"]) == 0
+    assert main.run(["probe", "--quick", "-o", str(out), "--json"]) == 0
 
     printed = capsys.readouterr()
     assert json.loads(printed.out) == json.loads(out.read_text())

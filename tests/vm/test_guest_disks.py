@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.storage.building import StoreOptions
-from penstock.storage.commands import remove_stores
+from penstock.cli.store import remove_stores
 from penstock.storage.devices import inspect_device
 from penstock.storage.engines import EngineName, choose_engine
 from penstock.storage.errors import (
@@ -25,9 +24,9 @@ from penstock.storage.errors import (
 )
 from penstock.storage.header import DATA_OFFSET
 from penstock.storage.leftovers import find_stores
-from penstock.storage.store import Store
+from penstock.storage.store import Store, StoreOptions
 from penstock.units import KiB, MiB
-from tests.disks import Buffers
+from tests.support.disks import Buffers
 from tests.vm.disks import Mapped, bad_between, drive, drives, flakey, mapped, slow
 from tests.vm.topology import DRIVES, UNREADABLE, UNWRITABLE
 
@@ -194,7 +193,7 @@ HANG = """
 import sys, warnings
 from penstock.storage.store import Store
 from penstock.units import KiB
-from tests.disks import Buffers
+from tests.support.disks import Buffers
 from tests.vm.disks import Mapped
 
 engine, scene, *layer = sys.argv[1:]

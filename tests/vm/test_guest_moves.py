@@ -14,10 +14,10 @@ import pytest
 
 from penstock import _native
 from penstock.errors import HugePagesError, NodeFullError
+from penstock.machine.sysfs import System
 from penstock.memory.placement import Interleave, Node, Place, Stripe
 from penstock.memory.region import move_region
 from penstock.memory.residency import Residency, residency
-from penstock.system import System
 from penstock.units import MiB
 from tests.vm.guest import FAR, NODES, PAGE, UNIT, take, where
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from penstock import record_files
+from penstock import records
 from penstock.checkpoint.errors import DamagedCheckpointError
 from penstock.errors import RecordError
 
@@ -77,7 +77,7 @@ def step_of(name: str) -> int | None:
 
 def write_manifest(folder: Path, step: int, files: Mapping[str, int]) -> None:
     """Say that these files are all of the checkpoint."""
-    record_files.save(Manifest(step=step, files=files), folder / COMPLETE)
+    records.save(Manifest(step=step, files=files), folder / COMPLETE)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -87,7 +87,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         problem = f"has no {COMPLETE}, so it was never finished or is not Penstock's"
         raise DamagedCheckpointError(str(folder), problem)
     try:
-        manifest = record_files.load(Manifest, path)
+        manifest = records.load(Manifest, path)
     except RecordError as wrong:
         problem = f"its {COMPLETE} cannot be used: {wrong.field} {wrong.problem}".replace("  ", " ")
         raise DamagedCheckpointError(str(folder), problem) from None

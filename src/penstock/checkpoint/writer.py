@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from penstock.checkpoint.direct_writer import Output
 from penstock.checkpoint.disk import bytes_of, sync, told
-from penstock.checkpoint.headers import Entry, build_header
-from penstock.checkpoint.output import Output
+from penstock.checkpoint.safetensors_header import Entry, build_header
 
 MAX_SHARD_NBYTES = 5_000_000_000
 """Of tensors in one file, as transformers has it."""

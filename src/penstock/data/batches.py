@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.data.cache import Cache
 from penstock.data.errors import CacheError, DataError, PositionError
-from penstock.data.mixing import shuffled
 from penstock.data.packing import Counts, Rows
+from penstock.data.shuffle import shuffled
+from penstock.data.token_cache import Cache
 
 if TYPE_CHECKING:
     import torch

@@ -11,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.data.batches import Packed
-from penstock.data.build import Tell, default_directory, open_cache
-from penstock.data.cache import Cache
 from penstock.data.errors import DataError, EmptyDataError
-from penstock.data.mixing import Ints, mix
 from penstock.data.packing import Overlong, pack_rows
+from penstock.data.shuffle import Ints, mix
 from penstock.data.sources import find_sources
+from penstock.data.token_cache import Cache, Tell, default_directory, open_cache
 from penstock.data.tokenizer import Tokens
 
 

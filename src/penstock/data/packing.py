@@ -13,9 +13,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from penstock.data.cache import Cache
 from penstock.data.errors import DataError, EmptyDataError
-from penstock.data.mixing import Ints, shuffled
+from penstock.data.shuffle import Ints, shuffled
+from penstock.data.token_cache import Cache
 
 Overlong = Literal["truncate", "drop", "split"]
 WINDOW = 1 << 16

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from penstock.doctor import devices, limits, memory
 from penstock.doctor.findings import Finding, render, to_json
-from penstock.system import System
+from penstock.machine.sysfs import System
 
 __all__ = ["CHECKS", "Finding", "examine", "render", "to_json"]
 

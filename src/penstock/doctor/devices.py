@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock import _native
-from penstock.discovery.gpus import PCI, link_generation, open_nvml, pci_gpus
 from penstock.doctor.findings import Finding, fine
+from penstock.machine.discovery.gpus import PCI, link_generation, open_nvml, pci_gpus
+from penstock.machine.sysfs import System
 from penstock.storage.engines import choose_engine
-from penstock.system import System
 from penstock.units import GiB, format_bytes
 
 _OLDEST_TORCH = (2, 6)

@@ -8,7 +8,7 @@ import sys
 
 from penstock import _native
 from penstock.doctor.findings import Finding, fine
-from penstock.system import System, parse_ids
+from penstock.machine.sysfs import System, parse_ids
 from penstock.units import GiB, format_bytes
 
 CAP_IPC_LOCK = 14

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from penstock import _native
-from penstock.discovery.cxl import CxlMemory, find_cxl_memory, ram_decoder
-from penstock.discovery.nodes import find_nodes
 from penstock.doctor.findings import Finding, fine
-from penstock.system import System
+from penstock.machine.discovery.cxl import CxlMemory, find_cxl_memory, ram_decoder
+from penstock.machine.discovery.nodes import find_nodes
+from penstock.machine.sysfs import System
 from penstock.units import MiB, format_bytes
 
 _NODES = "sys/devices/system/node"

@@ -12,11 +12,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from penstock.kv.address_space import Page
 from penstock.kv.errors import CacheFull, GrowthError
-from penstock.kv.pool import PagePool
+from penstock.kv.page_pool import PagePool
+from penstock.kv.page_table import PageTable
 from penstock.kv.slots import Slot
-from penstock.kv.space import Page
-from penstock.kv.table import PageTable
 
 
 class Grower:

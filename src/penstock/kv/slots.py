@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.kv.space import Page
+from penstock.kv.address_space import Page
 
 
 @dataclass(eq=False, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -79,9 +80,14 @@ class Arena:
         name: str = "a tensor",
     ) -> torch.Tensor:
         """A tensor over the next free bytes. What it holds is whatever was there before."""
-        from penstock.memory import tensors  # here, so that the core imports without torch
+        # Imported here: the core must import without torch.
+        from penstock.memory.views import check_dtype, check_shape, tensor_over, wake_cuda
 
-        return tensors.in_arena(self, shape, dtype, align=align, name=name)
+        dtype = check_dtype(dtype)
+        sizes = check_shape(shape)
+        wake_cuda(self.pinned)
+        block = self.take(math.prod(sizes) * dtype.itemsize, align=align, name=name)
+        return tensor_over(block, sizes, dtype)
 
     def reset(self) -> None:
         """Start again from the front. Raises ArenaBusyError while a block is alive."""

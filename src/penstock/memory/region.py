@@ -30,9 +30,9 @@ from penstock.errors import (
     SizeError,
     UnknownNodeError,
 )
+from penstock.machine.sysfs import System
 from penstock.memory.placement import Interleave, Place, Stripe, check_place, current_place
 from penstock.memory.residency import residency
-from penstock.system import System
 from penstock.units import MiB, format_bytes, round_up
 
 Huge = Literal["auto", "thp", "2M"] | None

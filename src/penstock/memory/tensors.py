@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
-from collections.abc import Sequence
 
 import torch
 
 from penstock import _native
 from penstock.errors import DtypeError, MoveError, SizeError
-from penstock.memory.arena import Arena
+from penstock.machine.sysfs import System
 from penstock.memory.placement import Place, check_place
 from penstock.memory.region import (
     Huge,
@@ -22,9 +20,7 @@ from penstock.memory.region import (
     take_region,
 )
 from penstock.memory.residency import Residency, residency
-from penstock.system import System
-
-Shape = int | Sequence[int]
+from penstock.memory.views import Shape, check_dtype, check_shape, tensor_over, wake_cuda
 
 
 def empty(
@@ -42,12 +38,12 @@ def empty(
     Like `torch.empty`, the contents are not promised. The memory goes back to the kernel when the
     last view of the last tensor over it is gone; copies and pickles are plain torch tensors.
     """
-    dtype = _check_dtype(dtype)
-    sizes = _check_shape(shape)
+    dtype = check_dtype(dtype)
+    sizes = check_shape(shape)
     options = RegionOptions(pinned=pinned, huge=huge, prefault=prefault)
-    _wake_cuda(pinned)
+    wake_cuda(pinned)
     region = take_region(math.prod(sizes) * dtype.itemsize, place, options)
-    return _over(_native.Block(region), sizes, dtype).requires_grad_(requires_grad)
+    return tensor_over(_native.Block(region), sizes, dtype).requires_grad_(requires_grad)
 
 
 def zeros(
@@ -135,30 +131,6 @@ def move(tensor: torch.Tensor, place: Place) -> None:
         raise MoveError(wanted=nbytes, reason=f"the kernel left {stuck} pages where they were")
 
 
-def in_arena(
-    arena: Arena, shape: Shape, dtype: torch.dtype | None, *, align: int, name: str
-) -> torch.Tensor:
-    """The next free bytes of an arena as a tensor."""
-    dtype = _check_dtype(dtype)
-    sizes = _check_shape(shape)
-    _wake_cuda(arena.pinned)
-    block = arena.take(math.prod(sizes) * dtype.itemsize, align=align, name=name)
-    return _over(block, sizes, dtype)
-
-
-def _wake_cuda(pinned: bool) -> None:
-    """Until torch has started CUDA it calls no memory pinned; `pin_memory=True` starts it too."""
-    if pinned and torch.cuda.is_available():
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-
-
-def _over(block: _native.Block, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that reads and writes the block in place and keeps it alive."""
-    flat = torch.frombuffer(block, dtype=torch.uint8)
-    tensor: torch.Tensor = flat.view(dtype).view(sizes)
-    return tensor
-
-
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses from a tensor's first element to its last, strides and all."""
     if tensor.device.type != "cpu":
@@ -169,30 +141,3 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
         raise SizeError(f"a tensor of shape {tuple(tensor.shape)} has no memory to look at")
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), (reach + 1) * tensor.element_size()
-
-
-def _check_shape(shape: Shape) -> tuple[int, ...]:
-    if isinstance(shape, Sequence):
-        sizes = tuple(operator.index(n) for n in shape)
-    else:
-        sizes = (operator.index(shape),)
-    if any(n < 1 for n in sizes):
-        raise SizeError(f"every size is 1 or more, got {sizes}: there is nothing to place")
-    return sizes
-
-
-def _check_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None:
-        return torch.get_default_dtype()
-    if not isinstance(dtype, torch.dtype):
-        raise DtypeError(f"dtype is a torch.dtype, got {dtype!r}")
-    # A quantized type needs a scale beside its bytes: torch makes the view and fails at first use.
-    if str(dtype).startswith(("torch.qint", "torch.quint")):
-        raise DtypeError(
-            f"torch cannot use plain memory as {dtype}; place int8 and view it yourself"
-        )
-    try:
-        torch.empty(0, dtype=torch.uint8).view(dtype)
-    except (RuntimeError, TypeError) as failed:
-        raise DtypeError(f"torch cannot view plain memory as {dtype}: {failed}") from None
-    return dtype

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.observe.measures import Measures
-from penstock.observe.sections import verdict
-from penstock.observe.words import (
+from penstock.observe.labels import (
     NONE,
     capital,
     link_title,
@@ -21,6 +19,8 @@ from penstock.observe.words import (
     seconds_text,
     tidy,
 )
+from penstock.observe.measures import Measures
+from penstock.observe.page import verdict
 
 Unit = Literal["seconds", "rate", "bytes", "moved", "share"]
 Better = Literal["lower", "higher", "neither"]

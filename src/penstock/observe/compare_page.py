@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from penstock.observe import panels, sections
+from penstock.observe import page, page_plots
 from penstock.observe.compare import Comparison
 from penstock.observe.findings import find
+from penstock.observe.labels import tidy, together
 from penstock.observe.markup import table, tag, text
 from penstock.observe.measures import Measures
 from penstock.observe.page import document, phases_of, section, tools
+from penstock.observe.page_plots import shown_window
 from penstock.observe.plots import Phases, Plot, draw, plot_data
-from penstock.observe.windows import shown_window
-from penstock.observe.words import tidy, together
 
 
 def compare_page(names: tuple[str, str], both: tuple[Measures, Measures], made: Comparison) -> str:
@@ -31,7 +31,7 @@ def compare_page(names: tuple[str, str], both: tuple[Measures, Measures], made: 
     body += section("Figures", _table(made))
     heads = [tag("h3", text(name)) for name in shown]
     body += section("Where a step's time goes", _sides(
-        [head + tag("p", text(sections.verdict(m)), class_="lead") + sections.bars(m, phases)
+        [head + tag("p", text(page.verdict(m)), class_="lead") + page.bars(m, phases)
          for head, m in zip(heads, both, strict=True)]
     ))  # fmt: skip
     drawn = [
@@ -39,9 +39,9 @@ def compare_page(names: tuple[str, str], both: tuple[Measures, Measures], made: 
         for head, listed in zip(heads, plots, strict=True)
     ]
     body += section("Memory and traffic", _sides(drawn), controls=tools(phases))
-    found = [sections.findings_list(find(m)) for m in both]
+    found = [page.findings_list(find(m)) for m in both]
     body += section("Findings", _sides([h + f for h, f in zip(heads, found, strict=True)]))
-    about = [head + sections.about(m) for head, m in zip(heads, both, strict=True)]
+    about = [head + page.about(m) for head, m in zip(heads, both, strict=True)]
     body += section("About these runs", _sides(about))
     data: dict[str, Any] = {
         "phases": [name for _, name in phases.shown()],
@@ -53,7 +53,9 @@ def compare_page(names: tuple[str, str], both: tuple[Measures, Measures], made: 
 
 def _plots(letter: str, m: Measures) -> list[Plot]:
     window = shown_window(m)
-    found = panels.memory_plots(m, window) + panels.traffic_plots(m, window) if window else []
+    found = (
+        page_plots.memory_plots(m, window) + page_plots.traffic_plots(m, window) if window else []
+    )
     return [replace(plot, id=f"{letter}-{plot.id}") for plot in found]
 
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
+from penstock.engine.allocate import Part
+from penstock.engine.step_records import StepRecord
+from penstock.engine.timeline import Moved, moved, timeline
+from penstock.observe.hardware import disk_name
 from penstock.observe.observation import Planned, PlannedTier
+from penstock.observe.recorder import Recorder
 from penstock.observe.records import Event, Phase
-from penstock.schedule import Operation, Verb
-from penstock.stream.state import Part
-from penstock.stream.timeline import Moved, moved, timeline
-from penstock.stream.watching import Passed
+from penstock.observe.samplers import Held
+from penstock.plan.schedule import Operation, Verb
+from penstock.plan.traffic import DISK, Transfer, step_traffic
 from penstock.tiers import Tier
-from penstock.transfers import DISK, Transfer, step_traffic
+
+if TYPE_CHECKING:
+    from penstock.engine.step_records import Kind
+
 
 _KINDS = {
     Verb.FETCH: "copy",
@@ -28,7 +38,7 @@ class EngineEvents:
     def __init__(self, origin: float, disk_name: Callable[[str], str]) -> None:
         self._origin, self._disk_name = origin, disk_name
         self._links: dict[str, str] = {}
-        self._moved: dict[object, tuple[Passed, Moved]] = {}
+        self._moved: dict[object, tuple[StepRecord, Moved]] = {}
 
     def link(self, link: str) -> str:
         """As the kernel calls a disk; other links are called as they are."""
@@ -39,7 +49,7 @@ class EngineEvents:
 
     # Phases.
 
-    def phases(self, passed: Passed, step: int) -> Iterator[Phase]:
+    def phases(self, passed: StepRecord, step: int) -> Iterator[Phase]:
         """Forward until the loss begins, backward until the last block is through, round by round.
         Sweeps run beside forward, and are events."""
         began = passed.clock - self._origin
@@ -57,7 +67,7 @@ class EngineEvents:
             yield Phase("backward", step, max(reached, turn), max(turn, end))
             reached = max(turn, end)
 
-    def _turns(self, passed: Passed) -> Iterator[tuple[int, int]]:
+    def _turns(self, passed: StepRecord) -> Iterator[tuple[int, int]]:
         """By round, its loss and its last backward, where they ran."""
         loss: int | None = None
         last = -1
@@ -71,13 +81,13 @@ class EngineEvents:
         if loss is not None:
             yield loss, last
 
-    def _seconds(self, passed: Passed, at: Part, *, ended: bool) -> float:
+    def _seconds(self, passed: StepRecord, at: Part, *, ended: bool) -> float:
         mark = (passed.ended if ended else passed.began)[at]
         return passed.device.seconds(passed.origin, mark)
 
     # Events.
 
-    def events(self, passed: Passed, step: int | None) -> list[Event]:
+    def events(self, passed: StepRecord, step: int | None) -> list[Event]:
         """One for what each operation kept busy: a copy from a disk is on the link and the disk.
         What is swept apart is of no step, and in no step's phase."""
         began = passed.clock - self._origin
@@ -114,7 +124,7 @@ class EngineEvents:
                 made.append(Event("gpu", kind, named, start, end, step, phase))
         return made
 
-    def _moved_by(self, passed: Passed) -> Moved:
+    def _moved_by(self, passed: StepRecord) -> Moved:
         """Worked out once for a program and a shape of batch."""
         key = (id(passed.program), str(passed.shapes))
         if key not in self._moved:
@@ -135,10 +145,10 @@ def _kind(operation: Operation, moves: Transfer) -> str:
 # The plan.
 
 
-def planned_of(passed: Passed, link: Callable[[str], str]) -> Planned:
+def planned_of(passed: StepRecord, link: Callable[[str], str]) -> Planned:
     """What the plan said before the first step; of seconds, what it says of this machine."""
-    from penstock.cost.peaks import phase_peaks
-    from penstock.step_order import step_schedule
+    from penstock.plan.build_schedule import step_schedule
+    from penstock.planner.cost.peaks import phase_peaks
 
     plan, inventory = passed.plan, passed.inventory
     work, placement = plan.workload, plan.placement
@@ -161,13 +171,13 @@ def planned_of(passed: Passed, link: Callable[[str], str]) -> Planned:
     )
 
 
-def _cost(passed: Passed) -> tuple[float | None, str | None]:
+def _cost(passed: StepRecord) -> tuple[float | None, str | None]:
     """What the plan said of this machine, by the same speeds."""
-    from penstock.budget import with_paths
-    from penstock.cost import estimate
-    from penstock.cost.rates import Rates
+    from penstock.engine.prepare import known_machine
     from penstock.errors import PenstockError
-    from penstock.preparing import known_machine
+    from penstock.plan.budget import with_paths
+    from penstock.planner.cost import estimate
+    from penstock.planner.cost.rates import Rates
 
     plan = passed.plan
     try:
@@ -178,3 +188,68 @@ def _cost(passed: Passed) -> tuple[float | None, str | None]:
     except PenstockError:
         return None, None
     return cost.step_seconds, cost.bound_by
+
+
+# --------
+# Listens to engines of Penstock's own, as soon as there are any. Room: show.
+
+WATCHING = "penstock.engine.step_records"
+HOLDING = "penstock.engine.memory_usage"
+
+
+class EngineWatcher:
+    """Told by the thread that trains; turned into records in the recorder's."""
+
+    def __init__(self, recorder: Recorder, held: Held) -> None:
+        self._recorder, self._held = recorder, held
+        self._module: Any = None
+        self._events: EngineEvents | None = None
+        self._planned: object = None
+
+    def look(self) -> None:
+        """Begin to listen, once the program has imported an engine."""
+        module: Any = sys.modules.get(WATCHING)
+        if self._module is None and hasattr(module, "passed_of"):  # its last name: all is there
+            self._module = module
+            self._held.ask = sys.modules[HOLDING].memory_usages
+            module.watch(self)
+
+    def close(self) -> None:
+        if self._module is not None:
+            self._module.unwatch(self)
+
+    # Watcher.
+
+    def began(self, kind: Kind, *, fresh: bool) -> None:
+        try:
+            self._recorder.tracker.take_over(begins_step=kind == "step" and fresh)
+            self._recorder.engine_step = self._recorder.tracker.step
+        except Exception as failed:  # what goes wrong here is no business of the engine's
+            self._recorder.note(f"a step was not told apart: {failed}")
+
+    def passed(self, passed: StepRecord) -> None:
+        seconds = time.perf_counter() - passed.clock
+        step = self._recorder.tracker.step
+        self._recorder.tracker.give_back(ends_step=passed.kind == "step" and passed.whole)
+        self._recorder.put(lambda: self._record(passed, step, seconds))
+
+    def _record(self, passed: StepRecord, step: int, seconds: float) -> None:
+
+        recorder = self._recorder
+        if self._events is None:
+            self._events = EngineEvents(recorder.origin, disk_name)
+        events = self._events
+        if passed.plan is not self._planned:
+            self._planned = passed.plan
+            self._tell_plan(passed, events)
+        for phase in events.phases(passed, step):
+            recorder.folder.write(phase)
+        now = time.perf_counter() - recorder.origin
+        if passed.kind == "step":
+            recorder.keeper.add(step, seconds, lambda: events.events(passed, step), now)
+        elif passed.kind == "update":
+            recorder.keeper.follow(lambda: events.events(passed, None))
+
+    def _tell_plan(self, passed: StepRecord, events: EngineEvents) -> None:
+
+        self._recorder.update(planned=planned_of(passed, events.link))

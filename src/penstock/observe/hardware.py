@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from penstock.discovery import discover
-from penstock.discovery.storage import find_storage
-from penstock.machine import Machine
+from penstock.machine.discovery import discover
+from penstock.machine.discovery.storage import find_storage
+from penstock.machine.machine import Machine
+from penstock.machine.sysfs import System
 from penstock.observe.observation import GpuPart, Hardware, NodePart
-from penstock.system import System
 
 
 def hardware(system: System | None = None) -> Hardware:

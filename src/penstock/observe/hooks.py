@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from penstock.observe.tracker import Tracker
+from penstock.observe.phase_tracker import Tracker
 
 LOOKS = 8
 """How often at most the program's objects are gone through for modules, 10 to 100 ms each."""

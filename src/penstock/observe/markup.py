@@ -6,7 +6,7 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 
-from penstock.observe.words import fit
+from penstock.observe.labels import fit
 
 COLOURS = 8
 """Lines and boxes of the page's palette: c0 to c7 in page.css."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from penstock.observe.intervals import length, without
 from penstock.observe.peaks import Peak, peaks_of
-from penstock.observe.records import Run
+from penstock.observe.records import RecordedRun
 from penstock.observe.series import Series, Stat, by_phase, load_series, memory_series
 from penstock.observe.series import traffic_series as sampled_traffic
 from penstock.observe.steps import Step, phase_seconds, recorded, settled, steps_of, typical
@@ -76,7 +76,7 @@ class Bound:
 class Measures:
     """All figures of a run."""
 
-    run: Run
+    run: RecordedRun
     steps: tuple[Step, ...]
     shown: Step | None
     """The step that plots show: one whose time is typical, with events where there are any."""
@@ -136,7 +136,7 @@ class Measures:
         return by_phase(series.points, segments, series.told)
 
 
-def measure(run: Run) -> Measures:
+def measure(run: RecordedRun) -> Measures:
     """All figures. Pure: the same run gives the same ones."""
     run = _timed(run)
     steps = steps_of(run)
@@ -169,7 +169,7 @@ def measure(run: Run) -> Measures:
     )
 
 
-def _timed(run: Run) -> Run:
+def _timed(run: RecordedRun) -> RecordedRun:
     """Without records whose times are none: a file may say NaN, or an end before its start."""
     samples = tuple(s for s in run.samples if math.isfinite(s.t))
     phases = tuple(p for p in run.phases if math.isfinite(p.seconds) and p.end >= p.start)
@@ -204,7 +204,10 @@ def _waits(uses: tuple[StepUse, ...]) -> dict[tuple[str, ...], float]:
 
 
 def _links(
-    run: Run, uses: tuple[StepUse, ...], steps: tuple[Step, ...], traffic: Mapping[str, Series]
+    run: RecordedRun,
+    uses: tuple[StepUse, ...],
+    steps: tuple[Step, ...],
+    traffic: Mapping[str, Series],
 ) -> dict[str, LinkUse]:
     ceilings = run.observation.ceilings
     exact = sorted({link for use in uses for link in use.nbytes}, key=_order)

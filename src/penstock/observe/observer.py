@@ -1,23 +1,24 @@
-"""`penstock.observe`: everything put together for a program that is this one. Room: show."""
+"""What is made of a run when it has ended. Room: show."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
 
-from penstock.machine import Machine
-from penstock.observe.cards import Cards
-from penstock.observe.clocks import TorchClock
+from penstock.machine.machine import Machine
+from penstock.observe.engine_events import EngineWatcher
 from penstock.observe.errors import ObserveError
-from penstock.observe.exact import ExactSteps
-from penstock.observe.finishing import render
+from penstock.observe.gpu_samplers import Cards
 from penstock.observe.hardware import ceilings, hardware
 from penstock.observe.hooks import Hooks
 from penstock.observe.observation import Observation
+from penstock.observe.phase_tracker import TorchClock
 from penstock.observe.recorder import INTERVAL, Recorder, command_line, now, wall_clock
+from penstock.observe.run_files import LIMIT, read_run
 from penstock.observe.samplers import (
     Cores,
     Disks,
@@ -28,9 +29,38 @@ from penstock.observe.samplers import (
     Sampler,
     TorchMemory,
 )
-from penstock.observe.watcher import EngineWatcher
-from penstock.observe.writing import LIMIT
-from penstock.units import parse_bytes
+from penstock.observe.torch_profiler import ExactSteps
+from penstock.observe.trace import TRACE_FILE, write_trace
+from penstock.units import MiB, parse_bytes
+
+LARGEST = 32 * MiB
+"""What a program that has just ended is made to wait for; `penstock report` renders more."""
+
+
+def render(path: str | Path) -> None:
+    """The trace, where it is made quickly. What cannot be written is no error of the program's."""
+    recorded = sum(file.stat().st_size for file in Path(path).glob("*.jsonl"))
+    if recorded <= LARGEST:
+        with contextlib.suppress(OSError, ObserveError):
+            write_trace(read_run(path), Path(path) / TRACE_FILE)
+
+
+def finish(path: str | Path) -> str:
+    """Render what can be; what became of it, in a line."""
+    run = read_run(path)
+    write_trace(run, Path(path) / TRACE_FILE)
+    told = run.observation
+    steps = len({phase.step for phase in run.phases} - {None})
+    ended = "" if told.ended_by in (None, "exit") else f", ended by {told.ended_by}"
+    notes = "".join(f"\n  {note}" for note in run.notes)
+    return (
+        f"{path}: {told.ended or 0:.1f} s{ended}, {steps} steps, {len(run.samples)} samples; "
+        f"`penstock report {path}` shows them{notes}"
+    )
+
+
+# --------
+# `penstock.observe`: everything put together for a program that is this one. Room: show.
 
 LEAST_INTERVAL = 0.005
 

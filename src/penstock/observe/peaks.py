@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.observe.records import Run
+from penstock.observe.records import RecordedRun
 from penstock.observe.series import Series
 from penstock.observe.steps import Step
 
@@ -30,7 +30,9 @@ class Peak:
     """In which it was first so full or, without a step, when that was."""
 
 
-def peaks_of(run: Run, memory: Mapping[str, Series], steps: Sequence[Step]) -> tuple[Peak, ...]:
+def peaks_of(
+    run: RecordedRun, memory: Mapping[str, Series], steps: Sequence[Step]
+) -> tuple[Peak, ...]:
     """Tiers first, then what holds them. The host's available memory is no peak."""
     planned = run.observation.planned
     tiers = planned.tiers if planned is not None else {}
@@ -53,7 +55,7 @@ def peaks_of(run: Run, memory: Mapping[str, Series], steps: Sequence[Step]) -> t
     return tuple(found)
 
 
-def _between_samples(run: Run, peak: Peak, steps: Sequence[Step]) -> Peak:
+def _between_samples(run: RecordedRun, peak: Peak, steps: Sequence[Step]) -> Peak:
     """Torch knows how much tensors held at most, samples only what they held now and then."""
     match = re.fullmatch(r"gpu(\d+)\.allocated", peak.key)
     if match is None:
@@ -68,7 +70,7 @@ def _between_samples(run: Run, peak: Peak, steps: Sequence[Step]) -> Peak:
     return replace(peak, measured=most, step=None, phase=when)
 
 
-def holds_hbm(run: Run, memory: Mapping[str, Series]) -> bool:
+def holds_hbm(run: RecordedRun, memory: Mapping[str, Series]) -> bool:
     """Whether tensors on the GPU are what the tier HBM holds. Runs of earlier versions say of it
     what was set aside, which is only filled when a step comes to it."""
     planned, gpus = run.observation.planned, run.observation.hardware.gpus
@@ -111,7 +113,7 @@ def _moment(t: float, steps: Sequence[Step]) -> tuple[int | None, str | None]:
     return steps[at].number, next(inside, None)
 
 
-def _capacity(run: Run, key: str) -> int | None:
+def _capacity(run: RecordedRun, key: str) -> int | None:
     """What there is of it, where the hardware says."""
     hardware = run.observation.hardware
     if key.startswith("gpu"):

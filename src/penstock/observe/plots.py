@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from penstock.observe.labels import nbytes_text, percent, rate_text, seconds_text, tidy
 from penstock.observe.markup import COLOURS, folded, number, table, tag, text
 from penstock.observe.series import Point, Stat, thinned, unbroken
 from penstock.observe.steps import UNNAMED, Segment
-from penstock.observe.words import nbytes_text, percent, rate_text, seconds_text, tidy
 from penstock.units import GiB, KiB, MiB, TiB
 
 WIDE = 1000

@@ -19,13 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.observe.clocks import Clock, HostClock
-from penstock.observe.keeping import Keeper
 from penstock.observe.observation import Observation
+from penstock.observe.phase_tracker import Clock, HostClock, Stretch, Tracker
 from penstock.observe.records import Event, Phase, Sample
+from penstock.observe.run_files import LIMIT, RunFolder, StepSelector
 from penstock.observe.samplers import Sampler, Samplers
-from penstock.observe.tracker import Stretch, Tracker
-from penstock.observe.writing import LIMIT, RunFolder
 
 INTERVAL = 0.1
 
@@ -66,7 +64,7 @@ class Recorder:
         self._clock = clock or HostClock(self.origin)
         self._samplers = Samplers(list(samplers), self.note)
         self.tracker = Tracker(self._clock, self._put_stretch, on_step)
-        self.keeper = Keeper(self.folder)
+        self.keeper = StepSelector(self.folder)
         self.engine_step = 0
         """The last one that an engine of Penstock's own has begun."""
         self.on_tick: list[Job] = []

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from penstock.observe.observation import Observation
 
 __all__ = [
     "DRIVER", "OBSERVING",
-    "Event", "GpuSample", "HostSample", "Observation", "Phase", "Run", "Sample", "read_run",
+    "Event", "GpuSample", "HostSample", "Observation", "Phase", "RecordedRun", "Sample",
 ]  # fmt: skip
 
 
@@ -133,7 +132,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecordedRun:
     """A run as it was read: of one process, or of all that `penstock profile` started."""
 
     observation: Observation
@@ -147,12 +146,5 @@ class Run:
     notes: tuple[str, ...] = ()
     """What was missing or cut off, in words."""
 
-    ranks: Mapping[str, Run] = field(default_factory=dict)
+    ranks: Mapping[str, RecordedRun] = field(default_factory=dict)
     """Every process by the name of its directory, where there were several."""
-
-
-def read_run(path: str | Path) -> Run:
-    """All parts of a run, in order. ObserveError where there is none, or of another version."""
-    from penstock.observe.reading import read  # which knows these records
-
-    return read(Path(path))

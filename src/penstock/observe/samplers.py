@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.machine.sysfs import System
 from penstock.observe.records import GpuSample, HostSample, Sample
-from penstock.system import System
 from penstock.tiers import Tier
 from penstock.units import KiB
 
 if TYPE_CHECKING:
-    from penstock.stream.holding import Holding
+    from penstock.engine.memory_usage import MemoryUsage
 
 SECTOR = 512  # what /proc/diskstats counts in, whatever the disk's blocks are
 
@@ -239,7 +239,7 @@ class Held:
     every = 1
 
     def __init__(self) -> None:
-        self.ask: Callable[[], Iterable[Holding]] = tuple
+        self.ask: Callable[[], Iterable[MemoryUsage]] = tuple
 
     def read(self, into: Reading) -> None:
         for holding in self.ask():

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.observe.records import GpuSample, Run, Sample
+from penstock.observe.records import GpuSample, RecordedRun, Sample
 from penstock.observe.steps import Segment
 
 Point = tuple[float, float]
@@ -64,7 +64,7 @@ class Stat:
     high: float
 
 
-def memory_series(run: Run) -> dict[str, Series]:
+def memory_series(run: RecordedRun) -> dict[str, Series]:
     """Bytes held: by the GPUs, the host, its nodes, and Penstock's tiers."""
     found = {}
     for index in range(_gpus(run)):
@@ -80,7 +80,7 @@ def memory_series(run: Run) -> dict[str, Series]:
     return {key: _with_host(run, key, points) for key, points in found.items() if points}
 
 
-def traffic_series(run: Run) -> dict[str, Series]:
+def traffic_series(run: RecordedRun) -> dict[str, Series]:
     """Bytes a second that the samples saw on each link."""
     found = {}
     for index in range(_gpus(run)):
@@ -93,7 +93,7 @@ def traffic_series(run: Run) -> dict[str, Series]:
     return {key: Series(key, points) for key, points in found.items() if points}
 
 
-def load_series(run: Run) -> dict[str, Series]:
+def load_series(run: RecordedRun) -> dict[str, Series]:
     """How busy processors were, 0 to 1: each GPU, and the CPU's cores on average."""
     found = {
         f"gpu{index}.utilisation": _picked(run, _of_gpu(index, "utilisation"))
@@ -103,20 +103,20 @@ def load_series(run: Run) -> dict[str, Series]:
     return {key: Series(key, points) for key, points in found.items() if points}
 
 
-def _with_host(run: Run, key: str, points: tuple[Point, ...]) -> Series:
+def _with_host(run: RecordedRun, key: str, points: tuple[Point, ...]) -> Series:
     if not key.endswith(FOLLOWS_HOST):
         return Series(key, points)
     phases = {sample.t: sample.phase for sample in run.samples}
     return Series(key, points, tuple(phases[t] for t, _ in points))
 
 
-def _picked(run: Run, get: Callable[[Sample], float | None]) -> tuple[Point, ...]:
+def _picked(run: RecordedRun, get: Callable[[Sample], float | None]) -> tuple[Point, ...]:
     values = ((sample.t, get(sample)) for sample in run.samples)
     # A file may say NaN, which would spoil every sum and scale.
     return tuple((t, v) for t, v in values if v is not None and math.isfinite(t + v))
 
 
-def _pinned(run: Run) -> tuple[Point, ...]:
+def _pinned(run: RecordedRun) -> tuple[Point, ...]:
     """An engine's part of it is known while its tiers are."""
     engine = any(sample.tiers for sample in run.samples)
     return _picked(run, lambda s: s.host.pinned if s.tiers or not engine else None)
@@ -143,7 +143,7 @@ def _of_disk(disk: str, at: int) -> Callable[[Sample], float | None]:
     return lambda sample: sample.disk[disk][at] if disk in sample.disk else None
 
 
-def _gpus(run: Run) -> int:
+def _gpus(run: RecordedRun) -> int:
     return max((len(sample.gpu) for sample in run.samples), default=0)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.observe.intervals import Interval, union
-from penstock.observe.records import OBSERVING, Event, Phase, Run
+from penstock.observe.records import OBSERVING, Event, Phase, RecordedRun
 
 OUTSIDE = ("evaluate", "save", OBSERVING)
 """Phases that belong to no step."""
@@ -55,7 +55,7 @@ class Step:
         return union((s.start, s.end) for s in self.segments if s.name == name)
 
 
-def steps_of(run: Run) -> tuple[Step, ...]:
+def steps_of(run: RecordedRun) -> tuple[Step, ...]:
     """Every step, by its start: from phases or, where none has a step, from events or samples."""
     spans = _spans(run)
     starts = sorted((start, number) for number, (start, _) in spans.items())
@@ -77,7 +77,7 @@ def steps_of(run: Run) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def _outside(run: Run, steps: int) -> tuple[str, ...]:
+def _outside(run: RecordedRun, steps: int) -> tuple[str, ...]:
     """Phases that belong to no step of this run."""
     if run.observation.planned is None:
         return OUTSIDE
@@ -85,7 +85,7 @@ def _outside(run: Run, steps: int) -> tuple[str, ...]:
     return (*OUTSIDE, UPDATE) if 2 * len(swept) < steps else OUTSIDE
 
 
-def _spans(run: Run) -> dict[int, Interval]:
+def _spans(run: RecordedRun) -> dict[int, Interval]:
     """First and last moment of each step."""
     inside = [p for p in run.phases if p.step is not None and p.name not in OUTSIDE]
     marks: Iterable[tuple[int | None, float, float]]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.observe.intervals import length, union
+from penstock.observe.labels import percent, seconds_text, tidy
 from penstock.observe.markup import colour_of, folded, number, table, tag, text
 from penstock.observe.measures import Measures
 from penstock.observe.plots import WIDE, Phases, band, time_labels
 from penstock.observe.records import Event
 from penstock.observe.steps import Step, recorded, settled
-from penstock.observe.words import percent, seconds_text, tidy
 
 BOXES = 1500
 """Drawn for one step, at most: neighbours too close to be told apart are drawn as one."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.observe.records import Event, Phase, Run, Sample
+from penstock.observe.records import Event, Phase, RecordedRun, Sample
 
 TRACE_FILE = "trace.json"
 
@@ -26,7 +26,7 @@ _MORE = " ("
 """Between a track's name and the number of another one for the same."""
 
 
-def write_trace(run: Run, path: str | Path) -> None:
+def write_trace(run: RecordedRun, path: str | Path) -> None:
     """Whole, or not at all."""
     target = Path(path)
     draft = target.with_name(f".{target.name}.tmp")
@@ -38,7 +38,7 @@ def write_trace(run: Run, path: str | Path) -> None:
     os.replace(draft, target)
 
 
-def trace_rows(run: Run) -> list[Row]:
+def trace_rows(run: RecordedRun) -> list[Row]:
     """Names first, then everything by its time."""
     processes = run.ranks or {"": run}
     named: list[Row] = []

@@ -4,6 +4,6 @@
 says how states are stored and `reference` what every step must give, to the bit.
 """
 
-from penstock.optim.adamw import SGD, AdamW, Lion
+from penstock.optim.optimizers import SGD, AdamW, Lion
 
 __all__ = ["AdamW", "SGD", "Lion"]

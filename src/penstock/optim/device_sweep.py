@@ -15,11 +15,20 @@ import torch
 from penstock import _native
 from penstock.errors import NonFiniteMasterError
 from penstock.optim import reference
-from penstock.optim.device_checks import buffers, check_segments
-from penstock.optim.device_engine import Engine, interpreted, kernels, on, pick, raw, record
-from penstock.optim.device_stats import StatsTicket, grad_stats, start_stats
+from penstock.optim.device_backend import (
+    Engine,
+    buffers,
+    check_segments,
+    interpreted,
+    kernels,
+    on,
+    pick,
+    raw,
+    record,
+)
+from penstock.optim.device_norms import StatsTicket, grad_stats, start_stats
+from penstock.optim.norms import GradStats
 from penstock.optim.rules import RuleName
-from penstock.optim.stats import GradStats
 from penstock.optim.sweep import Segment
 
 _GRAD = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

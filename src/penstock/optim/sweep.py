@@ -15,8 +15,8 @@ import torch
 from penstock import _native
 from penstock.errors import NonFiniteMasterError, SweepInputError
 from penstock.optim.formats import BLOCK, num_blocks
+from penstock.optim.norms import GradStats, read_stats
 from penstock.optim.rules import Coefficients, RuleName
-from penstock.optim.stats import GradStats, read_stats
 from penstock.optim.threads import Pool, default_pool
 
 LEAF = _native.SWEEP_LEAF

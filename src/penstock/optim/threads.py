@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from penstock import _native
 from penstock.errors import SweepInputError
-from penstock.system import System
+from penstock.machine.sysfs import System
 
 
 class Pool:

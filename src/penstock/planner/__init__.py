@@ -1,6 +1,6 @@
 """Budgets in, one frozen plan out. Room: decide."""
 
-from penstock.planner.make import Memory, Planned, find_plan, fits, least_budget, make_plan
+from penstock.planner.planner import Memory, Planned, find_plan, fits, least_budget, make_plan
 from penstock.planner.search import QUICK, THOROUGH, Effort
 
 __all__ = [

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, islice, permutations, product
 
+from penstock.planner.candidates import ORDERS, PREFERENCES, FillOrder, fill, residents, spread
 from penstock.planner.choice import BlockSpots, Choice, Spot
-from penstock.planner.desk import Desk
-from penstock.planner.fill import ORDERS, PREFERENCES, Recipe, fill, residents, spread
+from penstock.planner.evaluator import PlanEvaluator
 from penstock.tiers import Tier
 
 
@@ -48,17 +48,17 @@ CLOSE = 0.005
 """Of the time that the GPU computes: what is as close to it is as good as any."""
 
 
-def search(desk: Desk, effort: Effort = THOROUGH) -> Choice | None:
+def search(desk: PlanEvaluator, effort: Effort = THOROUGH) -> Choice | None:
     """The best candidate found, or None if nothing fits."""
     return _that_fits(desk, lambda: _search(desk, effort))
 
 
-def first_fit(desk: Desk) -> Choice | None:
+def first_fit(desk: PlanEvaluator) -> Choice | None:
     """Anything that fits, untimed."""
     return _that_fits(desk, lambda: next(_candidates(desk, Effort(orders=1, rounds=1)), None))
 
 
-def _that_fits(desk: Desk, find: Callable[[], Choice | None]) -> Choice | None:
+def _that_fits(desk: PlanEvaluator, find: Callable[[], Choice | None]) -> Choice | None:
     """Candidates are counted quickly; what is handed out, to the byte."""
     for _ in range(4):
         choice = find()
@@ -67,7 +67,7 @@ def _that_fits(desk: Desk, find: Callable[[], Choice | None]) -> Choice | None:
     return None
 
 
-def _search(desk: Desk, effort: Effort) -> Choice | None:
+def _search(desk: PlanEvaluator, effort: Effort) -> Choice | None:
     """The first candidates, and the few best of them changed as long as it helps: the best of all
     is often not the one that can be made best."""
     seeds: list[Choice] = []
@@ -86,16 +86,16 @@ def _search(desk: Desk, effort: Effort) -> Choice | None:
     return best
 
 
-def _as_good_as_any(desk: Desk, choice: Choice) -> bool:
+def _as_good_as_any(desk: PlanEvaluator, choice: Choice) -> bool:
     return desk.score(choice) < (1 + CLOSE) * desk.computing(choice)
 
 
-def _better(desk: Desk, choice: Choice, score: float) -> bool:
+def _better(desk: PlanEvaluator, choice: Choice, score: float) -> bool:
     """Most that are not can be told without timing them."""
     return desk.at_least(choice) < score and desk.score(choice) < score
 
 
-def _candidates(desk: Desk, effort: Effort) -> Iterator[Choice]:
+def _candidates(desk: PlanEvaluator, effort: Effort) -> Iterator[Choice]:
     """Those that fit, the most promising first: few rounds, HBM full, the sweep's states in
     DRAM."""
     kinds = range(len(PREFERENCES) if desk.capacity(Tier.CXL) else 1)
@@ -107,7 +107,7 @@ def _candidates(desk: Desk, effort: Effort) -> Iterator[Choice]:
         before = len(seen)
         for some in residents(desk, rounds):
             for order, kind, kept in product(ORDERS[: effort.orders], kinds, inputs):
-                recipe = Recipe(order, kind, some, hbm_inputs=kept, rounds=rounds)
+                recipe = FillOrder(order, kind, some, hbm_inputs=kept, rounds=rounds)
                 choice = fill(desk, recipe)
                 if choice is not None and choice not in seen:
                     seen.add(choice)
@@ -124,7 +124,7 @@ def _rounds(micro_batches: int) -> list[int]:
     return found if found[-1] == micro_batches else [*found, micro_batches]
 
 
-def _climb(desk: Desk, choice: Choice, moves: int) -> Choice:
+def _climb(desk: PlanEvaluator, choice: Choice, moves: int) -> Choice:
     """Take every change that helps, coarse ones first, until none does or the moves are spent."""
     tried = 0
     improved = True
@@ -146,7 +146,7 @@ def _climb(desk: Desk, choice: Choice, moves: int) -> Choice:
     return choice
 
 
-def _neighbours(desk: Desk, choice: Choice) -> Iterator[Choice]:
+def _neighbours(desk: PlanEvaluator, choice: Choice) -> Iterator[Choice]:
     yield from _buffers(choice)
     count = len(choice.spots)
     size = max(1, count // 4)
@@ -166,7 +166,7 @@ def _buffers(choice: Choice) -> Iterator[Choice]:
             yield replace(choice, slots=slots, ahead=ahead)
 
 
-def _moves(desk: Desk, choice: Choice, size: int) -> Iterator[Choice]:
+def _moves(desk: PlanEvaluator, choice: Choice, size: int) -> Iterator[Choice]:
     """Some blocks' group to another tier."""
     for group in ("state", "weight", "gradient", "input"):
         for source in Spot:
@@ -180,7 +180,7 @@ def _moves(desk: Desk, choice: Choice, size: int) -> Iterator[Choice]:
     yield from _residents(choice, size)
 
 
-def _swaps(desk: Desk, choice: Choice, size: int) -> Iterator[Choice]:
+def _swaps(desk: PlanEvaluator, choice: Choice, size: int) -> Iterator[Choice]:
     """Two groups trade places, about as many bytes each way."""
     spots = (Spot.DRAM, Spot.CXL, Spot.NVME)
     for one, other in permutations(("state", "weight", "gradient", "input"), 2):
@@ -217,7 +217,7 @@ def _settle(choice: Choice, blocks: list[int], spot: Spot) -> Choice:
     return choice.moved({i: settled(choice.spots[i]) for i in blocks})
 
 
-def _targets(desk: Desk, group: str) -> list[Spot]:
+def _targets(desk: PlanEvaluator, group: str) -> list[Spot]:
     found = [Spot.DRAM]
     if desk.capacity(Tier.CXL):
         found += [Spot.CXL, Spot.MIX] if group == "state" else [Spot.CXL]

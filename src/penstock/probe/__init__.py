@@ -3,7 +3,7 @@
 docs/probe.md says what each figure means and what it does not.
 """
 
-from penstock.probe.progress import OnProgress
+from penstock.probe.measurement import OnProgress
 from penstock.probe.session import ProbeOptions, ProbeResult, probe
 
 __all__ = ["OnProgress", "ProbeOptions", "ProbeResult", "probe"]

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from penstock import backward_thread
 from penstock.errors import ProbeError
-from penstock.machine import Figure, Gpu
-from penstock.probe.progress import Progress
-from penstock.probe.sampling import Effort, take_rate
+from penstock.machine.machine import Figure, Gpu
+from penstock.model import autograd_warmup
+from penstock.probe.measurement import Effort, Progress, take_rate
 from penstock.units import GiB, format_bytes
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ class TorchCalculator:
         self._long = 32768 if free > 12 * GiB else 8192
         self._nbytes = int(min(GiB, free // 8))
         self._made: dict[str, Callable[[], None]] = {}
-        backward_thread.wake(self._device)
+        autograd_warmup.warm_up_autograd(self._device)
 
     def work(self, what: str) -> int:
         match what:

@@ -10,13 +10,11 @@ from typing import Protocol
 
 from penstock import _native
 from penstock.errors import ProbeError
-from penstock.machine import Figure, MemoryNode, MemoryRate, NodeCopy
+from penstock.machine.machine import Figure, MemoryNode, MemoryOperation, MemoryRate, NodeCopy
+from penstock.machine.sysfs import System
 from penstock.memory.placement import Node
 from penstock.memory.region import RegionOptions, take_region
-from penstock.node_rates import MemoryOperation
-from penstock.probe.progress import Progress
-from penstock.probe.sampling import Effort, take_rate, take_time
-from penstock.system import System
+from penstock.probe.measurement import Effort, Progress, take_rate, take_time
 from penstock.units import MiB, format_bytes
 
 OPERATIONS: tuple[MemoryOperation, ...] = ("read", "write", "copy")

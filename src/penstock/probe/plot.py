@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import ProbeError
-from penstock.machine import Figure, Machine
+from penstock.machine.machine import Figure, Machine
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:

@@ -10,14 +10,20 @@ from itertools import permutations
 from pathlib import Path
 
 from penstock import _native
-from penstock.discovery import discover
 from penstock.errors import ProbeError
-from penstock.machine import Gpu, Machine, MemoryNode, NodeCopy, StoragePath, Transfer
-from penstock.node_rates import SweepMoments
-from penstock.probe import compute, gpu, memory, storage, sweep
-from penstock.probe.progress import OnProgress, Progress
-from penstock.probe.sampling import Effort
-from penstock.system import System
+from penstock.machine.discovery import discover
+from penstock.machine.machine import (
+    Gpu,
+    Machine,
+    MemoryNode,
+    NodeCopy,
+    StoragePath,
+    SweepMoments,
+    Transfer,
+)
+from penstock.machine.sysfs import System
+from penstock.probe import compute, copies, memory, storage, sweep
+from penstock.probe.measurement import Effort, OnProgress, Progress
 from penstock.units import GiB, MiB
 
 QUICK_SECONDS = 11.0
@@ -90,7 +96,7 @@ class Session:
         self._pairs = tuple(permutations([node.id for node in self._nodes], 2))
         self._requests = storage.requests(quick=options.quick)
         indices = [g.index for g in machine.gpus] if options.gpus else []
-        self._groups = gpu.plan(indices, self.effort(1).host_bytes, quick=options.quick)
+        self._groups = copies.plan(indices, self.effort(1).host_bytes, quick=options.quick)
         self._sweeps = {node.id: self._plan_sweeps(node.id) for node in self._nodes}
 
     def effort(self, num_figures: int) -> Effort:
@@ -174,7 +180,7 @@ class Session:
         if not self._groups:
             return ()
         progress.say("starting CUDA")
-        find = partial(gpu.cuda_ordinals, self._machine.gpus)
+        find = partial(copies.cuda_ordinals, self._machine.gpus)
         figures = sum(map(len, self._groups)) * len(self._nodes)
         ordinals = progress.attempt("GPU copies", find, figures=figures)
         transfers: list[Transfer] = []
@@ -184,22 +190,22 @@ class Session:
                 what = f"node {node.id} and GPU {', '.join(map(str, group[0].gpus))}"
                 copier = progress.attempt(what, take, figures=len(group))
                 if copier is not None:
-                    transfers += gpu.probe_group(node.id, group, copier, effort, progress)
+                    transfers += copies.probe_group(node.id, group, copier, effort, progress)
                 del take, copier  # its buffers, before the next one's are taken
         return tuple(transfers)
 
     def _copier(
         self, node: int, gpus: tuple[int, ...], ordinals: dict[int, int], effort: Effort
-    ) -> gpu.Copier:
+    ) -> copies.Copier:
         if hidden := [index for index in gpus if index not in ordinals]:
             raise ProbeError(f"CUDA does not show GPU {hidden[0]} to this process")
         spare = memory.spare_bytes(node, effort.host_bytes, self._system)
-        return gpu.TorchCopier(node, {index: ordinals[index] for index in gpus}, spare)
+        return copies.TorchCopier(node, {index: ordinals[index] for index in gpus}, spare)
 
     def _probe_compute(self, effort: Effort, progress: Progress) -> tuple[Gpu, ...]:
         if not self._num_gpu_figures:
             return self._machine.gpus
-        find = partial(gpu.cuda_ordinals, self._machine.gpus)
+        find = partial(copies.cuda_ordinals, self._machine.gpus)
         ordinals = progress.attempt("GPU compute", find, figures=self._num_gpu_figures)
         measured = []
         for card in self._machine.gpus if ordinals is not None else ():

@@ -12,11 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.errors import ProbeError
-from penstock.machine import Figure, MemoryRate
+from penstock.machine.machine import Figure, MemoryRate, SweepMoments
 from penstock.memory.placement import Node
-from penstock.node_rates import SweepMoments
-from penstock.probe.progress import Progress
-from penstock.probe.sampling import Effort, figure, take_samples
+from penstock.probe.measurement import Effort, Progress, figure, take_samples
 from penstock.units import GiB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -70,7 +68,7 @@ class NodeBed:
     def __init__(
         self, node: int, moments: SweepMoments, parameters: int, cpus: Sequence[int]
     ) -> None:
-        from penstock.optim.rate import TRAFFIC, Bed
+        from penstock.optim.sweep_rate import TRAFFIC, Bed
 
         self.traffic = TRAFFIC[moments]
         self._bed = Bed(parameters, moments, Node(node))
@@ -115,7 +113,7 @@ def take_bed(
     quick: bool,
 ) -> tuple[Bed, int]:
     """A bed for the largest pass, or for the largest that can be had in time, and how large."""
-    from penstock.optim import rate  # noqa: F401  # torch with it, whose import is no part of a try
+    from penstock.optim import sweep_rate  # noqa: F401  # torch with it, whose import is no part of a try
 
     def make(parameters: int) -> Bed:
         return NodeBed(node, moments, parameters, cpus)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock import _native
+from penstock.machine.sysfs import System
 from penstock.storage.errors import EngineError
-from penstock.system import System
 
 EngineName = Literal["auto", "io_uring", "threads"]
 

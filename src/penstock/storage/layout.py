@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.storage.errors import AlignmentError
 from penstock.units import KiB, MiB, round_up
 
 MIN_ALIGNMENT = 4096
@@ -22,7 +23,7 @@ MAX_ROUND = 32
 """Stripes in a round at most: shares are exact to about 3 %."""
 
 
-class Piece(NamedTuple):
+class ExtentPiece(NamedTuple):
     """A run that is contiguous on its path, in the buffer and in the extent."""
 
     path: int
@@ -91,19 +92,19 @@ class Layout:
             rounds * self.pattern.count(path) * self.stripe_nbytes for path in range(self.num_paths)
         )
 
-    def pieces(self, extent: Extent, offset: int, nbytes: int) -> list[Piece]:
+    def pieces(self, extent: Extent, offset: int, nbytes: int) -> list[ExtentPiece]:
         """The runs that `[offset, offset + nbytes)` of the extent is made of."""
         if self.num_paths == 1:
-            return [Piece(0, extent.start + offset, 0, nbytes, offset)]
+            return [ExtentPiece(0, extent.start + offset, 0, nbytes, offset)]
         return list(self._striped(extent.start + offset, nbytes, offset))
 
-    def _striped(self, start: int, nbytes: int, place: int) -> Iterator[Piece]:
+    def _striped(self, start: int, nbytes: int, place: int) -> Iterator[ExtentPiece]:
         into = 0
         while into < nbytes:
             stripe, within = divmod(start + into, self.stripe_nbytes)
             run = min(self.stripe_nbytes - within, nbytes - into)
             path, on_path = self._on_path(stripe)
-            yield Piece(path, on_path + within, into, run, place + into)
+            yield ExtentPiece(path, on_path + within, into, run, place + into)
             into += run
 
     def _on_path(self, stripe: int) -> tuple[int, int]:
@@ -147,3 +148,38 @@ def _error(counts: Sequence[int], weights: Sequence[float]) -> float:
     """The time of a round over the time it would take if every path finished at once."""
     slowest = max(count / weight for count, weight in zip(counts, weights, strict=True))
     return slowest * sum(weights) / sum(counts) - 1
+
+
+# --------
+# Whether a buffer and a part of an extent fit each other. Room: hold. Pure.
+
+
+def check_span(
+    layout: Layout, extent: Extent, *, address: int, held: int, offset: int, length: int
+) -> None:
+    """Raise unless `length` bytes at `address` can move to or from `offset` as they are.
+
+    Nothing is copied to make it fit: a hidden buffer would be memory that no plan knows of.
+    """
+    name, align, unit = extent.name, layout.alignment, layout.unit
+    if address % align:
+        raise AlignmentError(
+            f"{name}: the buffer starts {address % align} B after a multiple of {align}; take it "
+            f"with arena.take(..., align={align})"
+        )
+    if length > held:
+        raise AlignmentError(f"{name}: {length} B wanted of a buffer of {held} B")
+    if offset < 0 or offset % unit:
+        raise AlignmentError(f"{name}: offset {offset} is not a multiple of the unit, {unit}")
+    end = offset + length
+    if length < 1 or end > extent.stored_nbytes:
+        raise AlignmentError(
+            f"{name}: bytes {offset} to {end} of an extent of {extent.stored_nbytes} "
+            f"(padding included)"
+        )
+    if length % unit and end != extent.stored_nbytes:
+        raise AlignmentError(
+            f"{name}: a length of {length} B is neither a multiple of the unit, {unit}, nor does "
+            f"it reach the extent's end at {extent.stored_nbytes}; a whole extent needs a buffer "
+            f"of extent.stored_nbytes"
+        )

@@ -7,8 +7,8 @@ import platform
 from dataclasses import dataclass
 from uuid import UUID
 
+from penstock.machine.sysfs import System
 from penstock.storage.header import Header
-from penstock.system import System
 
 _NO_BOOT = UUID(int=0)
 _START_FIELD = 19

@@ -13,7 +13,7 @@ from penstock.train.errors import GpuMemoryError, HostMemoryError
 if TYPE_CHECKING:
     import torch
 
-    from penstock.plan import Plan
+    from penstock.plan.plan import Plan
 
 _NO_MEMORY = "can't allocate memory"
 """How torch says it of the host."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.data import Packed, TokenDataset, load_tokenizer, open_dataset
-from penstock.inventory import Inventory
+from penstock.model.inventory import Inventory
 from penstock.train.errors import ContextTooLongError
 from penstock.train.events import Listeners
 from penstock.train.samples import Samples, find_samples
@@ -53,9 +53,9 @@ class Data:
 
 def find_model(settings: RunSettings, checkpoint: Path | None) -> Model:
     """From the checkpoint that is resumed, where there is one: the original may be gone."""
-    from penstock.model_config import load_config
-    from penstock.model_survey import survey_config
-    from penstock.stream.model import check_trainable
+    from penstock.model.config import load_config
+    from penstock.model.skeleton import check_trainable
+    from penstock.model.survey import survey_config
 
     source = str(checkpoint or settings.model)
     config = load_config(
@@ -123,7 +123,7 @@ def _about(packed: Packed) -> str:
 
 def companions_directory(settings: RunSettings, model: Model) -> Path:
     """Where the small files are; of the hub, fetched, without weights if none are wanted."""
-    from penstock.preparing import model_directory
+    from penstock.engine.prepare import model_directory
 
     if Path(model.source).is_dir():
         return Path(model.source)

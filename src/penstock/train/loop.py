@@ -15,39 +15,40 @@ from penstock.checkpoint.errors import (
 )
 from penstock.errors import NonFiniteLossError, PenstockError
 from penstock.records import to_json
+from penstock.train.checkpoints import CheckpointSaver, Standing
 from penstock.train.errors import TokenRangeError
 from penstock.train.events import Listeners
 from penstock.train.failures import keep_batch, memory_told
 from penstock.train.inputs import Data
-from penstock.train.intervals import parse_interval
-from penstock.train.keeping import Keeper, Standing
-from penstock.train.rates import Rate
-from penstock.train.settings import RunSettings
-from penstock.train.stopping import Stopping
-from penstock.train.view import View
+from penstock.train.learning_rate import Rate
+from penstock.train.progress import View
+from penstock.train.settings import RunSettings, parse_interval
+from penstock.train.signals import Stopping
 from penstock.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from penstock.data.batches import Batches
-    from penstock.stream.engine import Engine
+    from penstock.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainingRun:
     """Everything that a run needs, ready."""
 
     settings: RunSettings
     engine: Engine
     data: Data
     batches: Batches
-    keeper: Keeper
+    keeper: CheckpointSaver
     resumed: bool
 
 
 class Loop:
     """Takes a run to its end, or to where it is told to stop."""
 
-    def __init__(self, run: Run, listeners: Listeners, view: View, stopping: Stopping) -> None:
+    def __init__(
+        self, run: TrainingRun, listeners: Listeners, view: View, stopping: Stopping
+    ) -> None:
         self._run, self._listeners, self._view, self._stopping = run, listeners, view, stopping
         self._engine, self._batches = run.engine, run.batches
         self._rate = Rate.of(run.settings, run.batches.steps)

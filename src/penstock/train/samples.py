@@ -11,8 +11,8 @@ from penstock.train.settings import RunSettings
 from penstock.units import MiB
 
 if TYPE_CHECKING:
-    from penstock.kv.requests import Request
-    from penstock.stream.engine import Engine
+    from penstock.engine.engine import Engine
+    from penstock.generate.requests import Request
 
 LEAST_CACHE = 64 * MiB
 """Where a model's gradient buffers are less than this, as those of small models are."""
@@ -30,8 +30,8 @@ class Samples:
         """One for each prompt, as the engine's weights are now, whole ones only. Slots and cache
         take `room` bytes of the device, which the engine lends, so that the budget of training
         holds; what does not fit at once is answered in turn."""
-        from penstock.kv.generator import Generator
-        from penstock.stream.generating import engine_forward
+        from penstock.generate.generator import Generator
+        from penstock.generate.streamed_forward import engine_forward
 
         told: dict[str | int, str] = {}
         with engine_forward(engine) as forward:
@@ -57,8 +57,8 @@ def find_samples(settings: RunSettings, tokenizer: Any) -> Samples | None:
     """Read and checked before the first step."""
     if settings.sample_prompts is None:
         return None
-    from penstock.generate_prompts import Prompts
-    from penstock.kv.requests import Request
+    from penstock.generate.prompts import Prompts
+    from penstock.generate.requests import Request
 
     defaults = Request(prompt="-", max_new=settings.sample_new, seed=settings.seed)
     asked = Prompts(tokenizer, defaults).of_file(Path(settings.sample_prompts))

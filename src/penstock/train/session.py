@@ -11,25 +11,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock import __version__
-from penstock.plan_view import plan_json
+from penstock.planner.plan_view import plan_json
 from penstock.tiers import Tier
+from penstock.train.checkpoints import CheckpointSaver, write_companions
 from penstock.train.events import JsonLines, Listener, Listeners
 from penstock.train.inputs import Model, companions_directory, find_data, find_model
-from penstock.train.keeping import Keeper, write_companions
-from penstock.train.live import Live
-from penstock.train.loop import Loop, Run
-from penstock.train.metrics import MetricsFile, check_loggers, open_loggers
-from penstock.train.planning import Chosen, choose_plan, describe_budget, recipe_of
-from penstock.train.resuming import OutFolder, Past
-from penstock.train.settings import RunSettings
-from penstock.train.settings_files import RUN_FILE, write_yaml
-from penstock.train.stopping import Stopping
-from penstock.train.view import Lines, Silent, View
+from penstock.train.loggers import MetricsFile, check_loggers, open_loggers
+from penstock.train.loop import Loop, TrainingRun
+from penstock.train.plan_choice import Chosen, choose_plan, describe_budget, recipe_of
+from penstock.train.progress import Lines, Live, Silent, View
+from penstock.train.resume import OutFolder, Past
+from penstock.train.settings import RUN_FILE, RunSettings, write_yaml
+from penstock.train.signals import Stopping
+from penstock.version import __version__
 
 if TYPE_CHECKING:
-    from penstock.preparing import Recipe
-    from penstock.stream.engine import Engine
+    from penstock.engine.engine import Engine
+    from penstock.engine.prepare import Recipe
 
 PLAN_FILE = "plan.json"
 
@@ -73,7 +71,7 @@ def pick_view(as_json: bool) -> View:
 
 
 def _profiled(settings: RunSettings, steps: int, listeners: Listeners) -> Listener:
-    from penstock.train.profiling import ProfiledSteps
+    from penstock.train.profile import ProfiledSteps
 
     return ProfiledSteps(settings.out, steps, listeners.note)
 
@@ -81,7 +79,7 @@ def _profiled(settings: RunSettings, steps: int, listeners: Listeners) -> Listen
 @contextlib.contextmanager
 def _opened(
     settings: RunSettings, past: Past | None, listeners: Listeners, view: View
-) -> Iterator[Run]:
+) -> Iterator[TrainingRun]:
     model = find_model(settings, past.checkpoint.path if past else None)
     data = find_data(settings, model, listeners, view.busy)
     batches = data.batches(settings, past.state.data if past else None)
@@ -98,14 +96,14 @@ def _opened(
             found = past.differences(settings, numerics, steps=steps, on_gpu=gpu)
             if found:
                 listeners.note(f"no longer bit-identical because {'; '.join(found)}")
-        keeper = Keeper(engine, settings)
+        keeper = CheckpointSaver(engine, settings)
         keeper.saved_step = past.checkpoint.step if past else None
         keeper.check_room()
         _write_papers(settings, model, chosen, batches.steps)
         listeners.add(MetricsFile(settings.out, after=batches.step))
         for logger in open_loggers(settings):
             listeners.add(logger)
-        yield Run(settings, engine, data, batches, keeper, past is not None)
+        yield TrainingRun(settings, engine, data, batches, keeper, past is not None)
     finally:
         engine.close()
 
@@ -113,7 +111,7 @@ def _opened(
 def _engine(model: Model, chosen: Chosen, recipe: Recipe, past: Past | None, view: View) -> Engine:
     from dataclasses import replace
 
-    from penstock.preparing import prepare
+    from penstock.engine.prepare import prepare
     from penstock.train.failures import memory_told
 
     view.busy(0, 0, "loading weights")

@@ -42,7 +42,7 @@ def _begin() -> None:
     try:
         if importlib.util.find_spec("penstock") is None:
             sys.path.append(settings["home"])
-        from penstock.observe.attached import begin
+        from penstock.observe.launch import begin
 
         begin(settings)
     except Exception as failed:  # the program comes first

@@ -1,0 +1,91 @@
+"""The published CXL-aware greedy (arXiv 2507.03305), as its code has it. Room: decide.
+
+Walk the classes of tensors, latency-critical first, with a budget of local memory. What fits is
+local; the one that straddles the end is interleaved in equal parts over local memory and every
+card; the rest is striped over the cards in equal parts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from penstock.errors import PlanError
+from penstock.plan.placement import Home, Placement, Share, stripe
+from penstock.planner.choice import Choice
+from penstock.planner.evaluator import PlanEvaluator
+from penstock.roles import Role
+from penstock.tiers import Tier
+from penstock.units import format_bytes
+
+PRIORITY = (
+    ("momentum", "variance", "master gradient", "master"),
+    ("weight",),
+    ("activation",),
+    ("gradient",),
+)
+
+
+def latency_first(
+    nbytes: Mapping[str, int], *, local: int, local_budget: int, cards: Sequence[int],
+    card_budget: int,
+) -> dict[str, list[tuple[int, float]]]:  # fmt: skip
+    """Per class, the nodes that hold it and the part on each."""
+    homes: dict[str, list[tuple[int, float]]] = {}
+    near, far = local_budget, card_budget
+    for name in (name for level in PRIORITY for name in level if name in nbytes):
+        wanted = nbytes[name]
+        if wanted <= near:
+            homes[name] = [(local, 1.0)]
+            near -= wanted
+            continue
+        nodes = [local, *cards] if near > 0 else list(cards)
+        homes[name] = [(node, 1 / len(nodes)) for node in nodes]
+        here = min(near, wanted // (1 + len(cards))) if near > 0 else 0
+        near -= here
+        far -= wanted - here
+        if far < 0:
+            raise PlanError("cxl", f"is {format_bytes(card_budget)}, too little for {name}")
+    return homes
+
+
+OUR_ROLES = {
+    Role.FIRST: "momentum",
+    Role.SECOND: "variance",
+    Role.GRADIENT: "master gradient",
+    Role.MASTER: "master",
+    Role.WEIGHT: "weight",
+    Role.INPUT: "activation",
+}
+"""Our roles as the greedy's classes. Its second, 16-bit gradient does not exist here."""
+
+
+def latency_first_placement(desk: PlanEvaluator, choice: Choice) -> Placement:
+    """The greedy's homes for our roles, with everything else as in `choice`.
+
+    The machine's first DRAM node is the local one. Streaming is ours: only the placement differs.
+    """
+    ours = desk.placement(choice)
+    totals: Counter[str] = Counter()
+    for block in ours.blocks:
+        for home in block.homes:
+            totals[OUR_ROLES[home.role]] += home.nbytes
+    homes = latency_first(
+        totals,
+        local=desk.machine.dram_nodes[0].id,
+        local_budget=desk.budget.of(Tier.DRAM),
+        cards=[node.id for node in desk.machine.cxl_nodes],
+        card_budget=desk.budget.of(Tier.CXL),
+    )
+    kinds = {node.id: node.tier for node in desk.machine.nodes}
+
+    def placed(home: Home) -> Home:
+        parts = homes[OUR_ROLES[home.role]]
+        places = [(Share(tier=kinds[n], nbytes=0, node=n), part) for n, part in parts]
+        return Home(role=home.role, shares=stripe(home.nbytes, places))
+
+    blocks = (
+        replace(block, homes=tuple(map(placed, block.homes)), sweep="cpu") for block in ours.blocks
+    )
+    return replace(ours, blocks=tuple(blocks))

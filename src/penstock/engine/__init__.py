@@ -1,0 +1,1 @@
+"""The engine: carries a plan out, step by step."""

@@ -1,0 +1,87 @@
+"""What rests, as tensors that a person or a torch program can read. Room: move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from penstock.engine.tensor_access import Access
+from penstock.model.inventory import Inventory, TensorSpec
+from penstock.optim import formats
+from penstock.roles import Moments, Role
+
+
+class StateView(Mapping[str, dict[str, torch.Tensor]]):
+    """By tensor name: `weight` as it computes, and for trained ones `master`, `exp_avg` and
+    `exp_avg_sq` in fp32, whatever they are stored as. Each look makes copies on the host and
+    finishes pending sweeps first."""
+
+    def __init__(self, access: Access, inventory: Inventory, finish: Callable[[], None]) -> None:
+        self._access, self._inventory, self._finish = access, inventory, finish
+        tensors = (t for block in inventory.blocks for t in block.tensors)
+        self._names = {t.name: t.trainable for t in tensors}
+
+    def __getitem__(self, name: str) -> dict[str, torch.Tensor]:
+        trained = self._names[name]
+        self._finish()
+        shape = self._access.tensor(name)[1].shape
+        weight = self._whole(name, Role.WEIGHT)
+        if not trained:
+            return {"weight": weight.view(shape)}
+        rest = self._whole(name, Role.MASTER)
+        found = {
+            "weight": weight,
+            "master": formats.read_master(weight, rest),
+            "exp_avg": self._moment(name, Role.FIRST),
+            "exp_avg_sq": self._moment(name, Role.SECOND),
+        }
+        return {key: value.view(shape) for key, value in found.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def write_moments(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Both moments of every trained tensor, from `exp_avg` and `exp_avg_sq` by name."""
+        self._finish()
+        for index, block in enumerate(self._inventory.blocks):
+            if block.parameters(True):
+                for role, key in ((Role.FIRST, "exp_avg"), (Role.SECOND, "exp_avg_sq")):
+                    stored = _Stored(states, key, self._access.formats.moments)
+                    bases = stored.bases if self._access.has_bases else None
+                    self._access.fill(index, role, stored.values, bases=bases)
+
+    def _moment(self, name: str, role: Role) -> torch.Tensor:
+        values = self._whole(name, role)
+        if not self._access.has_bases:
+            return values.float()
+        bases = self._whole(name, role, bases=True)
+        decode = formats.decode_second if role is Role.SECOND else formats.decode_first
+        return decode(values, bases)
+
+    def _whole(self, name: str, role: Role, *, bases: bool = False) -> torch.Tensor:
+        return torch.cat([p.clone() for p in self._access.parts(name, role, bases=bases)])
+
+
+class _Stored:
+    """A moment as it is to be stored, a run of elements at a time."""
+
+    def __init__(
+        self, states: Mapping[str, Mapping[str, torch.Tensor]], key: str, moments: Moments
+    ) -> None:
+        self._states, self._key, self._moments = states, key, moments
+
+    def values(self, tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
+        kept = self._encoded(tensor, low, high)
+        return kept["m_code"] if self._moments == "int8" else kept["m"]
+
+    def bases(self, tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
+        return self._encoded(tensor, low, high)["m_base"]
+
+    def _encoded(self, tensor: TensorSpec, low: int, high: int) -> dict[str, torch.Tensor]:
+        flat = self._states[tensor.name][self._key].detach().cpu().reshape(-1)[low:high].float()
+        second = self._key == "exp_avg_sq"
+        return formats.write_moment(flat, "m", self._moments, second=second)

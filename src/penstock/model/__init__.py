@@ -1,0 +1,1 @@
+"""The model: its config, its tensors, and how it is cut into blocks."""

@@ -1,0 +1,46 @@
+"""How long the GPU computes. Room: decide."""
+
+from __future__ import annotations
+
+from penstock.model.inventory import Block, Inventory
+from penstock.plan.buffers import round_micro_batches
+from penstock.plan.schedule import Operation, Verb
+from penstock.plan.workload import Workload
+from penstock.planner.cost.flops import operations, share_of, width_nbytes
+from penstock.planner.cost.rates import Rates
+
+
+class Computation:
+    """Seconds of each computation, by block and round."""
+
+    def __init__(self, inventory: Inventory, workload: Workload, rounds: int, rates: Rates) -> None:
+        self.inventory, self.workload, self.rates = inventory, workload, rates
+        sequences = sequences_by_round(workload, rounds)
+        self.tokens = [n * workload.context for n in sequences]
+        self.micro_batches = [-(-n // workload.numerics.micro_batch) for n in sequences]
+        """Per round."""
+
+    def seconds(self, operation: Operation) -> float:
+        block = self.inventory.blocks[operation.block]
+        tokens = self.tokens[operation.round]
+        if block.kind == "embedding":
+            return tokens * self.inventory.hidden * 2 * 3 / self.rates.hbm
+        each = token_seconds(
+            self.inventory, block, self.workload.context, operation.verb, self.rates
+        )
+        return tokens * each
+
+
+def token_seconds(
+    inventory: Inventory, block: Block, context: int, verb: Verb, rates: Rates
+) -> float:
+    """One token's share of the computation."""
+    dense, attention = operations(block, context, verb)
+    passed = width_nbytes(block, inventory.hidden) * rates.passes * share_of(verb)
+    return dense / rates.block_flops + attention / rates.attention_flops + passed / rates.hbm
+
+
+def sequences_by_round(workload: Workload, rounds: int) -> list[int]:
+    """As the engine cuts them: every round as large as the first, until there are no more."""
+    each = workload.numerics.micro_batch * round_micro_batches(workload, rounds)
+    return [max(0, min(each, workload.batch - r * each)) for r in range(rounds)]

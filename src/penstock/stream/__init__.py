@@ -1,1 +1,0 @@
-"""Moving blocks past the device that computes. Room: move."""

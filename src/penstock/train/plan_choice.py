@@ -1,0 +1,135 @@
+"""The plan of a run: made for its budgets, or the one it was given. Room: show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.engine.prepare import Recipe, budget_for, known_machine, planned_for, workload_for
+from penstock.machine.machine import Machine
+from penstock.plan.budget import Budget, with_paths
+from penstock.plan.plan import Plan
+from penstock.plan.workload import Workload
+from penstock.planner import Planned
+from penstock.planner.resource_names import long_name
+from penstock.storage.leftovers import find_stores, remove_store
+from penstock.train.errors import SettingsError
+from penstock.train.inputs import Model
+from penstock.train.resume import Past, kept_numerics
+from penstock.train.settings import RunSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A plan and what is known of it."""
+
+    plan: Plan
+    machine: Machine
+    planned: Planned | None
+    """With its cost; None for a plan from a file."""
+
+    remark: str = ""
+    """What to say about where the machine's speeds are from."""
+
+    @property
+    def bound(self) -> str:
+        """What a step is expected to wait for most."""
+        if self.planned is None:
+            return ""
+        return long_name(next(iter(self.planned.cost.bounds)), self.machine)
+
+
+def recipe_of(settings: RunSettings, steps: int) -> Recipe:
+    """The settings, as `prepare` takes them."""
+    return Recipe(
+        context=settings.context,
+        batch=settings.batch,
+        micro_batch=settings.micro_batch_size,
+        dtype=settings.dtype,
+        moments=settings.moments,
+        clip=settings.clip or None,
+        steps=steps,
+        freeze=settings.freeze,
+        deterministic=settings.deterministic,
+        seed=settings.seed,
+        init=settings.init,
+        model_config=settings.model_config,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+        optimizer={
+            "lr": settings.lr,
+            "betas": settings.betas,
+            "weight_decay": settings.weight_decay,
+        },
+        nonfinite=settings.on_nonfinite,
+    )
+
+
+def choose_plan(settings: RunSettings, model: Model, recipe: Recipe, past: Past | None) -> Chosen:
+    """The best for the budgets; numerics are the past's, where there is one."""
+    machine, remark = known_machine()
+    if settings.plan is not None:
+        plan = Plan.load(settings.plan)
+        plan.check_model(model.inventory)
+        machine, _ = with_paths(machine, plan.budget)
+        plan.check(machine)
+        _check_plan(settings, plan)
+        return Chosen(plan, machine, None)
+    given = {name: getattr(settings, name) for name in ("hbm", "dram", "cxl", "nvme")}
+    budget = budget_for(machine, given)
+    _check_disks(budget)
+    clear_leftovers(budget)
+    workload = workload_for(model.inventory, recipe)
+    workload = replace(workload, numerics=kept_numerics(workload.numerics, past, settings))
+    planned, machine = planned_for(model.inventory, workload, budget, machine)
+    return Chosen(planned.plan, machine, planned, remark)
+
+
+def plan_layer(path: str) -> dict[str, object]:
+    """What a plan file says that settings say too."""
+    work = Plan.load(path).workload
+    return {
+        "context": work.context,
+        "batch": work.batch,
+        "moments": work.moments,
+        "dtype": work.dtype,
+        "clip": work.clip or 0.0,
+        "micro_batch": str(work.numerics.micro_batch),
+        "deterministic": work.numerics.deterministic,
+    }
+
+
+def _check_plan(settings: RunSettings, plan: Plan) -> None:
+    assert settings.plan is not None
+    for name, planned in plan_layer(settings.plan).items():
+        now = getattr(settings, name)
+        if now != planned:
+            raise SettingsError(
+                name, f"is {now}, but {settings.plan} was made for {planned}; plan again or leave "
+                f"it out"
+            )  # fmt: skip
+
+
+def _check_disks(budget: Budget) -> None:
+    """Also those that the plan will not need: a path that was mistyped is not meant."""
+    for disk in budget.nvme:
+        if not Path(disk.path).is_dir() and not Path(disk.path).is_block_device():
+            raise SettingsError("nvme", f"{disk.path} is neither a directory nor a block device")
+
+
+def clear_leftovers(budget: Budget) -> None:
+    """What killed runs left on the disks that this one may use."""
+    directories = [Path(path.path) for path in budget.nvme if Path(path.path).is_dir()]
+    for store in find_stores(directories):
+        if store.state == "left":
+            remove_store(store)
+
+
+def describe_budget(budget: Budget, work: Workload) -> list[str]:
+    """What became of `auto`, in bytes."""
+    from penstock.units import format_bytes_up
+
+    rows = [f"hbm {format_bytes_up(budget.hbm)}", f"dram {format_bytes_up(budget.dram)}"]
+    rows += [f"cxl {format_bytes_up(budget.cxl)}"] if budget.cxl else []
+    rows += [f"nvme {path.path}:{format_bytes_up(path.nbytes)}" for path in budget.nvme]
+    return [f"budget: {', '.join(rows)}", f"micro-batch {work.numerics.micro_batch}"]

@@ -1,0 +1,130 @@
+"""`penstock data show`, the tokenizer it loads, and the demo's data, from end to end."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.data import load_tokenizer, open_dataset
+from penstock.data.errors import TokenizerError
+from tests.data.making import chat, write_lines
+from tests.support.small_tokenizers import small_tokenizer
+
+DEMO = Path(__file__).parents[2] / "examples" / "make_demo_data.py"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    small_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    long = chat("What is two?", "It is " + "very " * 60 + "much.")
+    return write_lines(tmp_path / "chats.jsonl", [chat("What is two?", "It is [two]."), long])
+
+
+def test_trained_text_is_told_from_the_rest_without_colours(
+    file: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["data", "show", str(file), "--model", str(model), "--context", "64"]) == 0
+
+    said = capsys.readouterr().out
+    assert "[+trained+]" in said
+    assert "What is two?<|im_end|>" in said
+    assert "[+It is [two].<|im_end|>+]" in said
+    assert "2 documents" in said
+    assert "1 truncated, 0 dropped, 0 split" in said
+
+
+def test_trained_text_is_told_from_the_rest_by_colour(
+    file: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main.run(["data", "show", str(file), "--model", str(model), "--count", "1"]) == 0
+
+    said = capsys.readouterr().out
+    assert "\x1b[1;32mIt is [two].<|im_end|>\x1b[0m" in said
+    assert "[+" not in said
+
+
+def test_json_holds_the_examples_and_the_counts(
+    file: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(model), "--context", "64", "--overlong", "drop", "--count", "1"]
+    assert main.run(["data", "show", str(file), *arguments, "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert told["documents"] == 2
+    assert told["packing"]["dropped"] == 1
+    assert told["packing"]["documents"] == 2
+    parts = told["examples"][0]["parts"]
+    assert [part["text"] for part in parts if part["trained"]] == ["It is [two].<|im_end|>"]
+    assert sum(part["tokens"] for part in parts) == told["examples"][0]["tokens"]
+
+
+@pytest.mark.parametrize("option", [[], ["--skip-bad-lines"]])
+def test_a_line_that_is_not_json_is_1_unless_it_is_skipped(
+    option: list[str], file: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with file.open("a") as lines:
+        lines.write("{broken\n")
+
+    code = main.run(["data", "show", str(file), "--model", str(model), *option])
+
+    said = capsys.readouterr()
+    if option:
+        assert code == 0
+        assert "1 bad lines skipped" in said.out
+    else:
+        assert code == 1
+        assert f"{file}:3: is not JSON" in said.err
+        assert said.err.startswith("error: 1 line is not usable")
+
+
+def test_a_model_without_a_tokenizer_is_1(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text('{"model_type": "llama"}')
+
+    assert main.run(["data", "show", str(file), "--model", str(tmp_path / "bare")]) == 1
+    assert "bare has no tokenizer (none of tokenizer.json" in capsys.readouterr().err
+
+
+def test_a_broken_tokenizer_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+
+    with pytest.raises(TokenizerError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(TokenizerError, match="neither a directory nor a Hugging Face id"):
+        load_tokenizer(tmp_path / "gone")
+
+
+def test_the_demos_data_is_the_same_each_time_and_can_be_trained_on(tmp_path: Path) -> None:
+    make = runpy.run_path(str(DEMO))["make"]
+    here, there = make(tmp_path / "a", chats=300), make(tmp_path / "b", chats=300)
+    for name in ("chats.jsonl", "model/config.json", "model/tokenizer.json"):
+        assert (here / name).read_bytes() == (there / name).read_bytes()
+
+    tokenizer = load_tokenizer(here / "model")
+    dataset = open_dataset(here / "chats.jsonl", tokenizer, cache_dir=tmp_path / "cache")
+
+    config = json.loads((here / "model" / "config.json").read_text())
+    assert len(dataset) == 300
+    assert dataset.notes == ()
+    assert len(tokenizer) <= config["vocab_size"]
+    first = json.loads((here / "chats.jsonl").read_text().splitlines()[0])["messages"]
+    document = dataset[0]
+    trained = dataset.decode(document.ids[document.trained])
+    said = [turn["content"] for turn in first if turn["role"] == "assistant"]
+    assert trained == "".join(f"{words}<|end|>" for words in said)

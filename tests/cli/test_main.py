@@ -1,0 +1,330 @@
+"""The command line: flags frozen, exit codes kept, JSON alone on standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from penstock import __version__
+from penstock.cli import main
+from penstock.errors import PenstockError
+from penstock.machine.machine import Figure, Machine, MemoryNode, MemoryRate
+from penstock.probe import ProbeResult, storage
+from penstock.units import GiB, MiB
+from tests.support.devices import make_device
+
+FLAGS = {
+    "": {"--version", "--json", "--help"},
+    "doctor": {"--json", "--help"},
+    "probe": {"--out", "-o", "--quick", "--storage", "--plot", "--json", "--help"},
+    "plan": {
+        *{"model", "--context", "--batch", "--hbm", "--dram", "--cxl", "--nvme", "--machine"},
+        *{"--output", "-o", "--moments", "--dtype", "--micro-batch", "--clip", "--steps"},
+        *{"--freeze", "--blocks", "--vary", "--explain", "--json", "--help"},
+    },
+    "machines": {"--json", "--help"},
+    "train": {
+        *{"model", "--data", "--out", "--context", "--batch", "--epochs", "--steps"},
+        *{"--micro-batch", "--hbm", "--dram", "--cxl", "--nvme", "--moments", "--plan", "--lr"},
+        *{"--schedule", "--warmup", "--betas", "--weight-decay", "--clip", "--dtype", "--freeze"},
+        *{"--model-config", "--init", "--revision", "--trust-remote-code", "--eval-data"},
+        *{"--eval-split", "--eval-every", "--sample-prompts", "--sample-new", "--overlong"},
+        *{"--skip-bad-lines", "--cache"},
+        *{"--save-every", "--keep", "--save-weights-only", "--on-nonfinite", "--deterministic"},
+        *{"--seed", "--log", "--profile", "--config", "--resume", "--json", "--help"},
+    },
+    "profile": {
+        *{"command", "--out", "-o", "--interval", "--exact", "--limit", "--machine"},
+        *{"--all-processes", "--help"},
+    },
+    "report": {"run", "--out", "-o", "--json", "--help"},
+    "compare": {"before", "after", "--out", "-o", "--json", "--help"},
+    "generate": {
+        *{"model", "--prompt", "--file", "--chat", "--max-new", "--temperature", "--top-k"},
+        *{"--top-p", "--seed", "--stop", "--hbm", "--batch", "--context", "--prefill-chunk"},
+        *{
+            "--no-graphs",
+            "--compile",
+            "--dtype",
+            "--revision",
+            "--trust-remote-code",
+            "--json",
+            "--help",
+        },
+    },
+    "data show": {
+        *{"file", "--model", "--context", "--count", "--overlong", "--skip-bad-lines", "--cache"},
+        *{"--revision", "--trust-remote-code", "--json", "--help"},
+    },
+    "store ls": {"paths", "--json", "--help"},
+    "store rm": {"paths", "--force", "--json", "--help"},
+    "bench storage": {"path", "--size", "--passes", "--erase-device", "--json", "--help"},
+}
+
+
+def flags_of(command: object) -> set[str]:
+    found = {"--help"}
+    for parameter in command.params:  # type: ignore[attr-defined]
+        found |= set(parameter.opts) | set(parameter.secondary_opts)
+    return found
+
+
+def commands_of(command: object, name: str = "") -> dict[str, set[str]]:
+    """Every command that can be run, by its full name."""
+    below = getattr(command, "commands", None)
+    found = {name: flags_of(command)} if below is None or name == "" else {}
+    for word, inner in (below or {}).items():
+        found |= commands_of(inner, f"{name} {word}".strip())
+    return found
+
+
+def test_commands_and_flags_are_frozen() -> None:
+    assert commands_of(typer.main.get_command(main.app)) == FLAGS
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"penstock {__version__}\n"
+
+    assert main.run(["--version", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"penstock": __version__}
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["probe", "--nonsense"], ["doctor", "extra"]])
+def test_wrong_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(arguments) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_what_a_user_can_mend_is_1_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["probe", "--quick", "-o", str(tmp_path / "missing" / "machine.json")]) == 1
+
+    said = capsys.readouterr()
+    assert said.err.startswith("error: ")
+    assert "cannot be written" in said.err
+    assert "Traceback" not in said.err
+
+
+def test_what_else_went_wrong_is_said_below_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        problem = PenstockError("the first tensor was refused")
+        problem.add_note("the second one, too")
+        raise problem
+
+    monkeypatch.setattr(main, "app", fail)
+
+    assert main.run(["machines"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["error: the first tensor was refused", "also: the second one, too"]
+
+
+def test_a_bug_is_70_with_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("penstock.doctor.examine", lambda: 1 / 0)
+
+    assert main.run(["doctor"]) == 70
+
+    said = capsys.readouterr().err
+    assert "ZeroDivisionError" in said
+    assert "bug in Penstock" in said
+
+
+def test_an_interrupted_probe_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.probe.probe", interrupted)
+
+    assert main.run(["probe", "-o", str(tmp_path / "machine.json")]) == 130
+
+    assert "nothing was written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_prints_json_alone() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "penstock", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    findings = json.loads(run.stdout)
+    bad = [finding for finding in findings if finding["status"] == "bad"]
+    assert run.returncode == (1 if bad else 0)
+    assert {"check", "status", "found"} <= set(findings[0])
+
+
+def in_child(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **options.pop("environment", {})}
+    command = [sys.executable, "-m", "penstock", *arguments]
+    output = {"stdout": subprocess.PIPE, **options}
+    return subprocess.run(
+        command, env=environment, stderr=subprocess.PIPE, text=True, check=False, **output
+    )
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A probe that takes no time; filled when it was made."""
+    made = []
+
+    def measure(*_: object) -> ProbeResult:
+        made.append("probe")
+        rate = MemoryRate(operation="read", threads=1, bytes_per_second=Figure.from_number(1e9))
+        node = MemoryNode(id=0, kind="dram", capacity=GiB, rates=(rate,))
+        return ProbeResult(machine=Machine(nodes=(node,)), notes=(), seconds=1.0)
+
+    monkeypatch.setattr("penstock.probe.probe", measure)
+    return made
+
+
+def test_a_full_disk_is_1(
+    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = make_device(tmp_path, "full")
+    assert main.run(["probe", "-o", str(full)]) == 1
+    told = capsys.readouterr().err
+    assert told == f"error: {full}: cannot be written: No space left on device\n"
+
+
+def test_a_device_is_written_through(measured: list[str], tmp_path: Path) -> None:
+    null = make_device(tmp_path, "null")
+    assert main.run(["probe", "-o", str(null)]) == 0
+    assert null.is_char_device()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-o", "/proc/x"], "/proc/x cannot be written"),
+        (["-o", "."], "cannot be written (Is a directory)"),
+        (["--plot", "p.xyz"], "p.xyz cannot be drawn: its name must end in .png"),
+        (["--plot", "pict"], "pict cannot be drawn"),
+        (["--plot", "gone/p.png"], "gone/p.png cannot be written (No such file or directory)"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_the_work(
+    arguments: list[str], words: str, measured: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main.run(["probe", *arguments]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert words in said
+    assert measured == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "code", "words"),
+    [
+        (OSError(30, "Read-only file system", "/x"), 1, "error: /x: Read-only file system\n"),
+        (OSError(28, "No space left on device"), 1, "error: No space left on device\n"),
+        (OSError(9, "Bad file descriptor"), 70, "bug in Penstock"),
+    ],
+)
+def test_an_os_error_that_names_a_file_is_the_users_to_mend(
+    problem: OSError, code: int, words: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def fail() -> None:
+        raise problem
+
+    monkeypatch.setattr("penstock.doctor.examine", fail)
+    assert main.run(["doctor"]) == code
+    assert words in capsys.readouterr().err
+
+
+SHOW = """
+import sys
+from penstock.cli import main as cli
+from penstock.machine.machine import Figure, Machine, MemoryNode, MemoryRate
+from penstock.probe import ProbeResult
+import penstock.probe
+figure = Figure(median=1e9, low=5e8, high=2e9, samples=3)
+rate = MemoryRate(operation="read", threads=1, bytes_per_second=figure)
+node = MemoryNode(id=0, kind="dram", capacity=1 << 30, rates=(rate,))
+result = ProbeResult(machine=Machine(nodes=(node,)), notes=("caf\\u00e9",), seconds=1.0)
+penstock.probe.probe = lambda *_: result
+sys.argv = ["penstock", "probe", "-o", sys.argv[1]]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
+def test_a_table_is_spelled_as_the_terminal_can(encoding: str, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", SHOW, str(tmp_path / "m.json")],
+        env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "80"},
+        capture_output=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    text = run.stdout.decode(encoding)
+    assert ("+-75%" in text) == (encoding == "ascii")
+    assert ("±75%" in text) == (encoding != "ascii")
+    header = next(line for line in text.splitlines() if "read" in line)
+    row = next(line for line in text.splitlines() if "75%" in line)
+    assert header.rindex("read") + 4 == row.index("75%") + 3  # columns still end together
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # fails at the end, or at the first word
+def test_a_reader_that_has_enough_gets_no_traceback(unbuffered: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        buffering = {"PYTHONUNBUFFERED": unbuffered}
+        run = in_child("doctor", "--json", stdout=closed, environment=buffering)
+    assert (run.returncode, run.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_standard_output_is_said_in_one_line(unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        run = in_child("--version", stdout=full, environment={"PYTHONUNBUFFERED": unbuffered})
+    assert run.returncode == 1
+    assert re.fullmatch(r"error: (standard output: )?No space left on device\n", run.stderr)
+
+
+def test_the_version_is_the_projects() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["project"]["version"] == __version__
+
+
+def test_a_probe_writes_the_machine_it_prints_and_a_picture(tmp_path: Path) -> None:
+    if storage.room(tmp_path) < 16 * MiB:
+        pytest.skip(f"{tmp_path} has too little free space to measure with")
+    out, plot = tmp_path / "machine.json", tmp_path / "machine.png"
+    command = ["probe", "--quick", "-o", str(out), "--plot", str(plot), "--json"]
+    run = subprocess.run(
+        [sys.executable, "-m", "penstock", *command, "--storage", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert json.loads(run.stdout) == json.loads(out.read_text())
+    machine = Machine.load(out)
+    assert all(node.rates and node.latency for node in machine.nodes if node.cpus)
+    assert machine.storage[0].rates
+    assert machine.made.command.startswith("penstock probe --quick")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["machine.json", "machine.png"]

@@ -1,0 +1,200 @@
+"""`penstock plan` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from penstock.cli.plan import advice_text, find_machine, machines_command, parse_vary, plan_command
+from penstock.errors import PenstockError, PlanError
+from penstock.machine.presets import DEFAULT, preset
+from penstock.plan.budget import check_paths, parse_budget, with_paths
+from penstock.plan.plan import Plan
+from penstock.planner.advice import Advice
+from penstock.tiers import Tier
+from penstock.units import GiB
+
+GPT2 = str(Path(__file__).parents[1] / "configs" / "gpt2")
+SMALL = ["--context", "512", "--batch", "4", "--hbm", "3GiB", "--machine", "desktop-24gb"]
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command("plan")(plan_command)
+app.command("machines")(machines_command)
+
+
+@pytest.fixture
+def penstock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    monkeypatch.setenv("COLUMNS", "160")
+    return lambda *args: CliRunner().invoke(app, list(args))
+
+
+def test_the_table_the_time_line_and_what_bounds_it(penstock: Callable[..., Result]) -> None:
+    done = penstock("plan", GPT2, *SMALL, "--dram", "1GiB", "--nvme", "/mnt/nvme:4GiB")
+
+    assert done.exit_code == 0, done.output
+    for words in ("hbm", "dram", "GPU computes", "tokens/s; bound by", "14.00 bytes a parameter",
+                  "What would help most"):  # fmt: skip
+        assert words in done.output
+
+
+def test_a_disk_that_was_not_measured_is_assumed_and_said_so(
+    penstock: Callable[..., Result],
+) -> None:
+    done = penstock("plan", GPT2, *SMALL, "--dram", "1GiB", "--nvme", "/data/scratch:4GiB")
+
+    assert done.exit_code == 0, done.output
+    assert "/data/scratch: not measured, taken to be like" in done.output
+
+
+def test_a_plan_for_a_path_the_machine_lacks_is_refused_by_name() -> None:
+    machine = preset(DEFAULT)
+    budget = parse_budget(machine, hbm="3GiB", dram="1GiB", nvme=("/data/scratch:4GiB",))
+
+    with pytest.raises(PlanError, match="/data/scratch is not in the machine's storage"):
+        check_paths(machine, budget)
+    check_paths(with_paths(machine, budget)[0], budget)
+
+
+def test_json_has_the_frozen_shape(penstock: Callable[..., Result]) -> None:
+    done = penstock("plan", GPT2, *SMALL, "--dram", "4GiB", "--json")
+    found = json.loads(done.stdout)
+
+    assert list(found) == ["feasible", "tiers", "step_seconds", "tokens_per_second", "bound_by",
+                           "bytes_per_parameter", "phases"]  # fmt: skip
+    assert list(found["tiers"]) == ["hbm", "dram", "cxl", "nvme"]
+    assert all(list(tier) == ["budget", "at_rest", "peak"] for tier in found["tiers"].values())
+    assert found["feasible"] is True
+    assert found["tiers"]["hbm"]["peak"] <= found["tiers"]["hbm"]["budget"] == 3 * GiB
+    assert found["bound_by"] in {"gpu", "host", "sweep", "pcie", "memory", "nvme"}
+    assert list(found["phases"]) == ["sweep", "forward", "backward"]
+    for phase in found["phases"].values():
+        for tier, nbytes in phase.items():
+            assert found["tiers"][tier]["at_rest"] <= nbytes <= found["tiers"][tier]["peak"]
+
+
+def test_what_does_not_fit_exits_1_and_says_what_would(penstock: Callable[..., Result]) -> None:
+    tight = [*SMALL[:4], "--hbm", "2600MiB", "--dram", "256MiB", "--machine", "desktop-24gb"]
+    told = penstock("plan", GPT2, *tight)
+    asked = penstock("plan", GPT2, *tight, "--json")
+
+    assert told.exit_code == asked.exit_code == 1
+    assert "does not fit in 2.54 GiB hbm" in told.output
+    found = json.loads(asked.stdout)
+    assert found["feasible"] is False
+    assert found["tiers"]["dram"]["least"] > 256 << 20
+    enough = f"{found['tiers']['dram']['least']}"
+    again = [*SMALL[:4], "--hbm", "2600MiB", "--dram", enough, "--machine", "desktop-24gb"]
+    assert penstock("plan", GPT2, *again, "--json").exit_code == 0
+
+
+def test_the_plan_is_written_and_reads_back(
+    penstock: Callable[..., Result], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    penstock("plan", GPT2, *SMALL, "--dram", "4GiB", "-o", str(path), "--json")
+
+    assert Plan.load(path).machine == "desktop-24gb"
+
+
+def test_explain_shows_one_block(penstock: Callable[..., Result]) -> None:
+    done = penstock("plan", GPT2, *SMALL, "--dram", "4GiB", "--explain", "transformer.h.3")
+
+    assert "transformer.h.3: 7,087,872 parameters" in done.output
+    assert "backward" in done.output
+    assert "in use at most" in done.output
+
+
+def test_vary_draws_a_curve(
+    penstock: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = penstock("plan", GPT2, *SMALL, "--dram", "4GiB", "--vary", "dram=256MiB..4GiB")
+
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "plan-dram.png").stat().st_size > 1000
+
+
+def test_machines_are_listed_with_their_source(penstock: Callable[..., Result]) -> None:
+    done = penstock("machines")
+
+    assert "desktop-24gb" in done.output
+    assert "data sheets" in done.output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--dram", "many"], "^dram: 'many' is not a size"),
+        (["--context", "4096"], "^context: is 4096, but the positions of .* cover 1024"),
+        (["--machine", "nowhere"], "^machine: nowhere is neither a file nor a bundled machine"),
+        (["--moments", "fp8"], "^--moments must be fp32, bf16, int8, got 'fp8'"),
+        (["--dram", "4GiB", "--vary", "cpu=1..2"], "^vary: must be such as dram=16GiB..128GiB"),
+        (["--dram", "4GiB", "--explain", "h.99"], "^block: there is no 'h.99'; the blocks are"),
+    ],
+)
+def test_bad_input_names_the_option_and_the_value(
+    penstock: Callable[..., Result], args: list[str], message: str
+) -> None:
+    done = penstock("plan", GPT2, *SMALL, *args)
+
+    assert isinstance(done.exception, PenstockError)
+    with pytest.raises(PenstockError, match=message):
+        raise done.exception
+
+
+# The machine where none is named.
+
+
+def test_without_a_gpu_a_bundled_machine_stands_in_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = []
+
+    def probe_here() -> object:
+        asked.append(1)
+        from dataclasses import replace
+
+        return replace(preset("h200"), gpus=(), transfers=())
+
+    for _ in range(2):  # the second time from the cache
+        machine, remark = find_machine(None, probe_here)  # type: ignore[arg-type]
+        assert machine.name == DEFAULT
+        assert "No GPU here" in remark
+    assert asked == [1]
+
+
+def test_a_probed_machine_is_used_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine, remark = find_machine(None, lambda: preset("h200"))
+
+    assert machine.name == "h200"
+    assert "as probed" in remark
+
+
+def test_a_range_of_sizes() -> None:
+    tier, sizes = parse_vary("dram=16GiB..128GiB")
+
+    assert tier is Tier.DRAM
+    assert (sizes[0], sizes[-1]) == (16 * GiB, 128 * GiB)
+    assert parse_vary("hbm=1.5GiB..3GiB")[1][0] == int(1.5 * GiB)
+    with pytest.raises(PlanError, match="must rise"):
+        parse_vary("dram=8GiB..2GiB")
+
+
+def test_advice_in_words() -> None:
+    assert "nothing within reach" in advice_text([])
+    told = advice_text([Advice(what="+16 GiB DRAM", speedup=2.1, gain="2.10 x")])
+    assert told == "What would help most: +16 GiB DRAM: 2.10 x"
+
+
+def test_advice_says_how_much_memory_was_meant(penstock: Callable[..., Result]) -> None:
+    tight = ["--hbm", "2GiB", "--dram", "1GiB", "--nvme", "/mnt/nvme:4GiB"]
+    done = penstock("plan", GPT2, *SMALL, *tight)
+
+    assert "+8 GiB HBM" in done.output

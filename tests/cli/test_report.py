@@ -1,0 +1,158 @@
+"""`penstock report` and `penstock compare`: good runs, bad ones, and none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from tests.observe.made_runs import hostile, make_run, offloaded, on_cpu, streamed, write_run
+
+
+def test_a_report_is_written_into_the_run_and_told_in_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(offloaded(), tmp_path / "run")
+
+    assert main.run(["report", str(run)]) == 0
+
+    said = capsys.readouterr().out
+    assert "Nothing was busy throughout" in said
+    assert "GPU waited 600 ms a step for the CPU sweep" in said
+    html = (run / "report.html").read_text()
+    assert html.startswith("<!doctype html>")
+    assert sorted(path.name for path in run.iterdir()) == [
+        "events.jsonl", "observe.json", "phases.jsonl", "report.html", "samples.jsonl",
+    ]  # fmt: skip
+
+
+def test_json_is_alone_on_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(streamed(), tmp_path / "run")
+    out = tmp_path / "elsewhere.html"
+
+    assert main.run(["report", str(run), "--json", "-o", str(out)]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert told["report"] == str(out)
+    assert told["bound_by"] == "gpu"
+    assert told["links"]["h2d"]["nbytes"] == 24e9
+    assert told["peaks"]["tier.hbm"]["planned"] == 7 << 30
+    assert not (run / "report.html").exists()
+
+
+def test_a_report_needs_neither_torch_nor_a_gpu(tmp_path: Path) -> None:
+    run = write_run(on_cpu(), tmp_path / "run")
+    code = (
+        "import sys; sys.modules['torch'] = None; from penstock.cli import main as cli; "
+        f"sys.exit(cli.run(['report', {str(run)!r}]))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert ran.returncode == 0, ran.stderr
+    assert "The CPU bound the step" in ran.stdout
+
+
+def test_a_killed_programs_run_is_shown_up_to_then(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(offloaded(ended=None, ended_by=None, exit_code=None), tmp_path / "run")
+    samples = run / "samples.jsonl"
+    samples.write_bytes(samples.read_bytes()[:-40])
+
+    assert main.run(["report", str(run)]) == 0
+
+    said = capsys.readouterr().out
+    assert "samples.jsonl: the last line was cut off" in said
+    assert "cut off, or still going on" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize("make", [lambda: make_run([], [], []), hostile])
+def test_empty_and_hostile_runs_give_honest_pages(
+    make: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(make(), tmp_path / "run")  # type: ignore[operator]
+
+    assert main.run(["report", str(run)]) == 0
+    assert "\x00" not in capsys.readouterr().out
+
+
+def test_no_run_and_another_version_are_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["report", str(tmp_path / "none")]) == 1
+    none = capsys.readouterr().err
+    run = write_run(offloaded(1), tmp_path / "run")
+    told = json.loads((run / "observe.json").read_text())
+    (run / "observe.json").write_text(json.dumps({**told, "version": 7}))
+    assert main.run(["report", str(run)]) == 1
+    newer = capsys.readouterr().err
+
+    assert none.startswith("error: ")
+    assert "no observed run" in none
+    assert "version" in newer
+    assert "7" in newer
+    assert "Traceback" not in none + newer
+    assert not (run / "report.html").exists()
+
+
+def test_a_place_that_cannot_be_written_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(on_cpu(), tmp_path / "run")
+    (run / "report.html").mkdir()
+    assert main.run(["report", str(run)]) == 1
+    taken = capsys.readouterr().err
+    assert main.run(["report", str(run), "-o", str(tmp_path / "no" / "r.html")]) == 1
+    missing = capsys.readouterr().err
+
+    for said in (taken, missing):
+        assert "cannot be written" in said
+        assert "--out" in said
+    assert not list(run.glob(".*"))  # no draft is left
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_run_that_is_only_readable_can_be_reported_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(on_cpu(), tmp_path / "run")
+    run.chmod(0o500)
+    try:
+        assert main.run(["report", str(run)]) == 1
+        assert "cannot be written (Permission denied)" in capsys.readouterr().err
+        assert main.run(["report", str(run), "-o", str(tmp_path / "r.html")]) == 0
+    finally:
+        run.chmod(0o700)
+
+
+def test_a_comparison_is_a_table_words_and_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write_run(offloaded(), tmp_path / "a")
+    b = write_run(streamed(), tmp_path / "b")
+    out = tmp_path / "compare.html"
+
+    assert main.run(["compare", str(a), str(b), "-o", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert main.run(["compare", str(a), str(b), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+
+    assert "B is 1.33 times as fast as A" in said
+    assert out.read_text().count("<figure") >= 8
+    step = next(row for row in told["rows"] if row["name"] == "a step")
+    assert step["ratio"] == pytest.approx(0.75)
+    assert told["words"][0].startswith("B is 1.33 times")
+
+
+def test_a_comparison_with_no_run_is_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_run(on_cpu(), tmp_path / "a")
+
+    assert main.run(["compare", str(a), str(tmp_path / "b")]) == 1
+    assert str(tmp_path / "b") in capsys.readouterr().err

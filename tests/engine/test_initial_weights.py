@@ -1,0 +1,45 @@
+"""Moments begin at zero in every format and place, whatever lay there before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engine.engine import Engine
+from penstock.engine.initial_weights import clear_moments
+from penstock.roles import Role
+from tests.support import engines
+
+
+@pytest.mark.parametrize(
+    ("spots", "moments"),
+    [("hhhh", "int8"), ("dddd", "bf16"), ("nnnn", "fp32"), ("nnnn", "int8")],
+)
+def test_cleared_moments_are_zero(
+    spots: str, moments: str, tmp_path: Path, one_thread: None
+) -> None:
+    config = engines.tiny_config("llama")
+    model, work = engines.inventory(config), engines.workload(moments=moments)
+    plan = engines.make_plan_of(model, work, spots, disk=tmp_path, piece=8192)
+    with engines.make_engine(config, plan, model, engines.plain_model(config)) as engine:
+        engine.step(engines.batches(1, work, config.vocab_size)[0])
+        engine.finish()
+        assert not all_zero(engine)
+        for block in range(len(model.blocks)):
+            clear_moments(engine.access, block)
+        assert all_zero(engine)
+
+
+def all_zero(engine: Engine) -> bool:
+    access = engine.access
+    trained = [t.name for b in engine.inventory.blocks for t in b.tensors if t.trainable]
+    bases = (False, True) if access.has_bases else (False,)
+    return not any(
+        bool(torch.count_nonzero(part))
+        for name in trained
+        for role in (Role.FIRST, Role.SECOND)
+        for kind in bases
+        for part in access.parts(name, role, bases=kind)
+    )

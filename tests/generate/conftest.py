@@ -1,0 +1,5 @@
+"""Fixtures shared with the tests of the KV cache."""
+
+from tests.kv.conftest import space
+
+__all__ = ["space"]

@@ -1,0 +1,281 @@
+"""Attention over rows of different lengths: every way to compute it gives the plain one's result.
+
+The flash kernel runs on GPUs only. Its one call is stood in for by plain torch that keeps its
+contract, so that what is handed to it (views, starts, lengths, windows) is tested without one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.generate import attention
+from penstock.kv.errors import KvWarning
+
+HEADS, SHARED, HEAD, SLOT = 4, 2, 8, 40
+LAYERS = 3
+
+
+def rows_of(count: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    """Keys and values of one layer in the cache's layout, NaN where nothing was written."""
+    drawn = torch.Generator().manual_seed(7)
+    data = torch.randn(count, SLOT, LAYERS, 2, SHARED, HEAD, generator=drawn)
+    return data.to(device, dtype)
+
+
+def plain(
+    query: torch.Tensor, data: torch.Tensor, lengths: list[int], window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """By the definition, query by query."""
+    count, heads, new, head = query.shape
+    out = torch.empty(count, new, heads, head, dtype=torch.float64)
+    for row, length in enumerate(lengths):
+        for at in range(new):
+            end = length + at + 1
+            first = 0 if window is None else max(0, end - window)
+            for which in range(heads):
+                keys, values = (
+                    data[row, first:end, 1, :, which // (heads // SHARED)].double().unbind(1)
+                )
+                scores = keys @ query[row, which, at].double() * 0.3
+                if softcap is not None:
+                    scores = torch.tanh(scores / softcap) * softcap
+                out[row, at, which] = torch.softmax(scores, 0) @ values
+    return out
+
+
+def views(data: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = (data[:, :longest, 1, which].transpose(1, 2) for which in (0, 1))
+    return keys, values
+
+
+def attend(data: torch.Tensor, lengths: list[int], new: int, **more: Any) -> Any:
+    drawn = torch.Generator().manual_seed(11)
+    query = torch.randn(len(lengths), HEADS, new, HEAD, generator=drawn).to(data)
+    for row, length in enumerate(lengths):
+        data[row, length + new :] = float("nan")  # nothing was written there
+    keys, values = views(data, max(lengths) + new)
+    with attention.rows(lengths, new):
+        found, _ = attention.attend(
+            torch.nn.Module(), query, keys, values, None, scaling=0.3, **more
+        )
+    return query, found
+
+
+CASES = [
+    ([5], 1),
+    ([5], 7),
+    ([0], 9),
+    ([12, 12, 12], 1),
+    ([12, 12], 5),
+    ([0, 0], 6),
+    ([3, 20, 11], 1),
+    ([3, 20, 11], 4),
+    ([0, 9], 3),
+]
+
+
+@pytest.fixture
+def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The kernel's contract, in plain torch; filled with whether rows were ragged."""
+    calls: list[bool] = []
+
+    def kernel(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, queries: Any, starts: Any,
+        used: Any, *, sizes: tuple[int, int], causal: bool, left: int, scaling: float | None,
+    ) -> torch.Tensor:  # fmt: skip
+        calls.append(queries is not None)
+        assert all(t.stride(-1) == 1 for t in (query, key, value))
+        if queries is None:
+            parts = zip(query, key, value, strict=True)
+        else:
+            assert {t.dtype for t in (queries, starts, used)} == {torch.int32}
+            assert int(used.max()) <= sizes[1]
+            spans = zip(queries.tolist(), starts.tolist(), used.tolist(), strict=False)
+            parts = (  # type: ignore[assignment]
+                (query[q : q + sizes[0]], key[k : k + n], value[k : k + n]) for q, k, n in spans
+            )
+        found = [_one(*part, causal, left, scaling) for part in parts]
+        return torch.stack(found) if queries is None else torch.cat(found)
+
+    monkeypatch.setattr(attention, "kernel", kernel)
+    monkeypatch.setattr(attention, "flash_fits", lambda *_: True)
+    return calls
+
+
+def _one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, left: int,
+    scaling: float | None,
+) -> torch.Tensor:  # fmt: skip
+    at = torch.arange(len(query))[:, None] + len(key) - len(query)
+    seen = torch.arange(len(key))[None, :]
+    mask = (seen <= at) if causal else torch.ones(len(query), len(key), dtype=torch.bool)
+    if left >= 0:
+        mask &= seen >= at - left
+    one, keys, values = (t.transpose(0, 1) for t in (query, key, value))
+    found = torch.nn.functional.scaled_dot_product_attention(
+        one, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
+    )
+    return found.transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 4, 100])
+@pytest.mark.parametrize(("lengths", "new"), CASES)
+def test_flash_is_told_the_right_rows(
+    lengths: list[int], new: int, window: int | None, stood_in: list[bool]
+) -> None:
+    data = rows_of(len(lengths))
+    query, found = attend(data, lengths, new, sliding_window=window)
+
+    torch.testing.assert_close(found, plain(query, data, lengths, window, None).float())
+    ragged = len(set(lengths)) > 1
+    assert stood_in == [ragged] or (lengths[0] == 0 and not ragged)
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """cuDNN's contract, in plain torch; filled with the keys of each call, and whether causal."""
+    calls: list[tuple[int, bool]] = []
+
+    def part(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, *,
+        causal: bool,
+    ) -> attention.Part:  # fmt: skip
+        calls.append((key.shape[2], causal))
+        keys, values = (t.repeat_interleave(HEADS // SHARED, 1) for t in (key, value))
+        scores = query @ keys.transpose(2, 3) * scaling
+        if causal:
+            later = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(later, float("-inf"))
+        return scores.softmax(-1) @ values, scores.logsumexp(-1)
+
+    monkeypatch.setattr(attention, "part", part)
+    monkeypatch.setattr(attention, "fits", lambda query: query.shape[2] > 1)
+    return calls
+
+
+@pytest.mark.parametrize("window", [None, 4, 100])
+@pytest.mark.parametrize(("lengths", "new"), CASES)
+def test_a_chunk_is_joined_with_what_was_before(
+    lengths: list[int], new: int, window: int | None,
+    stood_in: list[bool], in_parts: list[tuple[int, bool]],
+) -> None:  # fmt: skip
+    data = rows_of(len(lengths))
+    query, found = attend(data, lengths, new, sliding_window=window)
+
+    torch.testing.assert_close(found, plain(query, data, lengths, window, None).float())
+    even = len(set(lengths)) == 1
+    if even and lengths[0] > 0 and new > 1 and window != 4:
+        assert in_parts == [(lengths[0], False), (new, True)]
+        assert not stood_in
+    else:
+        assert not in_parts
+
+
+def test_if_cudnn_refuses_flash_goes_on(
+    stood_in: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> attention.Part:
+        raise RuntimeError("no execution plans support the graph")
+
+    monkeypatch.setattr(attention, "part", refuse)
+    monkeypatch.setattr(attention, "_refused", set())
+    monkeypatch.setattr(attention, "fits", lambda _: not attention._refused)
+    data = rows_of(1)
+    with pytest.warns(KvWarning, match="no execution plans"):
+        query, found = attend(data, [5], 7)
+
+    torch.testing.assert_close(found, plain(query, data, [5], None, None).float())
+    attend(data, [5], 7)  # and is not asked again
+    assert stood_in == [False, False]
+
+
+def test_out_of_memory_is_no_refusal(stood_in: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> attention.Part:
+        raise torch.OutOfMemoryError("there is none")
+
+    monkeypatch.setattr(attention, "part", full)
+    monkeypatch.setattr(attention, "fits", lambda _: True)
+    with pytest.raises(torch.OutOfMemoryError):
+        attend(rows_of(1), [5], 7)
+    assert not attention._refused
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3])
+def test_cudnn_joins_chunks_on_a_gpu(rows: int) -> None:
+    """Strided as in the cache, and as flash finds it."""
+    drawn = torch.Generator("cuda").manual_seed(3)
+    held, new = 1536, 1024
+    data = torch.randn(
+        rows, held + new + 64, 2, 2, 8, 128, generator=drawn, device="cuda", dtype=torch.bfloat16
+    )
+    query = torch.randn(
+        rows, new, 32, 128, generator=drawn, device="cuda", dtype=torch.bfloat16
+    ).transpose(1, 2)
+    keys, values = (data[:, :, 1, at].transpose(1, 2) for at in (0, 1))
+    assert attention.fits(query)
+
+    found = attention.attend_joined(query, keys, values, held, None)
+
+    one = attention.Attention(attention.Rows((held,) * rows, new), None, None, None)
+    expected = one.by_rows(query.float(), keys.float(), values.float())
+    assert found is not None
+    torch.testing.assert_close(found.float(), expected, atol=4e-3, rtol=2e-2)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("lengths", "new"), CASES)
+def test_rows_on_their_own_see_what_they_should(
+    lengths: list[int], new: int, window: int | None, softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(attention, "BAND", 3)  # several bands, the last one shorter
+    data = rows_of(len(lengths))
+    query, found = attend(data, lengths, new, sliding_window=window, softcap=softcap)
+
+    torch.testing.assert_close(found, plain(query, data, lengths, window, softcap).float())
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    data = rows_of(3)
+    _, together = attend(data.clone(), [3, 20, 11], 2)
+    _, alone = attend(data[:1].clone(), [3], 2)
+
+    assert torch.equal(together[:1], alone)
+
+
+def test_views_are_not_copied(stood_in: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    data, seen = rows_of(2), []
+    standing = attention.kernel
+
+    def watched(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
+        seen.extend([key, value])
+        return standing(query, key, value, *rest, **more)
+
+    monkeypatch.setattr(attention, "kernel", watched)
+    attend(data, [9, 4], 1)
+    attend(data, [9, 9], 1)
+
+    pointers = {t.untyped_storage().data_ptr() for t in seen}
+    assert pointers == {data.untyped_storage().data_ptr()}
+    assert len(seen) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("lengths", "new"), CASES)
+def test_the_flash_kernel_keeps_its_contract(
+    lengths: list[int], new: int, window: int | None
+) -> None:
+    """bf16 has eight bits: results differ from the exact ones by their rounding, and by that of the
+    weights inside the kernel."""
+    data = rows_of(len(lengths), "cuda", torch.bfloat16)
+    query, found = attend(data, lengths, new, sliding_window=window)
+
+    exact = plain(query.cpu(), data.cpu(), lengths, window, None)
+    torch.testing.assert_close(found.cpu().double(), exact, atol=2e-2, rtol=2e-2)

@@ -1,0 +1,318 @@
+"""Layers compiled for passes of one token: same tokens, and compiled once whatever the rows."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from penstock.generate import compiled_layers
+from penstock.generate.compiled_layers import CompiledLayers, UnfitLayersError, layers_of, shell_of
+from penstock.generate.forward import Resident
+from penstock.generate.generator import Generator
+from penstock.generate.graphs import make_decoder
+from penstock.kv.errors import KvWarning
+from tests.equivalence.compiled import breaks, compile_by, graphs
+from tests.kv.generating import alone, model_of, prompts_of, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = (1, 17, 30, 9, 12)
+known: Any = transformers
+CHOSEN = ("llama", "qwen3", "mistral", "gemma2", "gemma3")
+
+
+def compiling(model: Any, max_batch: int = 3, *, graphs: bool | None = True) -> Generator:
+    return Generator(
+        model, budget="64MiB", max_batch=max_batch, prefill_chunk=16, graphs=graphs, compiled=True
+    )  # fmt: skip
+
+
+def kinds(family: str) -> int:
+    return 2 if family in ("gemma2", "gemma3") else 1
+
+
+@pytest.mark.parametrize("family", CHOSEN)
+def test_tokens_are_those_of_a_dynamic_cache_alone(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_by("aot_eager", monkeypatch)
+    model, prompts = model_of(family), prompts_of(LENGTHS)
+    expected = [alone(model, prompt, 20) for prompt in prompts]
+
+    with compiling(model) as generator:
+        assert run(generator, prompts, 20) == expected
+
+    # Once for one row, once for any other number of them.
+    assert graphs() == 2 * kinds(family)
+    assert breaks() == {}
+
+
+def test_another_cache_and_more_rows_need_no_more_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_by("aot_eager", monkeypatch)
+    model, prompts = model_of("llama"), prompts_of((9, 3, 21, 14, 30, 5, 11))
+    expected = [alone(model, prompt, 12) for prompt in prompts]
+    layers = CompiledLayers(model)
+    monkeypatch.setattr(compiled_layers, "CompiledLayers", lambda _: layers)
+
+    for most in (2, 5, 7):
+        with compiling(model, most) as generator:
+            assert run(generator, prompts, 12) == expected
+
+    assert graphs() == 2
+
+
+def test_without_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_by("aot_eager", monkeypatch)
+    model, prompts = model_of("llama"), prompts_of(LENGTHS)
+    expected = [alone(model, prompt, 8) for prompt in prompts]
+
+    with compiling(model, graphs=False) as generator:
+        assert run(generator, prompts, 8) == expected
+
+    assert graphs() == 2
+
+
+def test_code_of_the_usual_compiler_gives_the_same_tokens() -> None:
+    model, prompts = model_of("llama"), prompts_of((17, 9))
+    expected = [alone(model, prompt, 12) for prompt in prompts]
+
+    with compiling(model) as generator:
+        assert run(generator, prompts, 12) == expected
+
+
+def test_the_model_is_as_before_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_by("aot_eager", monkeypatch)
+    model = model_of("llama")
+
+    with compiling(model) as generator:
+        run(generator, prompts_of((9,)), 4)
+
+        assert not any("forward" in vars(layer) for layer in layers_of(model))
+        assert not any(each.is_meta for each in model.parameters())
+
+
+def test_a_forward_that_others_put_there_later_comes_back() -> None:
+    model = copy.deepcopy(model_of("llama"))
+    layers = CompiledLayers(model)
+    layer = layers_of(model)[0]
+    wrap(layer)
+    theirs = layer.forward
+
+    with layers.used(None):
+        assert layer.forward is not theirs
+
+    assert layer.forward is theirs
+
+
+def test_hooks_of_layers_are_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_by("aot_eager", monkeypatch)
+    model = copy.deepcopy(model_of("llama"))
+    layers_of(model)[1].register_forward_hook(lambda _module, _given, out: out + 0.5)
+    prompts = prompts_of((17, 9))
+    expected = [alone(model, prompt, 6) for prompt in prompts]
+
+    with compiling(model) as generator:
+        assert run(generator, prompts, 6) == expected
+
+    assert graphs() > 0
+
+
+def hook(layer: torch.nn.Module) -> None:
+    layer.get_submodule("mlp").register_forward_hook(lambda _module, _given, out: -out)
+
+
+def wrap(layer: torch.nn.Module) -> None:
+    """As `layer.forward = torch.compile(layer.forward)` does, and those who patch models."""
+    theirs = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return theirs(*args, **kwargs)
+
+    vars(layer)["forward"] = forward
+
+
+def lock(layer: torch.nn.Module) -> None:
+    vars(layer)["lock"] = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (hook, "mlp of layer 1 has hooks"),
+        (wrap, "LlamaDecoderLayer of layer 1 has a forward of its own"),
+        (lock, "LlamaDecoderLayer cannot be copied"),
+    ],
+)
+def test_layers_that_others_have_changed_are_not_compiled(
+    change: Callable[[torch.nn.Module], None], why: str
+) -> None:
+    model = copy.deepcopy(model_of("llama"))
+    expected_of, prompts = copy.deepcopy(model), prompts_of((17, 9))
+    for each in (expected_of, model):
+        change(layers_of(each)[1])
+    if change is lock:  # shells are made of the first layer of a kind
+        change(layers_of(model)[0])
+    changed = vars(layers_of(model)[1]).get("forward")
+    expected = [alone(expected_of, prompt, 6) for prompt in prompts]
+
+    with compiling(model) as generator, pytest.warns(KvWarning, match=why):
+        assert run(generator, prompts, 6) == expected
+
+    assert vars(layers_of(model)[1]).get("forward") is changed
+
+
+def gpt2() -> Any:
+    shape: dict[str, Any] = {
+        "vocab_size": 260,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+    }
+    chosen: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    return known.GPT2LMHeadModel(known.GPT2Config(**shape, **chosen))
+
+
+def neox() -> Any:
+    shape: dict[str, Any] = {
+        "vocab_size": 260,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+    }
+    chosen: dict[str, Any] = {"num_attention_heads": 4, "bos_token_id": None, "eos_token_id": None}
+    return known.GPTNeoXForCausalLM(known.GPTNeoXConfig(**shape, **chosen))
+
+
+@pytest.mark.parametrize("make", [gpt2, neox])
+def test_layers_get_the_cache_by_any_name_or_place(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_by("aot_eager", monkeypatch)
+    torch.manual_seed(0)
+    model, prompts = make().eval(), prompts_of((17, 9))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(10 if weight.ndim == 2 else 1)
+    expected = [alone(model, prompt, 6) for prompt in prompts]
+
+    with compiling(model) as generator:
+        assert run(generator, prompts, 6) == expected
+
+    assert graphs() == 2
+
+
+def test_layers_that_share_keys_are_not_compiled() -> None:
+    shape: dict[str, Any] = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 64}
+    shape |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 8}
+    own: dict[str, Any] = {"num_kv_shared_layers": 2, "laurel_rank": 8, "eos_token_id": None}
+    own |= {"vocab_size_per_layer_input": 260, "hidden_size_per_layer_input": 8}
+    own |= {"activation_sparsity_pattern": [0.0] * 4, "sliding_window": 12}
+    model = known.Gemma3nForCausalLM(known.Gemma3nTextConfig(**shape, **own)).eval()
+    prompt = prompts_of((17,))[0]
+
+    with compiling(model) as generator, pytest.warns(KvWarning, match="share keys and values"):
+        assert run(generator, [prompt], 4) == [alone(model, prompt, 4)]
+
+
+def test_a_layer_that_stands_twice_in_the_list_is_not_compiled() -> None:
+    model = copy.deepcopy(model_of("llama"))
+    layers = layers_of(model)
+    layers[1] = layers[0]
+
+    with pytest.raises(UnfitLayersError, match="no list of"):
+        CompiledLayers(model)
+
+
+def test_shells_hold_no_weights() -> None:
+    layer = layers_of(model_of("gemma3"))[0]
+
+    shell = shell_of(layer)
+
+    assert all(each.is_meta for each in shell.parameters())
+    assert not any(each.is_meta for each in layer.parameters())
+
+
+def test_a_model_that_cannot_be_compiled_goes_on_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise torch._dynamo.exc.Unsupported("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: refuse)
+    model, prompts = model_of("llama"), prompts_of((17, 9))
+    expected = [alone(model, prompt, 6) for prompt in prompts]
+
+    with compiling(model) as generator, pytest.warns(KvWarning, match="cannot be compiled"):
+        assert run(generator, prompts, 6) == expected
+
+
+def test_a_model_without_a_list_of_layers_goes_on_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nowhere(_model: Any) -> Any:
+        raise LookupError("Odd has no list of 2 layers")
+
+    monkeypatch.setattr(compiled_layers, "layers_of", nowhere)
+    model, prompts = model_of("llama"), prompts_of((17,))
+
+    with compiling(model) as generator, pytest.warns(KvWarning, match="no list of 2 layers"):
+        assert run(generator, prompts, 6) == [alone(model, prompts[0], 6)]
+
+
+def test_layers_are_not_compiled_without_our_attention_and_that_is_said() -> None:
+    keys = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 2, 4))
+    cache = SimpleNamespace(views=SimpleNamespace(flat=[(keys, keys)]))
+
+    with pytest.warns(KvWarning, match=r"heads of 4 in torch.bfloat16.*not compiled"):
+        assert make_decoder(model_of("llama"), cache, graphs=None, compiled=True) is None
+
+
+def test_the_decoder_s_layers_are_taken_and_no_others() -> None:
+    text = model_of("llama")
+    both = torch.nn.ModuleDict({"seen": copy.deepcopy(text.model.layers), "text": text})
+    vars(both).update(config=text.config, get_decoder=lambda: text.model)
+
+    assert layers_of(both) is text.model.layers
+
+
+def test_weights_that_moved_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_by("aot_eager", monkeypatch)
+    model, prompt = model_of("qwen2"), prompts_of((17,))[0]
+    weight = layers_of(model)[1].get_parameter("mlp.down_proj.weight")
+    was = weight.data
+    with compiling(model) as generator:
+        before = run(generator, [prompt], 8)
+        try:
+            weight.data = -was
+            changed = run(generator, [prompt], 8)
+        finally:
+            weight.data = was
+        assert run(generator, [prompt], 8) == before != changed
+        assert isinstance(generator.forward, Resident)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # torch's tip, not wanted here
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+def test_a_gpu_plays_compiled_layers_and_gives_the_tokens_of_the_cpu(family: str) -> None:
+    prompts = prompts_of(LENGTHS)
+    expected = [alone(model_of(family), prompt, 24) for prompt in prompts]
+    model = copy.deepcopy(model_of(family)).to("cuda")
+
+    with compiling(model, max_batch=4, graphs=None) as generator:
+        assert run(generator, prompts, 24) == expected
+
+        assert isinstance(generator.forward, Resident)
+        decoder = generator.forward.decoder(generator.cache)
+        assert decoder is not None
+        assert decoder._recorder is not None
+        assert decoder._compiled is not None

@@ -1,0 +1,145 @@
+"""Weights that rest elsewhere give the tokens of weights that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engine.weight_streamer import block_nbytes, kept_blocks
+from penstock.errors import PenstockError
+from penstock.generate.generator import Generator
+from penstock.generate.load import (
+    ACTIVATIONS,
+    ModelRoomError,
+    Room,
+    activations,
+    layer_activations,
+    share_out,
+)
+from penstock.generate.streamed_forward import engine_forward, streamed
+from penstock.model.survey import survey_config
+from penstock.units import GiB, MiB
+from tests.kv.generating import alone, model_of, prompts_of, run
+from tests.support.engines import (
+    batches,
+    inventory,
+    make_engine,
+    make_plan_of,
+    plain_model,
+    tiny_config,
+    workload,
+)
+from tests.support.models import model as shape_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FAMILIES = ("llama", "gemma2", "gemma3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streamed_tokens_are_those_of_the_resident_model(family: str, tmp_path: Path) -> None:
+    model, prompts = model_of(family), prompts_of((5, 30, 18))
+    expected = [alone(model, prompt, 10) for prompt in prompts]
+    model.save_pretrained(tmp_path)
+    surveyed = survey_config(model.config, name=family)
+    layer = block_nbytes(surveyed, surveyed.layers[0], torch.float32)
+    for keep in (0, 3 * layer):
+        forward = streamed(
+            model.config, surveyed, tmp_path, dtype=torch.float32, keep=keep, device="cpu"
+        )
+        with Generator(forward, budget="64MiB", max_batch=3, prefill_chunk=16) as generator:
+            assert run(generator, prompts, 10) == expected
+        kept = len(forward.weights.kept)
+        assert (kept > 0) == (keep > 0)
+        assert kept < len(surveyed.blocks)
+        forward.close()
+
+
+def test_a_tied_head_is_brought_its_table(tmp_path: Path) -> None:
+    config = tiny_config("llama", tie_word_embeddings=True, eos_token_id=None)
+    model = plain_model(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    surveyed = survey_config(model.config, name="tied")
+    forward = streamed(model.config, surveyed, tmp_path, dtype=torch.float32, keep=0, device="cpu")
+    with Generator(forward, budget="64MiB") as generator:
+        assert run(generator, [[5, 6, 7]], 6) == [alone(model, [5, 6, 7], 6)]
+
+
+def test_what_stays_is_within_the_room_given() -> None:
+    surveyed = survey_config(tiny_config("llama"), name="llama")
+    sizes = [block_nbytes(surveyed, block, torch.float32) for block in surveyed.blocks]
+    for room in (0, sizes[1], sum(sizes) - 1, sum(sizes)):
+        kept = kept_blocks(surveyed, torch.float32, room)
+        assert sum(sizes[at] for at in kept) <= room
+    assert kept == frozenset(range(len(sizes)))
+
+
+def test_memory_is_shared_out_within_what_is_given() -> None:
+    surveyed = survey_config(tiny_config("llama"), name="llama")
+    weights = surveyed.parameters() * 4
+    slots = 2 * max(block_nbytes(surveyed, block, torch.float32) for block in surveyed.blocks)
+
+    plenty = share_out(surveyed, torch.float32, weights + 100 * MiB, "cpu")
+    assert not plenty.streamed
+    assert plenty.cache == 100 * MiB
+
+    tight = share_out(surveyed, torch.float32, weights, "cpu")
+    assert tight.streamed
+    assert slots + tight.cache + tight.keep <= weights
+
+    with pytest.raises(ModelRoomError, match="give --hbm") as told:
+        share_out(surveyed, torch.float32, slots, "cpu")
+    again = share_out(surveyed, torch.float32, told.value.wanted, "cpu")
+    assert again.cache > 0
+    assert isinstance(told.value, PenstockError)
+
+
+def test_prompts_are_read_in_small_chunks_before_weights_are_streamed() -> None:
+    wide = tiny_config("llama", intermediate_size=16384)  # 8192 tokens of it are 0.8 GiB in bf16
+    surveyed = survey_config(wide, name="llama")
+    weights = surveyed.parameters() * 2
+
+    def room(beside: int) -> Room:
+        return share_out(surveyed, torch.bfloat16, weights + beside * MiB, "cuda")
+
+    assert (room(2048).streamed, room(2048).chunk) == (False, None)
+    assert (room(1024).streamed, room(1024).chunk) == (False, 512)
+    assert room(1024).cache + activations(surveyed, torch.bfloat16, 512) == 1024 * MiB
+    assert room(700).streamed
+
+
+@pytest.mark.parametrize(("name", "chunk"), [("llama-3.1-8b", 2048), ("llama-3.1-70b", 1024)])
+def test_streamed_weights_cross_for_as_many_prompt_tokens_as_there_is_room_for(
+    name: str, chunk: int
+) -> None:
+    surveyed = shape_of(name)
+    room = share_out(surveyed, torch.bfloat16, 12 * GiB, "cuda")
+
+    assert (room.streamed, room.chunk) == (True, chunk)
+    assert layer_activations(surveyed, torch.bfloat16, chunk) <= ACTIVATIONS // 2
+
+
+@pytest.mark.parametrize("spots", ["hhhh", "dddd", "nndd"])
+def test_an_engine_generates_with_the_weights_of_its_last_step(spots: str, tmp_path: Path) -> None:
+    config = tiny_config("llama", eos_token_id=None)
+    model = inventory(config)
+    work = workload()
+    plan = make_plan_of(model, work, spots, disk=tmp_path if "n" in spots else None)
+    first, second = batches(2, work, 260)
+    engine = make_engine(config, plan, model, None)
+    engine.step(first)
+    with engine_forward(engine) as forward, Generator(forward, budget="64MiB") as generator:
+        found = run(generator, [[5, 6, 7, 8]], 8)
+    weights = {name: engine.state[name]["weight"] for name in engine.state}
+    loss = float(engine.step(second))
+    engine.close()
+
+    plain = plain_model(config, dtype=torch.bfloat16).eval()
+    plain.load_state_dict(weights)
+    assert found == [alone(plain, [5, 6, 7, 8], 8)]
+    unseen = make_engine(config, plan, model, None)
+    unseen.step(first)
+    assert float(unseen.step(second)) == loss  # looking has changed nothing
+    unseen.close()

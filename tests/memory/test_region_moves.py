@@ -1,0 +1,129 @@
+"""Moving part of a range: what room it needs, and what a refusal is called."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from penstock import _native
+from penstock.errors import (
+    ForbiddenNodeError,
+    MoveError,
+    NodeFullError,
+    PenstockError,
+    PinError,
+    PlacementPermissionError,
+    UnknownNodeError,
+)
+from penstock.memory import region as module
+from penstock.memory.placement import Interleave, Node, Place, Stripe
+from penstock.memory.region import move_region
+from penstock.memory.residency import Residency
+from penstock.units import MiB
+from tests.support.stand_ins import StandIn, group_limit, machine
+
+PAGE = _native.page_nbytes()
+
+
+@pytest.fixture
+def region(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """64 MiB, every page of it on node 0."""
+
+    def on_node_0(address: int, nbytes: int) -> Residency:
+        return Residency(pages={0: nbytes // PAGE}, unmapped=0)
+
+    monkeypatch.setattr(module, "residency", on_node_0)
+    StandIn.asked, StandIn.failure = [], None
+    return StandIn(nbytes=64 * MiB)
+
+
+def test_the_part_named_is_moved(tmp_path: Path, region: StandIn) -> None:
+    move_region(region, 3 * PAGE, 5 * PAGE, Stripe([1, 2]), machine(tmp_path))
+
+    asked = region.asked[-1]
+    assert (asked["offset"], asked["nbytes"]) == (3 * PAGE, 5 * PAGE)
+    assert isinstance(asked["to"], _native.Placement)
+
+
+def test_moving_asks_nothing_of_the_control_group(tmp_path: Path, region: StandIn) -> None:
+    move_region(region, 0, 64 * MiB, Node(1), machine(tmp_path, group_limit(MiB)))
+
+    assert len(region.asked) == 2
+
+
+def test_what_is_not_in_memory_needs_no_room(
+    tmp_path: Path, region: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untouched = Residency(pages={}, unmapped=64 * MiB // PAGE)
+    monkeypatch.setattr(module, "residency", lambda address, nbytes: untouched)
+
+    move_region(region, 0, 64 * MiB, Node(1), machine(tmp_path, free={0: 0, 1: 0}))
+
+    assert region.asked[-1]["nbytes"] == 64 * MiB
+
+
+def test_what_is_there_already_needs_no_room(tmp_path: Path, region: StandIn) -> None:
+    system = machine(tmp_path, free={0: 10 * MiB, 1: (64 + 32) * MiB})
+
+    move_region(region, 0, 64 * MiB, Node(0), system)
+    move_region(region, 0, 64 * MiB, Interleave([0, 1]), system)
+
+    assert len(region.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("place", "wanted"),
+    [(Node(1), 64 * MiB), (Interleave([0, 1]), 32 * MiB), (Stripe({0: 3, 1: 1}), 16 * MiB)],
+    ids=repr,
+)
+def test_a_full_target_says_what_was_missing(
+    tmp_path: Path, region: StandIn, place: Place, wanted: int
+) -> None:
+    with pytest.raises(NodeFullError) as caught:
+        move_region(region, 0, 64 * MiB, place, machine(tmp_path, free={1: (64 + 8) * MiB}))
+
+    assert (caught.value.node, caught.value.wanted, caught.value.free) == (1, wanted, 8 * MiB)
+    assert len(region.asked) == 1, "it was moved all the same"
+
+
+def test_a_target_that_cannot_be_used_is_named(tmp_path: Path, region: StandIn) -> None:
+    system = machine(tmp_path, {"proc/self/status": "Mems_allowed_list:\t0"})
+
+    with pytest.raises(ForbiddenNodeError, match="node 1"):
+        move_region(region, 0, PAGE, Interleave([0, 1]), system)
+    with pytest.raises(UnknownNodeError, match="node 7"):
+        move_region(region, 0, PAGE, Node(7), system)
+    assert len(region.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "text"),
+    [
+        (OSError(errno.EPERM, "mbind: no"), PlacementPermissionError, "mbind is not permitted"),
+        (OSError(errno.EACCES, "mbind: no"), PlacementPermissionError, "SYS_NICE"),
+        (OSError(errno.EIO, "mbind: no"), MoveError, "1.00 MiB: the kernel holds some pages"),
+        (OSError(errno.ENOMEM, "mbind: no"), MoveError, "1.00 MiB: .*out of memory"),
+        (OSError(errno.EINVAL, "mbind: odd"), MoveError, "1.00 MiB: mbind: odd"),
+    ],
+    ids=lambda value: errno.errorcode[value.errno] if isinstance(value, OSError) else "",
+)
+def test_a_refusal_of_the_kernel_is_explained(
+    tmp_path: Path, region: StandIn, failure: OSError, error: type[PenstockError], text: str
+) -> None:
+    StandIn.failure = failure
+
+    with pytest.raises(error, match=text):
+        move_region(region, 0, MiB, Node(1), machine(tmp_path))
+
+
+def test_a_gpu_driver_that_does_not_take_memory_back_is_a_pin_error(
+    tmp_path: Path, region: StandIn
+) -> None:
+    StandIn.failure = _native.CudaError(2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    with pytest.raises(PinError, match="CUDA_ERROR_OUT_OF_MEMORY") as caught:
+        move_region(region, 0, MiB, Node(1), machine(tmp_path))
+
+    assert (caught.value.wanted, caught.value.code) == (64 * MiB, 2)

@@ -1,0 +1,110 @@
+"""The MLP in tiles: the same function, and the same gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.model.mlp_tiles import draws_in_tiles, tile_mlps
+
+
+class Layer(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + self.mlp(2 * x)
+        return found
+
+
+def test_tiles_give_the_gradient_of_the_whole() -> None:
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
+    x = torch.randn(2, 7, 8, dtype=torch.float64, requires_grad=True)
+    whole = torch.autograd.grad(mlp(x).square().sum(), [x, *mlp.parameters()])
+
+    tile_mlps([Layer(mlp)], 3)
+    tiled = torch.autograd.grad(mlp(x).square().sum(), [x, *mlp.parameters()])
+
+    for one, other in zip(whole, tiled, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)  # sums are fp32
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    mlp = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    mlp[0].weight.requires_grad_(False)
+    tile_mlps([Layer(mlp)], 3)
+
+    mlp(torch.randn(10, 8)).sum().backward()
+
+    assert mlp[0].weight.grad is None
+    assert mlp[1].weight.grad is not None
+
+
+def test_dropout_inside_is_replayed_tile_by_tile() -> None:
+    """What backward multiplies with is what forward multiplied with."""
+    torch.manual_seed(0)
+    mlp = nn.Dropout(0.5)
+    tile_mlps([Layer(mlp)], 4)
+    x = torch.ones(1, 30, 8, requires_grad=True)
+
+    out = mlp(x)
+    torch.manual_seed(99)  # whatever was drawn between
+    out.sum().backward()
+
+    assert x.grad is not None
+    assert 0 < int((out == 0).sum()) < out.numel()
+    assert torch.equal(x.grad, out.detach())
+
+
+def test_the_random_state_is_left_as_the_plain_mlp_leaves_it() -> None:
+    torch.manual_seed(0)
+    mlp = nn.Dropout(0.5)
+    tile_mlps([Layer(mlp)], 4)
+    out = mlp(torch.ones(1, 12, 8, requires_grad=True))
+    before = torch.get_rng_state()
+
+    out.sum().backward()
+
+    assert torch.equal(before, torch.get_rng_state())
+
+
+WIDTH = 64
+
+
+def compiled_step(tile: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What forward keeps for backward, and all gradients."""
+    torch.manual_seed(0)
+    layer = Layer(nn.Sequential(nn.Linear(8, WIDTH), nn.GELU(), nn.Linear(WIDTH, 8)))
+    tile_mlps([layer], tile)
+    x = torch.randn(2, 20, 8, requires_grad=True)
+    out = torch.compile(layer, backend="aot_eager", dynamic=False, fullgraph=True)(x)
+    kept: Any = out.grad_fn
+    saved = list(kept.saved_tensors)
+    return saved, list(torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]))
+
+
+def test_compiled_tiles_keep_nothing_of_the_mlps_width() -> None:
+    """A compiler that took what backward recomputes for what forward computes would keep it."""
+    tiles, tiled = compiled_step(13)
+    whole, plain = compiled_step(4096)
+
+    for one, other in zip(tiled, plain, strict=True):
+        torch.testing.assert_close(one, other)
+    by_token = [
+        [t for t in kept if t.dim() > 1 and t.shape[-1] == WIDTH and t.shape[0] != 8]
+        for kept in (tiles, whole)
+    ]
+    assert not by_token[0]
+    assert by_token[1], "without tiles it is kept, and would be seen"
+
+
+def test_dropout_in_tiles_is_known() -> None:
+    layers = [Layer(nn.Sequential(nn.Linear(8, 8), nn.Dropout(p))) for p in (0.0, 0.5)]
+    tile_mlps(layers, 4)
+
+    assert [draws_in_tiles(layer) for layer in layers] == [False, True]
+    assert not draws_in_tiles(nn.Linear(8, 8))

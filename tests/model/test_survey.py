@@ -1,0 +1,99 @@
+"""Any causal LM of transformers, from its config alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import SurveyError
+from penstock.model.survey import survey
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+PUBLISHED = {
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-3-1b": 999_885_952,
+    "gpt2": 124_439_808,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "mistral-7b": 7_248_023_552,
+    "mixtral-8x7b": 46_702_792_704,
+    "olmo-2-7b": 7_298_617_344,
+    "phi-3-mini": 3_821_079_552,
+    "pythia-1b": 1_011_781_632,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-8b": 8_190_735_360,
+}
+TIED = {"gemma-2-2b", "gemma-3-1b", "gpt2", "qwen2.5-3b"}
+NOT_PLAIN = {"gemma-2-2b", "gpt2"}
+"""One caps attention scores, the other drops some out."""
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_parameters_are_the_published_ones_each_counted_once(name: str) -> None:
+    inventory = survey(CONFIGS / name)
+    names = [t.name for block in inventory.blocks for t in block.tensors]
+
+    assert inventory.parameters() == PUBLISHED[name]
+    assert len(names) == len(set(names))
+    assert inventory.tied == (name in TIED)
+    assert inventory.plain_attention == (name not in NOT_PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("name", "active", "width"),
+    [("mixtral-8x7b", 12.7e9, 2 * 14336), ("qwen3-30b-a3b", 3.0e9, 8 * 768)],
+)
+def test_of_experts_the_active_ones_compute(name: str, active: float, width: int) -> None:
+    inventory = survey(CONFIGS / name)
+    computing = sum(block.matmul_elements for block in inventory.layers)
+
+    assert computing == pytest.approx(active, rel=0.1)
+    assert inventory.layers[0].mlp_width == width
+    assert "not trained yet" in inventory.not_trainable
+
+
+def test_windows_are_found_layer_by_layer() -> None:
+    gemma = survey(CONFIGS / "gemma-2-2b")
+    qwen = survey(CONFIGS / "qwen2.5-3b")
+
+    assert {block.window for block in gemma.layers} == {4096, None}
+    assert {block.window for block in qwen.layers} == {None}  # its window is switched off
+
+
+def test_frozen_tensors_by_pattern() -> None:
+    inventory = survey(CONFIGS / "qwen2.5-3b", freeze=("model.embed_tokens.*", "*layers.0.*"))
+
+    assert inventory.blocks[0].parameters(trainable=True) == 0
+    assert inventory.blocks[1].parameters(trainable=True) == 0
+    assert inventory.blocks[2].parameters(trainable=True) > 0
+
+
+def test_layers_can_be_named_and_a_wrong_name_says_what_there_is() -> None:
+    assert len(survey(CONFIGS / "gpt2", blocks="transformer.h").layers) == 12
+    with pytest.raises(
+        SurveyError, match=r"at model\.nowhere; it has lists at transformer\.h.*--blocks"
+    ):
+        survey(CONFIGS / "gpt2", blocks="model.nowhere")
+
+
+def test_a_hub_id_without_a_network_says_to_pass_a_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(SurveyError, match=r"nobody/nothing.*directory that holds its config\.json"):
+        survey("nobody/nothing")
+
+
+def test_a_directory_without_config_and_a_config_of_no_model(tmp_path: Path) -> None:
+    with pytest.raises(SurveyError, match=r"has no config\.json"):
+        survey(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    with pytest.raises(SurveyError, match="no-such-model"):
+        survey(tmp_path)
+    with pytest.raises(SurveyError, match="there is no directory"):
+        survey("/no/such/place")

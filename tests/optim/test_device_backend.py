@@ -1,0 +1,26 @@
+"""Which cards get compiled bodies: those that can run them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from penstock.engine.prepare import has_kernels
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "wanted"),
+    [((9, 0), True, True), ((8, 0), True, True), ((7, 5), True, False), ((9, 0), False, False)],
+)
+def test_a_card_that_can_and_triton(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: bool, wanted: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object() if triton else None)
+
+    assert has_kernels() is wanted
+    assert has_kernels("cuda:1") is wanted
+    assert not has_kernels("cpu")

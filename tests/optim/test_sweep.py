@@ -1,0 +1,199 @@
+"""The sweep against its specification, to the bit."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from penstock import _native
+from penstock.errors import NonFiniteMasterError
+from penstock.optim import reference, rules
+from penstock.optim.rules import RuleName
+from penstock.optim.sweep import LEAF, Pool, grad_stats, start
+from tests.support.sweeps import (
+    FLOATS,
+    MOMENTS,
+    RULES,
+    State,
+    copy_of,
+    cut,
+    leaves_of_every_kind,
+    rough_grad,
+    same,
+    state_of,
+)
+
+
+@pytest.fixture(scope="module")
+def pools() -> dict[int, Pool]:
+    return {threads: Pool(threads) for threads in (1, 3)}
+
+
+# To the bit.
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("weight", FLOATS, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_format_is_the_specification(
+    rule: RuleName,
+    weight: torch.dtype,
+    grad_dtype: torch.dtype,
+    moments: str,
+    pools: dict[int, Pool],
+) -> None:
+    n = 2 * LEAF + 701
+    wanted = state_of(n, rule, weight, moments)
+    got = {isa: copy_of(wanted) for isa in _native.isa_names()}
+    for step in (1, 2):
+        grad = rough_grad(n, grad_dtype, step)
+        refused = reference.sweep(rule, wanted, grad, RULES[rule], key=77)
+        for isa, state in got.items():
+            ticket = start(rule, cut(state, grad, RULES[rule], []), pool=pools[3], isa=isa)
+            if refused is None:
+                ticket.wait()
+            else:
+                with pytest.raises(NonFiniteMasterError) as failed:
+                    ticket.wait()
+                assert failed.value.index == refused
+            assert same(state, wanted), (isa, step)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_threads_and_chunks_change_no_bit(moments: str, pools: dict[int, Pool]) -> None:
+    n = 20 * LEAF + 5
+    grad = rough_grad(n, torch.bfloat16, 1).clamp(-1e3, 1e3)
+    by = RULES["adamw"]
+    whole = state_of(n, "adamw", torch.bfloat16, moments)
+    stats = start("adamw", cut(whole, grad, by, []), pool=pools[1], stats=True).wait()
+    for at in ([LEAF], [3 * LEAF, 4 * LEAF, 17 * LEAF], list(range(LEAF, n, LEAF))):
+        parts = state_of(n, "adamw", torch.bfloat16, moments)
+        again = start("adamw", cut(parts, grad, by, at), pool=pools[3], stats=True).wait()
+
+        assert same(parts, whole)
+        assert again == stats
+
+
+def test_alignment_changes_no_bit(pools: dict[int, Pool]) -> None:
+    n = 5000
+    grad = rough_grad(n, torch.bfloat16, 1)
+    whole = state_of(n, "adamw", torch.bfloat16, "fp32")
+    shifted: State = {}
+    for role, tensor in whole.items():
+        room = torch.empty(n + 3, dtype=tensor.dtype)
+        shifted[role] = room[3:].copy_(tensor)
+    for state in (whole, shifted):
+        start("adamw", cut(state, grad, RULES["adamw"], []), pool=pools[3]).wait()
+
+    assert same(shifted, whole)
+
+
+def test_segments_of_several_groups_step_as_if_alone(pools: dict[int, Pool]) -> None:
+    n = 2000
+    plain = rules.adamw(step=1, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    grad = rough_grad(n, torch.bfloat16, 1)
+    together = [state_of(n, "adamw", torch.bfloat16, "fp32") for _ in range(2)]
+    segments = [
+        *cut(together[0], grad, RULES["adamw"], []),
+        *cut(together[1], grad.clone(), plain, []),
+    ]
+    start("adamw", segments, pool=pools[3]).wait()
+    for state, by in zip(together, (RULES["adamw"], plain), strict=True):
+        alone = state_of(n, "adamw", torch.bfloat16, "fp32")
+        reference.sweep("adamw", alone, grad, by, key=77)
+
+        assert same(state, alone)
+
+
+def test_a_process_that_flushes_denormals_gets_the_same_bits() -> None:
+    code = (
+        "import torch; torch.set_flush_denormal(True)\n"
+        "from penstock.optim import rules; from penstock.optim.sweep import Segment, start\n"
+        "w, g = torch.full((64,), 0.0), torch.full((64,), 1e-20)\n"
+        "by = rules.sgd(step=1, lr=1e-20, momentum=0.0, dampening=0.0, weight_decay=0.0,"
+        " nesterov=False)\n"
+        "start('sgd', [Segment(name='w', by=by, grad=g, weight=w)]).wait()\n"
+        "print(w.view(torch.int32)[0].item())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    tiny = torch.tensor(1e-20) * torch.tensor(1e-20)
+    assert int(run.stdout) == -(2**31) + tiny.view(torch.int32).item() != -(2**31)
+
+
+# Norm and overflow.
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("isa", _native.isa_names())
+def test_stats_are_the_specification(dtype: torch.dtype, isa: str, pools: dict[int, Pool]) -> None:
+    for n in (1, 31, LEAF, 7 * LEAF + 1234):
+        grad = rough_grad(n, dtype, n)
+        for pool in pools.values():
+            stats = grad_stats(grad, pool=pool, isa=isa)
+
+            assert stats.sum_squares == reference.sum_squares(grad)
+            assert stats.max_abs == float(grad.float().abs().max())
+            assert stats.finite
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("isa", _native.isa_names())
+def test_every_kind_of_leaf_is_the_specification(dtype: torch.dtype, isa: str) -> None:
+    grad = leaves_of_every_kind(dtype)
+    wanted = reference.leaf_sums(grad).tolist()
+    got = [grad_stats(leaf, isa=isa) for leaf in grad.split(LEAF)]
+
+    assert [leaf.sum_squares for leaf in got] == wanted
+    assert grad_stats(grad, isa=isa) == sum(got[1:], got[0])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_norm_is_right_to_half_a_bit_of_fp32(dtype: torch.dtype) -> None:
+    for leaf in leaves_of_every_kind(dtype).split(LEAF):
+        exact = math.fsum(x * x for x in leaf.tolist())
+        # Two roundings in fp32 at most, and what is lost of squares that fp32 cannot hold.
+        assert abs(grad_stats(leaf).sum_squares - exact) <= 2.0**-23 * exact
+
+
+def test_stats_of_parts_add_up_exactly() -> None:
+    grad = rough_grad(9 * LEAF, torch.float32, 1)
+    parts = [grad_stats(part) for part in (grad[5 * LEAF :], grad[: 2 * LEAF])]
+    middle = grad_stats(grad[2 * LEAF : 5 * LEAF])
+
+    assert parts[0] + parts[1] + middle == grad_stats(grad)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_first_bad_element_is_named(bad: float, dtype: torch.dtype) -> None:
+    grads = [torch.ones(3 * LEAF, dtype=dtype) for _ in range(3)]
+    grads[2][5] = bad
+    grads[1][2 * LEAF + 17] = bad
+    stats = grad_stats(grads)
+
+    assert stats.first_bad == (1, 2 * LEAF + 17)
+    assert not stats.finite
+    assert math.isnan(stats.sum_squares)
+
+
+def test_stats_take_no_memory_that_grows_with_the_gradient() -> None:
+    code = (
+        "import torch; from penstock.optim.sweep import grad_stats\n"
+        "from pathlib import Path\n"
+        "def now(key): return int([l for l in Path('/proc/self/status').read_text().splitlines()"
+        " if l.startswith(key)][0].split()[1])\n"
+        "g = torch.ones(32 << 20); grad_stats(g)\n"
+        "Path('/proc/self/clear_refs').write_text('5'); before = now('VmRSS')\n"
+        "grad_stats(g); print(now('VmHWM') - before)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if run.returncode and "clear_refs" in run.stderr:
+        pytest.skip("the kernel does not let this process reset its peak memory")
+
+    assert int(run.stdout) <= 128  # KiB, for a gradient of 128 MiB

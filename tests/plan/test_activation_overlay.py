@@ -1,0 +1,151 @@
+"""Inputs that rest where gradients leave room: never both at once, and no byte is counted twice."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.allocate import Programs
+from penstock.engine.program import INSTANT, Program
+from penstock.plan.activation_overlay import node_of, overlaid_activations, overlaid_nbytes
+from penstock.plan.schedule import Operation, Verb
+from penstock.planner.choice import Choice, Spot
+from penstock.planner.evaluator import PlanEvaluator
+from penstock.planner.planner import planned
+from penstock.roles import Role
+from penstock.tiers import Tier
+from tests.support.walker import all_on, cases, desk_for
+
+Range = tuple[int, int, int]
+"""A node, and bytes of its gradients."""
+
+
+def ranges(desk: PlanEvaluator, choice: Choice) -> tuple[dict[int, Range], dict[int, Range]]:
+    """Where gradients and lent inputs lie, by block."""
+    blocks = desk.placement(choice).blocks
+    gradients: dict[int, Range] = {}
+    ends: dict[int, int] = {}
+    for index, block in enumerate(blocks):
+        home = block.home(Role.GRADIENT)
+        node = node_of(home)
+        if home is not None and node is not None:
+            start = ends.get(node, 0)
+            ends[node] = start + home.nbytes
+            gradients[index] = (node, start, ends[node])
+    inputs: dict[int, Range] = {}
+    accumulate = desk.workload.accumulate
+    for index, lent in overlaid_activations(
+        blocks, rounds=choice.rounds, accumulate=accumulate
+    ).items():
+        home = blocks[index].home(Role.INPUT)
+        assert home is not None
+        inputs[index] = (lent.node, lent.offset, lent.offset + home.nbytes)
+    return gradients, inputs
+
+
+def meet(one: Range, other: Range) -> bool:
+    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases())
+def test_inputs_lie_in_gradients_of_earlier_blocks_and_never_in_each_other(
+    case: tuple[PlanEvaluator, Choice],
+) -> None:
+    gradients, inputs = ranges(*case)
+    for block, held in inputs.items():
+        lenders = [j for j, gradient in gradients.items() if meet(held, gradient)]
+        covered = sum(
+            min(held[2], gradients[j][2]) - max(held[1], gradients[j][1]) for j in lenders
+        )
+        assert covered == held[2] - held[1]
+        assert max(lenders) < block
+        assert not any(meet(held, other) for b, other in inputs.items() if b != block)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases(), st.integers(0, 1 << 30))
+def test_an_input_comes_after_the_sweep_and_goes_before_the_next_gradient(
+    case: tuple[PlanEvaluator, Choice], seed: int
+) -> None:
+    """Whatever lanes do."""
+    desk, choice = case
+    gradients, inputs = ranges(desk, choice)
+    plan = planned(desk, choice).plan
+    programs = Programs.of(plan, desk.inventory)
+    for program in (programs.step, programs.first):
+        for block, held in inputs.items():
+            lenders = {j for j, gradient in gradients.items() if meet(held, gradient)}
+            check(program, block, lenders, random.Random(seed))
+
+
+def check(program: Program, block: int, lenders: set[int], drawn: random.Random) -> None:
+    started, ended = replay(program, drawn)
+    (out,) = moments(program, block, Verb.DRAIN, Role.INPUT)
+    (back,) = moments(program, block, Verb.FETCH, Role.INPUT)
+    for lender in lenders:
+        sweeps = [
+            at for at, op in enumerate(program.operations)
+            if op.verb is Verb.SWEEP and op.block == lender
+        ]  # fmt: skip
+        assert all(ended[at] < started[out] for at in sweeps), "the gradient is used up"
+        (leaves,) = moments(program, lender, Verb.DRAIN, Role.GRADIENT)
+        assert ended[back] < started[leaves], "the input is no longer needed"
+
+
+def moments(program: Program, block: int, verb: Verb, role: Role) -> list[int]:
+    def fits(op: Operation) -> bool:
+        return op.verb is verb and op.block == block and op.roles == (role,)
+
+    return [at for at, op in enumerate(program.operations) if fits(op)]
+
+
+def replay(program: Program, drawn: random.Random) -> tuple[dict[int, int], dict[int, int]]:
+    """When each operation starts and ends, with lanes in an order of the dice; several sweeps may
+    be under way."""
+    lanes: dict[str, list[int]] = {}
+    for at, op in enumerate(program.operations):
+        if op.verb not in INSTANT:
+            lanes.setdefault(op.lane, []).append(at)
+    running: dict[int, str] = {}
+    started: dict[int, int] = {}
+    ended: dict[int, int] = {}
+    clock = 0
+    while any(lanes.values()) or running:
+        held = set(running.values()) - {"sweep"}
+        ready = [
+            todo[0]
+            for lane, todo in lanes.items()
+            if todo and lane not in held and ended.keys() >= set(program.needs[todo[0]])
+        ]
+        verb, at = drawn.choice([*(("start", r) for r in ready), *(("end", r) for r in running)])
+        clock += 1
+        if verb == "start":
+            running[at] = program.operations[at].lane
+            lanes[running[at]].pop(0)
+            started[at] = clock
+        else:
+            del running[at]
+            ended[at] = clock
+    return started, ended
+
+
+def test_nothing_is_lent_where_gradients_stay() -> None:
+    for rounds, accumulate in ((2, False), (1, True)):
+        desk = desk_for(layers=4, tied=False, accumulate=accumulate)
+        choice = replace(all_on(desk, Spot.DRAM), rounds=rounds)
+        assert not desk.lent(choice)[Tier.DRAM]
+
+
+def test_inputs_smaller_than_gradients_take_nothing() -> None:
+    desk = desk_for(layers=4, tied=False)
+    choice = all_on(desk, Spot.DRAM)
+    plan = planned(desk, choice).plan
+    inputs = 4 * desk.nbytes(1, "input", 1)
+
+    assert overlaid_nbytes(desk.placement(choice).blocks)[Tier.DRAM] == inputs
+    assert plan.inputs(Tier.DRAM) == 0
+    assert plan.peak(Tier.DRAM) == desk.needs(choice)[Tier.DRAM]

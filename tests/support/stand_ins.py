@@ -1,0 +1,64 @@
+"""A machine of three nodes that is not here, and a native core that takes nothing from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from penstock import _native
+from penstock.machine.sysfs import System
+from penstock.units import MiB
+from tests.support.fakeroot import fake_root
+
+NODE_DIR = "sys/devices/system/node"
+POOL = "hugepages/hugepages-2048kB/free_hugepages"
+
+
+class StandIn:
+    """What is asked of the native core, and whatever failure a test sets."""
+
+    asked: ClassVar[list[dict[str, object]]]
+    failure: ClassVar[Exception | None]
+    address = 0x7F0000000000
+
+    def __init__(self, **asked: object) -> None:
+        self.asked.append(asked)
+        self.mapped_nbytes = self.nbytes = asked["nbytes"]
+        if isinstance(self.failure, OSError):
+            raise self.failure
+
+    def move(self, offset: int, nbytes: int, to: _native.Placement) -> None:
+        self.asked.append({"offset": offset, "nbytes": nbytes, "to": to})
+        self._fail()
+
+    def _fail(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    lock = register = _fail
+
+
+def machine(
+    root: Path, changes: dict[str, str] | None = None, *, free: dict[int, int] | None = None
+) -> System:
+    """Nodes 0, 1 and 2, with `free` bytes on some of them."""
+    files = dict(changes or {})
+    for node, nbytes in (free or {}).items():
+        text = f"Node {node} MemTotal: 4194304 kB\nNode {node} MemFree: {nbytes // 1024} kB"
+        files[f"{NODE_DIR}/node{node}/meminfo"] = text
+    return fake_root(root, "numa", changes=files)
+
+
+def group_limit(left: int) -> dict[str, str]:
+    """A control group of 512 MiB with `left` bytes of it left."""
+    return {
+        "proc/self/cgroup": "0::/",
+        "sys/fs/cgroup/memory.max": str(512 * MiB),
+        "sys/fs/cgroup/memory.current": str(512 * MiB - left),
+    }
+
+
+def pools(free: dict[int, int]) -> dict[str, str]:
+    """Reserved huge pages that are free, per node."""
+    files = {f"{NODE_DIR}/node{node}/{POOL}": str(pages) for node, pages in free.items()}
+    return {**files, f"sys/kernel/mm/{POOL}": str(sum(free.values()))}
