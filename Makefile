@@ -1,9 +1,9 @@
-# Penstock: every target sets up what it needs in .venv. No root, no GPU.
+# Every target installs what it needs into .venv. None needs root; only bench-gpu and bench-peers need a GPU.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 NATIVE_TESTS := build/native-tests
-# Processes that share the tests, whole files at a time: most of a test is one thread of Python.
+# Number of test processes. Each runs whole test files, because most tests are single-threaded Python.
 JOBS   ?= 2
 
 CSRC    := $(wildcard csrc/*.cpp csrc/*.h)
@@ -12,16 +12,20 @@ CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 .PHONY: help demo test test-long test-browser test-vm fuzz lint format bench bench-storage bench-plans bench-gpu \
         bench-peers clean
 help:
-	@echo "make demo      fine-tune a small model under a small budget, in two minutes on two cores"
-	@echo "make test      build and run the tests (no GPU, no root)"
-	@echo "make test-long campaigns of many minutes: races in the engine"
-	@echo "make test-browser the report in headless Chromium, where it is installed"
-	@echo "make test-vm   the placement suite in a VM with CXL memory (Debian)"
-	@echo "make fuzz      10^6 mutated store headers, and safetensors ones, against their parsers"
-	@echo "make lint      ruff, mypy --strict, clang-format"
-	@echo "make bench     speed of placement and the native core, ratios in one run"
-	@echo "make bench-gpu whole steps on a GPU, part by part; make bench-peers: beside the peers"
-	@echo "make format    rewrite the sources in house style"
+	@echo "make demo          fine-tune a small model under a small memory budget (about two minutes on two cores)"
+	@echo "make test          build and run the tests; needs no GPU and no root"
+	@echo "make test-long     run the long tests: many seeds, many kills, every model under every plan"
+	@echo "make test-browser  test the report page in headless Chromium, if it is installed"
+	@echo "make test-vm       test placement in a virtual machine with NUMA nodes and CXL memory (Debian hosts)"
+	@echo "make fuzz          run a million mutated store and safetensors headers through their parsers"
+	@echo "make lint          check with ruff, mypy --strict and clang-format"
+	@echo "make format        reformat the sources with ruff and clang-format"
+	@echo "make bench         measure memory placement against plain torch"
+	@echo "make bench-storage measure the store against fio"
+	@echo "make bench-plans   make the plans that the GPU benchmarks need; half an hour, no GPU"
+	@echo "make bench-gpu     measure whole training steps on a GPU"
+	@echo "make bench-peers   measure Penstock, DeepSpeed, FSDP2 and RoundPipe on the same work; needs a GPU"
+	@echo "make clean         remove .venv and build/"
 
 $(VENV)/tools: requirements/dev.txt requirements/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -31,7 +35,7 @@ $(VENV)/tools: requirements/dev.txt requirements/constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.txt -c requirements/constraints.txt
 	@touch $@
 
-# Editable: Python is read from src/, only the native core needs a rebuild.
+# An editable install: Python reads src/ directly, so only changes to csrc/ need a rebuild.
 $(VENV)/built: $(VENV)/tools CMakeLists.txt pyproject.toml $(CSRC)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --disable-pip-version-check \
 	  --no-build-isolation --no-deps -e .
@@ -78,12 +82,12 @@ bench: $(VENV)/built
 bench-storage: $(VENV)/built
 	$(BIN)/python bench/bench_storage.py $(ARGS)
 
-# Needs no GPU, and half an hour: planning on the GPU's machine would cost its time.
+# Plans are made in advance, without a GPU, so that no GPU time is spent on planning.
 bench-plans: $(VENV)/built
 	$(BIN)/python bench/gpu_table.py --plan-only $(ARGS)
 	$(BIN)/python bench/peers/memascend.py --plan-only $(ARGS)
 
-# Each part is under ten minutes a call; a call begins with what the last one did not start.
+# Each call takes under ten minutes and exits with code 3 when work is left; the next call continues.
 PART ?= fast long disk curve moments 32b
 bench-gpu: $(VENV)/built
 	@for part in $(PART); do while :; do \

@@ -1,4 +1,7 @@
-"""The public surface, frozen. A change here is a change to users: argue for it in the commit."""
+"""The public names of the package.
+
+A change to these lists is a change for users: the commit that makes it explains why.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +51,12 @@ def test_public_names() -> None:
     assert set(dir(penstock)) == {*PUBLIC, "__version__"}
 
 
-def test_every_public_name_is_there_and_explained() -> None:
+def test_every_public_name_exists_and_has_a_docstring() -> None:
     for name in PUBLIC:
         assert inspect.getdoc(getattr(penstock, name)), name
 
 
-def test_a_name_is_the_thing_and_not_a_module_of_that_name() -> None:
+def test_public_names_are_not_shadowed_by_modules_of_the_same_name() -> None:
     importlib.import_module("penstock.cli.plan")  # imports most of the package
 
     assert all(
@@ -63,7 +66,7 @@ def test_a_name_is_the_thing_and_not_a_module_of_that_name() -> None:
     )
 
 
-def test_a_missing_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_raises_attribute_error() -> None:
     assert not hasattr(penstock, "no_such_thing")
 
 
@@ -74,7 +77,10 @@ def test_every_error_is_a_penstock_error() -> None:
     assert all(issubclass(kind, errors.PenstockError) for kind in kinds)
 
 
-def test_the_version_is_the_same_in_both_places() -> None:
-    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+def test_the_version_is_defined_in_one_place() -> None:
+    settings = tomllib.loads((REPO / "pyproject.toml").read_text())
+    source = REPO / settings["tool"]["scikit-build"]["metadata"]["version"]["input"]
 
-    assert penstock.__version__ == project["version"]
+    assert settings["project"]["dynamic"] == ["version"]
+    assert "version" not in settings["project"]
+    assert f'__version__ = "{penstock.__version__}"' in source.read_text()
