@@ -21,7 +21,7 @@ from tests.equivalence.runs import WAYS, Setup, Way
 class HeldTicket:
     """A sweep whose end nobody sees before all have been started."""
 
-    def __init__(self, ticket: sweep.Ticket, all_started: threading.Event) -> None:
+    def __init__(self, ticket: sweep.SweepTicket, all_started: threading.Event) -> None:
         self._ticket, self._all_started = ticket, all_started
         self.began, self.ended = 0.0, 0.0
 

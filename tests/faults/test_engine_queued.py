@@ -67,17 +67,17 @@ def test_a_second_ctrl_c_ends_all_waiting_but_that_for_sweeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = small_setup()
-    started: list[sweep.Ticket] = []
+    started: list[sweep.SweepTicket] = []
     busy = torch.ones(1 << 23)
 
-    def start(rule: Any, segments: Any, *, pool: Any, **how: Any) -> sweep.Ticket:
+    def start(rule: Any, segments: Any, *, pool: Any, **how: Any) -> sweep.SweepTicket:
         for _ in range(10):  # which come before it
             pool.native.stats([sweep._grad_only(busy)], _native.GradType.fp32)
         started.append(sweep_start(rule, segments, pool=pool, **how))
         return started[-1]
 
     def interrupted(*_: object) -> None:
-        assert not all(ticket.done for ticket in started)
+        assert not all(ticket.done() for ticket in started)
         raise KeyboardInterrupt
 
     with setup.engine(DRAM, tmp_path) as engine:
@@ -89,5 +89,5 @@ def test_a_second_ctrl_c_ends_all_waiting_but_that_for_sweeps(
             engine.finish()
 
         assert len(started) > 2
-        assert all(ticket.done for ticket in started)
+        assert all(ticket.done() for ticket in started)
         assert engine._pending is None

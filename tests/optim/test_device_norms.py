@@ -91,7 +91,7 @@ def test_a_step_brings_stats_if_asked(device: torch.device) -> None:
     ticket = device_sweep.start("adamw", [one], stats=True)
 
     assert ticket.wait() == sweep.grad_stats(grad) == ticket.wait()
-    assert ticket.done
+    assert ticket.done()
 
 
 # What is refused, and what it leaves.

@@ -134,7 +134,7 @@ def test_tickets_may_be_waited_for_in_any_order() -> None:
     tickets = [start("adamw", [s]) for s in segments]
     for ticket in reversed(tickets):
         assert ticket.wait() is None
-        assert ticket.done
+        assert ticket.done()
     assert all(torch.equal(s.weight, segments[0].weight) for s in segments)
 
 

@@ -21,6 +21,7 @@ from penstock.optim.norms import GradStats
 from penstock.optim.rules import RuleName
 from penstock.optim.sweep import Segment
 from penstock.optim.threads import Pool
+from penstock.ticket import Ticket
 
 
 class Mark(Protocol):
@@ -254,7 +255,7 @@ class _Found:
 class SweepMark:
     """A sweep under way; `settle` raises NonFiniteMasterError where an element was refused."""
 
-    def __init__(self, ticket: sweep.Ticket | device_sweep.DeviceTicket) -> None:
+    def __init__(self, ticket: Ticket[object]) -> None:
         self._ticket = ticket
 
     def settle(self) -> None:

@@ -17,7 +17,7 @@ from penstock.engine.program import Program
 from penstock.engine.spans import Span
 from penstock.errors import NonFiniteMasterError
 from penstock.optim import sweep
-from penstock.optim.sweep import Ticket
+from penstock.optim.sweep import SweepTicket
 from penstock.plan.schedule import Operation, Verb
 from penstock.roles import STATE, Role
 from penstock.storage.layout import Extent
@@ -27,8 +27,8 @@ class HostSweep:
     """As a mark. It may still wait for its turn: those before it begin first. Once it has ended it
     keeps none of its tensors: marks live as long as a traceback."""
 
-    def __init__(self, ticket: Ticket) -> None:
-        self._ticket: Ticket | None = ticket
+    def __init__(self, ticket: SweepTicket) -> None:
+        self._ticket: SweepTicket | None = ticket
         self._span = (0.0, 0.0)
         self._refused: tuple[str, int] | None = None
 
@@ -124,7 +124,7 @@ class Mover:
         with self._starting:
             if run.marks.failed is not None:  # nobody may wait for it any more
                 raise StoppedError
-            ticket = sweep.start(pending.rule, parts, pool=self._taken.pool, beside=True)
+            ticket = sweep.start(pending.rule, parts, pool=self._taken.pool, independent=True)
             under_way = HostSweep(ticket)
             self._sweeps.append(under_way)
             pending.done.add((op.block, op.piece))

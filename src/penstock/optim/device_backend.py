@@ -10,8 +10,8 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -21,6 +21,34 @@ from penstock.optim.rules import NUM_MOMENTS, RuleName
 from penstock.optim.sweep import LEAF, Segment
 
 Engine = Literal["triton", "torch"]
+
+T = TypeVar("T")
+
+
+class DeviceTicket(Generic[T]):
+    """Kernels queued on the current CUDA stream (a `penstock.ticket.Ticket`).
+
+    `read` computes the result from what the kernels wrote, or raises. The ticket keeps `tensors`
+    alive: the caching allocator could otherwise give their memory to another stream while the
+    kernels still use it.
+    """
+
+    def __init__(self, device: torch.device, tensors: object, read: Callable[[], T]) -> None:
+        self._tensors, self._read = tensors, read
+        self._event = record(device)
+
+    def done(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> T:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._read()
+
+    def settle(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a broken CUDA context runs nothing any more
+            if self._event is not None:
+                self._event.synchronize()
 
 
 @functools.cache

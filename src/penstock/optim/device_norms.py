@@ -1,6 +1,6 @@
 """Norm and overflow of gradients still in GPU memory: the host's figures, to the bit. Room: update.
 
-`start_stats(...) -> StatsTicket`, `ticket.wait()`; `grad_stats` does both.
+`start_stats(...) -> Ticket[GradStats]`, `ticket.wait()`; `grad_stats` does both.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import torch
 from penstock.optim import reference
 from penstock.optim.device_backend import (
     FLOATS,
+    DeviceTicket,
     Engine,
     check_tensor,
     kernels,
     on,
     pick,
     raw,
-    record,
 )
 from penstock.optim.norms import GradStats
 from penstock.optim.sweep import LEAF
+from penstock.ticket import Finished, Ticket
 
 _KIND = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _NOWHERE = 2**63 - 1
@@ -32,23 +33,6 @@ _NOWHERE = 2**63 - 1
 _LEAVES = 8
 """Leaves that one warp sums side by side: 16 bytes of bf16 a thread."""
 _LIMB_LEAVES = 128
-
-
-class StatsTicket:
-    """Stats under way. It keeps the gradients; `wait` may be called again."""
-
-    def __init__(self, grads: Sequence[torch.Tensor], read: Callable[[], GradStats]) -> None:
-        self._grads, self._read = tuple(grads), read
-        self._event = record(grads[0].device) if grads else None
-
-    @property
-    def done(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-    def wait(self) -> GradStats:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._read()
 
 
 def grad_stats(
@@ -59,7 +43,9 @@ def grad_stats(
     return start_stats(tensors, engine=engine).wait()
 
 
-def start_stats(grads: Sequence[torch.Tensor], *, engine: Engine | None = None) -> StatsTicket:
+def start_stats(
+    grads: Sequence[torch.Tensor], *, engine: Engine | None = None
+) -> Ticket[GradStats]:
     """Queue one read of the gradients on the current stream.
 
     Triton's takes 8 bytes for every 4096 elements; torch's takes copies, and waits.
@@ -69,12 +55,12 @@ def start_stats(grads: Sequence[torch.Tensor], *, engine: Engine | None = None) 
         check_tensor(f"gradient {i}", tensor, FLOATS, tensors[0].device)
     full = [tensor for tensor in tensors if tensor.numel()]
     if not full:
-        return StatsTicket((), _nothing)
+        return Finished(_nothing())
     with on(full[0].device):
         if pick(engine) == "torch":
             done = _by_torch(tensors)
-            return StatsTicket(tensors, lambda: done)
-        return StatsTicket(tensors, _by_triton(tensors))
+            return DeviceTicket(full[0].device, tensors, lambda: done)
+        return DeviceTicket(full[0].device, tensors, _by_triton(tensors))
 
 
 def _by_triton(grads: Sequence[torch.Tensor]) -> Callable[[], GradStats]:

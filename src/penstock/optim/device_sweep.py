@@ -1,6 +1,6 @@
 """The sweep for states in GPU memory: the host's bits. Room: update.
 
-`start(...) -> DeviceTicket` takes the segments of `sweep.start`, with all tensors on one CUDA
+`start(...) -> Ticket` takes the segments of `sweep.start`, with all tensors on one CUDA
 device, refuses the same inputs and gives the same bits: a state may move between sides freely.
 Kernels are queued on the current stream, one for each segment, and only `wait` waits for them.
 `device_engine` says what runs where Triton is missing.
@@ -9,6 +9,7 @@ Kernels are queued on the current stream, one for each segment, and only `wait` 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from penstock import _native
 from penstock.errors import NonFiniteMasterError
 from penstock.optim import reference
 from penstock.optim.device_backend import (
+    DeviceTicket,
     Engine,
     buffers,
     check_segments,
@@ -24,12 +26,12 @@ from penstock.optim.device_backend import (
     on,
     pick,
     raw,
-    record,
 )
-from penstock.optim.device_norms import StatsTicket, grad_stats, start_stats
+from penstock.optim.device_norms import grad_stats, start_stats
 from penstock.optim.norms import GradStats
 from penstock.optim.rules import RuleName
 from penstock.optim.sweep import Segment
+from penstock.ticket import Finished, Ticket
 
 _GRAD = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MASTER = {torch.bfloat16: "split", torch.float16: "half", torch.float32: "single"}
@@ -41,46 +43,19 @@ _ROWS = 4
 _TILE = _ROWS * _native.SWEEP_MOMENT_BLOCK
 
 
-class DeviceTicket:
-    """A step under way. It keeps the tensors; `wait` may be called again."""
-
-    def __init__(
-        self, segments: Sequence[Segment], refused: torch.Tensor | None, stats: StatsTicket | None
-    ) -> None:
-        self._segments, self._refused, self._stats = tuple(segments), refused, stats
-        self._event = record(segments[0].grad.device) if segments else None
-
-    @property
-    def done(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-    def wait(self) -> GradStats | None:
-        """Returns when all is written: the gradients' stats, if they were asked for.
-
-        Raises NonFiniteMasterError if an element was refused.
-        """
-        if self._event is not None:
-            self._event.synchronize()
-        refused = [] if self._refused is None else self._refused.tolist()
-        for segment, at in zip(self._segments, refused, strict=True):
-            if at != _NOWHERE:
-                raise NonFiniteMasterError(segment.name, segment.first_index + at)
-        return None if self._stats is None else self._stats.wait()
-
-
 def start(
     rule: RuleName,
     segments: Sequence[Segment],
     *,
     stats: bool = False,
     engine: Engine | None = None,
-) -> DeviceTicket:
+) -> Ticket[GradStats | None]:
     """Queue one step. Formats may differ between segments. `stats` reads the gradients once more.
 
     The caller keeps the tensors' memory from being reused by other streams until `wait`.
     """
     if not segments:
-        return DeviceTicket((), None, start_stats(()) if stats else None)
+        return Finished(start_stats(()).wait() if stats else None)
     check_segments(rule, segments)
     run = _by_triton if pick(engine) == "triton" else _by_torch
     device = segments[0].grad.device
@@ -90,7 +65,20 @@ def start(
         for i, segment in enumerate(segments):
             if segment.grad.numel():
                 run(rule, segment, refused[i:])
-        return DeviceTicket(segments, refused, found)
+        return DeviceTicket(device, segments, partial(_read, tuple(segments), refused, found))
+
+
+def _read(
+    segments: Sequence[Segment], refused: torch.Tensor, stats: Ticket[GradStats] | None
+) -> GradStats | None:
+    """Return the gradients' stats once the kernels have ended.
+
+    Raises NonFiniteMasterError if an element was refused.
+    """
+    for segment, at in zip(segments, refused.tolist(), strict=True):
+        if at != _NOWHERE:
+            raise NonFiniteMasterError(segment.name, segment.first_index + at)
+    return None if stats is None else stats.wait()
 
 
 def _by_triton(rule: RuleName, s: Segment, refused: torch.Tensor) -> None:
@@ -128,4 +116,4 @@ def _by_torch(rule: RuleName, s: Segment, refused: torch.Tensor) -> None:
         refused[:1] = at
 
 
-__all__ = ["DeviceTicket", "StatsTicket", "grad_stats", "start", "start_stats"]
+__all__ = ["grad_stats", "start", "start_stats"]

@@ -13,7 +13,7 @@ from penstock.errors import NonFiniteGradientError, SweepInputError
 from penstock.optim import formats, rules
 from penstock.optim.formats import Moments, StateFormat
 from penstock.optim.rules import Coefficients, RuleName, draw_key
-from penstock.optim.sweep import Pool, Segment, Ticket, grad_stats, start
+from penstock.optim.sweep import Pool, Segment, SweepTicket, grad_stats, start
 
 NonFinite = Literal["refuse", "trust"]
 _Entry = tuple[str, torch.Tensor, dict[str, Any]]
@@ -115,7 +115,7 @@ class SweepOptimizer(torch.optim.Optimizer):
         if stats.first_bad is not None:
             raise NonFiniteGradientError(entries[stats.first_bad[0]][0], stats.first_bad[1])
 
-    def _start(self, entries: list[_Entry]) -> list[Ticket]:
+    def _start(self, entries: list[_Entry]) -> list[SweepTicket]:
         """One job for each way parameters are stored. Step counts go up only if all can start."""
         ids = {param: i for i, (_, param, _) in enumerate(self._entries())}
         jobs: dict[tuple[Any, ...], list[Segment]] = {}

@@ -1,4 +1,4 @@
-"""One optimizer step over a chunk of host memory: `start(...) -> Ticket`, `ticket.wait()`.
+"""One optimizer step over a chunk of host memory: `start(...) -> SweepTicket`, `ticket.wait()`.
 
 Room: update. A chunk is a row of segments, each a run of one tensor's elements with its own group's
 constants, so decay and no decay, or several tensors, go in one job. Inputs are checked before a
@@ -79,36 +79,53 @@ class _Kind:
     moments: _native.MomentType
 
 
-class Ticket:
-    """A job under way. It keeps the tensors; `wait` may be called again."""
+class SweepTicket:
+    """A sweep on the CPU that has been started (a `penstock.ticket.Ticket`).
+
+    The sweep may still wait for its turn: the pool runs jobs in the order of their start. The
+    ticket keeps the tensors alive until somebody has seen the sweep finish, and no longer: tickets
+    can outlive the engine's memory, for example in the traceback of an error.
+    """
 
     def __init__(self, job: _native.SweepJob, segments: Sequence[Segment], stats: bool) -> None:
-        self._job, self._segments, self._stats = job, tuple(segments), stats
+        self._job, self._has_stats = job, stats
+        self._segments: tuple[Segment, ...] | None = tuple(segments)
+        self._refused: tuple[str, int] | None = None
 
-    @property
     def done(self) -> bool:
         return self._job.done
 
     @property
     def began(self) -> float:
-        """When threads came to it, after the jobs before it; by `time.perf_counter`, once done."""
+        """When the pool's threads began with it, by `time.perf_counter`. Valid once finished."""
         return self._job.began
 
     @property
     def ended(self) -> float:
-        """When the last of it was written; by `time.perf_counter`, once done."""
+        """When the last element was written, by `time.perf_counter`. Valid once finished."""
         return self._job.ended
 
     def wait(self) -> GradStats | None:
-        """Returns when all is written: the gradients' stats, if they were asked for.
+        """Block until everything is written; return the gradients' stats if they were requested.
 
         Raises NonFiniteMasterError if an element was refused.
         """
+        self.settle()
+        if self._refused is not None:
+            raise NonFiniteMasterError(*self._refused)
+        return read_stats(self._job) if self._has_stats else None
+
+    def settle(self) -> None:
+        # Several threads may get here. Each works on its own reference to the segments and finds
+        # the same refused element, so it does not matter which of them clears the field first.
+        segments = self._segments
+        if segments is None:
+            return
         self._job.wait()
         if (bad := self._job.bad_master) is not None:
-            segment = self._segments[bad[0]]
-            raise NonFiniteMasterError(segment.name, segment.first_index + bad[1])
-        return read_stats(self._job) if self._stats else None
+            segment = segments[bad[0]]
+            self._refused = segment.name, segment.first_index + bad[1]
+        self._segments = None
 
 
 def start(
@@ -118,12 +135,12 @@ def start(
     pool: Pool | None = None,
     stats: bool = False,
     isa: str = "",
-    beside: bool = False,
-) -> Ticket:
+    independent: bool = False,
+) -> SweepTicket:
     """Begin one step. With `stats`, the gradients' norm comes with it, for no extra traffic.
 
-    It runs after those that the pool was given before. With `beside` it shares no tensor with any
-    that is under way, and threads that are through with those begin with it.
+    The pool runs sweeps in the order of their start. An `independent` sweep shares no tensor with
+    any unfinished sweep, so threads that are idle at the end of the previous one begin with it.
 
     Whether gradients are finite is the caller's business (`grad_stats`, or what the GPU found):
     here an infinity counts as the largest usable gradient, and an element whose weight would not be
@@ -131,7 +148,7 @@ def start(
     """
     pool = default_pool() if pool is None else pool
     if not segments:
-        return Ticket(pool.native.stats([], _native.GradType.bf16), (), stats)
+        return SweepTicket(pool.native.stats([], _native.GradType.bf16), (), stats)
     kind = _check_all(rule, segments)
     native = [_to_native(s) for s in segments]
     code = _RULE[rule], kind.grad, kind.master, kind.moments
@@ -140,8 +157,8 @@ def start(
             f"{hit[1]} of {segments[hit[0]].name}",
             f"shares memory with {hit[3]} of {segments[hit[2]].name}; each needs its own",
         )
-    job = pool.native.sweep(native, *code, stats, isa, beside=beside)
-    return Ticket(job, segments, stats)
+    job = pool.native.sweep(native, *code, stats, isa, beside=independent)
+    return SweepTicket(job, segments, stats)
 
 
 def grad_stats(
@@ -278,4 +295,4 @@ def _grad_only(grad: torch.Tensor) -> _native.Segment:
     )
 
 
-__all__ = ["BLOCK", "LEAF", "GradStats", "Pool", "Segment", "Ticket", "grad_stats", "start"]
+__all__ = ["BLOCK", "LEAF", "GradStats", "Pool", "Segment", "SweepTicket", "grad_stats", "start"]
