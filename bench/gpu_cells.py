@@ -15,7 +15,7 @@ from bench.shapes import config_of
 from penstock.engine.prepare import Recipe, workload_for
 from penstock.machine.presets import preset
 from penstock.model.inventory import Inventory
-from penstock.planner import Planned, make_plan
+from penstock.planner import PlanResult, make_plan
 
 MACHINE = "h200"
 ALL_OF_IT = "130GiB"
@@ -119,13 +119,13 @@ def recipe_of(cell: Cell, *, compiled: bool = True) -> Recipe:
     )  # fmt: skip
 
 
-def inventory_of(cell: Cell) -> Inventory:
+def survey_model(cell: Cell) -> Inventory:
     from penstock.model.survey import survey_config
 
     return survey_config(config_of(cell.shape, cell.context), name=cell.shape)
 
 
-def plan_cell(cell: Cell, scratch: Path, *, compiled: bool = True) -> Planned:
+def plan_cell(cell: Cell, scratch: Path, *, compiled: bool = True) -> PlanResult:
     """Without a GPU, for the machine that the table is of."""
     from penstock.plan.budget import parse_budget, with_paths
 
@@ -133,6 +133,6 @@ def plan_cell(cell: Cell, scratch: Path, *, compiled: bool = True) -> Planned:
     machine = preset(MACHINE)
     budget = parse_budget(machine, hbm=given["hbm"], dram=given["dram"], nvme=tuple(given["nvme"]))
     machine, _ = with_paths(machine, budget)
-    inventory = inventory_of(cell)
+    inventory = survey_model(cell)
     workload = workload_for(inventory, recipe_of(cell, compiled=compiled))
     return make_plan(inventory, workload, budget, machine)

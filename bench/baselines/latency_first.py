@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from penstock.errors import PlanError
 from penstock.plan.placement import Home, Placement, Share, stripe
-from penstock.planner.choice import Choice
+from penstock.planner.candidate import Candidate
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.roles import Role
 from penstock.tiers import Tier
@@ -61,24 +61,24 @@ OUR_ROLES = {
 """Our roles as the greedy's classes. Its second, 16-bit gradient does not exist here."""
 
 
-def latency_first_placement(desk: PlanEvaluator, choice: Choice) -> Placement:
-    """The greedy's homes for our roles, with everything else as in `choice`.
+def latency_first_placement(evaluator: PlanEvaluator, candidate: Candidate) -> Placement:
+    """The greedy's homes for our roles, with everything else as in `candidate`.
 
     The machine's first DRAM node is the local one. Streaming is ours: only the placement differs.
     """
-    ours = desk.placement(choice)
+    ours = evaluator.placement(candidate)
     totals: Counter[str] = Counter()
     for block in ours.blocks:
         for home in block.homes:
             totals[OUR_ROLES[home.role]] += home.nbytes
     homes = latency_first(
         totals,
-        local=desk.machine.dram_nodes[0].id,
-        local_budget=desk.budget.of(Tier.DRAM),
-        cards=[node.id for node in desk.machine.cxl_nodes],
-        card_budget=desk.budget.of(Tier.CXL),
+        local=evaluator.machine.dram_nodes[0].id,
+        local_budget=evaluator.budget.of(Tier.DRAM),
+        cards=[node.id for node in evaluator.machine.cxl_nodes],
+        card_budget=evaluator.budget.of(Tier.CXL),
     )
-    kinds = {node.id: node.tier for node in desk.machine.nodes}
+    kinds = {node.id: node.tier for node in evaluator.machine.nodes}
 
     def placed(home: Home) -> Home:
         parts = homes[OUR_ROLES[home.role]]

@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from bench.gpu_cells import MACHINE, Cell, inventory_of, recipe_of
+from bench.gpu_cells import MACHINE, Cell, recipe_of, survey_model
 from bench.measuring import HostPeak, device_peak, forget_device_peak
 from bench.peers.run import ARMS, add_work, find_arm, leave, work_of
 from bench.peers.work import Step, Work
 from penstock.machine.presets import preset
-from penstock.planner import Planned
+from penstock.planner import PlanResult
 from penstock.planner.planner import find_plan
 
 VARIES = ("batch", "context")
@@ -88,7 +88,7 @@ def search_peer(chosen: argparse.Namespace, work: Work) -> list[dict[str, Any]]:
     return found
 
 
-def by_plan(cell: Cell, vary: str, most: int, scratch: Path) -> list[tuple[Cell, Planned]]:
+def by_plan(cell: Cell, vary: str, most: int, scratch: Path) -> list[tuple[Cell, PlanResult]]:
     """Every doubling that fits, with its plan: nothing is run."""
     from penstock.engine.prepare import workload_for
     from penstock.plan.budget import parse_budget, with_paths
@@ -98,12 +98,12 @@ def by_plan(cell: Cell, vary: str, most: int, scratch: Path) -> list[tuple[Cell,
         preset(MACHINE), hbm=given["hbm"], dram=given["dram"], nvme=tuple(given["nvme"])
     )
     machine, _ = with_paths(preset(MACHINE), budget)
-    found: list[tuple[Cell, Planned]] = []
+    found: list[tuple[Cell, PlanResult]] = []
     value = getattr(cell, vary)
     while value <= most:
         changed: dict[str, Any] = {vary: value}
         larger = replace(cell, name=f"{cell.name}-{vary}-{value}", **changed)
-        inventory = inventory_of(larger)
+        inventory = survey_model(larger)
         workload = workload_for(inventory, recipe_of(larger))
         planned = find_plan(inventory, workload, budget, machine)
         if planned is None:

@@ -12,20 +12,22 @@ from penstock.engine.allocate import Programs
 from penstock.engine.program import INSTANT, Program
 from penstock.plan.activation_overlay import node_of, overlaid_activations, overlaid_nbytes
 from penstock.plan.schedule import Operation, Verb
-from penstock.planner.choice import Choice, Spot
+from penstock.planner.candidate import Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
-from penstock.planner.planner import planned
+from penstock.planner.planner import plan_result
 from penstock.roles import Role
 from penstock.tiers import Tier
-from tests.support.walker import all_on, cases, desk_for
+from tests.support.walker import all_on, cases, evaluator_for
 
 Range = tuple[int, int, int]
 """A node, and bytes of its gradients."""
 
 
-def ranges(desk: PlanEvaluator, choice: Choice) -> tuple[dict[int, Range], dict[int, Range]]:
+def ranges(
+    evaluator: PlanEvaluator, candidate: Candidate
+) -> tuple[dict[int, Range], dict[int, Range]]:
     """Where gradients and lent inputs lie, by block."""
-    blocks = desk.placement(choice).blocks
+    blocks = evaluator.placement(candidate).blocks
     gradients: dict[int, Range] = {}
     ends: dict[int, int] = {}
     for index, block in enumerate(blocks):
@@ -36,9 +38,9 @@ def ranges(desk: PlanEvaluator, choice: Choice) -> tuple[dict[int, Range], dict[
             ends[node] = start + home.nbytes
             gradients[index] = (node, start, ends[node])
     inputs: dict[int, Range] = {}
-    accumulate = desk.workload.accumulate
+    accumulate = evaluator.workload.accumulate
     for index, lent in overlaid_activations(
-        blocks, rounds=choice.rounds, accumulate=accumulate
+        blocks, rounds=candidate.rounds, accumulate=accumulate
     ).items():
         home = blocks[index].home(Role.INPUT)
         assert home is not None
@@ -53,7 +55,7 @@ def meet(one: Range, other: Range) -> bool:
 @settings(max_examples=50, deadline=None)
 @given(cases())
 def test_inputs_lie_in_gradients_of_earlier_blocks_and_never_in_each_other(
-    case: tuple[PlanEvaluator, Choice],
+    case: tuple[PlanEvaluator, Candidate],
 ) -> None:
     gradients, inputs = ranges(*case)
     for block, held in inputs.items():
@@ -69,13 +71,13 @@ def test_inputs_lie_in_gradients_of_earlier_blocks_and_never_in_each_other(
 @settings(max_examples=25, deadline=None)
 @given(cases(), st.integers(0, 1 << 30))
 def test_an_input_comes_after_the_sweep_and_goes_before_the_next_gradient(
-    case: tuple[PlanEvaluator, Choice], seed: int
+    case: tuple[PlanEvaluator, Candidate], seed: int
 ) -> None:
     """Whatever lanes do."""
-    desk, choice = case
-    gradients, inputs = ranges(desk, choice)
-    plan = planned(desk, choice).plan
-    programs = Programs.of(plan, desk.inventory)
+    evaluator, candidate = case
+    gradients, inputs = ranges(evaluator, candidate)
+    plan = plan_result(evaluator, candidate).plan
+    programs = Programs.of(plan, evaluator.inventory)
     for program in (programs.step, programs.first):
         for block, held in inputs.items():
             lenders = {j for j, gradient in gradients.items() if meet(held, gradient)}
@@ -135,17 +137,17 @@ def replay(program: Program, drawn: random.Random) -> tuple[dict[int, int], dict
 
 def test_nothing_is_lent_where_gradients_stay() -> None:
     for rounds, accumulate in ((2, False), (1, True)):
-        desk = desk_for(layers=4, tied=False, accumulate=accumulate)
-        choice = replace(all_on(desk, Spot.DRAM), rounds=rounds)
-        assert not desk.lent(choice)[Tier.DRAM]
+        evaluator = evaluator_for(layers=4, tied=False, accumulate=accumulate)
+        candidate = replace(all_on(evaluator, Location.DRAM), rounds=rounds)
+        assert not evaluator.lent(candidate)[Tier.DRAM]
 
 
 def test_inputs_smaller_than_gradients_take_nothing() -> None:
-    desk = desk_for(layers=4, tied=False)
-    choice = all_on(desk, Spot.DRAM)
-    plan = planned(desk, choice).plan
-    inputs = 4 * desk.nbytes(1, "input", 1)
+    evaluator = evaluator_for(layers=4, tied=False)
+    candidate = all_on(evaluator, Location.DRAM)
+    plan = plan_result(evaluator, candidate).plan
+    inputs = 4 * evaluator.nbytes(1, "input", 1)
 
-    assert overlaid_nbytes(desk.placement(choice).blocks)[Tier.DRAM] == inputs
+    assert overlaid_nbytes(evaluator.placement(candidate).blocks)[Tier.DRAM] == inputs
     assert plan.inputs(Tier.DRAM) == 0
-    assert plan.peak(Tier.DRAM) == desk.needs(choice)[Tier.DRAM]
+    assert plan.peak(Tier.DRAM) == evaluator.needs(candidate)[Tier.DRAM]

@@ -79,18 +79,18 @@ def zero_infinity_nbytes(model: Model) -> int:
     return 9 * model.embedding
 
 
-def nine_tensors(model: Model) -> list[Lifetime]:
+def nine_tensors(model: Model) -> list[Lifetime[str]]:
     """Return the same nine tensors, all alive at the same time, as MemAscend counts them."""
     nine = {"embed": model.embedding, "head": model.embedding, **model.matrices()}
-    return [Lifetime(name=n, nbytes=b, start=0, end=1) for n, b in nine.items()]
+    return [Lifetime(key=n, nbytes=b, start=0, end=1) for n, b in nine.items()]
 
 
-def weights_one_ahead(model: Model) -> list[Lifetime]:
+def weights_one_ahead(model: Model) -> list[Lifetime[str]]:
     """Return the weights of a step that fetches each block while the previous one computes."""
     return list(_weights(model))
 
 
-def whole_step(model: Model) -> list[Lifetime]:
+def whole_step(model: Model) -> list[Lifetime[str]]:
     """Return the lifetimes of everything that passes through host staging in one step.
 
     Weights, outgoing gradients, and the optimizer states of the sweep (low halves and both
@@ -99,7 +99,7 @@ def whole_step(model: Model) -> list[Lifetime]:
     return [*_weights(model), *_gradients(model), *_states(model)]
 
 
-def _weights(model: Model) -> Iterator[Lifetime]:
+def _weights(model: Model) -> Iterator[Lifetime[str]]:
     blocks = model.blocks()
     turn = len(blocks) - 1  # the head ends forward and starts backward
     for at, (block, tensors) in enumerate(blocks):
@@ -107,25 +107,25 @@ def _weights(model: Model) -> Iterator[Lifetime]:
         for number, when in enumerate(sorted(visits)):
             for name, nbytes in tensors.items():
                 yield Lifetime(
-                    name=f"{block}.{name} #{number}", nbytes=nbytes, start=when - 1, end=when + 1
+                    key=f"{block}.{name} #{number}", nbytes=nbytes, start=when - 1, end=when + 1
                 )
 
 
-def _gradients(model: Model) -> Iterator[Lifetime]:
+def _gradients(model: Model) -> Iterator[Lifetime[str]]:
     blocks = model.blocks()
     turn = len(blocks) - 1
     for at, (block, tensors) in enumerate(blocks):
         when = 2 * turn - at
         for name, nbytes in tensors.items():
-            yield Lifetime(name=f"{block}.{name} gradient", nbytes=nbytes, start=when, end=when + 2)
+            yield Lifetime(key=f"{block}.{name} gradient", nbytes=nbytes, start=when, end=when + 2)
 
 
-def _states(model: Model) -> Iterator[Lifetime]:
+def _states(model: Model) -> Iterator[Lifetime[str]]:
     for at, (block, tensors) in enumerate(model.blocks()):
         for name, nbytes in tensors.items():
             for role, times in (("low", 1), ("first", 2), ("second", 2)):
                 yield Lifetime(
-                    name=f"{block}.{name} {role}", nbytes=times * nbytes, start=at - 2, end=at + 1
+                    key=f"{block}.{name} {role}", nbytes=times * nbytes, start=at - 2, end=at + 1
                 )
 
 
@@ -133,56 +133,56 @@ lifetimes = st.lists(
     st.tuples(st.integers(1, 50_000), st.integers(0, 30), st.integers(1, 12)), max_size=40
 ).map(
     lambda rows: [
-        Lifetime(name=str(i), nbytes=b, start=s, end=s + d) for i, (b, s, d) in enumerate(rows)
+        Lifetime(key=str(i), nbytes=b, start=s, end=s + d) for i, (b, s, d) in enumerate(rows)
     ]
 )
 
 
-def assert_no_overlap(items: list[Lifetime], packing: Packing) -> None:
+def assert_no_overlap(items: list[Lifetime[str]], packing: Packing[str]) -> None:
     for a in items:
-        assert packing.offsets[a.name] % 4096 == 0
-        assert packing.offsets[a.name] + packing.sizes[a.name] <= packing.nbytes
+        assert packing.offsets[a.key] % 4096 == 0
+        assert packing.offsets[a.key] + packing.sizes[a.key] <= packing.nbytes
         for b in items:
-            if a.name == b.name or a.end <= b.start or b.end <= a.start:
+            if a.key == b.key or a.end <= b.start or b.end <= a.start:
                 continue
-            low, high = packing.offsets[a.name], packing.offsets[b.name]
-            assert low + packing.sizes[a.name] <= high or high + packing.sizes[b.name] <= low
+            low, high = packing.offsets[a.key], packing.offsets[b.key]
+            assert low + packing.sizes[a.key] <= high or high + packing.sizes[b.key] <= low
 
 
 @settings(max_examples=200, deadline=None)
 @given(lifetimes)
-def test_tensors_alive_together_never_share_bytes(items: list[Lifetime]) -> None:
+def test_tensors_alive_together_never_share_bytes(items: list[Lifetime[str]]) -> None:
     packing = pack(items)
 
     assert_no_overlap(items, packing)
     assert packing.nbytes >= packing.peak
-    assert all(packing.sizes[item.name] >= item.nbytes for item in items)
+    assert all(packing.sizes[item.key] >= item.nbytes for item in items)
 
 
 @settings(max_examples=50, deadline=None)
 @given(lifetimes)
-def test_more_repair_rounds_never_need_more_bytes(items: list[Lifetime]) -> None:
-    quick = pack(items, mendings=0)
+def test_more_repair_rounds_never_need_more_bytes(items: list[Lifetime[str]]) -> None:
+    quick = pack(items, refinements=0)
 
     assert_no_overlap(items, quick)
     assert quick.nbytes >= pack(items).nbytes >= quick.peak
-    assert pack(items, mendings=0) == quick
+    assert pack(items, refinements=0) == quick
 
 
 def test_a_large_tensor_reuses_the_bytes_of_a_slightly_smaller_one() -> None:
     # The head is the embedding plus a norm: those few bytes must not make it go on top.
     rows = [("embedding", 1000, 0, 10), ("layer", 400, 5, 26), ("head", 1004, 10, 21)]
-    items = [Lifetime(name=n, nbytes=b, start=s, end=e) for n, b, s, e in rows]
+    items = [Lifetime(key=n, nbytes=b, start=s, end=e) for n, b, s, e in rows]
 
-    assert pack(items, alignment=1, mendings=0).nbytes == peak_nbytes(items) == 1404
+    assert pack(items, alignment=1, refinements=0).nbytes == peak_nbytes(items) == 1404
 
 
 def test_pieces_of_similar_size_need_three_slots() -> None:
     # Three are alive at any time, each slightly smaller or larger than the one it replaces.
     sizes = [1000 - (7 * i) % 13 for i in range(60)]
-    items = [Lifetime(name=str(i), nbytes=b, start=i, end=i + 3) for i, b in enumerate(sizes)]
+    items = [Lifetime(key=str(i), nbytes=b, start=i, end=i + 3) for i, b in enumerate(sizes)]
 
-    assert pack(items, alignment=1, mendings=0).nbytes <= 3 * max(sizes)
+    assert pack(items, alignment=1, refinements=0).nbytes <= 3 * max(sizes)
 
 
 def test_packing_nothing_needs_no_bytes() -> None:
@@ -191,39 +191,39 @@ def test_packing_nothing_needs_no_bytes() -> None:
 
 
 def test_consecutive_tensors_share_bytes() -> None:
-    row = [Lifetime(name=str(i), nbytes=4096, start=i, end=i + 1) for i in range(100)]
+    row = [Lifetime(key=str(i), nbytes=4096, start=i, end=i + 1) for i in range(100)]
 
     assert pack(row).nbytes == 4096
 
 
 def test_the_peak_is_the_sum_of_tensors_alive_together() -> None:
     items = [
-        Lifetime(name="a", nbytes=10, start=0, end=3),
-        Lifetime(name="b", nbytes=20, start=2, end=4),
-        Lifetime(name="c", nbytes=25, start=3, end=5),
+        Lifetime(key="a", nbytes=10, start=0, end=3),
+        Lifetime(key="b", nbytes=20, start=2, end=4),
+        Lifetime(key="c", nbytes=25, start=3, end=5),
     ]
 
     assert peak_nbytes(items) == 45
     assert peak_nbytes(items, alignment=4096) == 2 * 4096
 
 
-def test_duplicate_names_are_rejected() -> None:
-    twice = [Lifetime(name="a", nbytes=1, start=i, end=i + 1) for i in range(2)]
+def test_duplicate_keys_are_rejected() -> None:
+    twice = [Lifetime(key="a", nbytes=1, start=i, end=i + 1) for i in range(2)]
 
-    with pytest.raises(ValueError, match="two tensors of one name"):
+    with pytest.raises(ValueError, match="two buffers have the same key"):
         pack(twice)
 
 
 @pytest.mark.parametrize(("nbytes", "start", "end"), [(0, 0, 1), (1, 1, 1), (1, 2, 1)])
 def test_an_empty_lifetime_is_rejected(nbytes: int, start: int, end: int) -> None:
     with pytest.raises(ValueError, match="a: "):
-        Lifetime(name="a", nbytes=nbytes, start=start, end=end)
+        Lifetime(key="a", nbytes=nbytes, start=start, end=end)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 @pytest.mark.parametrize("schedule", [nine_tensors, weights_one_ahead, whole_step])
 def test_real_models_pack_within_one_percent_of_the_bound(
-    model: Model, schedule: Callable[[Model], list[Lifetime]]
+    model: Model, schedule: Callable[[Model], list[Lifetime[str]]]
 ) -> None:
     items = schedule(model)
 

@@ -12,7 +12,7 @@ from penstock.engine.batches import cut_batch
 from penstock.machine.presets import cpu_machine
 from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.schedule import Verb
-from penstock.planner.choice import BlockSpots, Choice, Spot
+from penstock.planner.candidate import BlockLocations, Candidate, Location
 from penstock.planner.cost import PHASES, Cost, phase_peaks
 from penstock.planner.cost.compute import sequences_by_round
 from penstock.planner.cost.jobs import ISSUING, LAUNCHING
@@ -27,7 +27,7 @@ NVME = (PathBudget(path="/mnt/nvme", nbytes=TiB),)
 MODEL = llama("six", 512, 2048, 6, 512, 128, 8192, False)
 
 
-def desk(**speeds: float) -> PlanEvaluator:
+def evaluator(**speeds: float) -> PlanEvaluator:
     budget = Budget(hbm=TiB, dram=TiB, nvme=NVME)
     return PlanEvaluator(
         MODEL,
@@ -38,13 +38,13 @@ def desk(**speeds: float) -> PlanEvaluator:
     )
 
 
-def everything_at(spot: Spot, slots: int = 2) -> Choice:
+def everything_at(location: Location, slots: int = 2) -> Candidate:
     layers = range(1, len(MODEL.blocks) - 1)
-    spots = (
-        BlockSpots(spot, spot, spot, spot if i in layers else None)
+    locations = (
+        BlockLocations(location, location, location, location if i in layers else None)
         for i in range(len(MODEL.blocks))
     )
-    return Choice(tuple(spots), slots=slots)
+    return Candidate(tuple(locations), slots=slots)
 
 
 def most_at_once(intervals: list[tuple[float, float]]) -> int:
@@ -74,7 +74,7 @@ def buffers(cost: Cost, taken: Verb, given: Verb, roles: tuple[Role, ...] | None
 
 @pytest.mark.parametrize("disk", [1e8, 1e10])
 def test_no_more_pieces_are_in_staging_than_there_are_places(disk: float) -> None:
-    cost = desk(disk=disk).cost(everything_at(Spot.NVME))
+    cost = evaluator(disk=disk).cost(everything_at(Location.NVME))
     staged = buffers(cost, Verb.READ, Verb.RELEASE, None)
 
     assert len(staged) > 50
@@ -84,7 +84,7 @@ def test_no_more_pieces_are_in_staging_than_there_are_places(disk: float) -> Non
 @pytest.mark.parametrize("slots", [2, 4])
 def test_no_more_weights_are_in_hbm_than_there_are_slots(slots: int) -> None:
     # A link so fast that only the slots hold the fetches back.
-    cost = desk(link=1e12).cost(everything_at(Spot.DRAM, slots))
+    cost = evaluator(link=1e12).cost(everything_at(Location.DRAM, slots))
     weights = [
         interval
         for interval in buffers(cost, Verb.FETCH, Verb.DROP, (Role.WEIGHT,))
@@ -95,7 +95,7 @@ def test_no_more_weights_are_in_hbm_than_there_are_slots(slots: int) -> None:
 
 
 def test_a_backward_waits_for_the_gradient_before_the_last_to_have_left() -> None:
-    cost = desk(link=1e8).cost(everything_at(Spot.DRAM))
+    cost = evaluator(link=1e8).cost(everything_at(Location.DRAM))
     spans = dict(zip(cost.schedule.operations, cost.spans, strict=True))
     back = {o.block: s for o, s in spans.items() if o.verb is Verb.BACKWARD}
     out = {o.block: s for o, s in spans.items()
@@ -108,26 +108,26 @@ def test_a_backward_waits_for_the_gradient_before_the_last_to_have_left() -> Non
 # What is in use, phase by phase.
 
 
-def phases(choice: Choice) -> dict[str, dict[Tier, int]]:
-    table = desk()
-    placement, schedule = table.placement(choice), table.cost(choice).schedule
-    return phase_peaks(MODEL, table.workload, placement, schedule, table.pools(choice))
+def phases(candidate: Candidate) -> dict[str, dict[Tier, int]]:
+    table = evaluator()
+    placement, schedule = table.placement(candidate), table.cost(candidate).schedule
+    return phase_peaks(MODEL, table.workload, placement, schedule, table.pools(candidate))
 
 
 def test_a_phase_never_uses_more_than_is_taken_and_one_of_them_nearly_all() -> None:
-    table = desk()
-    for spot in (Spot.HBM, Spot.DRAM, Spot.NVME):
-        choice = everything_at(spot)
-        taken = table.needs(choice)
-        found = phases(choice)
+    table = evaluator()
+    for location in (Location.HBM, Location.DRAM, Location.NVME):
+        candidate = everything_at(location)
+        taken = table.needs(candidate)
+        found = phases(candidate)
         for tier in Tier:
             most = max(found[phase][tier] for phase in PHASES)
             assert 0.9 * taken[tier] <= most <= taken[tier]
 
 
 def test_staging_is_in_use_while_sweeping_and_gradients_in_backward() -> None:
-    found = phases(everything_at(Spot.NVME))
-    rests = desk().demand(everything_at(Spot.NVME))
+    found = phases(everything_at(Location.NVME))
+    rests = evaluator().demand(everything_at(Location.NVME))
 
     assert found["sweep"][Tier.DRAM] > rests[Tier.DRAM] + 3 * 12 * (1 << 18)
     # On the way back only weights pass through staging, once the last sweep is done with it.
@@ -139,8 +139,8 @@ def test_staging_is_in_use_while_sweeping_and_gradients_in_backward() -> None:
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_all_inputs_of_a_round_are_there_at_the_turn(rounds: int) -> None:
     """With one round they are where gradients were, and take nothing."""
-    table = desk()
-    found = phases(replace(everything_at(Spot.DRAM), rounds=rounds))
+    table = evaluator()
+    found = phases(replace(everything_at(Location.DRAM), rounds=rounds))
     groups = itertools.product(range(8), ("weight", "state", "gradient"))
     rests = sum(table.nbytes(i, group, rounds) for i, group in groups)
     inputs = 6 * table.nbytes(1, "input", rounds)
@@ -150,11 +150,11 @@ def test_all_inputs_of_a_round_are_there_at_the_turn(rounds: int) -> None:
 
 def test_input_bytes_of_the_issue() -> None:
     inventory = model("llama-3.1-8b")
-    desk = PlanEvaluator(
+    evaluator = PlanEvaluator(
         inventory, work(inventory, 32768, 32), machine(), Budget(hbm=TiB, dram=TiB)
     )
 
-    assert 32 * desk.nbytes(1, "input", rounds=1) == 256 * GiB
+    assert 32 * evaluator.nbytes(1, "input", rounds=1) == 256 * GiB
     assert Role.INPUT not in TRAINED
 
 
@@ -180,16 +180,16 @@ def test_rounds_are_cut_as_the_engine_cuts_them(
 
 
 def test_more_rounds_than_micro_batches_cost_no_more_computing() -> None:
-    table = desk()
+    table = evaluator()
     most = table.workload.micro_batches
-    spots = everything_at(Spot.DRAM)
-    few, many = (table.cost(replace(spots, rounds=n)) for n in (most, most + 3))
+    locations = everything_at(Location.DRAM)
+    few, many = (table.cost(replace(locations, rounds=n)) for n in (most, most + 3))
 
     assert few.busy["gpu"] * few.step_seconds == pytest.approx(many.busy["gpu"] * many.step_seconds)
 
 
 def test_a_machine_however_fast_still_takes_the_hosts_time_for_every_operation() -> None:
-    cost = desk(disk=1e15, dram=1e15, link=1e15, flops=1e18).cost(everything_at(Spot.NVME))
+    cost = evaluator(disk=1e15, dram=1e15, link=1e15, flops=1e18).cost(everything_at(Location.NVME))
     moved = (Verb.READ, Verb.SWEEP, Verb.WRITE)
     issued = ISSUING * sum(operation.verb in moved for operation in cost.schedule.operations)
     micro_batches, layers = 4, len(MODEL.blocks) - 2
@@ -200,16 +200,16 @@ def test_a_machine_however_fast_still_takes_the_hosts_time_for_every_operation()
 
 
 def test_smaller_pieces_take_longer_where_nothing_else_does() -> None:
-    whole = desk(disk=1e15, dram=1e15, link=1e15)
+    whole = evaluator(disk=1e15, dram=1e15, link=1e15)
     fine = replace(whole, piece_elements=whole.piece_elements >> 2)
-    spots = everything_at(Spot.NVME)
+    locations = everything_at(Location.NVME)
 
-    assert fine.cost(spots).step_seconds > 1.5 * whole.cost(spots).step_seconds
+    assert fine.cost(locations).step_seconds > 1.5 * whole.cost(locations).step_seconds
 
 
 def test_a_cpu_launches_nothing() -> None:
-    table = desk()
-    alone = replace(table, machine=cpu_machine(table.machine)).cost(everything_at(Spot.HBM))
+    table = evaluator()
+    alone = replace(table, machine=cpu_machine(table.machine)).cost(everything_at(Location.HBM))
 
     sweeps = len(MODEL.blocks) * ISSUING
     assert alone.busy["host"] * alone.step_seconds == pytest.approx(sweeps)

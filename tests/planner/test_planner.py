@@ -15,7 +15,7 @@ from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, PathBudget, parse_budget
 from penstock.plan.buffers import GRAINS, LIBRARIES
 from penstock.planner import QUICK, fits, make_plan
-from penstock.planner.choice import BlockSpots, Choice, Spot
+from penstock.planner.candidate import BlockLocations, Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.planner.search import search
 from penstock.roles import EXTENT, TRAINED
@@ -116,43 +116,43 @@ def test_within_two_percent_of_every_placement_tried(
     case: tuple[str, Inventory, Budget, dict[str, float]],
 ) -> None:
     _, inventory, budget, speeds = case
-    desk = PlanEvaluator(
+    evaluator = PlanEvaluator(
         inventory, work(inventory, 512, 4), machine(**speeds), budget, piece_elements=1 << 21
     )
 
-    exact = min(desk.seconds(choice) for choice in every_choice(desk))
-    found = search(desk)
+    exact = min(evaluator.seconds(candidate) for candidate in every_choice(evaluator))
+    found = search(evaluator)
 
     assert exact < math.inf, "the case must have an answer"
     assert found is not None
-    assert desk.seconds(found) <= 1.02 * exact
+    assert evaluator.seconds(found) <= 1.02 * exact
 
 
-def every_choice(desk: PlanEvaluator) -> list[Choice]:
+def every_choice(evaluator: PlanEvaluator) -> list[Candidate]:
     """All placements of four blocks where a gradient goes with its states."""
-    tiers = [s for s, t in ((Spot.DRAM, Tier.DRAM), (Spot.CXL, Tier.CXL), (Spot.NVME, Tier.NVME))
-             if desk.capacity(t)]  # fmt: skip
-    states = [*tiers, Spot.MIX] if Spot.CXL in tiers else tiers
-    whole = (Spot.HBM, Spot.HBM, Spot.HBM)
-    trios = [whole, *((w, s, s if s in tiers else Spot.DRAM) for w in tiers for s in states)]
-    inputs = [*tiers, Spot.HBM]
+    host = {Location.DRAM: Tier.DRAM, Location.CXL: Tier.CXL, Location.NVME: Tier.NVME}
+    tiers = [location for location, tier in host.items() if evaluator.capacity(tier)]
+    states = [*tiers, Location.MIX] if Location.CXL in tiers else tiers
+    whole = (Location.HBM, Location.HBM, Location.HBM)
+    trios = [whole, *((w, s, s if s in tiers else Location.DRAM) for w in tiers for s in states)]
+    inputs = [*tiers, Location.HBM]
     outer = [t for t in trios if t[0] is t[1] or t is whole]  # embedding and head: all in one place
     return [
-        Choice(
-            (BlockSpots(*first, None), BlockSpots(*one, i), BlockSpots(*two, i),
-             BlockSpots(*last, None)),
+        Candidate(
+            (BlockLocations(*first, None), BlockLocations(*one, i), BlockLocations(*two, i),
+             BlockLocations(*last, None)),
         )
         for first, one, two, last in itertools.product(outer, trios, trios, outer)
         for i in inputs
-        if plausible(desk, first, one, two, last)
+        if plausible(evaluator, first, one, two, last)
     ]  # fmt: skip
 
 
-def plausible(desk: PlanEvaluator, *trios: tuple[Spot, Spot, Spot]) -> bool:
+def plausible(evaluator: PlanEvaluator, *trios: tuple[Location, Location, Location]) -> bool:
     """A quick look at the bytes that rest, so that only what may fit is timed."""
-    spots = tuple(BlockSpots(*trio, None) for trio in trios)
-    demand = desk.demand(Choice(spots))
-    return all(demand[tier] <= desk.capacity(tier) for tier in Tier)
+    locations = tuple(BlockLocations(*trio, None) for trio in trios)
+    demand = evaluator.demand(Candidate(locations))
+    return all(demand[tier] <= evaluator.capacity(tier) for tier in Tier)
 
 
 # What the budgets do.

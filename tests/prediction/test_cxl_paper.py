@@ -18,11 +18,11 @@ from penstock.plan.budget import Budget
 from penstock.plan.placement import Share, stripe
 from penstock.plan.workload import Workload
 from penstock.planner import QUICK, make_plan
-from penstock.planner.candidates import FillOrder, undecided
-from penstock.planner.choice import Choice
+from penstock.planner.candidate import Candidate
 from penstock.planner.cost import Rates, estimate
 from penstock.planner.cost.jobs import Demands
 from penstock.planner.evaluator import PlanEvaluator
+from penstock.planner.initial_candidates import FillStrategy, undecided
 from penstock.tiers import Tier
 from penstock.units import GiB
 from tests.support.models import model, work
@@ -141,11 +141,11 @@ def test_ours_is_never_slower_than_the_published_greedy(
     inventory = model(name)
     workload, box = work(inventory, *size), preset(f"cxl-paper-{cards}")
     budget = Budget(hbm=30 * GiB, dram=64 * GiB, cxl=cards * 256 * GiB)
-    desk = PlanEvaluator(inventory, workload, box, budget)
-    streamed = tuple(undecided(desk, FillOrder(), i) for i in range(len(inventory.blocks)))
-    greedy = latency_first_placement(desk, Choice(streamed))
+    evaluator = PlanEvaluator(inventory, workload, box, budget)
+    streamed = tuple(undecided(evaluator, FillStrategy(), i) for i in range(len(inventory.blocks)))
+    greedy = latency_first_placement(evaluator, Candidate(streamed))
 
-    theirs = estimate(inventory, workload, greedy, desk.rates).step_seconds
+    theirs = estimate(inventory, workload, greedy, evaluator.rates).step_seconds
     ours = make_plan(inventory, workload, budget, box, effort=QUICK).cost.step_seconds
 
     assert ours <= theirs * 1.0001

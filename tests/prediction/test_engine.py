@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from bench.gpu_cells import cells, plan_cell
-from penstock.planner import Planned
+from penstock.planner import PlanResult
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -38,7 +38,7 @@ def streamed(name: str) -> dict[str, Any]:
 
 
 @functools.cache
-def planned(name: str) -> Planned:
+def planned(name: str) -> PlanResult:
     """The cell, planned anew with the budgets of the run."""
     return plan_cell(next(cell for cell in cells() if cell.name == name), Path("/mnt/nvme"))
 

@@ -51,10 +51,10 @@ def test_ours_takes_less_host_memory_than_either(name: str) -> None:
     paper = memascend(inventory)
     nvme = (PathBudget(path="/mnt/nvme", nbytes=4 * TiB),)
     budget = Budget(hbm=40 * GiB, dram=4 * GiB, nvme=nvme)
-    desk = PlanEvaluator(inventory, work(inventory, 4096, 4), machine(cards=0), budget)
+    evaluator = PlanEvaluator(inventory, work(inventory, 4096, 4), machine(cards=0), budget)
 
     # Everything on disk: what is left in DRAM is what passes through.
-    choice = first_fit(desk)
+    candidate = first_fit(evaluator)
 
-    assert choice is not None
-    assert desk.needs(choice)[Tier.DRAM] < (paper.total - paper.common) / 7
+    assert candidate is not None
+    assert evaluator.needs(candidate)[Tier.DRAM] < (paper.total - paper.common) / 7

@@ -15,9 +15,9 @@ from bench.baselines.deepspeed import ZeroStep, all_on, zero_infinity_seconds
 from penstock.machine.machine import Figure, Machine
 from penstock.machine.presets import preset
 from penstock.plan.budget import Budget
-from penstock.planner.candidates import FillOrder, fill
 from penstock.planner.cost import Rates
 from penstock.planner.evaluator import PlanEvaluator
+from penstock.planner.initial_candidates import FillStrategy, fill
 from penstock.units import GiB
 from tests.support.models import model, work
 
@@ -66,16 +66,16 @@ def test_our_own_schedule_as_a_prototype_ran_it(
     name: str, context: int, batch: int, measured: float
 ) -> None:
     inventory = model(name)
-    desk = PlanEvaluator(
+    evaluator = PlanEvaluator(
         inventory,
         work(inventory, context, batch),
         machine(),
         Budget(hbm=60 * GiB, dram=120 * GiB),
     )
-    choice = fill(desk, FillOrder())  # every block streams, as in the prototype
+    candidate = fill(evaluator, FillStrategy())  # every block streams, as in the prototype
 
-    assert choice is not None
-    assert desk.cost(choice).step_seconds == pytest.approx(measured, rel=0.15)
+    assert candidate is not None
+    assert evaluator.cost(candidate).step_seconds == pytest.approx(measured, rel=0.15)
 
 
 def test_the_sweep_is_exposed_in_a_short_step_and_hidden_in_a_long_one() -> None:
@@ -83,10 +83,10 @@ def test_the_sweep_is_exposed_in_a_short_step_and_hidden_in_a_long_one() -> None
     shares = []
     for batch in (4, 16):
         budget = Budget(hbm=24 * GiB, dram=60 * GiB)
-        desk = PlanEvaluator(inventory, work(inventory, 4096, batch), preset("h200"), budget)
-        choice = fill(desk, FillOrder())
-        assert choice is not None
-        cost = desk.cost(choice)
+        evaluator = PlanEvaluator(inventory, work(inventory, 4096, batch), preset("h200"), budget)
+        candidate = fill(evaluator, FillStrategy())
+        assert candidate is not None
+        cost = evaluator.cost(candidate)
         shares.append(cost.bounds["sweep@0"] / cost.step_seconds)
 
     assert shares[0] > 0.4

@@ -20,13 +20,13 @@ from penstock.machine.presets import cpu_machine
 from penstock.model.inventory import Inventory
 from penstock.model.skeleton import build_model
 from penstock.model.split import SplitModel
-from penstock.model.survey import inventory_of
+from penstock.model.survey import survey_model
 from penstock.plan.budget import Budget, PathBudget, with_paths
 from penstock.plan.plan import Plan
 from penstock.plan.workload import Numerics, Workload
-from penstock.planner.choice import BlockSpots, Choice, Spot
+from penstock.planner.candidate import BlockLocations, Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
-from penstock.planner.planner import planned
+from penstock.planner.planner import plan_result
 from penstock.units import GiB
 
 FAMILIES = ("llama", "qwen3", "gemma3")
@@ -77,7 +77,7 @@ def plain_model(config: Any, dtype: torch.dtype = torch.bfloat16, seed: int = 1)
 def inventory(config: Any, freeze: Sequence[str] = ()) -> Inventory:
     with torch.device("meta"):
         body = transformers.AutoModelForCausalLM.from_config(config)
-    return inventory_of(body, config, name="tiny", freeze=freeze)
+    return survey_model(body, config, name="tiny", freeze=freeze)
 
 
 def workload(**changes: Any) -> Workload:
@@ -92,7 +92,7 @@ def workload(**changes: Any) -> Workload:
 def make_plan_of(
     model: Inventory,
     work: Workload,
-    spots: str | Sequence[str],
+    locations: str | Sequence[str],
     *,
     disk: Path | None = None,
     rounds: int = 1,
@@ -101,27 +101,34 @@ def make_plan_of(
     piece: int = 1 << 26,
     machine: Machine | None = None,
 ) -> Plan:
-    """`spots` names, per block, where weight, state, gradient and input rest: d, n, h, c or m."""
+    """Return a plan. `locations` holds four letters per block, d, n, h, c or m: where weight,
+    state, gradient and input are stored."""
     if machine is None:
         machine = cpu_machine(discover())
     nvme = (PathBudget(path=str(disk), nbytes=GiB),) if disk is not None else ()
     cxl = sum(node.capacity for node in machine.cxl_nodes)
     budget = Budget(hbm=8 * GiB, dram=8 * GiB, cxl=cxl, nvme=nvme)
     machine, _ = with_paths(machine, budget)
-    desk = PlanEvaluator(model, work, machine, budget, piece_elements=piece, unbounded=True)
-    rows = [spots] * len(model.blocks) if isinstance(spots, str) else list(spots)
+    evaluator = PlanEvaluator(model, work, machine, budget, piece_elements=piece, unbounded=True)
+    rows = [locations] * len(model.blocks) if isinstance(locations, str) else list(locations)
     chosen = [_spots(model, i, row) for i, row in enumerate(rows)]
-    return planned(desk, Choice(tuple(chosen), rounds, slots, ahead)).plan
+    return plan_result(evaluator, Candidate(tuple(chosen), rounds, slots, ahead)).plan
 
 
-_LETTERS = {"d": Spot.DRAM, "n": Spot.NVME, "h": Spot.HBM, "c": Spot.CXL, "m": Spot.MIX}
+_LETTERS = {
+    "d": Location.DRAM,
+    "n": Location.NVME,
+    "h": Location.HBM,
+    "c": Location.CXL,
+    "m": Location.MIX,
+}
 
 
-def _spots(model: Inventory, index: int, row: str) -> BlockSpots:
+def _spots(model: Inventory, index: int, row: str) -> BlockLocations:
     weight, state, gradient, hidden = (_LETTERS[letter] for letter in row)
     block = model.blocks[index]
     trained = bool(block.parameters(True))
-    return BlockSpots(
+    return BlockLocations(
         weight=weight if block.tensors else None,
         state=state if trained else None,
         gradient=gradient if trained else None,

@@ -10,20 +10,20 @@ from penstock.model.inventory import Block, Inventory
 from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.placement import Placement
 from penstock.plan.schedule import Operation, Schedule, Verb
-from penstock.plan.weight_window import StepFacts
-from penstock.planner.choice import BlockSpots, Choice, Spot
+from penstock.plan.weight_window import PlacementIndex
+from penstock.planner.candidate import BlockLocations, Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.roles import Role
 from penstock.units import TiB
 from tests.support.machines import machine
 from tests.support.models import llama, work
 
-HOST = (Spot.DRAM, Spot.CXL, Spot.NVME)
+HOST = (Location.DRAM, Location.CXL, Location.NVME)
 WHOLE = 1 << 26
 """A piece that holds any block of these models."""
 
 
-def desk_for(
+def evaluator_for(
     layers: int, tied: bool, batch: int = 4, *, frozen: int = 0, piece: int = WHOLE, **more: object
 ) -> PlanEvaluator:
     """`frozen` has a bit for each tensor of a block, counted round."""
@@ -42,18 +42,20 @@ def freeze(block: Block, mask: int) -> Block:
     return replace(block, tensors=tensors)
 
 
-def all_on(desk: PlanEvaluator, spot: Spot) -> Choice:
-    return Choice(
+def all_on(evaluator: PlanEvaluator, location: Location) -> Candidate:
+    return Candidate(
         tuple(
-            BlockSpots(spot, spot, spot, spot if block.kind == "layer" else None)
-            for block in desk.inventory.blocks
+            BlockLocations(
+                location, location, location, location if block.kind == "layer" else None
+            )
+            for block in evaluator.inventory.blocks
         )
     )
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Choice]:
-    desk = desk_for(
+def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Candidate]:
+    evaluator = evaluator_for(
         draw(st.integers(1, 6)),
         draw(st.booleans()),
         frozen=draw(st.sampled_from((0, 0, 1, 6, 15))),
@@ -61,27 +63,27 @@ def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Choice]:
         accumulate=draw(st.booleans()),
     )
     ahead = draw(st.integers(1, 3))
-    choice = Choice(
-        tuple(draw(spots_of(block)) for block in desk.inventory.blocks),
+    candidate = Candidate(
+        tuple(draw(spots_of(block)) for block in evaluator.inventory.blocks),
         rounds=draw(st.integers(1, 3)),
         slots=ahead + draw(st.integers(1, 3)),
         ahead=ahead,
     )
-    return desk, choice
+    return evaluator, candidate
 
 
 @st.composite
-def spots_of(draw: st.DrawFn, block: Block) -> BlockSpots:
+def spots_of(draw: st.DrawFn, block: Block) -> BlockLocations:
     resident = draw(st.booleans())
     trained = bool(block.parameters(True))
     host = st.sampled_from(HOST)
-    state = Spot.HBM if resident else draw(st.sampled_from((*HOST, Spot.MIX)))
-    gradient = Spot.HBM if resident else draw(host)
-    return BlockSpots(
-        weight=(Spot.HBM if resident else draw(host)) if block.tensors else None,
+    state = Location.HBM if resident else draw(st.sampled_from((*HOST, Location.MIX)))
+    gradient = Location.HBM if resident else draw(host)
+    return BlockLocations(
+        weight=(Location.HBM if resident else draw(host)) if block.tensors else None,
         state=state if trained else None,
         gradient=gradient if trained else None,
-        input=draw(st.sampled_from((*HOST, Spot.HBM))) if block.kind == "layer" else None,
+        input=draw(st.sampled_from((*HOST, Location.HBM))) if block.kind == "layer" else None,
     )
 
 
@@ -96,7 +98,7 @@ class Walker:
         pending: bool = True,
         adds: bool = False,
     ) -> None:
-        self.facts = StepFacts.of(inventory, placement)
+        self.facts = PlacementIndex.of(inventory, placement)
         self.placement, self.pending, self.adds = placement, pending, adds
         self.hbm: set[tuple[int, Role]] = set()
         self.parts: dict[int, set[int]] = {}  # pieces of a block's weights that have come

@@ -17,8 +17,9 @@ from penstock.engine.pending_update import segments
 from penstock.engine.transfer import Mover
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.optim.rules import draw_key
+from penstock.plan.lifetimes import BufferKey, BufferKind
 from penstock.plan.schedule import Operation, Verb
-from penstock.plan.weight_window import StepFacts
+from penstock.plan.weight_window import PlacementIndex
 from penstock.roles import Role
 
 
@@ -31,7 +32,7 @@ class Computer:
         body: SplitModel,
         loss: ChunkedLoss,
         mover: Mover,
-        facts: StepFacts,
+        facts: PlacementIndex,
     ) -> None:
         self._taken, self._homes, self._device = taken, taken.homes, taken.device
         self._body, self._loss, self._mover, self._facts = body, loss, mover, facts
@@ -50,7 +51,9 @@ class Computer:
     def note(self, run: StepState, at: int, op: Operation) -> None:
         """Keep track of what other lanes bring and drop, in the order of the schedule."""
         if op.verb is Verb.FETCH and op.roles == (Role.WEIGHT,):
-            offset = run.program.weights.offset("weight", op.block, run.program.since[at])
+            start = run.program.buffer_start[at]
+            key = BufferKey(BufferKind.WEIGHT, op.block, start)
+            offset = run.program.weights.offset(key)
             self._fetched[op.block] = offset
         elif op.verb is Verb.FETCH and op.roles == (Role.GRADIENT,):
             self._sums[op.block] = at
@@ -198,8 +201,8 @@ class Computer:
         if self._wide and self._homes.on_device(block, Role.GRADIENT):
             data = self._homes.data(block, Role.GRADIENT)
         else:
-            what = "gradient" if self._wide else "sum"
-            offset = run.program.gradients.offset(what, block, began)
+            kind = BufferKind.GRADIENT if self._wide else BufferKind.GRADIENT_SUM
+            offset = run.program.gradients.offset(BufferKey(kind, block, began))
             data = self._taken.gradient_pool[offset : offset + 4 * count]
         flat = data[: 4 * count].view(torch.float32)
         self._taken.gradients.open(block, flat, fresh=run.fresh and op.round == 0)
@@ -211,13 +214,15 @@ class Computer:
         if self._wide:
             self._taken.gradients.close(block, None, last=last)
             if not self._homes.on_device(block, Role.GRADIENT):
-                offset = run.program.gradients.offset("gradient", block, began)
+                key = BufferKey(BufferKind.GRADIENT, block, began)
+                offset = run.program.gradients.offset(key)
                 run.leaving[block] = self._taken.gradient_pool[offset : offset + 4 * count]
             return
         if self._homes.on_device(block, Role.GRADIENT):
             into = self._homes.span(block, Role.GRADIENT).values(0, count)
         else:
-            offset = run.program.gradients.offset("gradient", block, at)
+            key = BufferKey(BufferKind.GRADIENT, block, at)
+            offset = run.program.gradients.offset(key)
             run.leaving[block] = self._taken.gradient_pool[offset : offset + 2 * count]
             into = run.leaving[block].view(self._body.dtype)
         self._taken.gradients.close(block, into, last=last)

@@ -34,7 +34,7 @@ from penstock.model.split import SplitModel
 from penstock.optim.norms import GradStats, clip_scale
 from penstock.optim.threads import Pool
 from penstock.plan.plan import Plan
-from penstock.plan.weight_window import StepFacts
+from penstock.plan.weight_window import PlacementIndex
 from penstock.records import Json
 from penstock.roles import Dtype, Moments
 from penstock.tiers import Tier
@@ -187,7 +187,7 @@ class Engine:
         self.access = Access(self._taken)
         self.files = EngineFiles(self.access, inventory)
         mover = Mover(self._taken)
-        facts = StepFacts.of(inventory, plan.placement)
+        facts = PlacementIndex.of(inventory, plan.placement)
         numerics = self.workload.numerics
         loss = ChunkedLoss(
             body.logits, numerics.loss_chunk, settings.loss, fused=numerics.loss_kernel == "fused"

@@ -15,7 +15,7 @@ from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, parse_budget, with_paths
 from penstock.plan.plan import Plan
 from penstock.plan.workload import Workload, default_numerics
-from penstock.planner import Planned, make_plan
+from penstock.planner import PlanResult, make_plan
 from penstock.roles import Dtype, Moments
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def budget_for(machine: Machine, given: Budget | Mapping[str, Any] | None) -> Bu
 
 def planned_for(
     inventory: Inventory, workload: Workload, budget: Budget, machine: Machine
-) -> tuple[Planned, Machine]:
+) -> tuple[PlanResult, Machine]:
     """The best plan, and the machine with every path of the budget."""
     machine, _ = with_paths(machine, budget)
     return make_plan(inventory, workload, budget, machine), machine
@@ -192,13 +192,13 @@ def _config(model: str | Path | nn.Module, recipe: Recipe) -> Any:
 
 
 def _inventory(model: str | Path | nn.Module, config: Any, recipe: Recipe) -> Inventory:
-    from penstock.model.survey import inventory_of, survey_config
+    from penstock.model.survey import survey_config, survey_model
 
     told: dict[str, Any] = {"blocks": recipe.blocks, "freeze": recipe.freeze}
     if isinstance(model, str | Path):
         trust = recipe.trust_remote_code
         return survey_config(config, name=str(model), trust_remote_code=trust, **told)
-    return inventory_of(model, config, name=type(model).__name__, **told)
+    return survey_model(model, config, name=type(model).__name__, **told)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""A schedule made ready to run: what operations wait for, where buffers are. Room: move.
+"""Prepare a schedule for execution: resolve what each operation waits for and lay out buffers.
 
-The schedule says in which order buffers come and go; two that share bytes must also come and go in
-that order, so whatever begins to use bytes waits for what ended the use before.
+A schedule states the order in which buffers come and go, but not which bytes they use. Once two
+buffers share bytes, the operation that begins to use the second one must also wait for the last
+operation that used the first. `compile_program` adds those dependencies.
 """
 
 from __future__ import annotations
@@ -10,54 +11,72 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.model.inventory import Inventory
-from penstock.plan.lifetimes import gradient_lifetimes, staging_lifetimes, weight_lifetimes
-from penstock.plan.packing import Lifetime, Packing, pack
+from penstock.plan.lifetimes import (
+    BufferKey,
+    BufferLifetime,
+    gradient_lifetimes,
+    staging_lifetimes,
+    weight_lifetimes,
+)
+from penstock.plan.packing import Packing, pack
 from penstock.plan.placement import Placement
 from penstock.plan.schedule import Operation, Schedule, Verb
 from penstock.roles import Formats, Role
 
 INSTANT = (Verb.DROP, Verb.RELEASE)
+"""Verbs that take no time and run on no lane: they only mark the end of a buffer's use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """One kind of passing buffer: where each lies in its pool."""
+    """The layout of one pool of temporary buffers."""
 
-    packing: Packing
+    packing: Packing[BufferKey]
 
-    def offset(self, what: str, block: int, since: int) -> int:
-        return self.packing.offsets[_name(what, block, since)]
-
-    def has(self, what: str, block: int, since: int) -> bool:
-        return _name(what, block, since) in self.packing.offsets
+    def offset(self, key: BufferKey) -> int:
+        """Return a buffer's offset in the pool, in bytes."""
+        return self.packing.offsets[key]
 
     @property
     def nbytes(self) -> int:
+        """Size of the pool in bytes."""
         return self.packing.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One kind of step."""
+    """A schedule with its dependencies resolved and its buffers laid out."""
 
     operations: tuple[Operation, ...]
+    """The operations of the schedule, in order."""
+
     needs: tuple[tuple[int, ...], ...]
-    """Per operation, those that must have ended: never an instant one."""
+    """For each operation, the operations that must have ended. None of them is instant."""
+
     weights: Buffers
+    """Slots for streamed weights, in HBM."""
+
     gradients: Buffers
+    """Gradient sums and gradients that leave, in HBM."""
+
     staging: Buffers
-    since: tuple[int, ...]
-    """Per fetch, the operation that began its buffer: for a piece, its block's first piece."""
+    """Pieces read from NVMe, in host memory."""
+
+    buffer_start: tuple[int, ...]
+    """For each fetch, the operation that begins its buffer: the block's first piece if the block
+    is fetched in pieces. For all other operations, the operation itself."""
+
     read_of: tuple[int, ...]
-    """Per operation on a piece in staging, the read that brought it there; -1 for others."""
+    """For each operation on a piece in staging, the read that filled it; -1 for all others."""
+
     at: Mapping[tuple[Verb, int, int, Role | None], int]
-    """Where a verb is done to a block in a round; for moves, to which role."""
+    """Index of an operation by verb, block, round and, if it has only one, role."""
 
 
 def compile_program(
     inventory: Inventory, placement: Placement, formats: Formats, schedule: Schedule
 ) -> Program:
-    """Pure: nothing is taken here."""
+    """Compile a schedule. This is a pure function: it allocates nothing."""
     weights = weight_lifetimes(schedule, placement)
     gradients = (
         gradient_lifetimes(inventory, schedule, placement, formats)
@@ -65,19 +84,20 @@ def compile_program(
         else []
     )
     staging = staging_lifetimes(inventory, schedule, placement, formats)
-    packed = [pack(lifetimes, mendings=0) for lifetimes in (weights, gradients, staging)]
+    # The planner sizes the pools with the same effort: more refinements could pack differently.
+    packed = [pack(lifetimes, refinements=0) for lifetimes in (weights, gradients, staging)]
     after: list[set[int]] = [set(op.after) for op in schedule.operations]
     for lifetimes, packing in zip((weights, gradients, staging), packed, strict=True):
         for begins, ended in _successions(lifetimes, packing):
             after[begins].add(ended)
     return Program(
         operations=schedule.operations,
-        needs=_resolved(schedule.operations, after),
+        needs=_resolve_instant(schedule.operations, after),
         weights=Buffers(packed[0]),
         gradients=Buffers(packed[1]),
         staging=Buffers(packed[2]),
-        since=_since(schedule.operations),
-        read_of=_read_of(schedule.operations),
+        buffer_start=_buffer_starts(schedule.operations),
+        read_of=_reads(schedule.operations),
         at={
             (op.verb, op.block, op.round, op.roles[0] if len(op.roles) == 1 else None): at
             for at, op in enumerate(schedule.operations)
@@ -85,64 +105,68 @@ def compile_program(
     )
 
 
-def _successions(lifetimes: Sequence[Lifetime], packing: Packing) -> Iterator[tuple[int, int]]:
-    """Pairs: the operation that begins a buffer, and one that ended the buffer in the same bytes
-    just before. Whoever was there still earlier had ended before that one began."""
-    held: list[tuple[int, int, int]] = []  # from, to, and what ended the last buffer there
+def _successions(
+    lifetimes: Sequence[BufferLifetime], packing: Packing[BufferKey]
+) -> Iterator[tuple[int, int]]:
+    """Yield pairs of operations: one begins a buffer, the other ended the one before it.
+
+    Only the last previous owner of each byte counts. Owners before that had ended when the last
+    one began, so waiting for the last one is enough.
+    """
+    # Ranges of the pool, each with the operation that ended its last buffer.
+    last_owners: list[tuple[int, int, int]] = []
     for item in sorted(lifetimes, key=lambda item: item.start):
-        low = packing.offsets[item.name]
+        low = packing.offsets[item.key]
         high = low + item.nbytes
-        kept: list[tuple[int, int, int]] = []
-        for start, stop, ended in held:
+        remaining: list[tuple[int, int, int]] = []
+        for start, stop, ended in last_owners:
             if start < high and low < stop:
                 yield item.start, ended
-                kept += [(start, low, ended)] if start < low else []
-                kept += [(high, stop, ended)] if high < stop else []
+                # The previous owner still owns the bytes outside the new buffer.
+                remaining += [(start, low, ended)] if start < low else []
+                remaining += [(high, stop, ended)] if high < stop else []
             else:
-                kept.append((start, stop, ended))
-        held = [*kept, (low, high, item.end - 1)]
+                remaining.append((start, stop, ended))
+        last_owners = [*remaining, (low, high, item.end - 1)]
 
 
-def _resolved(
+def _resolve_instant(
     operations: Sequence[Operation], after: Sequence[set[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Waiting for an instant operation is waiting for what it waits for."""
-    done: list[tuple[int, ...]] = []
+    """Replace each wait for an instant operation by what that operation waits for."""
+    resolved: list[tuple[int, ...]] = []
     for waits in after:
-        found: set[int] = set()
+        needs: set[int] = set()
         for at in waits:
-            found |= set(done[at]) if operations[at].verb in INSTANT else {at}
-        done.append(tuple(sorted(found)))
-    return tuple(done)
+            needs |= set(resolved[at]) if operations[at].verb in INSTANT else {at}
+        resolved.append(tuple(sorted(needs)))
+    return tuple(resolved)
 
 
-def _since(operations: Sequence[Operation]) -> tuple[int, ...]:
-    """Pieces of one block's weights share the buffer that the first of them began."""
-    began: dict[tuple[int, object], int] = {}
-    found = []
+def _buffer_starts(operations: Sequence[Operation]) -> tuple[int, ...]:
+    """Return `Program.buffer_start`: the pieces of a block's weights share one buffer."""
+    open_buffers: dict[tuple[int, object], int] = {}
+    starts = []
     for at, op in enumerate(operations):
-        key = (op.block, op.roles)
+        buffer = (op.block, op.roles)
         if op.verb is Verb.FETCH:
-            found.append(began.setdefault(key, at))
+            starts.append(open_buffers.setdefault(buffer, at))
             continue
         if op.verb is Verb.DROP:
-            began.pop(key, None)
-        found.append(at)
-    return tuple(found)
+            open_buffers.pop(buffer, None)
+        starts.append(at)
+    return tuple(starts)
 
 
-def _read_of(operations: Sequence[Operation]) -> tuple[int, ...]:
+def _reads(operations: Sequence[Operation]) -> tuple[int, ...]:
+    """Return `Program.read_of`."""
     latest: dict[tuple[int, int], int] = {}
-    found = []
+    reads = []
     for at, op in enumerate(operations):
         if op.piece is None:
-            found.append(-1)
+            reads.append(-1)
             continue
         if op.verb is Verb.READ:
             latest[op.block, op.piece] = at
-        found.append(latest[op.block, op.piece])
-    return tuple(found)
-
-
-def _name(what: str, block: int, since: int) -> str:
-    return f"{what} {block} @{since}"
+        reads.append(latest[op.block, op.piece])
+    return tuple(reads)

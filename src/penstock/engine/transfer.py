@@ -18,6 +18,7 @@ from penstock.engine.spans import Span
 from penstock.errors import NonFiniteMasterError
 from penstock.optim import sweep
 from penstock.optim.sweep import SweepTicket
+from penstock.plan.lifetimes import BufferKey, BufferKind
 from penstock.plan.schedule import Operation, Verb
 from penstock.roles import STATE, Role
 from penstock.storage.layout import Extent
@@ -159,7 +160,7 @@ class Mover:
         assert op.piece is not None
         start, stop, trained = self._homes.piece_span(op.block, op.piece)
         first = start if trained else start + self._trained(op.block)
-        offset = program.staging.offset("staged", op.block, read)
+        offset = program.staging.offset(BufferKey(BufferKind.STAGING, op.block, read))
         found = {}
         for role in op.roles:
             nbytes = self._homes.formats.at_rest(role, stop - start)
@@ -175,7 +176,8 @@ class Mover:
             self._fetch_gradient(run, at, op)
             return
         self._wait(run, at)
-        offset = run.program.weights.offset("weight", op.block, run.program.since[at])
+        key = BufferKey(BufferKind.WEIGHT, op.block, run.program.buffer_start[at])
+        offset = run.program.weights.offset(key)
         into = self._taken.weights.span(op.block, offset)
         if op.piece is None:
             self._device.copy(
@@ -192,7 +194,8 @@ class Mover:
         """The sum so far, for the next round to add to."""
         self._wait(run, at)
         count = 4 * self._trained(op.block)
-        offset = run.program.gradients.offset("gradient", op.block, at)
+        key = BufferKey(BufferKind.GRADIENT, op.block, at)
+        offset = run.program.gradients.offset(key)
         into = self._taken.gradient_pool[offset : offset + count]
         if self._homes.on_disk(op.block, Role.GRADIENT):
             self._each_piece(op.block, into, self._pipes["fetch"].read)

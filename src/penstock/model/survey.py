@@ -60,10 +60,10 @@ def survey_config(
 ) -> Inventory:
     """The same from a config that was read already."""
     body = _build(config, trust_remote_code)
-    return inventory_of(body, config, name=name, blocks=blocks, freeze=freeze)
+    return survey_model(body, config, name=name, blocks=blocks, freeze=freeze)
 
 
-def inventory_of(
+def survey_model(
     body: nn.Module,
     config: Any,
     *,

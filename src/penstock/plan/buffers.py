@@ -13,8 +13,13 @@ from dataclasses import dataclass
 from penstock.errors import PlanError
 from penstock.model.inventory import Block, Inventory
 from penstock.plan.build_schedule import step_schedule
-from penstock.plan.lifetimes import gradient_lifetimes, staging_lifetimes, weight_lifetimes
-from penstock.plan.packing import Lifetime, pack
+from penstock.plan.lifetimes import (
+    BufferLifetime,
+    gradient_lifetimes,
+    staging_lifetimes,
+    weight_lifetimes,
+)
+from penstock.plan.packing import pack
 from penstock.plan.placement import Placement
 from penstock.plan.schedule import Schedule
 from penstock.plan.workload import Workload
@@ -164,9 +169,9 @@ def _layer_nbytes(block: Block, hidden: int, tokens: int, tile: int) -> int:
     return 2 * max(forward, backward)
 
 
-def _packed(lifetimes: list[Lifetime]) -> int:
+def _packed(lifetimes: list[BufferLifetime]) -> int:
     """Not mended: the search asks for thousands of these."""
-    return pack(lifetimes, mendings=0).nbytes
+    return pack(lifetimes, refinements=0).nbytes
 
 
 def pipe_lanes(workload: Workload, placement: Placement) -> tuple[str, ...]:

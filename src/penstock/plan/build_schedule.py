@@ -8,7 +8,7 @@ from __future__ import annotations
 from penstock.model.inventory import Inventory
 from penstock.plan.placement import Placement
 from penstock.plan.schedule import Operation, Phase, Schedule, Verb
-from penstock.plan.weight_window import StepFacts, WeightWindow
+from penstock.plan.weight_window import PlacementIndex, WeightWindow
 from penstock.roles import TRAINED, Role
 
 
@@ -20,7 +20,7 @@ def step_schedule(
     Without `pending` there is nothing to sweep: the first step, or one after a pause in which the
     sweeps were finished. With `adds`, gradients of an earlier call are there, and are added to.
     """
-    writer = _Writer(StepFacts.of(inventory, placement), pending=pending, adds=adds)
+    writer = _Writer(PlacementIndex.of(inventory, placement), pending=pending, adds=adds)
     for round in range(placement.rounds):
         writer.pass_forward(round)
         writer.pass_backward(round)
@@ -29,7 +29,7 @@ def step_schedule(
 
 def evaluation_schedule(inventory: Inventory, placement: Placement) -> Schedule:
     """One pass forward, with the loss and no gradients. Sweeps are finished before it."""
-    facts = StepFacts.of(inventory, placement)
+    facts = PlacementIndex.of(inventory, placement)
     writer = _Writer(facts, pending=False, backward=False)
     writer.pass_forward(0)
     writer.turn(0)
@@ -38,7 +38,7 @@ def evaluation_schedule(inventory: Inventory, placement: Placement) -> Schedule:
 
 def sweep_schedule(inventory: Inventory, placement: Placement) -> Schedule:
     """Every pending sweep and nothing else: before saving, evaluating or reading a parameter."""
-    writer = _Writer(StepFacts.of(inventory, placement), sends=False)
+    writer = _Writer(PlacementIndex.of(inventory, placement), sends=False)
     for block in range(len(inventory.blocks)):
         writer.sweep(block)
     return writer.finished()
@@ -49,7 +49,7 @@ class _Writer:
 
     def __init__(
         self,
-        facts: StepFacts,
+        facts: PlacementIndex,
         *,
         pending: bool = True,
         backward: bool = True,

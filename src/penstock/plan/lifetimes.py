@@ -1,12 +1,15 @@
-"""From when to when each passing buffer is needed, read off a schedule. Room: decide.
+"""Derive from a schedule when each temporary buffer is in use.
 
-The engine lays its buffers out by the same lists, so what is planned is what is taken. The clock
-counts the schedule's operations; a name says what it is, of which block, since which operation.
+The planner sizes the buffer pools from these lists, and the engine lays its buffers out from the
+same lists, so the engine allocates exactly what the plan counted. Time is measured in operations:
+moment `n` is the start of operation `n` of the schedule.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from enum import StrEnum
+from typing import NamedTuple
 
 from penstock.model.inventory import Block, Inventory
 from penstock.plan.packing import Lifetime
@@ -16,84 +19,126 @@ from penstock.roles import EXTENT, Formats, Role
 from penstock.units import round_up
 
 
-def weight_lifetimes(schedule: Schedule, placement: Placement) -> list[Lifetime]:
-    """Streamed weights in HBM: from fetch to drop."""
-    since: dict[int, int] = {}
-    found = []
+class BufferKind(StrEnum):
+    """What a temporary buffer holds."""
+
+    WEIGHT = "weight"
+    """The streamed weights of one block, in HBM."""
+
+    GRADIENT_SUM = "sum"
+    """The fp32 sum of one block's gradients over the micro-batches of a round, in HBM."""
+
+    GRADIENT = "gradient"
+    """One block's gradient on its way out of HBM, in the format it is stored in."""
+
+    STAGING = "staged"
+    """One piece of a block between NVMe and its next destination, in host memory."""
+
+
+class BufferKey(NamedTuple):
+    """Identifies one temporary buffer within a schedule."""
+
+    kind: BufferKind
+    """What the buffer holds."""
+
+    block: int
+    """Index of the block it belongs to."""
+
+    start: int
+    """Index of the operation that begins to use it. One block can have several buffers of a kind
+    in a step, and even two at the same time in staging, so the block alone is not unique."""
+
+
+BufferLifetime = Lifetime[BufferKey]
+
+
+def weight_lifetimes(schedule: Schedule, placement: Placement) -> list[BufferLifetime]:
+    """List the buffers of streamed weights in HBM: each lives from fetch to drop."""
+    fetched_at: dict[int, int] = {}
+    lifetimes = []
     for at, operation in enumerate(schedule.operations):
         if operation.roles != (Role.WEIGHT,):
             continue
         if operation.verb is Verb.FETCH:
-            since.setdefault(operation.block, at)
+            # A weight that is fetched in pieces has one buffer, which the first piece begins.
+            fetched_at.setdefault(operation.block, at)
         elif operation.verb is Verb.DROP:
             home = placement.blocks[operation.block].home(Role.WEIGHT)
             assert home is not None
-            start = since.pop(operation.block)
-            found.append(_lifetime("weight", operation.block, home.nbytes, start, at))
-    return found
+            key = BufferKey(BufferKind.WEIGHT, operation.block, fetched_at.pop(operation.block))
+            lifetimes.append(_lifetime(key, home.nbytes, last=at))
+    return lifetimes
 
 
 def gradient_lifetimes(
     inventory: Inventory, schedule: Schedule, placement: Placement, formats: Formats
-) -> list[Lifetime]:
-    """Gradients in HBM: an fp32 sum while a block computes, and what is on its way out.
+) -> list[BufferLifetime]:
+    """List the gradient buffers in HBM: fp32 sums, and gradients on their way out.
 
-    With several rounds the sum rests in fp32, comes back for the next round and is added to in
-    place. A tied embedding's sum lives from the head to the embedding's own backward.
+    A block's gradients are summed in fp32 while its backward runs, then rounded to the stored
+    format and offloaded. If the stored format is fp32 (several rounds, or accumulation over
+    calls), the sum itself is offloaded, and fetched again for the next round to add to. The sum
+    of a tied embedding lives from the head's backward to the embedding's own.
     """
     elements = [block.flat_elements(True) for block in inventory.blocks]
-    tied = inventory.tied
-    sums: dict[int, int] = {}  # block -> where its fp32 sum began
-    leaving: dict[int, int] = {}
-    found = []
+    sum_started_at: dict[int, int] = {}
+    leaving_since: dict[int, int] = {}
+    lifetimes = []
     for at, operation in enumerate(schedule.operations):
         block = operation.block
         if operation.verb is Verb.FETCH and operation.roles == (Role.GRADIENT,):
-            sums.setdefault(block, at)
+            sum_started_at.setdefault(block, at)
         elif operation.verb in (Verb.LOSS, Verb.BACKWARD):
-            if operation.verb is Verb.LOSS and tied:
-                sums.setdefault(0, at)
-            start = sums.pop(block, at)
-            in_place = formats.wide_gradient  # what rests, or is on its way there, is the sum
+            if operation.verb is Verb.LOSS and inventory.tied:
+                sum_started_at.setdefault(0, at)
+            start = sum_started_at.pop(block, at)
+            # With an fp32 gradient one buffer is the sum and also what leaves.
+            in_place = formats.wide_gradient
             if elements[block] and not in_place:
                 nbytes = round_up(4 * elements[block], EXTENT)
-                found.append(_lifetime("sum", block, nbytes, start, at))
-            leaving[block] = start if in_place else at
+                key = BufferKey(BufferKind.GRADIENT_SUM, block, start)
+                lifetimes.append(_lifetime(key, nbytes, last=at))
+            leaving_since[block] = start if in_place else at
         elif operation.verb is Verb.DROP and operation.roles == (Role.GRADIENT,):
             nbytes = formats.at_rest(Role.GRADIENT, elements[block])
-            found.append(_lifetime("gradient", block, nbytes, leaving.pop(block), at))
-    return found
+            key = BufferKey(BufferKind.GRADIENT, block, leaving_since.pop(block))
+            lifetimes.append(_lifetime(key, nbytes, last=at))
+    return lifetimes
 
 
 def staging_lifetimes(
     inventory: Inventory, schedule: Schedule, placement: Placement, formats: Formats
-) -> list[Lifetime]:
-    """Host staging: from a read off NVMe until it is released."""
-    # A block may be read again while its first reading still waits to be released.
-    since: dict[tuple[int, int | None, tuple[Role, ...]], deque[int]] = defaultdict(deque)
-    found = []
+) -> list[BufferLifetime]:
+    """List the host staging buffers: each lives from a read off NVMe to its release."""
+    # A queue, because a block may be read again before its first read is released.
+    reads: dict[tuple[int, int | None, tuple[Role, ...]], deque[int]] = defaultdict(deque)
+    lifetimes = []
     for at, operation in enumerate(schedule.operations):
-        key = (operation.block, operation.piece, operation.roles)
+        piece = (operation.block, operation.piece, operation.roles)
         if operation.verb is Verb.READ:
-            since[key].append(at)
+            reads[piece].append(at)
         elif operation.verb is Verb.RELEASE:
             nbytes = staged_nbytes(inventory, operation, placement, formats)
-            start = since[key].popleft()
-            found.append(_lifetime("staged", operation.block, nbytes, start, at))
-    return found
+            key = BufferKey(BufferKind.STAGING, operation.block, reads[piece].popleft())
+            lifetimes.append(_lifetime(key, nbytes, last=at))
+    return lifetimes
 
 
 def staged_nbytes(
     inventory: Inventory, operation: Operation, placement: Placement, formats: Formats
 ) -> int:
-    """Host bytes that one read, and what is done with it, needs."""
+    """Return the bytes of host staging that an operation on a piece uses."""
     assert operation.piece is not None
     start, stop, _ = piece_span(inventory.blocks[operation.block], operation.piece, placement)
     return sum(formats.at_rest(role, stop - start) for role in operation.roles)
 
 
 def piece_span(block: Block, piece: int, placement: Placement) -> tuple[int, int, bool]:
-    """Its elements, and whether they are of the trainable buffer or of the frozen one."""
+    """Return a piece's first element, the one past its last, and whether it is trainable.
+
+    Trainable and frozen tensors have separate flat buffers; the elements count within one of them.
+    Pieces of the trainable buffer are numbered first.
+    """
     trained = block.pieces(placement.piece_elements)
     if piece < len(trained):
         return (*trained[piece], True)
@@ -101,6 +146,6 @@ def piece_span(block: Block, piece: int, placement: Placement) -> tuple[int, int
     return (*frozen[piece - len(trained)], False)
 
 
-def _lifetime(what: str, block: int, nbytes: int, first: int, last: int) -> Lifetime:
-    """Of what is there for both operations and those between."""
-    return Lifetime(name=f"{what} {block} @{first}", nbytes=nbytes, start=first, end=last + 1)
+def _lifetime(key: BufferKey, nbytes: int, *, last: int) -> BufferLifetime:
+    """Return the lifetime of a buffer that operation `last` still needs."""
+    return Lifetime(key=key, nbytes=nbytes, start=key.start, end=last + 1)

@@ -12,7 +12,7 @@ from penstock.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)
-class StepFacts:
+class PlacementIndex:
     """Answers by block number."""
 
     placement: Placement
@@ -28,7 +28,7 @@ class StepFacts:
     """Per block, how many more there are of weights that are not trained."""
 
     @classmethod
-    def of(cls, inventory: Inventory, placement: Placement) -> StepFacts:
+    def of(cls, inventory: Inventory, placement: Placement) -> PlacementIndex:
         owner = {t.name: i for i, b in enumerate(inventory.blocks) for t in b.tensors}
         owned = tuple(
             tuple(sorted({owner[name] for name in b.borrows} | ({i} if b.tensors else set())))
@@ -109,7 +109,7 @@ class WeightWindow:
     are kept: what is needed furthest in the future goes first.
     """
 
-    def __init__(self, facts: StepFacts, *, backward: bool = True) -> None:
+    def __init__(self, facts: PlacementIndex, *, backward: bool = True) -> None:
         self.facts = facts
         rounds = facts.placement.rounds if backward else 1
         self.uses = [use for round in range(rounds) for use in _uses(facts, round, backward)]
@@ -141,7 +141,7 @@ class WeightWindow:
         return next((k for k in self._needed.get(block, ()) if k >= at), len(self.uses))
 
 
-def _uses(facts: StepFacts, round: int, backward: bool) -> list[Use]:
+def _uses(facts: PlacementIndex, round: int, backward: bool) -> list[Use]:
     last = facts.count - 1
     forth = [Use(i, False, round, facts.owners(i)) for i in range(last)]
     turn = [Use(last, backward, round, facts.owners(last))]

@@ -1,14 +1,21 @@
 """Budgets in, one frozen plan out. Room: decide."""
 
-from penstock.planner.planner import Memory, Planned, find_plan, fits, least_budget, make_plan
-from penstock.planner.search import QUICK, THOROUGH, Effort
+from penstock.planner.planner import (
+    PlannerCache,
+    PlanResult,
+    find_plan,
+    fits,
+    least_budget,
+    make_plan,
+)
+from penstock.planner.search import QUICK, THOROUGH, SearchEffort
 
 __all__ = [
     "QUICK",
     "THOROUGH",
-    "Effort",
-    "Memory",
-    "Planned",
+    "SearchEffort",
+    "PlannerCache",
+    "PlanResult",
     "find_plan",
     "fits",
     "least_budget",

@@ -11,7 +11,7 @@ from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget
 from penstock.plan.workload import Workload, default_numerics
-from penstock.planner import QUICK, Effort, Memory, Planned, find_plan, fits
+from penstock.planner import QUICK, PlannerCache, PlanResult, SearchEffort, find_plan, fits
 from penstock.tiers import Tier
 from penstock.units import GiB
 
@@ -49,17 +49,17 @@ class Question:
     machine: Machine
     """On what."""
 
-    planned: Planned
+    planned: PlanResult
     """The answer as it is."""
 
-    memory: Memory = field(default_factory=dict, compare=False, repr=False)
+    memory: PlannerCache = field(default_factory=dict, compare=False, repr=False)
     """What the questions have in common."""
 
-    def ask(self, **changes: object) -> Planned | None:
+    def ask(self, **changes: object) -> PlanResult | None:
         """The plan with something changed, or None if that does not fit."""
         asked = replace(self, **changes)  # type: ignore[arg-type]
         args = (asked.inventory, asked.workload, asked.budget, asked.machine)
-        return find_plan(*args, effort=QUICK, memory=self.memory)
+        return find_plan(*args, effort=QUICK, cache=self.memory)
 
 
 def advise(question: Question, most: int = 3) -> list[Advice]:
@@ -153,7 +153,7 @@ class Point:
 
 
 def vary(
-    question: Question, tier: Tier, sizes: Sequence[int], effort: Effort = QUICK
+    question: Question, tier: Tier, sizes: Sequence[int], effort: SearchEffort = QUICK
 ) -> list[Point]:
     """The step's time for each size of one tier. More is never worse: what fits in less fits."""
     points: list[Point] = []
@@ -165,7 +165,7 @@ def vary(
             question.budget.changed(tier, nbytes),
             _roomy(question.machine, tier, nbytes),
             effort=effort,
-            memory=question.memory,
+            cache=question.memory,
         )
         if planned is not None:
             best = min(best or planned.cost.step_seconds, planned.cost.step_seconds)

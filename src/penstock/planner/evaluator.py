@@ -1,4 +1,4 @@
-"""The places that each spot stands for, and their weights in a stripe. Room: decide."""
+"""The places that each location stands for, and their weights in a stripe. Room: decide."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from penstock.plan.build_schedule import step_schedule
 from penstock.plan.placement import BlockPlacement, Home, Placement, Share, SweepSide, stripe
 from penstock.plan.schedule import Schedule
 from penstock.plan.workload import Workload
-from penstock.planner.choice import GROUPS, BlockSpots, Choice, Spot
-from penstock.planner.cost import Cost, Rates, Stopwatch, estimate
+from penstock.planner.candidate import GROUPS, BlockLocations, Candidate, Location
+from penstock.planner.cost import Cost, Rates, StepTimer, estimate
 from penstock.planner.staging_pieces import MOST, coarse
 from penstock.roles import STATE, Formats, Role
 from penstock.tiers import Tier
@@ -34,19 +34,19 @@ from penstock.tiers import Tier
 
 def places(
     machine: Machine, rates: Rates, budget: Budget
-) -> Mapping[Spot, tuple[tuple[Share, float], ...]]:
-    """The places of each spot, with their weights in a stripe."""
+) -> Mapping[Location, tuple[tuple[Share, float], ...]]:
+    """The places of each location, with their weights in a stripe."""
     dram = [(Share(tier=Tier.DRAM, nbytes=0, node=n.id), rates.nodes[n.id]) for n in
             machine.dram_nodes]  # fmt: skip
     cxl = [(Share(tier=Tier.CXL, nbytes=0, node=n.id), rates.nodes[n.id]) for n in
            machine.cxl_nodes]  # fmt: skip
     paths = [(Share(tier=Tier.NVME, nbytes=0, path=p.path), float(p.nbytes)) for p in budget.nvme]
     return {
-        Spot.HBM: ((Share(tier=Tier.HBM, nbytes=0), 1.0),),
-        Spot.DRAM: tuple((share, node.sweep) for share, node in dram),
-        Spot.MIX: tuple((share, node.sweep) for share, node in [*dram, *cxl]),
-        Spot.CXL: tuple((share, node.to_gpu) for share, node in cxl),
-        Spot.NVME: tuple(paths),
+        Location.HBM: ((Share(tier=Tier.HBM, nbytes=0), 1.0),),
+        Location.DRAM: tuple((share, node.sweep) for share, node in dram),
+        Location.MIX: tuple((share, node.sweep) for share, node in [*dram, *cxl]),
+        Location.CXL: tuple((share, node.to_gpu) for share, node in cxl),
+        Location.NVME: tuple(paths),
     }
 
 
@@ -76,7 +76,7 @@ class _Run(NamedTuple):
 
 
 @dataclass(slots=True)
-class QuickNeeds:
+class QuickSizer:
     """For one model, one workload and one size of pieces."""
 
     inventory: Inventory
@@ -88,25 +88,25 @@ class QuickNeeds:
     context_nbytes: int
     """What the driver takes."""
 
-    placement: Callable[[Choice], Placement]
+    placement: Callable[[Candidate], Placement]
     """How a candidate is written out."""
 
-    known_hbm: dict[Choice, int] = field(default_factory=dict)
+    known_hbm: dict[Candidate, int] = field(default_factory=dict)
     """Of candidates asked about before. Depends on no budget."""
 
     _runs: dict[object, _Run] = field(init=False, default_factory=dict)
 
-    def of(self, choice: Choice) -> dict[Tier, int]:
-        placement = self.placement(choice)
+    def of(self, candidate: Candidate) -> dict[Tier, int]:
+        placement = self.placement(candidate)
         pipes = len(pipe_lanes(self.workload, placement))
         dram = pipes * pipe_nbytes(self.inventory, self.workload, placement)
-        dram += self._staging(choice, placement)
-        return {Tier.HBM: self.hbm(choice), Tier.DRAM: dram}
+        dram += self._staging(candidate, placement)
+        return {Tier.HBM: self.hbm(candidate), Tier.DRAM: dram}
 
-    def hbm(self, choice: Choice) -> int:
+    def hbm(self, candidate: Candidate) -> int:
         """As if everything outside HBM were in DRAM."""
-        spots = tuple(map(_nearer, choice.spots))
-        alike = Choice(spots, choice.rounds, choice.slots, choice.ahead)
+        locations = tuple(map(_nearer, candidate.locations))
+        alike = Candidate(locations, candidate.rounds, candidate.slots, candidate.ahead)
         if alike not in self.known_hbm:
             placement = self.placement(alike)
             found = pools(
@@ -119,13 +119,13 @@ class QuickNeeds:
             self.known_hbm[alike] = sum(pool.nbytes for pool in found if pool.tier is Tier.HBM)
         return self.known_hbm[alike]
 
-    def _staging(self, choice: Choice, placement: Placement) -> int:
+    def _staging(self, candidate: Candidate, placement: Placement) -> int:
         """The most of it at once: the sweeps' pieces on the way forth, weights on the way back."""
         window = placement.pieces_staged
-        formats = self.workload.formats(choice.rounds)
+        formats = self.workload.formats(candidate.rounds)
         most = 0
         before: tuple[int, ...] = ()
-        for block, roles in _reads(choice):
+        for block, roles in _reads(candidate):
             run = self._run(block, roles, placement, formats)
             joined = before + run.head
             most = max(most, run.most, _most(joined, window))
@@ -151,24 +151,24 @@ class QuickNeeds:
         return self._runs[key]
 
 
-def _reads(choice: Choice) -> Iterator[tuple[int, tuple[Role, ...]]]:
+def _reads(candidate: Candidate) -> Iterator[tuple[int, tuple[Role, ...]]]:
     """What is read from NVMe into staging, block by block, in about the order of a step."""
-    for block, spots in enumerate(choice.spots):
-        roles: tuple[Role, ...] = (Role.WEIGHT,) if spots.weight is Spot.NVME else ()
-        roles += STATE if spots.state is Spot.NVME else ()
-        roles += (Role.GRADIENT,) if spots.gradient is Spot.NVME else ()
+    for block, locations in enumerate(candidate.locations):
+        roles: tuple[Role, ...] = (Role.WEIGHT,) if locations.weight is Location.NVME else ()
+        roles += STATE if locations.state is Location.NVME else ()
+        roles += (Role.GRADIENT,) if locations.gradient is Location.NVME else ()
         if roles:
             yield block, roles
-    for block in range(len(choice.spots) - 1, -1, -1):
-        if choice.spots[block].weight is Spot.NVME:
+    for block in range(len(candidate.locations) - 1, -1, -1):
+        if candidate.locations[block].weight is Location.NVME:
             yield block, (Role.WEIGHT,)
 
 
-def _nearer(spots: BlockSpots) -> BlockSpots:
-    def near(spot: Spot | None) -> Spot | None:
-        return spot if spot is None or spot is Spot.HBM else Spot.DRAM
+def _nearer(locations: BlockLocations) -> BlockLocations:
+    def near(location: Location | None) -> Location | None:
+        return location if location is None or location is Location.HBM else Location.DRAM
 
-    return BlockSpots(*map(near, spots))
+    return BlockLocations(*map(near, locations))
 
 
 def _nbytes(formats: Formats, roles: tuple[Role, ...], piece: tuple[int, int]) -> int:
@@ -209,26 +209,26 @@ class PlanEvaluator:
     """See Placement."""
 
     rates: Rates = field(init=False)
-    weighed: dict[Choice, float] = field(init=False, default_factory=dict)
+    weighed: dict[Candidate, float] = field(init=False, default_factory=dict)
     timed: int = field(init=False, default=0)
     """Operations of the candidates timed so far."""
 
-    _short: dict[Choice, dict[Tier, int]] = field(init=False, default_factory=dict)
-    _latest: tuple[Choice, Schedule] | None = field(init=False, default=None)
-    _quick: QuickNeeds = field(init=False)
-    _stopwatch: Stopwatch = field(init=False)
+    _short: dict[Candidate, dict[Tier, int]] = field(init=False, default_factory=dict)
+    _latest: tuple[Candidate, Schedule] | None = field(init=False, default=None)
+    _quick: QuickSizer = field(init=False)
+    _stopwatch: StepTimer = field(init=False)
     _coarse: int = field(init=False)
     _capacities: dict[Tier, int] = field(init=False)
-    _blocks: dict[tuple[int, BlockSpots, int], BlockPlacement] = field(
+    _blocks: dict[tuple[int, BlockLocations, int], BlockPlacement] = field(
         init=False, default_factory=dict
     )
-    _demands: dict[tuple[int, BlockSpots, int], tuple[tuple[Tier, int], ...]] = field(
+    _demands: dict[tuple[int, BlockLocations, int], tuple[tuple[Tier, int], ...]] = field(
         init=False, default_factory=dict
     )
-    _homes: dict[tuple[int, Role, Spot, int], Home] = field(init=False, default_factory=dict)
+    _homes: dict[tuple[int, Role, Location, int], Home] = field(init=False, default_factory=dict)
     _sizes: dict[object, int] = field(init=False, default_factory=dict)
-    _alike: dict[tuple[int, Role, Spot], Home] = field(init=False, default_factory=dict)
-    _places: Mapping[Spot, tuple[tuple[Share, float], ...]] = field(init=False)
+    _alike: dict[tuple[int, Role, Location], Home] = field(init=False, default_factory=dict)
+    _places: Mapping[Location, tuple[tuple[Share, float], ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         compiled = self.workload.numerics.compiled
@@ -236,8 +236,8 @@ class PlanEvaluator:
         self._places = places(self.machine, self.rates, self.budget)
         self._capacities = {tier: self._capacity(tier) for tier in Tier}
         args = (self.inventory, self.workload)
-        self._quick = QuickNeeds(*args, self.context_nbytes, self.placement)
-        self._stopwatch = Stopwatch(*args, self.rates, issued=self.piece_elements)
+        self._quick = QuickSizer(*args, self.context_nbytes, self.placement)
+        self._stopwatch = StepTimer(*args, self.rates, issued=self.piece_elements)
         self._coarse = coarse(self.inventory, self.piece_elements)
 
     # Bytes.
@@ -255,7 +255,7 @@ class PlanEvaluator:
         other.remember(self._quick.known_hbm)
         return other
 
-    def remember(self, known: dict[Choice, int]) -> None:
+    def remember(self, known: dict[Candidate, int]) -> None:
         """Use, and add to, what HBM takes for candidates, which depends on no budget."""
         self._quick.known_hbm = known
 
@@ -269,9 +269,9 @@ class PlanEvaluator:
     def _capacity(self, tier: Tier) -> int:
         """The budget, or less where a stripe by bandwidth cannot use all of every node."""
         limit = self.budget.of(tier)
-        spot = {Tier.CXL: Spot.CXL, Tier.DRAM: Spot.DRAM}.get(tier)
-        if spot is not None and not self.unbounded:
-            places = self._places[spot]
+        location = {Tier.CXL: Location.CXL, Tier.DRAM: Location.DRAM}.get(tier)
+        if location is not None and not self.unbounded:
+            places = self._places[location]
             total = sum(weight for _, weight in places)
             for share, weight in places:
                 assert share.node is not None
@@ -282,65 +282,65 @@ class PlanEvaluator:
     def nbytes(self, block: int, group: str, rounds: int) -> int:
         return sum(self._role_nbytes(block, role, rounds) for role in GROUPS[group])
 
-    def demand(self, choice: Choice) -> Counter[Tier]:
+    def demand(self, candidate: Candidate) -> Counter[Tier]:
         """Bytes that rest in each tier, inputs included that are lent no place."""
         found: Counter[Tier] = Counter()
-        for index, spots in enumerate(choice.spots):
-            for tier, nbytes in self._block_demand(index, spots, choice.rounds):
+        for index, locations in enumerate(candidate.locations):
+            for tier, nbytes in self._block_demand(index, locations, candidate.rounds):
                 found[tier] += nbytes
-        found.subtract(self.lent(choice))
+        found.subtract(self.lent(candidate))
         return found
 
-    def lent(self, choice: Choice) -> Counter[Tier]:
+    def lent(self, candidate: Candidate) -> Counter[Tier]:
         """Bytes of inputs that rest where gradients leave room."""
-        blocks = [self._block(i, s, choice.rounds) for i, s in enumerate(choice.spots)]
-        return overlaid_nbytes(blocks, rounds=choice.rounds, accumulate=self.workload.accumulate)
+        blocks = [self._block(i, s, candidate.rounds) for i, s in enumerate(candidate.locations)]
+        return overlaid_nbytes(blocks, rounds=candidate.rounds, accumulate=self.workload.accumulate)
 
-    def lendable(self, spots: Sequence[BlockSpots], rounds: int) -> set[int]:
+    def lendable(self, locations: Sequence[BlockLocations], rounds: int) -> set[int]:
         """The blocks whose inputs do."""
-        blocks = [self._block(i, s, rounds) for i, s in enumerate(spots)]
+        blocks = [self._block(i, s, rounds) for i, s in enumerate(locations)]
         return set(overlaid_activations(blocks, rounds=rounds, accumulate=self.workload.accumulate))
 
     def _block_demand(
-        self, index: int, spots: BlockSpots, rounds: int
+        self, index: int, locations: BlockLocations, rounds: int
     ) -> tuple[tuple[Tier, int], ...]:
-        key = (index, spots, rounds)
+        key = (index, locations, rounds)
         if key not in self._demands:
-            block = self._block(index, spots, rounds)
+            block = self._block(index, locations, rounds)
             pairs = ((s.tier, s.nbytes) for home in block.homes for s in home.shares)
             self._demands[key] = tuple(pairs)
         return self._demands[key]
 
-    def pools(self, choice: Choice) -> tuple[Pool, ...]:
+    def pools(self, candidate: Candidate) -> tuple[Pool, ...]:
         return pools(
             self.inventory,
             self.workload,
-            self.placement(choice),
-            self._schedule(choice),
+            self.placement(candidate),
+            self._schedule(candidate),
             context_nbytes=self.context_nbytes,
         )
 
-    def _schedule(self, choice: Choice) -> Schedule:
+    def _schedule(self, candidate: Candidate) -> Schedule:
         """The bytes and the time of one candidate are asked for one after the other."""
-        if self._latest is None or self._latest[0] != choice:
-            self._latest = (choice, step_schedule(self.inventory, self.placement(choice)))
+        if self._latest is None or self._latest[0] != candidate:
+            self._latest = (candidate, step_schedule(self.inventory, self.placement(candidate)))
         return self._latest[1]
 
-    def shortage(self, choice: Choice) -> dict[Tier, int]:
+    def shortage(self, candidate: Candidate) -> dict[Tier, int]:
         """Bytes by which each tier is too small; empty if it fits. Quick: see `lacks`."""
-        if choice not in self._short:
-            short = self._over(self.demand(choice))
+        if candidate not in self._short:
+            short = self._over(self.demand(candidate))
             if not short:
-                wanted = self.demand(choice)
-                wanted.update(self._quick.of(choice))
+                wanted = self.demand(candidate)
+                wanted.update(self._quick.of(candidate))
                 short = self._over(wanted)
-            self._short[choice] = short
-        return self._short[choice]
+            self._short[candidate] = short
+        return self._short[candidate]
 
-    def lacks(self, choice: Choice) -> dict[Tier, int]:
+    def lacks(self, candidate: Candidate) -> dict[Tier, int]:
         """The same, to the byte. What it finds is left free from now on, so that another candidate
         may be looked for."""
-        short = self._over(self.needs(choice))
+        short = self._over(self.needs(candidate))
         if short:
             for tier, nbytes in short.items():
                 self._capacities[tier] -= nbytes
@@ -348,16 +348,16 @@ class PlanEvaluator:
             self.weighed.clear()
         return short
 
-    def needs(self, choice: Choice) -> Counter[Tier]:
+    def needs(self, candidate: Candidate) -> Counter[Tier]:
         """Bytes that each tier must have, all in all, to the byte."""
-        wanted = self.demand(choice)
-        for pool in self.pools(choice):
+        wanted = self.demand(candidate)
+        for pool in self.pools(candidate):
             wanted[pool.tier] += pool.nbytes
         return wanted
 
-    def hbm_needs(self, choice: Choice) -> int:
+    def hbm_needs(self, candidate: Candidate) -> int:
         """Of those, what HBM must have."""
-        return self.demand(choice)[Tier.HBM] + self._quick.hbm(choice)
+        return self.demand(candidate)[Tier.HBM] + self._quick.hbm(candidate)
 
     def _over(self, wanted: Mapping[Tier, int]) -> dict[Tier, int]:
         room = self._capacities
@@ -365,70 +365,76 @@ class PlanEvaluator:
 
     # Time.
 
-    def seconds(self, choice: Choice) -> float:
+    def seconds(self, candidate: Candidate) -> float:
         """The step's time, with pieces no smaller than it takes to tell; infinite if it does not
         fit."""
-        if choice not in self.weighed:
-            self.weighed[choice] = math.inf if self.shortage(choice) else self._time(choice)
-        return self.weighed[choice]
+        if candidate not in self.weighed:
+            self.weighed[candidate] = (
+                math.inf if self.shortage(candidate) else self._time(candidate)
+            )
+        return self.weighed[candidate]
 
-    def _time(self, choice: Choice) -> float:
-        placement = replace(self.placement(choice), piece_elements=self._coarse)
+    def _time(self, candidate: Candidate) -> float:
+        placement = replace(self.placement(candidate), piece_elements=self._coarse)
         schedule = step_schedule(self.inventory, placement)
         self.timed += len(schedule.operations)
         return self._stopwatch.seconds(placement, schedule)
 
-    def at_least(self, choice: Choice) -> float:
+    def at_least(self, candidate: Candidate) -> float:
         """What its score cannot be below, without timing it."""
-        placement = self.placement(choice)
-        return self._stopwatch.at_least(placement) + WEAR * self.demand(choice)[Tier.NVME]
+        placement = self.placement(candidate)
+        return self._stopwatch.at_least(placement) + WEAR * self.demand(candidate)[Tier.NVME]
 
-    def computing(self, choice: Choice) -> float:
+    def computing(self, candidate: Candidate) -> float:
         """What the GPU computes: with so many rounds, no plan is faster."""
-        return self._stopwatch.computing(self.placement(choice))
+        return self._stopwatch.computing(self.placement(candidate))
 
-    def score(self, choice: Choice) -> float:
+    def score(self, candidate: Candidate) -> float:
         """The step's time, and a little for what rests on NVMe: of two plans that are equally
         fast, the one that writes less lets the drive live longer."""
-        return self.seconds(choice) + WEAR * self.demand(choice)[Tier.NVME]
+        return self.seconds(candidate) + WEAR * self.demand(candidate)[Tier.NVME]
 
-    def cost(self, choice: Choice) -> Cost:
-        placement, schedule = self.placement(choice), self._schedule(choice)
+    def cost(self, candidate: Candidate) -> Cost:
+        placement, schedule = self.placement(candidate), self._schedule(candidate)
         return estimate(self.inventory, self.workload, placement, self.rates, schedule=schedule)
 
-    # From spots to homes.
+    # From locations to homes.
 
-    def placement(self, choice: Choice) -> Placement:
+    def placement(self, candidate: Candidate) -> Placement:
         return Placement(
-            rounds=choice.rounds,
-            slots=choice.slots,
-            ahead=choice.ahead,
+            rounds=candidate.rounds,
+            slots=candidate.slots,
+            ahead=candidate.ahead,
             piece_elements=self.piece_elements,
-            blocks=tuple(self._block(i, s, choice.rounds) for i, s in enumerate(choice.spots)),
+            blocks=tuple(
+                self._block(i, s, candidate.rounds) for i, s in enumerate(candidate.locations)
+            ),
         )
 
-    def _block(self, index: int, spots: BlockSpots, rounds: int) -> BlockPlacement:
-        key = (index, spots, rounds)
+    def _block(self, index: int, locations: BlockLocations, rounds: int) -> BlockPlacement:
+        key = (index, locations, rounds)
         if key not in self._blocks:
-            self._blocks[key] = self._make_block(index, spots, rounds)
+            self._blocks[key] = self._make_block(index, locations, rounds)
         return self._blocks[key]
 
-    def _make_block(self, index: int, spots: BlockSpots, rounds: int) -> BlockPlacement:
+    def _make_block(self, index: int, locations: BlockLocations, rounds: int) -> BlockPlacement:
         homes: list[Home] = []
-        for group, spot in spots._asdict().items():
-            if spot is not None:
-                homes += [self.home(index, role, spot, rounds) for role in GROUPS[group]]
-        side: SweepSide = "none" if spots.state is None else "gpu" if spots.resident else "cpu"
+        for group, location in locations._asdict().items():
+            if location is not None:
+                homes += [self.home(index, role, location, rounds) for role in GROUPS[group]]
+        side: SweepSide = (
+            "none" if locations.state is None else "gpu" if locations.resident else "cpu"
+        )
         name = self.inventory.blocks[index].name
         return BlockPlacement(block=name, homes=tuple(homes), sweep=side)
 
-    def home(self, block: int, role: Role, spot: Spot, rounds: int) -> Home:
-        key = (block, role, spot, rounds)
+    def home(self, block: int, role: Role, location: Location, rounds: int) -> Home:
+        key = (block, role, location, rounds)
         if key not in self._homes:
             nbytes = self._role_nbytes(block, role, rounds)
-            alike = (nbytes, role, spot)
+            alike = (nbytes, role, location)
             if alike not in self._alike:
-                self._alike[alike] = Home(role=role, shares=stripe(nbytes, self._places[spot]))
+                self._alike[alike] = Home(role=role, shares=stripe(nbytes, self._places[location]))
             self._homes[key] = self._alike[alike]
         return self._homes[key]
 

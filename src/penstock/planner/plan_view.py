@@ -13,7 +13,7 @@ from penstock.errors import InfeasibleError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.plan import Plan
-from penstock.planner import Planned
+from penstock.planner import PlanResult
 from penstock.planner.cost import Cost
 from penstock.planner.resource_names import bound_by, long_name, written_per_step
 from penstock.tiers import Tier
@@ -34,7 +34,7 @@ LANES = {
 }
 
 
-def plan_json(planned: Planned) -> dict[str, Any]:
+def plan_json(planned: PlanResult) -> dict[str, Any]:
     """The frozen form that programs read."""
     plan, cost = planned.plan, planned.cost
     return {
@@ -79,7 +79,7 @@ def infeasible_json(problem: InfeasibleError, budgets: dict[str, int]) -> dict[s
     }
 
 
-def plan_view(planned: Planned, machine: Machine) -> RenderableType:
+def plan_view(planned: PlanResult, machine: Machine) -> RenderableType:
     """The table, the step's time line and the one line that sums it up."""
     plan, cost = planned.plan, planned.cost
     work = plan.workload
@@ -146,7 +146,7 @@ def lane_shares(cost: Cost, lane: str, width: int) -> list[float]:
     return [min(1.0, share) for share in busy]
 
 
-def summary(planned: Planned, machine: Machine) -> str:
+def summary(planned: PlanResult, machine: Machine) -> str:
     plan, cost = planned.plan, planned.cost
     first = next(iter(cost.bounds))
     share = cost.bounds[first] / cost.step_seconds
@@ -177,7 +177,7 @@ def wear(plan: Plan, machine: Machine) -> list[str]:
     return [text]
 
 
-def explain(planned: Planned, inventory: Inventory, name: str) -> RenderableType:
+def explain(planned: PlanResult, inventory: Inventory, name: str) -> RenderableType:
     """One block: where its roles rest, and when its operations run."""
     block = inventory.block(name)
     index = inventory.blocks.index(block)
@@ -198,7 +198,7 @@ def explain(planned: Planned, inventory: Inventory, name: str) -> RenderableType
     return Group(Text(title, style="bold"), homes, Text(), times, Text(), phase_table(planned))
 
 
-def phase_table(planned: Planned) -> Table:
+def phase_table(planned: PlanResult) -> Table:
     """What each phase of the step has in use, of what the plan takes."""
     used = [tier for tier in Tier if planned.plan.peak(tier)]
     table = Table("in use at most", *(tier.value for tier in used), box=None, pad_edge=False)

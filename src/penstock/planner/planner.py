@@ -11,10 +11,10 @@ from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, PathBudget, check_paths
 from penstock.plan.plan import Plan
 from penstock.plan.workload import Workload
-from penstock.planner.choice import Choice
+from penstock.planner.candidate import Candidate
 from penstock.planner.cost import Cost, phase_peaks
 from penstock.planner.evaluator import PlanEvaluator
-from penstock.planner.search import THOROUGH, Effort, first_fit, search
+from penstock.planner.search import THOROUGH, SearchEffort, first_fit, search
 from penstock.planner.staging_pieces import piece_sizes
 from penstock.tiers import Tier
 from penstock.units import KiB, MiB, format_bytes
@@ -28,12 +28,12 @@ _GRAIN = 64 * MiB
 _FINEST = 64 * KiB
 
 
-Memory = dict[object, dict[Choice, int]]
+PlannerCache = dict[object, dict[Candidate, int]]
 """What questions about one model have in common; empty at first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class PlanResult:
     """A plan and what it is expected to cost."""
 
     plan: Plan
@@ -56,8 +56,8 @@ def make_plan(
     budget: Budget,
     machine: Machine,
     *,
-    effort: Effort = THOROUGH,
-) -> Planned:
+    effort: SearchEffort = THOROUGH,
+) -> PlanResult:
     """The best plan found. InfeasibleError says the least budgets that would do."""
     found = find_plan(inventory, workload, budget, machine, effort=effort)
     if found is None:
@@ -75,19 +75,19 @@ def find_plan(
     budget: Budget,
     machine: Machine,
     *,
-    effort: Effort = THOROUGH,
-    memory: Memory | None = None,
-) -> Planned | None:
+    effort: SearchEffort = THOROUGH,
+    cache: PlannerCache | None = None,
+) -> PlanResult | None:
     """The best plan found, or None. A `memory` makes the next question about the model quicker."""
     workload.check(inventory)
     check_paths(machine, budget)
     for piece in piece_sizes(inventory, workload, budget):
-        desk = PlanEvaluator(inventory, workload, machine, budget, piece_elements=piece)
-        if memory is not None:
-            desk.remember(memory.setdefault((workload, piece, desk.context_nbytes), {}))
-        choice = search(desk, effort)
-        if choice is not None:
-            return planned(desk, choice)
+        evaluator = PlanEvaluator(inventory, workload, machine, budget, piece_elements=piece)
+        if cache is not None:
+            evaluator.remember(cache.setdefault((workload, piece, evaluator.context_nbytes), {}))
+        candidate = search(evaluator, effort)
+        if candidate is not None:
+            return plan_result(evaluator, candidate)
     return None
 
 
@@ -107,22 +107,24 @@ def _frugal_desk(
     )
 
 
-def planned(desk: PlanEvaluator, choice: Choice) -> Planned:
+def plan_result(evaluator: PlanEvaluator, candidate: Candidate) -> PlanResult:
     """A candidate, written out."""
     plan = Plan(
-        model=desk.inventory.model,
-        fingerprint=desk.inventory.fingerprint,
-        parameters=desk.inventory.parameters(),
-        machine=desk.machine.name,
-        workload=desk.workload,
-        budget=desk.budget,
-        placement=desk.placement(choice),
-        pools=desk.pools(choice),
-        note=desk.inventory.not_trainable,
+        model=evaluator.inventory.model,
+        fingerprint=evaluator.inventory.fingerprint,
+        parameters=evaluator.inventory.parameters(),
+        machine=evaluator.machine.name,
+        workload=evaluator.workload,
+        budget=evaluator.budget,
+        placement=evaluator.placement(candidate),
+        pools=evaluator.pools(candidate),
+        note=evaluator.inventory.not_trainable,
     )
-    cost = desk.cost(choice)
-    args = (desk.inventory, desk.workload, plan.placement, cost.schedule, plan.pools)
-    return Planned(plan=plan, cost=cost, peaks=phase_peaks(*args), assumed=desk.rates.assumed)
+    cost = evaluator.cost(candidate)
+    args = (evaluator.inventory, evaluator.workload, plan.placement, cost.schedule, plan.pools)
+    return PlanResult(
+        plan=plan, cost=cost, peaks=phase_peaks(*args), assumed=evaluator.rates.assumed
+    )
 
 
 def least_budget(
@@ -130,17 +132,17 @@ def least_budget(
 ) -> dict[str, int | None]:
     """Per tier, the least that makes it fit with the other budgets as they are, by bisection; None
     where no amount of that tier alone would do."""
-    desk = _frugal_desk(inventory, workload, budget, machine, unbounded=True)
+    evaluator = _frugal_desk(inventory, workload, budget, machine, unbounded=True)
     return {
-        tier.value: _least(desk, _with_paths(budget, machine, tier), tier)
+        tier.value: _least(evaluator, _with_paths(budget, machine, tier), tier)
         for tier in Tier
         if tier is not Tier.CXL or machine.cxl_nodes
     }
 
 
-def _least(desk: PlanEvaluator, budget: Budget, tier: Tier) -> int | None:
+def _least(evaluator: PlanEvaluator, budget: Budget, tier: Tier) -> int | None:
     def enough(nbytes: int) -> bool:
-        return first_fit(desk.with_budget(budget.changed(tier, nbytes))) is not None
+        return first_fit(evaluator.with_budget(budget.changed(tier, nbytes))) is not None
 
     if (tier is Tier.NVME and not budget.nvme) or not enough(_CEILING):
         return None

@@ -10,7 +10,7 @@ from penstock.machine.machine import Machine
 from penstock.plan.budget import Budget, with_paths
 from penstock.plan.plan import Plan
 from penstock.plan.workload import Workload
-from penstock.planner import Planned
+from penstock.planner import PlanResult
 from penstock.planner.resource_names import long_name
 from penstock.storage.leftovers import find_stores, remove_store
 from penstock.train.errors import SettingsError
@@ -25,7 +25,7 @@ class Chosen:
 
     plan: Plan
     machine: Machine
-    planned: Planned | None
+    planned: PlanResult | None
     """With its cost; None for a plan from a file."""
 
     remark: str = ""

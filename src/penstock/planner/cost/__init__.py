@@ -4,8 +4,8 @@
 shared resources, `estimate` says what came out; a `stopwatch` only how long, for many in a row.
 """
 
-from penstock.planner.cost.estimate import Cost, Stopwatch, estimate
+from penstock.planner.cost.estimate import Cost, StepTimer, estimate
 from penstock.planner.cost.peaks import PHASES, phase_peaks
 from penstock.planner.cost.rates import Rates
 
-__all__ = ["PHASES", "Cost", "Rates", "Stopwatch", "estimate", "phase_peaks"]
+__all__ = ["PHASES", "Cost", "Rates", "StepTimer", "estimate", "phase_peaks"]

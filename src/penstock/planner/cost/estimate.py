@@ -109,7 +109,7 @@ def _bottleneck(demands: Mapping[str, float]) -> str:
 
 
 @dataclass(slots=True)
-class Stopwatch:
+class StepTimer:
     """Times placements of one model and work on one machine: what they have in common is worked
     out once. It must not outlive the homes of those placements, which it knows by identity."""
 

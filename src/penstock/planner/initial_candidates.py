@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.planner.choice import GROUPS, TIERS, BlockSpots, Choice, Spot
+from penstock.planner.candidate import GROUPS, TIERS, BlockLocations, Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.tiers import Tier
 
@@ -31,22 +31,22 @@ ORDERS: tuple[tuple[str, ...], ...] = (
 """Which group gets the fast tiers first. The sweep's own comes first by default; where states must
 go to disk anyway, the others are better off in DRAM."""
 
-PREFERENCES: tuple[dict[str, tuple[Spot, ...]], ...] = (
-    {"state": (Spot.DRAM, Spot.MIX, Spot.CXL, Spot.NVME)},
-    {"state": (Spot.MIX, Spot.DRAM, Spot.CXL, Spot.NVME)},
+PREFERENCES: tuple[dict[str, tuple[Location, ...]], ...] = (
+    {"state": (Location.DRAM, Location.MIX, Location.CXL, Location.NVME)},
+    {"state": (Location.MIX, Location.DRAM, Location.CXL, Location.NVME)},
     {
-        "state": (Spot.DRAM, Spot.MIX, Spot.CXL, Spot.NVME),
-        "weight": (Spot.CXL, Spot.DRAM, Spot.NVME),
-        "input": (Spot.CXL, Spot.DRAM, Spot.NVME),
+        "state": (Location.DRAM, Location.MIX, Location.CXL, Location.NVME),
+        "weight": (Location.CXL, Location.DRAM, Location.NVME),
+        "input": (Location.CXL, Location.DRAM, Location.NVME),
     },
 )
-"""Where each group looks for room, first choice first; the last two matter with CXL only."""
+"""Where each group looks for room, first candidate first; the last two matter with CXL only."""
 
-OTHERS = (Spot.DRAM, Spot.CXL, Spot.NVME)
+OTHERS = (Location.DRAM, Location.CXL, Location.NVME)
 
 
 @dataclass(frozen=True, slots=True)
-class FillOrder:
+class FillStrategy:
     """How to fill."""
 
     order: tuple[str, ...] = ORDERS[0]
@@ -71,16 +71,16 @@ class FillOrder:
     """See Placement."""
 
 
-def fill(desk: PlanEvaluator, recipe: FillOrder) -> Choice | None:
+def fill(evaluator: PlanEvaluator, recipe: FillStrategy) -> Candidate | None:
     """A candidate that fits, or None."""
     reserve: Counter[Tier] = Counter()
     for _ in range(4):
-        choice = _fill_once(desk, recipe, reserve)
-        if choice is None:
+        candidate = _fill_once(evaluator, recipe, reserve)
+        if candidate is None:
             return None
-        short = desk.shortage(choice)
+        short = evaluator.shortage(candidate)
         if not short:
-            return choice
+            return candidate
         if set(short) - {Tier.DRAM}:
             return None
         # Staging shows only when it is known what goes to NVMe: leave room for it and try again.
@@ -88,68 +88,70 @@ def fill(desk: PlanEvaluator, recipe: FillOrder) -> Choice | None:
     return None
 
 
-def _fill_once(desk: PlanEvaluator, recipe: FillOrder, reserve: Counter[Tier]) -> Choice | None:
-    room = {tier: desk.capacity(tier) - reserve[tier] for tier in Tier}
-    spots = [undecided(desk, recipe, i) for i in range(len(desk.inventory.blocks))]
-    for groups, blocks in _turns(recipe, spots):
+def _fill_once(
+    evaluator: PlanEvaluator, recipe: FillStrategy, reserve: Counter[Tier]
+) -> Candidate | None:
+    room = {tier: evaluator.capacity(tier) - reserve[tier] for tier in Tier}
+    locations = [undecided(evaluator, recipe, i) for i in range(len(evaluator.inventory.blocks))]
+    for groups, blocks in _turns(recipe, locations):
         wants = PREFERENCES[recipe.preference].get("+".join(groups), OTHERS)
-        open_blocks = [i for i in blocks if getattr(spots[i], groups[0]) is Spot.DRAM]
+        open_blocks = [i for i in blocks if getattr(locations[i], groups[0]) is Location.DRAM]
         if groups == ("input",):  # those that are lent a place take none
-            lent = desk.lendable(spots, recipe.rounds)
+            lent = evaluator.lendable(locations, recipe.rounds)
             open_blocks = [i for i in open_blocks if i not in lent]
-        for spot in wants:
-            if not all(desk.capacity(tier) for tier in TIERS[spot]):
+        for location in wants:
+            if not all(evaluator.capacity(tier) for tier in TIERS[location]):
                 continue
-            took = _take(desk, groups, spot, open_blocks, room, recipe.rounds)
+            took = _take(evaluator, groups, location, open_blocks, room, recipe.rounds)
             for i in took:
-                spots[i] = spots[i]._replace(**dict.fromkeys(groups, spot))
+                locations[i] = locations[i]._replace(**dict.fromkeys(groups, location))
             open_blocks = [i for i in open_blocks if i not in took]
         if open_blocks:
             return None
-    return Choice(tuple(spots), recipe.rounds, recipe.slots, recipe.ahead)
+    return Candidate(tuple(locations), recipe.rounds, recipe.slots, recipe.ahead)
 
 
 def _turns(
-    recipe: FillOrder, spots: Sequence[BlockSpots]
+    recipe: FillStrategy, locations: Sequence[BlockLocations]
 ) -> Iterator[tuple[tuple[str, ...], Sequence[int]]]:
     """Which groups of which blocks take room, first to last."""
     for group in recipe.order:
         if group == BLOCK:
-            frozen = [i for i, spot in enumerate(spots) if spot.state is None]
-            yield from ((("state", "gradient", "weight"), (i,)) for i in range(len(spots)))
+            frozen = [i for i, location in enumerate(locations) if location.state is None]
+            yield from ((("state", "gradient", "weight"), (i,)) for i in range(len(locations)))
             yield ("weight",), frozen
         else:
-            yield (group,), range(len(spots))
+            yield (group,), range(len(locations))
 
 
-def undecided(desk: PlanEvaluator, recipe: FillOrder, index: int) -> BlockSpots:
+def undecided(evaluator: PlanEvaluator, recipe: FillStrategy, index: int) -> BlockLocations:
     """Everything to be placed says DRAM; what the block does not have, None."""
-    block = desk.inventory.blocks[index]
+    block = evaluator.inventory.blocks[index]
     trained, layer = bool(block.parameters(True)), block.kind == "layer"
-    home = Spot.HBM if index in recipe.resident else Spot.DRAM
-    last = len(desk.inventory.blocks) - 2
+    home = Location.HBM if index in recipe.resident else Location.DRAM
+    last = len(evaluator.inventory.blocks) - 2
     keeps_input = index > last - recipe.hbm_inputs
-    return BlockSpots(
+    return BlockLocations(
         weight=home if block.tensors else None,
         state=home if trained else None,
         gradient=home if trained else None,
-        input=(Spot.HBM if keeps_input else Spot.DRAM) if layer else None,
+        input=(Location.HBM if keeps_input else Location.DRAM) if layer else None,
     )
 
 
 def _take(
-    desk: PlanEvaluator, groups: tuple[str, ...], spot: Spot, blocks: Sequence[int],
+    evaluator: PlanEvaluator, groups: tuple[str, ...], location: Location, blocks: Sequence[int],
     room: dict[Tier, int], rounds: int,
 ) -> set[int]:  # fmt: skip
     """As many as fit: the outer blocks, which are largest, and layers spread evenly, so that what
     a slower tier must do is spread over the step too."""
     if not blocks:
         return set()
-    layers = [i for i in blocks if desk.inventory.blocks[i].kind == "layer"]
+    layers = [i for i in blocks if evaluator.inventory.blocks[i].kind == "layer"]
     order = [i for i in blocks if i not in layers] + spread(layers)
     taken = set()
     for i in order:
-        wanted = _by_tier(desk, i, groups, spot, rounds)
+        wanted = _by_tier(evaluator, i, groups, location, rounds)
         if all(room[tier] >= nbytes for tier, nbytes in wanted.items()):
             for tier, nbytes in wanted.items():
                 room[tier] -= nbytes
@@ -158,11 +160,11 @@ def _take(
 
 
 def _by_tier(
-    desk: PlanEvaluator, block: int, groups: tuple[str, ...], spot: Spot, rounds: int
+    evaluator: PlanEvaluator, block: int, groups: tuple[str, ...], location: Location, rounds: int
 ) -> Counter[Tier]:
     found: Counter[Tier] = Counter()
     for role in (role for group in groups for role in GROUPS[group]):
-        for share in desk.home(block, role, spot, rounds).shares:
+        for share in evaluator.home(block, role, location, rounds).shares:
             found[share.tier] += share.nbytes
     return found
 
@@ -173,33 +175,35 @@ def spread(layers: Sequence[int]) -> list[int]:
     return sorted(layers, key=lambda i: ((i * golden) % 1.0, i))
 
 
-def residents(desk: PlanEvaluator, rounds: int) -> list[tuple[int, ...]]:
+def residents(evaluator: PlanEvaluator, rounds: int) -> list[tuple[int, ...]]:
     """Blocks to keep in HBM: as many as it holds, in two orders; half of them; none.
 
     First layers, whose sweep would be waited for. Where disks are used also last ones: the others'
     gradients then lend room to more inputs."""
-    count = len(desk.inventory.blocks)
-    outer = [i for i in (0, count - 1) if desk.inventory.blocks[i].tensors]
+    count = len(evaluator.inventory.blocks)
+    outer = [i for i in (0, count - 1) if evaluator.inventory.blocks[i].tensors]
     layers = list(range(1, count - 1))
     found: list[tuple[int, ...]] = []
     for order in ([*outer, *layers], [*layers, *outer]):
-        most = _most(desk, FillOrder(rounds=rounds), order)
+        most = _most(evaluator, FillStrategy(rounds=rounds), order)
         found += [tuple(sorted(order[:number])) for number in (most, most // 2)]
-    if desk.capacity(Tier.NVME):
+    if evaluator.capacity(Tier.NVME):
         number = max(0, len(found[0]) - len(outer))
         found.insert(0, tuple(sorted([*outer, *layers[len(layers) - number :]])))
     return list(dict.fromkeys([*found, ()]))
 
 
-def _most(desk: PlanEvaluator, base: FillOrder, order: Sequence[int]) -> int:
+def _most(evaluator: PlanEvaluator, base: FillStrategy, order: Sequence[int]) -> int:
     """How many blocks HBM holds, whatever the host can do, by bisection: each more takes more."""
     low, high = 0, len(order)
     while low < high:
         middle = (low + high + 1) // 2
         resident = tuple(sorted(order[:middle]))
         recipe = replace(base, resident=resident)
-        spots = tuple(undecided(desk, recipe, i) for i in range(len(desk.inventory.blocks)))
-        if desk.hbm_needs(Choice(spots, base.rounds)) <= desk.capacity(Tier.HBM):
+        locations = tuple(
+            undecided(evaluator, recipe, i) for i in range(len(evaluator.inventory.blocks))
+        )
+        if evaluator.hbm_needs(Candidate(locations, base.rounds)) <= evaluator.capacity(Tier.HBM):
             low = middle
         else:
             high = middle - 1

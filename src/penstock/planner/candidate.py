@@ -1,4 +1,4 @@
-"""What the search moves: a spot for each group of roles of each block. Room: decide."""
+"""What the search moves: a location for each group of roles of each block. Room: decide."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.roles import STATE, Role
 from penstock.tiers import Tier
 
 
-class Spot(StrEnum):
+class Location(StrEnum):
     """Where a group may rest."""
 
     HBM = "hbm"
@@ -29,25 +29,25 @@ class Spot(StrEnum):
     """Over the paths, by measured bandwidth."""
 
 
-class BlockSpots(NamedTuple):
+class BlockLocations(NamedTuple):
     """One block. None where it has no such role."""
 
-    weight: Spot | None
+    weight: Location | None
     """Compute weights."""
 
-    state: Spot | None
+    state: Location | None
     """Master and moments, which the sweep reads and writes together."""
 
-    gradient: Spot | None
+    gradient: Location | None
     """Gradient."""
 
-    input: Spot | None
+    input: Location | None
     """The block's input."""
 
     @property
     def resident(self) -> bool:
         """All of it in HBM: nothing to fetch, and the GPU sweeps it."""
-        return self.weight is Spot.HBM
+        return self.weight is Location.HBM
 
 
 GROUPS: dict[str, tuple[Role, ...]] = {
@@ -58,20 +58,20 @@ GROUPS: dict[str, tuple[Role, ...]] = {
 }
 """Roles that move together."""
 
-TIERS: dict[Spot, tuple[Tier, ...]] = {
-    Spot.HBM: (Tier.HBM,),
-    Spot.DRAM: (Tier.DRAM,),
-    Spot.MIX: (Tier.DRAM, Tier.CXL),
-    Spot.CXL: (Tier.CXL,),
-    Spot.NVME: (Tier.NVME,),
+TIERS: dict[Location, tuple[Tier, ...]] = {
+    Location.HBM: (Tier.HBM,),
+    Location.DRAM: (Tier.DRAM,),
+    Location.MIX: (Tier.DRAM, Tier.CXL),
+    Location.CXL: (Tier.CXL,),
+    Location.NVME: (Tier.NVME,),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Candidate:
     """One candidate."""
 
-    spots: tuple[BlockSpots, ...]
+    locations: tuple[BlockLocations, ...]
     """By block."""
 
     rounds: int = 1
@@ -83,6 +83,6 @@ class Choice:
     ahead: int = 1
     """See Placement."""
 
-    def moved(self, changes: dict[int, BlockSpots]) -> Choice:
-        spots = tuple(changes.get(i, spot) for i, spot in enumerate(self.spots))
-        return Choice(spots, self.rounds, self.slots, self.ahead)
+    def moved(self, changes: dict[int, BlockLocations]) -> Candidate:
+        locations = tuple(changes.get(i, location) for i, location in enumerate(self.locations))
+        return Candidate(locations, self.rounds, self.slots, self.ahead)
