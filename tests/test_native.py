@@ -1,4 +1,4 @@
-"""The C++ tests, one by one under the sanitizers, and the stub kept true to the module."""
+"""Run each C++ test under the sanitizers, and compare the type stub with the module."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_native(name: str) -> None:
 
 
 def public_names(body: list[ast.stmt]) -> dict[str, set[str]]:
-    """Names in a stub: each class with its members, each function with none."""
+    """Return the names in the stub: each class with its members, each function with none."""
     names: dict[str, set[str]] = {}
     for item in body:
         if isinstance(item, ast.ClassDef):
@@ -48,7 +48,7 @@ def public_names(body: list[ast.stmt]) -> dict[str, set[str]]:
     return {name: members for name, members in names.items() if not name.startswith("_")}
 
 
-def test_the_stub_says_what_the_module_has() -> None:
+def test_the_stub_lists_the_names_of_the_module() -> None:
     stub = public_names(ast.parse((REPO / "src/penstock/_native.pyi").read_text()).body)
 
     assert set(stub) == {name for name in dir(_native) if not name.startswith("_")}
@@ -57,7 +57,7 @@ def test_the_stub_says_what_the_module_has() -> None:
             assert hasattr(getattr(_native, name), member), f"{name}.{member}"
 
 
-def test_every_build_has_the_baseline_and_picks_the_best() -> None:
+def test_every_build_has_the_baseline_and_uses_the_best_instruction_set() -> None:
     names = _native.isa_names()
 
     assert names[0] == "baseline"
@@ -65,7 +65,7 @@ def test_every_build_has_the_baseline_and_picks_the_best() -> None:
 
 
 @pytest.mark.parametrize("isa", _native.isa_names())
-def test_the_instruction_set_can_be_held_down(isa: str) -> None:
+def test_penstock_isa_limits_the_instruction_set(isa: str) -> None:
     code = "from penstock import _native; print(_native.isa_name())"
     run = subprocess.run(
         [os.sys.executable, "-c", code],  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Records as files: strict JSON, the old or the new but no part; what is no file stays so."""
+"""Record files are strict JSON and written atomically; pipes and devices are not replaced."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Leaf:
     ("text", "message"),
     [
         ('{"a": 1, "b": {"c": 1, "c": 2}}', "^c: is given twice$"),
-        ('{"a": NaN}', "^NaN is not a number that JSON has"),
-        ('{"a": -Infinity}', "^-Infinity is not a number"),
-        ('{"a": 1e400}', "^1e400 is not a number that JSON has"),
+        ('{"a": NaN}', "^NaN is not a valid JSON number"),
+        ('{"a": -Infinity}', "^-Infinity is not a valid JSON number"),
+        ('{"a": 1e400}', "^1e400 is not a valid JSON number"),
         ('{"a": 1,}', "^line 1, column 9: is not JSON"),
         ("[" * 200_000, "^is nested too deeply"),
         (b'{"a": "\xff"}', "^is not JSON: .*utf-8"),
         ("1" * 5000, "^is not JSON: "),
     ],
 )
-def test_text_that_is_not_strict_json_is_refused(text: str | bytes, message: str) -> None:
+def test_text_that_is_not_strict_json_is_rejected(text: str | bytes, message: str) -> None:
     with pytest.raises(RecordError, match=message):
         parse(text)
 
 
-def test_the_layout_keeps_short_things_on_one_line() -> None:
+def test_layout_keeps_short_values_on_one_line() -> None:
     document = {"cpus": list(range(100)), "rates": [{"threads": 1}, {"threads": 2, "x": "y" * 90}]}
     text = layout(document)
     assert json.loads(text) == document
@@ -66,21 +66,21 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_save_through_a_link_replaces_what_the_link_points_to(tmp_path: Path) -> None:
+def test_saving_through_a_link_replaces_its_target(tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to("real.json")
     records.save(Leaf(value=1.0), tmp_path / "link.json")
     assert (tmp_path / "link.json").is_symlink()
     assert records.load(Leaf, tmp_path / "real.json") == Leaf(value=1.0)
 
 
-def test_a_load_names_the_file(tmp_path: Path) -> None:
+def test_load_errors_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "leaf.json"
     path.write_text("{")
     with pytest.raises(RecordError, match=re.escape(f"{path}: line 1, column 2: is not JSON")):
         records.load(Leaf, path)
 
 
-def test_a_save_onto_a_pipe_goes_through_it(tmp_path: Path) -> None:
+def test_saving_to_a_pipe_writes_into_it(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -90,7 +90,7 @@ def test_a_save_onto_a_pipe_goes_through_it(tmp_path: Path) -> None:
     assert path.is_fifo()
 
 
-def test_a_save_onto_a_device_leaves_the_device(tmp_path: Path) -> None:
+def test_saving_to_a_device_does_not_replace_it(tmp_path: Path) -> None:
     null, full = make_device(tmp_path, "null"), make_device(tmp_path, "full")
     records.save(Leaf(value=1.0), null)
     assert null.is_char_device()
@@ -100,13 +100,13 @@ def test_a_save_onto_a_device_leaves_the_device(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [full, null]
 
 
-def test_a_save_onto_standard_output_adds_to_what_it_is(tmp_path: Path) -> None:
+def test_saving_to_standard_output_appends(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("before\n")
     code = (
-        "from penstock import records as record_files; from penstock.units import GiB;"
+        "from penstock import records; from penstock.units import GiB;"
         "from penstock.machine.machine import Machine, MemoryNode;"
-        "record_files.save(MemoryNode(id=0, kind='dram', capacity=GiB), '/dev/stdout');"
+        "records.save(MemoryNode(id=0, kind='dram', capacity=GiB), '/dev/stdout');"
         "print('after')"
     )
     with log.open("a") as stdout:
@@ -117,7 +117,7 @@ def test_a_save_onto_standard_output_adds_to_what_it_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [log]
 
 
-def test_a_disk_is_not_written_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_saving_to_a_disk_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "disk"
     path.write_text("precious")
     monkeypatch.setattr(stat, "S_ISBLK", lambda mode: True)
@@ -130,13 +130,15 @@ def test_a_disk_is_not_written_over(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     ("name", "reason"),
     [("gone/leaf.json", "No such file or directory"), ("", "Is a directory")],
 )
-def test_a_place_that_cannot_be_read_or_written_is_named_with_the_reason(
+def test_an_unreadable_or_unwritable_path_is_named_with_the_reason(
     tmp_path: Path, name: str, reason: str
 ) -> None:
     path = tmp_path / name
     with pytest.raises(RecordError, match=re.escape(f"{path}: cannot be written: {reason}")):
         records.save(Leaf(value=1.0), path)
-    with pytest.raises(MachineError, match=re.escape(f"{path}: cannot be read: {reason}")) as told:
+    with pytest.raises(
+        MachineError, match=re.escape(f"{path}: cannot be read: {reason}")
+    ) as caught:
         records.load(Leaf, path, error=MachineError)
-    assert isinstance(told.value.__cause__, OSError)
+    assert isinstance(caught.value.__cause__, OSError)
     assert list(tmp_path.iterdir()) == []

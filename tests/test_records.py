@@ -1,4 +1,4 @@
-"""Records survive a trip through JSON, and whatever is wrong with a file is told by its field."""
+"""Records convert to JSON and back, and errors name the field that is wrong."""
 
 from __future__ import annotations
 
@@ -81,17 +81,15 @@ anything = st.recursive(
 )
 
 
-@settings(deadline=None)  # cores are shared; nothing here is about time
+@settings(deadline=None)  # the machine may be busy, and these tests are not about time
 @given(trees)
-def test_any_record_comes_back_from_its_own_text_as_it_was(tree: Tree) -> None:
+def test_writing_and_reading_returns_an_equal_record(tree: Tree) -> None:
     assert from_json(Tree, parse(layout(to_json(tree)))) == tree
 
 
 @settings(deadline=None)
 @given(trees, st.data())
-def test_any_change_to_a_file_is_read_or_refused_by_a_record_error(
-    tree: Tree, data: st.DataObject
-) -> None:
+def test_a_changed_file_is_read_or_raises_a_record_error(tree: Tree, data: st.DataObject) -> None:
     document = to_json(tree)
     assert isinstance(document, dict)
     mutate(document, data)
@@ -104,7 +102,7 @@ def test_any_change_to_a_file_is_read_or_refused_by_a_record_error(
 
 
 def mutate(document: dict[str, object], data: st.DataObject) -> None:
-    """Go down to some place in the document and put anything there, or take it away."""
+    """Replace, add or remove a random value somewhere in the document."""
     at: dict[str, object] | list[object] = document
     while True:
         keys = list(at) if isinstance(at, dict) else list(range(len(at)))
@@ -124,7 +122,7 @@ def mutate(document: dict[str, object], data: st.DataObject) -> None:
 
 @settings(deadline=None)
 @given(st.text() | st.binary() | anything.map(json.dumps))
-def test_any_text_parses_or_is_refused_by_a_record_error(text: str | bytes) -> None:
+def test_any_text_parses_or_raises_a_record_error(text: str | bytes) -> None:
     with contextlib.suppress(RecordError):
         json.dumps(parse(text), allow_nan=False)
 
@@ -156,37 +154,37 @@ def test_any_text_parses_or_is_refused_by_a_record_error(text: str | bytes) -> N
         ({"zzz": 1}, "t.json: zzz: is not a field here; the fields are version, kind, colour"),
     ],
 )
-def test_a_wrong_field_is_named_with_what_it_must_be_and_what_it_is(
+def test_an_invalid_field_is_named_with_the_expected_and_actual_value(
     change: dict[str, object], message: str
 ) -> None:
     with pytest.raises(RecordError, match=re.escape(message)):
         from_json(Tree, OAK | change, where="t.json")
 
 
-def test_a_missing_field_is_named_with_what_it_must_be() -> None:
+def test_a_missing_field_is_named_with_the_expected_value() -> None:
     with pytest.raises(RecordError, match='kind: is missing; it must be "oak" or "elm"'):
         from_json(Tree, {})
 
 
-def test_only_an_object_is_a_record() -> None:
-    with pytest.raises(RecordError, match=r"^t.json: must hold an object \{...\}, got \[1\]$"):
+def test_a_record_must_be_an_object() -> None:
+    with pytest.raises(RecordError, match=r"^t.json: must contain an object \{...\}, got \[1\]$"):
         from_json(Tree, [1], where="t.json")
 
 
-def test_a_newer_version_is_refused_before_the_fields_it_may_have_added() -> None:
+def test_a_newer_version_is_rejected_before_its_unknown_fields() -> None:
     with pytest.raises(RecordError, match=r"version: is 4, .* up to 3; upgrade Penstock"):
         from_json(Tree, {"version": 4, "bark": 80})
 
 
-def test_the_caller_chooses_the_error_and_finds_the_parts_of_its_message() -> None:
-    with pytest.raises(MachineError) as refused:
+def test_the_caller_chooses_the_exception_class() -> None:
+    with pytest.raises(MachineError) as caught:
         from_json(Tree, OAK | {"alive": 0}, where="t.json", error=MachineError)
-    assert (refused.value.where, refused.value.field) == ("t.json", "alive")
-    assert isinstance(refused.value, PenstockError)
-    assert isinstance(refused.value, ValueError)
+    assert (caught.value.where, caught.value.field) == ("t.json", "alive")
+    assert isinstance(caught.value, PenstockError)
+    assert isinstance(caught.value, ValueError)
 
 
-def test_bytes_may_be_written_with_a_unit_and_come_out_as_a_number() -> None:
+def test_sizes_may_have_a_unit_and_are_written_as_numbers() -> None:
     tree = from_json(Tree, OAK | {"nbytes": "64GiB", "maybe": 1e9})
     assert (tree.nbytes, tree.maybe) == (64 << 30, 10**9)
     assert type(tree.maybe) is int
@@ -196,13 +194,13 @@ def test_bytes_may_be_written_with_a_unit_and_come_out_as_a_number() -> None:
     }  # fmt: skip
 
 
-def test_a_record_that_takes_a_number_may_be_written_as_one() -> None:
+def test_a_record_with_from_number_may_be_written_as_a_number() -> None:
     tree = from_json(Tree, OAK | {"leaf": 2, "leaves": [3.5]})
     assert tree.leaf == Leaf(value=2.0, label="short")
     assert tree.leaves == (Leaf(value=3.5, label="short"),)
 
 
-def test_what_is_empty_by_default_is_left_out_and_what_is_not_stays() -> None:
+def test_only_fields_that_are_empty_by_default_are_omitted() -> None:
     assert to_json(Leaf(value=0.0)) == {"value": 0.0}
     written = to_json(Tree(kind="elm", must_say=None))
     assert written == {
@@ -211,6 +209,6 @@ def test_what_is_empty_by_default_is_left_out_and_what_is_not_stays() -> None:
     }  # fmt: skip
 
 
-def test_a_number_that_json_lacks_is_refused_when_written() -> None:
+def test_a_nan_is_rejected_when_written() -> None:
     with pytest.raises(RecordError, match=r"leaves\[0\].value: must be finite"):
         to_json(Tree(kind="oak", must_say=1, leaves=(Leaf(value=float("nan")),)))

@@ -1,4 +1,4 @@
-"""Sizes read as people write them, and the other way round."""
+"""Parsing and formatting of sizes, rates and durations."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ from penstock.units import (
         (7, 7),
     ],
 )
-def test_sizes_are_read(text: str | int, nbytes: int) -> None:
+def test_parse_bytes_reads_sizes(text: str | int, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 G", "1,5GiB", "1e9", "nan", "0x10", "1 2"])
-def test_what_is_not_a_size_is_named(text: str) -> None:
+def test_parse_bytes_quotes_invalid_text(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize("value", [None, 1.5, True, [1]])
-def test_only_text_and_whole_numbers_are_sizes(value: object) -> None:
+def test_parse_bytes_accepts_only_strings_and_integers(value: object) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_bytes(value)  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 2**60))
-def test_large_numbers_keep_every_byte(nbytes: int) -> None:
+def test_large_sizes_are_exact(nbytes: int) -> None:
     assert parse_bytes(str(nbytes)) == nbytes
     assert parse_bytes(f"{nbytes}KiB") == nbytes * KiB
 
 
 @given(st.integers(0, 2**60))
-def test_what_is_written_reads_back_within_its_figures(nbytes: int) -> None:
+def test_a_formatted_size_parses_back_within_three_digits(nbytes: int) -> None:
     assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.006, abs=0.5)
 
 
-def test_figures_and_units() -> None:
+def test_formatting_uses_three_digits_and_a_unit() -> None:
     assert format_bytes(0) == "0 B"
     assert format_bytes(1536 * MiB) == "1.50 GiB"
     assert format_bytes(MiB - 1) == "1024 KiB"
@@ -71,7 +71,7 @@ def test_figures_and_units() -> None:
 
 
 @given(st.integers(0, 2**50), st.integers(1, 2**30))
-def test_rounding_up_is_the_least_multiple(value: int, unit: int) -> None:
+def test_round_up_returns_the_smallest_multiple(value: int, unit: int) -> None:
     rounded = round_up(value, unit)
 
     assert rounded % unit == 0

@@ -1,7 +1,7 @@
 """Fine-tune language models larger than the GPU's memory.
 
-Names are looked up on first use: `import penstock` loads neither torch nor the native core, so that
-planning works on machines that have no torch.
+Public names are imported on first use: `import penstock` loads neither torch nor the native core,
+so that planning works on machines without torch.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    # places
+    # placement
     "Node",
     "Stripe",
     "Interleave",
     "placing",
-    # tensors on them
+    # placed tensors
     "empty",
     "zeros",
     "full",
@@ -46,17 +46,17 @@ __all__ = [
     "move",
     "Residency",
     "Arena",
-    # bytes on disk
+    # storage
     "Store",
-    # optimizers over host memory
+    # optimizers
     "optim",
     # generation
     "kv",
     "generate",
-    # the machine
+    # machine
     "Machine",
     "discover",
-    # the plan
+    # planning
     "survey",
     "Workload",
     "Budget",
@@ -64,14 +64,14 @@ __all__ = [
     "make_plan",
     # training
     "prepare",
-    # looking on
+    # profiling
     "observe",
-    # what can go wrong
+    # exceptions
     "PenstockError",
     "StorageError",
 ]
 
-_HOME = {
+_MODULES = {
     "Node": "memory.placement",
     "Stripe": "memory.placement",
     "Interleave": "memory.placement",
@@ -98,15 +98,15 @@ _HOME = {
 }
 
 _PACKAGES = {"generate", "kv", "observe", "optim"}
-"""`observe` can be called, too."""
+"""Packages that are public names themselves. `penstock.observe` is also callable."""
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME and name not in _PACKAGES:
+    if name not in _MODULES and name not in _PACKAGES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     if name in _PACKAGES:
         return importlib.import_module(f"penstock.{name}")
-    value = getattr(importlib.import_module(f"penstock.{_HOME[name]}"), name)
+    value = getattr(importlib.import_module(f"penstock.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

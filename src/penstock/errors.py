@@ -1,7 +1,7 @@
-"""What can go wrong that a user can mend. Room: names.
+"""Exceptions for failures that a user can fix.
 
-Each says which thing, how much it wanted, how much there was and what to do next; the numbers are
-attributes too. A mistake of ours is an AssertionError, never one of these.
+Each message says what failed, how much it needed, how much there was, and what to do next. The
+numbers are also attributes of the exception. A bug in Penstock raises an AssertionError instead.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from penstock.units import format_bytes, format_bytes_up
 
 
 class PenstockError(Exception):
-    """The root of all of them."""
+    """Base class of every Penstock exception."""
 
 
 class PlacementError(PenstockError):
-    """Memory could not be had where it was asked for."""
+    """Memory could not be allocated where it was requested."""
 
 
 class UnknownNodeError(PlacementError, ValueError):
-    """The machine has no such node."""
+    """The machine has no NUMA node with this number."""
 
     def __init__(self, node: int, known: Sequence[int]) -> None:
         self.node, self.known = node, tuple(known)
@@ -28,57 +28,61 @@ class UnknownNodeError(PlacementError, ValueError):
 
 
 class OfflineNodeError(PlacementError):
-    """The node exists but has no memory in use by the kernel."""
+    """The node exists, but the kernel has none of its memory online."""
 
     def __init__(self, node: int, online: Sequence[int]) -> None:
         self.node, self.online = node, tuple(online)
         super().__init__(
-            f"node {node} has no memory online; {_nodes(online)} have. "
-            f"`daxctl online-memory` brings a CXL device's memory online"
+            f"node {node} has no memory online; memory is online on {_nodes(online)}. "
+            f"Run `daxctl online-memory` to bring a CXL device's memory online"
         )
 
 
 class ForbiddenNodeError(PlacementError):
-    """The process is confined to other nodes."""
+    """The process is not allowed to use this node."""
 
     def __init__(self, node: int, allowed: Sequence[int]) -> None:
         self.node, self.allowed = node, tuple(allowed)
         super().__init__(
-            f"this process may not use node {node}: it is confined to {_nodes(allowed)} "
-            f"(cpuset or numactl); widen cpuset.mems or place on one of those"
+            f"this process is not allowed to use node {node}: a cpuset or numactl confines it to "
+            f"{_nodes(allowed)}; extend cpuset.mems, or place memory on one of those nodes"
         )
 
 
 class NodeFullError(PlacementError, MemoryError):
-    """A node has too little memory left."""
+    """A node has too little free memory."""
 
     def __init__(self, node: int, *, wanted: int, free: int, others: Mapping[int, int]) -> None:
         self.node, self.wanted, self.free = node, wanted, free
         self.roomier = {k: v for k, v in others.items() if v >= wanted and k != node}
         if self.roomier:
             best = max(self.roomier, key=lambda k: self.roomier[k])
-            way_out = f"node {best} has {format_bytes(self.roomier[best])}"
+            advice = f"node {best} has {format_bytes(self.roomier[best])} free"
         else:
-            way_out = "no other node has that much; ask for less or stripe over several nodes"
+            advice = (
+                "no other node has that much free; request less memory, or stripe it over "
+                "several nodes"
+            )
         super().__init__(
-            f"{format_bytes(wanted)} wanted on node {node}, which has {format_bytes(free)} free; "
-            f"{way_out}"
+            f"{format_bytes(wanted)} requested on node {node}, which has {format_bytes(free)} "
+            f"free; {advice}"
         )
 
 
 class MemoryLimitError(PlacementError, MemoryError):
-    """A control group would kill the process for taking that much."""
+    """The allocation would exceed a control group's memory limit and get the process killed."""
 
     def __init__(self, *, wanted: int, free: int, limit: int) -> None:
         self.wanted, self.free, self.limit = wanted, free, limit
         super().__init__(
-            f"{format_bytes(wanted)} wanted, but the control group's limit of "
-            f"{format_bytes(limit)} leaves {format_bytes(free)}; raise memory.max or ask for less"
+            f"{format_bytes(wanted)} requested, but the control group's limit of "
+            f"{format_bytes(limit)} leaves {format_bytes(free)}; raise memory.max, or request less "
+            f"memory"
         )
 
 
 class MapError(PlacementError, MemoryError):
-    """The kernel gave no address space or no pages."""
+    """The kernel could not map the memory: no address space or no pages."""
 
     def __init__(self, *, wanted: int, errno: int, reason: str, advice: str) -> None:
         self.wanted, self.errno = wanted, errno
@@ -86,35 +90,35 @@ class MapError(PlacementError, MemoryError):
 
 
 class HugePagesError(PlacementError, MemoryError):
-    """Too few reserved huge pages, on one node or (None) in all."""
+    """Too few reserved huge pages are free, on one node or (`node=None`) on the machine."""
 
     def __init__(self, *, wanted: int, free: int, unit: int, node: int | None) -> None:
         self.wanted, self.free, self.node = wanted, free, node
-        where = "here" if node is None else f"on node {node}"
+        location = "on this machine" if node is None else f"on node {node}"
         path = "/proc/sys/vm/nr_hugepages"
         if node is not None:
             path = f"/sys/devices/system/node/node{node}/hugepages/hugepages-2048kB/nr_hugepages"
         super().__init__(
-            f"{wanted} reserved huge pages of {format_bytes(unit)} wanted {where}, {free} free; "
-            f"reserve them with `echo N > {path}` or use huge='thp'"
+            f"{wanted} reserved huge pages of {format_bytes(unit)} requested {location}, {free} "
+            f"free; reserve more with `echo N > {path}`, or use huge='thp'"
         )
 
 
 class PlacementPermissionError(PlacementError, PermissionError):
-    """The kernel, or a container's filter, refused the call."""
+    """The kernel or a container's seccomp profile refused a system call."""
 
     def __init__(self, call: str, errno: int) -> None:
         self.call = call
         PermissionError.__init__(
             self,
             errno,
-            f"{call} is not permitted here; in a container run with --cap-add SYS_NICE or a "
-            f"seccomp profile that allows {call}",
+            f"{call} is not permitted here; in a container, run with --cap-add SYS_NICE or with "
+            f"a seccomp profile that allows {call}",
         )
 
 
 class MoveError(PlacementError):
-    """Some pages stayed where they were."""
+    """Some pages could not be moved to another node."""
 
     def __init__(self, *, wanted: int, reason: str) -> None:
         self.wanted = wanted
@@ -122,26 +126,27 @@ class MoveError(PlacementError):
 
 
 class PinError(PlacementError):
-    """The GPU's driver refused to register memory."""
+    """The GPU driver could not register (pin) host memory."""
 
     def __init__(self, *, wanted: int, code: int, name: str) -> None:
         self.wanted, self.code = wanted, code
         super().__init__(
             f"CUDA could not register {format_bytes(wanted)} of host memory ({name}); "
-            f"free host memory or use pinned=False, at a quarter of the copy speed or less"
+            f"free some host memory, or use pinned=False, which copies at a quarter of the speed "
+            f"or less"
         )
 
 
 class SizeError(PlacementError, ValueError):
-    """A shape or size that holds nothing."""
+    """A shape or size that is not valid for an allocation."""
 
 
 class DtypeError(PlacementError, TypeError):
-    """An element type that cannot be laid over plain memory."""
+    """A data type that cannot be backed by plain memory."""
 
 
 class ArenaFullError(PlacementError, MemoryError):
-    """An arena has too little left."""
+    """An arena has too little space left."""
 
     def __init__(self, *, name: str, wanted: int, free: int, capacity: int) -> None:
         self.name, self.wanted, self.free, self.capacity = name, wanted, free, capacity
@@ -153,15 +158,17 @@ class ArenaFullError(PlacementError, MemoryError):
 
 
 class ArenaBusyError(PlacementError):
-    """An arena was reset while tensors still lie in it."""
+    """An arena was reset while tensors still use its memory."""
 
     def __init__(self, live: int) -> None:
         self.live = live
-        super().__init__(f"{live} tensors of this arena are still alive; drop them, then reset")
+        super().__init__(
+            f"{live} tensors of this arena are still alive; delete them before the reset"
+        )
 
 
 class RecordError(PenstockError, ValueError):
-    """A file, or a value made by hand, that does not hold what its form asks for."""
+    """A file or value with a missing, unknown or invalid field."""
 
     def __init__(self, field: str, problem: str, *, where: str = "") -> None:
         self.field, self.problem, self.where = field, problem, where
@@ -169,27 +176,27 @@ class RecordError(PenstockError, ValueError):
 
 
 class MachineError(RecordError):
-    """A machine description that does not hold together."""
+    """A machine description that is invalid or inconsistent."""
 
 
 class InventoryError(RecordError):
-    """A description of a model that does not hold together."""
+    """A model inventory that is invalid or inconsistent."""
 
 
 class WorkloadError(RecordError):
-    """A piece of work that makes no sense, or not for this model."""
+    """A workload that is invalid, or that does not suit the model."""
 
 
 class PlanError(RecordError):
-    """A plan that does not hold together, or is for another model or machine."""
+    """A plan that is inconsistent, or that was made for another model or machine."""
 
 
 class SurveyError(PenstockError, ValueError):
-    """A model whose blocks could not be found."""
+    """A model whose transformer blocks could not be found."""
 
 
 class InfeasibleError(PenstockError, ValueError):
-    """No placement fits the budgets."""
+    """No placement fits the memory budgets."""
 
     def __init__(self, problem: str, *, least: Mapping[str, int | None]) -> None:
         self.problem, self.least = problem, dict(least)
@@ -198,24 +205,20 @@ class InfeasibleError(PenstockError, ValueError):
             for tier, nbytes in self.least.items()
             if nbytes is not None
         ]
-        way_out = f"; it fits {', or '.join(rows)}" if rows else ""
-        super().__init__(f"{problem}{way_out}")
+        advice = f"; it fits {', or '.join(rows)}" if rows else ""
+        super().__init__(f"{problem}{advice}")
 
 
 class ProbeError(PenstockError):
-    """Something could not be measured."""
-
-
-def _nodes(nodes: Sequence[int]) -> str:
-    return f"node{'s' if len(nodes) != 1 else ''} {', '.join(map(str, nodes)) or 'none'}"
+    """A measurement could not be made."""
 
 
 class SweepError(PenstockError):
-    """An optimizer step that was not, or not wholly, taken."""
+    """An optimizer step that failed, completely or for some elements."""
 
 
 class SweepInputError(SweepError, ValueError):
-    """A buffer, or a setting, that the sweep cannot work with. Nothing was changed."""
+    """A buffer or setting that the optimizer sweep cannot use. Nothing was updated."""
 
     def __init__(self, name: str, problem: str) -> None:
         self.name, self.problem = name, problem
@@ -223,62 +226,67 @@ class SweepInputError(SweepError, ValueError):
 
 
 class NonFiniteGradientError(SweepError, ArithmeticError):
-    """A gradient holds an infinity or a NaN. Nothing was changed."""
+    """A gradient contains an infinity or a NaN. Nothing was updated."""
 
     def __init__(self, name: str, index: int) -> None:
         self.name, self.index = name, index
         super().__init__(
             f"the gradient of {name} is not finite, first at element {index}; nothing was updated. "
             f"Skip this step, lower the loss scale or the learning rate, or pass "
-            f"nonfinite='trust' to step all the same"
+            f"nonfinite='trust' to apply the step anyway"
         )
 
 
 class NonFiniteMasterError(SweepError, ArithmeticError):
-    """A master would have become infinite, NaN or too large for its weight."""
+    """The step would make a master weight infinite, NaN, or too large for its 16-bit weight."""
 
     def __init__(self, name: str, index: int) -> None:
         self.name, self.index = name, index
         super().__init__(
             f"the step would make a weight of {name} infinite or NaN, first at element {index}; "
-            f"such elements kept their weight and moments, all others were updated. Lower the "
-            f"learning rate, or go back to the last checkpoint"
+            f"such elements kept their weight and moments, and all others were updated. Lower the "
+            f"learning rate, or return to the last checkpoint"
         )
 
 
 class EngineError(PenstockError):
-    """Training that cannot go on."""
+    """Training cannot continue."""
 
 
 class DeviceMemoryError(EngineError, MemoryError):
-    """The GPU has too little memory left."""
+    """The GPU has too little free memory."""
 
     def __init__(self, what: str, *, wanted: int, free: int, total: int) -> None:
         self.what, self.wanted, self.free, self.total = what, wanted, free, total
         super().__init__(
-            f"{format_bytes(wanted)} of GPU memory wanted for {what}, {format_bytes(free)} of "
-            f"{format_bytes(total)} free; lower --hbm, or end what else uses the GPU"
+            f"cannot allocate {format_bytes(wanted)} of GPU memory for {what}: "
+            f"{format_bytes(free)} of {format_bytes(total)} is free; lower --hbm, or stop other "
+            f"programs that use the GPU"
         )
 
 
 class EngineStateError(RecordError, EngineError):
-    """A checkpoint that this engine cannot continue from."""
+    """A checkpoint that this engine cannot resume from."""
 
 
 class UnsupportedModelError(EngineError, ValueError):
-    """A model that can be planned for but not trained."""
+    """A model that Penstock can plan for but cannot train."""
 
 
 class BatchError(EngineError, ValueError):
-    """A batch that the engine was not prepared for."""
+    """A batch that does not match the workload the engine was prepared for."""
 
 
 class NonFiniteLossError(EngineError, ArithmeticError):
-    """The loss or a gradient is infinite or NaN. No weight was changed by this batch."""
+    """The loss or a gradient is infinite or NaN. This batch changed no weight."""
 
     def __init__(self, problem: str, *, step: int) -> None:
         self.problem, self.step = problem, step
         super().__init__(
-            f"step {step}: {problem}; this batch changed no weight. Look at the batch, lower the "
-            f"learning rate, or go back to an earlier checkpoint"
+            f"step {step}: {problem}; this batch changed no weight. Inspect the batch, lower the "
+            f"learning rate, or return to an earlier checkpoint"
         )
+
+
+def _nodes(nodes: Sequence[int]) -> str:
+    return f"node{'s' if len(nodes) != 1 else ''} {', '.join(map(str, nodes)) or 'none'}"

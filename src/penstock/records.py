@@ -1,13 +1,14 @@
-"""Frozen dataclasses to JSON and back, by their type hints. Room: names.
+"""Convert frozen dataclasses to JSON files and back, following their type hints.
 
 A record is a dataclass whose fields are int, float, str, bool, Literal, StrEnum, other records,
-`tuple[T, ...]`, `Mapping[int | str, T]`, one of these `| None`, or `Json`. Reading checks
-everything else and names the field that is wrong; what a record checks of itself in
-`__post_init__` is told likewise.
-Two class attributes widen what a file may hold:
+`tuple[T, ...]`, `Mapping[int | str, T]`, one of these `| None`, or `Json`. Reading is strict: every
+error names the field that is wrong, including errors that a record's own `__post_init__` raises.
+Writing is atomic: a reader finds the old file or the new one, never a part.
 
-- `FORMAT`, an int beside a field `version`: a file with a higher version is refused by that reason,
-  not for the fields this version does not know.
+Two class attributes extend what a file may contain:
+
+- `FORMAT`, an int that goes with a field `version`: a file with a higher version is rejected for
+  that reason, and not for the fields that this version does not know.
 - `from_number`, a classmethod: the record may be written as a plain number.
 """
 
@@ -49,48 +50,119 @@ from penstock.units import parse_bytes
 T = TypeVar("T")
 
 _LARGEST = sys.float_info.max
+_LINE_WIDTH = 100
 
 
 class _Size:
-    """Marks an int that may be written by hand as a text with a unit."""
+    """Marks an int that a file may also contain as a string with a unit."""
 
 
-class _Free:
-    """Marks a field whose form is another's business."""
+class _Unchecked:
+    """Marks a field that is read without any check."""
 
 
-Json = Annotated[Any, _Free]
-"""Whatever JSON can say, kept as it is: of somebody else, who checks it."""
+Json = Annotated[Any, _Unchecked]
+"""Any JSON value, kept unchanged. The code that uses the field checks it."""
 
 Bytes = Annotated[int, _Size]
-"""A number of bytes, which a file may also give as `"64GiB"`. Written out as the plain number."""
+"""A number of bytes. A file may also say `"64GiB"`; it is written as a plain number."""
 
 
 def to_json(value: object) -> object:
-    """What `json.dumps` takes. Fields that are absent or empty by default are left out."""
+    """Convert a record to values for `json.dumps`, without fields that are empty by default."""
     return _write(value, "")
 
 
 def from_json(
     cls: type[T], data: object, where: str = "", error: type[RecordError] = RecordError
 ) -> T:
-    """A `cls` made of parsed JSON. Raises `error`, which names `where` and the field."""
+    """Build a `cls` from parsed JSON. Raises `error`, which names `where` and the field."""
     try:
         if not isinstance(data, Mapping):
-            raise RecordError("", f"must hold an object {{...}}, got {_show(data)}")
+            raise RecordError("", f"must contain an object {{...}}, got {_show(data)}")
         return _read_record(cls, data, "")
     except RecordError as problem:
         raise error(problem.field, problem.problem, where=where) from None
 
 
-# Writing.
+def load(cls: type[T], path: str | Path, error: type[RecordError] = RecordError) -> T:
+    """Read a record from a file. Raises `error` if the file cannot be read or is invalid."""
+    with _os_errors_as(error, path, "read"):
+        raw = Path(path).read_bytes()
+    try:
+        return from_json(cls, parse(raw), where=str(path), error=error)
+    except RecordError as problem:
+        raise error(problem.field, problem.problem, where=str(path)) from None
+
+
+def save(value: object, path: str | Path, error: type[RecordError] = RecordError) -> None:
+    """Write a record atomically: a reader finds the old file or the new one, never a part.
+
+    A terminal, a pipe or a device such as /dev/null is written to and not replaced. Raises `error`
+    if the path cannot be written.
+    """
+    text = layout(to_json(value)) + "\n"
+    with _os_errors_as(error, path, "written"):
+        if (descriptor := _descriptor(path)) is not None:
+            # Write through the descriptor: opening the path again would overwrite a redirected
+            # file from its start.
+            with open(descriptor, "w", encoding="utf-8", closefd=False) as stream:
+                stream.write(text)
+        elif _is_special(path):
+            with open(path, "w", encoding="utf-8") as stream:
+                stream.write(text)
+        else:
+            _replace(
+                Path(os.path.realpath(path)), text
+            )  # replace the target of a link, not the link
+
+
+def parse(text: str | bytes) -> object:
+    """Parse strict JSON: no NaN or Infinity, and no key twice in one object."""
+    try:
+        decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        return json.loads(
+            decoded,
+            object_pairs_hook=_reject_duplicate_keys,
+            parse_constant=_reject_constant,
+            parse_float=_finite,
+        )
+    except RecordError:
+        raise
+    except json.JSONDecodeError as wrong:
+        raise RecordError(
+            f"line {wrong.lineno}, column {wrong.colno}", f"is not JSON: {wrong.msg}"
+        ) from None
+    except RecursionError:
+        raise RecordError("", "is nested too deeply to be a record") from None
+    except ValueError as wrong:  # bytes that are not UTF-8, or a number with thousands of digits
+        raise RecordError("", f"is not JSON: {wrong}") from None
+
+
+def layout(data: Any, indent: str = "") -> str:
+    """Format JSON for people: values that fit on one line, and lists of scalars, are not split."""
+    flat = json.dumps(data, allow_nan=False)
+    plain = isinstance(data, list) and not any(isinstance(item, list | dict) for item in data)
+    if not isinstance(data, list | dict) or plain or len(indent) + len(flat) <= _LINE_WIDTH:
+        return flat
+    deeper = indent + "  "
+    if isinstance(data, dict):
+        rows = [f"{json.dumps(key)}: {layout(item, deeper)}" for key, item in data.items()]
+    else:
+        rows = [layout(item, deeper) for item in data]
+    first, last = "{}" if isinstance(data, dict) else "[]"
+    body = ",\n".join(deeper + row for row in rows)
+    return f"{first}\n{body}\n{indent}{last}"
+
+
+# Converting to JSON.
 
 
 def _write(value: object, path: str) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kept = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        absent = {f.name for f in dataclasses.fields(value) if _goes_without_saying(value, f)}
-        return {k: _write(v, _join(path, k)) for k, v in kept.items() if k not in absent}
+        values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        omitted = {f.name for f in dataclasses.fields(value) if _is_empty_default(value, f)}
+        return {k: _write(v, _join(path, k)) for k, v in values.items() if k not in omitted}
     if isinstance(value, Mapping):
         return {str(k): _write(v, f"{path}[{k}]") for k, v in value.items()}
     if isinstance(value, StrEnum):
@@ -101,11 +173,11 @@ def _write(value: object, path: str) -> object:
         return value
     if isinstance(value, Sequence):
         return [_write(item, f"{path}[{i}]") for i, item in enumerate(value)]
-    raise TypeError(f"{path or 'value'}: {type(value).__name__} is no part of a record")
+    raise TypeError(f"{path or 'value'}: a record cannot contain a {type(value).__name__}")
 
 
-def _goes_without_saying(record: object, field: dataclasses.Field[Any]) -> bool:
-    """Nothing is there and nothing is what reading puts there."""
+def _is_empty_default(record: object, field: dataclasses.Field[Any]) -> bool:
+    """Return whether the field is empty and reading a file without it restores that value."""
     value = getattr(record, field.name)
     empty = value is None or (isinstance(value, str | Sequence | Mapping) and len(value) == 0)
     return empty and bool(value == _default(field))
@@ -122,7 +194,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default
 
 
-# Reading.
+# Converting from JSON.
 
 
 @functools.cache
@@ -132,19 +204,19 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 def _read_record(cls: type[T], data: object, path: str) -> T:
     if not isinstance(data, Mapping):
-        raise RecordError(path, f"must be {_wanted(cls)}, got {_show(data)}")
-    _refuse_newer(cls, data, path)
+        raise RecordError(path, f"must be {_describe_type(cls)}, got {_show(data)}")
+    _reject_newer_version(cls, data, path)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for key in data:
         if key not in fields:
-            raise RecordError(_join(path, str(key)), _stranger(str(key), data, fields))
+            raise RecordError(_join(path, str(key)), _unknown_field_problem(str(key), data, fields))
     hints = _hints(cls)  # type: ignore[arg-type]
     values = {}
     for name, field in fields.items():
         if name in data:
             values[name] = _read(hints[name], data[name], _join(path, name))
         elif _required(field):
-            wanted = _wanted(hints[name])
+            wanted = _describe_type(hints[name])
             raise RecordError(_join(path, name), f"is missing; it must be {wanted}")
     with _within(path):
         return cls(**values)
@@ -152,33 +224,35 @@ def _read_record(cls: type[T], data: object, path: str) -> T:
 
 @contextmanager
 def _within(path: str) -> Iterator[None]:
-    """What a record finds wrong with itself is told by its place in the file."""
+    """Prefix errors that a record raises about itself with the record's path in the file."""
     try:
         yield
     except RecordError as problem:
         raise RecordError(_join(path, problem.field), problem.problem) from None
 
 
-def _refuse_newer(cls: type, data: Mapping[Any, object], path: str) -> None:
+def _reject_newer_version(cls: type, data: Mapping[Any, object], path: str) -> None:
     newest, version = getattr(cls, "FORMAT", None), data.get("version")
     if newest is not None and isinstance(version, int | float) and version > newest:
         raise RecordError(
             _join(path, "version"),
             f"is {_show(version)}, but this Penstock reads versions up to {newest}; "
-            f"upgrade Penstock, or make the file anew with this one",
+            f"upgrade Penstock, or create the file again with this version",
         )
 
 
-def _stranger(key: str, data: Mapping[Any, object], fields: Mapping[str, object]) -> str:
+def _unknown_field_problem(
+    key: str, data: Mapping[Any, object], fields: Mapping[str, object]
+) -> str:
     close = difflib.get_close_matches(key, [name for name in fields if name not in data], n=1)
-    way_out = f"did you mean {close[0]}?" if close else f"the fields are {', '.join(fields)}"
-    return f"is not a field here; {way_out}"
+    hint = f"did you mean {close[0]}?" if close else f"the fields are {', '.join(fields)}"
+    return f"is not a field here; {hint}"
 
 
 def _read(hint: Any, data: object, path: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        if _Free in args[1:]:
+        if _Unchecked in args[1:]:
             return data
         return _read_size(data, path) if _Size in args[1:] else _read(args[0], data, path)
     if origin in (Union, UnionType):
@@ -186,7 +260,7 @@ def _read(hint: Any, data: object, path: str) -> Any:
         return None if data is None else _read(inner, data, path)
     if origin is tuple:
         if not isinstance(data, list | tuple):
-            raise RecordError(path, f"must be {_wanted(hint)}, got {_show(data)}")
+            raise RecordError(path, f"must be {_describe_type(hint)}, got {_show(data)}")
         return tuple(_read(args[0], item, f"{path}[{i}]") for i, item in enumerate(data))
     if origin is not None and origin is not Literal and issubclass(origin, Mapping):
         return _read_mapping(hint, data, path)
@@ -203,9 +277,9 @@ def _read(hint: Any, data: object, path: str) -> Any:
 def _read_mapping(hint: Any, data: object, path: str) -> dict[Any, Any]:
     key_hint, value_hint = get_args(hint)
     if not isinstance(data, Mapping):
-        raise RecordError(path, f"must be {_wanted(hint)}, got {_show(data)}")
+        raise RecordError(path, f"must be {_describe_type(hint)}, got {_show(data)}")
     for key in data:
-        # JSON has only text for keys. "01" is refused so that two keys never mean one number.
+        # JSON keys are strings. "01" is rejected so that two keys never mean the same number.
         if key_hint is int and not re.fullmatch(r"0|-?[1-9][0-9]{0,17}", str(key)):
             raise RecordError(path, f"must have whole numbers for keys, got {_show(key)}")
     return {key_hint(key): _read(value_hint, item, f"{path}[{key}]") for key, item in data.items()}
@@ -217,7 +291,7 @@ def _read_size(data: object, path: str) -> int:
     except (ValueError, OverflowError):
         value = None
     if value is None:
-        raise RecordError(path, f"must be {_wanted(Bytes)}, got {_show(data)}")
+        raise RecordError(path, f"must be {_describe_type(Bytes)}, got {_show(data)}")
     return int(value)
 
 
@@ -232,17 +306,17 @@ def _read_scalar(hint: Any, data: object, path: str) -> Any:
     else:
         choices = _choices(hint)
         for choice in choices:
-            # By type as well: True equals 1.
+            # Compare the types as well, because True == 1.
             if type(data) is type(getattr(choice, "value", choice)) and data == choice:
                 return choice
-    raise RecordError(path, f"must be {_wanted(hint)}, got {_show(data)}")
+    raise RecordError(path, f"must be {_describe_type(hint)}, got {_show(data)}")
 
 
 def _number(hint: type, data: object) -> int | float | None:
-    """JSON does not tell 1e9 from 1000000000, so an int may be written either way."""
+    """Return `data` as a number of type `hint`, or None. An int may be written as 1e9."""
     if not isinstance(data, int | float) or isinstance(data, bool):
         return None
-    if not abs(data) <= _LARGEST:  # infinite, not a number, or beyond what any tool can read back
+    if not abs(data) <= _LARGEST:  # infinite, NaN, or too large to be read back
         return None
     if hint is float:
         return float(data)
@@ -253,7 +327,7 @@ def _is_number(data: object) -> bool:
     return isinstance(data, int | float) and not isinstance(data, bool)
 
 
-# The words of messages.
+# Error messages.
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
@@ -261,24 +335,28 @@ def _choices(hint: Any) -> tuple[Any, ...]:
         return get_args(hint)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return tuple(hint)
-    raise TypeError(f"{hint} is no type of a record's field")
+    raise TypeError(f"{hint} is not a valid field type for a record")
 
 
-def _wanted(hint: Any) -> str:
+def _describe_type(hint: Any) -> str:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        if _Free in args:
-            return "given"
-        return 'a number of bytes such as 4096 or "64GiB"' if _Size in args else _wanted(args[0])
+        if _Unchecked in args:
+            return "present"
+        return (
+            'a number of bytes such as 4096 or "64GiB"'
+            if _Size in args
+            else _describe_type(args[0])
+        )
     if origin in (Union, UnionType):
-        return _wanted(next(arg for arg in args if arg is not NoneType))
+        return _describe_type(next(arg for arg in args if arg is not NoneType))
     if origin is tuple:
         return "a list"
     if dataclasses.is_dataclass(hint):
         return "an object {...}" + (" or a number" if hasattr(hint, "from_number") else "")
     if origin is not None and origin is not Literal:
         return "an object {...}"
-    plain = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    plain = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
     return plain.get(hint) or " or ".join(_show(choice) for choice in _choices(hint))
 
 
@@ -294,49 +372,17 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name else path or name
 
 
-# --------
-# Records as files: strict when read, whole or not at all when written. Room: names.
-
-_WIDTH = 100
-
-
-def load(cls: type[T], path: str | Path, error: type[RecordError] = RecordError) -> T:
-    """Read a record. `error` if the file cannot be read or what it says is wrong."""
-    with _told(path, "read", error):
-        raw = Path(path).read_bytes()
-    try:
-        return from_json(cls, parse(raw), where=str(path), error=error)
-    except RecordError as problem:
-        raise error(problem.field, problem.problem, where=str(path)) from None
-
-
-def save(value: object, path: str | Path, error: type[RecordError] = RecordError) -> None:
-    """Write a record so that a reader finds the old file or the new one, never a part.
-
-    What is no file (a terminal, a pipe, /dev/null) is written to and stays what it is. `error` if
-    it cannot be written.
-    """
-    text = layout(to_json(value)) + "\n"
-    with _told(path, "written", error):
-        if (descriptor := _descriptor(path)) is not None:
-            # Opened by its name, a file behind it would be written from its start once more.
-            with open(descriptor, "w", encoding="utf-8", closefd=False) as stream:
-                stream.write(text)
-        elif _is_special(path):
-            with open(path, "w", encoding="utf-8") as stream:
-                stream.write(text)
-        else:
-            _replace(Path(os.path.realpath(path)), text)  # what a link points to, not the link
+# Files.
 
 
 def _is_special(path: str | Path) -> bool:
-    """There is something at the path and it is not a file."""
+    """Return whether the path exists and is not a regular file. Raises OSError for a disk."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return False
     if stat.S_ISBLK(mode):
-        raise OSError(errno.EINVAL, "it is a disk, which would lose its first bytes")
+        raise OSError(errno.EINVAL, "it is a disk, and writing would overwrite its first bytes")
     return not stat.S_ISREG(mode)
 
 
@@ -352,7 +398,7 @@ def _replace(target: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
-    # Without this a power cut may keep the file and lose its name.
+    # Sync the directory too: otherwise a power failure may keep the data and lose the file name.
     directory = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -361,9 +407,9 @@ def _replace(target: Path, text: str) -> None:
 
 
 def _descriptor(path: str | Path) -> int | None:
-    """N where the path means our open descriptor N: /dev/stdout, /dev/fd/N, a link to them."""
+    """Return N if the path is our open descriptor N: /dev/stdout, /dev/fd/N, or a link to one."""
     at = str(path)
-    for _ in range(40):  # as many links as the kernel follows
+    for _ in range(40):  # the kernel follows at most 40 links
         parent, name = os.path.realpath(os.path.dirname(at)), os.path.basename(at)
         if parent == f"/proc/{os.getpid()}/fd" and name.isdigit():
             return int(name)
@@ -374,53 +420,19 @@ def _descriptor(path: str | Path) -> int | None:
 
 
 @contextlib.contextmanager
-def _told(path: str | Path, done: str, error: type[RecordError]) -> Iterator[None]:
+def _os_errors_as(error: type[RecordError], path: str | Path, action: str) -> Iterator[None]:
+    """Raise OSErrors as `error`. `action` is "read" or "written"."""
     try:
         yield
     except OSError as failed:
         reason = failed.strerror or str(failed)
-        raise error("", f"cannot be {done}: {reason}", where=str(path)) from failed
+        raise error("", f"cannot be {action}: {reason}", where=str(path)) from failed
 
 
-def parse(text: str | bytes) -> object:
-    """JSON as the standard has it: no NaN or Infinity, and no key twice in one object."""
-    try:
-        decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-        return json.loads(
-            decoded, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite
-        )
-    except RecordError:
-        raise
-    except json.JSONDecodeError as wrong:
-        raise RecordError(
-            f"line {wrong.lineno}, column {wrong.colno}", f"is not JSON: {wrong.msg}"
-        ) from None
-    except RecursionError:
-        raise RecordError("", "is nested too deeply to be a record") from None
-    except ValueError as wrong:  # bytes that are not UTF-8, or a number of thousands of digits
-        raise RecordError("", f"is not JSON: {wrong}") from None
-
-
-def layout(data: Any, indent: str = "") -> str:
-    """JSON for people: what fits on a line stays on it, and so does a list of plain values."""
-    flat = json.dumps(data, allow_nan=False)
-    plain = isinstance(data, list) and not any(isinstance(item, list | dict) for item in data)
-    if not isinstance(data, list | dict) or plain or len(indent) + len(flat) <= _WIDTH:
-        return flat
-    deeper = indent + "  "
-    if isinstance(data, dict):
-        rows = [f"{json.dumps(key)}: {layout(item, deeper)}" for key, item in data.items()]
-    else:
-        rows = [layout(item, deeper) for item in data]
-    first, last = "{}" if isinstance(data, dict) else "[]"
-    body = ",\n".join(deeper + row for row in rows)
-    return f"{first}\n{body}\n{indent}{last}"
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     whole = dict(pairs)
     if len(whole) < len(pairs):
-        # Counted in one pass: a file made to be slow to refuse would have millions of keys.
+        # Count in one pass: a hostile file may contain millions of keys.
         counts = Counter(key for key, _ in pairs)
         raise RecordError(next(key for key in whole if counts[key] > 1), "is given twice")
     return whole
@@ -428,8 +440,8 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _finite(literal: str) -> float:
     value = float(literal)
-    return value if math.isfinite(value) else _refuse(literal)
+    return value if math.isfinite(value) else _reject_constant(literal)
 
 
-def _refuse(literal: str) -> NoReturn:
-    raise RecordError("", f"{literal} is not a number that JSON has; leave the field out")
+def _reject_constant(literal: str) -> NoReturn:
+    raise RecordError("", f"{literal} is not a valid JSON number; leave the field out")

@@ -1,4 +1,4 @@
-"""What a block's bytes are for, and how many a parameter takes in each format. Room: decide."""
+"""Roles of a block's flat buffers, and the bytes each role takes per parameter."""
 
 from __future__ import annotations
 
@@ -12,72 +12,76 @@ Dtype = Literal["bf16", "fp16"]
 Moments = Literal["fp32", "bf16", "int8"]
 
 SCALE_BLOCK = 256
-"""Elements that share one base in an int8 moment, as the sweep stores it."""
+"""Number of elements that share one base in an int8 moment."""
 
 BASE_NBYTES = 2
-"""One int16 base."""
+"""Size of one int16 base in bytes."""
 
 TENSOR_ALIGNMENT = 256
-"""Elements. A tensor starts at a multiple in its flat buffer, so that its bytes start at a multiple
-of 256 in every role, int8 included, and no base spans two tensors."""
+"""Alignment of a tensor in its flat buffer, in elements.
+
+Its bytes then start at a multiple of 256 in every role, including int8, and no int8 base is shared
+by two tensors."""
 
 SWEEP_LEAF = 4096
-"""Elements. The sweep may cut a tensor at multiples of this, counted from the tensor's start."""
+"""Granularity of the optimizer sweep, in elements: it may split a tensor at multiples of this,
+counted from the start of the tensor."""
 
 EXTENT = 4096
-"""Bytes. Each role of each block starts on a page, which is also a disk's block."""
+"""Alignment of each role of each block, in bytes: one page, which is also a disk block."""
 
 
 class Role(StrEnum):
-    """What one flat buffer of a block holds."""
+    """Content of one flat buffer of a block."""
 
     WEIGHT = "weight"
-    """What the GPU computes with: 16 bit, and for bf16 the high half of the fp32 master."""
+    """The 16-bit weights the GPU computes with; for bf16, the high half of the fp32 master
+    weights."""
 
     MASTER = "master"
-    """For bf16 the low half of the fp32 master; for fp16 the whole of it."""
+    """The low half of the fp32 master weights for bf16; the complete fp32 weights for fp16."""
 
     FIRST = "first"
-    """First moment."""
+    """The optimizer's first moment."""
 
     SECOND = "second"
-    """Second moment."""
+    """The optimizer's second moment."""
 
     GRADIENT = "gradient"
-    """From backward until the sweep that uses it up."""
+    """The gradient, from backward until the optimizer sweep consumes it."""
 
     INPUT = "input"
-    """The block's input, from forward until backward recomputes from it."""
+    """The saved block input (activation), from forward until backward recomputes from it."""
 
 
 STATE = (Role.MASTER, Role.FIRST, Role.SECOND)
-"""What only the sweep touches."""
+"""Roles that only the optimizer sweep reads and writes."""
 
 TRAINED = (Role.WEIGHT, *STATE, Role.GRADIENT)
-"""What rests for a trainable parameter between steps."""
+"""Roles that a trainable parameter needs memory for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formats:
-    """How each role is stored: the bytes a parameter takes."""
+    """Storage format of each role, which determines the bytes per parameter."""
 
     dtype: Dtype = "bf16"
-    """What the GPU computes in."""
+    """Data type the GPU computes in."""
 
     moments: Moments = "fp32"
-    """How both moments rest."""
+    """Storage format of both moments."""
 
     wide_gradient: bool = False
-    """Whether the gradient rests in fp32: it does where something is still to be added to it."""
+    """Whether the gradient is stored in fp32, as it must be while more is accumulated into it."""
 
     def nbytes(self, role: Role, elements: int) -> int:
-        """Bytes of `elements` elements, without the padding of their home."""
+        """Return the bytes of `elements` elements, without padding."""
         if role in (Role.FIRST, Role.SECOND) and self.moments == "int8":
             return elements + BASE_NBYTES * (round_up(elements, SCALE_BLOCK) // SCALE_BLOCK)
         return elements * self._width(role)
 
     def at_rest(self, role: Role, elements: int) -> int:
-        """What a home must have for them: whole pages."""
+        """Return the bytes to reserve for `elements` elements: whole pages."""
         return round_up(self.nbytes(role, elements), EXTENT)
 
     def _width(self, role: Role) -> int:
@@ -93,5 +97,5 @@ class Formats:
 
     @property
     def per_parameter(self) -> float:
-        """Bytes of one trainable parameter, all roles together: 14 in exact mode."""
+        """Bytes per trainable parameter over all roles: 14 in exact mode."""
         return sum(self.nbytes(role, SCALE_BLOCK) for role in TRAINED) / SCALE_BLOCK

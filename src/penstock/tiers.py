@@ -1,4 +1,4 @@
-"""The four places bytes can rest. Room: names."""
+"""The memory tiers that bytes can be placed in."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from enum import StrEnum
 
 
 class Tier(StrEnum):
-    """From fastest to largest. What fits in an earlier one costs less to use."""
+    """A memory tier. The members are ordered from fastest to largest."""
 
     HBM = "hbm"
-    """The GPU's own memory."""
+    """GPU memory."""
 
     DRAM = "dram"
-    """Memory of a node that has CPUs."""
+    """Memory of a NUMA node that has CPUs."""
 
     CXL = "cxl"
-    """Memory of a node without CPUs, behind a CXL link: capacity first, bandwidth second."""
+    """Memory behind a CXL link: a NUMA node without CPUs, with more capacity than bandwidth."""
 
     NVME = "nvme"
-    """A file or a raw block device."""
+    """Storage: a file or a raw block device."""

@@ -1,4 +1,4 @@
-"""Bytes and seconds, read and written for people. Room: names."""
+"""Parse and format sizes, rates and durations."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORE
 
 
 def parse_bytes(text: str | int) -> int:
-    """`"64GiB"`, `"1.5 TB"`, `"4096"` or `4096` as a number of bytes.
+    """Parse `"64GiB"`, `"1.5 TB"`, `"4096"` or `4096` into a number of bytes.
 
-    GiB is 2**30 and GB is 10**9, always. Raises ValueError that names the text.
+    GiB is always 2**30 and GB is always 10**9. Raises a ValueError that quotes the text.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return text
@@ -33,42 +33,42 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Three figures and a binary unit: `1.50 GiB`, `512 B`."""
+    """Format a size with three digits and a binary unit: `1.50 GiB`, `512 B`."""
     for unit, scale in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
         if abs(nbytes) >= scale:
-            return f"{_three_figures(nbytes / scale)} {unit}"
+            return f"{_three_digits(nbytes / scale)} {unit}"
     return f"{nbytes:.0f} B"
 
 
 def format_bytes_up(nbytes: int) -> str:
-    """A size to type, never below the true one: `23.5GiB`. What it reads back holds `nbytes`."""
+    """Format a size for the command line, rounded up: `23.5GiB` parses to `nbytes` or more."""
     unit, scale = ("GiB", GiB) if nbytes >= GiB else ("MiB", MiB)
     tenths = -(-nbytes * 10 // scale)
     return f"{tenths // 10}.{tenths % 10}{unit}" if tenths % 10 else f"{tenths // 10}{unit}"
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """Rates are decimal, as drives and links are sold: `55.3 GB/s`."""
+    """Format a rate with a decimal unit, as vendors of drives and links do: `55.3 GB/s`."""
     for unit, scale in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
         if bytes_per_second >= scale:
-            return f"{_three_figures(bytes_per_second / scale)} {unit}"
+            return f"{_three_digits(bytes_per_second / scale)} {unit}"
     return f"{bytes_per_second:.0f} B/s"
 
 
 def format_seconds(seconds: float) -> str:
-    """Three figures and a unit: `84.1 ns`, `1.20 ms`, `3.50 s`."""
+    """Format a duration with three digits and a unit: `84.1 ns`, `1.20 ms`, `3.50 s`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= scale:
-            return f"{_three_figures(seconds / scale)} {unit}"
-    return f"{_three_figures(seconds / 1e-9)} ns"
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return f"{_three_digits(seconds / 1e-9)} ns"
 
 
 def round_up(value: int, unit: int) -> int:
-    """The least multiple of `unit` that is not below `value`."""
+    """Return the smallest multiple of `unit` that is at least `value`."""
     return -(-value // unit) * unit
 
 
-def _three_figures(value: float) -> str:
+def _three_digits(value: float) -> str:
     if value == 0 or not math.isfinite(value):
         return f"{value:.0f}"
     whole = len(str(int(abs(value))))

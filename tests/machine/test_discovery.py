@@ -1,4 +1,4 @@
-"""What the kernel's files say becomes a machine. Listings are from real kernels (fixtures/)."""
+"""Discovery reads a machine from the kernel files (the listings in fixtures/ are real)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kinds(system: System) -> dict[int, str]:
     return {node.id: node.kind for node in discover(system).nodes}
 
 
-def test_nodes_without_cpus_are_cxl_and_carry_what_the_firmware_claims(tmp_path: Path) -> None:
+def test_nodes_without_cpus_are_cxl_and_have_firmware_figures(tmp_path: Path) -> None:
     machine = discover(fake_root(tmp_path, "numa"))
     assert {node.id: node.kind for node in machine.nodes} == {0: "dram", 1: "cxl", 2: "cxl"}
     far = machine.node(2)
@@ -41,7 +41,7 @@ def test_nodes_without_cpus_are_cxl_and_carry_what_the_firmware_claims(tmp_path:
     assert machine.node(0).cpus == (0, 1)
 
 
-def test_a_cxl_device_is_found_on_its_node_though_ids_have_gaps(tmp_path: Path) -> None:
+def test_a_cxl_device_is_found_on_its_node_if_node_ids_have_gaps(tmp_path: Path) -> None:
     machine = discover(fake_root(tmp_path, "cxl_cdat"))
     assert [node.id for node in machine.nodes] == [0, 1, 3]
     card = machine.node(3)
@@ -52,14 +52,14 @@ def test_a_cxl_device_is_found_on_its_node_though_ids_have_gaps(tmp_path: Path) 
     assert machine.node(1).devices == ()
 
 
-def test_a_node_of_which_the_firmware_says_nothing_has_no_figures(tmp_path: Path) -> None:
+def test_a_node_without_firmware_data_has_no_firmware_figures(tmp_path: Path) -> None:
     machine = discover(fake_root(tmp_path, "cxl"))
     assert machine.node(2).firmware is None
     assert machine.node(2).devices == ("mem0",)
 
 
-def test_memory_without_cpus_that_outruns_dram_is_dram(tmp_path: Path) -> None:
-    """HBM on the package, as Xeon Max shows it in flat mode."""
+def test_memory_without_cpus_that_is_faster_than_dram_is_dram(tmp_path: Path) -> None:
+    """Xeon Max in flat mode presents its on-package HBM this way."""
     faster = {
         f"{NODE}/node1/{access}/initiators/read_bandwidth": "800000"
         for access in ("access0", "access1")
@@ -73,26 +73,26 @@ def test_memory_that_the_kernel_ranks_above_dram_is_dram(tmp_path: Path) -> None
     assert kinds(fake_root(tmp_path, "cxl", changes=changes))[1] == "dram"
 
 
-def test_memory_that_the_kernel_ranks_with_dram_but_has_no_cpus_is_cxl(tmp_path: Path) -> None:
+def test_memory_without_cpus_that_the_kernel_ranks_with_dram_is_cxl(tmp_path: Path) -> None:
     assert kinds(fake_root(tmp_path, "cxl")) == {0: "dram", 1: "cxl", 2: "cxl"}
 
 
-def test_memory_on_the_cxl_bus_is_cxl_whatever_its_firmware_claims(tmp_path: Path) -> None:
-    boast = {
+def test_memory_on_the_cxl_bus_is_cxl_regardless_of_its_firmware(tmp_path: Path) -> None:
+    exaggerated = {
         f"{NODE}/node3/{access}/initiators/read_bandwidth": "900000"
         for access in ("access0", "access1")
     }
-    assert kinds(fake_root(tmp_path, "cxl_cdat", changes=boast))[3] == "cxl"
+    assert kinds(fake_root(tmp_path, "cxl_cdat", changes=exaggerated))[3] == "cxl"
 
 
-def test_figures_for_cpus_are_preferred_to_those_for_any_device(tmp_path: Path) -> None:
+def test_firmware_figures_for_cpus_are_preferred(tmp_path: Path) -> None:
     seen_by_a_gpu = {f"{NODE}/node1/access0/initiators/read_bandwidth": "999999"}
     machine = discover(fake_root(tmp_path, "numa", changes=seen_by_a_gpu))
     assert machine.node(1).firmware is not None
     assert machine.node(1).firmware.read_bandwidth == 102400e6
 
 
-def test_a_gpu_that_is_a_memory_node_is_left_to_the_gpu_tier(tmp_path: Path) -> None:
+def test_gpu_memory_that_is_a_node_is_not_a_memory_node(tmp_path: Path) -> None:
     status = {"proc/driver/nvidia/gpus/0009:01:00.0/numa_status": "Node:    1\nStatus:  online"}
     machine = discover(fake_root(tmp_path, "numa", changes=status))
     assert [node.id for node in machine.nodes] == [0, 2]
@@ -104,7 +104,7 @@ def test_distances_to_nodes_without_memory_are_left_out(tmp_path: Path) -> None:
     assert machine.node(0).distances == {0: 10, 2: 28}
 
 
-def test_a_cxl_device_on_the_way_to_a_node_says_how_far_it_is(tmp_path: Path) -> None:
+def test_a_cxl_device_reports_how_far_it_is_configured(tmp_path: Path) -> None:
     device = {"device": "mem0", "nbytes": GiB}
     system = fake_root(tmp_path / "online", "cxl")
     online = CxlMemory(**device, region="region0", dax="dax0.0", driver="kmem", node=2)
@@ -120,7 +120,7 @@ def test_a_cxl_device_on_the_way_to_a_node_says_how_far_it_is(tmp_path: Path) ->
     assert find_cxl_memory(system) == (CxlMemory(**device),)
 
 
-def test_memory_set_aside_by_the_firmware_is_not_taken_for_an_idle_cxl_device(
+def test_memory_reserved_by_the_firmware_is_not_an_idle_cxl_device(
     tmp_path: Path,
 ) -> None:
     changes: dict[str, str | None] = {
@@ -133,7 +133,7 @@ def test_memory_set_aside_by_the_firmware_is_not_taken_for_an_idle_cxl_device(
     assert find_cxl_memory(system) == (CxlMemory(device="mem0", nbytes=GiB),)
 
 
-def test_cxl_memory_that_the_firmware_brought_up_is_found_by_its_address(tmp_path: Path) -> None:
+def test_cxl_memory_set_up_by_the_firmware_is_found_by_its_address(tmp_path: Path) -> None:
     no_dax = {f"sys/bus/dax/devices/dax0.0{rest}": None for rest in ("", "/driver", "/target_node")}
     block = 0x190000000 // 0x8000000
     online = {f"{NODE}/node2/memory{block}/state": "online"}
@@ -148,7 +148,7 @@ def test_a_kernel_without_numa_has_one_node_with_everything(tmp_path: Path) -> N
     assert (node.id, node.kind, node.capacity, node.free) == (0, "dram", 1024 * KiB, 512 * KiB)
 
 
-def test_the_processor_is_read_with_cores_not_threads(tmp_path: Path) -> None:
+def test_the_processor_counts_cores_and_not_threads(tmp_path: Path) -> None:
     cpu = discover(fake_root(tmp_path, "healthy")).cpu
     assert (cpu.model, cpu.cores) == ("Some Processor 9000", 1)
     assert cpu.isas == ("avx2", "fma", "f16c", "avx512f")
@@ -156,12 +156,12 @@ def test_the_processor_is_read_with_cores_not_threads(tmp_path: Path) -> None:
 
 def test_a_gpu_without_its_driver_is_read_from_the_bus(tmp_path: Path) -> None:
     machine = discover(fake_root(tmp_path, "healthy"))
-    # The port above the card is a generation slower than the card; the network card is no GPU.
+    # The port above the card is one generation slower than the card. The network card is not a GPU.
     expected = Gpu(index=0, name="NVIDIA 0x2330", pcie_generation=4, pcie_width=16, node=0)
     assert machine.gpus == (expected,)
 
 
-def test_a_gpu_on_an_unknown_node_of_several_has_none(tmp_path: Path) -> None:
+def test_a_gpu_has_no_node_if_the_kernel_does_not_report_it(tmp_path: Path) -> None:
     changes = {f"{NODE}/node1/cpulist": "2-3", f"{NODE}/has_memory": "0-1"}
     machine = discover(fake_root(tmp_path, "healthy", "numa", changes=changes))
     assert machine.gpus[0].node is None
@@ -171,12 +171,12 @@ def test_a_gpu_on_an_unknown_node_of_several_has_none(tmp_path: Path) -> None:
     ("text", "generation"),
     [("32.0 GT/s PCIe", 5), ("2.5 GT/s", 1), ("Unknown", None), (None, None)],
 )
-def test_link_speeds_are_generations(text: str | None, generation: int | None) -> None:
+def test_link_speeds_map_to_generations(text: str | None, generation: int | None) -> None:
     assert link_generation(text) == generation
 
 
 class FakeNvml:
-    """Two cards as the driver shows them; the second answers nothing but its name."""
+    """A driver with two GPUs, of which the second only answers the query for its name."""
 
     NVMLError = RuntimeError
 
@@ -214,7 +214,7 @@ class FakeNvml:
         return answer
 
 
-def test_the_driver_is_asked_and_what_it_does_not_know_stays_unknown(
+def test_gpu_fields_that_the_driver_does_not_support_stay_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nvml = FakeNvml()
@@ -229,7 +229,7 @@ def test_the_driver_is_asked_and_what_it_does_not_know_stays_unknown(
     assert nvml.shut
 
 
-def test_no_driver_library_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_nvml_yields_none_without_the_driver_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with open_nvml() as nvml:
         assert nvml is None
@@ -247,7 +247,7 @@ def test_a_directory_on_a_partition_is_described_by_its_disk(tmp_path: Path) -> 
     assert 0 < storage.free <= storage.capacity
 
 
-def test_a_directory_yet_to_be_made_is_judged_by_its_parent(tmp_path: Path) -> None:
+def test_a_missing_directory_is_described_by_its_parent(tmp_path: Path) -> None:
     storage = find_storage(fake_root(tmp_path, "healthy"), "/scratch disk/a/b/c")
     assert (storage.path, storage.file_system) == ("/scratch disk/a/b/c", "btrfs")
     assert (storage.device, storage.model) == ("/dev/sda", "SPINNING RUST")
@@ -255,19 +255,19 @@ def test_a_directory_yet_to_be_made_is_judged_by_its_parent(tmp_path: Path) -> N
     assert not (tmp_path / "scratch disk").exists()
 
 
-def test_a_raw_device_is_described_whole(tmp_path: Path) -> None:
+def test_a_raw_device_is_described_with_its_total_size(tmp_path: Path) -> None:
     storage = find_storage(fake_root(tmp_path, "healthy"), "/dev/nvme1n1")
     assert (storage.device, storage.file_system, storage.block) == ("/dev/nvme1n1", "", 4096)
     assert storage.capacity == storage.free == 2048 * 512
     assert (storage.model, storage.rotational) == ("LARGE BLOCKS", False)
 
 
-def test_memory_as_a_file_system_has_no_device(tmp_path: Path) -> None:
+def test_tmpfs_has_no_device(tmp_path: Path) -> None:
     storage = find_storage(fake_root(tmp_path, "healthy"), "/dev/shm/x")
     assert (storage.device, storage.file_system, storage.block) == ("", "tmpfs", 4096)
 
 
-def test_of_two_mounts_on_one_path_the_later_counts(tmp_path: Path) -> None:
+def test_a_later_mount_hides_an_earlier_one_on_the_same_path(tmp_path: Path) -> None:
     table = [
         "1 0 259:2 / / rw - ext4 /dev/x rw",
         "2 1 0:9 / /a rw - xfs none rw",
@@ -281,7 +281,7 @@ def test_of_two_mounts_on_one_path_the_later_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("errno_name", "direct"), [(None, True), ("EINVAL", False), ("EACCES", None), ("EROFS", None)]
 )
-def test_only_a_refusal_of_o_direct_itself_says_that_it_does_not_work(
+def test_only_einval_means_that_o_direct_does_not_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errno_name: str | None, direct: bool | None
 ) -> None:
     real_open = os.open
@@ -297,7 +297,7 @@ def test_only_a_refusal_of_o_direct_itself_says_that_it_does_not_work(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_this_machine_is_discovered_and_survives_its_file(tmp_path: Path) -> None:
+def test_this_machine_is_discovered_and_can_be_saved_and_loaded(tmp_path: Path) -> None:
     machine = discover(storage=[tmp_path])
     machine.save(tmp_path / "machine.json")
     assert Machine.load(tmp_path / "machine.json") == machine

@@ -1,4 +1,4 @@
-"""A machine holds together or says which field does not."""
+"""Machine values and files: round trips, checks and look-ups."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def figure(median: float = 2e9) -> Figure:
 
 
 def full_machine() -> Machine:
-    """Every field of every part has a value."""
+    """Return a machine in which every field of every part has a value."""
     rates = tuple(
         MemoryRate(operation="read", threads=threads, bytes_per_second=figure(rate))
         for threads, rate in ((1, 10e9), (8, 60e9), (16, 55e9))
@@ -96,7 +96,7 @@ def as_json(machine: Machine) -> dict[str, Any]:
 
 
 def test_the_full_example_leaves_no_field_at_its_default() -> None:
-    """So that the round trip below misses none."""
+    """Ensure that the round trip below covers every field."""
 
     machine = full_machine()
     for part in (machine, machine.cpu, machine.made, machine.gpus[0], machine.storage[0]):
@@ -105,7 +105,7 @@ def test_the_full_example_leaves_no_field_at_its_default() -> None:
                 assert getattr(part, field.name) not in (None, "", ()), field.name
 
 
-def test_a_machine_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
+def test_saving_and_loading_returns_an_equal_machine(tmp_path: Path) -> None:
     machine = full_machine()
     machine.save(tmp_path / "machine.json")
     assert Machine.load(tmp_path / "machine.json") == machine
@@ -127,7 +127,7 @@ def test_distances_cannot_be_changed() -> None:
         node.distances[0] = 99  # type: ignore[index]
 
 
-def test_a_file_by_hand_needs_only_nodes_with_id_kind_and_capacity() -> None:
+def test_a_minimal_file_needs_only_nodes_with_id_kind_and_capacity() -> None:
     written = {"nodes": [{"id": 0, "kind": "dram", "capacity": "64GiB"}]}
     machine = from_json(Machine, written)
     assert machine.node(0) == MemoryNode(id=0, kind="dram", capacity=64 * GiB)
@@ -156,34 +156,42 @@ def test_the_document_names_every_field() -> None:
     ("path", "value", "message"),
     [
         ("nodes.1.kind", "hbm", 'm.json: nodes[1].kind: must be "dram" or "cxl", got "hbm"'),
-        ("nodes.0.kind", "cxl", 'm.json: nodes: must have one of kind "dram" or more, got none'),
-        ("nodes.1.id", 0, "m.json: nodes: id 0 is there twice"),
-        ("nodes.1.cpus", [1], "m.json: nodes: CPU 1 is there twice"),
+        (
+            "nodes.0.kind",
+            "cxl",
+            'm.json: nodes: must include at least one of kind "dram", got none',
+        ),
+        ("nodes.1.id", 0, "m.json: nodes: id 0 is listed twice"),
+        ("nodes.1.cpus", [1], "m.json: nodes: CPU 1 is listed twice"),
         ("nodes.1.capacity", 0, "m.json: nodes[1].capacity: must be above 0, got 0"),
-        ("nodes.0.free", "65GiB", "m.json: nodes[0].free: must be no more than capacity, which is"),
+        ("nodes.0.free", "65GiB", "m.json: nodes[0].free: must be at most capacity, which is"),
         ("nodes.0.free", -1, "m.json: nodes[0].free: must be 0 or more, got -1"),
-        ("nodes.0.distances", {"2": 20}, "nodes[0].distances: there is no node 2; the file has 0,"),
+        (
+            "nodes.0.distances",
+            {"2": 20},
+            "nodes[0].distances: there is no node 2; the file lists 0,",
+        ),
         ("nodes.0.distances", {"0": 9}, "m.json: nodes[0].distances[0]: must be 10 or more"),
         ("nodes.0.latency", -1, "m.json: nodes[0].latency.median: must be above 0, got -1.0"),
         ("nodes.0.rates.0.threads", 0, "m.json: nodes[0].rates[0].threads: must be 1 or more"),
         ("nodes.1.firmware.read_latency", 0, "nodes[1].firmware.read_latency: must be above 0"),
         ("node_copies.0.target", 9, "m.json: node_copies[0].target: there is no node 9"),
-        ("gpus.0.node", 9, "m.json: gpus[0].node: there is no node 9; the file has 0, 3"),
-        ("gpus.0.free", "81GiB", "m.json: gpus[0].free: must be no more than memory"),
-        ("transfers.0.gpus", [1], "m.json: transfers[0].gpus: there is no GPU 1; the file has 0"),
-        ("transfers.0.gpus", [], "m.json: transfers[0].gpus: must name one GPU or more"),
+        ("gpus.0.node", 9, "m.json: gpus[0].node: there is no node 9; the file lists 0, 3"),
+        ("gpus.0.free", "81GiB", "m.json: gpus[0].free: must be at most memory"),
+        ("transfers.0.gpus", [1], "m.json: transfers[0].gpus: there is no GPU 1; the file lists 0"),
+        ("transfers.0.gpus", [], "m.json: transfers[0].gpus: must list at least one GPU"),
         ("transfers.0.node", 1, "m.json: transfers[0].node: there is no node 1"),
-        ("transfers.0.bytes_per_second.low", 3e9, "bytes_per_second.median: must lie from low"),
-        ("transfers.0.bytes_per_second.high", 1e9, "bytes_per_second.median: must lie from low"),
+        ("transfers.0.bytes_per_second.low", 3e9, "bytes_per_second.median: must be between low"),
+        ("transfers.0.bytes_per_second.high", 1e9, "bytes_per_second.median: must be between low"),
         ("storage.0.block", 513, "m.json: storage[0].block: must be a power of two, got 513"),
-        ("storage.0.path", "", "m.json: storage[0].path: must name a directory"),
+        ("storage.0.path", "", "m.json: storage[0].path: must be the path of a directory"),
         ("storage.0.rates.0.depth", 0, "m.json: storage[0].rates[0].depth: must be 1 or more"),
         ("cpu.cores", 0, "m.json: cpu.cores: must be 1 or more, got 0"),
         ("version", 2, "m.json: version: is 2, but this Penstock reads versions up to 1"),
         ("version", 0, "m.json: version: must be 1, got 0"),
     ],
 )
-def test_what_does_not_hold_together_is_named(path: str, value: object, message: str) -> None:
+def test_an_invalid_field_is_named(path: str, value: object, message: str) -> None:
     document = as_json(full_machine())
     at: Any = document
     *steps, last = (int(step) if step.isdigit() else step for step in path.split("."))
@@ -195,35 +203,35 @@ def test_what_does_not_hold_together_is_named(path: str, value: object, message:
 
 
 @pytest.mark.parametrize(
-    ("part", "message"), [("gpus", "index 0 is there"), ("storage", "path /scratch is there")]
+    ("part", "message"), [("gpus", "index 0 is listed"), ("storage", "path /scratch is listed")]
 )
-def test_a_device_given_twice_is_named(part: str, message: str) -> None:
+def test_a_device_listed_twice_is_named(part: str, message: str) -> None:
     document = as_json(full_machine())
     document[part] = document[part] * 2
     with pytest.raises(MachineError, match=f"^{part}: {message} twice$"):
         from_json(Machine, document, error=MachineError)
 
 
-def test_a_value_made_in_python_is_checked_as_well() -> None:
+def test_values_created_in_python_are_checked() -> None:
     with pytest.raises(MachineError, match=r'^kind: must be "dram" or "cxl", got "hbm"$'):
         MemoryNode(id=0, kind="hbm", capacity=1)  # type: ignore[arg-type]
     with pytest.raises(MachineError, match=r"^median: must be above 0, got nan$"):
         Figure.from_number(float("nan"))
 
 
-def test_a_file_that_is_not_json_is_a_machine_error_that_names_it(tmp_path: Path) -> None:
+def test_a_file_that_is_not_json_raises_a_machine_error_with_its_path(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text('{"nodes": []')
     with pytest.raises(MachineError, match=re.escape(f"{path}: line 1, column 13: is not JSON")):
         Machine.load(path)
 
 
-def test_a_file_that_is_not_there_is_a_machine_error_that_names_it(tmp_path: Path) -> None:
+def test_a_missing_file_raises_a_machine_error_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match=r"none\.json: cannot be read: No such file"):
         Machine.load(tmp_path / "none.json")
 
 
-def test_the_best_rate_is_over_all_thread_counts_or_of_one() -> None:
+def test_rate_returns_the_best_of_all_thread_counts_or_of_one() -> None:
     machine = full_machine()
     best, one = machine.rate(0, "read"), machine.rate(0, "read", threads=1)
     assert best is not None
@@ -242,22 +250,22 @@ def test_nodes_are_found_by_id_and_by_kind() -> None:
         machine.node(1)
 
 
-@settings(deadline=None)  # cores are shared; nothing here is about time
+@settings(deadline=None)  # the machine may be busy, and this test is not about time
 @given(st.binary(max_size=4), st.data())
-def test_a_damaged_file_loads_or_is_a_machine_error(noise: bytes, data: st.DataObject) -> None:
+def test_a_damaged_file_loads_or_raises_a_record_error(noise: bytes, data: st.DataObject) -> None:
     raw = layout(to_json(full_machine())).encode()
     start = data.draw(st.integers(0, len(raw)))
     length = data.draw(st.integers(0, 8))
     try:
         from_json(Machine, parse(raw[:start] + noise + raw[start + length :]))
-    except ValueError as refused:
-        told = type(refused).__name__
+    except ValueError as error:
+        raised = type(error).__name__
     else:
-        told = "RecordError"
-    assert told == "RecordError"
+        raised = "RecordError"
+    assert raised == "RecordError"
 
 
-def test_a_machine_is_read_without_torch_or_the_native_core() -> None:
+def test_discovery_imports_neither_torch_nor_the_native_core() -> None:
     script = (
         "import sys, penstock.machine.machine, penstock.machine.discovery as d; d.discover();"
         "print([m for m in ('torch', 'penstock._native') if m in sys.modules])"
@@ -266,6 +274,6 @@ def test_a_machine_is_read_without_torch_or_the_native_core() -> None:
     assert run.stdout.strip() == "[]"
 
 
-def test_saved_files_stay_plain_json(tmp_path: Path) -> None:
+def test_saved_files_are_plain_json(tmp_path: Path) -> None:
     full_machine().save(tmp_path / "machine.json")
     assert json.loads((tmp_path / "machine.json").read_text())["nodes"][1]["id"] == 3

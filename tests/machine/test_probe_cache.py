@@ -1,4 +1,4 @@
-"""A kept probe lends its speeds to the machine it was taken on, and to no other."""
+"""A saved probe applies to the machine it was measured on, and to no other."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from penstock.units import GiB
 PROBED = preset("h200")
 
 
-def looked_at(probed: Machine = PROBED) -> Machine:
-    """The same machine without anything measured, and with less of it free."""
+def unmeasured(probed: Machine = PROBED) -> Machine:
+    """Return the same machine without measurements and with less free memory."""
     return replace(
         probed,
         nodes=tuple(replace(node, rates=(), free=GiB) for node in probed.nodes),
@@ -29,14 +29,14 @@ def looked_at(probed: Machine = PROBED) -> Machine:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
+def saved(tmp_path: Path) -> Path:
     path = tmp_path / "machine.json"
     PROBED.save(path)
     return path
 
 
-def test_speeds_are_the_probes_and_what_is_free_is_todays(kept: Path) -> None:
-    found, remark = merge_probe(looked_at(), kept)
+def test_speeds_come_from_the_probe_and_free_memory_from_now(saved: Path) -> None:
+    found, remark = merge_probe(unmeasured(), saved)
 
     assert found.nodes[0].rates == PROBED.nodes[0].rates
     assert found.nodes[0].free == GiB
@@ -44,12 +44,12 @@ def test_speeds_are_the_probes_and_what_is_free_is_todays(kept: Path) -> None:
     assert found.gpus[0].free == 2 * GiB
     assert found.transfers == PROBED.transfers
     assert found.storage[0].rates == PROBED.storage[0].rates
-    assert str(kept) in remark
+    assert str(saved) in remark
 
 
 @pytest.mark.parametrize("change", ["cpu", "memory", "gpu", "nodes"])
-def test_a_probe_of_another_machine_is_left_alone(kept: Path, change: str) -> None:
-    here = looked_at()
+def test_a_probe_of_another_machine_is_ignored(saved: Path, change: str) -> None:
+    here = unmeasured()
     node, gpu = here.nodes[0], here.gpus[0]
     other = {
         "cpu": replace(here, cpu=replace(here.cpu, model="another")),
@@ -58,39 +58,41 @@ def test_a_probe_of_another_machine_is_left_alone(kept: Path, change: str) -> No
         "nodes": replace(here, nodes=(node, replace(node, id=1, cpus=()))),
     }[change]
 
-    found, remark = merge_probe(other, kept)
+    found, remark = merge_probe(other, saved)
 
     assert found == other
     assert "another machine" in remark
 
 
-def test_no_file_a_damaged_one_and_one_without_speeds(kept: Path, tmp_path: Path) -> None:
-    here = looked_at()
+def test_a_missing_damaged_or_empty_probe_is_ignored(saved: Path, tmp_path: Path) -> None:
+    here = unmeasured()
     assert merge_probe(here, tmp_path / "none.json") == (here, "")
-    looked_at().save(kept)
-    assert merge_probe(here, kept) == (here, "")
-    kept.write_text("{")
-    found, remark = merge_probe(here, kept)
+    unmeasured().save(saved)
+    assert merge_probe(here, saved) == (here, "")
+    saved.write_text("{")
+    found, remark = merge_probe(here, saved)
     assert found == here
-    assert "is not used" in remark
+    assert "is ignored" in remark
 
 
-def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_directory_follows_xdg_cache_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_path() == tmp_path / "penstock" / "machine.json"
 
 
-def test_a_probe_is_kept_for_the_next_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_probe_is_saved_for_the_next_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
 
-    assert "kept in" in save_probe(PROBED)
-    assert merge_probe(looked_at())[0].transfers == PROBED.transfers
+    assert "saved in" in save_probe(PROBED)
+    assert merge_probe(unmeasured())[0].transfers == PROBED.transfers
 
 
-def test_where_nothing_can_be_kept_the_probe_goes_on(
+def test_save_probe_reports_that_it_could_not_save(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
 
-    assert "not kept" in save_probe(PROBED)
+    assert "not saved" in save_probe(PROBED)

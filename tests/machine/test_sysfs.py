@@ -1,4 +1,4 @@
-"""The kernel's files, also those of machines that are not here."""
+"""System reads the kernel's files, including those of simulated machines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.support.fakeroot import fake_root
     ("text", "ids"),
     [("", ()), ("0", (0,)), ("0-2,5\n", (0, 1, 2, 5)), ("junk", ()), ("3,junk", (3,))],
 )
-def test_kernel_lists(text: str, ids: tuple[int, ...]) -> None:
+def test_parse_ids_reads_kernel_lists(text: str, ids: tuple[int, ...]) -> None:
     assert parse_ids(text) == ids
 
 
 @given(st.text())
-def test_any_text_is_a_list_or_the_start_of_one(text: str) -> None:
-    if len(text) < 8:  # a longer run of digits would be a long, honest list
+def test_parse_ids_accepts_any_text(text: str) -> None:
+    if len(text) < 8:  # more digits could be a valid and very long range
         assert all(isinstance(id, int) for id in parse_ids(text))
 
 
@@ -52,11 +52,11 @@ TWO_NODES = {
 }
 
 
-def test_a_nodes_own_figures_count_where_there_are_several(tmp_path: Path) -> None:
+def test_with_several_nodes_each_node_has_its_own_figures(tmp_path: Path) -> None:
     found = fake_root(tmp_path, changes=TWO_NODES).node_bytes(1)
 
     assert (found.total, found.free) == (1000 * KiB, 400 * KiB)
-    assert found.available == 450 * KiB  # no watermarks are shown: half of the page cache
+    assert found.available == 450 * KiB  # without watermarks, half of the page cache counts
 
 
 ZONE = """Node {node}, zone   {name}
@@ -67,7 +67,7 @@ ZONE = """Node {node}, zone   {name}
         low      {low}
         high     {high}
         managed  {managed}
-        protection: (0, {kept}, {kept})
+        protection: (0, {protected}, {protected})
   pagesets
     cpu: 0
               count:    0
@@ -76,14 +76,14 @@ ZONE = """Node {node}, zone   {name}
 """
 
 
-def test_a_nodes_cache_counts_but_for_its_low_watermark(tmp_path: Path) -> None:
-    """The kernel's own sum, as of MemAvailable, in one node's figures."""
+def test_available_memory_includes_the_cache_above_the_low_watermark(tmp_path: Path) -> None:
+    """Compute MemAvailable for one node as the kernel computes it for the machine."""
     page = os.sysconf("SC_PAGE_SIZE")
     zones = [
-        ZONE.format(node=0, name="Normal", min=1, low=7000, high=9000, managed=10**6, kept=0),
-        ZONE.format(node=1, name="DMA32", min=2, low=10, high=12, managed=5000, kept=300),
-        ZONE.format(node=1, name="Normal", min=20, low=90, high=188, managed=10**6, kept=0),
-        ZONE.format(node=1, name="Movable", min=0, low=0, high=0, managed=0, kept=700),
+        ZONE.format(node=0, name="Normal", min=1, low=7000, high=9000, managed=10**6, protected=0),
+        ZONE.format(node=1, name="DMA32", min=2, low=10, high=12, managed=5000, protected=300),
+        ZONE.format(node=1, name="Normal", min=20, low=90, high=188, managed=10**6, protected=0),
+        ZONE.format(node=1, name="Movable", min=0, low=0, high=0, managed=0, protected=700),
     ]
     meminfo = "".join(
         f"Node 1 {key}: {pages * page // KiB} kB\n"
@@ -99,25 +99,25 @@ def test_a_nodes_cache_counts_but_for_its_low_watermark(tmp_path: Path) -> None:
     }
     found = fake_root(tmp_path, changes=changes).node_bytes(1)
 
-    kept, low = (12 + 300) + 188, 100  # a zone without pages keeps none
-    assert found.available == page * (40_000 - kept + 800_000 - low + 120 // 2)
+    unusable, low = (12 + 300) + 188, 100  # a zone without pages reserves nothing
+    assert found.available == page * (40_000 - unusable + 800_000 - low + 120 // 2)
 
 
-def test_a_node_with_less_than_its_reserve_has_nothing(tmp_path: Path) -> None:
-    zone = ZONE.format(node=1, name="Normal", min=1, low=700, high=900, managed=10**6, kept=0)
+def test_a_node_with_less_than_its_reserve_has_nothing_available(tmp_path: Path) -> None:
+    zone = ZONE.format(node=1, name="Normal", min=1, low=700, high=900, managed=10**6, protected=0)
     changes = {**TWO_NODES, "proc/zoneinfo": zone.rstrip()}
 
     assert fake_root(tmp_path, changes=changes).node_bytes(1).available == 0
 
 
-def test_memory_without_cpus_is_touched_from_the_nearest(tmp_path: Path) -> None:
+def test_nearest_cpus_of_a_node_without_cpus_are_on_another_node(tmp_path: Path) -> None:
     system = fake_root(tmp_path, changes=TWO_NODES)
     usable = os.sched_getaffinity(0)
 
     assert set(system.nearest_cpus(1)) == {c for c in range(8) if c in usable}
 
 
-def test_a_confined_process_sees_its_nodes_only(tmp_path: Path) -> None:
+def test_allowed_nodes_are_those_the_process_is_confined_to(tmp_path: Path) -> None:
     status = {"proc/self/status": "Name:\tx\nMems_allowed_list:\t1\n"}
     system = fake_root(tmp_path, changes={**TWO_NODES, **status})
 
@@ -141,18 +141,18 @@ def test_a_confined_process_sees_its_nodes_only(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/memory.usage_in_bytes": "5",
             "sys/fs/cgroup/memory/a/memory.limit_in_bytes": str(GiB),
             "sys/fs/cgroup/memory/a/memory.usage_in_bytes": str(700 * MiB),
-            # As the kernel has them: the group's own first, then with those of the groups below.
+            # In the kernel's order: first the group alone, then including its child groups.
             "sys/fs/cgroup/memory/a/memory.stat": f"inactive_file {5 * MiB}\nactive_file 0\n"
             f"total_inactive_file {100 * MiB}\n",
         },
     ],
     ids=["v2", "v1"],
 )
-def test_the_tightest_control_group_counts_less_its_page_cache(
+def test_memory_limit_is_the_tightest_control_group_without_page_cache(
     tmp_path: Path, files: dict[str, str]
 ) -> None:
     assert fake_root(tmp_path, changes=files).memory_limit() == (GiB, 424 * MiB)
 
 
-def test_no_control_group_is_no_limit(tmp_path: Path) -> None:
+def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
     assert System(tmp_path).memory_limit() is None

@@ -117,7 +117,9 @@ def test_every_bundled_machine_loads_says_its_source_and_can_be_planned_for() ->
     for name in preset_names():
         assert preset(name).made.by
         assert Rates.of(preset(name)).block_flops > 0
-    with pytest.raises(MachineError, match="there is no bundled 'laptop'; there are cxl-paper-1"):
+    with pytest.raises(
+        MachineError, match="there is no preset 'laptop'; the presets are cxl-paper-1"
+    ):
         preset("laptop")
 
 

@@ -1,1 +1,1 @@
-"""The machine: what it has, how fast it is, and where that was read."""
+"""The machine: its memory, GPUs and storage, how fast they are, and how they are discovered."""

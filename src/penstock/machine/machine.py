@@ -1,4 +1,9 @@
-"""A measured number with its spread, and the checks that measured values share. Room: measure."""
+"""The description of a machine that plans are made from: its parts and their measured speeds.
+
+`discovery` fills it in from the kernel, `penstock probe` adds measurements, and you can write one
+by hand for a machine you do not have yet (docs/machine-file.md). These are plain values: nothing in
+this module inspects the machine it runs on. The field names are the keys of the machine file.
+"""
 
 from __future__ import annotations
 
@@ -15,371 +20,6 @@ from penstock.errors import MachineError, UnknownNodeError
 from penstock.records import Bytes
 from penstock.tiers import Tier
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
-    """One measured quantity and its spread. In a file a plain number will do: it has no spread."""
-
-    median: float
-    """The middle of the samples, in the unit that the field holding the figure names."""
-
-    low: float
-    """The lowest sample."""
-
-    high: float
-    """The highest sample."""
-
-    samples: int = 0
-    """How many times it was measured. 0: stated by someone, not measured."""
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "median", "low", "high")
-        check_at_least(self, 0, "samples")
-        if not self.low <= self.median <= self.high:
-            raise MachineError(
-                "median", f"must lie from low {self.low} to high {self.high}, got {self.median}"
-            )
-
-    @classmethod
-    def from_number(cls, value: float) -> Figure:
-        return cls(median=value, low=value, high=value)
-
-
-# Checks that several parts share. An absent value passes; NaN does not.
-
-
-def check_above_zero(part: object, *names: str) -> None:
-    for name in names:
-        value = getattr(part, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise MachineError(name, f"must be above 0, got {value}")
-
-
-def check_at_least(part: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(part, name)
-        if value is not None and not value >= least:
-            raise MachineError(name, f"must be {least} or more, got {value}")
-
-
-def check_no_more_than(part: object, name: str, limit: str) -> None:
-    value, most = getattr(part, name), getattr(part, limit)
-    if value is not None and most is not None and value > most:
-        raise MachineError(name, f"must be no more than {limit}, which is {most}, got {value}")
-
-
-def check_one_of(part: object, name: str, choices: object) -> None:
-    if getattr(part, name) not in get_args(choices):
-        wanted = " or ".join(f'"{choice}"' for choice in get_args(choices))
-        raise MachineError(name, f'must be {wanted}, got "{getattr(part, name)}"')
-
-
-# --------
-# What was measured of one memory node's speed. Room: measure.
-
-MemoryOperation = Literal["read", "write", "copy", "sweep"]
-SweepMoments = Literal["fp32", "bf16", "int8"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryRate:
-    """How fast threads stream through one node's memory."""
-
-    operation: MemoryOperation
-    """A copy counts its bytes once, though each is read and written. A sweep is the optimizer's
-    pass over parameters, moments and gradients, with every byte read or written counted."""
-
-    threads: int = 1
-    """Threads at work at once, on the CPUs nearest to the node."""
-
-    moments: SweepMoments | None = None
-    """Of a sweep: how the moments rest. Absent: in whatever way."""
-
-    parameters: int | None = None
-    """Of a sweep: how many are stepped in one pass. Absent: many."""
-
-    bytes_per_second: Figure
-    """All threads together."""
-
-    def __post_init__(self) -> None:
-        check_one_of(self, "operation", MemoryOperation)
-        check_at_least(self, 1, "threads", "parameters")
-        if self.moments is not None:
-            check_one_of(self, "moments", SweepMoments)
-        for name in ("moments", "parameters"):
-            if getattr(self, name) is not None and self.operation != "sweep":
-                raise MachineError(name, f'belongs to a "sweep", not to a "{self.operation}"')
-
-
-# --------
-# The parts a machine is made of: memory nodes, GPUs, storage, and what was measured of each.
-#
-# Room: measure. Plain values: nothing here looks at the machine it runs on. `machine.py` puts
-# them
-# together and checks what one part says of another.
-
-NodeKind = Literal["dram", "cxl"]
-Direction = Literal["h2d", "d2h", "both"]
-StorageOperation = Literal["read", "write", "both"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FirmwareFigures:
-    """What the firmware claims of a node (ACPI HMAT, or CDAT for CXL), seen from the nearest CPUs.
-
-    A claim, not a measurement: virtual machines and early CXL cards are known to be far off.
-    """
-
-    read_bandwidth: float | None = None
-    """Bytes per second."""
-
-    write_bandwidth: float | None = None
-    """Bytes per second."""
-
-    read_latency: float | None = None
-    """Seconds."""
-
-    write_latency: float | None = None
-    """Seconds."""
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "read_bandwidth", "write_bandwidth", "read_latency", "write_latency")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryNode:
-    """One NUMA node that has memory."""
-
-    id: int
-    """The kernel's number for it. Numbers may have gaps."""
-
-    kind: NodeKind
-    """Which tier its memory belongs to."""
-
-    capacity: Bytes
-    """All of its memory."""
-
-    free: Bytes | None = None
-    """What could be taken when the file was made."""
-
-    cpus: tuple[int, ...] = ()
-    """The CPUs on it; none for CXL memory."""
-
-    distances: Mapping[int, int] = field(default_factory=dict, hash=False)
-    """The kernel's relative distance to each node; 10 is the node itself."""
-
-    firmware: FirmwareFigures | None = None
-    """What the firmware claims of its speed."""
-
-    devices: tuple[str, ...] = ()
-    """The CXL devices its memory is on, such as `mem0`."""
-
-    latency: Figure | None = None
-    """Seconds for one dependent load, nothing else running."""
-
-    rates: tuple[MemoryRate, ...] = ()
-    """Measured rates, by operation and number of threads."""
-
-    def __post_init__(self) -> None:
-        check_one_of(self, "kind", NodeKind)
-        check_at_least(self, 0, "id", "free")
-        check_above_zero(self, "capacity")
-        check_no_more_than(self, "free", "capacity")
-        for other, distance in self.distances.items():
-            if distance < 10:
-                raise MachineError(
-                    f"distances[{other}]", f"must be 10 or more (10 is local), got {distance}"
-                )
-        object.__setattr__(self, "distances", MappingProxyType(dict(self.distances)))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A read-only mapping cannot be pickled, and machines travel to other processes.
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return partial(MemoryNode, **values | {"distances": dict(self.distances)}), ()
-
-    @property
-    def tier(self) -> Tier:
-        return Tier(self.kind)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeCopy:
-    """How fast the CPUs copy from one node to another."""
-
-    source: int
-    """The node read."""
-
-    target: int
-    """The node written."""
-
-    threads: int = 1
-    """Threads at work at once."""
-
-    bytes_per_second: Figure
-    """All threads together, each byte counted once."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "threads")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
-    """One GPU, with its own memory (HBM or GDDR) and its link to the host."""
-
-    index: int
-    """Its number as `nvidia-smi` counts, in PCI bus order. CUDA may count otherwise: see `uuid`."""
-
-    name: str = ""
-    """The model's name."""
-
-    memory: Bytes | None = None
-    """All of its memory; absent where only the driver could say and there was none."""
-
-    free: Bytes | None = None
-    """What was not in use when the file was made."""
-
-    pcie_generation: int | None = None
-    """The fastest the link can run. It idles slower."""
-
-    pcie_width: int | None = None
-    """Lanes in use."""
-
-    node: int | None = None
-    """The memory node nearest to it."""
-
-    uuid: str = ""
-    """The driver's name for this very card."""
-
-    capability: str = ""
-    """The CUDA compute capability, such as `9.0`."""
-
-    matmul_flops: Figure | None = None
-    """Operations per second in large 16-bit matrix products."""
-
-    block_flops: Figure | None = None
-    """Operations per second sustained in a whole transformer layer, attention included."""
-
-    compiled_flops: Figure | None = None
-    """The same where the layer is compiled."""
-
-    attention_flops: Figure | None = None
-    """Operations per second in attention's quadratic part alone, in long sequences."""
-
-    memory_bandwidth: Figure | None = None
-    """Bytes per second of its own memory, reads and writes together."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "index", "free")
-        check_above_zero(self, "memory", "pcie_generation", "pcie_width")
-        check_no_more_than(self, "free", "memory")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Transfer:
-    """How fast bytes cross between one memory node and GPUs."""
-
-    direction: Direction
-    """`h2d` from host to device, `d2h` back, `both` at the same time."""
-
-    gpus: tuple[int, ...]
-    """The GPUs at work at once, by index."""
-
-    node: int
-    """The node that holds the host's side."""
-
-    nbytes: Bytes
-    """The length of one copy."""
-
-    streams: int = 1
-    """Copies in flight in each direction on each GPU."""
-
-    bytes_per_second: Figure
-    """Summed over all the GPUs and, for `both`, over the two directions."""
-
-    def __post_init__(self) -> None:
-        check_one_of(self, "direction", Direction)
-        check_above_zero(self, "nbytes")
-        check_at_least(self, 1, "streams")
-        if not self.gpus or len(set(self.gpus)) < len(self.gpus):
-            raise MachineError("gpus", f"must name one GPU or more, each once, got {self.gpus}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StorageRate:
-    """How fast one path is read or written, past the page cache."""
-
-    operation: StorageOperation
-    """What was done. `both`: as many bytes read as written, at the same time."""
-
-    block: Bytes
-    """The length of one request."""
-
-    depth: int = 1
-    """Requests in flight."""
-
-    bytes_per_second: Figure
-    """All requests together."""
-
-    def __post_init__(self) -> None:
-        check_one_of(self, "operation", StorageOperation)
-        check_above_zero(self, "block")
-        check_at_least(self, 1, "depth")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoragePath:
-    """A directory, or a raw block device, where bytes may rest."""
-
-    path: str
-    """Where it is."""
-
-    device: str = ""
-    """The block device below it; empty where there is none (tmpfs, network)."""
-
-    model: str = ""
-    """What the drive calls itself."""
-
-    file_system: str = ""
-    """Its kind; empty for a raw device."""
-
-    block: Bytes = 4096
-    """The device's logical block: direct requests are whole multiples of it."""
-
-    capacity: Bytes | None = None
-    """All of it."""
-
-    free: Bytes | None = None
-    """What a file could still take; for a raw device, all of it."""
-
-    rotational: bool | None = None
-    """A spinning disk."""
-
-    direct: bool | None = None
-    """Whether O_DIRECT works here."""
-
-    rated_writes: Bytes | None = None
-    """Bytes that its maker says can be written over its life (TBW)."""
-
-    rates: tuple[StorageRate, ...] = ()
-    """Measured rates, by operation, request length and depth."""
-
-    def __post_init__(self) -> None:
-        if not self.path:
-            raise MachineError("path", "must name a directory or a block device, got an empty text")
-        check_above_zero(self, "capacity", "rated_writes")
-        check_at_least(self, 0, "free")
-        check_no_more_than(self, "free", "capacity")
-        if self.block < 1 or self.block & (self.block - 1):
-            raise MachineError("block", f"must be a power of two, got {self.block}")
-
-
-# --------
-# What one machine is, and how fast: the value that plans are made from. Room: measure.
-#
-# `discovery` fills it from the kernel, `probe` adds what it measures, and a person may write it
-# by
-# hand for a machine that is not there yet (docs/machine-file.md).
-
 __all__ = [
     "Cpu",
     "Figure",
@@ -395,19 +35,342 @@ __all__ = [
     "Transfer",
 ]
 
+MemoryOperation = Literal["read", "write", "copy", "sweep"]
+SweepMoments = Literal["fp32", "bf16", "int8"]
+NodeKind = Literal["dram", "cxl"]
+Direction = Literal["h2d", "d2h", "both"]
+StorageOperation = Literal["read", "write", "both"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """A measured quantity and its spread. A file may contain a plain number, without a spread."""
+
+    median: float
+    """Median of the samples, in the unit documented for the field that holds the figure."""
+
+    low: float
+    """Lowest sample."""
+
+    high: float
+    """Highest sample."""
+
+    samples: int = 0
+    """Number of samples; 0 if the value was stated and not measured."""
+
+    def __post_init__(self) -> None:
+        _check_above_zero(self, "median", "low", "high")
+        _check_at_least(self, 0, "samples")
+        if not self.low <= self.median <= self.high:
+            raise MachineError(
+                "median", f"must be between low {self.low} and high {self.high}, got {self.median}"
+            )
+
+    @classmethod
+    def from_number(cls, value: float) -> Figure:
+        return cls(median=value, low=value, high=value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRate:
+    """Bandwidth that CPU threads reach in one node's memory."""
+
+    operation: MemoryOperation
+    """Operation measured. `copy` counts its bytes once, although each byte is read and written.
+    `sweep` is the optimizer's pass over weights, moments and gradients, and counts every byte that
+    is read or written."""
+
+    threads: int = 1
+    """Number of concurrent threads, on the CPUs nearest to the node."""
+
+    moments: SweepMoments | None = None
+    """Storage format of the moments, for a sweep only. Absent: the rate holds for any format."""
+
+    parameters: int | None = None
+    """Number of parameters updated in one pass, for a sweep only. Absent: a large number."""
+
+    bytes_per_second: Figure
+    """Total over all threads."""
+
+    def __post_init__(self) -> None:
+        _check_one_of(self, "operation", MemoryOperation)
+        _check_at_least(self, 1, "threads", "parameters")
+        if self.moments is not None:
+            _check_one_of(self, "moments", SweepMoments)
+        for name in ("moments", "parameters"):
+            if getattr(self, name) is not None and self.operation != "sweep":
+                raise MachineError(name, f'belongs to a "sweep", not to a "{self.operation}"')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirmwareFigures:
+    """Speed of a node for its nearest CPUs, according to the firmware (ACPI HMAT, CDAT for CXL).
+
+    The firmware states these figures without measuring them; in virtual machines and on early CXL
+    cards they can be far off.
+    """
+
+    read_bandwidth: float | None = None
+    """Bytes per second."""
+
+    write_bandwidth: float | None = None
+    """Bytes per second."""
+
+    read_latency: float | None = None
+    """Seconds."""
+
+    write_latency: float | None = None
+    """Seconds."""
+
+    def __post_init__(self) -> None:
+        _check_above_zero(
+            self, "read_bandwidth", "write_bandwidth", "read_latency", "write_latency"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNode:
+    """A NUMA node that has memory."""
+
+    id: int
+    """Node number in the kernel. The numbers may have gaps."""
+
+    kind: NodeKind
+    """Tier that the memory belongs to."""
+
+    capacity: Bytes
+    """Total memory of the node."""
+
+    free: Bytes | None = None
+    """Memory that could be allocated when the file was written."""
+
+    cpus: tuple[int, ...] = ()
+    """CPUs on the node; empty for CXL memory."""
+
+    distances: Mapping[int, int] = field(default_factory=dict, hash=False)
+    """Relative distance to each node according to the kernel; 10 is the node itself."""
+
+    firmware: FirmwareFigures | None = None
+    """Speed according to the firmware."""
+
+    devices: tuple[str, ...] = ()
+    """CXL devices that provide the memory, such as `mem0`."""
+
+    latency: Figure | None = None
+    """Latency of one dependent load on an idle machine, in seconds."""
+
+    rates: tuple[MemoryRate, ...] = ()
+    """Measured rates for each operation and number of threads."""
+
+    def __post_init__(self) -> None:
+        _check_one_of(self, "kind", NodeKind)
+        _check_at_least(self, 0, "id", "free")
+        _check_above_zero(self, "capacity")
+        _check_at_most_field(self, "free", "capacity")
+        for other, distance in self.distances.items():
+            if distance < 10:
+                raise MachineError(
+                    f"distances[{other}]", f"must be 10 or more (10 is local), got {distance}"
+                )
+        object.__setattr__(self, "distances", MappingProxyType(dict(self.distances)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A MappingProxyType cannot be pickled, and machines are sent to other processes.
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return partial(MemoryNode, **values | {"distances": dict(self.distances)}), ()
+
+    @property
+    def tier(self) -> Tier:
+        return Tier(self.kind)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeCopy:
+    """Bandwidth of CPU copies from one node to another."""
+
+    source: int
+    """Node that is read."""
+
+    target: int
+    """Node that is written."""
+
+    threads: int = 1
+    """Number of concurrent threads."""
+
+    bytes_per_second: Figure
+    """Total over all threads, each byte counted once."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "threads")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """A GPU with its own memory (HBM or GDDR) and its link to the host."""
+
+    index: int
+    """Index in `nvidia-smi`, in PCI bus order. CUDA may order GPUs differently: see `uuid`."""
+
+    name: str = ""
+    """Product name."""
+
+    memory: Bytes | None = None
+    """Total GPU memory; absent if there was no driver to report it."""
+
+    free: Bytes | None = None
+    """GPU memory that was free when the file was written."""
+
+    pcie_generation: int | None = None
+    """Highest PCIe generation the link supports. An idle link runs slower."""
+
+    pcie_width: int | None = None
+    """Number of PCIe lanes in use."""
+
+    node: int | None = None
+    """Memory node nearest to the GPU."""
+
+    uuid: str = ""
+    """Unique identifier of this GPU in the driver."""
+
+    capability: str = ""
+    """CUDA compute capability, such as `9.0`."""
+
+    matmul_flops: Figure | None = None
+    """Operations per second in large 16-bit matrix multiplications."""
+
+    block_flops: Figure | None = None
+    """Operations per second sustained in a complete transformer layer, including attention."""
+
+    compiled_flops: Figure | None = None
+    """Operations per second sustained in a compiled transformer layer."""
+
+    attention_flops: Figure | None = None
+    """Operations per second in the quadratic part of attention, with long sequences."""
+
+    memory_bandwidth: Figure | None = None
+    """Bandwidth of the GPU memory in bytes per second, reads and writes combined."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 0, "index", "free")
+        _check_above_zero(self, "memory", "pcie_generation", "pcie_width")
+        _check_at_most_field(self, "free", "memory")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """Bandwidth of copies between one memory node and GPUs."""
+
+    direction: Direction
+    """`h2d` (host to device), `d2h` (device to host), or `both` concurrently."""
+
+    gpus: tuple[int, ...]
+    """Indices of the GPUs that copy concurrently."""
+
+    node: int
+    """Node that holds the host buffers."""
+
+    nbytes: Bytes
+    """Size of one copy."""
+
+    streams: int = 1
+    """Number of copies in flight in each direction on each GPU."""
+
+    bytes_per_second: Figure
+    """Total over all GPUs and, for `both`, over the two directions."""
+
+    def __post_init__(self) -> None:
+        _check_one_of(self, "direction", Direction)
+        _check_above_zero(self, "nbytes")
+        _check_at_least(self, 1, "streams")
+        if not self.gpus or len(set(self.gpus)) < len(self.gpus):
+            raise MachineError(
+                "gpus", f"must list at least one GPU, and each only once, got {self.gpus}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageRate:
+    """Bandwidth of reads and writes on one storage path, bypassing the page cache."""
+
+    operation: StorageOperation
+    """Operation measured. `both` reads and writes the same number of bytes concurrently."""
+
+    block: Bytes
+    """Size of one request."""
+
+    depth: int = 1
+    """Number of requests in flight."""
+
+    bytes_per_second: Figure
+    """Total over all requests."""
+
+    def __post_init__(self) -> None:
+        _check_one_of(self, "operation", StorageOperation)
+        _check_above_zero(self, "block")
+        _check_at_least(self, 1, "depth")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoragePath:
+    """A directory or raw block device that Penstock may store data on."""
+
+    path: str
+    """Path of the directory or device."""
+
+    device: str = ""
+    """Block device under the path; empty if there is none (tmpfs, network)."""
+
+    model: str = ""
+    """Model name reported by the drive."""
+
+    file_system: str = ""
+    """Type of the file system; empty for a raw device."""
+
+    block: Bytes = 4096
+    """Logical block size of the device. Direct requests are multiples of it."""
+
+    capacity: Bytes | None = None
+    """Total size."""
+
+    free: Bytes | None = None
+    """Space available to a file; for a raw device, its total size."""
+
+    rotational: bool | None = None
+    """Whether it is a spinning disk."""
+
+    direct: bool | None = None
+    """Whether O_DIRECT works on this path."""
+
+    rated_writes: Bytes | None = None
+    """Total bytes written that the vendor rates the drive for (TBW)."""
+
+    rates: tuple[StorageRate, ...] = ()
+    """Measured rates for each operation, request size and queue depth."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise MachineError(
+                "path", "must be the path of a directory or a block device, got an empty string"
+            )
+        _check_above_zero(self, "capacity", "rated_writes")
+        _check_at_least(self, 0, "free")
+        _check_at_most_field(self, "free", "capacity")
+        if self.block < 1 or self.block & (self.block - 1):
+            raise MachineError("block", f"must be a power of two, got {self.block}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cpu:
-    """The processors, taken together."""
+    """The processors of the machine."""
 
     model: str = ""
-    """What the processor calls itself."""
+    """Model name reported by the processor."""
 
     cores: int | None = None
-    """Physical cores. Hardware threads are counted by the nodes' `cpus`."""
+    """Number of physical cores. The nodes' `cpus` list hardware threads."""
 
     isas: tuple[str, ...] = ()
-    """The instruction sets that matter for a sweep, by the kernel's names."""
+    """Instruction sets that the optimizer sweep can use, by their names in the kernel."""
 
     def __post_init__(self) -> None:
         if self.cores is not None and self.cores < 1:
@@ -416,53 +379,53 @@ class Cpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Where the numbers come from."""
+    """The origin of the numbers."""
 
     by: str = ""
-    """The program and its version, or a person."""
+    """Program and its version, or a person."""
 
     date: str = ""
-    """When, as ISO 8601 in UTC."""
+    """Date and time in UTC, as ISO 8601."""
 
     kernel: str = ""
-    """The kernel it ran on."""
+    """Release of the kernel."""
 
     command: str = ""
-    """What was run."""
+    """Command that was run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Memory nodes, GPUs and storage of one machine, with what is known of their speed."""
+    """Memory nodes, GPUs and storage of one machine, with their speeds as far as known."""
 
     FORMAT: ClassVar[int] = 1
 
     version: int = FORMAT
-    """The version of the file's form."""
+    """Version of the file format."""
 
     name: str = ""
-    """What people call the machine."""
+    """Name of the machine."""
 
     made: Provenance = field(default_factory=Provenance)
-    """Where the numbers come from."""
+    """Origin of the numbers."""
 
     cpu: Cpu = field(default_factory=Cpu)
-    """The processors."""
+    """Processors."""
 
     nodes: tuple[MemoryNode, ...]
-    """Every node with memory; at least one is `dram`."""
+    """All nodes with memory; at least one is of kind `dram`."""
 
     node_copies: tuple[NodeCopy, ...] = ()
-    """Measured copies from node to node."""
+    """Measured copies between nodes."""
 
     gpus: tuple[Gpu, ...] = ()
-    """The GPUs."""
+    """GPUs."""
 
     transfers: tuple[Transfer, ...] = ()
     """Measured copies between nodes and GPUs."""
 
     storage: tuple[StoragePath, ...] = ()
-    """The directories and devices where bytes may rest."""
+    """Directories and devices that Penstock may store data on."""
 
     def __post_init__(self) -> None:
         if self.version != self.FORMAT:
@@ -472,14 +435,15 @@ class Machine:
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """Read a machine file. MachineError names the field that is wrong."""
+        """Read a machine file. A MachineError names the field that is wrong."""
         return records.load(cls, path, error=MachineError)
 
     def save(self, path: str | Path) -> None:
-        """Write it whole, or leave what was there."""
+        """Write a machine file atomically. A failure leaves an existing file unchanged."""
         records.save(self, path)
 
     def node(self, id: int) -> MemoryNode:
+        """Return the node with this number, or raise UnknownNodeError."""
         for node in self.nodes:
             if node.id == id:
                 return node
@@ -487,16 +451,18 @@ class Machine:
 
     @property
     def dram_nodes(self) -> tuple[MemoryNode, ...]:
+        """The nodes of kind `dram`."""
         return tuple(node for node in self.nodes if node.kind == "dram")
 
     @property
     def cxl_nodes(self) -> tuple[MemoryNode, ...]:
+        """The nodes of kind `cxl`."""
         return tuple(node for node in self.nodes if node.kind == "cxl")
 
     def rate(
         self, node: int, operation: MemoryOperation, threads: int | None = None
     ) -> Figure | None:
-        """The best measured rate, of all thread counts or of that one; None if not measured."""
+        """Return the best measured rate, for one thread count or any; None if not measured."""
         measured = (
             rate.bytes_per_second
             for rate in self.node(node).rates
@@ -505,22 +471,22 @@ class Machine:
         return max(measured, key=lambda figure: figure.median, default=None)
 
     def sweep_rate(self, node: int, moments: SweepMoments) -> Figure | None:
-        """The best measured rate of long sweeps of that format; None if not measured.
+        """Return the best measured rate of the longest sweeps with these moments, or None.
 
-        Figures that name no format stand in where those moments have none of their own.
+        Rates without a moment format are used if none was measured for this format.
         """
         sweeps = [rate for rate in self.node(node).rates if rate.operation == "sweep"]
-        fitting = [rate for rate in sweeps if rate.moments == moments]
-        fitting = fitting or [rate for rate in sweeps if rate.moments is None]
-        longest = max((rate.parameters or math.inf for rate in fitting), default=0)
-        measured = (r.bytes_per_second for r in fitting if (r.parameters or math.inf) == longest)
+        matching = [rate for rate in sweeps if rate.moments == moments]
+        matching = matching or [rate for rate in sweeps if rate.moments is None]
+        longest = max((rate.parameters or math.inf for rate in matching), default=0)
+        measured = (r.bytes_per_second for r in matching if (r.parameters or math.inf) == longest)
         return max(measured, key=lambda figure: figure.median, default=None)
 
     def _check_nodes(self) -> None:
         ids = [node.id for node in self.nodes]
         _check_unique("nodes", "id", ids)
         if not self.dram_nodes:
-            raise MachineError("nodes", 'must have one of kind "dram" or more, got none')
+            raise MachineError("nodes", 'must include at least one of kind "dram", got none')
         _check_unique("nodes", "CPU", [cpu for node in self.nodes for cpu in node.cpus])
         for i, node in enumerate(self.nodes):
             for other in node.distances:
@@ -547,12 +513,39 @@ def _check_known(field_path: str, thing: str, id: int, known: Iterable[int]) -> 
     known = list(known)
     if id not in known:
         listed = ", ".join(map(str, known)) or "none"
-        raise MachineError(field_path, f"there is no {thing} {id}; the file has {listed}")
+        raise MachineError(field_path, f"there is no {thing} {id}; the file lists {listed}")
 
 
 def _check_unique(field_path: str, thing: str, values: Iterable[int | str]) -> None:
     seen: set[int | str] = set()
     for value in values:
         if value in seen:
-            raise MachineError(field_path, f"{thing} {value} is there twice")
+            raise MachineError(field_path, f"{thing} {value} is listed twice")
         seen.add(value)
+
+
+def _check_above_zero(part: object, *names: str) -> None:
+    # Like the checks below, this accepts an absent value and rejects NaN.
+    for name in names:
+        value = getattr(part, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise MachineError(name, f"must be above 0, got {value}")
+
+
+def _check_at_least(part: object, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(part, name)
+        if value is not None and not value >= least:
+            raise MachineError(name, f"must be {least} or more, got {value}")
+
+
+def _check_at_most_field(part: object, name: str, limit: str) -> None:
+    value, most = getattr(part, name), getattr(part, limit)
+    if value is not None and most is not None and value > most:
+        raise MachineError(name, f"must be at most {limit}, which is {most}, got {value}")
+
+
+def _check_one_of(part: object, name: str, choices: object) -> None:
+    if getattr(part, name) not in get_args(choices):
+        wanted = " or ".join(f'"{choice}"' for choice in get_args(choices))
+        raise MachineError(name, f'must be {wanted}, got "{getattr(part, name)}"')

@@ -1,4 +1,8 @@
-"""Machine files that come with the package: plan for a machine one does not own. Room: measure."""
+"""Machines you can plan for without owning them, and GPU data sheets.
+
+`preset` loads a machine file that ships with the package. `cpu_machine` turns a host into a machine
+that trains on its CPU. `data_sheet` gives the vendor's figures for a GPU that was not measured.
+"""
 
 from __future__ import annotations
 
@@ -10,51 +14,8 @@ from penstock.machine.machine import Machine
 from penstock.records import from_json, parse
 
 DEFAULT = "desktop-24gb"
-"""What is planned for where there is no GPU and no machine was named."""
+"""Preset to plan for if there is no GPU and no machine was named."""
 
-
-def preset_names() -> list[str]:
-    folder = resources.files("penstock.machine") / "preset_files"
-    names = (file.name for file in folder.iterdir())
-    return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
-
-
-def preset(name: str) -> Machine:
-    """One of them by name. MachineError lists the names."""
-    if name not in preset_names():
-        listed = ", ".join(preset_names())
-        raise MachineError("machine", f"there is no bundled {name!r}; there are {listed}")
-    text = (resources.files("penstock.machine") / "preset_files" / f"{name}.json").read_text(
-        encoding="utf-8"
-    )
-    return from_json(Machine, parse(text), where=name, error=MachineError)
-
-
-# --------
-# This host as a training machine of its own: the CPU computes where a GPU would. Room: decide.
-#
-# What is called HBM is then a share of the first node's memory, as large as the budget says.
-# Nothing
-# is a CUDA context, and copies are copies within memory.
-
-
-def cpu_machine(machine: Machine) -> Machine:
-    """The same host without its GPUs.
-
-    How fast its cores compute, and a memory that nobody measured, is the cost model's to say
-    (`cost.rates`), and said in what the plan assumed. Paths of the budget still have to be added:
-    `budget.with_paths`.
-    """
-    name = f"{machine.name or 'this host'} (CPU)"
-    return replace(machine, name=name, gpus=(), transfers=())
-
-
-# --------
-# What makers say of their GPUs, for those whose speed was not measured. Room: measure.
-#
-# Dense 16-bit tensor rates with fp32 sums, and memory bandwidth, from the public data sheets.
-
-# name: (operations per second, bytes per second of its own memory)
 DATA_SHEETS: dict[str, tuple[float, float]] = {
     "V100": (125e12, 0.90e12),
     "RTX 3090": (71e12, 0.94e12),
@@ -71,20 +32,58 @@ DATA_SHEETS: dict[str, tuple[float, float]] = {
     "H200": (989e12, 4.80e12),
     "B200": (2250e12, 8.00e12),
 }
+"""Product name: (operations per second, bytes per second of GPU memory), from public data sheets.
+
+The operations are dense 16-bit tensor operations with fp32 accumulation."""
 
 MATMUL_SHARE = 0.78
-"""Of the data sheet, in a large matrix product: 770 of 989 TFLOP/s on an H200 (measured)."""
+"""Share of the data sheet's rate that a large matrix multiplication reaches: 770 of 989 TFLOP/s on
+an H200 (measured)."""
 
 BLOCK_SHARE = 0.71
-"""Of that, in a whole transformer layer of an 8B model: 545 of 770 TFLOP/s on an H200, eager, SDPA
-(docs/planner.md)."""
+"""Share of the matrix multiplication rate that a complete transformer layer of an 8B model reaches:
+545 of 770 TFLOP/s on an H200, eager with SDPA (docs/planner.md)."""
 
 COMPILED_GAIN = 1.15
-"""What compiling the layer brings: 628 for 545 TFLOP/s on an H200 (docs/planner.md)."""
+"""Speedup from compiling the layer: 628 instead of 545 TFLOP/s on an H200 (docs/planner.md)."""
+
+
+def preset_names() -> list[str]:
+    """Return the names of the machines that ship with the package."""
+    folder = resources.files("penstock.machine") / "preset_files"
+    names = (file.name for file in folder.iterdir())
+    return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
+
+
+def preset(name: str) -> Machine:
+    """Load a machine that ships with the package. A MachineError lists the names."""
+    if name not in preset_names():
+        listed = ", ".join(preset_names())
+        raise MachineError("machine", f"there is no preset {name!r}; the presets are {listed}")
+    text = (resources.files("penstock.machine") / "preset_files" / f"{name}.json").read_text(
+        encoding="utf-8"
+    )
+    return from_json(Machine, parse(text), where=name, error=MachineError)
+
+
+def cpu_machine(machine: Machine) -> Machine:
+    """Return the same host without its GPUs: the CPU computes instead.
+
+    The HBM tier is then a share of the first node's memory, as large as the budget says. There is
+    no CUDA context, and transfers are copies within memory. The cost model (`planner.cost.rates`)
+    supplies the speed of the cores, and of memory that was not measured, and lists it among the
+    plan's assumptions. The caller still has to add the storage paths of the budget:
+    `budget.with_paths`.
+    """
+    name = f"{machine.name or 'this host'} (CPU)"
+    return replace(machine, name=name, gpus=(), transfers=())
 
 
 def data_sheet(name: str) -> tuple[float, float] | None:
-    """The longest entry whose words are in the name: an `A100-SXM4-80GB` is an A100."""
+    """Return the data sheet for a product name, or None: an `A100-SXM4-80GB` is an `A100`.
+
+    If several entries match, the longest one is the most specific.
+    """
     plain = f" {name.replace('-', ' ').replace('_', ' ').lower()} "
-    found = [known for known in DATA_SHEETS if f" {known.lower()} " in plain]
-    return DATA_SHEETS[max(found, key=len)] if found else None
+    matching = [known for known in DATA_SHEETS if f" {known.lower()} " in plain]
+    return DATA_SHEETS[max(matching, key=len)] if matching else None

@@ -1,7 +1,7 @@
-"""What the kernel says of itself under /sys and /proc. Room: names.
+"""Read what the kernel reports under /sys and /proc.
 
-Reads only, and every read may find nothing. `root` is an argument so that tests can show a machine
-that is not here.
+Nothing is written, and any file may be missing. `root` is a field so that tests can present a
+different machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NODES = "sys/devices/system/node"
 
 @dataclass(frozen=True, slots=True)
 class NodeBytes:
-    """One node's memory. `available` counts what the kernel would reclaim without swapping."""
+    """Memory of one node in bytes. `available` includes what can be reclaimed without swapping."""
 
     total: int
     free: int
@@ -28,29 +28,30 @@ class NodeBytes:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """What the kernel keeps of one node, in bytes; it changes with sysctl and hotplug only."""
+    """Memory of one node that the kernel reserves, in bytes. Only sysctl and hotplug change it."""
 
     low: int
-    """Below this the kernel starts to reclaim: its zones' low watermarks."""
+    """Sum of the zones' low watermarks, below which the kernel starts to reclaim."""
 
-    kept: int
-    """Never given to a process: high watermarks, and low zones kept for devices that need them."""
+    unusable: int
+    """Memory no process gets: high watermarks, and low zones reserved for devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """The kernel's files below `root`."""
+    """The kernel's files below `root`. Paths are relative to it."""
 
     root: Path = field(default_factory=lambda: Path("/"))
 
     def text(self, path: str | Path) -> str | None:
-        """The file's text without the last newline, or None if it cannot be read."""
+        """Return a file's text without trailing newlines, or None if it cannot be read."""
         try:
             return (self.root / path).read_text(errors="replace").rstrip("\n")
         except OSError:
             return None
 
     def number(self, path: str | Path) -> int | None:
+        """Return the integer in a file, or None."""
         text = self.text(path)
         try:
             return None if text is None else int(text, 0)
@@ -58,27 +59,27 @@ class System:
             return None
 
     def names(self, path: str | Path) -> tuple[str, ...]:
-        """The entries of a directory, in order; none if it is not there."""
+        """Return the sorted entries of a directory; empty if it does not exist."""
         try:
             return tuple(sorted(os.listdir(self.root / path)))
         except OSError:
             return ()
 
     def ids(self, path: str | Path) -> tuple[int, ...]:
-        """A kernel list such as `0-3,8`."""
+        """Parse a file with a kernel list such as `0-3,8`."""
         return parse_ids(self.text(path) or "")
 
-    # Memory nodes. A kernel without NUMA has one node, 0, holding everything.
+    # Memory nodes. A kernel without NUMA counts as one node, 0, with all CPUs and memory.
 
     def possible_nodes(self) -> tuple[int, ...]:
         return self.ids(f"{_NODES}/possible") or (0,)
 
     def memory_nodes(self) -> tuple[int, ...]:
-        """Nodes with memory in use, CPUs or not."""
+        """Return the nodes with online memory, with or without CPUs."""
         return self.ids(f"{_NODES}/has_memory") or (0,)
 
     def allowed_nodes(self) -> tuple[int, ...]:
-        """Those of them that this process may use."""
+        """Return the memory nodes that this process may use."""
         match = re.search(r"^Mems_allowed_list:\s*(\S+)", self.text("proc/self/status") or "", re.M)
         allowed = parse_ids(match[1]) if match else ()
         return tuple(n for n in self.memory_nodes() if n in allowed) or self.memory_nodes()
@@ -90,20 +91,21 @@ class System:
         return parse_ids(cpus)
 
     def node_distances(self, node: int) -> dict[int, int]:
-        """Relative distance from `node` to each node with a directory; 10 is itself."""
+        """Return the relative distance from `node` to each online node; 10 is the node itself."""
         row = (self.text(f"{_NODES}/node{node}/distance") or "10").split()
         online = self.ids(f"{_NODES}/online") or (0,)
         return {other: int(value) for other, value in zip(online, row, strict=False)}
 
     def node_bytes(self, node: int) -> NodeBytes:
-        """`available` is the kernel's MemAvailable, worked out for one node as the kernel does it.
+        """Return a node's memory; `available` is the kernel's MemAvailable for this node.
 
-        That is free pages less what is never given out, plus file cache, plus reclaimable slab;
-        the last two less the node's low watermark each, or less half where that is less: so much
-        stays in use. Where /proc/zoneinfo shows no watermarks it is always half.
+        It is computed as the kernel computes it for the machine: free pages minus the reserve, plus
+        file cache, plus reclaimable slab. Part of the last two stays in use: from each, subtract
+        the node's low watermark, or half of it if that is less. Without watermarks in
+        /proc/zoneinfo, subtract half.
         """
-        # The only node is the machine, whose own figures are better: in a virtual machine that gets
-        # its memory as it asks for it, a node's figures lag behind.
+        # For a single node, use the machine's own figures: in a virtual machine that gets its
+        # memory on demand, the per-node figures lag behind.
         only = self.memory_nodes() == (node,)
         path = "proc/meminfo" if only else f"{_NODES}/node{node}/meminfo"
         found = re.findall(r"(\w+(?:\(\w+\))?):\s+(\d+) kB", self.text(path) or "")
@@ -114,17 +116,17 @@ class System:
             reserve = _reserve(self, node, total)
             cache = kib.get("Active(file)", 0) + kib.get("Inactive(file)", 0)
             slab = kib.get("KReclaimable", kib.get("SReclaimable", 0))
-            given_back = sum(n - min(n // 2, reserve.low if reserve else n) for n in (cache, slab))
-            available = max(0, free - (reserve.kept if reserve else 0) + given_back)
+            reclaimable = sum(n - min(n // 2, reserve.low if reserve else n) for n in (cache, slab))
+            available = max(0, free - (reserve.unusable if reserve else 0) + reclaimable)
         return NodeBytes(total=total, free=free, available=available)
 
     def free_huge_pages(self, node: int | None) -> int:
-        """Reserved 2 MiB pages that are free, on one node or (None) in all."""
+        """Return the number of free reserved 2 MiB pages, on one node or (None) on the machine."""
         top = "sys/kernel/mm" if node is None else f"{_NODES}/node{node}"
         return self.number(f"{top}/hugepages/hugepages-2048kB/free_hugepages") or 0
 
     def nearest_cpus(self, node: int) -> tuple[int, ...]:
-        """The CPUs of `node`, or of the node closest to it that has any; only ones we may use."""
+        """Return the CPUs this process may use on `node`, or on the closest node that has any."""
         usable = set(os.sched_getaffinity(0))
         distances = self.node_distances(node)
         for other in sorted(distances, key=lambda n: (n != node, distances[n], n)):
@@ -133,9 +135,9 @@ class System:
         return tuple(sorted(usable))
 
     def memory_limit(self) -> tuple[int, int] | None:
-        """The tightest control group's (limit, bytes left), or None where there is no limit.
+        """Return (limit, bytes left) of the tightest control group, or None without a limit.
 
-        Page cache is charged to the group too, but is given back under pressure: it counts as left.
+        Page cache is charged to the group but reclaimed under pressure, so it counts as left.
         """
         tightest: tuple[int, int] | None = None
         for directory, limit_name, used_name in self._control_groups():
@@ -144,7 +146,8 @@ class System:
             if limit is None or used is None or limit >= 1 << 60:
                 continue
             stat = self.text(f"{directory}/memory.stat") or ""
-            # v1 counts the groups below in `total_` alone; v2 has no such line and counts them.
+            # cgroup v1 includes child groups only in `total_inactive_file`; v2 has no such line
+            # and includes them in `inactive_file`.
             cached = re.search(r"^total_inactive_file (\d+)$", stat, re.M) or re.search(
                 r"^inactive_file (\d+)$", stat, re.M
             )
@@ -154,7 +157,7 @@ class System:
         return tightest
 
     def _control_groups(self) -> list[tuple[str, str, str]]:
-        """(directory, limit file, usage file) of each group from ours up to the top."""
+        """Return (directory, limit file, usage file) of each group from ours up to the root."""
         groups = []
         for line in (self.text("proc/self/cgroup") or "").splitlines():
             _, controllers, path = line.split(":", 2)
@@ -173,25 +176,27 @@ class System:
 
 @lru_cache(maxsize=64)
 def _reserve(system: System, node: int, total: int) -> Reserve | None:
-    """As calculate_totalreserve_pages() in mm/page_alloc.c; None where the kernel does not say.
+    """Compute a node's reserve as calculate_totalreserve_pages() in mm/page_alloc.c does.
 
-    Kept, for every tensor asks for room and the file is long; `total` tells a node that has grown.
+    Returns None if the kernel does not report watermarks. The result is cached because every tensor
+    allocation checks for free memory and /proc/zoneinfo is long; `total` is part of the cache key
+    because a node can grow.
     """
     page = os.sysconf("SC_PAGE_SIZE")
-    low = kept = 0
+    low = unusable = 0
     zones = re.split(r"^Node (\d+), zone .*$", system.text("proc/zoneinfo") or "", flags=re.M)
     for owner, zone in zip(zones[1::2], zones[2::2], strict=True):
         counts = {k: int(v) for k, v in re.findall(r"^ +(low|high|managed) +(\d+)$", zone, re.M)}
         if int(owner) == node and len(counts) == 3:
             protection = re.search(r"protection: \(([\d, ]+)\)", zone)
-            spared = max(map(int, protection[1].split(","))) if protection else 0
+            protected = max(map(int, protection[1].split(","))) if protection else 0
             low += counts["low"]
-            kept += min(counts["managed"], counts["high"] + spared)
-    return Reserve(low=low * page, kept=kept * page) if low else None
+            unusable += min(counts["managed"], counts["high"] + protected)
+    return Reserve(low=low * page, unusable=unusable * page) if low else None
 
 
 def parse_ids(text: str) -> tuple[int, ...]:
-    """`"0-2,5"` as `(0, 1, 2, 5)`; anything malformed ends the list."""
+    """Parse `"0-2,5"` into `(0, 1, 2, 5)`. A malformed part ends the list."""
     ids: list[int] = []
     for part in text.strip().split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)

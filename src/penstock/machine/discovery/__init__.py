@@ -1,4 +1,4 @@
-"""The machine we are on, from the kernel's own files; nothing is timed. Room: measure."""
+"""Discover this machine from the kernel's files. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ISAS = (
 
 
 def discover(system: System = HERE, storage: Sequence[Path | str] = ()) -> Machine:
-    """What the kernel says of this machine, and of the storage paths named."""
+    """Describe this machine and the given storage paths as the kernel reports them."""
     nodes = find_nodes(system)
     return Machine(
         name=system.text("proc/sys/kernel/hostname") or "",
@@ -56,7 +56,7 @@ def _find_cpu(system: System) -> Cpu:
 
 
 def _count_cores(system: System) -> int:
-    """Hardware threads of one core name the same siblings."""
+    """Count physical cores: the hardware threads of a core list the same siblings."""
     cpus = [n for n in system.names("sys/devices/system/cpu") if re.fullmatch(r"cpu\d+", n)]
     path = "sys/devices/system/cpu/{}/topology/thread_siblings_list"
     return len({siblings for cpu in cpus if (siblings := system.text(path.format(cpu)))})

@@ -1,8 +1,9 @@
-"""CXL memory devices, and the node each one's memory is part of. Room: measure.
+"""Find CXL memory devices and the NUMA node that each one's memory belongs to.
 
-The kernel shows the pieces apart: a memory device (`mem0`), an endpoint above it with decoders, a
-region made of decoders of one or several devices, and on the region either a dax device (memory
-brought up by the operating system) or plain memory blocks at its addresses (by the firmware).
+The kernel lists the parts separately: a memory device (`mem0`), an endpoint above it with decoders,
+a region made of the decoders of one or several devices, and on the region either a dax device (if
+the operating system set up the memory) or plain memory blocks at its addresses (if the firmware
+did).
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ _DAX = "sys/bus/dax/devices"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CxlMemory:
-    """One CXL memory device and how far it is on the way to being a node."""
+    """A CXL memory device and the stages of its configuration as system memory."""
 
     device: str
-    """The kernel's name for it, such as `mem0`."""
+    """Name in the kernel, such as `mem0`."""
 
     nbytes: int
-    """Its volatile memory."""
+    """Size of its volatile memory."""
 
     region: str = ""
-    """The region that maps it; empty before one is made."""
+    """Region that maps it; empty if none was created yet."""
 
     dax: str = ""
-    """The dax device on that region, where there is one."""
+    """Dax device on that region; empty if there is none."""
 
     driver: str = ""
-    """The dax device's driver: `kmem` makes it system memory, `device_dax` a character device."""
+    """Driver of the dax device: `kmem` makes it system memory, `device_dax` a character device."""
 
     node: int | None = None
-    """The node that its memory is part of, or will be once it is online."""
+    """Node that its memory belongs to, or will belong to once it is online."""
 
 
 def find_cxl_memory(system: System) -> tuple[CxlMemory, ...]:
-    """Every CXL memory device that has volatile memory."""
+    """Return every CXL memory device that has volatile memory."""
     region_of = {
         device: region
         for region in _matching(system, _CXL, r"region\d+")
@@ -69,7 +70,7 @@ def find_cxl_memory(system: System) -> tuple[CxlMemory, ...]:
 
 
 def ram_decoder(system: System) -> str | None:
-    """The first root decoder, a window of addresses, that may hold volatile memory."""
+    """Return the first root decoder (an address window) that supports volatile memory."""
     for decoder in _matching(system, _CXL, r"decoder[\d.]+"):
         kind = system.text(f"{_CXL}/{decoder}/devtype")
         if kind == "cxl_decoder_root" and system.number(f"{_CXL}/{decoder}/cap_ram"):
@@ -95,7 +96,7 @@ def _node_directory(node: int) -> str:
 
 
 def _devices_of(system: System, region: str) -> list[str]:
-    """The memory devices a region is made of: target decoder, its endpoint, the device above."""
+    """Return a region's memory devices: from target decoder to its endpoint to the device."""
     devices = []
     for target in _matching(system, f"{_CXL}/{region}", r"target\d+"):
         decoder = system.text(f"{_CXL}/{region}/{target}")
@@ -106,7 +107,7 @@ def _devices_of(system: System, region: str) -> list[str]:
 
 
 def _region_below(system: System, dax: str) -> str:
-    """The CXL region a dax device stands on; empty for other memory set aside by the firmware."""
+    """Return the CXL region of a dax device; empty for other memory reserved by the firmware."""
     parts = _real(system, f"{_DAX}/{dax}").parts
     return next((part for part in parts if re.fullmatch(r"region\d+", part)), "")
 
@@ -120,7 +121,7 @@ def _real(system: System, path: str) -> Path:
 
 
 def _link(system: System, path: str | Path) -> str:
-    """The last name of what a link points to; empty if there is no link."""
+    """Return the base name of a link's target; empty if there is no link."""
     try:
         return os.path.basename(os.readlink(system.root / path))
     except OSError:

@@ -1,4 +1,4 @@
-"""GPUs, from the driver where there is one, else from the PCI bus. Room: measure."""
+"""Find GPUs through the NVIDIA driver or, without one, on the PCI bus."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}  
 
 
 def find_gpus(system: System, nodes: Sequence[MemoryNode]) -> tuple[Gpu, ...]:
-    """The NVIDIA GPUs. Without the driver's library their memory is unknown, not zero."""
-    if system.root == Path("/"):  # the driver knows only the machine we are on
+    """Return the NVIDIA GPUs. Without the driver library, their memory size is unknown (None)."""
+    if system.root == Path("/"):  # the driver only knows the machine it runs on
         with open_nvml() as nvml:
             if nvml is not None:
                 return _from_driver(nvml, system, nodes)
@@ -29,13 +29,13 @@ def find_gpus(system: System, nodes: Sequence[MemoryNode]) -> tuple[Gpu, ...]:
 
 @contextmanager
 def open_nvml() -> Iterator[Any]:
-    """The driver's management library, ready for use, or None: its absence is an answer."""
+    """Yield the initialized NVIDIA management library, or None if it is not available."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an older package of that name warns when imported
+            warnings.simplefilter("ignore")  # an older package with this name warns on import
             import pynvml
         pynvml.nvmlInit()
-    except Exception:  # not installed, no driver, or a driver of another version
+    except Exception:  # not installed, no driver, or a driver with another version
         yield None
         return
     try:
@@ -45,7 +45,7 @@ def open_nvml() -> Iterator[Any]:
 
 
 def pci_gpus(system: System) -> list[str]:
-    """PCI addresses of NVIDIA display and 3D controllers, in bus order."""
+    """Return the PCI addresses of NVIDIA display and 3D controllers, in bus order."""
     found = []
     for address in system.names(PCI):
         kind = system.text(f"{PCI}/{address}/class") or ""
@@ -55,7 +55,7 @@ def pci_gpus(system: System) -> list[str]:
 
 
 def link_generation(text: str | None) -> int | None:
-    """`"32.0 GT/s PCIe"` is generation 5."""
+    """Return the PCIe generation for a link speed: `"32.0 GT/s PCIe"` is 5."""
     match = re.match(r"([\d.]+) GT/s", text or "")
     return _GENERATIONS.get(match[1]) if match else None
 
@@ -63,9 +63,9 @@ def link_generation(text: str | None) -> int | None:
 def _from_bus(system: System, nodes: Sequence[MemoryNode]) -> tuple[Gpu, ...]:
     gpus = []
     for index, address in enumerate(pci_gpus(system)):
-        told = system.text(f"proc/driver/nvidia/gpus/{address}/information") or ""
-        model = re.search(r"^Model:\s*(.+)$", told, re.M)
-        device = system.text(f"{PCI}/{address}/device") or "of unknown model"
+        information = system.text(f"proc/driver/nvidia/gpus/{address}/information") or ""
+        model = re.search(r"^Model:\s*(.+)$", information, re.M)
+        device = system.text(f"{PCI}/{address}/device") or "(unknown model)"
         gpus.append(
             Gpu(
                 index=index,
@@ -79,31 +79,31 @@ def _from_bus(system: System, nodes: Sequence[MemoryNode]) -> tuple[Gpu, ...]:
 
 
 def _from_driver(nvml: Any, system: System, nodes: Sequence[MemoryNode]) -> tuple[Gpu, ...]:
-    def ask(call: str, *args: object) -> Any:
-        """Each may be unsupported on one card or another."""
+    def query(call: str, *args: object) -> Any:
+        """Call NVML and return None if this GPU does not support the query."""
         try:
             return getattr(nvml, call)(*args)
         except (nvml.NVMLError, AttributeError):
             return None
 
     gpus = []
-    for index in range(ask("nvmlDeviceGetCount") or 0):
-        card = ask("nvmlDeviceGetHandleByIndex", index)
+    for index in range(query("nvmlDeviceGetCount") or 0):
+        card = query("nvmlDeviceGetHandleByIndex", index)
         if card is None:
             continue
-        pci, memory = ask("nvmlDeviceGetPciInfo", card), ask("nvmlDeviceGetMemoryInfo", card)
+        pci, memory = query("nvmlDeviceGetPciInfo", card), query("nvmlDeviceGetMemoryInfo", card)
         address = _address(pci.busId) if pci else ""
-        capability = ask("nvmlDeviceGetCudaComputeCapability", card)
+        capability = query("nvmlDeviceGetCudaComputeCapability", card)
         gpus.append(
             Gpu(
                 index=index,
-                name=_text(ask("nvmlDeviceGetName", card)),
+                name=_text(query("nvmlDeviceGetName", card)),
                 memory=memory.total or None if memory else None,
                 free=min(memory.free, memory.total) if memory and memory.total else None,
-                pcie_generation=ask("nvmlDeviceGetMaxPcieLinkGeneration", card) or None,
-                pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth", card) or None,
+                pcie_generation=query("nvmlDeviceGetMaxPcieLinkGeneration", card) or None,
+                pcie_width=query("nvmlDeviceGetCurrPcieLinkWidth", card) or None,
                 node=_nearest(system, address, nodes),
-                uuid=_text(ask("nvmlDeviceGetUUID", card)),
+                uuid=_text(query("nvmlDeviceGetUUID", card)),
                 capability=f"{capability[0]}.{capability[1]}" if capability else "",
             )
         )
@@ -111,18 +111,18 @@ def _from_driver(nvml: Any, system: System, nodes: Sequence[MemoryNode]) -> tupl
 
 
 def _text(answer: str | bytes | None) -> str:
-    """Older bindings give bytes."""
+    """Convert an answer to str. Older bindings return bytes."""
     return answer.decode(errors="replace") if isinstance(answer, bytes) else answer or ""
 
 
 def _address(bus_id: str | bytes) -> str:
-    """The driver writes `00000000:17:00.0` where the kernel writes `0000:17:00.0`."""
+    """Convert the driver's `00000000:17:00.0` to the kernel's `0000:17:00.0`."""
     domain, _, rest = _text(bus_id).rstrip("\0").lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 
 
 def _generation(system: System, address: str) -> int | None:
-    """A link runs no faster than the slower of its two ends: the card and the port above it."""
+    """Return the generation of the slower end of the link: the card or the port above it."""
     port = Path(os.path.realpath(system.root / PCI / address)).parent
     ends = [
         link_generation(system.text(f"{PCI}/{address}/max_link_speed")),
@@ -133,13 +133,14 @@ def _generation(system: System, address: str) -> int | None:
 
 def _width(system: System, address: str) -> int | None:
     width = system.number(f"{PCI}/{address}/current_link_width")
-    return width if width is not None and 0 < width <= 32 else None  # 255: the kernel cannot tell
+    return width if width is not None and 0 < width <= 32 else None  # 255 means unknown
 
 
 def _nearest(system: System, address: str, nodes: Sequence[MemoryNode]) -> int | None:
-    told = system.number(f"{PCI}/{address}/numa_node") if address else None
-    if told in [node.id for node in nodes]:
-        return told
-    # The kernel says -1 where the firmware is silent; with one node of CPUs there is no doubt.
+    reported = system.number(f"{PCI}/{address}/numa_node") if address else None
+    if reported in [node.id for node in nodes]:
+        return reported
+    # The kernel reports -1 if the firmware says nothing. With a single CPU node the answer is
+    # clear.
     with_cpus = [node.id for node in nodes if node.cpus]
     return with_cpus[0] if len(with_cpus) == 1 else None

@@ -1,4 +1,4 @@
-"""Memory nodes, and whether each is DRAM or CXL. Room: measure."""
+"""Find memory nodes and decide whether each is DRAM or CXL."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _TIERS = "sys/devices/virtual/memory_tiering"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What the kernel says of one node that bears on its kind."""
+    """What the kernel reports about a node that helps to classify it."""
 
     has_cpus: bool
-    """CPUs are on it."""
+    """Whether the node has CPUs."""
 
     on_cxl_bus: bool
-    """A CXL device's memory is part of it."""
+    """Whether a CXL device provides memory of the node."""
 
     read_bandwidth: float | None
-    """The firmware's claim, bytes per second."""
+    """Read bandwidth according to the firmware, in bytes per second."""
 
     rank: int | None
-    """The kernel's memory tier: a lower number is faster."""
+    """Memory tier in the kernel; a lower number is faster."""
 
 
 def find_nodes(system: System) -> tuple[MemoryNode, ...]:
-    """Every node whose memory a process can use."""
-    taken = _gpu_memory_nodes(system)
-    known = [n for n in system.memory_nodes() if n not in taken and system.node_bytes(n).total]
+    """Return every node whose memory a process can use."""
+    excluded = _gpu_memory_nodes(system)
+    known = [n for n in system.memory_nodes() if n not in excluded and system.node_bytes(n).total]
     cards = {n: tuple(c.device for c in find_cxl_memory(system) if c.node == n) for n in known}
     firmware = {n: _firmware(system, n) for n in known}
     ranks = _ranks(system)
@@ -49,13 +49,13 @@ def find_nodes(system: System) -> tuple[MemoryNode, ...]:
         )
     nodes = []
     for n in known:
-        held = system.node_bytes(n)
+        memory = system.node_bytes(n)
         nodes.append(
             MemoryNode(
                 id=n,
-                kind=judge(n, evidence),
-                capacity=held.total,
-                free=min(held.available, held.total),
+                kind=classify_node(n, evidence),
+                capacity=memory.total,
+                free=min(memory.available, memory.total),
                 cpus=system.node_cpus(n),
                 distances={k: v for k, v in system.node_distances(n).items() if k in known},
                 firmware=firmware[n],
@@ -65,41 +65,41 @@ def find_nodes(system: System) -> tuple[MemoryNode, ...]:
     return tuple(nodes)
 
 
-def judge(node: int, evidence: Mapping[int, Evidence]) -> NodeKind:
-    """DRAM if it has CPUs; CXL if it has none, unless it is the faster memory of the two.
+def classify_node(node: int, evidence: Mapping[int, Evidence]) -> NodeKind:
+    """Classify a node: DRAM if it has CPUs, else CXL unless it is faster than every CPU node.
 
-    A node without CPUs may also be HBM on the processor's package (Xeon Max in flat mode). To treat
-    that as CXL would send the tensors that can wait to the fastest memory. So a node that the CXL
-    bus does not own counts as DRAM when the firmware, or the kernel by its tiers, puts it above
+    A node without CPUs may also be HBM on the processor package (Xeon Max in flat mode). Treating
+    it as CXL would put the least urgent tensors into the fastest memory. So a node that is not on
+    the CXL bus counts as DRAM if the firmware, or else the kernel's memory tiers, rank it above
     every node with CPUs.
     """
-    mine = evidence[node]
-    if mine.has_cpus:
+    own = evidence[node]
+    if own.has_cpus:
         return "dram"
-    if mine.on_cxl_bus:
+    if own.on_cxl_bus:
         return "cxl"
     local = [other for other in evidence.values() if other.has_cpus]
     rates = [other.read_bandwidth for other in local if other.read_bandwidth is not None]
-    if mine.read_bandwidth is not None and rates:
-        return "dram" if mine.read_bandwidth > max(rates) else "cxl"
+    if own.read_bandwidth is not None and rates:
+        return "dram" if own.read_bandwidth > max(rates) else "cxl"
     ranks = [other.rank for other in local if other.rank is not None]
-    faster = mine.rank is not None and bool(ranks) and mine.rank < min(ranks)
+    faster = own.rank is not None and bool(ranks) and own.rank < min(ranks)
     return "dram" if faster else "cxl"
 
 
 def _firmware(system: System, node: int) -> FirmwareFigures | None:
-    # access1 counts CPUs only; access0 may be what a GPU or a network card sees of the node.
+    # access1 describes access by CPUs; access0 may describe access by a GPU or a network card.
     for access in ("access1", "access0"):
         directory = f"{_NODES}/node{node}/{access}/initiators"
-        told = {
-            # The kernel gives MB/s and ns, and 0 where the firmware was silent.
+        claims = {
+            # The kernel reports MB/s and ns, and 0 if the firmware says nothing.
             "read_bandwidth": _scaled(system, f"{directory}/read_bandwidth", times=10**6),
             "write_bandwidth": _scaled(system, f"{directory}/write_bandwidth", times=10**6),
             "read_latency": _scaled(system, f"{directory}/read_latency", per=10**9),
             "write_latency": _scaled(system, f"{directory}/write_latency", per=10**9),
         }
-        if any(told.values()):
-            return FirmwareFigures(**told)
+        if any(claims.values()):
+            return FirmwareFigures(**claims)
     return None
 
 
@@ -118,8 +118,8 @@ def _ranks(system: System) -> dict[int, int]:
 
 
 def _gpu_memory_nodes(system: System) -> set[int]:
-    """Nodes that are a GPU's own memory, as on Grace Hopper: those bytes are the HBM tier's."""
+    """Return nodes that are GPU memory, as on Grace Hopper: those belong to the HBM tier."""
     gpus = "proc/driver/nvidia/gpus"
-    told = [system.text(f"{gpus}/{gpu}/numa_status") or "" for gpu in system.names(gpus)]
-    nodes = {int(m[1]) for text in told if (m := re.search(r"^Node:\s*(\d+)", text, re.M))}
+    statuses = [system.text(f"{gpus}/{gpu}/numa_status") or "" for gpu in system.names(gpus)]
+    nodes = {int(m[1]) for text in statuses if (m := re.search(r"^Node:\s*(\d+)", text, re.M))}
     return {node for node in nodes if not system.node_cpus(node)}

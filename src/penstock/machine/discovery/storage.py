@@ -1,4 +1,4 @@
-"""Directories and raw devices where bytes may rest, and what is below them. Room: measure."""
+"""Describe a storage path: the directory or raw device, its file system and its drive."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from pathlib import Path
 from penstock.machine.machine import StoragePath
 from penstock.machine.sysfs import System
 
-_SECTOR = 512  # the kernel counts a device's size in these, whatever its blocks are
+_SECTOR = 512  # the kernel counts device sizes in 512-byte sectors, whatever the block size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mount:
-    """What is mounted over a path."""
+    """The file system mounted over a path."""
 
     device_number: str
-    """`major:minor`, of a block device or made up by the file system."""
+    """`major:minor` of a block device, or a number invented by the file system."""
 
     file_system: str
-    """Its kind."""
+    """Type of the file system."""
 
     source: str
-    """What was mounted; a path under /dev for most that have a device."""
+    """Mounted source; usually a path under /dev if there is a device."""
 
 
 def find_storage(system: System, path: str | Path) -> StoragePath:
-    """What is known of one path. A directory yet to be made is judged by its nearest parent."""
+    """Describe a storage path. A missing directory is described by its nearest existing parent."""
     here = system.root / str(Path(path).absolute()).lstrip("/")
     inside = "/" + os.path.relpath(os.path.realpath(here), os.path.realpath(system.root))
     device = _device_named(system, inside)
     if device is not None:
         nbytes = (system.number(device / "size") or 0) * _SECTOR or None
         on_device = _on_device(system, path, device)
-        return replace(on_device, capacity=nbytes, free=nbytes, direct=_direct(here))
+        return replace(on_device, capacity=nbytes, free=nbytes, direct=_supports_direct(here))
     while not os.path.exists(here) and here != here.parent:
         here = here.parent
     mount = _mount_over(system, inside)
-    total, free = _space(here)
+    total, free = _disk_space(here)
     return replace(
         _on_device(system, path, _device_of(system, mount) if mount else None),
         file_system=mount.file_system if mount else "",
         capacity=total or None,
         free=min(free, total) if total else None,
-        direct=_direct(here),
+        direct=_supports_direct(here),
     )
 
 
-def _space(here: Path) -> tuple[int, int]:
-    """Bytes in all, and bytes a user without privileges could still take."""
+def _disk_space(here: Path) -> tuple[int, int]:
+    """Return total bytes, and the bytes still available to an unprivileged user."""
     try:
         space = os.statvfs(here)
     except OSError:
@@ -62,7 +62,7 @@ def _space(here: Path) -> tuple[int, int]:
 def _on_device(system: System, path: str | Path, device: Path | None) -> StoragePath:
     if device is None:
         return StoragePath(path=str(path))
-    # A partition has no queue of its own; its disk is the directory above.
+    # A partition has no queue of its own; its disk is the parent directory.
     disk = device.parent if (device / "partition").exists() else device
     rotational = system.number(disk / "queue/rotational")
     return StoragePath(
@@ -75,7 +75,7 @@ def _on_device(system: System, path: str | Path, device: Path | None) -> Storage
 
 
 def _model(system: System, disk: Path) -> str:
-    """The drive's name for itself; of a mapped or striped device, the first drive's below it."""
+    """Return the drive's model name; for a mapped or striped device, that of its first drive."""
     if model := system.text(disk / "device/model"):
         return model.strip()
     below = system.names(disk / "slaves")
@@ -86,7 +86,7 @@ def _model(system: System, disk: Path) -> str:
 
 
 def _device_named(system: System, path: str) -> Path | None:
-    """The kernel's directory of the block device that `path` is, if it is one."""
+    """Return the kernel's directory for `path` if it is a block device."""
     if not path.startswith("/dev/"):
         return None
     return _existing(system.root / "sys/class/block" / path[5:].replace("/", "!"))
@@ -96,7 +96,7 @@ def _device_of(system: System, mount: Mount) -> Path | None:
     by_number = _existing(system.root / "sys/dev/block" / mount.device_number)
     if by_number is not None or not mount.source.startswith("/dev/"):
         return by_number
-    # btrfs and others make up a device number; their source still is a device, perhaps by a link.
+    # btrfs and others invent a device number, but their source is still a device or a link to one.
     source = os.path.realpath(system.root / mount.source.lstrip("/"))
     return _device_named(system, "/" + os.path.relpath(source, os.path.realpath(system.root)))
 
@@ -106,7 +106,7 @@ def _existing(link: Path) -> Path | None:
 
 
 def _mount_over(system: System, path: str) -> Mount | None:
-    """The mount with the longest path; of two on one path the later hides the earlier."""
+    """Return the mount with the longest matching path; a later mount hides an earlier one."""
     best, length = None, -1
     for line in (system.text("proc/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
@@ -121,16 +121,16 @@ def _mount_over(system: System, path: str) -> Mount | None:
 
 
 def _unescape(text: str) -> str:
-    """Spaces and the like are octal in the kernel's table."""
+    """Decode the octal escapes for spaces and similar characters in the mount table."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-def _direct(here: Path) -> bool | None:
-    """Whether O_DIRECT opens here. Nothing is written: the file has no name and no bytes."""
-    how = os.O_TMPFILE | os.O_RDWR if os.path.isdir(here) else os.O_RDONLY
+def _supports_direct(here: Path) -> bool | None:
+    """Return whether O_DIRECT works here, using a nameless temporary file that stays empty."""
+    flags = os.O_TMPFILE | os.O_RDWR if os.path.isdir(here) else os.O_RDONLY
     try:
-        os.close(os.open(here, how | os.O_DIRECT | os.O_CLOEXEC, 0o600))
-    except OSError as refused:
-        # Other refusals (no permission, read-only, no nameless files) say nothing about O_DIRECT.
-        return False if refused.errno == errno.EINVAL else None
+        os.close(os.open(here, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        # Other errors (no permission, read-only, no O_TMPFILE) say nothing about O_DIRECT.
+        return False if error.errno == errno.EINVAL else None
     return True
