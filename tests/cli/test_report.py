@@ -95,7 +95,7 @@ def test_no_run_and_another_version_are_refused_in_one_line(
     newer = capsys.readouterr().err
 
     assert none.startswith("error: ")
-    assert "no observed run" in none
+    assert "not an observed run" in none
     assert "version" in newer
     assert "7" in newer
     assert "Traceback" not in none + newer

@@ -6,14 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock import records
-from penstock.observe.observation import GpuPart, Hardware, NodePart, Planned, PlannedTier
 from penstock.observe.record_lines import line_of
 from penstock.observe.records import (
     Event,
+    GpuInfo,
     GpuSample,
+    Hardware,
     HostSample,
+    NodeInfo,
     Observation,
     Phase,
+    Planned,
+    PlannedTier,
     RecordedRun,
     Sample,
 )
@@ -24,8 +28,8 @@ GB = 10**9
 HARDWARE = Hardware(
     cpus=16,
     cpu_name="Example CPU",
-    gpus=(GpuPart(index=0, name="Example GPU", nbytes=24 * GiB),),
-    nodes=(NodePart(id=0, nbytes=128 * GiB), NodePart(id=1, kind="cxl", nbytes=256 * GiB)),
+    gpus=(GpuInfo(index=0, name="Example GPU", nbytes=24 * GiB),),
+    nodes=(NodeInfo(id=0, nbytes=128 * GiB), NodeInfo(id=1, kind="cxl", nbytes=256 * GiB)),
     disks=("nvme0n1",),
 )
 CEILINGS = {"h2d": 25.0 * GB, "d2h": 25.0 * GB, "disk:nvme0n1:read": 6.0 * GB}
@@ -217,7 +221,7 @@ def on_cpu(steps: int = 4) -> RecordedRun:
             Sample(t=at + 0.05 * k, host=HostSample(rss=GiB + k, available=3 * GiB), cpu=(0.9, 0.5))
             for k in range(4)
         ]
-    hardware = Hardware(cpus=2, cpu_name="Small", nodes=(NodePart(id=0, nbytes=4 * GiB),))
+    hardware = Hardware(cpus=2, cpu_name="Small", nodes=(NodeInfo(id=0, nbytes=4 * GiB),))
     return make_run(phases, [], samples, hardware=hardware, ceilings={}, ended=0.2 * steps)
 
 
@@ -241,7 +245,7 @@ def hostile() -> RecordedRun:
         for k in range(30)
     ]  # fmt: skip
     hardware = Hardware(
-        cpus=1, cpu_name=HOSTILE, gpus=(GpuPart(index=0, name=HOSTILE),), disks=(HOSTILE,)
+        cpus=1, cpu_name=HOSTILE, gpus=(GpuInfo(index=0, name=HOSTILE),), disks=(HOSTILE,)
     )
     return make_run(
         phases, events, samples,

@@ -13,7 +13,8 @@ from penstock.observe.findings import find
 from penstock.observe.hardware import disk_name
 from penstock.observe.measures import measure
 from penstock.observe.records import Event, RecordedRun
-from penstock.observe.run_files import Make, RunFolder, StepSelector, read_run
+from penstock.observe.run_files import RunFolder, read_run
+from penstock.observe.step_selector import MakeEvents, StepSelector
 from penstock.plan.build_schedule import sweep_schedule
 from penstock.plan.traffic import step_traffic
 from tests.equivalence.runs import WAYS, Setup, Way
@@ -110,7 +111,7 @@ def test_a_sweep_apart_is_told_beside_the_steps() -> None:
     assert told(replace(every, events=(*every.events, swept(7)))) == []
 
 
-def made(step: int | None, number: int) -> Make:
+def made(step: int | None, number: int) -> MakeEvents:
     return lambda: [Event("gpu", "compute", str(number), float(number), number + 0.5, step)]
 
 

@@ -110,7 +110,7 @@ def test_kernels_without_a_gap_are_one_stretch_named_after_the_longest() -> None
 
 
 def test_a_trace_without_our_mark_is_refused() -> None:
-    with pytest.raises(ValueError, match="sets its clock"):
+    with pytest.raises(ValueError, match="relates its clock"):
         events_of({"traceEvents": []}, 0.0, 1, phase_at)
 
 

@@ -31,7 +31,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_program(
             obs._running()._thread.join()  # it has ended by itself
             loop.step()
 
-    with pytest.warns(RuntimeWarning, match=r"No space left on device.*goes on") as told:
+    with pytest.warns(RuntimeWarning, match=r"No space left on device.*continues") as told:
         program()
 
     assert len(told) == 1
@@ -47,12 +47,12 @@ def test_a_mistake_of_the_recorders_is_a_note_and_no_error(
     loop = Loop()
     with penstock.observe(tmp_path):
         loop.step()
-        monkeypatch.setattr("penstock.observe.phase_tracker.Tracker._begin", broken)
+        monkeypatch.setattr("penstock.observe.phase_tracker.PhaseTracker._begin", broken)
         loop.step()
 
     run = read_run(tmp_path)
     assert names(run) == expected(1)
-    assert run.notes == ("phases are no longer found: the clock has stopped",)
+    assert run.notes == ("phases are no longer tracked: the clock has stopped",)
 
 
 def test_an_unwritable_directory_is_refused_before_the_program_runs(tmp_path: Path) -> None:

@@ -9,15 +9,20 @@ from pathlib import Path
 import pytest
 
 from penstock.observe.errors import ObserveError
-from penstock.observe.observation import (
-    GpuPart,
+from penstock.observe.record_lines import line_of, parse_line
+from penstock.observe.records import (
+    Event,
+    GpuInfo,
+    GpuSample,
     Hardware,
-    NodePart,
+    HostSample,
+    NodeInfo,
+    Observation,
+    Phase,
     Planned,
     PlannedTier,
+    Sample,
 )
-from penstock.observe.record_lines import line_of, parse_line
-from penstock.observe.records import Event, GpuSample, HostSample, Observation, Phase, Sample
 from penstock.observe.run_files import LineFile, RunFolder, read_run
 from penstock.units import GiB, MiB
 
@@ -26,7 +31,7 @@ OBSERVATION = Observation(
     ended=2.5,
     command=("python", "train.py"),
     pid=7,
-    hardware=Hardware(2, "some", (GpuPart(0, "card", 24),), (NodePart(0, "dram", 5),), ("vda",)),
+    hardware=Hardware(2, "some", (GpuInfo(0, "card", 24),), (NodeInfo(0, "dram", 5),), ("vda",)),
     ceilings={"h2d": 25e9},
     planned=Planned(
         tiers={"hbm": PlannedTier(budget=9, at_rest=5, peak=8)},
@@ -103,7 +108,7 @@ def test_a_line_that_is_no_record_is_left_out_and_told(tmp_path: Path, line: str
 def test_a_run_without_an_end_says_so(tmp_path: Path) -> None:
     RunFolder(tmp_path, Observation(began="2026-11-15T10:00:00Z")).close()
 
-    assert "does not say how it ended" in read_run(tmp_path).notes[0]
+    assert "the recording has no end" in read_run(tmp_path).notes[0]
 
 
 @pytest.mark.parametrize("version", [0, 2])
@@ -116,7 +121,7 @@ def test_a_run_of_another_version_is_refused_by_name(tmp_path: Path, version: in
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ObserveError, match=r"holds no observe\.json.*penstock profile"):
+    with pytest.raises(ObserveError, match=r"no observe\.json.*penstock profile"):
         read_run(tmp_path / "nowhere")
 
 
@@ -151,7 +156,7 @@ def test_parts_stay_within_the_limit_and_keep_the_first_and_the_newest(tmp_path:
     assert steps[:3] == [0, 1, 2]
     assert steps[-1] == 9_999
     assert 20 < len(steps) < 1000
-    assert "let go of" in run.notes[0]
+    assert "were deleted" in run.notes[0]
 
 
 def test_parts_are_read_in_order(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.observe import recorder as recording
-from penstock.observe.recorder import INTERVAL, WATCHED, Recorder
+from penstock.observe.recorder import CPU_WINDOW, INTERVAL, Recorder
 from penstock.observe.samplers import Reading
 
 
@@ -46,9 +46,9 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
 def pass_time(recorder: Recorder, clocks: Clocks, windows: int = 1) -> None:
     """Sample for some of the stretches over which the cost is watched."""
-    until = clocks.wall + windows * (WATCHED + 1)
+    until = clocks.wall + windows * (CPU_WINDOW + 1)
     while clocks.wall < until:
-        recorder._tick()
+        recorder._record()
         clocks.wall += recorder.interval
 
 
@@ -68,7 +68,7 @@ def test_samples_that_cost_too_much_become_fewer_and_come_back(
     assert recorder.interval == INTERVAL
     recorder.stop()
     assert recorder.folder.observation.notes == (
-        "some samples are further apart than asked: they took too much of a core",
+        "some samples are further apart than requested: sampling used more than 2% of a core",
     )
 
 

@@ -39,6 +39,6 @@ def test_what_was_planned_is_told_by_the_speeds_it_was_planned_with(
         where = SimpleNamespace(where=torch.device("cuda"))
         passed: Any = SimpleNamespace(plan=planned.plan, inventory=model, device=where)
 
-        told = engine_events._cost(passed)
+        told = engine_events._predicted_cost(passed)
 
         assert told == (planned.cost.step_seconds, planned.cost.bound_by)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.observe.launch import own_folder
+from penstock.observe.launch import claim_folder
 from penstock.observe.run_files import read_run
 
 PROGRAM = """
@@ -106,7 +106,7 @@ def test_a_program_that_is_killed_leaves_what_was_recorded(tmp_path: Path) -> No
     assert run.observation.ended_by == "signal 9"
     assert run.observation.exit_code is None
     assert len([phase for phase in run.phases if phase.name == "backward"]) >= 3
-    assert any("does not say how it ended" in note for note in run.notes)
+    assert any("the recording has no end" in note for note in run.notes)
     assert "ended by signal 9" in ended.stderr
 
 
@@ -166,7 +166,7 @@ def test_a_signal_goes_on_to_the_program_which_decides(tmp_path: Path) -> None:
 def test_ranks_are_recorded_each_once(tmp_path: Path) -> None:
     ranked = [{"RANK": "0"}, {"RANK": "1"}, {"RANK": "1"}, {}, {}]
 
-    found = [own_folder(tmp_path, env, ["python", "train.py"], all_=False) for env in ranked]
+    found = [claim_folder(tmp_path, env, ["python", "train.py"], all_=False) for env in ranked]
 
     names = [folder and folder.name for folder in found]
     assert names == ["rank-0", "rank-1", None, f"process-{os.getpid()}", None]
@@ -180,5 +180,5 @@ def test_workers_are_not_recorded(tmp_path: Path) -> None:
         "--multiprocessing-fork",
     ]
 
-    assert own_folder(tmp_path, {"RANK": "0"}, spawned, all_=True) is None
-    assert own_folder(tmp_path, {}, spawned, all_=False) is None
+    assert claim_folder(tmp_path, {"RANK": "0"}, spawned, all_=True) is None
+    assert claim_folder(tmp_path, {}, spawned, all_=False) is None

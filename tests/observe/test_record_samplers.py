@@ -16,20 +16,21 @@ import torch
 
 from penstock.engine.memory_usage import MemoryUsage
 from penstock.machine.sysfs import System
-from penstock.observe.gpu_samplers import Cards, visible_cards
-from penstock.observe.hardware import ceilings, disks, hardware
+from penstock.observe.hardware import ceilings, describe_hardware, physical_disks
 from penstock.observe.records import GpuSample
 from penstock.observe.samplers import (
     PAGE,
-    Cores,
-    Disks,
-    Held,
+    CoreLoad,
+    DiskTraffic,
+    GpuDriver,
     MachineMemory,
     NodeMemory,
     ProcessMemory,
     Reading,
     Sampler,
     Samplers,
+    TierMemory,
+    visible_gpus,
 )
 from penstock.tiers import Tier
 from tests.support.machines import machine
@@ -78,7 +79,7 @@ def test_bytes_of_disks_that_are_things(tmp_path: Path) -> None:
     })  # fmt: skip
     reading = Reading()
 
-    Disks(disks(system), system).read(reading)
+    DiskTraffic(physical_disks(system), system).read(reading)
 
     assert reading.disk == {"nvme0n1": (10 * 512, 20 * 512)}
 
@@ -87,7 +88,7 @@ def test_cores_since_the_sample_before(tmp_path: Path) -> None:
     line = "cpu{} {} 0 0 {} {} 0 0 0 0 0\n"
     system = shown(tmp_path, {"proc/stat": "cpu 1 1\n" + line.format(0, 10, 10, 0)
                               + line.format(1, 0, 0, 0)})  # fmt: skip
-    cores, reading = Cores(system), Reading()
+    cores, reading = CoreLoad(system), Reading()
     cores.read(Reading())
     shown(
         tmp_path, {"proc/stat": "cpu 1 1\n" + line.format(0, 40, 15, 5) + line.format(1, 0, 0, 9)}
@@ -115,8 +116,8 @@ class Failing:
 
 def test_a_sampler_that_fails_is_switched_off_with_one_note() -> None:
     notes: list[str] = []
-    held = Held()
-    held.ask = lambda: [holding(dram=3, pinned=7)]
+    held = TierMemory()
+    held.memory_usages = lambda: [holding(dram=3, pinned=7)]
     samplers = Samplers([Failing(), held], notes.append)
 
     first, *later = [samplers.read().sample(0.0, 1, None) for _ in range(3)]
@@ -135,8 +136,8 @@ def holding(*, dram: int, pinned: int, where: str = "cpu") -> MemoryUsage:
 
 def test_engines_are_asked_at_every_sample_what_they_hold() -> None:
     one, other = holding(dram=3, pinned=0), holding(dram=4, pinned=9, where="cuda:1")
-    held = Held()
-    held.ask = lambda: [one, other]
+    held = TierMemory()
+    held.memory_usages = lambda: [one, other]
     first = Reading(host={"pinned": 1})
     first.gpus[0]["allocated"], first.gpus[1]["allocated"] = 50, 60
 
@@ -160,9 +161,9 @@ def test_a_slow_sampler_is_read_less_often() -> None:
 
 
 def test_this_machine_can_be_sampled() -> None:
-    parts = hardware()
+    parts = describe_hardware()
     samplers: list[Sampler] = [
-        ProcessMemory(), MachineMemory(), Disks(parts.disks), Cores(),
+        ProcessMemory(), MachineMemory(), DiskTraffic(parts.disks), CoreLoad(),
     ]  # fmt: skip
     together = Samplers(samplers, pytest.fail)
     for _ in range(5):  # of cores, the first says nothing yet
@@ -182,7 +183,7 @@ def test_ceilings_come_from_a_machine_file() -> None:
     assert found["node0"] == 80e9  # a copy of 40 reads 40 and writes 40
 
 
-# Cards.
+# GpuDriver.
 
 
 class NvmlError(Exception):
@@ -234,7 +235,7 @@ def test_cards_as_the_driver_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened() -> Iterator[FakeNvml]:
         yield nvml
 
-    cards = Cards(opened)
+    cards = GpuDriver(opened)
     assert nvml.asked.wait(10)
     cards.read(reading)
     cards.close()
@@ -252,7 +253,7 @@ def test_without_a_driver_there_are_no_cards() -> None:
     def opened() -> Iterator[None]:
         yield None
 
-    cards = Cards(opened)
+    cards = GpuDriver(opened)
     cards.read(reading)
     cards.close()
 
@@ -270,4 +271,4 @@ def test_cards_are_counted_as_cuda_counts_them(
     if named is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
 
-    assert visible_cards(FakeNvml()) == found
+    assert visible_gpus(FakeNvml()) == found

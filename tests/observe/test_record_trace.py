@@ -133,7 +133,7 @@ def test_ranks_are_processes_beside_the_machine(tmp_path: Path) -> None:
 
     validate(rows)
     named = [row["args"]["name"] for row in rows if row["name"] == "process_name"]
-    assert named == ["rank-0 python train.py", "rank-1 python train.py", "the machine"]
+    assert named == ["rank-0 python train.py", "rank-1 python train.py", "machine"]
     by_process: dict[int, int] = defaultdict(int)
     for row in rows:
         by_process[row["pid"]] += row["name"] == "cores busy"

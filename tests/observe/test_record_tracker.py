@@ -6,7 +6,13 @@ import threading
 
 import pytest
 
-from penstock.observe.phase_tracker import HostClock, Stretch, Tick, TorchClock, Tracker
+from penstock.observe.phase_tracker import (
+    HostClock,
+    PendingPhase,
+    PhaseTracker,
+    Timestamp,
+    TorchClock,
+)
 
 Line = tuple[str, int, float, float]
 
@@ -18,9 +24,9 @@ class Told:
         self.now = 0.0
         self.lines: list[Line] = []
         self.steps: list[int] = []
-        self.tracker = Tracker(HostClock(0.0, lambda: self.now), self._hear, self.steps.append)
+        self.tracker = PhaseTracker(HostClock(0.0, lambda: self.now), self._hear, self.steps.append)
 
-    def _hear(self, stretch: Stretch) -> None:
+    def _hear(self, stretch: PendingPhase) -> None:
         self.lines.append((stretch.name, stretch.step, stretch.start.host, stretch.end.host))
 
     def run(self, *calls: str) -> list[Line]:
@@ -95,7 +101,7 @@ def test_the_end_of_the_data_begins_no_step() -> None:
     told = Told()
     told.run("forward", "backward", "update")
     told.tracker.enter("data")
-    told.tracker.retract()
+    told.tracker.cancel()
 
     assert told.tracker.step == 1
     assert [line[0] for line in told.end()] == ["forward", "backward", "update"]
@@ -129,9 +135,9 @@ def test_an_update_that_raised_does_not_hide_what_follows() -> None:
 def test_named_phases_come_before_what_is_found_in_them() -> None:
     told = Told()
     for _ in range(2):
-        with told.tracker.named("forward"):
+        with told.tracker.named_phase("forward"):
             told.run("forward")
-        with told.tracker.named("update"):
+        with told.tracker.named_phase("update"):
             told.run("backward", "update")
 
     assert told.end() == [
@@ -202,13 +208,15 @@ class FakeEvent:
 
 def test_a_moment_is_when_the_gpu_came_to_it() -> None:
     clock = TorchClock(origin=100.0)
-    clock._first = {0: Tick(101.0, FakeEvent(101.0, 0.0), 0)}
+    clock._first = {0: Timestamp(101.0, FakeEvent(101.0, 0.0), 0)}
 
-    assert clock.when(Tick(102.0, FakeEvent(102.0, 0.5), 0)) == pytest.approx(2.5)
-    assert clock.when(Tick(102.0, FakeEvent(102.0, -0.5), 0)) == pytest.approx(2.0)  # clocks drift
-    assert clock.when(Tick(102.0, FakeEvent(102.0, 0.5, done=False), 0)) is None
-    assert clock.when(Tick(102.0)) == pytest.approx(2.0)
+    assert clock.seconds(Timestamp(102.0, FakeEvent(102.0, 0.5), 0)) == pytest.approx(2.5)
+    assert clock.seconds(Timestamp(102.0, FakeEvent(102.0, -0.5), 0)) == pytest.approx(
+        2.0
+    )  # clocks drift
+    assert clock.seconds(Timestamp(102.0, FakeEvent(102.0, 0.5, done=False), 0)) is None
+    assert clock.seconds(Timestamp(102.0)) == pytest.approx(2.0)
 
 
 def test_a_program_without_a_gpu_is_not_made_to_touch_one() -> None:
-    assert TorchClock(0.0).tick().event is None
+    assert TorchClock(0.0).stamp().event is None

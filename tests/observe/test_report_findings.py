@@ -9,14 +9,16 @@ import pytest
 from penstock.observe.compare import compare
 from penstock.observe.findings import Finding, find
 from penstock.observe.measures import measure
-from penstock.observe.observation import Hardware, NodePart, PlannedTier
 from penstock.observe.page import verdict
 from penstock.observe.records import (
     DRIVER,
     Event,
     GpuSample,
+    Hardware,
     HostSample,
+    NodeInfo,
     Phase,
+    PlannedTier,
     RecordedRun,
     Sample,
 )
@@ -141,7 +143,7 @@ def steady(grow: int = 0, available: int = 64 * GiB, reserved: int = 10 * GiB) -
         )
         for n in range(12)
     ]
-    hardware = Hardware(gpus=HARDWARE.gpus, nodes=(NodePart(id=0, nbytes=128 * GiB),))
+    hardware = Hardware(gpus=HARDWARE.gpus, nodes=(NodeInfo(id=0, nbytes=128 * GiB),))
     return make_run(phases, [], samples, hardware=hardware)
 
 

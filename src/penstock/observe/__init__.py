@@ -1,9 +1,9 @@
-"""Where memory and time go, second by second, in any PyTorch program. Room: show.
+"""Record where memory and time go in any PyTorch program, and report what was found.
 
     with penstock.observe("run/") as obs:
         train()
 
-The package is the function: `penstock.observe(...)` is `penstock.observe.observer.observe(...)`.
+The package object is callable: `penstock.observe(...)` is `penstock.observe.observer.observe(...)`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from types import ModuleType
 from typing import Any
 
 
-class _Function(ModuleType):
-    """A package that can be called, for the name that users know is also the package's."""
+class _CallablePackage(ModuleType):
+    """The type of this package, so that `penstock.observe` is a function and a package.
+
+    Importing any submodule binds `penstock.observe` to the package, which would otherwise shadow
+    the function of the same name in the public API.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from penstock.observe.observer import observe
@@ -22,4 +26,4 @@ class _Function(ModuleType):
         return observe(*args, **kwargs)
 
 
-sys.modules[__name__].__class__ = _Function
+sys.modules[__name__].__class__ = _CallablePackage

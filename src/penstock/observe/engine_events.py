@@ -1,4 +1,8 @@
-"""Penstock's own runs: what the engine carried out, as phases and events. Room: show."""
+"""Record Penstock's own runs: turn what an engine executed into phases and events.
+
+An engine reports each program it has executed as a `StepRecord`. The thread that trains only
+queues it; the recorder's thread converts it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engine.allocate import Part
 from penstock.engine.step_records import StepRecord
+from penstock.engine.timeline import Event as TimelineEvent
 from penstock.engine.timeline import Moved, moved, timeline
 from penstock.observe.hardware import disk_name
-from penstock.observe.observation import Planned, PlannedTier
 from penstock.observe.recorder import Recorder
-from penstock.observe.records import Event, Phase
-from penstock.observe.samplers import Held
+from penstock.observe.records import Event, Phase, Planned, PlannedTier
+from penstock.observe.samplers import TierMemory
 from penstock.plan.schedule import Operation, Verb
 from penstock.plan.traffic import DISK, Transfer, step_traffic
 from penstock.tiers import Tier
@@ -22,18 +26,75 @@ from penstock.tiers import Tier
 if TYPE_CHECKING:
     from penstock.engine.step_records import Kind
 
+STEP_RECORDS = "penstock.engine.step_records"
+MEMORY_USAGE = "penstock.engine.memory_usage"
 
-_KINDS = {
-    Verb.FETCH: "copy",
-    Verb.DRAIN: "copy",
-    Verb.READ: "read",
-    Verb.WRITE: "write",
-    Verb.SWEEP: "sweep",
-}
+MAX_CACHED = 64
+"""Number of programs and batch shapes whose transfers are cached."""
+
+_TRANSFER_VERBS = (Verb.FETCH, Verb.DRAIN, Verb.READ, Verb.WRITE)
+
+
+class EngineWatcher:
+    """Listens to all engines of this process, as soon as there are any.
+
+    `began` and `passed` are called by the thread that trains; everything else runs in the
+    recorder's thread.
+    """
+
+    def __init__(self, recorder: Recorder, tiers: TierMemory) -> None:
+        self._recorder, self._tiers = recorder, tiers
+        self._module: Any = None
+        self._events: EngineEvents | None = None
+        self._plan: object = None
+
+    def attach(self) -> None:
+        """Start listening once the program has imported an engine."""
+        module: Any = sys.modules.get(STEP_RECORDS)
+        # Another thread may be importing the module; its last name shows that it is complete.
+        if self._module is None and hasattr(module, "passed_of"):
+            self._module = module
+            self._tiers.memory_usages = sys.modules[MEMORY_USAGE].memory_usages
+            module.watch(self)
+
+    def close(self) -> None:
+        if self._module is not None:
+            self._module.unwatch(self)
+
+    # The engine's watcher protocol.
+
+    def began(self, kind: Kind, *, fresh: bool) -> None:
+        try:
+            self._recorder.tracker.enter_engine(begins_step=kind == "step" and fresh)
+            self._recorder.engine_step = self._recorder.tracker.step
+        except Exception as failed:  # an observer must never make the engine fail
+            self._recorder.note(f"the beginning of a step was not recorded: {failed}")
+
+    def passed(self, passed: StepRecord) -> None:
+        seconds = time.perf_counter() - passed.clock
+        step = self._recorder.tracker.step
+        self._recorder.tracker.leave_engine(ends_step=passed.kind == "step" and passed.whole)
+        self._recorder.put(lambda: self._record(passed, step, seconds))
+
+    def _record(self, passed: StepRecord, step: int, seconds: float) -> None:
+        recorder = self._recorder
+        if self._events is None:
+            self._events = EngineEvents(recorder.origin, disk_name)
+        events = self._events
+        if passed.plan is not self._plan:
+            self._plan = passed.plan
+            recorder.update(planned=planned_of(passed, events.link))
+        for phase in events.phases(passed, step):
+            recorder.folder.write(phase)
+        now = time.perf_counter() - recorder.origin
+        if passed.kind == "step":
+            recorder.step_selector.add(step, seconds, lambda: events.events(passed, step), now)
+        elif passed.kind == "update":
+            recorder.step_selector.follow(lambda: events.events(passed, None))
 
 
 class EngineEvents:
-    """Turns programs that were carried out into records. For one thread."""
+    """Converts executed programs to phases and events. Used by one thread at a time."""
 
     def __init__(self, origin: float, disk_name: Callable[[str], str]) -> None:
         self._origin, self._disk_name = origin, disk_name
@@ -41,7 +102,7 @@ class EngineEvents:
         self._moved: dict[object, tuple[StepRecord, Moved]] = {}
 
     def link(self, link: str) -> str:
-        """As the kernel calls a disk; other links are called as they are."""
+        """Return a link's name in records: disks have the kernel's name instead of a path."""
         if link not in self._links:
             path = link.removeprefix(DISK)
             self._links[link] = link if path == link else DISK + self._disk_name(path)
@@ -50,8 +111,12 @@ class EngineEvents:
     # Phases.
 
     def phases(self, passed: StepRecord, step: int) -> Iterator[Phase]:
-        """Forward until the loss begins, backward until the last block is through, round by round.
-        Sweeps run beside forward, and are events."""
+        """Yield the phases of a program.
+
+        In each round of a step, forward lasts until the loss begins, and backward until the last
+        block is done. Optimizer sweeps run concurrently with forward, so they are events, not
+        phases.
+        """
         began = passed.clock - self._origin
         if not passed.whole or not passed.ended:
             return
@@ -68,7 +133,7 @@ class EngineEvents:
             reached = max(turn, end)
 
     def _turns(self, passed: StepRecord) -> Iterator[tuple[int, int]]:
-        """By round, its loss and its last backward, where they ran."""
+        """Yield the loss and the last backward of each round, if they ran."""
         loss: int | None = None
         last = -1
         for at, operation in enumerate(passed.program.operations):
@@ -88,57 +153,79 @@ class EngineEvents:
     # Events.
 
     def events(self, passed: StepRecord, step: int | None) -> list[Event]:
-        """One for what each operation kept busy: a copy from a disk is on the link and the disk.
-        What is swept apart is of no step, and in no step's phase."""
-        began = passed.clock - self._origin
-        names = [block.name for block in passed.inventory.blocks]
-        pinned = passed.device.pinned
-        apart = None if passed.kind == "step" else passed.kind
-        made: list[Event] = []
+        """Return one event for each resource that an operation kept busy.
+
+        A copy whose data comes from a disk is on the PCIe link and on the disk. A sweep that ran
+        outside a step has no step, and its phase is the program's kind.
+        """
+        found: list[Event] = []
         for ran in timeline(passed, self._moved_by(passed)):
-            op, start, end = ran.operation, began + ran.start, began + ran.end
-            name = f"{names[op.block]} {' '.join(op.roles)}".strip()
-            phase = apart or op.phase
-            if op.verb in _KINDS and ran.transfers and op.verb is not Verb.SWEEP:
-                for moves in ran.transfers:
-                    kind = _kind(op, moves)
-                    link = self.link(moves.link)
-                    copied = moves.link in ("h2d", "d2h")
-                    made.append(
-                        Event(link, kind, name, start, end, step, phase, link, moves.nbytes,
-                              moves.source, moves.target, pinned if copied else None,
-                              f"{op.verb} {names[op.block]}")
-                    )  # fmt: skip
-            elif op.verb is Verb.SWEEP and not op.gpu:
-                total = sum(moves.nbytes for moves in ran.transfers)
-                made.append(Event("cpu sweep", "sweep", names[op.block], start, end, step, phase,
-                                  None, total, "host", "host", None, "sweep"))  # fmt: skip
-                made += [
-                    Event(moves.link, "sweep", names[op.block], start, end, step, phase,
-                          moves.link, moves.nbytes, "host", "host", None, "sweep")
-                    for moves in ran.transfers
-                ]  # fmt: skip
-            elif op.verb not in _KINDS or op.gpu:
-                kind = "sweep" if op.gpu else "compute"
-                named = f"{op.verb} {names[op.block]}"
-                made.append(Event("gpu", kind, named, start, end, step, phase))
-        return made
+            verb = ran.operation.verb
+            if verb in _TRANSFER_VERBS:
+                found += self._transfers(passed, ran, step)
+            elif verb is Verb.SWEEP and not ran.operation.gpu:
+                found += self._cpu_sweep(passed, ran, step)
+            else:
+                found.append(self._gpu_work(passed, ran, step))
+        return found
+
+    def _transfers(
+        self, passed: StepRecord, ran: TimelineEvent, step: int | None
+    ) -> Iterator[Event]:
+        op, block = ran.operation, _block_name(passed, ran)
+        name = f"{block} {' '.join(op.roles)}".strip()
+        start, end, phase = self._span(passed, ran)
+        for transfer in ran.transfers:
+            link = self.link(transfer.link)
+            pinned = passed.device.pinned if transfer.link in ("h2d", "d2h") else None
+            yield Event(link, _kind(op, transfer), name, start, end, step, phase, link,
+                        transfer.nbytes, transfer.source, transfer.target, pinned,
+                        f"{op.verb} {block}")  # fmt: skip
+
+    def _cpu_sweep(
+        self, passed: StepRecord, ran: TimelineEvent, step: int | None
+    ) -> Iterator[Event]:
+        """Yield one event for the CPU, and one for each memory node that the sweep uses."""
+        block = _block_name(passed, ran)
+        start, end, phase = self._span(passed, ran)
+        total = sum(transfer.nbytes for transfer in ran.transfers)
+        yield Event("cpu sweep", "sweep", block, start, end, step, phase, None, total, "host",
+                    "host", None, "sweep")  # fmt: skip
+        for transfer in ran.transfers:
+            yield Event(transfer.link, "sweep", block, start, end, step, phase, transfer.link,
+                        transfer.nbytes, "host", "host", None, "sweep")  # fmt: skip
+
+    def _gpu_work(self, passed: StepRecord, ran: TimelineEvent, step: int | None) -> Event:
+        kind = "sweep" if ran.operation.gpu else "compute"
+        name = f"{ran.operation.verb} {_block_name(passed, ran)}"
+        start, end, phase = self._span(passed, ran)
+        return Event("gpu", kind, name, start, end, step, phase)
+
+    def _span(self, passed: StepRecord, ran: TimelineEvent) -> tuple[float, float, str]:
+        began = passed.clock - self._origin
+        phase = ran.operation.phase if passed.kind == "step" else passed.kind
+        return began + ran.start, began + ran.end, phase
 
     def _moved_by(self, passed: StepRecord) -> Moved:
-        """Worked out once for a program and a shape of batch."""
+        """Return a program's transfers, derived once for each program and shape of batch."""
         key = (id(passed.program), str(passed.shapes))
         if key not in self._moved:
-            if len(self._moved) > 64:  # batches of ever new shapes
+            if len(self._moved) > MAX_CACHED:  # every batch has a new shape
                 self._moved.clear()
-            self._moved[key] = (passed, moved(passed))  # which keeps the program, and so its id
+            # The cache holds the record, and with it the program: its id cannot be reused.
+            self._moved[key] = (passed, moved(passed))
         return self._moved[key][1]
 
 
-def _kind(operation: Operation, moves: Transfer) -> str:
-    if moves.link in ("h2d", "d2h"):
+def _block_name(passed: StepRecord, ran: TimelineEvent) -> str:
+    return passed.inventory.blocks[ran.operation.block].name
+
+
+def _kind(operation: Operation, transfer: Transfer) -> str:
+    if transfer.link in ("h2d", "d2h"):
         return "copy"
-    if moves.link.startswith(DISK):
-        return "read" if moves.source == "disk" else "write"
+    if transfer.link.startswith(DISK):
+        return "read" if transfer.source == "disk" else "write"
     return "write" if operation.verb in (Verb.DRAIN, Verb.READ) else "read"
 
 
@@ -146,7 +233,7 @@ def _kind(operation: Operation, moves: Transfer) -> str:
 
 
 def planned_of(passed: StepRecord, link: Callable[[str], str]) -> Planned:
-    """What the plan said before the first step; of seconds, what it says of this machine."""
+    """Return the plan's figures, with the step time that it predicts for this machine."""
     from penstock.plan.build_schedule import step_schedule
     from penstock.planner.cost.peaks import phase_peaks
 
@@ -155,7 +242,7 @@ def planned_of(passed: StepRecord, link: Callable[[str], str]) -> Planned:
     schedule = step_schedule(inventory, placement)
     peaks = phase_peaks(inventory, work, placement, schedule, plan.pools)
     traffic = step_traffic(inventory, work, placement, schedule)
-    seconds, bound = _cost(passed)
+    seconds, bound = _predicted_cost(passed)
     return Planned(
         tiers={
             tier.value: PlannedTier(plan.budget.of(tier), plan.at_rest(tier), plan.peak(tier))
@@ -171,8 +258,8 @@ def planned_of(passed: StepRecord, link: Callable[[str], str]) -> Planned:
     )
 
 
-def _cost(passed: StepRecord) -> tuple[float | None, str | None]:
-    """What the plan said of this machine, by the same speeds."""
+def _predicted_cost(passed: StepRecord) -> tuple[float | None, str | None]:
+    """Return the predicted step time and bottleneck, or None if this machine is not known."""
     from penstock.engine.prepare import known_machine
     from penstock.errors import PenstockError
     from penstock.plan.budget import with_paths
@@ -188,68 +275,3 @@ def _cost(passed: StepRecord) -> tuple[float | None, str | None]:
     except PenstockError:
         return None, None
     return cost.step_seconds, cost.bound_by
-
-
-# --------
-# Listens to engines of Penstock's own, as soon as there are any. Room: show.
-
-WATCHING = "penstock.engine.step_records"
-HOLDING = "penstock.engine.memory_usage"
-
-
-class EngineWatcher:
-    """Told by the thread that trains; turned into records in the recorder's."""
-
-    def __init__(self, recorder: Recorder, held: Held) -> None:
-        self._recorder, self._held = recorder, held
-        self._module: Any = None
-        self._events: EngineEvents | None = None
-        self._planned: object = None
-
-    def look(self) -> None:
-        """Begin to listen, once the program has imported an engine."""
-        module: Any = sys.modules.get(WATCHING)
-        if self._module is None and hasattr(module, "passed_of"):  # its last name: all is there
-            self._module = module
-            self._held.ask = sys.modules[HOLDING].memory_usages
-            module.watch(self)
-
-    def close(self) -> None:
-        if self._module is not None:
-            self._module.unwatch(self)
-
-    # Watcher.
-
-    def began(self, kind: Kind, *, fresh: bool) -> None:
-        try:
-            self._recorder.tracker.take_over(begins_step=kind == "step" and fresh)
-            self._recorder.engine_step = self._recorder.tracker.step
-        except Exception as failed:  # what goes wrong here is no business of the engine's
-            self._recorder.note(f"a step was not told apart: {failed}")
-
-    def passed(self, passed: StepRecord) -> None:
-        seconds = time.perf_counter() - passed.clock
-        step = self._recorder.tracker.step
-        self._recorder.tracker.give_back(ends_step=passed.kind == "step" and passed.whole)
-        self._recorder.put(lambda: self._record(passed, step, seconds))
-
-    def _record(self, passed: StepRecord, step: int, seconds: float) -> None:
-
-        recorder = self._recorder
-        if self._events is None:
-            self._events = EngineEvents(recorder.origin, disk_name)
-        events = self._events
-        if passed.plan is not self._planned:
-            self._planned = passed.plan
-            self._tell_plan(passed, events)
-        for phase in events.phases(passed, step):
-            recorder.folder.write(phase)
-        now = time.perf_counter() - recorder.origin
-        if passed.kind == "step":
-            recorder.keeper.add(step, seconds, lambda: events.events(passed, step), now)
-        elif passed.kind == "update":
-            recorder.keeper.follow(lambda: events.events(passed, None))
-
-    def _tell_plan(self, passed: StepRecord, events: EngineEvents) -> None:
-
-        self._recorder.update(planned=planned_of(passed, events.link))

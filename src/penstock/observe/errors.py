@@ -1,4 +1,4 @@
-"""What can go wrong with an observation. Room: show."""
+"""Errors raised while recording a run or reading one back."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from penstock.errors import RecordError
 
 
 class ObserveError(RecordError):
-    """A directory that no observation can be written to, or read from."""
+    """A run directory cannot be written or read, or an option is invalid."""

@@ -1,8 +1,14 @@
-"""When something happened: on the host, or on the GPU where work is still queued. Room: show.
+"""Determine which step and phase a training loop is in, and when each phase began and ended.
 
-A program runs ahead of its GPU: when `backward` returns, its kernels may not have begun. So a
-moment is noted on both, with an event in the stream that costs no waiting, and becomes a time once
-the GPU has passed it.
+Hooks report when forward, backward and similar calls begin and end. The tracker decides what that
+means:
+
+- only the outermost call counts, in the one thread that trains;
+- consecutive calls of the same kind are one phase: the steps of several optimizers, or of one
+  that is called for each part of a model;
+- a forward phase lasts until its backward begins, so it includes the loss; an update begins where
+  backward ended, so it includes gradient clipping;
+- a step ends with its update: the next forward, backward or batch of data begins the next step.
 """
 
 from __future__ import annotations
@@ -15,132 +21,137 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+BEGINS_A_STEP = ("forward", "backward", "data")
+"""Phases that begin a new step after an update."""
 
-class Tick(NamedTuple):
-    """A moment."""
+ENGINE = "engine"
+"""What the tracker enters while a Penstock engine runs, which reports its own phases."""
+
+
+class Timestamp(NamedTuple):
+    """A moment on the host and, if the program uses a GPU, in the GPU's stream.
+
+    A program runs ahead of its GPU: when `backward` returns, its kernels may not have started. So
+    an event is recorded in the stream, which never waits, and the moment becomes a time once the
+    GPU has passed the event.
+    """
 
     host: float
-    """By `time.perf_counter`."""
+    """Value of `time.perf_counter`."""
 
     event: Any = None
-    """In the GPU's stream; None where there is none."""
+    """Event in the current CUDA stream; None without a GPU."""
 
     device: int = -1
-    """Which GPU's."""
+    """Index of the event's GPU."""
 
 
 class Clock(Protocol):
-    """What notes moments."""
+    """Takes timestamps and converts them to seconds."""
 
-    def tick(self) -> Tick:
-        """Now, after all that was issued so far."""
+    def stamp(self) -> Timestamp:
+        """Mark the current moment, behind everything that was issued so far."""
 
-    def when(self, tick: Tick) -> float | None:
-        """Seconds since the origin; None while the GPU is not there yet."""
+    def seconds(self, timestamp: Timestamp) -> float | None:
+        """Return the seconds since the origin, or None if the GPU has not reached it yet."""
 
 
 class HostClock:
-    """Without a GPU."""
+    """A clock for programs without a GPU."""
 
     def __init__(self, origin: float, now: Callable[[], float] = time.perf_counter) -> None:
         self.origin, self._now = origin, now
 
-    def tick(self) -> Tick:
-        return Tick(self._now())
+    def stamp(self) -> Timestamp:
+        return Timestamp(self._now())
 
-    def when(self, tick: Tick) -> float | None:
-        return tick.host - self.origin
+    def seconds(self, timestamp: Timestamp) -> float | None:
+        return timestamp.host - self.origin
 
 
 class TorchClock(HostClock):
-    """With a GPU as soon as the program has begun to use one. Never the first to touch it."""
+    """A clock that also uses the GPU once the program has initialized CUDA.
+
+    It never initializes CUDA itself: that would take memory and change what is observed.
+    """
 
     def __init__(self, origin: float, now: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(origin, now)
-        self._first: dict[int, Tick] = {}
-        """By device: when host and GPU agreed, with nothing under way."""
+        self._first: dict[int, Timestamp] = {}
+        """For each device, a moment at which its stream was empty, so that host and GPU agree."""
 
-    def tick(self) -> Tick:
+    def stamp(self) -> Timestamp:
         torch: Any = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
-            return Tick(self._now())
+            return Timestamp(self._now())
         if torch.cuda.is_current_stream_capturing():
-            return Tick(self._now())  # an event would become part of the graph
+            return Timestamp(self._now())  # an event would become part of the captured graph
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         device = torch.cuda.current_device()
         if device not in self._first:
-            event.synchronize()  # this once
-            self._first[device] = Tick(self._now(), event, device)
-        return Tick(self._now(), event, device)
+            event.synchronize()  # once per device, to relate the two clocks
+            self._first[device] = Timestamp(self._now(), event, device)
+        return Timestamp(self._now(), event, device)
 
-    def when(self, tick: Tick) -> float | None:
-        first = self._first.get(tick.device)
-        if tick.event is None or first is None:
-            return tick.host - self.origin
-        if not tick.event.query():
+    def seconds(self, timestamp: Timestamp) -> float | None:
+        first = self._first.get(timestamp.device)
+        if timestamp.event is None or first is None:
+            return timestamp.host - self.origin
+        if not timestamp.event.query():
             return None
-        passed = first.event.elapsed_time(tick.event) / 1e3
-        return float(max(tick.host, first.host + passed) - self.origin)
-
-
-# --------
-# Which step and phase a training loop is in. Room: show.
-#
-# Told when forward, backward and the like begin and end, it decides what that means:
-#
-# - only the outermost call counts, in the one thread that trains;
-# - what is alike and follows one another is one phase: the steps of several optimizers, or of one
-#   that is called for every part of a model;
-# - a forward lasts until its backward begins, so the loss is in it; an update begins where
-# backward
-#   ended, so clipping is in it;
-# - a step ends with its update: the next forward, backward or batch of data begins the next one.
-
-BEGINS_A_STEP = ("forward", "backward", "data")
+        elapsed = first.event.elapsed_time(timestamp.event) / 1e3
+        # The GPU cannot reach an event before the host has recorded it.
+        return float(max(timestamp.host, first.host + elapsed) - self.origin)
 
 
 @dataclass(slots=True)
-class Stretch:
-    """A phase, by the moments of its ends."""
+class PendingPhase:
+    """A phase whose times may not be known yet, because the GPU has not reached its end."""
 
     name: str
     step: int
-    start: Tick
-    end: Tick
+    start: Timestamp
+    end: Timestamp
 
 
-class Tracker:
-    """Called from any thread."""
+class PhaseTracker:
+    """Turns begin and end calls into phases. Calls from other threads than the one that trains are
+    ignored, so only that thread changes the state; any thread may read `step` and `phase`."""
 
     def __init__(
         self,
         clock: Clock,
-        emit: Callable[[Stretch], None],
+        emit: Callable[[PendingPhase], None],
         on_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._clock, self._emit, self._on_step = clock, emit, on_step
         self.step = 1
         self.phase: str | None = None
-        """Now; read by the thread that samples."""
+        """The current phase. The sampling thread reads it."""
         self.unseen_forwards = 0
-        """Backwards that came without a forward: of a module nobody told us of."""
-        self._lead: int | None = None
+        """Number of backwards without a forward: their modules have no hooks yet."""
+        self._training_thread: int | None = None
         self._stack: list[tuple[str, object]] = []
+        """Calls that have been entered and not left, each with its owner."""
         self._named: list[str] = []
-        self._began: Tick | None = None
-        self._last: Stretch | None = None
+        self._began: Timestamp | None = None
+        self._last: PendingPhase | None = None
+        """The phase that ended last. It is emitted when the next one begins, since that may still
+        extend it."""
         self._counts_steps = True
         self._updated = False
+        """Whether the current step has had its update."""
         self._sees_forwards = False
         self._advanced = False
-        """Whether what was entered last began a step."""
+        """Whether the call that was entered last began a new step."""
 
-    # What is found.
+    # Calls that hooks report.
 
     def enter(self, name: str, owner: object = None) -> None:
-        """`owner` is what calls: an optimizer whose step raised is known by its next one."""
-        if not self._leads():
+        """Begin a call. `owner` identifies the caller: an optimizer whose step raised an exception
+        never left, which its next step reveals."""
+        if not self._is_training_thread():
             return
         if owner is not None and (name, owner) in self._stack:
             self._stack.clear()
@@ -149,16 +160,16 @@ class Tracker:
             self._begin(name)
 
     def leave(self) -> None:
-        """What was entered last in this thread."""
-        if self._lead != threading.get_ident() or not self._stack:
+        """End the call that was entered last in this thread."""
+        if self._training_thread != threading.get_ident() or not self._stack:
             return
         name, _ = self._stack.pop()
         if not self._stack and not self._named:
             self._end(name)
 
-    def retract(self) -> None:
-        """What was entered last came to nothing: there was no more data."""
-        if self._lead != threading.get_ident() or not self._stack:
+    def cancel(self) -> None:
+        """Discard the call that was entered last: there was no more data to load."""
+        if self._training_thread != threading.get_ident() or not self._stack:
             return
         self._stack.pop()
         if not self._stack and not self._named:
@@ -166,103 +177,109 @@ class Tracker:
             if self._advanced:
                 self.step, self._updated = self.step - 1, True
 
-    # What the user names.
+    # Phases that the user names.
 
     @contextmanager
-    def named(self, name: str) -> Iterator[None]:
-        """What is found inside does not count."""
-        self._lead = threading.get_ident()
+    def named_phase(self, name: str) -> Iterator[None]:
+        """Record everything inside as one phase with this name."""
+        self._training_thread = threading.get_ident()
         outer = self.phase
         self._named.append(name)
         self._advance(name)
-        self._let_go()
-        began = self._clock.tick()
+        self._emit_last()
+        began = self._clock.stamp()
         self.phase = name
         try:
             yield
         finally:
-            self._emit(Stretch(name, self.step, began, self._clock.tick()))
+            self._emit(PendingPhase(name, self.step, began, self._clock.stamp()))
             self._updated = self._updated or name == "update"
             self._named.pop()
             self.phase = outer
 
     def next_step(self) -> None:
-        """As the user says; from then on nothing else ends a step."""
+        """Begin the next step. From then on, updates no longer end steps."""
         self._counts_steps = False
-        self._let_go()
+        self._emit_last()
         self.step += 1
         self._on_step(self.step)
 
-    # An engine that knows its own phases.
+    # A Penstock engine, which reports its own phases.
 
-    def take_over(self, *, begins_step: bool) -> None:
-        """What runs until `give_back` is told by somebody else."""
-        if begins_step and self._leads():
+    def enter_engine(self, *, begins_step: bool) -> None:
+        """Stop deriving phases until `leave_engine`."""
+        if begins_step and self._is_training_thread():
             self._advance("forward")
-        self.enter("engine")
+        self.enter(ENGINE)
 
-    def give_back(self, *, ends_step: bool) -> None:
-        if self._lead == threading.get_ident() and self._stack:
+    def leave_engine(self, *, ends_step: bool) -> None:
+        """Derive phases from hooks again."""
+        if self._training_thread == threading.get_ident() and self._stack:
             self._stack.pop()
             self._updated = self._updated or ends_step
 
     def close(self) -> None:
-        self._let_go()
+        """Emit the last phase."""
+        self._emit_last()
 
-    # Within.
+    # Internals.
 
-    def _leads(self) -> bool:
-        me = threading.get_ident()
-        if self._lead == me:
+    def _is_training_thread(self) -> bool:
+        """Whether this thread trains. The first caller does; when its thread has ended, the next
+        caller takes its place."""
+        current = threading.get_ident()
+        if self._training_thread == current:
             return True
         alive = {thread.ident for thread in threading.enumerate()}
-        if self._lead is None or self._lead not in alive:
-            self._lead, self._stack = me, []
+        if self._training_thread is None or self._training_thread not in alive:
+            self._training_thread, self._stack = current, []
             return True
         return False
 
     def _begin(self, name: str) -> None:
-        if name == "engine":
-            self._let_go()
+        if name == ENGINE:
+            self._emit_last()
             return
         self._advance(name)
-        now = self._clock.tick()
+        now = self._clock.stamp()
         last, self._began = self._last, now
         self._sees_forwards = self._sees_forwards or name == "forward"
-        if name == "backward" and not self._has_had_forward(last):
-            self._unseen(now)
+        if name == "backward" and not self._follows_forward(last):
+            self._infer_forward(now)
         elif last is not None and last.name == name and last.step == self.step:
-            self._began, self._last = last.start, None
+            self._began, self._last = last.start, None  # one phase with the call before
         elif last is not None and (last.name, name) == ("forward", "backward"):
-            last.end = now
+            last.end = now  # the loss belongs to forward
         elif last is not None and (last.name, name) == ("backward", "update"):
-            self._began = last.end
-        self._let_go()
+            self._began = last.end  # clipping belongs to the update
+        self._emit_last()
         self.phase = name
 
     def _end(self, name: str) -> None:
-        if name == "engine" or self._began is None:
+        if name == ENGINE or self._began is None:
             return
-        self._last = Stretch(name, self.step, self._began, self._clock.tick())
+        self._last = PendingPhase(name, self.step, self._began, self._clock.stamp())
         self._updated = self._updated or name == "update"
-        # What follows a forward is its loss, until something else begins.
+        # The loss follows a forward and belongs to it, until something else begins.
         self.phase = name if name == "forward" else None
 
-    def _has_had_forward(self, last: Stretch | None) -> bool:
-        """A second backward may be of the same forward, as long as forwards are seen at all."""
+    def _follows_forward(self, last: PendingPhase | None) -> bool:
+        """Whether a backward's forward was seen. A second backward may belong to the same forward,
+        provided that forwards are seen at all."""
         if last is None or last.step != self.step:
             return False
         return last.name == "forward" or (last.name == "backward" and self._sees_forwards)
 
-    def _unseen(self, now: Tick) -> None:
-        """A backward has had a forward: what lies since the last thing that was seen."""
+    def _infer_forward(self, now: Timestamp) -> None:
+        """Record the time since the last phase as the forward that must have preceded."""
         self.unseen_forwards += 1
         last = self._last
-        self._let_go()
+        self._emit_last()
         if last is not None:
-            self._emit(Stretch("forward", self.step, last.end, now))
+            self._emit(PendingPhase("forward", self.step, last.end, now))
 
     def _advance(self, name: str) -> None:
+        """Begin the next step if the current one has had its update."""
         self._advanced = self._updated and name in BEGINS_A_STEP and self._counts_steps
         if self._updated and name in BEGINS_A_STEP:
             self._updated = False
@@ -270,7 +287,7 @@ class Tracker:
             self.step += 1
             self._on_step(self.step)
 
-    def _let_go(self) -> None:
+    def _emit_last(self) -> None:
         last, self._last = self._last, None
         if last is not None:
             self._emit(last)

@@ -1,7 +1,7 @@
-"""Records a program while it runs: one thread samples and writes. Room: show.
+"""Record a program while it runs: one background thread samples and writes.
 
-The program's own threads only note moments and put them in a queue. Whatever goes wrong here ends
-the recording with one warning, never the program.
+The program's own threads only take timestamps and append to a queue. If recording fails, it ends
+with one warning; the program is never interrupted.
 """
 
 from __future__ import annotations
@@ -19,29 +19,41 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.observe.observation import Observation
-from penstock.observe.phase_tracker import Clock, HostClock, Stretch, Tracker
-from penstock.observe.records import Event, Phase, Sample
-from penstock.observe.run_files import LIMIT, RunFolder, StepSelector
+from penstock.observe.phase_tracker import Clock, HostClock, PendingPhase, PhaseTracker
+from penstock.observe.records import Event, Observation, Phase, Sample
+from penstock.observe.run_files import LIMIT, RunFolder
 from penstock.observe.samplers import Sampler, Samplers
+from penstock.observe.step_selector import StepSelector
 
 INTERVAL = 0.1
+"""Default number of seconds between samples."""
+
+MAX_INTERVAL = 1.0
+"""Seconds between samples at most, when sampling is slowed down."""
 
 QUEUE = 20_000
-"""Moments that may wait to be written. What comes beyond is counted and left out."""
+"""Number of phases and jobs that can wait to be written. Further ones are counted and dropped."""
 
 FLUSH = 0.5
-"""Seconds after which what was recorded is on disk."""
+"""Seconds after which recorded data is on disk."""
 
-SHARE, WATCHED = 0.02, 2.0
-"""Of a core, for taking samples, over so many seconds. Where it takes more, samples become fewer.
-Writing down what an exact step did is not counted: fewer samples would not make it less."""
+MAX_NOTES = 100
+
+CPU_SHARE, CPU_WINDOW = 0.02, 2.0
+"""Fraction of one core that taking samples may use, measured over a window of this many seconds.
+Above it, samples are taken less often. Writing the events of an exact step is not counted, because
+fewer samples would not make it cheaper."""
 
 Job = Callable[[], None]
 
 
 class Recorder:
-    """From `start` to `stop`. `note` and `put` may be called from any thread."""
+    """Records one run, from `start` to `stop`.
+
+    `note`, `put` and the tracker can be called from any thread. `deque.append` and `popleft` are
+    atomic, so the queue needs no lock. The folder and the step selector belong to the recorder's
+    thread while it runs; `stop` uses them after the thread has ended.
+    """
 
     def __init__(
         self,
@@ -58,53 +70,56 @@ class Recorder:
         clears: bool = True,
     ) -> None:
         self.origin = time.perf_counter() if origin is None else origin
-        told = observation or Observation(began=wall_clock(self.origin), pid=os.getpid())
-        self.folder = RunFolder(path, replace(told, interval=interval), limit=limit, clears=clears)
-        self.interval, self._asked, self._outside = interval, interval, outside
+        observation = observation or Observation(began=wall_clock(self.origin), pid=os.getpid())
+        self.folder = RunFolder(
+            path, replace(observation, interval=interval), limit=limit, clears=clears
+        )
+        self.interval, self._requested_interval, self._outside = interval, interval, outside
         self._clock = clock or HostClock(self.origin)
         self._samplers = Samplers(list(samplers), self.note)
-        self.tracker = Tracker(self._clock, self._put_stretch, on_step)
-        self.keeper = StepSelector(self.folder)
+        self.tracker = PhaseTracker(self._clock, self._put_phase, on_step)
+        self.step_selector = StepSelector(self.folder)
         self.engine_step = 0
-        """The last one that an engine of Penstock's own has begun."""
-        self.on_tick: list[Job] = []
-        """Called by the recorder's thread before every sample."""
-        self.on_stretch: list[Callable[[Stretch], None]] = []
-        """Called by the program's thread with every phase that has ended."""
-        self._queue: deque[Stretch | Job] = deque()
-        self._waiting: deque[Stretch] = deque()
+        """The last step that a Penstock engine has begun."""
+        self.before_sample: list[Job] = []
+        """Functions that the recorder's thread calls before every sample."""
+        self.on_phase: list[Callable[[PendingPhase], None]] = []
+        """Functions that the program's thread calls with every phase that has ended."""
+        self._queue: deque[PendingPhase | Job] = deque()
+        self._pending: deque[PendingPhase] = deque()
         self._dropped = 0
         self._notes: list[str] = []
-        self._told_notes = 0
+        self._saved_notes = 0
         self._failed = False
-        self._wanted = threading.Event()
+        self._stop_requested = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="penstock observe", daemon=True)
         self._cpu_seconds = self._sampling = 0.0
         self._flushed = self.origin
-        self._watched = (self.origin, 0.0)
+        self._window = (self.origin, 0.0)
 
-    # From the program's threads.
+    # Called by the program's threads.
 
     def start(self) -> Self:
+        """Start the recorder's thread."""
         _active.add(self)
         self._thread.start()
         return self
 
     def put(self, job: Job) -> None:
-        """Something for the recorder's thread to do."""
+        """Queue a function for the recorder's thread."""
         self._enqueue(job)
 
     def note(self, text: str) -> None:
-        """Something for whoever reads the run."""
-        if len(self._notes) < 100 and text not in self._notes:
+        """Add a sentence that the report shows to its reader."""
+        if len(self._notes) < MAX_NOTES and text not in self._notes:
             self._notes.append(text)
 
     def stop(self, ended_by: str = "exit", exit_code: int | None = None) -> None:
-        """Write what is left, and how it ended. Only the first call counts."""
-        if self._wanted.is_set():
+        """Write the remaining records and how the run ended. Only the first call has an effect."""
+        if self._stop_requested.is_set():
             return
         self.tracker.close()
-        self._wanted.set()
+        self._stop_requested.set()
         if self._thread.is_alive():
             self._thread.join()
         _active.discard(self)
@@ -114,25 +129,21 @@ class Recorder:
         self._guarded(lambda: self._finish(elapsed, ended_by, exit_code))
 
     def abandon(self) -> None:
-        """In a forked child, where the thread is not."""
+        """Stop without writing, in a forked child: fork does not copy the recorder's thread."""
         self._failed = True
-        self._wanted.set()
+        self._stop_requested.set()
         self.folder.abandon()
 
     @property
     def ended(self) -> bool:
-        return self._wanted.is_set()
+        return self._stop_requested.is_set()
 
-    def update(self, **changes: Any) -> None:
-        """Fields of `observe.json` that became known. For the recorder's thread."""
-        self.folder.save(replace(self.folder.observation, **changes))
+    def _put_phase(self, phase: PendingPhase) -> None:
+        for callback in self.on_phase:
+            callback(phase)
+        self._enqueue(phase)
 
-    def _put_stretch(self, stretch: Stretch) -> None:
-        for tell in self.on_stretch:
-            tell(stretch)
-        self._enqueue(stretch)
-
-    def _enqueue(self, item: Stretch | Job) -> None:
+    def _enqueue(self, item: PendingPhase | Job) -> None:
         if self._failed:
             return
         if len(self._queue) >= QUEUE:
@@ -140,18 +151,27 @@ class Recorder:
         else:
             self._queue.append(item)
 
-    # In the recorder's own.
+    # Called by the recorder's thread.
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of `observe.json`. Only for the recorder's thread."""
+        self.folder.save(replace(self.folder.observation, **changes))
+
+    def write_events(self, events: Iterable[Event]) -> None:
+        """Write events. Only for the recorder's thread."""
+        for event in events:
+            self.folder.write(event)
 
     def _serve(self) -> None:
         due = time.perf_counter()
-        while not self._wanted.wait(max(0.0, due - time.perf_counter())):
-            if not self._guarded(self._tick):
+        while not self._stop_requested.wait(max(0.0, due - time.perf_counter())):
+            if not self._guarded(self._record):
                 return
             due = max(due + self.interval, time.perf_counter())
         self._cpu_seconds = time.thread_time()
 
     def _guarded(self, work: Job) -> bool:
-        """Whether it went well. If not, recording is over."""
+        """Run a function; if it raises, warn and end the recording. Return whether it worked."""
         try:
             work()
         except Exception as failed:
@@ -160,79 +180,89 @@ class Recorder:
             self._queue.clear()
             reason = failed.strerror if isinstance(failed, OSError) else failed
             warnings.warn(
-                f"{self.folder.path}: recording has ended ({reason or failed}); the program goes "
-                f"on. What was recorded until then can be read",
+                f"{self.folder.path}: recording stopped ({reason or failed}); the program "
+                f"continues. What was recorded so far can be read",
                 RuntimeWarning,
                 stacklevel=2,
             )
         return not self._failed
 
-    def _tick(self) -> None:
-        began = time.thread_time()
-        for job in self.on_tick:
+    def _record(self) -> None:
+        """Take one sample, and write what has been queued since the previous one."""
+        cpu_before = time.thread_time()
+        for job in self.before_sample:
             job()
         now = time.perf_counter()
         reading = self._samplers.read()
         self.folder.write(self._sample(reading, now))
-        self._sampling += time.thread_time() - began
-        self._drain()
+        self._sampling += time.thread_time() - cpu_before
+        self._write_queued()
         if now - self._flushed >= FLUSH:
             self._flushed = now
             self.folder.flush()
-            self._tell_notes()
-            self._slow_down(now)
+            self._save_notes()
+            self._adjust_interval(now)
 
     def _sample(self, reading: Any, now: float) -> Sample:
-        """From outside, neither step nor phase is known: the reader finds them by the time."""
+        # Outside the program, neither step nor phase is known; `read_run` derives them by time.
         step = None if self._outside else self.tracker.step
         sample: Sample = reading.sample(now - self.origin, step, self.tracker.phase)
         return sample
 
-    def _drain(self) -> None:
+    def _write_queued(self) -> None:
+        """Run queued jobs, and write phases whose ends the GPU has reached."""
         for _ in range(len(self._queue)):
             item = self._queue.popleft()
-            if isinstance(item, Stretch):
-                self._waiting.append(item)
+            if isinstance(item, PendingPhase):
+                self._pending.append(item)
             else:
                 item()
-        while self._waiting:
-            stretch = self._waiting[0]
-            start, end = self._clock.when(stretch.start), self._clock.when(stretch.end)
+        while self._pending:
+            phase = self._pending[0]
+            start, end = self._clock.seconds(phase.start), self._clock.seconds(phase.end)
             if start is None or end is None:
-                break  # the GPU is not there yet
-            self._waiting.popleft()
-            self.folder.write(Phase(stretch.name, stretch.step, start, max(start, end)))
+                break  # the GPU has not reached it yet, nor any phase behind it
+            self._pending.popleft()
+            self.folder.write(Phase(phase.name, phase.step, start, max(start, end)))
 
-    def _slow_down(self, now: float) -> None:
-        then, spent_then = self._watched
-        if now - then < WATCHED:
+    def _adjust_interval(self, now: float) -> None:
+        """Sample less often if sampling takes too much of a core, and more often again later."""
+        then, spent_then = self._window
+        if now - then < CPU_WINDOW:
             return
         share = (self._sampling - spent_then) / (now - then)
-        self._watched = (now, self._sampling)
-        if share > SHARE and self.interval < 1.0 and spent_then:
-            self.interval = min(1.0, 2 * self.interval)
-            self.note("some samples are further apart than asked: they took too much of a core")
-        elif share < SHARE / 4 and self.interval > self._asked:  # what took so long is over
-            self.interval = max(self._asked, self.interval / 2)
+        self._window = (now, self._sampling)
+        if share > CPU_SHARE and self.interval < MAX_INTERVAL and spent_then:
+            self.interval = min(MAX_INTERVAL, 2 * self.interval)
+            self.note(
+                f"some samples are further apart than requested: sampling used more than "
+                f"{CPU_SHARE:.0%} of a core"
+            )
+        elif share < CPU_SHARE / 4 and self.interval > self._requested_interval:
+            self.interval = max(self._requested_interval, self.interval / 2)
         else:
             return
         self.update(interval=self.interval)
 
-    def _tell_notes(self) -> None:
-        if len(self._notes) > self._told_notes:
-            self._told_notes = len(self._notes)
+    def _save_notes(self) -> None:
+        if len(self._notes) > self._saved_notes:
+            self._saved_notes = len(self._notes)
             self.update(notes=tuple(self._notes))
 
     def _finish(self, elapsed: float, ended_by: str, exit_code: int | None) -> None:
+        # Give the GPU one second to reach the end of the last phases.
         deadline = time.perf_counter() + 1.0
-        self._drain()
-        while self._waiting and time.perf_counter() < deadline:
+        self._write_queued()
+        while self._pending and time.perf_counter() < deadline:
             time.sleep(0.01)
-            self._drain()
-        self.keeper.close()
+            self._write_queued()
+        self.step_selector.close()
         self.folder.close()
         if self._dropped:
-            self.note(f"{self._dropped} moments came too fast to be written")
+            self.note(
+                f"{self._dropped} phases and events were dropped: they arrived faster than they "
+                f"could be written"
+            )
         share = self._cpu_seconds / elapsed if elapsed > 0 else None
         self.update(
             ended=elapsed,
@@ -242,34 +272,30 @@ class Recorder:
             notes=tuple(self._notes),
         )
 
-    def write_events(self, events: Iterable[Event]) -> None:
-        """For the recorder's thread."""
-        for event in events:
-            self.folder.write(event)
-
 
 def now() -> float:
-    """The clock of all that is recorded; one for all processes of a machine."""
+    """Return the clock that everything is recorded by; all processes of a machine share it."""
     return time.perf_counter()
 
 
 def wall_clock(origin: float) -> str:
-    """The time of day at a moment of `time.perf_counter`."""
+    """Convert a `time.perf_counter` value to wall-clock time in ISO format."""
     ago = time.perf_counter() - origin
     return datetime.fromtimestamp(time.time() - ago, UTC).isoformat().replace("+00:00", "Z")
+
+
+def command_line() -> tuple[str, ...]:
+    """Return the command that started this process."""
+    return tuple(sys.orig_argv)
 
 
 _active: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
-def _in_child() -> None:
+def _abandon_in_child() -> None:
     for recorder in list(_active):
         recorder.abandon()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
-
-
-def command_line() -> tuple[str, ...]:
-    return tuple(sys.orig_argv)
+    os.register_at_fork(after_in_child=_abandon_in_child)

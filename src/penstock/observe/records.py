@@ -1,29 +1,138 @@
-"""What an observation holds: samples, phases and events. Room: show.
+"""The data model of a recorded run: what is written to its directory and read back.
 
-A run is a directory. `observe.json` is an Observation; `samples.jsonl`, `phases.jsonl` and
-`events.jsonl` have one record a line. Times are seconds since the observation's origin, sizes are
-bytes, and a key that is missing was not known there. `read_run` reads it all back.
+A run is a directory. `observe.json` holds an `Observation`; `samples.jsonl`, `phases.jsonl` and
+`events.jsonl` hold one record per line. The field names of these classes are the keys in those
+files. Times are seconds since the observation's origin, sizes are bytes, and a missing key means
+that the value was not known. `penstock.observe.run_files.read_run` reads all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
-from penstock.observe.observation import Observation
+from penstock.observe.errors import ObserveError
 
-__all__ = [
-    "DRIVER", "OBSERVING",
-    "Event", "GpuSample", "HostSample", "Observation", "Phase", "RecordedRun", "Sample",
-]  # fmt: skip
+OBSERVE_FILE = "observe.json"
 
+SLOWEST_FILE = "events.slowest.jsonl"
+"""Events of the slowest steps. Some of them may be in the other event files as well."""
+
+PROCESS_PATTERNS = ("rank-*", "process-*")
+"""Subdirectories of a run, one per recorded process, when `penstock profile` started it."""
 
 OBSERVING = "observing"
-"""The phase in which a program waits for torch's profiler, before and after an exact step."""
+"""The phase in which the program waits for torch's profiler, before and after an exact step."""
 
 DRIVER = "driver "
-"""Before the track of what the driver saw in an exact step of an engine that tells its own copies:
-the same copies again, seen from the other side."""
+"""Track prefix of the copies and kernels that torch's profiler saw in a step for which a Penstock
+engine reported its own events: the same copies, counted by the driver."""
+
+Mode = Literal["sampling", "exact"]
+
+
+# The observation: observe.json.
+
+
+@dataclass(frozen=True, slots=True)
+class GpuInfo:
+    """A GPU of the machine."""
+
+    index: int
+    name: str = ""
+    nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """A memory node of the machine."""
+
+    id: int
+    kind: Literal["dram", "cxl"] = "dram"
+    nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The machine that the program ran on."""
+
+    cpus: int = 0
+    cpu_name: str = ""
+    gpus: tuple[GpuInfo, ...] = ()
+    nodes: tuple[NodeInfo, ...] = ()
+    disks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTier:
+    """The plan's figures for one tier, in bytes."""
+
+    budget: int = 0
+    at_rest: int = 0
+    peak: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The plan of a Penstock run, as it was before the first step."""
+
+    tiers: Mapping[str, PlannedTier] = field(default_factory=dict)
+    phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Planned peak of each tier in each phase, in bytes."""
+
+    links: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that cross each link in one step."""
+
+    step_seconds: float | None = None
+    bound_by: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """What was observed, on which hardware, and how it ended."""
+
+    FORMAT: ClassVar[int] = 1
+
+    format: Literal["penstock-observe"] = "penstock-observe"
+    version: int = FORMAT
+    began: str
+    """The origin of all times as wall-clock time, such as 2026-11-15T10:00:00Z."""
+
+    ended: float | None = None
+    """When recording ended, in seconds; None while it continues, or if it was cut off."""
+
+    command: tuple[str, ...] = ()
+    pid: int = 0
+    interval: float = 0.1
+    """Seconds between samples."""
+
+    mode: Mode = "sampling"
+    hardware: Hardware = Hardware()
+    ceilings: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per second that each link can carry, where that was measured."""
+
+    planned: Planned | None = None
+    overhead: float | None = None
+    """CPU time of the recorder's thread as a fraction of the run time, where known."""
+
+    ended_by: str | None = None
+    """`exit`, or the signal that ended the program."""
+
+    exit_code: int | None = None
+    notes: tuple[str, ...] = ()
+    """Sentences about what the recorder had to leave out."""
+
+    def __post_init__(self) -> None:
+        if self.version != self.FORMAT:
+            raise ObserveError(
+                "version",
+                f"must be {self.FORMAT}, got {self.version}; record the program again with this "
+                f"version of Penstock, or read the run with the version that wrote it",
+            )
+
+
+# Samples, phases and events: the .jsonl files.
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +140,25 @@ class GpuSample:
     """One GPU at one moment."""
 
     allocated: int | None = None
-    """What tensors hold, as torch counts it."""
+    """Bytes held by tensors, as torch counts them."""
 
     reserved: int | None = None
-    """What torch has taken from the driver."""
+    """Bytes that torch's caching allocator holds."""
 
     used: int | None = None
-    """What the card says is in use, by anybody."""
+    """Bytes in use on the device by all processes, as the driver reports them."""
 
     utilisation: float | None = None
-    """The share of the last moment in which the card had a kernel running."""
+    """Fraction of the driver's last sampling period in which a kernel was running."""
 
     h2d: float | None = None
-    """Bytes a second over PCIe to the card."""
+    """PCIe traffic to the GPU, in bytes per second."""
 
     d2h: float | None = None
-    """Bytes a second over PCIe from the card."""
+    """PCIe traffic from the GPU, in bytes per second."""
 
     peak: int | None = None
-    """The most that tensors have held, as torch counts it: it forgets where a program asks so."""
+    """Highest value of `allocated` so far, as torch counts it. The program may reset it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +169,7 @@ class HostSample:
     available: int | None = None
     pinned: int | None = None
     nodes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes in use on each memory node, by anybody."""
+    """Bytes in use on each memory node, by all processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +182,19 @@ class Sample:
     gpu: tuple[GpuSample, ...] = ()
     host: HostSample = HostSample()
     disk: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Bytes read and written since the machine started, per disk."""
+    """Bytes read and written by each disk since the machine was started."""
 
     cpu: tuple[float, ...] = ()
-    """The share of the time since the sample before in which each core worked."""
+    """Fraction of the time since the previous sample in which each core was busy."""
 
     tiers: Mapping[str, int] = field(default_factory=dict)
-    """What Penstock really holds in each tier, in its own runs; of HBM, what all tensors do."""
+    """Bytes that Penstock engines hold in each tier; for HBM, the bytes of all tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of the program: forward, backward, update, data, evaluate, save, or a name of the
-    user's own."""
+    """A time span of the program: forward, backward, update, data, evaluate, save, or a name that
+    the user chose."""
 
     name: str
     step: int | None
@@ -99,10 +208,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that ran: a copy, a kernel, a sweep, a read or a write."""
+    """One operation: a copy, a kernel, an optimizer sweep, a read or a write."""
 
     track: str
-    """Where it is drawn: gpu, h2d, d2h, node0, disk:vda, cpu sweep."""
+    """The row it is drawn on: gpu, h2d, d2h, node0, disk:vda, cpu sweep."""
 
     kind: str
     """compute, copy, sweep, read, write or kernel."""
@@ -113,7 +222,7 @@ class Event:
     step: int | None = None
     phase: str | None = None
     link: str | None = None
-    """What it kept busy: h2d, d2h, disk:vda; None where it moved nothing over a link."""
+    """The link it kept busy: h2d, d2h, disk:vda; None if nothing crossed a link."""
 
     nbytes: int | None = None
     source: str | None = None
@@ -121,7 +230,7 @@ class Event:
 
     target: str | None = None
     pinned: bool | None = None
-    """Whether the host's side of a copy was pinned memory; None where that is not known."""
+    """Whether the host side of a copy is pinned memory; None if unknown."""
 
     where: str | None = None
     """What caused it: an operator, or a part of the program."""
@@ -133,18 +242,18 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A run as it was read: of one process, or of all that `penstock profile` started."""
+    """A run as read from its directory: one process, or all that `penstock profile` started."""
 
     observation: Observation
     samples: tuple[Sample, ...]
-    """By time. Samples of the machine and of the process may come as two records."""
+    """Samples in order of time. Those of the machine and of the process can be two records."""
 
     phases: tuple[Phase, ...]
     events: tuple[Event, ...]
-    """By start."""
+    """Events in order of their start."""
 
     notes: tuple[str, ...] = ()
-    """What was missing or cut off, in words."""
+    """Sentences about what is missing or was cut off."""
 
     ranks: Mapping[str, RecordedRun] = field(default_factory=dict)
-    """Every process by the name of its directory, where there were several."""
+    """Each process by the name of its directory, if processes were recorded separately."""

@@ -1,8 +1,12 @@
-"""A run's directory while it is written: parts that rotate, within a limit. Room: show.
+"""Write a run's directory while the program runs, and read it back however the run ended.
 
-Each kind of record has a file. When a part is full it gets a number and the next one begins; the
-first part and the newest ones stay, so that a long run keeps its beginning and its end. An OSError
-is the caller's business: recording ends there, and the program that is observed goes on.
+Each kind of record has its own file. When a file is full it is renamed to a numbered part and a
+new one is started. The first part and the newest ones are kept, so a long run keeps its beginning
+and its end within the size limit.
+
+The writer lets OSError propagate: the recorder then stops recording, and the observed program
+continues. The reader treats a last line that was cut off (the program was killed while writing)
+and parts that were deleted as normal, and reports both in the run's notes.
 """
 
 from __future__ import annotations
@@ -11,77 +15,95 @@ import bisect
 import contextlib
 import os
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
 from penstock import records
 from penstock.observe.errors import ObserveError
-from penstock.observe.observation import OBSERVE_FILE, PROCESSES, SLOWEST_FILE, Observation
-from penstock.observe.record_lines import Line, line_of, parse_line
-from penstock.observe.records import Event, Phase, RecordedRun, Sample
+from penstock.observe.record_lines import Record, line_of, parse_line
+from penstock.observe.records import (
+    OBSERVE_FILE,
+    PROCESS_PATTERNS,
+    SLOWEST_FILE,
+    Event,
+    Observation,
+    Phase,
+    RecordedRun,
+    Sample,
+)
 from penstock.units import KiB, MiB
 
 LIMIT = 256 * MiB
-"""What a run may take on disk, where nobody says otherwise."""
+"""Default size limit of a run's directory."""
 
 _SHARES = {Sample: 8, Phase: 2, Event: 6}
-"""Of the limit, in sixteenths. Half of the events' is for the slowest steps."""
+"""Share of the limit for each kind of record, in sixteenths. Half of the events' share is for the
+slowest steps."""
 
 _PARTS = 8
+"""Number of parts of each file."""
 
-_OURS = (
+_OWN_FILES = (
     "samples.*jsonl", "phases.*jsonl", "events.*jsonl", OBSERVE_FILE, "trace.json", "report.html",
 )  # fmt: skip
+"""Files that a new recording deletes from the directory."""
+
+_BUFFERED = 256 * KiB
+"""Characters that are buffered before they are written."""
+
+R = TypeVar("R", bound=Record)
 
 
-_HELD = 256 * KiB
-"""What waits to be written at most."""
+# Writing.
 
 
 class LineFile:
-    """Lines into numbered parts. For one thread. What is held is written whole by `flush`, past
-    any buffer of Python's: a child that is forked meanwhile has nothing to write twice."""
+    """A file of lines that is split into numbered parts. Used by one thread at a time.
+
+    Lines are collected in a list and written by `flush` with one unbuffered write. A buffered
+    Python file would be flushed a second time by a forked child.
+    """
 
     def __init__(self, folder: Path, stem: str, *, limit: int, parts: int = _PARTS) -> None:
         self._folder, self._stem = folder, stem
         self._part_nbytes, self._parts = max(1, limit // parts), parts
         self._numbers: list[int] = []
-        self._held: list[str] = []
-        self._held_nbytes = self._written = 0
+        self._buffer: list[str] = []
+        self._buffer_length = self._written = 0
         self._file: FileIO | None = None
 
     def write(self, text: str) -> None:
-        """One line, or several that stay together."""
-        self._held.append(text)
-        self._held_nbytes += len(text)
-        if self._held_nbytes >= min(_HELD, self._part_nbytes):
+        """Add one line, or several that must stay in the same part."""
+        self._buffer.append(text)
+        self._buffer_length += len(text)
+        if self._buffer_length >= min(_BUFFERED, self._part_nbytes):
             self.flush()
 
     def flush(self) -> None:
-        """So that a kill loses nothing that came before."""
-        data = memoryview("".join(self._held).encode())
-        self._held, self._held_nbytes = [], 0
+        """Write all buffered lines, so that they survive if the process is killed."""
+        data = memoryview("".join(self._buffer).encode())
+        self._buffer, self._buffer_length = [], 0
         self._written += len(data)
         while data:
             if self._file is None:
                 self._file = FileIO(self._path, "w")
             data = data[self._file.write(data) :]
         if self._written >= self._part_nbytes:
-            self._turn()
+            self._start_new_part()
 
     def close(self) -> None:
+        """Write all buffered lines and close the file."""
         try:
             self.flush()
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Without writing what is held."""
-        self._held = []
+        """Close the file without writing buffered lines."""
+        self._buffer = []
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -90,19 +112,24 @@ class LineFile:
     def _path(self) -> Path:
         return self._folder / f"{self._stem}.jsonl"
 
-    def _turn(self) -> None:
+    def _start_new_part(self) -> None:
         self.abandon()
         self._written = 0
         number = self._numbers[-1] + 1 if self._numbers else 1
         os.replace(self._path, self._folder / f"{self._stem}.{number}.jsonl")
         self._numbers.append(number)
-        while len(self._numbers) >= self._parts > 1:  # with the one that is begun next
-            gone = self._numbers.pop(1 if len(self._numbers) > 1 else 0)
-            (self._folder / f"{self._stem}.{gone}.jsonl").unlink(missing_ok=True)
+        # `>=`: the part that is written next counts towards the limit too. Part 1 is always kept.
+        while len(self._numbers) >= self._parts > 1:
+            oldest = self._numbers.pop(1 if len(self._numbers) > 1 else 0)
+            (self._folder / f"{self._stem}.{oldest}.jsonl").unlink(missing_ok=True)
 
 
 class RunFolder:
-    """A run's directory, emptied of what an earlier run left. ObserveError if it cannot be."""
+    """A run's directory, open for writing.
+
+    Files of an earlier run are deleted first. Raises ObserveError if the directory cannot be
+    created or written.
+    """
 
     def __init__(
         self,
@@ -117,12 +144,12 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if clears:
-                _clear(self.path)
+                _delete_earlier_run(self.path)
         except OSError as failed:
             raise ObserveError(
                 "",
-                f"cannot be written to: {failed.strerror}; name a directory where files can be "
-                f"made, with {limit // MiB} MiB of room",
+                f"cannot be written to: {failed.strerror}; choose a writable directory with "
+                f"{limit // MiB} MiB of free space",
                 where=str(path),
             ) from failed
         self.save(observation)
@@ -132,270 +159,186 @@ class RunFolder:
         }
 
     def save(self, observation: Observation) -> None:
-        """What is known by now, whole or not at all."""
+        """Replace `observe.json` atomically."""
         self.observation = observation
         records.save(observation, self.path / OBSERVE_FILE, error=ObserveError)
 
-    def write(self, record: Line) -> None:
+    def write(self, record: Record) -> None:
+        """Add a record to the file of its kind."""
         self._files[type(record)].write(line_of(record))
 
     def write_slowest(self, text: str) -> None:
-        """Lines of events, in place of those that were there."""
+        """Replace the events of the slowest steps, given as lines."""
         draft = self.path / f".{SLOWEST_FILE}.tmp"
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, self.path / SLOWEST_FILE)
 
     def flush(self) -> None:
+        """Write all buffered records."""
         for file in self._files.values():
             file.flush()
 
     def close(self) -> None:
+        """Write all buffered records and close the files."""
         for file in self._files.values():
             file.close()
 
     def abandon(self) -> None:
-        """In a process that was forked: the files are its parent's."""
+        """Close the files without writing, in a forked child: they belong to its parent."""
         for file in self._files.values():
             file.abandon()
 
 
-def _clear(folder: Path) -> None:
-    """What an earlier run left, and nothing else."""
-    for pattern in PROCESSES:
+def _delete_earlier_run(folder: Path) -> None:
+    """Delete the files of an earlier run, and nothing else."""
+    for pattern in PROCESS_PATTERNS:
         for process in folder.glob(pattern):
             if (process / OBSERVE_FILE).exists():
-                _clear(process)
-                with contextlib.suppress(OSError):  # something of the user's is in it
+                _delete_earlier_run(process)
+                with contextlib.suppress(OSError):  # the user has put files into it
                     process.rmdir()
-    for pattern in _OURS:
-        for old in folder.glob(pattern):
-            old.unlink()
+    for pattern in _OWN_FILES:
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
-# --------
-# Which steps are kept in full: the first, the last, the slowest few, exact ones. Room: show.
-#
-# What a step did is a thousand events and more, so a step is only turned into events when it is
-# to
-# be kept: a long run costs no more for being long. What an engine sweeps apart is kept with the
-# step
-# that left it.
-
-FIRST, LAST, SLOWEST = 3, 3, 3
-
-EVERY = 5.0
-"""Seconds after which the newest step is written anyway: a kill leaves no time for the last ones"""
-
-Make = Callable[[], list[Event]]
-
-
-@dataclass(slots=True, eq=False)
-class Step:
-    """A step that may be kept."""
-
-    number: int
-    seconds: float
-    makes: list[Make]
-    """What it did, and what followed it."""
-    written: bool = False
-    lines: list[str] = field(default_factory=list)
-    """Its events, while it is among the slowest."""
-
-
-class StepSelector:
-    """For one thread."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self.always: frozenset[int] = frozenset()
-        """Steps that are kept whatever they took."""
-        self._seen = 0
-        self._last: deque[Step] = deque(maxlen=LAST)
-        self._slowest: list[Step] = []
-        self._written_at = 0.0
-
-    def add(self, number: int, seconds: float, make: Make, now: float) -> None:
-        """`make` is called now, later or never."""
-        step = Step(number, seconds, [make])
-        self._seen += 1
-        self._last.append(step)
-        wanted = self._seen <= FIRST or number in self.always
-        if wanted or now - self._written_at >= EVERY:
-            self._write(step)
-            self._written_at = now
-        if len(self._slowest) < SLOWEST or seconds > self._slowest[-1].seconds:
-            self._keep_slow(step)
-
-    def follow(self, make: Make) -> None:
-        """With what ran after the newest step: it is kept where that one is."""
-        step = self._last[-1] if self._last else None
-        if step is None or step.written:
-            self._write_events(make())
-        else:
-            step.makes.append(make)
-        if step is not None and step in self._slowest:
-            step.lines += map(line_of, make())
-            self._write_slowest()
-
-    def close(self) -> None:
-        for step in self._last:
-            if not step.written:
-                self._write(step)
-        self._last.clear()
-
-    def _write(self, step: Step) -> None:
-        for make in step.makes:
-            self._write_events(make())
-        step.written = True
-
-    def _write_events(self, events: list[Event]) -> None:
-        for event in events:
-            self._folder.write(event)
-
-    def _keep_slow(self, step: Step) -> None:
-        step.lines = [line_of(event) for make in step.makes for event in make()]
-        self._slowest.append(step)
-        self._slowest.sort(key=lambda step: step.seconds, reverse=True)
-        del self._slowest[SLOWEST:]
-        self._write_slowest()
-
-    def _write_slowest(self) -> None:
-        self._folder.write_slowest("".join(line for step in self._slowest for line in step.lines))
-
-
-# --------
-# Reads a run back, whatever end it came to. Room: show.
-#
-# A program may be killed while it writes, so the last line of a file may be cut off; a long run
-# has
-# let go of parts in its middle. Neither is an error: both are told in the run's notes.
-
-T = TypeVar("T", bound=Line)
+# Reading.
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Read the run and, where there are any, its processes."""
+    """Read a run and, if `penstock profile` recorded it, its processes.
+
+    Raises ObserveError if the directory does not contain a run.
+    """
     folder = Path(path)
-    own = _read_one(folder)
-    found = sorted((path for pattern in PROCESSES for path in folder.glob(pattern)), key=_order)
-    ranks = {path.name: _read_one(path) for path in found if (path / OBSERVE_FILE).exists()}
-    return _joined(own, ranks) if ranks else own
+    machine = _read_process(folder)
+    processes = sorted(
+        (path for pattern in PROCESS_PATTERNS for path in folder.glob(pattern)), key=_process_order
+    )
+    ranks = {path.name: _read_process(path) for path in processes if (path / OBSERVE_FILE).exists()}
+    return _join_processes(machine, ranks) if ranks else machine
 
 
-def _read_one(folder: Path) -> RecordedRun:
+def _read_process(folder: Path) -> RecordedRun:
     if not (folder / OBSERVE_FILE).exists():
         raise ObserveError(
             "",
-            f"holds no {OBSERVE_FILE}: it is no observed run; record one with "
+            f"is not an observed run (no {OBSERVE_FILE}); record one with "
             f"`penstock profile -o {folder} -- python ...` or `with penstock.observe(...)`",
             where=str(folder),
         )
     observation = records.load(Observation, folder / OBSERVE_FILE, error=ObserveError)
     notes = list(observation.notes)
-    samples = sorted(_records(folder, Sample, notes), key=lambda sample: sample.t)
-    phases = sorted(_records(folder, Phase, notes), key=lambda phase: (phase.start, -phase.end))
-    events = _events(folder, notes)
+    samples = sorted(_read_records(folder, Sample, notes), key=lambda sample: sample.t)
+    phases = sorted(
+        _read_records(folder, Phase, notes), key=lambda phase: (phase.start, -phase.end)
+    )
+    events = _read_events(folder, notes)
     if observation.ended is None:
-        notes.append("it does not say how it ended: cut off, or still going on")
-    filled = _with_phases(samples, phases)
-    return RecordedRun(observation, tuple(filled), tuple(phases), tuple(events), tuple(notes))
+        notes.append("the recording has no end: it was cut off, or is still running")
+    with_phases = _fill_in_phases(samples, phases)
+    return RecordedRun(observation, tuple(with_phases), tuple(phases), tuple(events), tuple(notes))
 
 
-def _order(path: Path) -> tuple[bool, int]:
+def _process_order(path: Path) -> tuple[bool, int]:
+    """Sort ranks first, by number."""
     kind, _, number = path.name.partition("-")
     return kind != "rank", int(number) if number.isdigit() else 1 << 62
 
 
-# Lines.
+def _read_events(folder: Path, notes: list[str]) -> list[Event]:
+    """Read all events, once each.
+
+    The events of a slow step can also be in the ordinary files. A step is written whole, so its
+    number is enough to recognize it; an event without a step is compared as such.
+    """
+    events = _read_records(folder, Event, notes)
+    known = {event if event.step is None else event.step for event in events}
+    slowest = _read_lines(folder / SLOWEST_FILE, Event, notes)
+    events += [e for e in slowest if (e if e.step is None else e.step) not in known]
+    return sorted(events, key=lambda event: (event.start, event.end))
 
 
-def _events(folder: Path, notes: list[str]) -> list[Event]:
-    """Those of a slow step may be among the others too; one of no step is known by itself."""
-    found = _records(folder, Event, notes)
-    known = {event if event.step is None else event.step for event in found}
-    slowest = _lines(folder / SLOWEST_FILE, Event, notes)
-    found += [e for e in slowest if (e if e.step is None else e.step) not in known]
-    return sorted(found, key=lambda event: (event.start, event.end))
-
-
-def _records(folder: Path, kind: type[T], notes: list[str]) -> list[T]:
+def _read_records(folder: Path, kind: type[R], notes: list[str]) -> list[R]:
     stem = f"{kind.__name__.lower()}s"
-    found: list[T] = []
+    found: list[R] = []
     for path in _parts(folder, stem, notes):
-        found += _lines(path, kind, notes)
+        found += _read_lines(path, kind, notes)
     return found
 
 
 def _parts(folder: Path, stem: str, notes: list[str]) -> list[Path]:
-    """Oldest first: those with numbers, then the one that was written to last."""
+    """List a file's parts, oldest first: the numbered ones, then the one without a number."""
     numbered = {
         int(match[1]): path
         for path in folder.glob(f"{stem}.*.jsonl")
         if (match := re.fullmatch(rf"{stem}\.(\d+)\.jsonl", path.name))
     }
     if numbered and len(numbered) < max(numbered):
-        gone = max(numbered) - len(numbered)
-        notes.append(f"{stem}: {gone} parts between the first and the last were let go of")
+        deleted = max(numbered) - len(numbered)
+        notes.append(
+            f"{stem}: {deleted} parts between the first and the last were deleted to stay within "
+            f"the size limit"
+        )
     last = folder / f"{stem}.jsonl"
     return [numbered[number] for number in sorted(numbered)] + [last] * last.exists()
 
 
-def _lines(path: Path, kind: type[T], notes: list[str]) -> list[T]:
+def _read_lines(path: Path, kind: type[R], notes: list[str]) -> list[R]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
     except OSError as failed:
         raise ObserveError("", f"cannot be read: {failed.strerror}", where=str(path)) from failed
-    *whole, rest = text.split("\n")
+    *lines, rest = text.split("\n")
     if rest:
         notes.append(f"{path.name}: the last line was cut off")
-    made = [parse_line(kind, line) for line in whole]
-    bad = sum(record is None for record in made)
+    parsed = [parse_line(kind, line) for line in lines]
+    bad = sum(record is None for record in parsed)
     if bad:
-        notes.append(f"{path.name}: {bad} of {len(whole)} lines could not be read")
-    return [record for record in made if record is not None]
+        notes.append(f"{path.name}: {bad} of {len(lines)} lines could not be read")
+    return [record for record in parsed if record is not None]
 
 
-# Several processes.
+def _join_processes(machine: RecordedRun, ranks: dict[str, RecordedRun]) -> RecordedRun:
+    """Combine the machine's samples with the first process that has phases.
 
-
-def _joined(own: RecordedRun, ranks: dict[str, RecordedRun]) -> RecordedRun:
-    """The machine's samples with those of the first process that did something: others are in
-    `ranks`. All of them count time from one origin."""
+    The other processes are only in `ranks`. All of them count time from one origin.
+    """
     first = next((run for run in ranks.values() if run.phases), next(iter(ranks.values())))
-    phases = first.phases
-    outside = own.samples
+    machine_samples = machine.samples
     if any(sample.host.rss is not None for sample in first.samples):
-        # A process knows its own. From outside its children's are added, and what they share with
-        # each other is counted for each: sixteen forked compilers are sixteen times torch.
-        outside = tuple(replace(s, host=replace(s.host, rss=None)) for s in outside)
-    samples = _with_phases((*outside, *first.samples), phases)
-    told, of_first = own.observation, first.observation
-    notes = dict.fromkeys([*own.notes, *(note for run in ranks.values() for note in run.notes)])
+        # The process reports its own resident memory. The profiler's figure adds its children and
+        # counts the pages they share once per child: sixteen forked compile workers would look
+        # like sixteen copies of torch.
+        machine_samples = tuple(replace(s, host=replace(s.host, rss=None)) for s in machine_samples)
+    samples = _fill_in_phases((*machine_samples, *first.samples), first.phases)
+    observation, of_first = machine.observation, first.observation
+    notes = dict.fromkeys([*machine.notes, *(note for run in ranks.values() for note in run.notes)])
     return RecordedRun(
         observation=replace(
-            told,
+            observation,
             mode=of_first.mode,
             planned=of_first.planned,
             overhead=of_first.overhead,
-            ceilings={**told.ceilings, **of_first.ceilings},
+            ceilings={**observation.ceilings, **of_first.ceilings},
         ),
         samples=tuple(sorted(samples, key=lambda sample: sample.t)),
-        phases=phases,
+        phases=first.phases,
         events=first.events,
         notes=tuple(notes),
         ranks=ranks,
     )
 
 
-def _with_phases(samples: Iterable[Sample], phases: Sequence[Phase]) -> list[Sample]:
-    """Samples from outside do not know the phase: it follows from the time."""
+def _fill_in_phases(samples: Iterable[Sample], phases: Sequence[Phase]) -> list[Sample]:
+    """Set step and phase, by time, of samples that were taken from outside the process."""
     starts = [phase.start for phase in phases]
-    found = []
+    filled = []
     for sample in samples:
         at = bisect.bisect_right(starts, sample.t) - 1
         if sample.phase is None and at >= 0 and sample.t < phases[at].end:
             sample = replace(sample, phase=phases[at].name, step=phases[at].step)
-        found.append(sample)
-    return found
+        filled.append(sample)
+    return filled

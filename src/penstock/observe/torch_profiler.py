@@ -1,7 +1,8 @@
-"""Reads torch's profiler trace: copies with their bytes and causes, kernels summed. Room: show.
+"""Exact steps: run torch's profiler for selected steps and read its trace.
 
-The form is Kineto's Chrome trace: `gpu_memcpy` events with `bytes`, joined by `correlation` to the
-`cuda_runtime` call that issued them, which lies within ranges of `cpu_op` and `user_annotation`.
+The trace has Kineto's Chrome format: `gpu_memcpy` events with `bytes` are joined by `correlation`
+to the `cuda_runtime` call that issued them, and that call lies within `cpu_op` and
+`user_annotation` ranges, which name its cause.
 """
 
 from __future__ import annotations
@@ -14,43 +15,148 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.observe.phase_tracker import Stretch
+from penstock.observe.phase_tracker import PendingPhase
 from penstock.observe.recorder import Recorder
 from penstock.observe.records import DRIVER, OBSERVING, Event, Phase
 
+TRACE = ".exact.json"
+"""Temporary file for the profiler's trace, in the run's directory."""
+
 MARK = "penstock.observe"
-"""The range by which the profiler's clock is set against ours."""
+"""Name of the range that relates the profiler's clock to ours."""
 
 GAP = 20e-6
-"""Seconds between two kernels that still count as one stretch of work."""
+"""Seconds between two kernels up to which they are one event."""
 
 _CAUSES = ("cpu_op", "user_annotation")
 _KINDS = {"HtoD": ("h2d", "host", "gpu"), "DtoH": ("d2h", "gpu", "host")}
-_WITHIN = ("d2d", "gpu", "gpu")
+_WITHIN_GPU = ("d2d", "gpu", "gpu")
 
 PhaseAt = Callable[[float], str | None]
+"""Returns the phase at a time of the host."""
+
+
+class ExactSteps:
+    """Profiles whole steps with torch's profiler.
+
+    The thread that trains also reads the trace, since reading it elsewhere would hold up training
+    anyway. The time it takes is recorded as a phase of its own that belongs to no step.
+    """
+
+    def __init__(self, steps: Collection[int], recorder: Recorder) -> None:
+        self._steps, self._recorder = set(steps), recorder
+        self._profiler: Any = None
+        self._step = 0
+        self._marked = 0.0
+        self._phases: list[PendingPhase] = []
+
+    def begin(self, step: int) -> None:
+        """End the previous step, and start the profiler if this step was requested."""
+        began = time.perf_counter()
+        if not self._end() and step not in self._steps:
+            return
+        if step in self._steps:
+            try:
+                self._start(step)
+            except Exception as failed:  # for example, the program already uses the profiler
+                self._profiler = None
+                self._recorder.note(f"step {step} was not profiled: {failed}")
+        self._record_phase(began)
+
+    def add_phase(self, phase: PendingPhase) -> None:
+        """Remember a phase of the step that is profiled."""
+        if self._profiler is not None:
+            self._phases.append(phase)
+
+    def end(self) -> None:
+        """Stop profiling, if a step is being profiled."""
+        began = time.perf_counter()
+        if self._end():
+            self._record_phase(began)
+
+    def _end(self) -> bool:
+        """Stop the profiler, which waits for the GPU. Return whether it was running."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return False
+        try:
+            profiler.stop()
+            events = self._read(profiler)
+        except Exception as failed:
+            self._recorder.note(f"step {self._step} was not profiled: {failed}")
+            return True
+        recorder = self._recorder
+        recorder.put(lambda: recorder.write_events(events))
+        return True
+
+    def _record_phase(self, began: float) -> None:
+        recorder, ended = self._recorder, time.perf_counter()
+        phase = Phase(OBSERVING, None, began - recorder.origin, ended - recorder.origin)
+        recorder.put(lambda: recorder.folder.write(phase))
+
+    def _start(self, step: int) -> None:
+        import torch
+
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profiler: Any = torch.profiler.profile(activities=activities, acc_events=True)
+        profiler.start()
+        self._profiler, self._step, self._phases = profiler, step, []
+        self._marked = time.perf_counter()
+        with torch.profiler.record_function(MARK):
+            pass
+
+    def _read(self, profiler: Any) -> list[Event]:
+        recorder, path = self._recorder, self._recorder.folder.path / TRACE
+        try:
+            profiler.export_chrome_trace(str(path))
+            trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        finally:
+            path.unlink(missing_ok=True)
+        marked = self._marked - recorder.origin
+        events = events_of(trace, marked, self._step, self._phase_at(self._phases))
+        if self._step != recorder.engine_step:
+            return events
+        # A Penstock engine reports its copies itself. The driver's view gets separate tracks and
+        # no link, so that no byte is counted twice.
+        return [replace(event, track=DRIVER + event.track, link=None) for event in events]
+
+    def _phase_at(self, phases: list[PendingPhase]) -> PhaseAt:
+        """Look phases up by the host's clock: a copy belongs to the phase that issued it."""
+        origin = self._recorder.origin
+        spans = [(p.start.host - origin, p.end.host - origin, p.name) for p in phases]
+
+        def phase_at(at: float) -> str | None:
+            return next((name for start, end, name in spans if start <= at < end), None)
+
+        return phase_at
+
+
+# Reading the trace.
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """When and by what something on the GPU was asked for."""
+    """When the host issued a copy or kernel, and which operator or range caused it."""
 
     at: float
     cause: str | None
 
 
 def events_of(trace: Mapping[str, Any], marked: float, step: int, phase_at: PhaseAt) -> list[Event]:
-    """Copies one by one and stretches of kernels; times by the clock that `marked` was read from.
+    """Convert a trace: each copy is an event, and kernels without a gap are one event.
 
-    Raises ValueError where the trace has no mark of ours.
+    `marked` is when the MARK range was recorded; the events' times are by the same clock. Raises
+    ValueError if the trace has no such range.
     """
     listed = [e for e in trace.get("traceEvents", ()) if e.get("ph") == "X"]
     mark = next((e for e in listed if e.get("name") == MARK), None)
     if mark is None:
-        raise ValueError("the profiler's trace lacks the range that sets its clock")
+        raise ValueError(f"the profiler's trace lacks the range {MARK!r} that relates its clock")
     shift = marked - mark["ts"] / 1e6
     launches = _launches(listed, shift)
-    copies = [_copy(e, shift, step, launches, phase_at) for e in _of(listed, "gpu_memcpy")]
+    copies = [_copy(e, shift, step, launches, phase_at) for e in _of_kind(listed, "gpu_memcpy")]
     return sorted(copies + _kernels(listed, shift, step, launches, phase_at), key=_by_start)
 
 
@@ -58,7 +164,7 @@ def _by_start(event: Event) -> tuple[float, float]:
     return event.start, event.end
 
 
-def _of(listed: Iterable[Mapping[str, Any]], *kinds: str) -> list[Mapping[str, Any]]:
+def _of_kind(listed: Iterable[Mapping[str, Any]], *kinds: str) -> list[Mapping[str, Any]]:
     return [event for event in listed if event.get("cat") in kinds]
 
 
@@ -67,8 +173,8 @@ def _copy(
     phase_at: PhaseAt,
 ) -> Event:  # fmt: skip
     name, args = str(event["name"]), event.get("args", {})
-    found = re.search(r"Memcpy (\w+)", name)
-    link, source, target = _KINDS.get(found[1] if found else "", _WITHIN)
+    direction = re.search(r"Memcpy (\w+)", name)
+    link, source, target = _KINDS.get(direction[1] if direction else "", _WITHIN_GPU)
     pinned = None if link == "d2d" else "Pinned" in name
     start, end = _span(event, shift)
     launch = launches.get(args.get("correlation", -1), Launch(start, None))
@@ -90,18 +196,16 @@ def _copy(
 
 
 def _span(event: Mapping[str, Any], shift: float) -> tuple[float, float]:
+    """Return an event's start and end in seconds by our clock."""
     start = event["ts"] / 1e6 + shift
     return start, start + event.get("dur", 0) / 1e6
-
-
-# Kernels.
 
 
 def _kernels(
     listed: Sequence[Mapping[str, Any]], shift: float, step: int, launches: Mapping[int, Launch],
     phase_at: PhaseAt,
 ) -> list[Event]:  # fmt: skip
-    """Each stretch without a gap is one event, named after the kernel that took most of it."""
+    """Join kernels that follow without a gap, named after the kernel that took the most time."""
     found: list[Event] = []
     spent: dict[str, float] = defaultdict(float)
     start = end = 0.0
@@ -113,7 +217,7 @@ def _kernels(
             found.append(Event("gpu", "kernel", longest, start, end, step, phase))
             spent.clear()
 
-    for kernel in sorted(_of(listed, "kernel", "gpu_memset"), key=lambda e: float(e["ts"])):
+    for kernel in sorted(_of_kind(listed, "kernel", "gpu_memset"), key=lambda e: float(e["ts"])):
         begins, ends = _span(kernel, shift)
         launch = launches.get(kernel.get("args", {}).get("correlation", -1), Launch(begins, None))
         now = phase_at(launch.at)
@@ -127,11 +231,8 @@ def _kernels(
     return found
 
 
-# Causes.
-
-
 def _launches(listed: Sequence[Mapping[str, Any]], shift: float) -> dict[int, Launch]:
-    """By correlation: when the host asked for it, and the outermost range it did so in."""
+    """Find, by correlation, when the host issued work and the outermost range it did so in."""
     by_thread: dict[object, list[Mapping[str, Any]]] = defaultdict(list)
     for event in listed:
         if event.get("cat") in (*_CAUSES, "cuda_runtime", "cuda_driver"):
@@ -142,7 +243,7 @@ def _launches(listed: Sequence[Mapping[str, Any]], shift: float) -> dict[int, La
         for event in sorted(events, key=lambda e: (float(e["ts"]), -float(e.get("dur", 0)))):
             ts = float(event["ts"])
             if event["cat"] in _CAUSES:
-                if ts >= until and not _is_frame(str(event["name"])):
+                if ts >= until and not _spans_step(str(event["name"])):
                     cause, until = str(event["name"]), ts + float(event.get("dur", 0))
             elif "correlation" in event.get("args", {}):
                 within = cause if ts < until else None
@@ -150,104 +251,6 @@ def _launches(listed: Sequence[Mapping[str, Any]], shift: float) -> dict[int, La
     return found
 
 
-def _is_frame(name: str) -> bool:
-    """Ranges that hold a whole step and cause nothing."""
+def _spans_step(name: str) -> bool:
+    """Whether a range contains a whole step, and so is not the cause of anything in it."""
     return name == MARK or name.startswith("ProfilerStep")
-
-
-# --------
-# Exact steps: torch's profiler for the steps that were asked for. Room: show.
-
-TRACE = ".exact.json"
-
-
-class ExactSteps:
-    """Profiles whole steps, in the thread that trains. That thread also reads what was found, since
-    reading would stop it anyway; the time it takes is told as a phase and is no step's."""
-
-    def __init__(self, steps: Collection[int], recorder: Recorder) -> None:
-        self._steps, self._recorder = set(steps), recorder
-        self._profiler: Any = None
-        self._step = 0
-        self._marked = 0.0
-        self._stretches: list[Stretch] = []
-
-    def begin(self, step: int) -> None:
-        """A step begins: the one before has ended."""
-        began = time.perf_counter()
-        if not self._end() and step not in self._steps:
-            return
-        if step in self._steps:
-            try:
-                self._start(step)
-            except Exception as failed:  # somebody else profiles
-                self._profiler = None
-                self._recorder.note(f"step {step} was not profiled: {failed}")
-        self._tell_phase(began)
-
-    def heard(self, stretch: Stretch) -> None:
-        if self._profiler is not None:
-            self._stretches.append(stretch)
-
-    def end(self) -> None:
-        """Stop, where a step is being profiled."""
-        began = time.perf_counter()
-        if self._end():
-            self._tell_phase(began)
-
-    def _end(self) -> bool:
-        """Whether a step was being profiled. The GPU finishes what it has."""
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
-            return False
-        try:
-            profiler.stop()
-            found = self._read(profiler)
-        except Exception as failed:
-            self._recorder.note(f"step {self._step} was not profiled: {failed}")
-            return True
-        recorder = self._recorder
-        recorder.put(lambda: recorder.write_events(found))
-        return True
-
-    def _tell_phase(self, began: float) -> None:
-        recorder, ended = self._recorder, time.perf_counter()
-        told = Phase(OBSERVING, None, began - recorder.origin, ended - recorder.origin)
-        recorder.put(lambda: recorder.folder.write(told))
-
-    def _start(self, step: int) -> None:
-        import torch
-
-        wanted = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            wanted.append(torch.profiler.ProfilerActivity.CUDA)
-        profiler: Any = torch.profiler.profile(activities=wanted, acc_events=True)
-        profiler.start()
-        self._profiler, self._step, self._stretches = profiler, step, []
-        self._marked = time.perf_counter()
-        with torch.profiler.record_function(MARK):
-            pass
-
-    def _read(self, profiler: Any) -> list[Event]:
-        """An engine that tells its own copies has them told once: the driver's are beside them."""
-        recorder, path = self._recorder, self._recorder.folder.path / TRACE
-        try:
-            profiler.export_chrome_trace(str(path))
-            trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        finally:
-            path.unlink(missing_ok=True)
-        marked = self._marked - recorder.origin
-        found = events_of(trace, marked, self._step, self._phase_at(self._stretches))
-        if self._step != recorder.engine_step:
-            return found
-        return [replace(event, track=DRIVER + event.track, link=None) for event in found]
-
-    def _phase_at(self, stretches: list[Stretch]) -> Callable[[float], str | None]:
-        """By the host's clock: a copy belongs to the phase that asked for it."""
-        origin = self._recorder.origin
-        spans = [(s.start.host - origin, s.end.host - origin, s.name) for s in stretches]
-
-        def phase_at(at: float) -> str | None:
-            return next((name for start, end, name in spans if start <= at < end), None)
-
-        return phase_at

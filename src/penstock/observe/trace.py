@@ -1,8 +1,8 @@
-"""A run as a Chrome trace, for ui.perfetto.dev and chrome://tracing. Room: show.
+"""Write a run as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
 
-One row for each track of events, one for the phases and one for the steps; counters for what each
-tier, link, disk and core did. Times are microseconds, in order; every range is one
-complete event, so none is left open.
+The trace has one row for each track of events, one for the phases and one for the steps, and
+counters for each tier, link, disk and core. Times are in microseconds and sorted. Every range is
+one complete event ("X"), so a recording that was cut off leaves no range open.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from penstock.observe.records import Event, Phase, RecordedRun, Sample
 
 TRACE_FILE = "trace.json"
 
-Row = dict[str, Any]
+TraceRow = dict[str, Any]
 
 _FIRST_TRACKS = ("gpu", "h2d", "d2h", "cpu sweep")
-_MORE = " ("
-"""Between a track's name and the number of another one for the same."""
+"""Tracks that come first, in this order."""
+
+_FURTHER = " ("
+"""Separates a track's name from the number of a further row for the same track."""
+
+_STEPS_TID, _PHASES_TID, _FIRST_EVENT_TID = 1, 2, 10
 
 
 def write_trace(run: RecordedRun, path: str | Path) -> None:
-    """Whole, or not at all."""
+    """Write the trace atomically: readers never see half a file."""
     target = Path(path)
     draft = target.with_name(f".{target.name}.tmp")
     with open(draft, "w", encoding="utf-8") as file:
@@ -38,40 +42,46 @@ def write_trace(run: RecordedRun, path: str | Path) -> None:
     os.replace(draft, target)
 
 
-def trace_rows(run: RecordedRun) -> list[Row]:
-    """Names first, then everything by its time."""
+def trace_rows(run: RecordedRun) -> list[TraceRow]:
+    """Return the trace's events: names first, then everything in order of time."""
     processes = run.ranks or {"": run}
-    named: list[Row] = []
-    timed: list[Row] = []
+    names: list[TraceRow] = []
+    timed: list[TraceRow] = []
     for pid, (name, process) in enumerate(processes.items(), start=1):
-        told = " ".join(run.observation.command) or "program"
-        named.append(_name("process_name", pid, 0, f"{name} {told}".strip()))
-        placed = list(_placed(process.events))
-        tracks = _tracks({track for _, track in placed})
-        named += [_name("thread_name", pid, 1, "steps"), _name("thread_name", pid, 2, "phases")]
-        named += [_name("thread_name", pid, tid, track) for track, tid in tracks.items()]
-        named += [_order(pid, tid) for tid in (1, 2, *tracks.values())]
+        command = " ".join(run.observation.command) or "program"
+        names.append(_name("process_name", pid, 0, f"{name} {command}".strip()))
+        placed = list(_place(process.events))
+        tracks = _number_tracks({track for _, track in placed})
+        names += [
+            _name("thread_name", pid, _STEPS_TID, "steps"),
+            _name("thread_name", pid, _PHASES_TID, "phases"),
+        ]
+        names += [_name("thread_name", pid, tid, track) for track, tid in tracks.items()]
+        names += [_order(pid, tid) for tid in (_STEPS_TID, _PHASES_TID, *tracks.values())]
         timed += _steps(process.phases, pid)
-        timed += (_range(p.name, "phase", p.start, p.end, pid, 2, {"step": p.step})
+        timed += (_range(p.name, "phase", p.start, p.end, pid, _PHASES_TID, {"step": p.step})
                   for p in process.phases)  # fmt: skip
         timed += (_event(event, pid, tracks[track]) for event, track in placed)
         timed += _link_counters(process.events, pid)
         timed += _counters(process.samples, pid)
     if run.ranks:
         pid = len(processes) + 1
-        named.append(_name("process_name", pid, 0, "the machine"))
+        names.append(_name("process_name", pid, 0, "machine"))
         own = {id(sample) for process in processes.values() for sample in process.samples}
         timed += _counters([s for s in run.samples if id(s) not in own], pid)
-    return named + sorted(timed, key=lambda row: (row["ts"], -row.get("dur", 0.0)))
+    return names + sorted(timed, key=lambda row: (row["ts"], -row.get("dur", 0.0)))
 
 
-def _placed(events: Iterable[Event]) -> Iterator[tuple[Event, str]]:
-    """Each on its track, or on another of that name where it would begin within one and end after
-    it: viewers drop such a range."""
+def _place(events: Iterable[Event]) -> Iterator[tuple[Event, str]]:
+    """Yield each event with the name of its row.
+
+    An event that begins within another one and ends after it goes to a further row for the same
+    track: viewers drop ranges that overlap without nesting.
+    """
     open_ends: dict[str, list[float]] = defaultdict(list)
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
         for number in itertools.count(1):
-            track = event.track if number == 1 else f"{event.track}{_MORE}{number})"
+            track = event.track if number == 1 else f"{event.track}{_FURTHER}{number})"
             ends = open_ends[track]
             while ends and ends[-1] <= event.start:
                 ends.pop()
@@ -81,17 +91,19 @@ def _placed(events: Iterable[Event]) -> Iterator[tuple[Event, str]]:
                 break
 
 
-def _tracks(found: Iterable[str]) -> dict[str, int]:
+def _number_tracks(names: Iterable[str]) -> dict[str, int]:
+    """Assign a thread id to each track, which also is its position."""
+
     def rank(track: str) -> tuple[int, str]:
-        own = track.partition(_MORE)[0]
+        own = track.partition(_FURTHER)[0]
         first = own in _FIRST_TRACKS
         return _FIRST_TRACKS.index(own) if first else len(_FIRST_TRACKS), track
 
-    return {track: tid for tid, track in enumerate(sorted(found, key=rank), start=10)}
+    return {track: tid for tid, track in enumerate(sorted(names, key=rank), start=_FIRST_EVENT_TID)}
 
 
-def _event(event: Event, pid: int, tid: int) -> Row:
-    told: dict[str, Any] = {
+def _event(event: Event, pid: int, tid: int) -> TraceRow:
+    args: dict[str, Any] = {
         "step": event.step,
         "phase": event.phase,
         "bytes": event.nbytes,
@@ -101,29 +113,29 @@ def _event(event: Event, pid: int, tid: int) -> Row:
         "where": event.where,
     }
     if event.nbytes and event.seconds > 0:
-        told["GB/s"] = round(event.nbytes / event.seconds / 1e9, 3)
-    return _range(event.name, event.kind, event.start, event.end, pid, tid, told)
+        args["GB/s"] = round(event.nbytes / event.seconds / 1e9, 3)
+    return _range(event.name, event.kind, event.start, event.end, pid, tid, args)
 
 
-def _steps(phases: Iterable[Phase], pid: int) -> Iterator[Row]:
-    ends: dict[int, tuple[float, float]] = {}
+def _steps(phases: Iterable[Phase], pid: int) -> Iterator[TraceRow]:
+    spans: dict[int, tuple[float, float]] = {}
     for phase in phases:
         if phase.step is not None:
-            start, end = ends.get(phase.step, (phase.start, phase.end))
-            ends[phase.step] = (min(start, phase.start), max(end, phase.end))
-    for step, (start, end) in sorted(ends.items()):
-        yield _range(f"step {step}", "step", start, end, pid, 1, {})
+            start, end = spans.get(phase.step, (phase.start, phase.end))
+            spans[phase.step] = (min(start, phase.start), max(end, phase.end))
+    for step, (start, end) in sorted(spans.items()):
+        yield _range(f"step {step}", "step", start, end, pid, _STEPS_TID, {})
 
 
 # Counters.
 
 
-def _counters(samples: Iterable[Sample], pid: int) -> Iterator[Row]:
+def _counters(samples: Iterable[Sample], pid: int) -> Iterator[TraceRow]:
     before: dict[str, tuple[float, int, int]] = {}
     for sample in samples:
         for index, gpu in enumerate(sample.gpu):
-            held = {"allocated": gpu.allocated, "reserved": gpu.reserved, "used": gpu.used}
-            yield from _counter(f"gpu {index} memory", sample.t, pid, held)
+            memory = {"allocated": gpu.allocated, "reserved": gpu.reserved, "used": gpu.used}
+            yield from _counter(f"gpu {index} memory", sample.t, pid, memory)
             yield from _counter(f"gpu {index} PCIe B/s", sample.t, pid,
                                 {"h2d": gpu.h2d, "d2h": gpu.d2h})  # fmt: skip
             yield from _counter(f"gpu {index} busy", sample.t, pid, {"share": gpu.utilisation})
@@ -141,56 +153,57 @@ def _counters(samples: Iterable[Sample], pid: int) -> Iterator[Row]:
 
 def _disk_rates(
     sample: Sample, pid: int, before: dict[str, tuple[float, int, int]]
-) -> Iterator[Row]:
+) -> Iterator[TraceRow]:
+    """Yield each disk's rates since its previous totals, which `before` keeps."""
     for disk, (read, written) in sample.disk.items():
         if disk in before and sample.t > before[disk][0]:
             then, read_then, written_then = before[disk]
-            passed = sample.t - then
+            elapsed = sample.t - then
             rates = {
-                "read": max(0.0, (read - read_then) / passed),
-                "write": max(0.0, (written - written_then) / passed),
+                "read": max(0.0, (read - read_then) / elapsed),
+                "write": max(0.0, (written - written_then) / elapsed),
             }
             yield from _counter(f"disk {disk} B/s", sample.t, pid, rates)
         before[disk] = (sample.t, read, written)
 
 
-def _link_counters(events: Iterable[Event], pid: int) -> Iterator[Row]:
-    """Bytes a second over each link, from what crossed it: it changes where an event ends."""
+def _link_counters(events: Iterable[Event], pid: int) -> Iterator[TraceRow]:
+    """Yield the rate of each link, from its events: it changes where one starts or ends."""
     changes: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
         if event.link is not None and event.nbytes and event.seconds > 0:
             rate = event.nbytes / event.seconds
             changes[event.link][event.start] += rate
             changes[event.link][event.end] -= rate
-    for link, moments in changes.items():
+    for link, change_at in changes.items():
         rate = 0.0
-        for t in sorted(moments):
-            rate += moments[t]
+        for t in sorted(change_at):
+            rate += change_at[t]
             yield from _counter(f"{link} B/s", t, pid, {"rate": max(0.0, round(rate))})
 
 
-# Rows.
+# Rows of the trace format.
 
 
-def _counter(name: str, t: float, pid: int, values: dict[str, Any]) -> Iterator[Row]:
+def _counter(name: str, t: float, pid: int, values: dict[str, Any]) -> Iterator[TraceRow]:
     known = {key: value for key, value in values.items() if value is not None}
     if known:
         yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _us(t), "args": known}
 
 
 def _range(
-    name: str, kind: str, start: float, end: float, pid: int, tid: int, told: dict[str, Any]
-) -> Row:
-    args = {key: value for key, value in told.items() if value is not None}
+    name: str, kind: str, start: float, end: float, pid: int, tid: int, args: dict[str, Any]
+) -> TraceRow:
+    known = {key: value for key, value in args.items() if value is not None}
     return {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": _us(start),
-            "dur": round(_us(end) - _us(start), 3), "args": args}  # fmt: skip
+            "dur": round(_us(end) - _us(start), 3), "args": known}  # fmt: skip
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> Row:
+def _name(kind: str, pid: int, tid: int, name: str) -> TraceRow:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
 
 
-def _order(pid: int, tid: int) -> Row:
+def _order(pid: int, tid: int) -> TraceRow:
     return {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "ts": 0,
             "args": {"sort_index": tid}}  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Where Python finds what `penstock profile` puts in front of a program. Room: show."""
+"""The directory that `penstock profile` puts in front of a program's PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from pathlib import Path
 INJECTED = Path(__file__).parent
 
 SETTINGS = "PENSTOCK_OBSERVE"
-"""The variable by which a program is told."""
+"""Environment variable with the settings of the recording, as JSON."""

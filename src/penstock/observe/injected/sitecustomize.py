@@ -1,8 +1,8 @@
-"""Run by every Python that `penstock profile` starts, before its program. Room: show.
+"""Run by every Python process that `penstock profile` starts, before the program itself.
 
-It stands in front of a sitecustomize that the program may have of its own, runs that one, and waits
-for torch to be imported: what has no torch is not observed, and notices nothing. It knows nothing
-but the standard library, for the program may run in an environment without Penstock.
+It shadows a `sitecustomize` that the program may have, so it runs that one too. It then waits for
+torch to be imported: a process without torch is not recorded. It uses the standard library only,
+because the program may run in an environment without Penstock.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 SETTINGS = "PENSTOCK_OBSERVE"
 
 
-class _WaitingForTorch:
-    """A finder that finds nothing, but learns when torch is asked for."""
+class _TorchImportWatcher:
+    """A meta path finder that finds nothing, but notices the import of torch."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch":
@@ -45,12 +45,12 @@ def _begin() -> None:
         from penstock.observe.launch import begin
 
         begin(settings)
-    except Exception as failed:  # the program comes first
-        print(f"penstock profile: {os.getpid()} is not recorded: {failed}", file=sys.stderr)
+    except Exception as failed:  # recording must never stop the program
+        print(f"penstock profile: process {os.getpid()} is not recorded: {failed}", file=sys.stderr)
 
 
-def _run_the_other() -> None:
-    """The sitecustomize that would have run without this one."""
+def _run_shadowed_sitecustomize() -> None:
+    """Import the `sitecustomize` that would have run without this one, if there is any."""
     here = os.path.dirname(os.path.abspath(__file__))
     ours = sys.modules.pop("sitecustomize", None)
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
@@ -65,5 +65,5 @@ def _run_the_other() -> None:
 
 
 if SETTINGS in os.environ and sys.version_info >= (3, 11):
-    sys.meta_path.insert(0, _WaitingForTorch())
-_run_the_other()
+    sys.meta_path.insert(0, _TorchImportWatcher())
+_run_shadowed_sitecustomize()
