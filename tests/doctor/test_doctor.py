@@ -1,4 +1,4 @@
-"""The doctor names what is wrong, why it matters and the way out, and where all is well, that."""
+"""Checks of the kernel's files: each problem is reported with its reason and a fix."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def status(caps: int = 0, cpus: str = "0-1", mems: str = "0") -> Mapping[str, st
 
 
 BAD: list[tuple[Check, tuple[str, ...], Mapping[str, str | None], str, str, str]] = [
-    # check, listings, changes, status, words of what is found, words of the way out
+    # check, listings, changes, status, part of the finding, part of the fix
     (
         limits.check_memlock, ("healthy",),
         {"proc/self/limits": "Max locked memory         8388608    8388608    bytes"},
@@ -80,7 +80,7 @@ BAD: list[tuple[Check, tuple[str, ...], Mapping[str, str | None], str, str, str]
     (
         memory.check_transparent_huge_pages, ("healthy",),
         {"sys/kernel/mm/transparent_hugepage/enabled": None},
-        "warn", "the kernel has none", "madvise",
+        "warn", "not supported by the kernel", "madvise",
     ),
     (
         memory.check_reserved_huge_pages, ("healthy",),
@@ -101,7 +101,7 @@ BAD: list[tuple[Check, tuple[str, ...], Mapping[str, str | None], str, str, str]
     ),
     (
         memory.check_nodes, (), {"proc/meminfo": "MemTotal: 1048576 kB"},
-        "note", "node 0 dram 1.00 GiB; the kernel shows no NUMA nodes", "CONFIG_NUMA",
+        "note", "node 0 dram 1.00 GiB; the kernel reports no NUMA nodes", "CONFIG_NUMA",
     ),
     (
         memory.check_cxl, ("cxl",),
@@ -109,12 +109,12 @@ BAD: list[tuple[Check, tuple[str, ...], Mapping[str, str | None], str, str, str]
             DAX: None, f"{DAX}/driver": None, f"{DAX}/target_node": None,
             f"{REGION}/target0": None, f"{REGION}/resource": None,
         },
-        "warn", "mem0 1.00 GiB on no node", "cxl create-region -t ram -d decoder0.0 -m mem0",
+        "warn", "mem0 1.00 GiB not on a node", "cxl create-region -t ram -d decoder0.0 -m mem0",
     ),
     (
         memory.check_cxl, ("cxl",),
         {DAX: None, f"{DAX}/driver": None, f"{DAX}/target_node": None},
-        "warn", "mem0 1.00 GiB on no node", "cxl enable-region region0",
+        "warn", "mem0 1.00 GiB not on a node", "cxl enable-region region0",
     ),
     (
         memory.check_cxl, ("cxl",),
@@ -130,7 +130,7 @@ BAD: list[tuple[Check, tuple[str, ...], Mapping[str, str | None], str, str, str]
     ),
     (
         memory.check_movable, ("cxl",), {"sys/devices/system/node/has_normal_memory": "0-1"},
-        "warn", "node 2: movable memory only", "daxctl online-memory --no-movable dax0.0",
+        "warn", "node 2: only movable memory", "daxctl online-memory --no-movable dax0.0",
     ),
     (
         devices.check_pcie_links, ("healthy",), {f"{PCI}/current_link_width": "8"},
@@ -143,39 +143,39 @@ BAD: list[tuple[Check, tuple[str, ...], Mapping[str, str | None], str, str, str]
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("check", "listings", "changes", "status", "found", "mend"), BAD)
-def test_what_is_wrong_is_found_with_its_way_out(
+@pytest.mark.parametrize(("check", "listings", "changes", "status", "found", "fix"), BAD)
+def test_a_problem_is_reported_with_its_fix(
     tmp_path: Path, check: Check, listings: tuple[str, ...], changes: Mapping[str, str | None],
-    status: str, found: str, mend: str,
+    status: str, found: str, fix: str,
 ) -> None:  # fmt: skip
     finding = check(fake_root(tmp_path, *listings, changes=changes))
-    assert (finding.status, found in finding.found, mend in finding.mend) == (status, True, True), (
+    assert (finding.status, found in finding.found, fix in finding.fix) == (status, True, True), (
         finding
     )
 
 
-def of_kernel_files() -> list[Check]:
-    """Checks that ask only the kernel's files; the others are asked below with a stand-in."""
+def kernel_file_checks() -> list[Check]:
+    """Return the checks that only read the kernel files (test_stubbed_checks.py has the rest)."""
     return list(dict.fromkeys(check for check, *_ in BAD))
 
 
-@pytest.mark.parametrize("check", of_kernel_files())
-def test_a_healthy_machine_has_nothing_to_mend(tmp_path: Path, check: Check) -> None:
+@pytest.mark.parametrize("check", kernel_file_checks())
+def test_a_healthy_machine_has_nothing_to_fix(tmp_path: Path, check: Check) -> None:
     assert check(fake_root(tmp_path, "healthy")).status == "ok"
 
 
-def test_a_cxl_device_that_is_a_node_is_fine(tmp_path: Path) -> None:
+def test_a_cxl_device_that_is_online_is_ok(tmp_path: Path) -> None:
     finding = memory.check_cxl(fake_root(tmp_path, "cxl_cdat"))
     assert (finding.status, finding.found) == ("ok", "mem0 1.00 GiB for node 3")
 
 
-def test_the_node_map_shows_which_nodes_have_no_cpus(tmp_path: Path) -> None:
+def test_the_node_list_shows_which_nodes_have_no_cpus(tmp_path: Path) -> None:
     found = memory.check_nodes(fake_root(tmp_path, "cxl_cdat")).found
     assert "node 0 dram 2.89 GiB, " in found
     assert "node 3 cxl 1.00 GiB (no CPUs)" in found
 
 
-def test_the_right_to_lock_overrides_the_limit(tmp_path: Path) -> None:
+def test_cap_ipc_lock_overrides_the_memlock_limit(tmp_path: Path) -> None:
     low = {"proc/self/limits": "Max locked memory   65536   65536   bytes"}
     changes = {**low, **status(caps=0x4000)}
     assert limits.check_memlock(fake_root(tmp_path, "healthy", changes=changes)).status == "ok"
@@ -184,7 +184,7 @@ def test_the_right_to_lock_overrides_the_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("uid_map", "status_"), [("0 0 4294967295", "ok"), ("0 1000 1", "warn"), (None, "ok")]
 )
-def test_the_right_to_lock_of_a_user_namespace_lifts_nothing(
+def test_cap_ipc_lock_in_a_user_namespace_does_not_lift_the_limit(
     tmp_path: Path, uid_map: str | None, status_: str
 ) -> None:
     changes = {
@@ -194,24 +194,24 @@ def test_the_right_to_lock_of_a_user_namespace_lifts_nothing(
     }
     finding = limits.check_memlock(fake_root(tmp_path, "healthy", changes=changes))
     assert finding.status == status_
-    assert ("64.0 KiB may be locked; CAP_IPC_LOCK of a user" in finding.found) == (status_ != "ok")
+    assert ("64.0 KiB may be locked; CAP_IPC_LOCK in a user" in finding.found) == (status_ != "ok")
 
 
-def test_balancing_with_one_node_moves_nothing(tmp_path: Path) -> None:
+def test_numa_balancing_with_one_node_is_ok(tmp_path: Path) -> None:
     changes = {"proc/sys/kernel/numa_balancing": "1"}
     assert memory.check_balancing(fake_root(tmp_path, "healthy", changes=changes)).status == "ok"
 
 
-def test_every_check_has_a_test_of_its_bad_side() -> None:
-    asked_with_a_stand_in = {
+def test_every_check_has_a_test_that_makes_it_fail() -> None:
+    stubbed_checks = {
         limits.check_python, limits.check_instruction_sets, memory.check_binding,
         devices.check_io_uring, devices.check_free_space, devices.check_shared_memory,
         devices.check_driver, devices.check_torch, devices.check_cuda_versions,
     }  # fmt: skip
-    assert set(CHECKS.values()) == asked_with_a_stand_in | set(of_kernel_files())
+    assert set(CHECKS.values()) == stubbed_checks | set(kernel_file_checks())
 
 
-def test_this_machine_is_examined_by_every_check() -> None:
+def test_every_check_runs_on_this_machine() -> None:
     findings = examine()
     assert [finding.check for finding in findings] == list(CHECKS)
     by_name = {finding.check: finding for finding in findings}
@@ -220,7 +220,7 @@ def test_this_machine_is_examined_by_every_check() -> None:
     assert json.loads(json.dumps(to_json(findings)))[0]["check"] == findings[0].check
 
 
-def test_a_check_that_fails_is_a_finding_and_takes_no_other_along(
+def test_a_check_that_raises_is_reported_and_the_others_still_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: System) -> Finding:
@@ -230,24 +230,24 @@ def test_a_check_that_fails_is_a_finding_and_takes_no_other_along(
     findings = {finding.check: finding for finding in examine(fake_root(tmp_path, "healthy"))}
     assert list(findings) == list(CHECKS)
     assert findings["cxl"].status == "warn"
-    assert "could not be checked: PermissionError: [Errno 13]" in findings["cxl"].found
+    assert "the check failed: PermissionError: [Errno 13]" in findings["cxl"].found
     assert "/proc/odd" in findings["cxl"].found
     assert findings["overcommit"].status == "ok"
 
 
-def test_the_page_keeps_the_kernels_brackets_and_reads_without_colour() -> None:
+def test_render_keeps_brackets_and_is_readable_without_color() -> None:
     page = io.StringIO()
     findings = [
         Finding(check="a", status="ok", found="[madvise] always"),
-        Finding(check="b", status="bad", found="broken", why="it matters", mend="`mend it`"),
+        Finding(check="b", status="bad", found="broken", why="it matters", fix="`fix it`"),
     ]
     render(findings, Console(file=page, width=80, no_color=True))
     text = page.getvalue()
     assert "[madvise] always" in text
-    for words in ("bad", "broken", "it matters", "-> `mend it`", "1 ok, 0 note, 0 warn, 1 bad"):
+    for words in ("bad", "broken", "it matters", "-> `fix it`", "1 ok, 0 note, 0 warn, 1 bad"):
         assert words in text
 
 
-def test_a_finding_that_leaves_one_guessing_cannot_be_made() -> None:
-    with pytest.raises(AssertionError, match="leaves one guessing"):
+def test_a_problem_without_a_fix_cannot_be_created() -> None:
+    with pytest.raises(AssertionError, match="lacks a reason or a fix"):
         Finding(check="a", status="warn", found="broken", why="it matters")

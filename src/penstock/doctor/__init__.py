@@ -1,6 +1,6 @@
-"""What on this machine stands in Penstock's way, and how to mend it. Room: show.
+"""Check the machine for problems and suggest fixes: `penstock doctor`.
 
-Each check is a function of the kernel's files, so that a test can show it any machine.
+Each check is a function of the kernel's files, so that tests can present any machine to it.
 """
 
 from __future__ import annotations
@@ -40,22 +40,25 @@ CHECKS: Mapping[str, Callable[[System], Finding]] = {
     "cuda versions": devices.check_cuda_versions,
     "pcie links": devices.check_pcie_links,
 }
-"""By the name of what they find."""
+"""The checks by name, in the order they are reported."""
 
 
 def examine(system: System = HERE) -> tuple[Finding, ...]:
-    """Every check, in the order a person would mend them; one that fails is a finding too."""
-    return tuple(_attempt(name, check, system) for name, check in CHECKS.items())
+    """Run every check, in the order a person would fix problems.
+
+    A check that raises an exception becomes a finding, too.
+    """
+    return tuple(_run_check(name, check, system) for name, check in CHECKS.items())
 
 
-def _attempt(name: str, check: Callable[[System], Finding], system: System) -> Finding:
+def _run_check(name: str, check: Callable[[System], Finding], system: System) -> Finding:
     try:
         return check(system)
-    except Exception as failed:  # the machines the doctor is for are odd in ways not thought of
+    except Exception as error:  # misconfigured machines fail in unforeseen ways
         return Finding(
             check=name,
             status="warn",
-            found=f"could not be checked: {type(failed).__name__}: {failed}",
-            why="Whether it stands in Penstock's way is not known; the other checks were made.",
-            mend="mend what it names; if nothing is wrong there, report it as a bug in Penstock",
+            found=f"the check failed: {type(error).__name__}: {error}",
+            why="It is unknown whether this is a problem. The other checks have run.",
+            fix="fix what the message names; if nothing is wrong there, report a bug in Penstock",
         )

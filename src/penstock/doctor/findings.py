@@ -1,4 +1,4 @@
-"""One thing the doctor looked at, and how it is shown. Room: show."""
+"""The result of a check, and how it is printed."""
 
 from __future__ import annotations
 
@@ -20,47 +20,57 @@ _STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", "bad": "bold red"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a check found. Whatever is not fine says why it matters and what to do."""
+    """The result of a check. Every finding that is not `ok` says why it matters and what to do."""
 
     check: str
-    """The check's name, the same on every machine."""
+    """Name of the check, the same on every machine."""
 
     status: Status
-    """`note` costs nothing or little, `warn` costs speed or room, `bad` stops a feature."""
+    """`ok`; `note`: little or no effect; `warn`: costs speed or memory; `bad`: a feature fails."""
 
     found: str
-    """How things are, with the numbers."""
+    """What the check found, with numbers."""
 
     why: str = ""
-    """What it means for Penstock."""
+    """Consequence for Penstock."""
 
-    mend: str = ""
-    """The way out; commands stand in backticks."""
+    fix: str = ""
+    """What to do, with commands in backticks."""
 
     def __post_init__(self) -> None:
-        assert self.status == "ok" or (self.why and self.mend), f"{self.check} leaves one guessing"
+        assert self.status == "ok" or (self.why and self.fix), (
+            f"{self.check} lacks a reason or a fix"
+        )
 
 
-def fine(check: str, found: str) -> Finding:
+def ok(check: str, found: str) -> Finding:
+    """Return a finding without a problem."""
     return Finding(check=check, status="ok", found=found)
 
 
 def render(findings: Sequence[Finding], console: Console) -> None:
-    """A table that reads the same without colour."""
+    """Print the findings as a table that is readable without color."""
     table = Table.grid(padding=(0, 2))
     for finding in findings:
-        # Text, not markup: "[madvise]" is the kernel's writing and would vanish as a tag.
-        says = Text(finding.found)
+        # Use Text and not markup: rich would drop the kernel's "[madvise]" as an unknown tag.
+        description = Text(finding.found)
         if finding.status != "ok":
-            says.append(f"\n{finding.why}", style="dim")
-            says.append(f"\n-> {finding.mend}")
+            description.append(f"\n{finding.why}", style="dim")
+            description.append(f"\n-> {finding.fix}")
         status = Text(finding.status, style=_STYLES[finding.status])
-        table.add_row(status, Text(finding.check), says)
+        table.add_row(status, Text(finding.check), description)
     console.print(table)
     counts = Counter[str](finding.status for finding in findings)
     console.print(Text(", ".join(f"{counts[status]} {status}" for status in _STYLES)))
 
 
 def to_json(findings: Sequence[Finding]) -> object:
-    """For `--json`: a list of objects with the fields of a Finding."""
-    return [records.to_json(finding) for finding in findings]
+    """Return the findings for `--json`: a list of objects."""
+    # Scripts read the fix under its original key, "mend".
+    renamed = {"fix": "mend"}
+    documents = [records.to_json(finding) for finding in findings]
+    return [
+        {renamed.get(key, key): value for key, value in document.items()}
+        for document in documents
+        if isinstance(document, dict)
+    ]

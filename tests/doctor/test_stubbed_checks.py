@@ -1,4 +1,4 @@
-"""The doctor's checks of what is no kernel file: each asked with a stand-in, or for real."""
+"""Checks that query more than the kernel's files, with stubs or in a separate process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.fakeroot import fake_root
 
 
 @pytest.mark.parametrize(
-    ("code", "changes", "found", "mend"),
+    ("code", "changes", "found", "fix"),
     [
         (0, {}, "works: the kernel allows it, and storage uses it", ""),
         (errno.EPERM, {"proc/sys/kernel/io_uring_disabled": "2"}, "disabled=2", "sudo sysctl"),
@@ -30,34 +30,34 @@ from tests.support.fakeroot import fake_root
         (errno.EPERM, {}, "refused: Operation not permitted", "dmesg"),
     ],
 )
-def test_io_uring_is_tried_and_the_reason_told(
+def test_io_uring_is_tried_and_a_failure_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, changes: dict[str, str],
-    found: str, mend: str,
+    found: str, fix: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(_native, "io_uring_errno", lambda: code)
     finding = devices.check_io_uring(fake_root(tmp_path, "healthy", changes=changes))
     assert finding.status == ("warn" if code else "ok")
     assert found in finding.found
-    assert mend in finding.mend
+    assert fix in finding.fix
 
 
-def test_binding_that_the_kernel_refuses_is_bad(
+def test_binding_that_the_kernel_denies_is_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    calls = []
 
     def refuse(*args: object) -> None:
-        asked.append(args)
+        calls.append(args)
         raise PermissionError(errno.EPERM, "mbind: Operation not permitted")
 
     monkeypatch.setattr(_native, "Region", refuse)
     finding = memory.check_binding(fake_root(tmp_path, "numa"))
-    assert (finding.status, len(asked)) == ("bad", 1)
+    assert (finding.status, len(calls)) == ("bad", 1)
     assert finding.found == "node 0: mbind: Operation not permitted"
-    assert "--cap-add SYS_NICE" in finding.mend
+    assert "--cap-add SYS_NICE" in finding.fix
 
 
-def test_plain_instructions_on_x86_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vector_instructions_on_x86_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "isa_name", lambda: "baseline")
     monkeypatch.setattr(_native, "isa_names", lambda: ["baseline"])
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="x86_64"))
@@ -73,7 +73,9 @@ def test_an_old_python_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("free", "status"), [(9 * GiB, "warn"), (11 * GiB, "ok")])
-def test_little_free_space_is_told(monkeypatch: pytest.MonkeyPatch, free: int, status: str) -> None:
+def test_little_free_space_is_reported(
+    monkeypatch: pytest.MonkeyPatch, free: int, status: str
+) -> None:
     space = SimpleNamespace(f_bavail=free // (4 * KiB), f_frsize=4 * KiB)
     monkeypatch.setattr(os, "statvfs", lambda _: space)
     finding = devices.check_free_space(System())
@@ -82,7 +84,7 @@ def test_little_free_space_is_told(monkeypatch: pytest.MonkeyPatch, free: int, s
 
 
 @pytest.mark.parametrize(("nbytes", "status"), [(64 * MiB, "warn"), (8 * GiB, "ok")])
-def test_small_shared_memory_is_told(
+def test_small_shared_memory_is_reported(
     monkeypatch: pytest.MonkeyPatch, nbytes: int, status: str
 ) -> None:
     space = SimpleNamespace(f_blocks=nbytes // (4 * KiB), f_frsize=4 * KiB)
@@ -90,7 +92,7 @@ def test_small_shared_memory_is_told(
     assert devices.check_shared_memory(System()).status == status
 
 
-def test_no_shared_memory_at_all_is_told(tmp_path: Path) -> None:
+def test_missing_shared_memory_is_reported(tmp_path: Path) -> None:
     finding = devices.check_shared_memory(System(tmp_path))
     assert (finding.status, finding.found) == ("warn", "no /dev/shm")
 
@@ -98,7 +100,7 @@ def test_no_shared_memory_at_all_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("listings", "count", "status"), [((), 0, "note"), (("healthy",), 0, "bad"), ((), 2, "ok")]
 )
-def test_a_driver_that_is_missing_is_bad_only_where_there_is_a_gpu(
+def test_a_missing_driver_is_bad_only_if_there_is_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listings: tuple[str, ...], count: int,
     status: str,
 ) -> None:  # fmt: skip
@@ -121,11 +123,11 @@ def fake_torch(version: str, cuda: str | None, *, available: bool = True) -> Sim
         (None, 0, "bad", "cannot be imported"),
         (fake_torch("2.5.1", None), 0, "bad", "torch 2.5.1, CPU only"),
         (fake_torch("2.13.0+cpu", None, available=False), 0, "ok", "torch 2.13.0+cpu, CPU only"),
-        (fake_torch("2.13.0", None, available=False), 1, "bad", "it does not see the GPU"),
+        (fake_torch("2.13.0", None, available=False), 1, "bad", "it does not find the GPU"),
         (fake_torch("2.13.0", "12.8"), 1, "ok", "torch 2.13.0, CUDA 12.8"),
     ],
 )
-def test_torch_must_be_new_enough_and_see_the_gpu_that_is_there(
+def test_torch_must_be_recent_and_find_the_gpu(
     monkeypatch: pytest.MonkeyPatch, torch: object, gpus: int, status: str, found: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -153,10 +155,10 @@ def test_a_driver_older_than_torchs_cuda_is_bad(
     assert devices.check_cuda_versions(System()).status == status
 
 
-def examined(
+def run_doctor(
     directory: Path, prelude: str = "pass", **environment: str
 ) -> dict[str, dict[str, str]]:
-    """The doctor's findings in a process of its own, after `prelude`."""
+    """Run `prelude` and then the doctor in a separate process, and return its findings."""
     code = f"import os; {prelude}; import sys; from penstock.cli.main import run; "
     run = subprocess.run(
         [sys.executable, "-c", code + "sys.exit(run(['doctor', '--json']))"],
@@ -170,38 +172,38 @@ def examined(
     return {finding["check"]: finding for finding in json.loads(run.stdout)}
 
 
-def test_a_deleted_directory_is_told_and_the_rest_is_examined(tmp_path: Path) -> None:
+def test_a_deleted_current_directory_is_reported_and_the_other_checks_run(tmp_path: Path) -> None:
     doomed = tmp_path / "doomed"
     doomed.mkdir()
-    found = examined(doomed, "os.rmdir(os.getcwd())")
+    found = run_doctor(doomed, "os.rmdir(os.getcwd())")
     assert found["free space"]["status"] == "warn"
     assert "no current directory (No such file or directory)" in found["free space"]["found"]
     assert found["torch"]["status"] == "warn"
-    assert "importing torch ends the process" in found["torch"]["found"]
+    assert "importing torch would end the process" in found["torch"]["found"]
     assert found["python"]["status"] == "ok"
 
 
-def test_a_read_only_root_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere() -> str:
+def test_a_missing_temporary_directory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
     finding = devices.check_free_space(System())
     assert finding.status == "warn"
     assert "no temporary directory (No usable temporary directory" in finding.found
-    assert "TMPDIR" in finding.mend
+    assert "TMPDIR" in finding.fix
 
 
-def test_an_instruction_set_that_is_none_is_bad(tmp_path: Path) -> None:
-    finding = examined(tmp_path, PENSTOCK_ISA="sse9")["instruction sets"]
+def test_an_unknown_instruction_set_is_bad(tmp_path: Path) -> None:
+    finding = run_doctor(tmp_path, PENSTOCK_ISA="sse9")["instruction sets"]
     assert finding["status"] == "bad"
     assert "PENSTOCK_ISA=sse9 names no instruction set; choose baseline, avx2" in finding["found"]
     assert "unset PENSTOCK_ISA" in finding["mend"]
 
 
-@pytest.mark.parametrize(("asked", "chosen"), [("Baseline", "baseline"), ("", None)])
-def test_an_instruction_set_may_be_named_in_capitals(
-    tmp_path: Path, asked: str, chosen: str | None
+@pytest.mark.parametrize(("requested", "chosen"), [("Baseline", "baseline"), ("", None)])
+def test_instruction_set_names_are_case_insensitive(
+    tmp_path: Path, requested: str, chosen: str | None
 ) -> None:
-    found = examined(tmp_path, PENSTOCK_ISA=asked)["instruction sets"]["found"]
+    found = run_doctor(tmp_path, PENSTOCK_ISA=requested)["instruction sets"]["found"]
     assert found.endswith(f"; {chosen or _native.isa_names()[-1]} in use")
