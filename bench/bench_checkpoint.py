@@ -28,7 +28,7 @@ import penstock as ps
 from bench import certificate
 from bench.bench_engine import repeat_weights
 from bench.shapes import SHAPES, config_of
-from penstock.engine.prepare import Recipe, prepare
+from penstock.engine.prepare import prepare
 from penstock.machine.presets import preset
 from penstock.roles import STATE
 from penstock.units import MiB, format_rate
@@ -75,11 +75,12 @@ def plain(path: Path, nbytes: int) -> dict[str, float]:
 
 
 def engine_of(source: Path, chosen: argparse.Namespace, init: Any) -> Any:
-    told: dict[str, Any] = {"init": init, "moments": chosen.moments, "optimizer": {"lr": 1e-5}}
-    recipe = Recipe(context=chosen.context, batch=1, **told)
     budget = {"hbm": chosen.hbm, "dram": chosen.dram, "nvme": []}
     machine = preset(chosen.machine) if chosen.machine else None
-    return prepare(source, recipe=recipe, budget=budget, machine=machine)
+    return prepare(
+        source, budget=budget, machine=machine, context=chosen.context, batch=1, init=init,
+        moments=chosen.moments, optimizer={"lr": 1e-5},
+    )  # fmt: skip
 
 
 def clear(engine: Any) -> None:

@@ -25,7 +25,7 @@ from bench.measuring import HostPeak, device_peak, forget_device_peak, run_steps
 from bench.plain import plain_step
 from bench.shapes import SHAPES, config_of
 from penstock.engine import initial_weights
-from penstock.engine.prepare import Recipe, prepare
+from penstock.engine.prepare import prepare
 from penstock.engine.timeline import Event, busy, idle
 from penstock.machine.presets import preset
 from penstock.plan.plan import Plan
@@ -75,15 +75,17 @@ def streamed(config: Any, chosen: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, HostPeak() as host:
         config.save_pretrained(folder)
         began = time.perf_counter()
-        recipe = Recipe(
-            context=chosen.context, batch=chosen.batch, micro_batch=chosen.micro_batch,
-            moments=chosen.moments, dtype=chosen.dtype, init="random", device=chosen.device,
-            optimizer={"lr": 1e-5},
-        )  # fmt: skip
         budget = {"hbm": chosen.hbm, "dram": chosen.dram, "nvme": chosen.nvme}
         engine = prepare(
             folder,
-            recipe=recipe,
+            context=chosen.context,
+            batch=chosen.batch,
+            micro_batch=chosen.micro_batch,
+            moments=chosen.moments,
+            dtype=chosen.dtype,
+            init="random",
+            device=chosen.device,
+            optimizer={"lr": 1e-5},
             budget=budget,
             machine=preset(chosen.machine) if chosen.machine else None,
             plan=Plan.load(chosen.plan) if chosen.plan else None,

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import certificate
 from bench.measuring import run_steps
 from bench.shapes import SHAPES, config_of
-from penstock.engine.prepare import Recipe, prepare
+from penstock.engine.prepare import prepare
 from penstock.roles import Moments
 
 SYMBOLS = 256
@@ -41,15 +41,15 @@ def batches(chosen: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
 
 
 def curve(moments: Any, chosen: argparse.Namespace) -> dict[str, Any]:
-    recipe = Recipe(
-        context=chosen.context, batch=chosen.batch, moments=moments, init="random",
-        optimizer={"lr": chosen.lr, "betas": (0.9, 0.999)},
-    )  # fmt: skip
+    arguments = {
+        "context": chosen.context, "batch": chosen.batch, "moments": moments, "init": "random",
+        "optimizer": {"lr": chosen.lr, "betas": (0.9, 0.999)},
+    }  # fmt: skip
     budget = {"hbm": chosen.hbm, "dram": chosen.dram}
     print(moments, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         config_of(chosen.shape, chosen.context).save_pretrained(folder)
-        with prepare(folder, recipe=recipe, budget=budget) as engine:
+        with prepare(folder, budget=budget, **arguments) as engine:
             seconds, losses = run_steps(engine.step, batches(chosen))
             engine.finish()
             held = sum(parts["at_rest"] for parts in engine.tiers().values())

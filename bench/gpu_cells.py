@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.shapes import config_of
-from penstock.engine.prepare import Recipe, workload_for
+from penstock.engine.prepare import workload_for
 from penstock.machine.presets import preset
 from penstock.model.inventory import Inventory
 from penstock.planner import PlanResult, make_plan
+from penstock.settings import Settings
 
 MACHINE = "h200"
 ALL_OF_IT = "130GiB"
@@ -111,12 +112,9 @@ def _fast_and_long() -> Iterator[Cell]:
         yield Cell(**told)
 
 
-def recipe_of(cell: Cell, *, compiled: bool = True) -> Recipe:
-    told: dict[str, Any] = {"dtype": cell.dtype, "moments": cell.moments}
-    return Recipe(
-        context=cell.context, batch=cell.batch, micro_batch=cell.micro_batch,
-        compiled=compiled, init="random", optimizer={"lr": 1e-5}, **told,
-    )  # fmt: skip
+def settings_of(cell: Cell) -> Settings:
+    names = ("context", "batch", "micro_batch", "dtype", "moments")
+    return Settings.of({name: getattr(cell, name) for name in names} | {"init": "random"})
 
 
 def survey_model(cell: Cell) -> Inventory:
@@ -134,5 +132,5 @@ def plan_cell(cell: Cell, scratch: Path, *, compiled: bool = True) -> PlanResult
     budget = parse_budget(machine, hbm=given["hbm"], dram=given["dram"], nvme=tuple(given["nvme"]))
     machine, _ = with_paths(machine, budget)
     inventory = survey_model(cell)
-    workload = workload_for(inventory, recipe_of(cell, compiled=compiled))
+    workload = workload_for(inventory, settings_of(cell), compiled=compiled)
     return make_plan(inventory, workload, budget, machine)

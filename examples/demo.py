@@ -25,8 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import penstock as ps
-from penstock.engine.prepare import Recipe, plan_for
+from penstock.engine.prepare import plan_for
 from penstock.errors import InfeasibleError
+from penstock.settings import Settings
 from penstock.units import format_bytes_up
 
 STEPS, CONTEXT, BATCH, MICRO_BATCH = 200, 128, 4, 4
@@ -90,10 +91,10 @@ def train_command(folder: Path) -> list[str]:
 
 def least_hbm(folder: Path) -> str:
     """A GPU's driver takes a part for itself: there the least that will do."""
-    recipe = Recipe(context=CONTEXT, batch=BATCH, micro_batch=MICRO_BATCH)
+    settings = Settings.of({"context": CONTEXT, "batch": BATCH, "micro_batch": MICRO_BATCH})
     budget: dict[str, Any] = {"hbm": HBM, "dram": DRAM, "nvme": f"{folder / 'disk'}:{DISK}"}
     try:
-        plan_for(ps.survey(folder / "model"), recipe, budget=budget)
+        plan_for(ps.survey(folder / "model"), settings, budget=budget)
     except InfeasibleError as problem:
         return format_bytes_up(problem.least["hbm"] or 0)
     return HBM

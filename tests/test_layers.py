@@ -15,6 +15,7 @@ LAYERS: list[set[str]] = [
     {"_native", "version", "units", "tiers"},
     {"errors", "roles", "ticket"},
     {"records"},
+    {"settings"},
     {"machine"},
     {"memory"},
     {"storage", "model", "optim"},
@@ -48,7 +49,7 @@ needs it, so that planning works, and the command line starts quickly, without i
 TORCH_FREE = [
     *("cli.main", "doctor", "machine.discovery", "machine.machine", "memory.arena"),
     *("model.inventory", "model.survey", "observe.compare_page", "observe.page"),
-    *("observe.records", "plan.plan", "planner", "planner.cost", "probe", "train.settings"),
+    *("observe.records", "plan.plan", "planner", "planner.cost", "probe", "settings"),
 ]
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from bench.gpu_cells import MACHINE, Cell, recipe_of, survey_model
+from bench.gpu_cells import MACHINE, Cell, settings_of, survey_model
 from bench.measuring import HostPeak, device_peak, forget_device_peak
 from bench.peers.run import ARMS, add_work, find_arm, leave, work_of
 from bench.peers.work import Step, Work
@@ -104,7 +104,7 @@ def by_plan(cell: Cell, vary: str, most: int, scratch: Path) -> list[tuple[Cell,
         changed: dict[str, Any] = {vary: value}
         larger = replace(cell, name=f"{cell.name}-{vary}-{value}", **changed)
         inventory = survey_model(larger)
-        workload = workload_for(inventory, recipe_of(larger))
+        workload = workload_for(inventory, settings_of(larger), compiled=True)
         planned = find_plan(inventory, workload, budget, machine)
         if planned is None:
             break

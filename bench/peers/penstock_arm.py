@@ -13,19 +13,20 @@ from bench.measuring import Batch
 from bench.peers.work import FirstWeights, Step, Work
 from bench.plain import FP16_SCALE
 from penstock.engine.initial_weights import take_weights
-from penstock.engine.prepare import Recipe, prepare
+from penstock.engine.prepare import prepare
 from penstock.machine.presets import preset
 from penstock.plan.plan import Plan
 
 BUDGETS = ("hbm", "dram", "nvme")
 
 
-def recipe_of(work: Work, **more: Any) -> Recipe:
-    moments: Any = work.options.get("moments") or "fp32"
-    return Recipe(
-        context=work.context, batch=work.batch, micro_batch=work.micro_batch, dtype=work.dtype,
-        moments=moments, clip=work.clip, init="none", optimizer=work.adamw, **more,
-    )  # fmt: skip
+def arguments_of(work: Work) -> dict[str, Any]:
+    """Keyword arguments of `penstock.prepare`."""
+    return {
+        "context": work.context, "batch": work.batch, "micro_batch": work.micro_batch,
+        "dtype": work.dtype, "moments": work.options.get("moments") or "fp32", "clip": work.clip,
+        "init": "none", "optimizer": work.adamw,
+    }  # fmt: skip
 
 
 def one_group(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
@@ -43,8 +44,8 @@ def penstock(work: Work) -> Iterator[Step]:
         config = work.config
         config.save_pretrained(folder)
         engine = prepare(
-            folder, recipe=recipe_of(work), budget=budget, machine=machine, plan=plan,
-            param_groups=one_group,
+            folder, budget=budget, machine=machine, plan=plan, param_groups=one_group,
+            **arguments_of(work),
         )  # fmt: skip
         with engine:
             if work.dtype == "fp16":

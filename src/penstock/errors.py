@@ -191,6 +191,10 @@ class PlanError(RecordError):
     """A plan that is inconsistent, or that was made for another model or machine."""
 
 
+class SettingsError(RecordError):
+    """A setting of a run is unknown or has an invalid value."""
+
+
 class SurveyError(PenstockError, ValueError):
     """A model whose transformer blocks could not be found."""
 

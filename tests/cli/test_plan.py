@@ -10,12 +10,13 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from penstock.cli.plan import advice_text, find_machine, machines_command, parse_vary, plan_command
+from penstock.cli.plan import advice_text, machines_command, parse_vary, plan_command
 from penstock.errors import PenstockError, PlanError
 from penstock.machine.presets import DEFAULT, preset
 from penstock.plan.budget import check_paths, parse_budget, with_paths
 from penstock.plan.plan import Plan
 from penstock.planner.advice import Advice
+from penstock.probe.this_machine import machine_for_plan
 from penstock.tiers import Tier
 from penstock.units import GiB
 
@@ -131,9 +132,9 @@ def test_machines_are_listed_with_their_source(penstock: Callable[..., Result]) 
     [
         (["--dram", "many"], "^dram: 'many' is not a size"),
         (["--context", "4096"], "^context: is 4096, but the positions of .* cover 1024"),
-        (["--machine", "nowhere"], "^machine: nowhere is neither a file nor a bundled machine"),
-        (["--moments", "fp8"], "^--moments must be fp32, bf16, int8, got 'fp8'"),
-        (["--dram", "4GiB", "--vary", "cpu=1..2"], "^vary: must be such as dram=16GiB..128GiB"),
+        (["--machine", "nowhere"], "^machine: nowhere is neither a machine file nor a preset"),
+        (["--moments", "fp8"], '^moments: must be "fp32" or "bf16" or "int8", got "fp8"'),
+        (["--dram", "4GiB", "--vary", "cpu=1..2"], "^vary: must have the form dram=16GiB..128GiB"),
         (["--dram", "4GiB", "--explain", "h.99"], "^block: there is no 'h.99'; the blocks are"),
     ],
 )
@@ -163,18 +164,18 @@ def test_without_a_gpu_a_bundled_machine_stands_in_and_it_is_said(
         return replace(preset("h200"), gpus=(), transfers=())
 
     for _ in range(2):  # the second time from the cache
-        machine, remark = find_machine(None, probe_here)  # type: ignore[arg-type]
+        machine, remark = machine_for_plan(None, probe_here)  # type: ignore[arg-type]
         assert machine.name == DEFAULT
-        assert "No GPU here" in remark
+        assert "No GPU found" in remark
     assert asked == [1]
 
 
 def test_a_probed_machine_is_used_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    machine, remark = find_machine(None, lambda: preset("h200"))
+    machine, remark = machine_for_plan(None, lambda: preset("h200"))
 
     assert machine.name == "h200"
-    assert "as probed" in remark
+    assert "as measured" in remark
 
 
 def test_a_range_of_sizes() -> None:
@@ -183,7 +184,7 @@ def test_a_range_of_sizes() -> None:
     assert tier is Tier.DRAM
     assert (sizes[0], sizes[-1]) == (16 * GiB, 128 * GiB)
     assert parse_vary("hbm=1.5GiB..3GiB")[1][0] == int(1.5 * GiB)
-    with pytest.raises(PlanError, match="must rise"):
+    with pytest.raises(PlanError, match="must go from a smaller"):
         parse_vary("dram=8GiB..2GiB")
 
 

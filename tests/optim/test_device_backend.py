@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from penstock.engine.prepare import has_kernels
+from penstock.probe.this_machine import has_kernels
 
 
 @pytest.mark.parametrize(

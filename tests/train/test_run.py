@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
 
+from penstock.settings import read_yaml
 from tests.train.conftest import STEPS
 from tests.train.runs import RESIDENT, Ended, Runs, contents, told
 
@@ -61,7 +61,7 @@ def test_the_folder_has_metrics_settings_and_two_checkpoints(whole: Whole) -> No
     assert [line["loss"] for line in lines if line["event"] == "step"] == list(
         ended.losses.values()
     )
-    settings = yaml.safe_load((out / "run.yaml").read_text())
+    settings = read_yaml(out / "run.yaml")
     assert (settings["lr"], settings["hbm"], settings["steps"]) == (1e-2, "64MiB", STEPS)
     assert sorted(p.name for p in out.glob("checkpoint-*")) == [
         "checkpoint-000004",

@@ -11,6 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from penstock.engine.loss_scale import LossScale
+from penstock.settings import read_yaml
 from penstock.train.errors import OutInUseError
 from penstock.train.resume import OutFolder
 from tests.train.conftest import STEPS
@@ -48,7 +49,7 @@ def test_flags_win_over_the_file(runs: Runs, tmp_path: Path) -> None:
     ended = runs.run(tmp_path / "out", "--config", str(config), "--steps", "1")
 
     assert ended.code == 0, ended.errors
-    settled = yaml.safe_load((tmp_path / "out/run.yaml").read_text())
+    settled = read_yaml(tmp_path / "out/run.yaml")
     assert (settled["steps"], settled["lr"], settled["hbm"]) == (1, 1e-2, "64MiB")
 
 

@@ -1,146 +1,67 @@
-"""`penstock plan` and `penstock machines`. Room: show.
-
-Functions ready for typer; `cli.py` gives them their names.
-"""
+"""`penstock plan` and `penstock machines`: plan a run without a GPU."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from penstock import records
-from penstock.errors import InfeasibleError, PenstockError, PlanError
+from penstock.cli.flags import given_settings, keyword, set_parameters, settings_parameters
+from penstock.errors import InfeasibleError, PlanError
 from penstock.machine.machine import Machine
-from penstock.machine.presets import DEFAULT, preset, preset_names
-from penstock.machine.probe_cache import cache_path
+from penstock.machine.presets import preset, preset_names
 from penstock.model.inventory import Inventory
-from penstock.plan.budget import Budget, parse_budget, with_paths
-from penstock.plan.workload import Numerics, Workload, default_numerics
+from penstock.plan.budget import Budget, with_paths
+from penstock.plan.workload import Workload
 from penstock.planner import make_plan
 from penstock.planner.advice import Advice, Point, Question, advise, plot, vary
 from penstock.planner.plan_view import explain, infeasible_json, plan_json, plan_view
-from penstock.roles import Dtype, Moments
+from penstock.probe.this_machine import machine_for_plan, plan_uses_kernels
+from penstock.settings import Settings
 from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
 VARY_POINTS = 8
+"""Number of budgets that --vary plans for."""
 
-Option = typer.Option
+SETTINGS = (
+    *("model", "revision", "trust_remote_code", "model_config", "dtype", "freeze", "blocks"),
+    *("context", "batch", "micro_batch", "steps", "clip", "deterministic"),
+    *("hbm", "dram", "cxl", "nvme", "moments"),
+)
+"""Settings that a plan depends on."""
 
 
-def plan_command(
-    model: Annotated[str, typer.Argument(help="A directory with config.json, or a hub id.")],
-    context: Annotated[int, Option(help="Tokens in a sequence.")] = 4096,
-    batch: Annotated[int, Option(help="Sequences per optimizer step.")] = 8,
-    hbm: Annotated[str, Option(help="Of the GPU: a size such as 22GiB, or auto.")] = "auto",
-    dram: Annotated[str, Option(help="Of memory with CPUs.")] = "auto",
-    cxl: Annotated[str, Option(help="Of CXL memory.")] = "auto",
-    nvme: Annotated[list[str] | None, Option(help="PATH:SIZE; may be given again.")] = None,
-    machine: Annotated[str | None, Option(help="A machine file, or a bundled name.")] = None,
-    output: Annotated[Path | None, Option("--output", "-o", help="Write the plan here.")] = None,
-    moments: Annotated[str, Option(help="fp32 (exact), bf16 or int8.")] = "fp32",
-    dtype: Annotated[str, Option(help="bf16 or fp16.")] = "bf16",
-    micro_batch: Annotated[int | None, Option(help="Sequences computed at once.")] = None,
-    clip: Annotated[float, Option(help="Largest gradient norm; 0 for none.")] = 1.0,
-    steps: Annotated[int | None, Option(help="Of the run, to tell the drive's wear.")] = None,
-    freeze: Annotated[list[str] | None, Option(help="A pattern of tensors not trained.")] = None,
-    blocks: Annotated[str | None, Option(help="Where the layers are: model.layers.")] = None,
-    vary_: Annotated[str | None, Option("--vary", help="Such as dram=16GiB..128GiB.")] = None,
-    explain_: Annotated[str | None, Option("--explain", help="One block in full.")] = None,
-    as_json: Annotated[bool, Option("--json", help="For programs.")] = False,
-) -> None:
-    """Say what will rest where, how long a step takes and what bounds it. Needs no GPU."""
+def plan_command(**flags: Any) -> None:
+    """Show what is stored where, how long a step takes and what limits it. Needs no GPU."""
+    from penstock.engine.prepare import budget_for, inspect_model, workload_for
+
+    name = flags.pop("machine")
+    output = _Output(*(flags.pop(flag) for flag in ("output", "explain_", "vary_", "as_json")))
     console = Console()
-    chosen, about_machine = find_machine(machine)
-    inventory = _survey(model, blocks, freeze or [])
-    budget = parse_budget(chosen, hbm=hbm, dram=dram, cxl=cxl, nvme=tuple(nvme or ()))
-    chosen, about_disks = with_paths(chosen, budget)
-    for remark in filter(None, () if as_json else (about_machine, about_disks)):
+    settings = Settings.of(given_settings(flags))
+    machine, machine_remark = machine_for_plan(name)
+    _, inventory = inspect_model(settings.model.model, settings)
+    budget = budget_for(machine, settings.memory.budgets)
+    machine, disk_remark = with_paths(machine, budget)
+    for remark in filter(None, () if output.as_json else (machine_remark, disk_remark)):
         console.print(remark, style="yellow")
-    numerics = _numerics(inventory, chosen, context, batch, micro_batch)
-    kinds = {
-        "dtype": _one_of("dtype", dtype, Dtype),
-        "moments": _one_of("moments", moments, Moments),
-    }
-    workload = Workload(
-        context=context, batch=batch, clip=clip or None, steps=steps, numerics=numerics, **kinds
-    )
-    answer = _Answer(output, explain_, vary_, as_json)
-    answer.give(console, inventory, workload, budget, chosen)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """How the user wants to be told."""
-
-    output: Path | None
-    """Where the plan goes."""
-
-    block: str | None
-    """One block in full."""
-
-    curve: str | None
-    """A tier and its range."""
-
-    as_json: bool
-    """For programs."""
-
-    def give(
-        self,
-        console: Console,
-        inventory: Inventory,
-        workload: Workload,
-        budget: Budget,
-        machine: Machine,
-    ) -> None:
-        try:
-            planned = make_plan(inventory, workload, budget, machine)
-        except InfeasibleError as problem:
-            _tell_infeasible(console, problem, budget, self.as_json)
-            raise typer.Exit(1) from None
-        if self.output is not None:
-            planned.plan.save(self.output)
-        if self.as_json:
-            print(json.dumps(plan_json(planned)))
-            return
-        console.print(plan_view(planned, machine))
-        question = Question(inventory, workload, budget, machine, planned)
-        if self.block:
-            console.print(explain(planned, inventory, self.block))
-        elif self.curve:
-            _show_curve(console, question, self.curve)
-        else:
-            console.print(advice_text(advise(question)))
-
-
-def _numerics(
-    inventory: Inventory, machine: Machine, context: int, batch: int, micro_batch: int | None
-) -> Numerics:
-    """As a run on that machine would have them: a GPU has compiled bodies."""
-    kernels = bool(machine.gpus)
-    return default_numerics(
-        inventory, context=context, batch=batch, micro_batch=micro_batch, kernels=kernels
-    )
-
-
-def _survey(model: str, blocks: str | None, freeze: list[str]) -> Inventory:
-    from penstock.model.survey import survey  # brings transformers, which takes seconds
-
-    return survey(model, blocks=blocks, freeze=tuple(freeze))
+    workload = workload_for(inventory, settings, compiled=plan_uses_kernels(machine))
+    output.show(console, inventory, workload, budget, machine)
 
 
 def machines_command(
-    as_json: Annotated[bool, Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """List the machine files that come with Penstock, each with its source."""
+    """List the machines that Penstock has presets for, and where their figures come from."""
     if as_json:
         print(json.dumps({name: records.to_json(preset(name)) for name in preset_names()}))
         return
@@ -157,79 +78,79 @@ def machines_command(
     Console().print(table)
 
 
-# The machine.
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What `penstock plan` writes and prints."""
 
+    path: Path | None
+    """File to write the plan to."""
 
-def find_machine(
-    name: str | None, probe_here: Callable[[], Machine] | None = None
-) -> tuple[Machine, str]:
-    """The machine to plan for, and what to say about the choice."""
-    if name is not None:
-        if name in preset_names():
-            return preset(name), ""
-        if Path(name).is_file():
-            return Machine.load(name), ""
-        listed = ", ".join(preset_names())
-        raise PlanError("machine", f"{name} is neither a file nor a bundled machine ({listed})")
-    cached = cache_path()
-    if cached.is_file():
-        here = Machine.load(cached)
-    else:
-        here = (probe_here or _probe_here)()
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        here.save(cached)
-    if not here.gpus:
-        return preset(DEFAULT), (
-            f"No GPU here: planning for the bundled machine {DEFAULT} (`penstock machines`)."
-        )
-    return here, f"Planning for this machine, as probed ({cached})."
+    block: str | None
+    """Name of a block to show in detail."""
 
+    curve: str | None
+    """Tier and range of budgets to plan for, such as `dram=16GiB..128GiB`."""
 
-def _probe_here() -> Machine:
-    """A quick measurement; where there is no GPU, only a look."""
-    from penstock.machine.discovery import discover
-    from penstock.probe import ProbeOptions, probe
+    as_json: bool
+    """Whether to print JSON only."""
 
-    found = discover()
-    return probe(ProbeOptions(quick=True)).machine if found.gpus else found
-
-
-# Words and pictures.
+    def show(
+        self,
+        console: Console,
+        inventory: Inventory,
+        workload: Workload,
+        budget: Budget,
+        machine: Machine,
+    ) -> None:
+        """Make the plan and show it. Exit with code 1 if nothing fits the budgets."""
+        try:
+            planned = make_plan(inventory, workload, budget, machine)
+        except InfeasibleError as problem:
+            _show_infeasible(console, problem, budget, self.as_json)
+            raise typer.Exit(1) from None
+        if self.path is not None:
+            planned.plan.save(self.path)
+        if self.as_json:
+            print(json.dumps(plan_json(planned)))
+            return
+        console.print(plan_view(planned, machine))
+        question = Question(inventory, workload, budget, machine, planned)
+        if self.block:
+            console.print(explain(planned, inventory, self.block))
+        elif self.curve:
+            _show_curve(console, question, self.curve)
+        else:
+            console.print(advice_text(advise(question)))
 
 
 def advice_text(advices: list[Advice]) -> str:
+    """Say in one line which changes would speed up the step most."""
     if not advices:
         return "What would help most: nothing within reach."
-    told = "; ".join(f"{advice.what}: {advice.gain}" for advice in advices)
-    return f"What would help most: {told}"
+    listed = "; ".join(f"{advice.what}: {advice.gain}" for advice in advices)
+    return f"What would help most: {listed}"
 
 
 def parse_vary(text: str) -> tuple[Tier, list[int]]:
-    """`dram=16GiB..128GiB` as a tier and sizes from one to the other."""
+    """Parse `dram=16GiB..128GiB` into a tier and evenly spaced sizes."""
     match = re.fullmatch(r"\s*(\w+)\s*=\s*([^.]+(?:\.\d+[^.]*)?)\.\.(.+)", text)
     if match is None or match[1] not in list(Tier):
         tiers = ", ".join(Tier)
-        raise PlanError("vary", f"must be such as dram=16GiB..128GiB ({tiers}), got {text!r}")
+        raise PlanError(
+            "vary", f"must have the form dram=16GiB..128GiB, with one of {tiers}; got {text!r}"
+        )
     try:
         low, high = parse_bytes(match[2].strip()), parse_bytes(match[3].strip())
     except ValueError as wrong:
         raise PlanError("vary", str(wrong)) from None
     if not 0 <= low < high:
-        raise PlanError("vary", f"must rise, got {text!r}")
+        raise PlanError("vary", f"must go from a smaller to a larger size, got {text!r}")
     step = (high - low) / (VARY_POINTS - 1)
     return Tier(match[1]), [round(low + k * step) for k in range(VARY_POINTS)]
 
 
-def _show_curve(console: Console, question: Question, text: str) -> None:
-    tier, sizes = parse_vary(text)
-    points = vary(question, tier, sizes)
-    console.print(curve_table(points, tier))
-    path = Path(f"plan-{tier.value}.png")
-    plot(points, tier, path)
-    console.print(f"Drawn in {path}")
-
-
 def curve_table(points: list[Point], tier: Tier) -> Table:
+    """Show the step time for each budget as a table with bars."""
     table = Table(f"{tier.value} budget", "step", "", box=None, pad_edge=False)
     slowest = max((p.step_seconds or 0.0 for p in points), default=0.0)
     for point in points:
@@ -241,7 +162,16 @@ def curve_table(points: list[Point], tier: Tier) -> Table:
     return table
 
 
-def _tell_infeasible(
+def _show_curve(console: Console, question: Question, text: str) -> None:
+    tier, sizes = parse_vary(text)
+    points = vary(question, tier, sizes)
+    console.print(curve_table(points, tier))
+    path = Path(f"plan-{tier.value}.png")
+    plot(points, tier, path)
+    console.print(f"Plot written to {path}")
+
+
+def _show_infeasible(
     console: Console, problem: InfeasibleError, budget: Budget, as_json: bool
 ) -> None:
     if as_json:
@@ -250,8 +180,24 @@ def _tell_infeasible(
         console.print(f"error: {problem}", style="red", markup=False)
 
 
-def _one_of(name: str, text: str, kinds: object) -> Any:
-    choices = get_args(kinds)
-    if text not in choices:
-        raise PenstockError(f"--{name} must be {', '.join(choices)}, got {text!r}")
-    return text
+def _parameters() -> list[inspect.Parameter]:
+    machine = typer.Option(
+        help="Machine file, or a preset listed by `penstock machines` (default: this machine)."
+    )
+    output = typer.Option("--output", "-o", help="Write the plan to this file.")
+    vary_ = typer.Option(
+        "--vary", help="Plan for a range of budgets of one tier, e.g. dram=16GiB..128GiB."
+    )
+    explain_ = typer.Option("--explain", help="Show one block of the model in detail.")
+    as_json = typer.Option("--json", help="Print JSON and nothing else.")
+    return [
+        *settings_parameters(SETTINGS, require_model=True, check_choices=False),
+        keyword("machine", Annotated[str | None, machine], None),
+        keyword("output", Annotated[Path | None, output], None),
+        keyword("vary_", Annotated[str | None, vary_], None),
+        keyword("explain_", Annotated[str | None, explain_], None),
+        keyword("as_json", Annotated[bool, as_json], False),
+    ]
+
+
+set_parameters(plan_command, _parameters())

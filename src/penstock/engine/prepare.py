@@ -1,22 +1,21 @@
-"""From a model's name to an engine that is ready to train it. Room: show."""
+"""Build an engine that is ready to train a model, from the model's name and the settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from penstock.errors import EngineError, PlanError
+from penstock.errors import PlanError
 from penstock.machine.machine import Machine
-from penstock.machine.presets import cpu_machine
-from penstock.machine.probe_cache import merge_probe
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, parse_budget, with_paths
 from penstock.plan.plan import Plan
 from penstock.plan.workload import Workload, default_numerics
 from penstock.planner import PlanResult, make_plan
-from penstock.roles import Dtype, Moments
+from penstock.probe.this_machine import has_kernels, machine_for_training
+from penstock.settings import Settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,47 +25,12 @@ if TYPE_CHECKING:
     from penstock.engine.optimizer import Grouping
     from penstock.engine.tier_memory import StoreSettings
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """Everything that `prepare` can be told. Fields that can change a bit of the result end up in
-    the workload; the others in the plan or nowhere."""
-
-    context: int = 4096
-    """Tokens in a sequence."""
-    batch: int = 8
-    """Sequences per optimizer step."""
-    micro_batch: int | None = None
-    """Sequences computed at once; None: what suits the context."""
-    dtype: Dtype = "bf16"
-    moments: Moments = "fp32"
-    clip: float | None = 1.0
-    accumulate: bool = False
-    """Let several forward_backward() calls add to one step."""
-    steps: int | None = None
-    """Of the whole run, where known."""
-    freeze: Sequence[str] = ()
-    """Patterns of tensors that are not trained."""
-    blocks: str | None = None
-    """Where the layers are, if that cannot be found."""
-    deterministic: bool = False
-    compiled: bool | None = None
-    """Compiled bodies and kernels of our own; None: on a GPU."""
-    own_loss: bool = False
-    """The loss is a function of the user's: `prepare` sets it."""
-    seed: int = 0
-    init: Literal["pretrained", "random", "none"] = "pretrained"
-    """`none` leaves them undefined: for whoever reads a checkpoint next."""
-    model_config: Mapping[str, Any] = field(default_factory=dict)
-    """Changes to the model's config."""
-    revision: str | None = None
-    trust_remote_code: bool = False
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """lr, betas, eps, weight_decay."""
-    device: str | None = None
-    """`cpu` or `cuda`; None: the GPU if there is one."""
-    sweep_threads: int | None = None
-    nonfinite: str = "raise"
+ARGUMENTS = (
+    *("context", "batch", "micro_batch", "dtype", "moments", "clip", "steps", "freeze", "blocks"),
+    *("deterministic", "seed", "init", "model_config", "revision", "trust_remote_code"),
+    *("lr", "betas", "weight_decay"),
+)
+"""Settings that `prepare` takes as keyword arguments."""
 
 
 def prepare(
@@ -75,148 +39,225 @@ def prepare(
     budget: Budget | Mapping[str, Any] | None = None,
     plan: Plan | None = None,
     machine: Machine | None = None,
+    optimizer: Mapping[str, Any] | None = None,
     param_groups: Grouping | None = None,
     loss: LossFunction | None = None,
+    accumulate: bool = False,
+    nonfinite: str | None = None,
+    compiled: bool | None = None,
+    device: str | None = None,
+    sweep_threads: int | None = None,
     store: StoreSettings | None = None,
-    recipe: Recipe | None = None,
-    **more: Any,
+    settings: Settings | None = None,
+    **arguments: Any,
 ) -> Engine:
-    """An engine for `model`: a Hugging Face id, a directory, or a live transformers model.
+    """Build an engine for `model`, and allocate all its memory.
 
-    `budget` is a Budget, or sizes as the command takes them: {"dram": "16GiB", "nvme":
-    ["/mnt/nvme:400GiB"]}. Everything else is a field of Recipe: context=, batch=, optimizer=...
-    All memory is taken before this returns.
+    Args:
+        model: Hugging Face model ID, model directory, or a live transformers model.
+        budget: Memory budgets, as a `Budget` or in the form the command line takes:
+            `{"dram": "16GiB", "nvme": ["/mnt/nvme:400GiB"]}`. Tiers that are left out are `auto`.
+        plan: Plan to follow. By default, the best plan for the budgets.
+        machine: Machine to plan for. By default, this one.
+        optimizer: AdamW hyperparameters `lr`, `betas`, `eps` and `weight_decay`.
+        param_groups: Function from named parameters to parameter groups. By default, matrices are
+            decayed, and norms and biases are not.
+        loss: Loss function. By default, next-token cross-entropy.
+        accumulate: Allow several `forward_backward()` calls per optimizer step.
+        nonfinite: `raise` or `skip`, for steps whose loss or gradient is NaN or infinite.
+        compiled: Compile layers and use Penstock's own kernels. By default, if the GPU runs them.
+        device: `cpu` or `cuda`. By default, the GPU if there is one.
+        sweep_threads: Number of CPU threads of the optimizer sweep.
+        store: Options of the store on NVMe.
+        settings: Settings to start from. By default, every setting has its default.
+        **arguments: Settings by name: context, batch, micro_batch, dtype, moments, clip, steps,
+            freeze, blocks, deterministic, seed, init, model_config, revision, trust_remote_code,
+            lr, betas and weight_decay. `init="none"` leaves the weights uninitialized, for callers
+            that read a checkpoint next.
     """
-    recipe = replace(recipe or Recipe(), own_loss=loss is not None, **more)
-    config = _config(model, recipe)
-    inventory = _inventory(model, config, recipe)
-    chosen = plan or plan_for(inventory, recipe, budget=budget, machine=machine)
-    chosen.check_model(inventory)
-    if loss is not None and chosen.workload.numerics.loss_kernel == "fused":
-        raise PlanError("loss_kernel", "is fused, which knows no loss function but its own; plan "
-                        "again without --plan, or leave the function out")  # fmt: skip
-    told = _Told(param_groups, loss, store)
-    return _assemble(model, config, inventory, chosen, recipe, told)
+    unknown = [name for name in arguments if name not in ARGUMENTS]
+    if unknown:
+        raise TypeError(f"prepare() got an unexpected keyword argument {unknown[0]!r}")
+    load_weights = arguments.get("init") != "none"
+    given = {name: value for name, value in arguments.items() if load_weights or name != "init"}
+    if nonfinite is not None:
+        given["on_nonfinite"] = nonfinite
+    chosen = (settings or Settings()).replace(given)
+    options = _EngineOptions(
+        optimizer=chosen.schedule.adamw | dict(optimizer or {}), param_groups=param_groups,
+        loss=loss, store=store, device=device, sweep_threads=sweep_threads,
+        load_weights=load_weights,
+    )  # fmt: skip
+    config, inventory = inspect_model(model, chosen)
+    if plan is None:
+        plan = plan_for(
+            inventory, chosen, budget=budget, machine=machine, accumulate=accumulate,
+            compiled=compiled, own_loss=loss is not None, device=device,
+        )  # fmt: skip
+    plan.check_model(inventory)
+    if loss is not None and plan.workload.numerics.loss_kernel == "fused":
+        raise PlanError("loss_kernel", "is fused, which supports no custom loss function; plan "
+                        "again with the function, or leave the function out")  # fmt: skip
+    return _build_engine(model, config, inventory, plan, chosen, options)
 
 
 def plan_for(
     inventory: Inventory,
-    recipe: Recipe,
+    settings: Settings,
     *,
     budget: Budget | Mapping[str, Any] | None = None,
     machine: Machine | None = None,
+    accumulate: bool = False,
+    compiled: bool | None = None,
+    own_loss: bool = False,
+    device: str | None = None,
 ) -> Plan:
-    """The plan that `prepare` would make."""
-    host = machine or known_machine(recipe.device)[0]
-    workload = workload_for(inventory, recipe)
-    return planned_for(inventory, workload, budget_for(host, budget), host)[0].plan
+    """Make the plan that `prepare` makes, or load the one that the settings name."""
+    if budget is None and settings.memory.plan is not None:
+        return Plan.load(settings.memory.plan)
+    target = machine or machine_for_training(device)[0]
+    workload = workload_for(
+        inventory, settings,
+        accumulate=accumulate, compiled=compiled, own_loss=own_loss, device=device,
+    )  # fmt: skip
+    limits = budget_for(target, settings.memory.budgets if budget is None else budget)
+    return make_plan_with_paths(inventory, workload, limits, target)[0].plan
 
 
-def budget_for(machine: Machine, given: Budget | Mapping[str, Any] | None) -> Budget:
-    """A budget as the user has it: a Budget, or sizes as the command takes them."""
-    if isinstance(given, Budget):
-        return given
-    sizes = dict(given or {})
+def budget_for(machine: Machine, budget: Budget | Mapping[str, Any]) -> Budget:
+    """Resolve sizes such as `auto` or `16GiB` for the machine. A `Budget` stays as it is."""
+    if isinstance(budget, Budget):
+        return budget
+    sizes = dict(budget)
     nvme = sizes.pop("nvme", ())
-    listed = (nvme,) if isinstance(nvme, str) else tuple(nvme)
-    return parse_budget(machine, nvme=listed, **sizes)
+    paths = (nvme,) if isinstance(nvme, str) else tuple(nvme)
+    return parse_budget(machine, nvme=paths, **sizes)
 
 
-def planned_for(
+def make_plan_with_paths(
     inventory: Inventory, workload: Workload, budget: Budget, machine: Machine
 ) -> tuple[PlanResult, Machine]:
-    """The best plan, and the machine with every path of the budget."""
+    """Make the best plan, and return it with the machine extended by the budget's NVMe paths."""
     machine, _ = with_paths(machine, budget)
     return make_plan(inventory, workload, budget, machine), machine
 
 
-def workload_for(inventory: Inventory, recipe: Recipe) -> Workload:
+def workload_for(
+    inventory: Inventory,
+    settings: Settings,
+    *,
+    steps: int | None = None,
+    accumulate: bool = False,
+    compiled: bool | None = None,
+    own_loss: bool = False,
+    device: str | None = None,
+) -> Workload:
+    """Describe the optimizer step that the settings ask for.
+
+    Args:
+        inventory: The model's inventory.
+        settings: Settings of the run.
+        steps: Number of steps of the run, if it is known better than from the settings.
+        accumulate: Whether several `forward_backward()` calls add to one step.
+        compiled: Whether layers are compiled; None: if the device runs Penstock's kernels.
+        own_loss: Whether the caller brings a loss function.
+        device: Device that computes; None: the GPU if there is one.
+    """
+    schedule, context = settings.schedule, settings.data.context
     numerics = default_numerics(
         inventory,
-        context=recipe.context,
-        batch=recipe.batch,
-        micro_batch=recipe.micro_batch,
-        kernels=has_kernels(recipe.device) if recipe.compiled is None else recipe.compiled,
-        own_loss=recipe.own_loss,
+        context=context,
+        batch=schedule.batch,
+        micro_batch=schedule.micro_batch_size,
+        kernels=has_kernels(device) if compiled is None else compiled,
+        own_loss=own_loss,
     )
     return Workload(
-        context=recipe.context,
-        batch=recipe.batch,
-        dtype=recipe.dtype,
-        moments=recipe.moments,
-        clip=recipe.clip,
-        accumulate=recipe.accumulate,
-        steps=recipe.steps,
-        numerics=replace(numerics, deterministic=recipe.deterministic),
+        context=context,
+        batch=schedule.batch,
+        dtype=settings.model.dtype,
+        moments=settings.memory.moments,
+        clip=schedule.clip or None,
+        accumulate=accumulate,
+        steps=schedule.steps if steps is None else steps,
+        numerics=replace(numerics, deterministic=schedule.deterministic),
     )
 
 
-def has_kernels(device: str | None = None) -> bool:
-    """Whether compiled bodies, Triton's kernels and flash attention in bf16 can run where the model
-    computes: on cards from compute capability 8.0 on."""
-    import importlib.util
+def inspect_model(
+    model: str | Path | nn.Module, settings: Settings, *, name: str | None = None
+) -> tuple[Any, Inventory]:
+    """Load the model's config, and list its blocks and tensors without loading weights.
 
-    import torch
-
-    on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    if not on_gpu or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def known_machine(device: str | None = None) -> tuple[Machine, str]:
-    """The machine as it is, with what a probe found out about it, and where that is from; where the
-    CPU computes, as a machine without a GPU."""
-    import torch
-
-    from penstock.machine.discovery import discover
-
-    found, remark = merge_probe(discover())
-    on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    if on_gpu and not found.gpus:
-        raise EngineError("device='cuda' was asked for, but there is no GPU that the driver knows")
-    return (found if on_gpu else cpu_machine(found)), remark
-
-
-def _config(model: str | Path | nn.Module, recipe: Recipe) -> Any:
+    `name` is the model's name in the inventory, if it differs from `model`.
+    """
     from penstock.model.config import load_config
-
-    if isinstance(model, str | Path):
-        return load_config(
-            model,
-            trust_remote_code=recipe.trust_remote_code,
-            revision=recipe.revision,
-            changes=recipe.model_config,
-        )
-    return model.config
-
-
-def _inventory(model: str | Path | nn.Module, config: Any, recipe: Recipe) -> Inventory:
     from penstock.model.survey import survey_config, survey_model
 
-    told: dict[str, Any] = {"blocks": recipe.blocks, "freeze": recipe.freeze}
+    chosen = settings.model
     if isinstance(model, str | Path):
-        trust = recipe.trust_remote_code
-        return survey_config(config, name=str(model), trust_remote_code=trust, **told)
-    return survey_model(model, config, name=type(model).__name__, **told)
+        config = load_config(
+            model,
+            trust_remote_code=chosen.trust_remote_code,
+            revision=chosen.revision,
+            changes=chosen.model_config,
+        )
+        return config, survey_config(
+            config,
+            name=str(model) if name is None else name,
+            blocks=chosen.blocks,
+            freeze=chosen.freeze,
+            trust_remote_code=chosen.trust_remote_code,
+        )
+    config, name = model.config, name or type(model).__name__
+    return config, survey_model(
+        model, config, name=name, blocks=chosen.blocks, freeze=chosen.freeze
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """What the caller hands in as objects."""
+def model_directory(model: str | Path, revision: str | None = None) -> Path:
+    """Return the directory with the model's files; download a model of the Hub first."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
 
+    # Only safetensors: other weight formats would be downloaded and never read.
+    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+    return Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns))
+
+
+def set_determinism(enabled: bool) -> None:
+    """Make torch refuse kernels whose results may differ from run to run."""
+    import os
+
+    import torch
+
+    if enabled:
+        # cuBLAS is deterministic only with a fixed workspace, and reads this at its first use.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EngineOptions:
+    """Arguments of `prepare` that only Python callers can give."""
+
+    optimizer: Mapping[str, Any]
     param_groups: Grouping | None
     loss: LossFunction | None
     store: StoreSettings | None
+    device: str | None
+    sweep_threads: int | None
+    load_weights: bool
 
 
-def _assemble(
+def _build_engine(
     model: str | Path | nn.Module,
     config: Any,
     inventory: Inventory,
     plan: Plan,
-    recipe: Recipe,
-    told: _Told,
+    settings: Settings,
+    options: _EngineOptions,
 ) -> Engine:
     from penstock.engine.device import pick_device
     from penstock.engine.engine import Engine
@@ -224,71 +265,50 @@ def _assemble(
     from penstock.model.split import SplitModel
 
     check_trainable(inventory)
-    set_determinism(recipe.deterministic)
-    device, source = pick_device(recipe.device), None
+    set_determinism(settings.schedule.deterministic)
+    device, state_dict = pick_device(options.device), None
+    dtype = weight_dtype(plan.workload.dtype)
     if isinstance(model, str | Path):
-        trust = recipe.trust_remote_code
-        dtype = weight_dtype(plan.workload.dtype)
+        trust = settings.model.trust_remote_code
         bare = build_model(config, dtype, device.where, trust_remote_code=trust)
     else:
-        source = dict(model.state_dict())
-        bare = strip_model(model, device.where, weight_dtype(plan.workload.dtype))
+        # Take the tensors before strip_model() removes them from the live model.
+        state_dict = dict(model.state_dict())
+        bare = strip_model(model, device.where, dtype)
     numerics = plan.workload.numerics
     body = SplitModel(bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
-    engine = Engine(plan, inventory, body, device, _engine_settings(recipe, told))
+    engine = Engine(plan, inventory, body, device, _engine_settings(settings, options))
     try:
-        _first_weights(engine, model, source, recipe)
+        if options.load_weights:
+            _load_weights(engine, model, state_dict, settings)
     except BaseException:
         engine.close()
         raise
     return engine
 
 
-def _engine_settings(recipe: Recipe, told: _Told) -> EngineSettings:
+def _engine_settings(settings: Settings, options: _EngineOptions) -> EngineSettings:
     from penstock.engine.engine import EngineSettings
     from penstock.engine.optimizer import decay_matrices
     from penstock.engine.tier_memory import StoreSettings
 
     return EngineSettings(
-        optimizer=recipe.optimizer,
-        grouping=told.param_groups or decay_matrices,
-        loss=told.loss,
-        seed=recipe.seed,
-        store=told.store or StoreSettings(),
-        sweep_threads=recipe.sweep_threads,
-        nonfinite=recipe.nonfinite,
+        optimizer=options.optimizer,
+        grouping=options.param_groups or decay_matrices,
+        loss=options.loss,
+        seed=settings.schedule.seed,
+        store=options.store or StoreSettings(),
+        sweep_threads=options.sweep_threads,
+        nonfinite=settings.schedule.on_nonfinite,
     )
 
 
-def _first_weights(engine: Engine, model: Any, source: Any, recipe: Recipe) -> None:
+def _load_weights(engine: Engine, model: Any, state_dict: Any, settings: Settings) -> None:
     from penstock.engine.initial_weights import draw_weights, take_weights
 
-    if recipe.init == "none":
-        return
-    if source is not None:
-        take_weights(engine.access, engine.inventory, source)
-    elif recipe.init == "random":
-        draw_weights(engine.access, engine.inventory, engine.body, recipe.seed)
+    if state_dict is not None:
+        take_weights(engine.access, engine.inventory, state_dict)
+    elif settings.model.init == "random":
+        draw_weights(engine.access, engine.inventory, engine.body, settings.schedule.seed)
     else:
-        engine.files.read_weights(model_directory(model, recipe.revision))
-
-
-def model_directory(model: str | Path, revision: str | None = None) -> Path:
-    """Where its files are; a model of the hub is downloaded, safetensors only."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    wanted = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
-    return Path(snapshot_download(str(model), revision=revision, allow_patterns=wanted))
-
-
-def set_determinism(wanted: bool) -> None:
-    """Rule out kernels that may differ from run to run."""
-    import os
-
-    import torch
-
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        engine.files.read_weights(model_directory(model, settings.model.revision))

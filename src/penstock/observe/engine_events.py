@@ -260,15 +260,15 @@ def planned_of(passed: StepRecord, link: Callable[[str], str]) -> Planned:
 
 def _predicted_cost(passed: StepRecord) -> tuple[float | None, str | None]:
     """Return the predicted step time and bottleneck, or None if this machine is not known."""
-    from penstock.engine.prepare import known_machine
     from penstock.errors import PenstockError
     from penstock.plan.budget import with_paths
     from penstock.planner.cost import estimate
     from penstock.planner.cost.rates import Rates
+    from penstock.probe.this_machine import machine_for_training
 
     plan = passed.plan
     try:
-        machine, _ = with_paths(known_machine(passed.device.where.type)[0], plan.budget)
+        machine, _ = with_paths(machine_for_training(passed.device.where.type)[0], plan.budget)
         compiled = plan.workload.numerics.compiled
         rates = Rates.of(machine, plan.workload.moments, compiled=compiled)
         cost = estimate(passed.inventory, plan.workload, plan.placement, rates)

@@ -16,7 +16,7 @@ from penstock.checkpoint.model_files import copy_companions, write_config
 from penstock.checkpoint.run_directory import look, new_checkpoint
 from penstock.checkpoint.training_state import Software, TrainingState
 from penstock.records import to_json
-from penstock.train.settings import CHANGES_BITS, RunSettings
+from penstock.settings import AFFECTS_RESULT, Settings
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -40,9 +40,9 @@ class Standing:
 class CheckpointSaver:
     """Writes an engine into a run's directory."""
 
-    def __init__(self, engine: Engine, settings: RunSettings) -> None:
+    def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine, self._settings = engine, settings
-        self._out = Path(settings.out)
+        self._out = Path(settings.checkpoint.out)
         self._sizes = [writer.nbytes for writer in self._writers()]
         self.saved_step: int | None = None
         """Of the newest checkpoint of this run."""
@@ -55,18 +55,18 @@ class CheckpointSaver:
     def check_room(self) -> None:
         """While one is written, those that are kept are all there, one with optimizer state."""
         weights, rest = self._sizes[0], sum(self._sizes[1:])
-        wanted = (self._settings.keep + 1) * weights + 2 * rest
+        wanted = (self._settings.checkpoint.keep + 1) * weights + 2 * rest
         there = sum(found.nbytes for found in look(self._out).whole)
         check_room(self._out, max(self.nbytes, wanted - there))
 
     def save(self, standing: Standing, tell: Tell | None = None) -> Path:
         """A whole checkpoint, or an error and none. Training can go on in either case."""
-        optimizer = not self._settings.save_weights_only
-        keep, out = self._settings.keep, self._out
+        optimizer = not self._settings.checkpoint.save_weights_only
+        keep, out = self._settings.checkpoint.keep, self._out
         with new_checkpoint(out, standing.step, keep=keep, nbytes=self.nbytes) as folder:
             self._engine.write(folder, optimizer=optimizer, progress=tell)
             self._state(standing).save(folder)
-            trust = self._settings.trust_remote_code
+            trust = self._settings.model.trust_remote_code
             copy_companions(out, folder, trust_remote_code=trust)
         self.saved_step = standing.step
         return out / folder_name(standing.step)
@@ -81,14 +81,15 @@ class CheckpointSaver:
         sync(self._out)
 
     def _writers(self) -> list[Any]:
-        return self._engine.files.writers(optimizer=not self._settings.save_weights_only)
+        return self._engine.files.writers(optimizer=not self._settings.checkpoint.save_weights_only)
 
     def _state(self, standing: Standing) -> TrainingState:
         engine, settings = self._engine, self._settings
         on_gpu = engine.device.where.type == "cuda"
+        values = settings.flat()
         numerics: Any = {
             "workload": to_json(engine.workload.numerics),
-            "settings": {name: to_json(getattr(settings, name)) for name in CHANGES_BITS},
+            "settings": {name: to_json(values[name]) for name in AFFECTS_RESULT},
             "threads": None if on_gpu else torch_threads(),
         }
         fixed = engine.scale.fixed
@@ -98,21 +99,21 @@ class CheckpointSaver:
             software=Software.here(gpu=on_gpu),
             schedule=standing.schedule,
             data=standing.position,
-            rng={"seed": settings.seed},
+            rng={"seed": settings.schedule.seed},
             numerics=numerics,
             loss_scale=scale,
         )
 
 
 def write_companions(
-    out: Path, source: Path, config: Any, inventory: Inventory, settings: RunSettings
+    out: Path, source: Path, config: Any, inventory: Inventory, settings: Settings
 ) -> None:
     """Config and tokenizer into the run's directory, from where every checkpoint takes them."""
     import torch
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[settings.dtype]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[settings.model.dtype]
     write_config(config, out, dtype=dtype, architecture=inventory.architecture)
-    copy_companions(source, out, trust_remote_code=settings.trust_remote_code)
+    copy_companions(source, out, trust_remote_code=settings.model.trust_remote_code)
 
 
 def torch_threads() -> int:

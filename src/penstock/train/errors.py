@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.errors import PenstockError, RecordError
+from penstock.errors import PenstockError
 from penstock.units import format_bytes
 
 
 class TrainError(PenstockError):
     """A run that cannot begin or go on."""
-
-
-class SettingsError(RecordError, TrainError):
-    """A setting that makes no sense, or is not one."""
 
 
 class OutNotEmptyError(TrainError, FileExistsError):

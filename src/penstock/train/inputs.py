@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.data import Packed, TokenDataset, load_tokenizer, open_dataset
 from penstock.model.inventory import Inventory
+from penstock.settings import Settings
 from penstock.train.errors import ContextTooLongError
 from penstock.train.events import Listeners
 from penstock.train.samples import Samples, find_samples
-from penstock.train.settings import RunSettings
 
 if TYPE_CHECKING:
     from penstock.data.batches import Batches
@@ -40,76 +40,69 @@ class Data:
     samples: Samples | None = None
     """Prompts that are answered at each evaluation."""
 
-    def batches(self, settings: RunSettings, position: Any = None) -> Batches:
+    def batches(self, settings: Settings, position: Any = None) -> Batches:
         """In order, from the position on."""
         return self.train.batches(
-            settings.batch,
-            epochs=settings.epochs,
-            steps=settings.steps,
-            seed=settings.seed,
+            settings.schedule.batch,
+            epochs=settings.schedule.epochs,
+            steps=settings.schedule.steps,
+            seed=settings.schedule.seed,
             position=position,
         )
 
 
-def find_model(settings: RunSettings, checkpoint: Path | None) -> Model:
+def find_model(settings: Settings, checkpoint: Path | None) -> Model:
     """From the checkpoint that is resumed, where there is one: the original may be gone."""
-    from penstock.model.config import load_config
+    from penstock.engine.prepare import inspect_model
     from penstock.model.skeleton import check_trainable
-    from penstock.model.survey import survey_config
 
-    source = str(checkpoint or settings.model)
-    config = load_config(
-        source,
-        trust_remote_code=settings.trust_remote_code,
-        revision=None if checkpoint else settings.revision,
-        changes=settings.model_config,
-    )
-    inventory = survey_config(
-        config,
-        name=settings.model,
-        freeze=settings.freeze,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    source = str(checkpoint or settings.model.model)
+    chosen = settings if checkpoint is None else settings.replace({"revision": None})
+    config, inventory = inspect_model(source, chosen, name=settings.model.model)
     limit = inventory.max_context
-    if limit is not None and settings.context > limit:
-        raise ContextTooLongError(settings.model, wanted=settings.context, limit=limit)
+    if limit is not None and settings.data.context > limit:
+        raise ContextTooLongError(settings.model.model, wanted=settings.data.context, limit=limit)
     check_trainable(inventory)
     return Model(source, config, inventory)
 
 
-def find_data(settings: RunSettings, model: Model, listeners: Listeners, tell: Tell) -> Data:
+def find_data(settings: Settings, model: Model, listeners: Listeners, tell: Tell) -> Data:
     """Tokenized now, or found in the cache."""
     local = Path(model.source).is_dir()
     tokenizer = load_tokenizer(
         model.source,
-        revision=None if local else settings.revision,
-        trust_remote_code=settings.trust_remote_code,
+        revision=None if local else settings.model.revision,
+        trust_remote_code=settings.model.trust_remote_code,
     )
-    dataset = _open(settings.data, tokenizer, settings, tell)
+    dataset = _open(settings.data.data, tokenizer, settings, tell)
     held_out = None
     whole = dataset
-    if settings.eval_split is not None:
-        dataset, held_out = dataset.split(settings.eval_split, seed=settings.seed)
-    elif settings.eval_data:
-        held_out = _open(settings.eval_data, tokenizer, settings, tell)
+    if settings.evaluation.eval_split is not None:
+        dataset, held_out = dataset.split(
+            settings.evaluation.eval_split, seed=settings.schedule.seed
+        )
+    elif settings.evaluation.eval_data:
+        held_out = _open(settings.evaluation.eval_data, tokenizer, settings, tell)
     for note in whole.notes:
         listeners.note(f"note: {note}")
     if whole.bad_count:
         listeners.note(f"{whole.bad_count} lines were left out, first: {whole.bad_lines[0]}")
-    packed = dataset.pack(settings.context, overlong=settings.overlong, seed=settings.seed)
+    packed = dataset.pack(
+        settings.data.context, overlong=settings.data.overlong, seed=settings.schedule.seed
+    )
     listeners.note(_about(packed))
     rows = None
     if held_out is not None:
-        rows = held_out.pack(settings.context, overlong=settings.overlong, seed=settings.seed)
+        rows = held_out.pack(
+            settings.data.context, overlong=settings.data.overlong, seed=settings.schedule.seed
+        )
     return Data(packed, rows, dataset, find_samples(settings, tokenizer))
 
 
-def _open(
-    sources: Sequence[str], tokenizer: Any, settings: RunSettings, tell: Tell
-) -> TokenDataset:
-    skip = settings.skip_bad_lines
+def _open(sources: Sequence[str], tokenizer: Any, settings: Settings, tell: Tell) -> TokenDataset:
+    skip = settings.data.skip_bad_lines
     return open_dataset(
-        list(sources), tokenizer, cache_dir=settings.cache, skip_bad_lines=skip, tell=tell
+        list(sources), tokenizer, cache_dir=settings.data.cache, skip_bad_lines=skip, tell=tell
     )
 
 
@@ -121,15 +114,17 @@ def _about(packed: Packed) -> str:
     )
 
 
-def companions_directory(settings: RunSettings, model: Model) -> Path:
+def companions_directory(settings: Settings, model: Model) -> Path:
     """Where the small files are; of the hub, fetched, without weights if none are wanted."""
     from penstock.engine.prepare import model_directory
 
     if Path(model.source).is_dir():
         return Path(model.source)
-    if settings.init == "pretrained":
-        return model_directory(model.source, settings.revision)
+    if settings.model.init == "pretrained":
+        return model_directory(model.source, settings.model.revision)
     from huggingface_hub import snapshot_download
 
     small = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
-    return Path(snapshot_download(model.source, revision=settings.revision, allow_patterns=small))
+    return Path(
+        snapshot_download(model.source, revision=settings.model.revision, allow_patterns=small)
+    )

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.train.settings import RunSettings, Schedule
+from penstock.settings import Schedule, Settings
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
@@ -23,11 +23,11 @@ class Rate:
     """Of the whole run."""
 
     @classmethod
-    def of(cls, settings: RunSettings, steps: int) -> Rate:
+    def of(cls, settings: Settings, steps: int) -> Rate:
         """A warmup below 1 is a share of the steps."""
-        wanted = settings.warmup
+        wanted = settings.schedule.warmup
         warmup = math.ceil(wanted * steps) if wanted < 1 else round(wanted)
-        return cls(settings.schedule, min(warmup, steps), steps)
+        return cls(settings.schedule.schedule, min(warmup, steps), steps)
 
     def __call__(self, taken: int) -> float:
         """For the step after `taken` others, as Hugging Face has it: a warmup begins at zero."""

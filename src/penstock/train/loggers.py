@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.settings import Settings
 from penstock.train.errors import MissingLoggerError
 from penstock.train.events import Event, Listener, as_line
-from penstock.train.settings import RunSettings
 
 METRICS = "metrics.jsonl"
 
@@ -41,10 +41,10 @@ def check_loggers(names: Sequence[str]) -> None:
             raise MissingLoggerError(name, _PACKAGES[name])
 
 
-def open_loggers(settings: RunSettings) -> list[Listener]:
-    kinds: dict[str, Callable[[RunSettings], Listener]]
+def open_loggers(settings: Settings) -> list[Listener]:
+    kinds: dict[str, Callable[[Settings], Listener]]
     kinds = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases}
-    return [kinds[name](settings) for name in settings.log]
+    return [kinds[name](settings) for name in settings.logging.log]
 
 
 class MetricsFile:
@@ -89,9 +89,9 @@ def named(event: Event) -> dict[str, float]:
 
 
 class _TensorBoard:
-    def __init__(self, settings: RunSettings) -> None:
+    def __init__(self, settings: Settings) -> None:
         module: Any = importlib.import_module("torch.utils.tensorboard")
-        self._writer = module.SummaryWriter(log_dir=str(Path(settings.out) / "runs"))
+        self._writer = module.SummaryWriter(log_dir=str(Path(settings.checkpoint.out) / "runs"))
 
     def hear(self, event: Event) -> None:
         for name, value in named(event).items():
@@ -102,11 +102,13 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    def __init__(self, settings: RunSettings) -> None:
+    def __init__(self, settings: Settings) -> None:
         module: Any = importlib.import_module("wandb")
-        name = Path(settings.out).resolve().name
-        self._run = module.init(project="penstock", name=name, dir=settings.out, resume="allow",
-                                id=None, config=_config(settings))  # fmt: skip
+        name = Path(settings.checkpoint.out).resolve().name
+        self._run = module.init(
+            project="penstock", name=name, dir=settings.checkpoint.out, resume="allow", id=None,
+            config=settings.flat(),
+        )  # fmt: skip
 
     def hear(self, event: Event) -> None:
         numbers = named(event)
@@ -115,9 +117,3 @@ class _WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _config(settings: RunSettings) -> dict[str, Any]:
-    import dataclasses
-
-    return {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}

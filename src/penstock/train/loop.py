@@ -15,6 +15,7 @@ from penstock.checkpoint.errors import (
 )
 from penstock.errors import NonFiniteLossError, PenstockError
 from penstock.records import to_json
+from penstock.settings import Settings, parse_interval
 from penstock.train.checkpoints import CheckpointSaver, Standing
 from penstock.train.errors import TokenRangeError
 from penstock.train.events import Listeners
@@ -22,7 +23,6 @@ from penstock.train.failures import keep_batch, memory_told
 from penstock.train.inputs import Data
 from penstock.train.learning_rate import Rate
 from penstock.train.progress import View
-from penstock.train.settings import RunSettings, parse_interval
 from penstock.train.signals import Stopping
 from penstock.train.watchdog import Watchdog
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class TrainingRun:
     """Everything that a run needs, ready."""
 
-    settings: RunSettings
+    settings: Settings
     engine: Engine
     data: Data
     batches: Batches
@@ -53,9 +53,9 @@ class Loop:
         self._engine, self._batches = run.engine, run.batches
         self._rate = Rate.of(run.settings, run.batches.steps)
         self._scheduler = self._rate.scheduler(
-            run.engine.optimizer, taken=run.engine.steps, highest=run.settings.lr
+            run.engine.optimizer, taken=run.engine.steps, highest=run.settings.schedule.lr
         )
-        self._every = parse_interval(run.settings.save_every)
+        self._every = parse_interval(run.settings.checkpoint.save_every)
         self._watchdog = Watchdog(run.engine.waiting, listeners.note)
         self._evaluated: int | None = None
         self._sampled: int | None = None
@@ -123,7 +123,9 @@ class Loop:
     def _keep_bad(self, batch: Any, position: Any) -> None:
         """For a look at it; and the run as it was before it."""
         step = self._batches.step
-        path = keep_batch(Path(self._run.settings.out), step, batch, self._run.data.dataset.decode)
+        path = keep_batch(
+            Path(self._run.settings.checkpoint.out), step, batch, self._run.data.dataset.decode
+        )
         self._listeners.note(f"the batch of step {step} is in {path} and, as text, beside it")
         if step - 1 > 0 and self._run.keeper.saved_step != step - 1:
             self._save(Standing(step - 1, position, to_json(self._rate)))
@@ -178,7 +180,7 @@ class Loop:
     # Looking.
 
     def _evaluate_if_due(self) -> None:
-        every = self._run.settings.eval_every
+        every = self._run.settings.evaluation.eval_every
         if every is not None and self._batches.step % every == 0 and not self._ended:
             self._look()
 
@@ -206,7 +208,7 @@ class Loop:
         if held_out is None or self._evaluated == self._batches.step:
             return
         begun = time.monotonic()
-        rows = held_out.batches(self._run.settings.batch, shuffle=False)
+        rows = held_out.batches(self._run.settings.schedule.batch, shuffle=False)
         self._evaluating = True
         try:
             found = self._engine.evaluate(self._unless_stopped(rows))
@@ -239,7 +241,7 @@ class Loop:
             "stopped",
             step=self._batches.step,
             steps=self._batches.steps,
-            out=self._run.settings.out,
+            out=self._run.settings.checkpoint.out,
         )
 
     def _finish(self) -> None:
@@ -251,7 +253,7 @@ class Loop:
             steps=self._batches.step,
             peak_host_bytes=peak_host_nbytes(),
             peak_hbm_bytes=self._engine.device.peak_nbytes(),
-            out=self._run.settings.out,
+            out=self._run.settings.checkpoint.out,
         )
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.engine.prepare import Recipe, budget_for, known_machine, planned_for, workload_for
+from penstock.engine.prepare import budget_for, make_plan_with_paths, workload_for
+from penstock.errors import SettingsError
 from penstock.machine.machine import Machine
 from penstock.plan.budget import Budget, with_paths
 from penstock.plan.plan import Plan
 from penstock.plan.workload import Workload
 from penstock.planner import PlanResult
 from penstock.planner.resource_names import long_name
+from penstock.probe.this_machine import machine_for_training
+from penstock.settings import Settings
 from penstock.storage.leftovers import find_stores, remove_store
-from penstock.train.errors import SettingsError
 from penstock.train.inputs import Model
 from penstock.train.resume import Past, kept_numerics
-from penstock.train.settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,49 +40,22 @@ class Chosen:
         return long_name(next(iter(self.planned.cost.bounds)), self.machine)
 
 
-def recipe_of(settings: RunSettings, steps: int) -> Recipe:
-    """The settings, as `prepare` takes them."""
-    return Recipe(
-        context=settings.context,
-        batch=settings.batch,
-        micro_batch=settings.micro_batch_size,
-        dtype=settings.dtype,
-        moments=settings.moments,
-        clip=settings.clip or None,
-        steps=steps,
-        freeze=settings.freeze,
-        deterministic=settings.deterministic,
-        seed=settings.seed,
-        init=settings.init,
-        model_config=settings.model_config,
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-        optimizer={
-            "lr": settings.lr,
-            "betas": settings.betas,
-            "weight_decay": settings.weight_decay,
-        },
-        nonfinite=settings.on_nonfinite,
-    )
-
-
-def choose_plan(settings: RunSettings, model: Model, recipe: Recipe, past: Past | None) -> Chosen:
+def choose_plan(settings: Settings, model: Model, steps: int, past: Past | None) -> Chosen:
     """The best for the budgets; numerics are the past's, where there is one."""
-    machine, remark = known_machine()
-    if settings.plan is not None:
-        plan = Plan.load(settings.plan)
+    machine, remark = machine_for_training()
+    if settings.memory.plan is not None:
+        plan = Plan.load(settings.memory.plan)
         plan.check_model(model.inventory)
         machine, _ = with_paths(machine, plan.budget)
         plan.check(machine)
         _check_plan(settings, plan)
         return Chosen(plan, machine, None)
-    given = {name: getattr(settings, name) for name in ("hbm", "dram", "cxl", "nvme")}
-    budget = budget_for(machine, given)
+    budget = budget_for(machine, settings.memory.budgets)
     _check_disks(budget)
     clear_leftovers(budget)
-    workload = workload_for(model.inventory, recipe)
+    workload = workload_for(model.inventory, settings, steps=steps)
     workload = replace(workload, numerics=kept_numerics(workload.numerics, past, settings))
-    planned, machine = planned_for(model.inventory, workload, budget, machine)
+    planned, machine = make_plan_with_paths(model.inventory, workload, budget, machine)
     return Chosen(planned.plan, machine, planned, remark)
 
 
@@ -99,15 +73,17 @@ def plan_layer(path: str) -> dict[str, object]:
     }
 
 
-def _check_plan(settings: RunSettings, plan: Plan) -> None:
-    assert settings.plan is not None
-    for name, planned in plan_layer(settings.plan).items():
-        now = getattr(settings, name)
+def _check_plan(settings: Settings, plan: Plan) -> None:
+    assert settings.memory.plan is not None
+    values = settings.flat()
+    for name, planned in plan_layer(settings.memory.plan).items():
+        now = values[name]
         if now != planned:
             raise SettingsError(
-                name, f"is {now}, but {settings.plan} was made for {planned}; plan again or leave "
-                f"it out"
-            )  # fmt: skip
+                name,
+                f"is {now}, but the plan {settings.memory.plan} is for {planned}; make a new plan, "
+                f"or leave the setting out",
+            )
 
 
 def _check_disks(budget: Budget) -> None:

@@ -16,9 +16,9 @@ from penstock.checkpoint.run_directory import look, sweep_leftovers
 from penstock.checkpoint.training_state import Software, TrainingState
 from penstock.plan.workload import Numerics
 from penstock.records import from_json, to_json
+from penstock.settings import AFFECTS_RESULT, Settings
 from penstock.train.checkpoints import torch_threads
 from penstock.train.errors import NotResumableError, OutInUseError, OutNotEmptyError
-from penstock.train.settings import CHANGES_BITS, RunSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Past:
         return from_json(Numerics, kept, where=str(self.checkpoint.path), error=StateError)
 
     def differences(
-        self, settings: RunSettings, numerics: Numerics, *, steps: int, on_gpu: bool
+        self, settings: Settings, numerics: Numerics, *, steps: int, on_gpu: bool
     ) -> list[str]:
         """Why what follows is not, to the bit, what would have followed then."""
         found = list(self.state.software.differences(Software.here(gpu=on_gpu)))
@@ -46,14 +46,15 @@ class Past:
         if threads is not None and not on_gpu and threads != torch_threads():
             found.append(f"torch's threads were {threads} and are {torch_threads()}")
         told: Any = self._told("settings")
-        for name in CHANGES_BITS:
-            now = to_json(getattr(settings, name))
+        values = settings.flat()
+        for name in AFFECTS_RESULT:
+            now = to_json(values[name])
             if isinstance(told, Mapping) and told.get(name, now) != now:
                 found.append(f"{name} was {told[name]} and is {now}")
         before = self.numerics
         for field in fields(Numerics):
             was, now = getattr(before, field.name), getattr(numerics, field.name)
-            if was != now and field.name not in CHANGES_BITS:
+            if was != now and field.name not in AFFECTS_RESULT:
                 found.append(f"{field.name} was {was} and is {now}")
         return found
 
@@ -103,14 +104,14 @@ class OutFolder:
         os.close(self._lock)
 
 
-def kept_numerics(fresh: Numerics, past: Past | None, settings: RunSettings) -> Numerics:
+def kept_numerics(fresh: Numerics, past: Past | None, settings: Settings) -> Numerics:
     """The past's, but for what the user says now; without a past, what follows from the model."""
     if past is None:
         return fresh
     kept = past.numerics
-    micro_batch = settings.micro_batch_size or kept.micro_batch
+    micro_batch = settings.schedule.micro_batch_size or kept.micro_batch
     return replace(
         kept,
-        micro_batch=min(micro_batch, settings.batch),
-        deterministic=settings.deterministic,
+        micro_batch=min(micro_batch, settings.schedule.batch),
+        deterministic=settings.schedule.deterministic,
     )

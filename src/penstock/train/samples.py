@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.train.settings import RunSettings
+from penstock.settings import Settings
 from penstock.units import MiB
 
 if TYPE_CHECKING:
@@ -53,14 +53,16 @@ class Samples:
         return {"prompt": prompt, "text": text, "finished": piece.finished, "error": error}
 
 
-def find_samples(settings: RunSettings, tokenizer: Any) -> Samples | None:
+def find_samples(settings: Settings, tokenizer: Any) -> Samples | None:
     """Read and checked before the first step."""
-    if settings.sample_prompts is None:
+    if settings.evaluation.sample_prompts is None:
         return None
     from penstock.generate.prompts import Prompts
     from penstock.generate.requests import Request
 
-    defaults = Request(prompt="-", max_new=settings.sample_new, seed=settings.seed)
-    asked = Prompts(tokenizer, defaults).of_file(Path(settings.sample_prompts))
+    defaults = Request(
+        prompt="-", max_new=settings.evaluation.sample_new, seed=settings.schedule.seed
+    )
+    asked = Prompts(tokenizer, defaults).of_file(Path(settings.evaluation.sample_prompts))
     numbered = tuple(replace(request, id=at) for at, request in enumerate(asked))
-    return Samples(numbered, tokenizer, settings.context + settings.sample_new)
+    return Samples(numbered, tokenizer, settings.data.context + settings.evaluation.sample_new)

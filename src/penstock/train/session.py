@@ -9,31 +9,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.planner.plan_view import plan_json
+from penstock.settings import RUN_FILE, Settings, write_yaml
 from penstock.tiers import Tier
 from penstock.train.checkpoints import CheckpointSaver, write_companions
 from penstock.train.events import JsonLines, Listener, Listeners
 from penstock.train.inputs import Model, companions_directory, find_data, find_model
 from penstock.train.loggers import MetricsFile, check_loggers, open_loggers
 from penstock.train.loop import Loop, TrainingRun
-from penstock.train.plan_choice import Chosen, choose_plan, describe_budget, recipe_of
+from penstock.train.plan_choice import Chosen, choose_plan, describe_budget
 from penstock.train.progress import Lines, Live, Silent, View
 from penstock.train.resume import OutFolder, Past
-from penstock.train.settings import RUN_FILE, RunSettings, write_yaml
 from penstock.train.signals import Stopping
 from penstock.version import __version__
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
-    from penstock.engine.prepare import Recipe
 
 PLAN_FILE = "plan.json"
 
 
 def train(
-    settings: RunSettings,
+    settings: Settings,
     *,
     resume: bool,
     view: View,
@@ -42,11 +41,11 @@ def train(
 ) -> int:
     """The exit code: 0 at the end, 128 and the signal where one stopped it. The first `profile`
     steps are recorded."""
-    check_loggers(settings.log)
+    check_loggers(settings.logging.log)
     listeners = Listeners([view])
     if as_json:
         listeners.add(JsonLines())
-    out = OutFolder(settings.out, resume=resume)
+    out = OutFolder(settings.checkpoint.out, resume=resume)
     try:
         past = out.past() if resume else None
         if resume:
@@ -70,25 +69,24 @@ def pick_view(as_json: bool) -> View:
     return live if live.console.is_terminal else Lines()
 
 
-def _profiled(settings: RunSettings, steps: int, listeners: Listeners) -> Listener:
+def _profiled(settings: Settings, steps: int, listeners: Listeners) -> Listener:
     from penstock.train.profile import ProfiledSteps
 
-    return ProfiledSteps(settings.out, steps, listeners.note)
+    return ProfiledSteps(settings.checkpoint.out, steps, listeners.note)
 
 
 @contextlib.contextmanager
 def _opened(
-    settings: RunSettings, past: Past | None, listeners: Listeners, view: View
+    settings: Settings, past: Past | None, listeners: Listeners, view: View
 ) -> Iterator[TrainingRun]:
     model = find_model(settings, past.checkpoint.path if past else None)
     data = find_data(settings, model, listeners, view.busy)
     batches = data.batches(settings, past.state.data if past else None)
-    recipe = recipe_of(settings, batches.steps)
-    chosen = choose_plan(settings, model, recipe, past)
+    chosen = choose_plan(settings, model, batches.steps, past)
     _tell_plan(chosen, batches.steps, listeners, view)
     if chosen.remark:
         listeners.note(chosen.remark)
-    engine = _engine(model, chosen, recipe, past, view)
+    engine = _engine(settings, model, chosen, past, view)
     try:
         if past is not None:
             gpu = engine.device.where.type == "cuda"
@@ -100,7 +98,7 @@ def _opened(
         keeper.saved_step = past.checkpoint.step if past else None
         keeper.check_room()
         _write_papers(settings, model, chosen, batches.steps)
-        listeners.add(MetricsFile(settings.out, after=batches.step))
+        listeners.add(MetricsFile(settings.checkpoint.out, after=batches.step))
         for logger in open_loggers(settings):
             listeners.add(logger)
         yield TrainingRun(settings, engine, data, batches, keeper, past is not None)
@@ -108,17 +106,17 @@ def _opened(
         engine.close()
 
 
-def _engine(model: Model, chosen: Chosen, recipe: Recipe, past: Past | None, view: View) -> Engine:
-    from dataclasses import replace
-
+def _engine(
+    settings: Settings, model: Model, chosen: Chosen, past: Past | None, view: View
+) -> Engine:
     from penstock.engine.prepare import prepare
     from penstock.train.failures import memory_told
 
     view.busy(0, 0, "loading weights")
-    if past is not None:
-        recipe = replace(recipe, init="none", revision=None)  # all of it comes from the checkpoint
+    # A resumed run reads weights and config from the checkpoint, whatever the model's revision.
+    arguments: dict[str, Any] = {} if past is None else {"init": "none", "revision": None}
     with memory_told(chosen.plan):
-        engine = prepare(model.source, plan=chosen.plan, recipe=recipe)
+        engine = prepare(model.source, plan=chosen.plan, settings=settings, **arguments)
         if past is not None:
             try:
                 engine.read(past.checkpoint.path)
@@ -143,9 +141,9 @@ def _tell_plan(chosen: Chosen, steps: int, listeners: Listeners, view: View) -> 
     listeners.tell("plan", **told, parameters=plan.parameters, steps=steps)
 
 
-def _write_papers(settings: RunSettings, model: Model, chosen: Chosen, steps: int) -> None:
+def _write_papers(settings: Settings, model: Model, chosen: Chosen, steps: int) -> None:
     """What a checkpoint takes its small files from, and what the run was."""
-    out = Path(settings.out)
+    out = Path(settings.checkpoint.out)
     write_companions(
         out, companions_directory(settings, model), model.config, model.inventory, settings
     )
@@ -156,7 +154,7 @@ def _write_papers(settings: RunSettings, model: Model, chosen: Chosen, steps: in
     write_yaml(settings, out / RUN_FILE, remarks)
 
 
-def _about_past(past: Past | None, settings: RunSettings) -> str:
+def _about_past(past: Past | None, settings: Settings) -> str:
     if past is None:
-        return f"{settings.out} holds no checkpoint: the run begins anew"
+        return f"{settings.checkpoint.out} holds no checkpoint: the run begins anew"
     return f"going on from {past.checkpoint.path}"

@@ -1,0 +1,104 @@
+"""Generate the flags of `penstock train` and `penstock plan` from the settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from penstock.settings import (
+    COMMA_SEPARATED,
+    GROUP_OF,
+    TYPES,
+    parse_assignments,
+    settings_fields,
+)
+
+PANELS = {
+    "model": "Model and data",
+    "data": "Model and data",
+    "schedule": "Schedule",
+    "memory": "Memory",
+    "checkpoint": "Checkpoints",
+    "evaluation": "Evaluation",
+    "logging": "Logging",
+}
+"""Panel of `--help` that shows the flags of each group of settings."""
+
+
+def settings_parameters(
+    names: Iterable[str] | None = None, *, require_model: bool = False, check_choices: bool = True
+) -> list[inspect.Parameter]:
+    """Generate one parameter per setting, or per named setting.
+
+    Every flag defaults to None: a value that is not on the command line may come from a file.
+
+    Args:
+        names: Settings to generate flags for; all of them by default.
+        require_model: Whether the command line must name the model.
+        check_choices: Whether the command line parser refuses unknown choices, with exit code 2.
+            Otherwise the settings refuse them, with exit code 1.
+    """
+    parameters = [_parameter(field, check_choices) for field in settings_fields(names)]
+    if require_model:
+        parameters = [_required(p) if p.name == "model" else p for p in parameters]
+    return parameters
+
+
+def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    """Make a keyword-only parameter, for flags that are not settings."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def set_parameters(command: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
+    """Give a command that takes `**flags` the parameters from which typer derives its flags."""
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+
+
+def given_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that were given on the command line, by field name."""
+    given = {name: value for name, value in flags.items() if value not in (None, [])}
+    if "model_config" in given:
+        given["model_config"] = parse_assignments(given["model_config"])
+    return given
+
+
+def _required(parameter: inspect.Parameter) -> inspect.Parameter:
+    return parameter.replace(default=inspect.Parameter.empty)
+
+
+def _parameter(field: dataclasses.Field[Any], check_choices: bool) -> inspect.Parameter:
+    help_ = field.metadata["help"]
+    if field.name == "model":
+        return keyword("model", Annotated[str | None, typer.Argument(help=help_)], None)
+    kind, metavar = _flag_type(field.name, TYPES[field.name], check_choices)
+    flag: Any = typer.Option(
+        f"--{field.name.replace('_', '-')}",
+        help=help_,
+        metavar=metavar,
+        show_default=_shown_default(field),
+        rich_help_panel=PANELS[GROUP_OF[field.name]],
+    )
+    return keyword(field.name, Annotated[kind | None, flag], None)
+
+
+def _flag_type(name: str, hint: Any, check_choices: bool) -> tuple[Any, str | None]:
+    """Return the type that typer parses, and the placeholder that the help shows."""
+    if name in COMMA_SEPARATED:
+        return str, None
+    if get_origin(hint) is tuple or name == "model_config":
+        return list[str], None
+    if get_origin(hint) is Literal:
+        return (hint, None) if check_choices else (str, f"[{'|'.join(get_args(hint))}]")
+    return next((arg for arg in get_args(hint) if arg is not type(None)), hint), None
+
+
+def _shown_default(field: dataclasses.Field[Any]) -> str | bool:
+    value = field.default
+    if value is dataclasses.MISSING or value in (None, (), False, ""):
+        return False
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,499 @@
+"""Define every setting of a training run once: its type, default, checks and help text.
+
+`Settings` groups the settings by concern. The same fields drive the flags of `penstock train` and
+`penstock plan`, the keyword arguments of `penstock.prepare`, and run.yaml. Field names are unique
+across the groups, so a setting can be given by its name alone: `Settings.of({"lr": 1e-5})`.
+"""
+
+# ruff: noqa: RUF009 - option() calls dataclasses.field()
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+
+from penstock.errors import RecordError, SettingsError
+from penstock.records import Json, from_json, to_json
+from penstock.roles import Dtype, Moments
+
+RUN_FILE = "run.yaml"
+"""Name of the file in the output directory that records the settings of a run."""
+
+Schedule = Literal["cosine", "linear", "constant"]
+
+
+def option(help_: str, default: Any = MISSING) -> Any:
+    """Declare a setting with its help text and default value."""
+    if isinstance(default, Mapping):
+        return field(default_factory=lambda: dict(default), metadata={"help": help_})
+    return field(default=default, metadata={"help": help_})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSettings:
+    """Which model to train, and how it computes."""
+
+    model: str = option("Model directory, or a Hugging Face model ID.", "")
+    revision: str | None = option("Model revision on the Hub: a branch, tag or commit.", None)
+    trust_remote_code: bool = option("Allow code from the model repository to run.", False)
+    model_config: Json = option("Override a model config value, as KEY=VALUE. Repeatable.", {})
+    init: Literal["pretrained", "random"] = option(
+        "Start from pretrained or from random weights.", "pretrained"
+    )
+    dtype: Dtype = option("Data type that weights and activations are computed in.", "bf16")
+    freeze: tuple[str, ...] = option(
+        "Do not train tensors whose names match this pattern, e.g. `model.embed_tokens.*`. "
+        "Repeatable.",
+        (),
+    )
+    blocks: str | None = option(
+        "Module that holds the transformer layers, e.g. `model.layers`, if it is not found "
+        "automatically.",
+        None,
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model_config, Mapping):
+            raise SettingsError(
+                "model_config", f"must map names to values, got {self.model_config!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSettings:
+    """What to train on, and how documents become sequences."""
+
+    data: tuple[str, ...] = option(
+        "Training data: a file, a directory or a Hugging Face dataset ID. Repeatable.", ()
+    )
+    context: int = option("Sequence length in tokens.", 4096)
+    overlong: Literal["truncate", "drop", "split"] = option(
+        "How to handle documents longer than the context.", "truncate"
+    )
+    skip_bad_lines: bool = option("Skip invalid lines in the data instead of stopping.", False)
+    cache: str | None = option("Directory to cache tokenized data in.", None)
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, context=2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleSettings:
+    """How long to train, with which batches and which optimizer settings.
+
+    The default batch of 8 is also the per-device default of transformers' Trainer.
+    """
+
+    batch: int = option("Number of sequences per optimizer step.", 8)
+    micro_batch: str = option("Number of sequences computed together, or `auto`.", "auto")
+    epochs: float | None = option(
+        "Number of passes over the data (default: 1 unless --steps is given).", None
+    )
+    steps: int | None = option("Number of optimizer steps in the run.", None)
+    lr: float = option("Peak learning rate.", 1e-5)
+    schedule: Schedule = option("How the learning rate changes after warmup.", "cosine")
+    warmup: float = option(
+        "Warmup length: a fraction of all steps if below 1, otherwise a number of steps.", 0.03
+    )
+    betas: tuple[float, ...] = option("AdamW betas.", (0.9, 0.95))
+    weight_decay: float = option("AdamW weight decay; norms and biases are not decayed.", 0.1)
+    clip: float = option("Maximum gradient norm; 0 disables clipping.", 1.0)
+    on_nonfinite: Literal["raise", "skip"] = option(
+        "Stop or skip the step when the loss or a gradient is NaN or infinite.", "raise"
+    )
+    deterministic: bool = option("Use only deterministic kernels.", False)
+    seed: int = option("Random seed for data order, dropout and random weights.", 0)
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, batch=1, seed=0, lr=0, warmup=0, weight_decay=0, clip=0)
+        _require_positive(self, "steps", "epochs")
+        both = self.steps is not None and self.epochs is not None
+        _refuse("steps", both, "cannot be combined with epochs", self.steps)
+        pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        _refuse(
+            "betas", not pair, "must be two numbers of at least 0 and below 1", list(self.betas)
+        )
+        digits = self.micro_batch.isascii() and self.micro_batch.isdigit()
+        valid = self.micro_batch == "auto" or (digits and int(self.micro_batch) > 0)
+        _refuse("micro_batch", not valid, "must be `auto` or at least 1", self.micro_batch)
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Number of sequences in a micro-batch; None for `auto`."""
+        return None if self.micro_batch == "auto" else int(self.micro_batch)
+
+    @property
+    def adamw(self) -> dict[str, Any]:
+        """Hyperparameters of AdamW, as keyword arguments of the optimizer."""
+        return {"lr": self.lr, "betas": self.betas, "weight_decay": self.weight_decay}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySettings:
+    """How much memory each tier may use, and in which format the moments are stored."""
+
+    hbm: str = option(
+        "GPU memory budget, e.g. `22GiB`, or `auto` (free memory less a reserve).", "auto"
+    )
+    dram: str = option("DRAM budget, e.g. `40GiB`, or `auto` (free memory less a reserve).", "auto")
+    cxl: str = option("CXL memory budget, e.g. `64GiB`, or `auto` (all free CXL memory).", "auto")
+    nvme: tuple[str, ...] = option(
+        "NVMe budget as PATH:SIZE, e.g. `/mnt/nvme:400GiB`. Repeatable.", ()
+    )
+    moments: Moments = option(
+        "Storage format of the AdamW moments: fp32 is exact; bf16 and int8 use less memory.",
+        "fp32",
+    )
+    plan: str | None = option(
+        "Plan file written by `penstock plan -o`; replaces the memory budgets.", None
+    )
+
+    @property
+    def budgets(self) -> dict[str, Any]:
+        """The size of each tier as the user wrote it."""
+        return {name: getattr(self, name) for name in BUDGETS}
+
+
+BUDGETS = ("hbm", "dram", "cxl", "nvme")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSettings:
+    """Where results go, and when checkpoints are saved."""
+
+    out: str = option("Output directory for checkpoints, metrics and the trained model.", "")
+    save_every: str = option(
+        "Interval between checkpoints: a duration such as `30min`, or a number of steps.", "30min"
+    )
+    keep: int = option(
+        "Number of checkpoints to keep; only the newest one keeps its optimizer states.", 2
+    )
+    save_weights_only: bool = option(
+        "Save checkpoints without optimizer states; such a run cannot be resumed.", False
+    )
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, keep=1)
+        parse_interval(self.save_every)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationSettings:
+    """What to evaluate on, and which prompts to answer during training."""
+
+    eval_data: tuple[str, ...] = option("Held-out data for evaluation. Repeatable.", ())
+    eval_split: float | None = option("Fraction of the data to hold out for evaluation.", None)
+    eval_every: int | None = option(
+        "Number of steps between evaluations (default: only before and after training).", None
+    )
+    sample_prompts: str | None = option(
+        "JSON Lines file of prompts that the model answers at each evaluation.", None
+    )
+    sample_new: int = option("Maximum number of new tokens per sample answer.", 64)
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, sample_new=1)
+        _require_positive(self, "eval_every")
+        both = bool(self.eval_data) and self.eval_split is not None
+        _refuse("eval_split", both, "cannot be combined with eval_data", self.eval_split)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggingSettings:
+    """Where metrics go in addition to metrics.jsonl."""
+
+    log: tuple[str, ...] = option(
+        "Experiment trackers: `tensorboard`, `wandb`, or both separated by a comma.", ()
+    )
+
+    def __post_init__(self) -> None:
+        unknown = not set(self.log) <= {"tensorboard", "wandb"}
+        _refuse("log", unknown, "must be tensorboard, wandb or both", list(self.log))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """All settings of a run, grouped by concern."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    logging: LoggingSettings = field(default_factory=LoggingSettings)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], *, source: str = "") -> Settings:
+        """Build settings from values by field name; all others have their defaults.
+
+        Raises SettingsError, which names the field and, if given, the `source` of the values.
+        """
+        return cls().replace(values, source=source)
+
+    def replace(self, values: Mapping[str, Any], *, source: str = "") -> Self:
+        """Copy the settings with new values, given by field name."""
+        by_group: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            by_group.setdefault(_group_of(name, values, source), {})[name] = _convert(name, value)
+        changed = {
+            group: _replace_group(getattr(self, group), new, source)
+            for group, new in by_group.items()
+        }
+        return dataclasses.replace(self, **changed)
+
+    def flat(self) -> dict[str, Any]:
+        """All values by field name, without the groups."""
+        return {name: getattr(getattr(self, group), name) for name, group in GROUP_OF.items()}
+
+
+GROUPS: Mapping[str, Any] = get_type_hints(Settings)
+"""Class of each group, by the group's name."""
+
+GROUP_OF: Mapping[str, str] = {
+    f.name: group for group, cls in GROUPS.items() for f in dataclasses.fields(cls)
+}
+"""Name of the group that each field belongs to, by the field's name."""
+
+TYPES: Mapping[str, Any] = {
+    name: hint for cls in GROUPS.values() for name, hint in get_type_hints(cls).items()
+}
+"""Type of each field, by the field's name."""
+
+AFFECTS_RESULT = (
+    *("context", "batch", "moments", "lr", "schedule", "warmup", "betas", "weight_decay", "clip"),
+    *("dtype", "freeze", "model_config", "deterministic", "seed", "overlong", "on_nonfinite"),
+)
+"""Settings that can change the trained weights. A resume reports those that differ."""
+
+
+def settings_fields(names: Iterable[str] | None = None) -> list[dataclasses.Field[Any]]:
+    """List the fields of all groups, or the named ones."""
+    by_name = {f.name: f for cls in GROUPS.values() for f in dataclasses.fields(cls)}
+    return [by_name[name] for name in (by_name if names is None else names)]
+
+
+# Intervals between checkpoints.
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_SECONDS = {
+    **dict.fromkeys(("s", "sec"), 1),
+    **dict.fromkeys(("m", "min"), _MINUTE),
+    **dict.fromkeys(("h", "hour", "hours"), _HOUR),
+    "d": _DAY,
+}
+_INTERVAL = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A number of steps or a number of seconds; exactly one of them is set."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def is_due(self, *, steps: int, seconds: float) -> bool:
+        """Tell whether the interval has passed, given the steps and seconds since the last time."""
+        if self.steps is not None:
+            return steps >= self.steps
+        assert self.seconds is not None
+        return seconds >= self.seconds and steps > 0
+
+
+def parse_interval(text: str, field: str = "save_every") -> Interval:
+    """Parse a duration such as `30min`, `90s` or `2h`, or a number of steps."""
+    match = _INTERVAL.fullmatch(text.lower())
+    if match and not match[2] and match[1].isdigit() and int(match[1]) > 0:
+        return Interval(steps=int(match[1]))
+    if match and match[2] in _SECONDS and float(match[1]) > 0:
+        return Interval(seconds=float(match[1]) * _SECONDS[match[2]])
+    raise SettingsError(
+        field, f"must be a duration such as 30min, 90s or 2h, or a number of steps, got {text!r}"
+    )
+
+
+# Layers: defaults, the run.yaml of a resumed run, --config, the command line.
+
+Layer = Mapping[str, Any]
+"""Values from one source, by field name."""
+
+_EXCLUDES: Mapping[str, Sequence[str]] = {
+    "steps": ("epochs",),
+    "epochs": ("steps",),
+    "eval_data": ("eval_split",),
+    "eval_split": ("eval_data",),
+    "plan": BUDGETS,
+    **dict.fromkeys(BUDGETS, ("plan",)),
+}
+"""A value in a stronger layer removes the fields that exclude it from the weaker layers."""
+
+
+def merge_layers(layers: Sequence[tuple[str, Layer]]) -> Settings:
+    """Merge layers, each with the name of its source, into settings. The last layer wins."""
+    merged: dict[str, Any] = {}
+    for source, layer in layers:
+        # Check each layer by itself, so that the message names the file with the wrong value.
+        Settings.of(layer, source=source)
+        values = {name: _convert(name, value) for name, value in layer.items()}
+        for name, value in values.items():
+            if value not in (None, (), []):
+                for excluded in _EXCLUDES.get(name, ()):
+                    if excluded not in values:
+                        merged.pop(excluded, None)
+            if name == "model_config" and isinstance(value, Mapping):
+                value = {**merged.get(name, {}), **value}
+            merged[name] = value
+    return Settings.of(merged)
+
+
+def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
+    """Parse model config overrides such as `rope_theta=1e6`. A value that is not JSON is text."""
+    changes = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        if not sign or not name.strip():
+            raise SettingsError("model_config", f"must have the form rope_theta=1e6, got {text!r}")
+        try:
+            changes[name.strip()] = json.loads(value)
+        except ValueError:
+            changes[name.strip()] = value
+    return changes
+
+
+# YAML.
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read settings from a YAML file, by field name.
+
+    The file may be nested by group, as `write_yaml` writes it, or flat, as earlier versions wrote
+    it. Names may have hyphens or underscores. `merge_layers` checks names and values.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as failed:
+        raise SettingsError("", f"cannot be read: {failed.strerror}", where=str(path)) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as wrong:
+        first = str(wrong).splitlines()[0]
+        raise SettingsError("", f"is not YAML: {first}", where=str(path)) from None
+    if content is None:
+        return {}
+    return _flatten(_named(content, "", str(path)), str(path))
+
+
+def write_yaml(settings: Settings, path: str | Path, remarks: Sequence[str] = ()) -> None:
+    """Write all settings to a YAML file, nested by group, with the remarks as comments on top."""
+    import yaml
+
+    plain = {
+        group: {f.name: to_json(getattr(getattr(settings, group), f.name)) for f in fields}
+        for group, fields in ((name, dataclasses.fields(cls)) for name, cls in GROUPS.items())
+    }
+    text = "".join(f"# {remark}\n" for remark in remarks)
+    text += yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    # Rename a complete draft into place: a reader never sees half a file.
+    draft = Path(path).with_name(f".{Path(path).name}.tmp")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
+def _flatten(content: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Replace each group by its fields."""
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        # `model`, `data` and `schedule` name a group and a field of it. No such field is a mapping.
+        if name in GROUPS and (isinstance(value, Mapping) or name not in GROUP_OF):
+            fields = {} if value is None else _named(value, name, path)
+        else:
+            fields = {name: value}
+        for field_name, field_value in fields.items():
+            if field_name in flat:
+                raise SettingsError(field_name, "is given twice", where=path)
+            flat[field_name] = field_value
+    return flat
+
+
+def _named(content: Any, name: str, path: str) -> dict[str, Any]:
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise SettingsError(name, "must map names to values", where=path)
+    return {key.replace("-", "_"): value for key, value in content.items()}
+
+
+# Conversion and checks.
+
+
+def _group_of(name: str, values: Layer, source: str) -> str:
+    if name in GROUP_OF:
+        return GROUP_OF[name]
+    close = difflib.get_close_matches(name, [known for known in GROUP_OF if known not in values], 1)
+    hint = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(GROUP_OF)}"
+    raise SettingsError(name, f"is not a setting; {hint}", where=source)
+
+
+def _replace_group(group: Any, values: Mapping[str, Any], source: str) -> Any:
+    unchanged = {f.name: getattr(group, f.name) for f in dataclasses.fields(group)}
+    try:
+        return from_json(type(group), {**unchanged, **values})
+    except RecordError as wrong:
+        raise SettingsError(wrong.field, wrong.problem, where=source) from None
+
+
+def _convert(name: str, value: Any) -> Any:
+    """Convert what users write on the command line, in YAML or in Python to the field's type."""
+    hint = TYPES.get(name)
+    if value is None and name in _OFF:
+        return _OFF[name]
+    if get_origin(hint) is tuple:
+        if isinstance(value, str):
+            value = value.split(",") if name in COMMA_SEPARATED else [value]
+        if float in get_args(hint) and isinstance(value, list | tuple):
+            value = [_to_float(item) for item in value]
+        return value
+    if hint is str and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if hint is float or (hint is not None and float in get_args(hint)):
+        return _to_float(value)
+    return value
+
+
+_OFF: Mapping[str, Any] = {"micro_batch": "auto", "clip": 0.0}
+"""What None means for fields that have another word for it: Python callers write `clip=None`."""
+
+COMMA_SEPARATED = ("betas", "log")
+"""Tuples that are written as one text with commas."""
+
+
+def _to_float(value: Any) -> Any:
+    """Convert text to a number where possible: YAML 1.1 reads 1e-5 as text."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _require_at_least(group: Any, **least: float) -> None:
+    for name, value in least.items():
+        given = getattr(group, name)
+        _refuse(name, given < value, f"must be at least {value}", given)
+
+
+def _require_positive(group: Any, *names: str) -> None:
+    for name in names:
+        given = getattr(group, name)
+        _refuse(name, given is not None and given <= 0, "must be greater than 0", given)
+
+
+def _refuse(name: str, wrong: bool, rule: str, given: object) -> None:
+    if wrong:
+        raise SettingsError(name, f"{rule}, got {given}")
