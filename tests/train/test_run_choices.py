@@ -39,7 +39,7 @@ def test_a_plan_for_another_batch_is_refused(runs: Runs, whole: Whole, tmp_path:
 
     assert ended.code == 1
     assert "batch: is 8" in ended.errors
-    assert "was made for 4" in ended.errors
+    assert "is for 4" in ended.errors
 
 
 def test_flags_win_over_the_file(runs: Runs, tmp_path: Path) -> None:
