@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from penstock.checkpoint import direct_writer
 from penstock.checkpoint.errors import CheckpointWriteError
 from penstock.checkpoint.reader import ShardReader
 from penstock.checkpoint.safetensors_header import DTYPES, parse_header
 from penstock.checkpoint.writer import ShardWriter, TensorOut
+from penstock.storage import direct_file
 from tests.support.safetensors_files import random_tensor, read, same_bits, tensor_out
 
 NAMES = st.text(st.characters(codec="utf-8"), max_size=12).filter(lambda s: s != "__metadata__")
@@ -135,7 +135,7 @@ def test_progress_counts_every_byte_to_the_end(tmp_path: Path) -> None:
     assert {what for _, _, what in seen} == {"", "t0", "t1", "t2", "t3"}
 
 
-@pytest.mark.parametrize("size", [8, 3_000_001, direct_writer.BUFFER])
+@pytest.mark.parametrize("size", [8, 3_000_001, direct_file.BUFFER_NBYTES])
 def test_all_parts_may_be_one_buffer(tmp_path: Path, size: int) -> None:
     """Each has been taken before the next is asked for."""
     part = torch.empty(size, dtype=torch.uint8)
@@ -232,7 +232,7 @@ def test_a_file_system_that_refuses_only_the_write_goes_through_the_page_cache(
         return whole(fd, data, at)
 
     monkeypatch.setattr(os, "pwrite", refusing)
-    tensor = torch.arange(direct_writer.BUFFER, dtype=torch.int32)  # four buffers of it
+    tensor = torch.arange(direct_file.BUFFER_NBYTES, dtype=torch.int32)  # four buffers of it
     ShardWriter([tensor_out("t", tensor)]).write(tmp_path)
 
     with ShardReader(tmp_path) as reader:
@@ -247,7 +247,7 @@ def test_requests_may_end_in_any_order(tmp_path: Path, monkeypatch: pytest.Monke
         return whole(fd, data, at)
 
     monkeypatch.setattr(os, "pwrite", late)
-    size = 3 * direct_writer.REQUESTS * direct_writer.BUFFER // 4 + 1001
+    size = 3 * direct_file.REQUESTS * direct_file.BUFFER_NBYTES // 4 + 1001
     tensor = torch.arange(size, dtype=torch.int32)
     ShardWriter([tensor_out("t", tensor)]).write(tmp_path)
 
@@ -256,12 +256,12 @@ def test_requests_may_end_in_any_order(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_was_reserved_and_not_needed_is_given_back(tmp_path: Path) -> None:
-    size = direct_writer.BUFFER // 4 * 3
+    size = direct_file.BUFFER_NBYTES // 4 * 3
     ShardWriter([tensor_out("t", torch.zeros(size, dtype=torch.int32))]).write(tmp_path)
 
     found = os.stat(tmp_path / "model.safetensors")
     assert 4 * size < found.st_size < 4 * size + 4096
-    assert found.st_blocks * 512 <= direct_writer.BUFFER * 4
+    assert found.st_blocks * 512 <= direct_file.BUFFER_NBYTES * 4
 
 
 def test_a_request_that_fails_in_the_middle_leaves_no_file(
@@ -270,12 +270,14 @@ def test_a_request_that_fails_in_the_middle_leaves_no_file(
     whole = os.pwrite
 
     def failing(fd: int, data: memoryview, at: int) -> int:
-        if at == 2 * direct_writer.BUFFER:
+        if at == 2 * direct_file.BUFFER_NBYTES:
             raise OSError(5, "Input/output error")
         return whole(fd, data, at)
 
     monkeypatch.setattr(os, "pwrite", failing)
-    tensor = torch.zeros(4 * direct_writer.REQUESTS * direct_writer.BUFFER // 4, dtype=torch.int32)
+    tensor = torch.zeros(
+        4 * direct_file.REQUESTS * direct_file.BUFFER_NBYTES // 4, dtype=torch.int32
+    )
     with pytest.raises(CheckpointWriteError, match="Input/output error"):
         ShardWriter([tensor_out("t", tensor)]).write(tmp_path)
 

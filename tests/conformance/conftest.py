@@ -1,4 +1,4 @@
-"""Every ground that a store must work on: files, memory and raw devices, by either engine."""
+"""Fixtures for every kind of storage: files, memory and raw devices, with either engine."""
 
 from __future__ import annotations
 

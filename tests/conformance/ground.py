@@ -1,4 +1,4 @@
-"""Where the stores of the conformance suite go."""
+"""The paths, engines and options that the conformance suite creates stores with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = StoreOptions(request_nbytes=128 * KiB, depth=4)
 
 @dataclass(frozen=True)
 class Ground:
-    """Where a store of one parametrisation goes."""
+    """Path, engine and verification of one parametrization."""
 
     path: str
     engine: EngineName

@@ -1,20 +1,20 @@
-"""What lies on disk, and whether it is what was written."""
+"""The bytes on disk, and the detection of corrupted ones."""
 
 from __future__ import annotations
 
 import pytest
 
 from penstock import _native
-from penstock.storage.errors import (
-    ChecksumError,
-)
+from penstock.storage.errors import ChecksumError
 from penstock.storage.header import DATA_OFFSET
 from penstock.storage.store import Store
 from tests.conformance.ground import UNIT, Ground
 from tests.support.disks import Buffers
 
 
-def test_a_flipped_bit_is_a_named_error(ground: Ground, buffers: Buffers) -> None:
+def test_a_flipped_bit_raises_an_error_that_names_the_extent(
+    ground: Ground, buffers: Buffers
+) -> None:
     with ground.create() as store:
         extent = store.allocate(4 * UNIT, name="layers.3.moments")
         source = buffers.random(4 * UNIT)
@@ -30,22 +30,22 @@ def test_a_flipped_bit_is_a_named_error(ground: Ground, buffers: Buffers) -> Non
         with pytest.raises(ChecksumError, match=r"layers\.3\.moments: .* other bytes") as wrong:
             ticket.wait()
         assert (wrong.value.extent, wrong.value.offset) == ("layers.3.moments", 2 * UNIT)
-        store.start_read(extent, back[: 2 * UNIT]).wait()  # the rest of it is well
+        store.start_read(extent, back[: 2 * UNIT]).wait()  # other units are intact
         store.start_write(extent, source).wait()
         store.start_read(extent, back).wait()
         assert back == source
 
 
 def _flip(store: Store, offset: int) -> None:
-    """One bit, straight on the disk."""
+    """Flip one bit directly on the disk."""
     volume = store.volumes[0]
     block = offset // 4096 * 4096
-    held = bytearray(volume.read_block(block, 4096))
-    held[offset - block] ^= 4
-    volume.write_block(block, bytes(held))
+    contents = bytearray(volume.read_block(block, 4096))
+    contents[offset - block] ^= 4
+    volume.write_block(block, bytes(contents))
 
 
-def test_bytes_lie_on_disk_as_they_are(ground: Ground, buffers: Buffers) -> None:
+def test_bytes_are_stored_unchanged(ground: Ground, buffers: Buffers) -> None:
     with ground.create() as store:
         extent = store.allocate(2 * UNIT, name="plain")
         source = buffers.random(2 * UNIT)

@@ -1,4 +1,4 @@
-"""From create to close: what every store promises on every kind of disk."""
+"""Creation and closing of a store, on every kind of disk."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.storage.errors import (
-    StoreClosedError,
-    StoreFullError,
-)
-from penstock.storage.store import Store, StoreOptions
+from penstock.storage.errors import StoreClosedError, StoreFullError
+from penstock.storage.store import StoreOptions
 from penstock.units import KiB, MiB
 from tests.conformance.ground import UNIT, Ground
 from tests.support.disks import Buffers
 
 
-def test_a_full_store_says_wanted_and_free(ground: Ground) -> None:
+def test_a_full_store_reports_how_much_was_needed_and_free(ground: Ground) -> None:
     with ground.create(1 * MiB) as store:
         store.allocate(512 * KiB, name="first")
 
@@ -30,23 +27,22 @@ def test_a_full_store_says_wanted_and_free(ground: Ground) -> None:
         store.allocate(512 * KiB, name="the rest")
 
 
-def test_every_byte_is_counted_per_step_and_per_run(ground: Ground, buffers: Buffers) -> None:
+def test_every_byte_is_counted(ground: Ground, buffers: Buffers) -> None:
     with ground.create() as store:
         extent = store.allocate(1 * MiB, name="counted")
         lane = buffers.random(1 * MiB)
         store.start_write(extent, lane).wait()
-        first = store.end_step()
+        first = store.stats
         store.start_write(extent, lane[: 2 * UNIT]).wait()
         store.start_read(extent, lane).wait()
-        second = store.end_step()
+        second = store.stats
 
-    assert (first.step_written_nbytes, first.step_read_nbytes) == (1 * MiB, 0)
-    assert (second.step_written_nbytes, second.step_read_nbytes) == (2 * UNIT, 1 * MiB)
+    assert (first.written_nbytes, first.read_nbytes) == (1 * MiB, 0)
     assert (second.written_nbytes, second.read_nbytes) == (1 * MiB + 2 * UNIT, 1 * MiB)
-    assert (second.steps, second.again) == (2, 0)
+    assert second.retries == 0
 
 
-def test_a_closed_store_is_closed(ground: Ground, buffers: Buffers) -> None:
+def test_a_closed_store_refuses_every_call(ground: Ground, buffers: Buffers) -> None:
     store = ground.create()
     extent = store.allocate(UNIT, name="late")
     assert store.close() == []
@@ -58,7 +54,7 @@ def test_a_closed_store_is_closed(ground: Ground, buffers: Buffers) -> None:
         store.allocate(1, name="later")
 
 
-def test_closing_with_transfers_under_way_returns(ground: Ground, buffers: Buffers) -> None:
+def test_closing_ends_transfers_in_flight(ground: Ground, buffers: Buffers) -> None:
     store = ground.create(options=StoreOptions(request_nbytes=UNIT, depth=1))
     extents = [store.allocate(1 * MiB, name=str(i)) for i in range(8)]
     lane = buffers.random(1 * MiB)
@@ -71,7 +67,7 @@ def test_closing_with_transfers_under_way_returns(ground: Ground, buffers: Buffe
         assert ticket.failure() is None or isinstance(ticket.failure(), StoreClosedError)
 
 
-def test_nothing_is_left_behind(ground: Ground, buffers: Buffers) -> None:
+def test_closing_leaves_nothing_behind(ground: Ground, buffers: Buffers) -> None:
     before = len(os.listdir("/proc/self/fd"))
     store = ground.create()
     extent = store.allocate(UNIT, name="gone")
@@ -99,29 +95,10 @@ def _magic(path: str) -> bytes:
         return disk.read(8)
 
 
-def test_a_kept_store_can_be_opened_again(ground: Ground, buffers: Buffers) -> None:
-    store = ground.create()
-    extents = [store.allocate(n, name=f"kept {n}") for n in (100, 2 * MiB, 5000)]
-    sources = [buffers.random(e.stored_nbytes) for e in extents]
-    data = store.volumes[0].data_path
-    for extent, source in zip(extents, sources, strict=True):
-        store.start_write(extent, source)
-    store.close(keep=True)
-
-    with Store.open(data, engine=ground.engine, verify=ground.verify) as again:
-        assert again.uuid == store.uuid
-        assert [(e.name, e.nbytes) for e in again] == [(e.name, e.nbytes) for e in extents]
-        for extent, expected in zip(extents, sources, strict=True):
-            back = buffers.zeros(extent.stored_nbytes)
-            again.start_read(again[extent.name], back).wait()
-            assert back == expected
-        assert again.allocate(1, name="new").start >= extents[-1].start + 4096
-
-
-def test_other_people_cannot_read_it(ground: Ground) -> None:
+def test_other_users_cannot_read_the_store(ground: Ground) -> None:
     with ground.create() as store:
         data = Path(store.volumes[0].data_path)
         if data.is_block_device():
-            pytest.skip("a device's mode is the administrator's")
+            pytest.skip("the administrator sets the mode of a device")
         assert stat.S_IMODE(data.stat().st_mode) == 0o600
         assert stat.S_IMODE(data.parent.stat().st_mode) == 0o700

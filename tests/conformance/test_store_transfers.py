@@ -1,4 +1,4 @@
-"""Bytes through a store: what every engine promises on every kind of disk."""
+"""Transfers of a store, with every engine and on every kind of disk."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ import threading
 
 import pytest
 
-from penstock.storage.errors import (
-    AlignmentError,
-    ExtentBusyError,
-)
+from penstock.storage.errors import AlignmentError, ExtentBusyError
 from penstock.storage.store import StoreOptions
 from penstock.units import KiB, MiB
 from tests.conformance.ground import UNIT, Ground
 from tests.support.disks import Buffers
 
 
-def test_what_is_written_comes_back(ground: Ground, buffers: Buffers) -> None:
+def test_reads_return_what_was_written(ground: Ground, buffers: Buffers) -> None:
     with ground.create() as store:
         sizes = [1, 4096, 4097, UNIT, UNIT + 1, 1_000_003, 3 * MiB]
         written = {}
         for nbytes in sizes:
-            extent = store.allocate(nbytes, name=f"of {nbytes}")
+            extent = store.allocate(nbytes, name=f"{nbytes} bytes")
             written[extent] = buffers.random(extent.stored_nbytes)
             store.start_write(extent, written[extent]).wait()
 
@@ -32,7 +29,7 @@ def test_what_is_written_comes_back(ground: Ground, buffers: Buffers) -> None:
             assert back == expected, extent
 
 
-def test_many_in_flight_finish_in_any_order(ground: Ground, buffers: Buffers) -> None:
+def test_many_transfers_in_flight_finish_in_any_order(ground: Ground, buffers: Buffers) -> None:
     with ground.create() as store:
         extents = [store.allocate(300 * KiB, name=f"e{i}") for i in range(20)]
         sources = [buffers.random(e.stored_nbytes) for e in extents]
@@ -51,7 +48,7 @@ def test_many_in_flight_finish_in_any_order(ground: Ground, buffers: Buffers) ->
         assert targets == sources
 
 
-def test_parts_can_be_moved_alone(ground: Ground, buffers: Buffers) -> None:
+def test_parts_of_an_extent_can_be_transferred_alone(ground: Ground, buffers: Buffers) -> None:
     with ground.create() as store:
         extent = store.allocate(5 * UNIT + 4096, name="parts")
         whole = buffers.random(extent.stored_nbytes)
@@ -69,7 +66,7 @@ def test_parts_can_be_moved_alone(ground: Ground, buffers: Buffers) -> None:
         assert back[:UNIT] == whole[:UNIT]
 
 
-def test_extents_do_not_touch_each_other(ground: Ground, buffers: Buffers) -> None:
+def test_extents_do_not_overlap(ground: Ground, buffers: Buffers) -> None:
     with ground.create() as store:
         extents = [store.allocate(n, name=str(n)) for n in (5000, 4096, 70_000, 1)]
         sources = [buffers.random(e.stored_nbytes) for e in extents]
@@ -84,7 +81,7 @@ def test_extents_do_not_touch_each_other(ground: Ground, buffers: Buffers) -> No
             assert back == expected
 
 
-def test_what_does_not_fit_the_disk_is_refused(ground: Ground, buffers: Buffers) -> None:
+def test_misaligned_transfers_are_refused(ground: Ground, buffers: Buffers) -> None:
     with ground.create() as store:
         extent = store.allocate(4 * UNIT, name="fussy")
         whole = buffers.zeros(4 * UNIT + 4096)
@@ -97,7 +94,7 @@ def test_what_does_not_fit_the_disk_is_refused(ground: Ground, buffers: Buffers)
             store.start_read(extent, whole[:5000])
         with pytest.raises(AlignmentError, match="bytes 0 to 266240"):
             store.start_write(extent, whole)
-        with pytest.raises(AlignmentError, match="wanted of a buffer"):
+        with pytest.raises(AlignmentError, match="do not fit in the buffer"):
             store.start_write(extent, whole[:UNIT], nbytes=2 * UNIT)
         with pytest.raises(BufferError):
             store.start_read(extent, bytes(UNIT))
@@ -115,7 +112,7 @@ def test_transfers_never_overtake_each_other(ground: Ground, buffers: Buffers) -
             store.start_read(extent, buffers.zeros(UNIT), offset=8 * MiB - UNIT).wait()
         except ExtentBusyError as busy:
             refused = str(busy)
-        # Either the write was done before the read was asked for, or the read was refused.
+        # Either the write was done before the read started, or the read was refused.
         assert refused == "" or "read of bytes that a write is still moving" in refused
         writing.wait()
         store.start_read(extent, source).wait()
@@ -141,10 +138,10 @@ def test_a_dropped_ticket_keeps_its_buffer(ground: Ground) -> None:
         assert back == expected
 
 
-def test_threads_share_a_store(ground: Ground, buffers: Buffers) -> None:
+def test_several_threads_share_a_store(ground: Ground, buffers: Buffers) -> None:
     failures: list[BaseException] = []
     with ground.create() as store:
-        extents = [store.allocate(256 * KiB, name=f"of {i}") for i in range(4)]
+        extents = [store.allocate(256 * KiB, name=f"extent {i}") for i in range(4)]
         pairs = [(buffers.random(256 * KiB), buffers.zeros(256 * KiB)) for _ in extents]
 
         def work(number: int) -> None:
@@ -154,19 +151,19 @@ def test_threads_share_a_store(ground: Ground, buffers: Buffers) -> None:
                     store.start_write(extents[number], source).wait()
                     store.start_read(extents[number], target).wait()
                     assert source == target
-            except BaseException as failed:
-                failures.append(failed)
+            except BaseException as error:
+                failures.append(error)
 
-        team = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in team:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
             thread.start()
-        for thread in team:
+        for thread in threads:
             thread.join()
 
     assert failures == []
 
 
-def test_registered_memory_gives_the_same_bytes(ground: Ground, buffers: Buffers) -> None:
+def test_registered_memory_transfers_the_same_bytes(ground: Ground, buffers: Buffers) -> None:
     with ground.create() as store:
         registered = store.register(buffers.arena)
         extent = store.allocate(2 * MiB, name="registered")

@@ -25,7 +25,7 @@ from tests.support.fakeroot import fake_root
     [
         (0, {}, "works: the kernel allows it, and storage uses it", ""),
         (errno.EPERM, {"proc/sys/kernel/io_uring_disabled": "2"}, "disabled=2", "sudo sysctl"),
-        (errno.ENOSYS, {}, "the kernel has none", "Linux 5.6"),
+        (errno.ENOSYS, {}, "the kernel does not support it", "Linux 5.6"),
         (errno.EPERM, {"proc/self/status": "Seccomp:\t2"}, "seccomp", "--security-opt"),
         (errno.EPERM, {}, "refused: Operation not permitted", "dmesg"),
     ],

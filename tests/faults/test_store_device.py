@@ -1,4 +1,4 @@
-"""Disks that fail, for real: nbdkit's error and delay filters behind a loop device."""
+"""Failing disks: the error and delay filters of nbdkit behind a loop device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine(request: pytest.FixtureRequest) -> EngineName:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_bad_disk_is_an_error_with_name_path_offset_and_errno(
+def test_a_failing_disk_raises_an_error_with_name_path_offset_and_errno(
     tmp_path: Path, engine: EngineName, verify: bool
 ) -> None:
     buffers = Buffers()
@@ -48,26 +48,26 @@ def test_a_bad_disk_is_an_error_with_name_path_offset_and_errno(
     ):
         good, bad = (store.allocate(4 * UNIT, name=name) for name in ("layers.0", "layers.1"))
         store.start_write(good, source).wait()
-        disk.break_it()
+        disk.fail()
         with pytest.raises(TransferError, match=r"write of layers\.1 failed: /dev/") as failed:
             store.start_write(bad, source).wait()
         with pytest.raises(LostExtentError, match=r"layers\.1: 262144 B at 0 were lost"):
             store.start_read(bad, source)
-        disk.mend_it()
+        disk.repair()
 
         assert (failed.value.extent, failed.value.path) == ("layers.1", disk.device)
         assert (failed.value.errno, failed.value.length) == (errno.EIO, 4 * UNIT)
         assert failed.value.offset == 1 * MiB + bad.start
-        assert store.stats.again == 3
+        assert store.stats.retries == 3
         back = buffers.zeros(4 * UNIT)
-        store.start_read(good, back).wait()  # its neighbour is well
+        store.start_read(good, back).wait()  # other extents are intact
         assert back == source
         store.start_write(bad, source).wait()
         store.start_read(bad, back).wait()
         assert back == source
 
 
-def test_a_read_that_fails_says_so_too(tmp_path: Path, engine: EngineName) -> None:
+def test_a_failing_read_raises_a_transfer_error(tmp_path: Path, engine: EngineName) -> None:
     buffers = Buffers()
     source = buffers.random(4 * UNIT)
     with (
@@ -76,14 +76,14 @@ def test_a_read_that_fails_says_so_too(tmp_path: Path, engine: EngineName) -> No
     ):
         extent = store.allocate(4 * UNIT, name="moments")
         store.start_write(extent, source).wait()
-        disk.break_it()
+        disk.fail()
         with pytest.raises(TransferError, match=r"read of moments failed.*errno 5"):
             store.start_read(extent, source).wait()
-        disk.mend_it()
+        disk.repair()
         store.start_read(extent, source).wait()
 
 
-def test_errors_now_and_then_are_not_seen(tmp_path: Path, engine: EngineName) -> None:
+def test_occasional_errors_are_retried(tmp_path: Path, engine: EngineName) -> None:
     buffers = Buffers()
     options = StoreOptions(request_nbytes=UNIT, depth=4)
     rates = ("error-pread-rate=3%", "error-pwrite-rate=3%")
@@ -93,16 +93,16 @@ def test_errors_now_and_then_are_not_seen(tmp_path: Path, engine: EngineName) ->
     ):
         extent = store.allocate(4 * MiB, name="often")
         source, back = buffers.random(4 * MiB), buffers.zeros(4 * MiB)
-        disk.break_it()  # three in a hundred requests
+        disk.fail()  # three percent of the requests
         for _ in range(200):
             store.start_write(extent, source).wait()
             store.start_read(extent, back).wait()
             assert back == source
-            if store.stats.again > 0:
+            if store.stats.retries > 0:
                 break
-        disk.mend_it()
+        disk.repair()
 
-        assert store.stats.again > 0
+        assert store.stats.retries > 0
 
 
 CHILD = """
@@ -122,14 +122,14 @@ if scene == "interrupt":
     try:
         ticket.wait()
     except KeyboardInterrupt:
-        print("interrupted", "done" if ticket.done else "under way")
+        print("interrupted", "done" if ticket.done else "in flight")
 else:
-    ticket.settle(0.3)  # time for a worker to take it: what has not begun is not hanging
-    with warnings.catch_warnings(record=True) as said:
+    ticket.settle(0.3)  # let a worker start it: a request that has not started is cancelled instead
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hanging = store.close(timeout=0.05)
     print("hanging", len(hanging), hanging[0])
-    print("said", said[0].message)
+    print("warning:", caught[0].message)
     ticket.settle()
     print("in the end", ticket.failure())
 """
@@ -149,10 +149,10 @@ def run_child(device: str, engine: str, scene: str) -> str:
 
 def test_ctrl_c_ends_a_wait(tmp_path: Path, engine: EngineName) -> None:
     with faulty_device(tmp_path, DISK, "delay-write=600ms") as disk:
-        assert run_child(disk.device, engine, "interrupt") == "interrupted under way\n"
+        assert run_child(disk.device, engine, "interrupt") == "interrupted in flight\n"
 
 
-def test_closing_over_a_hung_disk_returns_and_says_what_hangs(
+def test_closing_with_a_hung_disk_returns_and_names_the_requests(
     tmp_path: Path, engine: EngineName
 ) -> None:
     with faulty_device(tmp_path, DISK, "delay-write=1") as disk:
@@ -164,12 +164,12 @@ def test_closing_over_a_hung_disk_returns_and_says_what_hangs(
 
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
-def test_no_space_at_create_says_wanted_and_free(
+def test_creating_on_a_full_disk_reports_how_much_was_needed_and_free(
     tmp_path: Path, engine: EngineName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_native, "allocate_space", lambda fd, nbytes: errno.ENOSPC)
 
-    with pytest.raises(DiskFullError, match=r"8\.00 MiB wanted, .* free; .*store ls") as full:
+    with pytest.raises(DiskFullError, match=r"needs 8\.00 MiB, .* free; .*store ls") as full:
         Store.create(tmp_path / "run", 8 * MiB)
 
     assert full.value.wanted == 8 * MiB
@@ -178,25 +178,25 @@ def test_no_space_at_create_says_wanted_and_free(
 
 
 @pytest.mark.filterwarnings("ignore:.*O_DIRECT")
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+def test_a_full_file_system_is_reported(tmp_path: Path) -> None:
     mounted = tmp_path / "small"
     mounted.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", mounted]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("needs to mount a tmpfs of 4 MiB")
     try:
-        with pytest.raises(DiskFullError, match=r"8\.00 MiB wanted, [0-9.]+ MiB free"):
+        with pytest.raises(DiskFullError, match=r"needs 8\.00 MiB, and [0-9.]+ MiB are free"):
             Store.create(mounted, 8 * MiB)
         assert os.listdir(mounted) == []
     finally:
         subprocess.run(["umount", mounted], check=True)
 
 
-def test_a_device_smaller_than_asked_for(tmp_path: Path) -> None:
+def test_a_device_smaller_than_the_capacity_is_refused(tmp_path: Path) -> None:
     with loop_device(tmp_path, 4 * MiB) as device:
-        with pytest.raises(DiskFullError, match=r"8\.00 MiB wanted, 3\.00 MiB free"):
+        with pytest.raises(DiskFullError, match=r"needs 8\.00 MiB, and 3\.00 MiB are free"):
             Store.create(device, 8 * MiB)
-        with Store.create(device) as store:  # as much as there is
+        with Store.create(device) as store:  # the whole device
             assert store.stats.capacity == 3 * MiB
 
 
@@ -212,11 +212,11 @@ def test_a_device_with_a_file_system_is_refused_and_left_alone(tmp_path: Path) -
 
         with Store.create(device, erase=True):
             pass
-        with Store.create(device):  # nothing of it is left to be found
+        with Store.create(device):  # no signature is left
             pass
 
 
-def test_a_mounted_device_is_refused_even_to_be_erased(tmp_path: Path) -> None:
+def test_a_mounted_device_is_refused_even_with_erase(tmp_path: Path) -> None:
     with loop_device(tmp_path, 8 * MiB) as device, contextlib.ExitStack() as ending:
         mounted = tmp_path / "mounted"
         mounted.mkdir()
@@ -230,7 +230,7 @@ def test_a_mounted_device_is_refused_even_to_be_erased(tmp_path: Path) -> None:
             Store.create(device, erase=True)
 
 
-def test_two_stores_cannot_have_one_device(tmp_path: Path) -> None:
+def test_two_stores_cannot_share_a_device(tmp_path: Path) -> None:
     with loop_device(tmp_path, 8 * MiB) as device, Store.create(device):
         with pytest.raises((DeviceInUseError, DeviceNotEmptyError)):
             Store.create(device)

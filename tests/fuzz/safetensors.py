@@ -1,7 +1,7 @@
-"""A campaign against the reader of safetensors headers: `make fuzz`, 10^6 executions.
+"""Fuzz the parser of safetensors headers: `make fuzz`, 10^6 executions.
 
-Not collected by pytest. Each is judged by the safetensors library too; any crash, or any file that
-one reads and the other does not, is an assertion with the seed that brings it back.
+pytest does not collect this file. The safetensors library parses each file as well. A crash, or a
+file that only one of the two accepts, raises AssertionError with the seed that reproduces it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--executions", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
-    chosen = parser.parse_args()
+    args = parser.parse_args()
     good = corpus()
     outcomes: Counter[str] = Counter()
-    began = time.monotonic()
-    for number in range(chosen.executions):
-        seed = chosen.seed * chosen.executions + number
+    start = time.monotonic()
+    for number in range(args.executions):
+        seed = args.seed * args.executions + number
         try:
             outcomes[check_one(mutate(good[number % len(good)], random.Random(seed)))] += 1
-        except BaseException as failed:
-            raise AssertionError(f"seed {seed}") from failed
-    seconds = time.monotonic() - began
-    print(f"{chosen.executions} executions in {seconds:.0f} s, none wrong")
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}") from error
+    seconds = time.monotonic() - start
+    print(f"{args.executions} executions in {seconds:.0f} s, no failures")
     for outcome, count in outcomes.most_common():
         print(f"{count:10} {outcome}")
 

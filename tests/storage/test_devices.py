@@ -1,4 +1,4 @@
-"""Raw devices: what they carry and who uses them, from pictures of disks and of /sys."""
+"""Raw devices: their signatures and users, from synthetic disks and a synthetic /sys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from penstock.storage.devices import (
     inspect_device,
     logical_block,
 )
-from penstock.storage.endurance import drive_of, parse_health_log, wear_of
 from penstock.storage.errors import DeviceInUseError, DeviceNotEmptyError
 from penstock.storage.header import MAGIC
 from penstock.units import KiB, MiB
@@ -35,29 +34,29 @@ def found_on(marks: dict[int, bytes], nbytes: int = DISK) -> list[str]:
     return find_signatures(lambda offset, length: bytes(disk[offset : offset + length]), nbytes)
 
 
-def test_an_empty_disk_carries_nothing() -> None:
+def test_an_empty_disk_has_no_signatures() -> None:
     assert found_on({}) == []
     assert found_on({}, nbytes=512) == []
 
 
 @pytest.mark.parametrize(("name", "offset", "magic"), FROM_START)
-def test_what_lies_at_the_front(name: str, offset: int, magic: bytes) -> None:
+def test_signatures_at_the_start_are_found(name: str, offset: int, magic: bytes) -> None:
     assert name in found_on({offset: magic})
 
 
 @pytest.mark.parametrize(("name", "back", "magic"), FROM_END)
-def test_what_lies_at_the_end(name: str, back: int, magic: bytes) -> None:
+def test_signatures_at_the_end_are_found(name: str, back: int, magic: bytes) -> None:
     assert name in found_on({DISK - back: magic})
 
 
-@pytest.mark.parametrize("place", [0, 4 * KiB, DISK - 64 * KiB, DISK - 8 * KiB])
-def test_raid_superblocks_of_every_version(place: int) -> None:
-    assert found_on({place: struct.pack("<I", 0xA92B4EFC)}) == ["a Linux RAID member"]
+@pytest.mark.parametrize("offset", [0, 4 * KiB, DISK - 64 * KiB, DISK - 8 * KiB])
+def test_raid_superblocks_of_every_version_are_found(offset: int) -> None:
+    assert found_on({offset: struct.pack("<I", 0xA92B4EFC)}) == ["a Linux RAID member"]
 
 
 @pytest.mark.parametrize("label", [0, 256 * KiB, DISK - 512 * KiB, DISK - 256 * KiB])
 @pytest.mark.parametrize("order", ["<", ">"])
-def test_zfs_labels(label: int, order: str) -> None:
+def test_zfs_labels_are_found(label: int, order: str) -> None:
     uberblock = struct.pack(f"{order}Q", 0x00BAB10C)
 
     assert found_on({label + 128 * KiB + 7 * KiB: uberblock}) == ["a ZFS pool member"]
@@ -74,7 +73,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_what_the_real_tools_make_is_known(kind: str, tmp_path: Path) -> None:
+def test_disks_formatted_by_the_real_tools_are_recognized(kind: str, tmp_path: Path) -> None:
     command, expected = MAKERS[kind]
     if shutil.which(command[0]) is None:
         pytest.skip(f"needs {command[0]}")
@@ -108,7 +107,7 @@ def device(**changes: object) -> Device:
     return Device(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def test_a_device_that_holds_something_is_refused_with_what_it_is() -> None:
+def test_a_device_with_data_is_refused_and_its_signature_named() -> None:
     full = device(signatures=("an XFS file system",))
 
     with pytest.raises(DeviceNotEmptyError, match=r"990, 4\.00 MiB\) holds an XFS .* erase=True"):
@@ -117,12 +116,12 @@ def test_a_device_that_holds_something_is_refused_with_what_it_is() -> None:
     check_device(device(), erase=False)
 
 
-def test_a_device_in_use_is_refused_even_to_be_erased() -> None:
+def test_a_device_in_use_is_refused_even_with_erase() -> None:
     with pytest.raises(DeviceInUseError, match="nvme9n1p1 is mounted on /home"):
         check_device(device(uses=("nvme9n1p1 is mounted on /home",)), erase=True)
 
 
-def picture(root: Path, files: dict[str, str]) -> System:
+def make_system(root: Path, files: dict[str, str]) -> System:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -142,7 +141,7 @@ SYS = {
 def uses(tmp_path: Path, extra: dict[str, str]) -> tuple[str, ...]:
     from penstock.storage.devices import _uses
 
-    return tuple(_uses("7:0", picture(tmp_path, {**SYS, **extra})))
+    return tuple(_uses("7:0", make_system(tmp_path, {**SYS, **extra})))
 
 
 def test_a_mounted_device_is_in_use(tmp_path: Path) -> None:
@@ -166,7 +165,7 @@ def test_a_device_with_a_mounted_partition_is_in_use(tmp_path: Path) -> None:
     assert found == ("sda2 is mounted on /home",)
 
 
-def test_swap_and_stacks_are_uses(tmp_path: Path) -> None:
+def test_swap_and_stacked_devices_count_as_uses(tmp_path: Path) -> None:
     found = uses(
         tmp_path,
         {
@@ -180,8 +179,8 @@ def test_swap_and_stacks_are_uses(tmp_path: Path) -> None:
     assert found == ("sda is swap space", "sda is part of dm-3", "dm-3 is mounted on /srv")
 
 
-def test_the_block_size_of_a_partition_is_its_disks(tmp_path: Path) -> None:
-    system = picture(tmp_path, SYS)
+def test_the_block_size_is_read_from_sys_or_512(tmp_path: Path) -> None:
+    system = make_system(tmp_path, SYS)
     (tmp_path / "sys/dev/block/7:0/part").mkdir()
 
     assert logical_block("7:0", system) == 4096
@@ -200,28 +199,3 @@ def test_a_real_device_is_described(tmp_path: Path, sector: int) -> None:
     assert (seen.uses, seen.signatures) == ((), ())
     assert "loop device over" in seen.model
     assert marked.signatures == ("a Penstock store",)
-
-
-def test_a_drives_health_log() -> None:
-    log = bytearray(512)
-    log[5] = 3
-    log[48:64] = (2_000_000).to_bytes(16, "little")
-
-    wear = parse_health_log(bytes(log))
-
-    assert (wear.percentage_used, wear.written_nbytes) == (3, 1_024_000_000_000)
-    assert str(wear) == "3 % of its rated life used"
-    with pytest.raises(ValueError, match="512 B, got 10"):
-        parse_health_log(bytes(10))
-
-
-@pytest.mark.parametrize(
-    ("name", "drive"),
-    [("nvme1n1", "/dev/nvme1n1"), ("nvme0n2p3", "/dev/nvme0n2"), ("sda1", None), ("loop0", None)],
-)
-def test_the_drive_of_a_partition(name: str, drive: str | None) -> None:
-    assert drive_of(name) == drive
-
-
-def test_a_disk_that_cannot_be_asked_has_no_wear(tmp_path: Path) -> None:
-    assert wear_of(tmp_path / "nowhere") is None

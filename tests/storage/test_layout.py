@@ -1,4 +1,4 @@
-"""Extents and stripes: every byte has one place, and every path its share."""
+"""Layouts: every byte has one place, and every path gets its share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.units import KiB, MiB
 UNIT = 64 * KiB
 
 
-def test_one_path_is_one_run() -> None:
+def test_an_extent_on_one_path_is_one_piece() -> None:
     layout = Layout(pattern=(0,))
     extent = Extent("whole", 10 * MiB, 10 * MiB, 3 * MiB)
 
@@ -37,7 +37,7 @@ def test_every_byte_has_one_place(
 
     pieces = layout.pieces(extent, offset * UNIT, units * UNIT)
 
-    # In the buffer and in the extent they follow each other without a gap; on disk none overlap.
+    # Pieces are contiguous in the buffer and in the extent, and do not overlap on disk.
     into = 0
     for piece in pieces:
         assert (piece.into, piece.place) == (into, offset * UNIT + into)
@@ -60,7 +60,7 @@ def test_a_store_fits_what_its_paths_reserve(weights: list[float], rounds: int) 
         assert piece.offset + piece.nbytes <= reserved[piece.path]
 
 
-def test_the_place_of_a_byte_does_not_depend_on_how_it_is_reached() -> None:
+def test_the_place_of_a_byte_does_not_depend_on_the_transfer() -> None:
     layout = Layout(pattern=(0, 1, 0), stripe_nbytes=2 * UNIT)
     extent = Extent("e", 40 * UNIT, 40 * UNIT, 7 * UNIT)
     whole = {
@@ -77,7 +77,7 @@ def test_the_place_of_a_byte_does_not_depend_on_how_it_is_reached() -> None:
     ("weights", "counts"),
     [([1], [1]), ([3, 3], [1, 1]), ([2, 1], [2, 1]), ([7, 5], [7, 5]), ([1, 1, 2], [1, 1, 2])],
 )
-def test_turns_are_in_proportion(weights: list[float], counts: list[int]) -> None:
+def test_turns_are_in_proportion_to_the_weights(weights: list[float], counts: list[int]) -> None:
     pattern = make_pattern(weights)
 
     assert [pattern.count(path) for path in range(len(weights))] == counts
@@ -93,13 +93,13 @@ def test_no_path_waits_long_for_another(weights: list[float]) -> None:
     assert slowest / len(pattern) < 1.10  # of what it would take if all finished at once
 
 
-def test_turns_are_spread() -> None:
+def test_turns_are_spread_evenly() -> None:
     assert make_pattern([1, 1]) == (0, 1)
     assert make_pattern([3, 1]).index(1) in (1, 2)
 
 
 @pytest.mark.parametrize("weights", [[], [1, 0], [1, -1], [float("nan")], [1] * 33])
-def test_weights_that_mean_nothing(weights: list[float]) -> None:
+def test_invalid_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="positive weights"):
         make_pattern(weights)
 
@@ -114,6 +114,6 @@ def test_weights_that_mean_nothing(weights: list[float]) -> None:
         {"pattern": (0,), "stripe_nbytes": UNIT + 1},
     ],
 )
-def test_a_layout_that_cannot_be(wrong: dict[str, object]) -> None:
+def test_invalid_layouts_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="got"):
         Layout(**wrong)  # type: ignore[arg-type]

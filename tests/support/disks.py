@@ -1,4 +1,4 @@
-"""Disks that tests can have: directories, and loop devices where root allows."""
+"""Disks for tests: directories, and loop devices if the tests run as root."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.units import MiB
 
 @contextlib.contextmanager
 def loop_device(directory: Path, nbytes: int, *, sector: int = 512) -> Iterator[str]:
-    """A raw block device over a file. Skips, saying what is missing, where it cannot be had."""
+    """Create a raw block device over a file, or skip the test and say what is missing."""
     if os.geteuid() != 0 or shutil.which("losetup") is None:
         pytest.skip("needs root and losetup for a loop device")
     backing = directory / f"disk{sector}"
@@ -43,15 +43,15 @@ def loop_device(directory: Path, nbytes: int, *, sector: int = 512) -> Iterator[
 
 
 def direct_directory(directory: Path) -> Path:
-    """A directory whose file system has O_DIRECT."""
+    """Return the directory, or skip the test if its file system has no O_DIRECT."""
     if filesystem_of(directory) in ("tmpfs", "ramfs"):
-        pytest.skip(f"needs a temporary directory with O_DIRECT, {directory} is in memory")
+        pytest.skip(f"needs a temporary directory with O_DIRECT; {directory} is in memory")
     return directory
 
 
 @contextlib.contextmanager
 def memory_directory(name: str) -> Iterator[Path]:
-    """A directory without O_DIRECT."""
+    """Create a directory on a file system without O_DIRECT."""
     shared = Path("/dev/shm")
     if not os.access(shared, os.W_OK) or filesystem_of(shared) != "tmpfs":
         pytest.skip("needs a tmpfs on /dev/shm")
@@ -64,42 +64,42 @@ def memory_directory(name: str) -> Iterator[Path]:
 
 
 class Buffers:
-    """Aligned buffers of one arena."""
+    """Allocates aligned buffers from one arena."""
 
     def __init__(self, nbytes: int = 32 * MiB) -> None:
         self.arena = Arena(nbytes)
 
     def random(self, nbytes: int, *, align: int = 4096) -> memoryview:
-        made = self.zeros(nbytes, align=align)
-        made[:] = os.urandom(nbytes)
-        return made
+        buffer = self.zeros(nbytes, align=align)
+        buffer[:] = os.urandom(nbytes)
+        return buffer
 
     def zeros(self, nbytes: int, *, align: int = 4096) -> memoryview:
-        made = memoryview(self.arena.take(nbytes, align=align))
-        made[:] = bytes(nbytes)
-        return made
+        buffer = memoryview(self.arena.take(nbytes, align=align))
+        buffer[:] = bytes(nbytes)
+        return buffer
 
 
 @dataclass(frozen=True)
 class FaultyDisk:
-    """A raw device that fails while a file is there."""
+    """A raw device that fails while the file `switch` exists."""
 
     device: str
     switch: Path
 
-    def break_it(self) -> None:
+    def fail(self) -> None:
         self.switch.touch()
 
-    def mend_it(self) -> None:
+    def repair(self) -> None:
         self.switch.unlink()
 
 
 @contextlib.contextmanager
 def faulty_device(directory: Path, nbytes: int, *options: str) -> Iterator[FaultyDisk]:
-    """A loop device over FUSE over nbdkit, whose filters fail and delay: all in user space."""
+    """Create a loop device over FUSE over nbdkit, whose filters inject errors and delays."""
     missing = [t for t in ("nbdkit", "nbdfuse", "losetup", "fusermount3") if not shutil.which(t)]
     if os.geteuid() != 0 or missing or not os.path.exists("/dev/fuse"):
-        pytest.skip(f"needs root, /dev/fuse and {', '.join(missing) or 'nbdkit'} for a bad disk")
+        pytest.skip(f"needs root, /dev/fuse and {', '.join(missing) or 'nbdkit'} for a faulty disk")
     mounted, switch = directory / "disk", directory / "broken"
     mounted.touch()
     filters = ["--filter=error", "--filter=delay", "memory", str(nbytes)]
@@ -108,11 +108,11 @@ def faulty_device(directory: Path, nbytes: int, *options: str) -> Iterator[Fault
         socket = directory / "socket"
         server = subprocess.Popen(["nbdkit", "-f", "-U", socket, *filters, *errors])
         ending.callback(_end, server)
-        _until(socket.exists)
+        _wait_until(socket.exists)
         fuse = subprocess.Popen(["nbdfuse", "-C", "4", mounted, "--unix", socket])
         ending.callback(_end, fuse)
-        _until(lambda: mounted.stat().st_size == nbytes)
-        # Direct, or the page cache between them would swallow the faults.
+        _wait_until(lambda: mounted.stat().st_size == nbytes)
+        # Direct I/O, because the page cache in between would hide the faults.
         made = subprocess.run(
             ["losetup", "--direct-io=on", "-f", "--show", mounted],
             capture_output=True,
@@ -130,9 +130,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _until(holds: Callable[[], bool]) -> None:
+def _wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 20
-    while not holds():
+    while not condition():
         if time.monotonic() > end:
-            pytest.skip("nbdkit did not come up in 20 s")
+            pytest.skip("nbdkit did not start within 20 s")
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Headers for tests, and a fuzzer of them that both `make test` and `make fuzz` use."""
+"""Store headers for tests, and the header fuzzer that `make test` and `make fuzz` share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from uuid import UUID
 from penstock import _native
 from penstock.storage.errors import HeaderError
 from penstock.storage.header import HEADER_NBYTES, Header, parse_header
-from penstock.storage.layout import Extent, Layout
-from penstock.storage.table import parse_table, table_to_bytes
+from penstock.storage.layout import Layout
 from penstock.units import KiB, MiB
 
 KINDS = {kind: kind for kind in ("foreign", "newer", "corrupt")}
-"""Any other kind of refusal is a mistake, and a KeyError."""
+"""Looking up any other kind of refusal raises KeyError, which fails the test."""
 
 
 def header(**changes: object) -> Header:
@@ -37,8 +36,10 @@ def header(**changes: object) -> Header:
 
 
 def mutate(block: bytes, chance: random.Random) -> bytes:
-    """Bytes changed, cut, grown or swapped; half of the time the checksum is made good again, so
-    that what lies behind it is reached too."""
+    """Change or truncate a header at random.
+
+    Half of the time the checksum is recomputed, so that the checks behind it are reached as well.
+    """
     mutated = bytearray(block)
     for _ in range(chance.choice((1, 1, 2, 4, 16))):
         at = chance.randrange(160) if chance.random() < 0.9 else chance.randrange(len(mutated))
@@ -55,19 +56,19 @@ def mutate(block: bytes, chance: random.Random) -> bytes:
 
 
 def reseal(block: bytearray) -> None:
-    """A checksum that matches, where the length allows one."""
+    """Recompute the checksum, if the length field leaves room for one."""
     (length,) = struct.unpack_from("<I", block, 12)
     if length <= len(block) - 4:
         struct.pack_into("<I", block, length, _native.crc32c(bytes(block[:length])))
 
 
 def check_one(block: bytes, original: bytes) -> str:
-    """Whatever the bytes, a Header that says what they say, or a HeaderError. Returns which."""
+    """Parse any bytes and check that a Header or a HeaderError results. Return the outcome."""
     try:
         parsed = parse_header(block)
     except HeaderError as refused:
         return KINDS[refused.kind]
-    # Accepted: then it must be the very bytes it was read from, in everything that counts.
+    # An accepted header must serialize to the bytes that it was parsed from.
     length = struct.unpack_from("<I", block, 12)[0] + 4
     assert parsed.to_bytes()[:length] == block[:length]
     assert len(block) >= HEADER_NBYTES
@@ -78,19 +79,3 @@ def check_one(block: bytes, original: bytes) -> str:
         stripe_nbytes=parsed.stripe_nbytes,
     )
     return "same" if block[:length] == original[:length] else "accepted"
-
-
-def check_table(block: bytes, layout: Layout, capacity: int) -> str:
-    try:
-        extents = parse_table(block, layout, capacity)
-    except HeaderError as refused:
-        return KINDS[refused.kind]
-    for extent in extents:
-        assert extent.start >= 0
-        assert extent.start + extent.stored_nbytes <= capacity
-    return "accepted" if extents else "none"
-
-
-def table() -> bytes:
-    made = [Extent(f"layers.{i}", 4096 * (i + 1), 4096 * (i + 1), 65536 * i) for i in range(8)]
-    return table_to_bytes(made)

@@ -16,9 +16,6 @@ from penstock.errors import PenstockError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
-BLOCK = 4096
-"""Of what goes past the page cache, in the file and in memory: the largest block of a disk."""
-
 
 def check_room(out: str | Path, nbytes_needed: int) -> None:
     """CheckpointSpaceError if the disk of `out`, which need not be there yet, has less free."""

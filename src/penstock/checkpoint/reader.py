@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import errno
 import mmap
 import os
 import stat
@@ -16,7 +15,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from penstock.checkpoint.disk import BLOCK, bytes_of
+from penstock.checkpoint.disk import bytes_of
 from penstock.checkpoint.errors import (
     CheckpointReadError,
     CorruptIndexError,
@@ -37,6 +36,7 @@ from penstock.checkpoint.safetensors_header import (
 )
 from penstock.errors import RecordError
 from penstock.records import parse
+from penstock.storage.direct_file import BLOCK, is_direct_io_refused
 from penstock.units import round_up
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".bin.index.json")
@@ -265,7 +265,7 @@ def _read_direct(shard: _Shard, name: str, into: torch.Tensor, offset: int) -> N
             try:
                 got = os.preadv(shard.direct, [view[:wanted]], low) - skip
             except OSError as refused:  # some file systems say so only now
-                if refused.errno != errno.EINVAL:
+                if not is_direct_io_refused(refused):
                     raise
                 _read(shard, name, bytes_of(into[done:]), offset + done)
                 return

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.direct_writer import Output
 from penstock.checkpoint.disk import bytes_of, sync, told
 from penstock.checkpoint.safetensors_header import Entry, build_header
+from penstock.storage.direct_file import DirectWriter
 
 MAX_SHARD_NBYTES = 5_000_000_000
 """Of tensors in one file, as transformers has it."""
@@ -168,12 +168,12 @@ class _Count:
 
 
 @contextlib.contextmanager
-def _new_file(path: Path, mode: int, undo: contextlib.ExitStack) -> Iterator[Output]:
+def _new_file(path: Path, mode: int, undo: contextlib.ExitStack) -> Iterator[DirectWriter]:
     """A file that was not there before, synced at the end; `undo` will remove it."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     undo.callback(_remove, path)
     try:
-        with contextlib.closing(Output(fd)) as file:
+        with contextlib.closing(DirectWriter(fd)) as file:
             yield file
             file.sync()
     finally:
@@ -186,7 +186,7 @@ def _remove(path: Path) -> None:
         os.unlink(path)
 
 
-def _write_tensor(tensor: TensorOut, file: Output, count: _Count) -> None:
+def _write_tensor(tensor: TensorOut, file: DirectWriter, count: _Count) -> None:
     left = tensor.nbytes
     for part in tensor.parts():
         assert part.device.type == "cpu", f"{tensor.name}: a part is on {part.device}"

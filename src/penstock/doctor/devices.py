@@ -31,7 +31,7 @@ def check_io_uring(system: System) -> Finding:
         check="io_uring",
         status="warn",
         found=f"{choice.refusal.why}; storage uses {choice.name}",
-        fix=choice.refusal.mend,
+        fix=choice.refusal.fix,
         why="Storage falls back to threads: the results are the same, but each request needs more "
         "CPU time.",
     )

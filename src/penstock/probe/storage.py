@@ -20,11 +20,12 @@ from penstock import _native
 from penstock.errors import ProbeError
 from penstock.machine.machine import Figure, StorageOperation, StoragePath, StorageRate
 from penstock.probe.measurement import Effort, Progress, take_rate
-from penstock.storage.engines import choose_engine
+from penstock.storage.direct_file import BLOCK, DirectFile, is_direct_io_refused
+from penstock.storage.engines import choose_engine, wait_for_transfers
 from penstock.units import GiB, KiB, MiB, format_bytes
 
-ALIGNMENT = 4096
-"""Of direct requests. Every device in use takes it; many take 512."""
+ALIGNMENT = BLOCK
+"""Alignment of direct requests."""
 
 WORKERS = 2
 """Threads that serve io_uring, as many as a store has."""
@@ -40,8 +41,7 @@ class ScratchFile:
 
     def __init__(self, directory: Path, *, direct: bool = True) -> None:
         self._directory = directory
-        self.direct = direct
-        self._fd = self._open()
+        self._file = self._open(direct=direct)
 
     def __enter__(self) -> ScratchFile:
         return self
@@ -52,13 +52,17 @@ class ScratchFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        os.close(self._fd)
+        self._file.close()
+
+    @property
+    def direct(self) -> bool:
+        return self._file.direct
 
     @contextmanager
     def mover(self, buffer: memoryview, *, block: int, depth: int) -> Iterator[EngineMover]:
         """Moves blocks through the store's engine, `depth` in flight."""
         choice = choose_engine()
-        engine = _native.StoreEngine(choice.name, [self._fd], ALIGNMENT, block, depth, WORKERS)
+        engine = _native.StoreEngine(choice.name, [self._file.fd], ALIGNMENT, block, depth, WORKERS)
         try:
             yield EngineMover(engine, self._directory, buffer, block, depth)
         finally:
@@ -67,32 +71,29 @@ class ScratchFile:
     def finish_writes(self) -> None:
         """Return when what was written is off the page cache; direct writes never were on it."""
         if not self.direct:
-            os.fdatasync(self._fd)
+            os.fdatasync(self._file.fd)
 
     def forget(self) -> None:
         """Ask the page cache to let go, so that a read is one of the device."""
         if not self.direct:
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def _open(self) -> int:
-        if self.direct:
+    def _open(self, *, direct: bool) -> DirectFile:
+        if direct:
             try:
-                return self._checked(_open_nameless(self._directory, os.O_DIRECT))
-            except OSError as refused:
-                # Some file systems refuse at open, some at the first write.
-                if refused.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                file = DirectFile(_open_nameless(self._directory, os.O_DIRECT), direct=True)
+            except OSError as error:
+                if not is_direct_io_refused(error):
                     raise
-                self.direct = False
-        return _open_nameless(self._directory, 0)
-
-    def _checked(self, fd: int) -> int:
-        try:
-            with mmap.mmap(-1, ALIGNMENT) as block:
-                os.pwrite(fd, block, 0)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+            else:
+                # Some file systems refuse O_DIRECT only at the first write.
+                try:
+                    file.write_blocks(0, bytes(ALIGNMENT))
+                except BaseException:
+                    file.close()
+                    raise
+                return file
+        return DirectFile(_open_nameless(self._directory, 0), direct=False)
 
 
 class EngineMover:
@@ -120,8 +121,7 @@ class EngineMover:
             for write, some in zip((True, False), ways[operation], strict=True)
             if some
         ]
-        while not self._engine.wait(transfers, True, 0.1):
-            pass  # a look at the signals between two slices
+        wait_for_transfers(self._engine, transfers)
         failed = [transfer.failure for transfer in transfers if transfer.failure is not None]
         if not failed:
             return

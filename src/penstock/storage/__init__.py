@@ -1,1 +1,1 @@
-"""The NVMe tier: extents on files or raw devices. Room: hold."""
+"""The NVMe tier: named extents in files or on raw block devices."""

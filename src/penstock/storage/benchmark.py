@@ -1,7 +1,7 @@
-"""How fast a disk is through the store: `penstock bench storage`. Room: hold.
+"""Measure how fast a disk is through the store: `penstock bench storage`.
 
-Three patterns: reading, writing, and the sweep's mix, which reads extent k+1 while it writes
-extent k-1. Both directions of the mix count.
+There are three patterns: reading, writing, and the mix of an optimizer sweep, which reads one
+extent while it writes an earlier one. A rate counts the bytes of both directions.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Pattern = Literal["read", "write", "mixed"]
 PATTERNS: tuple[Pattern, ...] = ("write", "read", "mixed")
 
 _CHUNK = 32 * MiB
-"""An extent of the benchmark: a few layers' worth of one role."""
+"""Size of an extent of the benchmark, comparable to a few layers of one kind of state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """One row: bytes a second of each pass."""
+    """One row of the result."""
 
     engine: str
     pattern: Pattern
@@ -38,6 +38,7 @@ class Rate:
     depth: int
     verify: bool
     samples: tuple[float, ...]
+    """Bytes per second of each pass."""
 
     @property
     def median(self) -> float:
@@ -54,22 +55,23 @@ def bench_storage(
     erase: bool = False,
     progress: Callable[[float], None] = lambda done: None,
 ) -> list[Rate]:
-    """Rates of every engine that runs here. `progress` is called with the share done, 0 to 1."""
+    """Measure every engine that runs here. `progress` receives the share done, from 0 to 1."""
     engines = list(dict.fromkeys([choose_engine().name, "threads"]))
-    todo = [(engine, request) for engine in engines for request in request_nbytes]
+    configurations = [(engine, request) for engine in engines for request in request_nbytes]
     rates: list[Rate] = []
-    for number, (engine, request) in enumerate(todo):
+    for number, (engine, request) in enumerate(configurations):
         options = StoreOptions(request_nbytes=request)
         with Store.create(
             path, nbytes, engine=engine, verify=verify, erase=erase, options=options
         ) as store:
             bench = StorageBench(store, nbytes)
-            bench.run("write")  # the first write of new space pays for its metadata
+            # Do not time the first write: it also allocates the file system's metadata.
+            bench.run("write")
             samples: dict[Pattern, list[float]] = {pattern: [] for pattern in PATTERNS}
             for turn in range(passes):
                 for pattern in PATTERNS:
                     samples[pattern].append(bench.run(pattern))
-                progress((number + (turn + 1) / passes) / len(todo))
+                progress((number + (turn + 1) / passes) / len(configurations))
         rates += [
             Rate(
                 engine=engine, pattern=pattern, request_nbytes=request, depth=options.depth,
@@ -81,7 +83,7 @@ def bench_storage(
 
 
 class StorageBench:
-    """A row of extents over a store, moved through a few chunks of one arena."""
+    """Extents that cover a store, transferred through a few buffers."""
 
     def __init__(self, store: Store, nbytes: int, *, chunk: int = _CHUNK, lanes: int = 4) -> None:
         self._store = store
@@ -89,42 +91,44 @@ class StorageBench:
         chunk = nbytes // count // store.unit * store.unit
         self._extents = [store.allocate(chunk, name=f"chunk {i}") for i in range(count)]
         arena = Arena(lanes * chunk)
-        self._lanes = [arena.take(chunk, align=store.alignment) for _ in range(lanes)]
-        # Noise, which nothing below can compress, and the same everywhere: an extent then holds the
-        # same bytes whatever was written last, with its checksum or without.
+        self._buffers = [arena.take(chunk, align=store.alignment) for _ in range(lanes)]
+        # Random bytes cannot be compressed. They are the same in every buffer, so that an extent
+        # holds the same bytes whichever buffer was written last.
         noise = os.urandom(chunk)
-        for lane in self._lanes:
-            memoryview(lane)[:] = noise
+        for buffer in self._buffers:
+            memoryview(buffer)[:] = noise
         store.register(arena)
 
     @property
     def nbytes(self) -> int:
+        """Size of all extents."""
         return sum(extent.stored_nbytes for extent in self._extents)
 
     def run(self, pattern: Pattern) -> float:
-        """One pass over all extents; bytes a second."""
-        began = time.perf_counter()
+        """Make one pass over all extents and return bytes per second."""
+        start_time = time.perf_counter()
         moved = 0
         tickets: list[Ticket] = []
-        for start, lane in zip(self._starts(pattern), self._in_turn(), strict=False):
-            if len(tickets) == len(self._lanes):
-                tickets.pop(0).wait()  # the lane is free again
-            tickets.append(start(lane))
+        for start, buffer in zip(self._starts(pattern), self._cycle_buffers(), strict=False):
+            if len(tickets) == len(self._buffers):
+                tickets.pop(0).wait()  # its buffer is free again
+            tickets.append(start(buffer))
             moved += tickets[-1].length
         self._store.wait_all(tickets)
-        return moved / (time.perf_counter() - began)
+        return moved / (time.perf_counter() - start_time)
 
-    def _in_turn(self) -> Iterator[_native.Block]:
+    def _cycle_buffers(self) -> Iterator[_native.Block]:
         while True:
-            yield from self._lanes
+            yield from self._buffers
 
     def _starts(self, pattern: Pattern) -> Iterator[Callable[[_native.Block], Ticket]]:
+        """Yield functions that start the transfers of a pass in order."""
         store, extents = self._store, self._extents
         for number, extent in enumerate(extents):
             if pattern in ("read", "mixed"):
-                yield lambda lane, e=extent: store.start_read(e, lane)  # type: ignore[misc]
-            # The mix writes an extent whose read has been waited for: one that left its lane.
-            behind = len(self._lanes)
+                yield lambda buffer, e=extent: store.start_read(e, buffer)  # type: ignore[misc]
+            # The mix writes an extent whose read is done: the one that used this buffer before.
+            behind = len(self._buffers)
             target = extent if pattern == "write" else extents[number - behind]
             if pattern == "write" or (pattern == "mixed" and number >= behind):
-                yield lambda lane, e=target: store.start_write(e, lane)  # type: ignore[misc]
+                yield lambda buffer, e=target: store.start_write(e, buffer)  # type: ignore[misc]

@@ -1,7 +1,13 @@
-"""What a disk may carry that somebody would miss. Room: hold. Pure.
+"""Decide whether a raw block device is safe to write on.
 
-Places and magic numbers from the kernel's headers and util-linux's libblkid. Better one too many:
-a disk refused costs a flag, a disk overwritten costs a disk.
+A device is refused if it, one of its partitions or a device stacked on it is in use, and, unless
+erasing was requested, if it carries a known signature. The checks only read, and they run before
+the device is opened for writing. Opening it exclusively (O_EXCL) makes the kernel refuse devices in
+use as well; these checks add the reason.
+
+Offsets and magic numbers of the signatures are those of the kernel headers and of util-linux's
+libblkid. When in doubt a signature is listed: a refused disk costs a flag, an overwritten disk
+costs its data.
 """
 
 from __future__ import annotations
@@ -19,6 +25,10 @@ from penstock.storage.header import MAGIC
 from penstock.units import KiB, MiB
 
 Read = Callable[[int, int], bytes]
+"""Reads `length` bytes at `offset`; returns fewer beyond the end of the device."""
+
+SECTOR = 512
+"""Unit of device sizes in /sys, whatever the block size of the device."""
 
 FROM_START = [
     ("an ext2, ext3 or ext4 file system", 0x438, b"\x53\xef"),
@@ -61,61 +71,19 @@ FROM_START = [
     ("a VMFS volume", 1 * MiB, b"\x0d\xd0\x01\xc0"),
     ("a Penstock store", 0, MAGIC),
 ]
+"""Name, offset from the start of the device, and magic number of known signatures."""
 
-# Distances back from the device's end.
 FROM_END = [
     ("a GPT partition table", 512, b"EFI PART"),
     ("a GPT partition table", 4 * KiB, b"EFI PART"),
     ("an Intel RAID member", 1024, b"Intel Raid ISM Cfg"),
     ("a DDF RAID member", 512, b"\xde\x11\xde\x11"),
 ]
+"""Name, distance from the end of the device, and magic number of known signatures."""
 
 _ZFS_UBERBLOCK = 0x00BAB10C
-_ZFS_LABEL = 256 * KiB
-_MD = 0xA92B4EFC
-
-
-def find_signatures(read: Read, nbytes: int) -> list[str]:
-    """Everything known that `read(offset, length)` shows on a device of `nbytes`."""
-    found = [name for name, offset, magic in FROM_START if read(offset, len(magic)) == magic]
-    for name, back, magic in FROM_END:
-        if nbytes >= back and read(nbytes - back, len(magic)) == magic:
-            found.append(name)
-    if _has_raid_at_end(read, nbytes):
-        found.append("a Linux RAID member")
-    if _has_zfs(read, nbytes):
-        found.append("a ZFS pool member")
-    return list(dict.fromkeys(found))
-
-
-def _has_raid_at_end(read: Read, nbytes: int) -> bool:
-    """Superblock 0.90 in the last whole 64 KiB but one; 1.0 about 8 KiB before the end."""
-    places = [nbytes // (64 * KiB) * 64 * KiB - 64 * KiB, (nbytes // 512 - 16) // 8 * 8 * 512]
-    magics = (struct.pack("<I", _MD), struct.pack(">I", _MD))
-    return any(place >= 0 and read(place, 4) in magics for place in places)
-
-
-def _has_zfs(read: Read, nbytes: int) -> bool:
-    """An uberblock in one of the two labels at the front or the two at the end."""
-    end = nbytes // _ZFS_LABEL * _ZFS_LABEL
-    magics = (struct.pack("<Q", _ZFS_UBERBLOCK), struct.pack(">Q", _ZFS_UBERBLOCK))
-    for label in (0, _ZFS_LABEL, end - 2 * _ZFS_LABEL, end - _ZFS_LABEL):
-        if label < 0:
-            continue
-        ring = read(label + 128 * KiB, 128 * KiB)
-        if any(ring[at : at + 8] in magics for at in range(0, len(ring), KiB)):
-            return True
-    return False
-
-
-# --------
-# Is this raw device safe to write on? Room: hold.
-#
-# Read-only, and asked before anything is opened for writing. The kernel's own claim (O_EXCL on a
-# block device) comes on top; this gives the reasons.
-
-SECTOR = 512
-"""/sys counts in these, whatever the device's blocks."""
+_ZFS_LABEL_NBYTES = 256 * KiB
+_MD_MAGIC = 0xA92B4EFC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,18 +92,19 @@ class Device:
 
     path: str
     number: str
-    """`major:minor`."""
+    """Device number, `major:minor`."""
     model: str
     nbytes: int
     logical_block: int
+    """Smallest transfer the device accepts, in bytes."""
     uses: tuple[str, ...]
-    """Who has it: mounts, swap, RAID, LVM; of its partitions too."""
+    """What uses the device or one of its partitions: mounts, swap, RAID, LVM."""
     signatures: tuple[str, ...]
-    """What it carries."""
+    """Known file systems, partition tables and the like on the device."""
 
 
 def inspect_device(path: str | Path, system: System | None = None) -> Device:
-    """Look without touching."""
+    """Describe a device. Reads it, and writes nothing."""
     system = system or System()
     number = device_number(os.stat(path).st_rdev)
     nbytes = (system.number(f"sys/dev/block/{number}/size") or 0) * SECTOR
@@ -151,9 +120,9 @@ def inspect_device(path: str | Path, system: System | None = None) -> Device:
 
 
 def check_device(device: Device, *, erase: bool) -> None:
-    """Raise unless the device is free, and empty or to be erased.
+    """Raise unless the device is unused, and either empty or to be erased.
 
-    Erasing what is mounted is never what was meant, so `erase` does not allow it.
+    `erase` does not allow writing on a device in use: that is never intended.
     """
     if device.uses:
         raise DeviceInUseError(device.path, device.uses)
@@ -167,21 +136,22 @@ def check_device(device: Device, *, erase: bool) -> None:
 
 
 def device_number(number: int) -> str:
+    """Format a device number from `os.stat` as `major:minor`."""
     return f"{os.major(number)}:{os.minor(number)}"
 
 
 def logical_block(number: str, system: System | None = None) -> int:
-    """The smallest transfer the device takes; 512 where the kernel does not say."""
+    """Return the smallest transfer the device accepts, or 512 if the kernel does not report it."""
     system = system or System()
-    for place in ("queue", "../queue"):  # a partition's queue is its disk's
-        found = system.number(f"sys/dev/block/{number}/{place}/logical_block_size")
-        if found:
-            return found
+    for directory in ("queue", "../queue"):  # a partition shares the queue of its disk
+        nbytes = system.number(f"sys/dev/block/{number}/{directory}/logical_block_size")
+        if nbytes:
+            return nbytes
     return SECTOR
 
 
 def filesystem_of(path: str | Path, system: System | None = None) -> str:
-    """The type of the file system that holds `path`, or nothing where it cannot be told."""
+    """Return the type of the file system that holds `path`, or "" if it is unknown."""
     number = device_number(os.stat(path).st_dev)
     for line in ((system or System()).text("proc/self/mountinfo") or "").splitlines():
         fields, _, rest = line.partition(" - ")
@@ -191,25 +161,25 @@ def filesystem_of(path: str | Path, system: System | None = None) -> str:
 
 
 def _model(number: str, system: System) -> str:
-    for place in ("device/model", "../device/model"):
-        if model := (system.text(f"sys/dev/block/{number}/{place}") or "").strip():
+    for name in ("device/model", "../device/model"):
+        if model := (system.text(f"sys/dev/block/{number}/{name}") or "").strip():
             return model
     backing = system.text(f"sys/dev/block/{number}/loop/backing_file")
     return f"loop device over {backing}" if backing else "unknown model"
 
 
 def _uses(number: str, system: System) -> list[str]:
-    """Mounts, swap and stacked devices of the device, its partitions and whatever lies on them."""
+    """List the mounts, swap areas and stacked devices of a device and its partitions."""
     uses = []
     for part in _with_partitions(number, system):
         name = _name(part, system)
-        uses += [f"{name} is mounted on {where}" for where in _mounts(part, system)]
+        uses += [f"{name} is mounted on {mount}" for mount in _mounts(part, system)]
         if any(line.split()[0].endswith(f"/{name}") for line in _swaps(system)):
             uses.append(f"{name} is swap space")
         for holder in system.names(f"sys/dev/block/{part}/holders"):
             uses.append(f"{name} is part of {holder}")
             if above := system.text(f"sys/class/block/{holder}/dev"):
-                uses += [f"{holder} is mounted on {where}" for where in _mounts(above, system)]
+                uses += [f"{holder} is mounted on {mount}" for mount in _mounts(above, system)]
     return uses
 
 
@@ -222,8 +192,8 @@ def _with_partitions(number: str, system: System) -> list[str]:
 
 
 def _name(number: str, system: System) -> str:
-    found = re.search(r"^DEVNAME=(.*)$", system.text(f"sys/dev/block/{number}/uevent") or "", re.M)
-    return found[1] if found else number
+    match = re.search(r"^DEVNAME=(.*)$", system.text(f"sys/dev/block/{number}/uevent") or "", re.M)
+    return match[1] if match else number
 
 
 def _mounts(number: str, system: System) -> list[str]:
@@ -243,6 +213,42 @@ def _read_signatures(path: str | Path, nbytes: int) -> list[str]:
 
 
 def _read(fd: int, offset: int, length: int) -> bytes:
-    """What is there; nothing beyond the end. Whole blocks, so that 4Kn devices answer."""
+    """Read from a device, starting at a block boundary because 4Kn devices require it."""
     first = offset // (4 * KiB) * 4 * KiB
     return os.pread(fd, offset + length - first, first)[offset - first :]
+
+
+def find_signatures(read: Read, nbytes: int) -> list[str]:
+    """List the known signatures on a device of `nbytes` that `read` gives access to."""
+    found = [name for name, offset, magic in FROM_START if read(offset, len(magic)) == magic]
+    for name, back, magic in FROM_END:
+        if nbytes >= back and read(nbytes - back, len(magic)) == magic:
+            found.append(name)
+    if _has_raid_at_end(read, nbytes):
+        found.append("a Linux RAID member")
+    if _has_zfs(read, nbytes):
+        found.append("a ZFS pool member")
+    return list(dict.fromkeys(found))
+
+
+def _has_raid_at_end(read: Read, nbytes: int) -> bool:
+    """Look for Linux RAID superblocks near the end of the device.
+
+    Version 0.90 is 64 to 128 KiB before the end, version 1.0 about 8 KiB before it.
+    """
+    offsets = [nbytes // (64 * KiB) * 64 * KiB - 64 * KiB, (nbytes // 512 - 16) // 8 * 8 * 512]
+    magics = (struct.pack("<I", _MD_MAGIC), struct.pack(">I", _MD_MAGIC))
+    return any(offset >= 0 and read(offset, 4) in magics for offset in offsets)
+
+
+def _has_zfs(read: Read, nbytes: int) -> bool:
+    """Look for a ZFS uberblock in the two labels at the start and the two at the end."""
+    end = nbytes // _ZFS_LABEL_NBYTES * _ZFS_LABEL_NBYTES
+    magics = (struct.pack("<Q", _ZFS_UBERBLOCK), struct.pack(">Q", _ZFS_UBERBLOCK))
+    for label in (0, _ZFS_LABEL_NBYTES, end - 2 * _ZFS_LABEL_NBYTES, end - _ZFS_LABEL_NBYTES):
+        if label < 0:
+            continue
+        ring = read(label + 128 * KiB, 128 * KiB)
+        if any(ring[at : at + 8] in magics for at in range(0, len(ring), KiB)):
+            return True
+    return False

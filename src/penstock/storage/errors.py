@@ -1,7 +1,7 @@
-"""What can go wrong with a disk that a user can mend. Room: names.
+"""Storage errors that a user can act on.
 
-Like penstock.errors: which thing, how much it wanted, how much there was, what to do next; the
-numbers are attributes too.
+Each message says what failed, how much it needed, how much there was, and what to do next. The
+numbers are attributes as well.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from penstock.units import format_bytes
 
 
 class StorageError(PenstockError):
-    """Bytes could not be kept on, or had back from, a disk. Every error here is one."""
+    """Base class of every error of the NVMe tier."""
 
 
 class StorageWarning(UserWarning):
-    """The store works, but not as well as it could."""
+    """The store works, but slower or less cleanly than it could."""
 
 
 class TransferError(StorageError, OSError):
-    """A read or write failed for good, after retries."""
+    """A read or write failed, also after retries."""
 
     def __init__(
         self, *, verb: str, extent: str, path: str, offset: int, length: int, errno: int
     ) -> None:
         self.extent, self.path, self.offset, self.length = extent, path, offset, length
-        # errno is set by hand: OSError(errno, text) would turn into a subclass of its own choosing
+        # errno is set below: OSError(errno, text) would turn into a subclass of its own choice.
         super().__init__(
             f"{verb} of {extent} failed: {path}, {length} B left at offset {offset}: "
-            f"{os.strerror(errno)} (errno {errno}). Run `smartctl -a` on the drive and resume from "
-            f"the last checkpoint with a store on another one"
+            f"{os.strerror(errno)} (errno {errno}). Check the drive with `smartctl -a`, then "
+            f"resume from the last checkpoint with a store on another drive"
         )
-        self.errno = errno  # and no strerror, which str() would print in place of the above
+        # strerror stays unset, because str() would print it instead of the message above.
+        self.errno = errno
 
 
 class TruncatedStoreError(StorageError):
-    """The file is shorter than what was laid in it."""
+    """A store's file is shorter than the data in it."""
 
     def __init__(self, *, extent: str, path: str, offset: int, length: int) -> None:
         self.extent, self.path, self.offset, self.length = extent, path, offset, length
@@ -49,30 +50,30 @@ class TruncatedStoreError(StorageError):
 
 
 class ChecksumError(StorageError):
-    """What was read is not what was written."""
+    """The bytes read differ from the bytes written."""
 
     def __init__(self, *, extent: str, path: str, offset: int, length: int) -> None:
         self.extent, self.path, self.offset, self.length = extent, path, offset, length
         super().__init__(
-            f"{extent}: {path} gave back other bytes than were written, in the unit at offset "
-            f"{offset}, also when read again. Check the drive and the host's memory, and resume "
+            f"{extent}: {path} returned other bytes than were written, in the unit at offset "
+            f"{offset}, also on a second read. Check the drive and the host memory, and resume "
             f"from the last checkpoint"
         )
 
 
 class LostExtentError(StorageError):
-    """A read of bytes whose last write failed."""
+    """A read covers bytes whose last write failed."""
 
     def __init__(self, *, extent: str, offset: int, length: int, why: str) -> None:
         self.extent, self.offset, self.length = extent, offset, length
         super().__init__(
             f"{extent}: {length} B at {offset} were lost when their write failed ({why}); write "
-            f"them again before reading"
+            f"them again before you read them"
         )
 
 
 class ExtentBusyError(StorageError):
-    """A transfer over bytes that another one is still moving."""
+    """A transfer covers bytes that another transfer is still moving."""
 
     def __init__(self, *, extent: str, verb: str, other: str) -> None:
         self.extent = extent
@@ -82,29 +83,30 @@ class ExtentBusyError(StorageError):
 
 
 class StoreFullError(StorageError):
-    """An extent does not fit in what was reserved."""
+    """An extent does not fit in the free part of the store."""
 
     def __init__(self, *, name: str, wanted: int, free: int, capacity: int) -> None:
         self.name, self.wanted, self.free, self.capacity = name, wanted, free, capacity
         super().__init__(
             f"{name} needs {format_bytes(wanted)} in a store of {format_bytes(capacity)} that has "
-            f"{format_bytes(free)} left; create it with a larger capacity"
+            f"{format_bytes(free)} left; create the store with a larger capacity"
         )
 
 
 class DiskFullError(StorageError):
-    """A disk has too little room for the store."""
+    """A disk has too little free space for the store."""
 
     def __init__(self, *, path: str, wanted: int, free: int) -> None:
         self.path, self.wanted, self.free = path, wanted, free
         super().__init__(
-            f"{path}: {format_bytes(wanted)} wanted, {format_bytes(free)} free; free some, add a "
-            f"path, or look for stores of killed runs with `penstock store ls {path}`"
+            f"{path}: the store needs {format_bytes(wanted)}, and {format_bytes(free)} are free; "
+            f"free some space, add a path, or look for stores of killed runs with "
+            f"`penstock store ls {path}`"
         )
 
 
 class PathError(StorageError, ValueError):
-    """A path that cannot hold a store."""
+    """A path cannot hold a store."""
 
     def __init__(self, path: str, problem: str) -> None:
         self.path, self.problem = path, problem
@@ -112,32 +114,32 @@ class PathError(StorageError, ValueError):
 
 
 class DeviceInUseError(StorageError):
-    """A raw device that somebody is using. `erase=True` does not help, and should not."""
+    """A raw device is mounted or claimed. `erase=True` does not override this."""
 
     def __init__(self, path: str, uses: Sequence[str]) -> None:
         self.path, self.uses = path, tuple(uses)
-        super().__init__(f"{path} is in use: {'; '.join(uses)}. Give another device or a directory")
+        super().__init__(f"{path} is in use: {'; '.join(uses)}. Use another device or a directory")
 
 
 class DeviceNotEmptyError(StorageError):
-    """A raw device that carries something known, or that a command was not told to erase."""
+    """A raw device holds data, or may hold some, and erasing it was not requested."""
 
     def __init__(self, path: str, *, signatures: Sequence[str], model: str, nbytes: int) -> None:
         self.path, self.signatures = path, tuple(signatures)
         self.model, self.nbytes = model, nbytes
         holds = ", ".join(signatures) or "nothing with a known signature, but may hold data"
         super().__init__(
-            f"{path} ({model}, {format_bytes(nbytes)}) holds {holds}; all of it would be lost. If "
-            f"that is meant: erase=True, or --erase-device"
+            f"{path} ({model}, {format_bytes(nbytes)}) holds {holds}; all of it would be lost. To "
+            f"erase it, pass erase=True or --erase-device"
         )
 
 
 class AlignmentError(StorageError, ValueError):
-    """An address, offset or length that a disk cannot take as it is."""
+    """An address, offset or length does not meet the alignment that direct I/O requires."""
 
 
 class HeaderError(StorageError, ValueError):
-    """Bytes that are not a store's header. `kind` says in what way."""
+    """A block is not a valid store header. `kind` is "foreign", "newer" or "corrupt"."""
 
     def __init__(self, kind: str, problem: str) -> None:
         self.kind = kind
@@ -145,7 +147,7 @@ class HeaderError(StorageError, ValueError):
 
 
 class StoreInUseError(StorageError):
-    """A store whose owner is alive, or cannot be shown to be gone."""
+    """The owner of a store is alive, or cannot be shown to be gone."""
 
     def __init__(self, path: str, owner: str) -> None:
         self.path, self.owner = path, owner
@@ -153,14 +155,14 @@ class StoreInUseError(StorageError):
 
 
 class StoreClosedError(StorageError):
-    """A store, or a ticket of one, used after close()."""
+    """A store, or one of its tickets, was used after `close()`."""
 
-    def __init__(self, what: str = "the store is closed") -> None:
-        super().__init__(what)
+    def __init__(self, message: str = "the store is closed") -> None:
+        super().__init__(message)
 
 
 class EngineError(StorageError):
-    """The engine that was asked for cannot run here."""
+    """The requested I/O engine cannot run here."""
 
     def __init__(self, name: str, reason: str) -> None:
         self.name, self.reason = name, reason

@@ -1,24 +1,25 @@
-"""The first block of a store, on every path of it. Room: hold. Pure: bytes in, bytes out.
+"""Parse and build the header in the first block of each path of a store.
 
   0  magic       8   b"PENSTOCK"
   8  version     u32 1
- 12  length      u32 of what the checksum covers
+ 12  length      u32 number of bytes that the checksum covers
  16  uuid        16  of the store; the same on all its paths
  32  boot        16  the kernel's boot id
- 48  pid         i64 of the owner, and
- 56  started     u64 when it started, in clock ticks since boot: a pid is used again, both are not
+ 48  pid         i64 of the owner
+ 56  started     u64 when the owner started, in clock ticks since boot: tells it from a later
+                     process with the same pid
  64  created     u64 nanoseconds since 1970
  72  capacity    u64 bytes of the store over all paths
  80  data_nbytes u64 bytes of data on this path
  88  unit        u32 bytes
  92  alignment   u32
  96  stripe      u32
-100  path        u16 which of
-102  num_paths   u16
+100  path        u16 index of this path
+102  num_paths   u16 number of paths of the store
 104  turns       u16 length of the pattern
 106  host        u16 length of the host's name
-108  pattern     one byte a turn, then the host's name in UTF-8
-...  crc32c      u32 of everything before it
+108  pattern     one byte per turn, then the host's name in UTF-8
+...  crc32c      u32 checksum of everything before it
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MAGIC = b"PENSTOCK"
 VERSION = 1
 HEADER_NBYTES = 4096
 DATA_OFFSET = 1 << 20
-"""Where data starts on every path: a multiple of every block and erase unit worth the name."""
+"""Where the data starts on every path: a multiple of all common block and erase-unit sizes."""
 
 _FIXED = struct.Struct("<8sII16s16sqQQQQIIIHHHH")
 _CRC = struct.Struct("<I")
@@ -45,7 +46,7 @@ _MAX_HOST = 255
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Whose store this is, and how its bytes lie."""
+    """The owner of a store and the layout of its bytes."""
 
     uuid: UUID
     boot: UUID
@@ -62,31 +63,33 @@ class Header:
     host: str
 
     def __post_init__(self) -> None:
-        for holds, problem in self._rules():
+        for holds, field in self._rules():
             if not holds:
-                raise HeaderError("corrupt", f"a store header that cannot be: {problem}")
+                raise HeaderError("corrupt", f"invalid store header: {field}")
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        """One by one: a later rule divides by what an earlier one has found to be sound."""
+        """Yield whether each rule holds. Later rules rely on earlier ones, so order matters."""
         turns = self.pattern
         paths = set(turns)
         known = bool(paths) and paths == set(range(len(paths)))
         yield self.pid > 0, f"pid {self.pid}"
         yield 0 < len(turns) <= MAX_ROUND and known, f"pattern {turns}"
         yield self.path in paths, f"path {self.path} of {len(paths)}"
-        yield _is_power(self.alignment) and self.alignment >= MIN_ALIGNMENT, "alignment"
-        yield _is_power(self.unit) and self.unit >= self.alignment, "unit"
-        yield self.stripe_nbytes > 0 and self.stripe_nbytes % self.unit == 0, "stripe"
-        yield 0 < self.capacity < 1 << 62 and 0 < self.data_nbytes < 1 << 62, "capacity"
-        yield self.data_nbytes % self.alignment == 0, "bytes of data"
-        yield len(self.host.encode()) <= _MAX_HOST, "host"
+        align, unit, stripe = self.alignment, self.unit, self.stripe_nbytes
+        capacity, data = self.capacity, self.data_nbytes
+        yield _is_power_of_two(align) and align >= MIN_ALIGNMENT, f"alignment {align}"
+        yield _is_power_of_two(unit) and unit >= align, f"unit {unit}"
+        yield stripe > 0 and stripe % unit == 0, f"stripe_nbytes {stripe}"
+        yield 0 < capacity < 1 << 62 and 0 < data < 1 << 62, f"capacity {capacity}"
+        yield data % align == 0, f"data_nbytes {data}"
+        yield len(self.host.encode()) <= _MAX_HOST, "the host name is too long"
 
     @property
     def num_paths(self) -> int:
         return len(set(self.pattern))
 
     def to_bytes(self) -> bytes:
-        """One block, zero-padded."""
+        """Serialize to one block, padded with zeros."""
         host = self.host.encode()
         length = _FIXED.size + len(self.pattern) + len(host)
         fixed = _FIXED.pack(
@@ -99,22 +102,27 @@ class Header:
 
 
 def parse_header(block: bytes) -> Header:
-    """Raises HeaderError, whose kind is "foreign", "newer" or "corrupt", on anything else."""
+    """Parse the first block of a path.
+
+    Raises HeaderError, whose kind is "foreign", "newer" or "corrupt", if it is not a valid header.
+    """
     if block[: len(MAGIC)] != MAGIC:
         raise HeaderError("foreign", "not a Penstock store")
     if len(block) < HEADER_NBYTES:
-        raise HeaderError("corrupt", f"a store header of {len(block)} B; it is {HEADER_NBYTES} B")
+        raise HeaderError("corrupt", f"the store header has {len(block)} of {HEADER_NBYTES} B")
     version, length = struct.unpack_from("<II", block, len(MAGIC))
-    # The version comes before the checksum: a newer one may put that elsewhere.
+    # Check the version before the checksum: a newer version may store the checksum elsewhere.
     if version > VERSION:
         raise HeaderError(
-            "newer", f"a store of version {version}; this Penstock knows {VERSION}: upgrade it"
+            "newer",
+            f"the store has format version {version}, and this Penstock reads version {VERSION}; "
+            f"upgrade Penstock",
         )
     if version == 0 or not _FIXED.size <= length <= HEADER_NBYTES - _CRC.size:
-        raise HeaderError("corrupt", f"a store header of version {version} and length {length}")
-    (kept,) = _CRC.unpack_from(block, length)
-    if kept != _native.crc32c(block[:length]):
-        raise HeaderError("corrupt", "a store header whose checksum does not match")
+        raise HeaderError("corrupt", f"the store header has version {version} and length {length}")
+    (stored_crc,) = _CRC.unpack_from(block, length)
+    if stored_crc != _native.crc32c(block[:length]):
+        raise HeaderError("corrupt", "the checksum of the store header does not match")
     return _parse_fields(block[:length])
 
 
@@ -123,11 +131,11 @@ def _parse_fields(body: bytes) -> Header:
      num_paths, turns, host) = _FIXED.unpack_from(body)  # fmt: skip
     pattern = tuple(body[_FIXED.size : _FIXED.size + turns])
     if _FIXED.size + turns + host != length or num_paths != len(set(pattern)):
-        raise HeaderError("corrupt", "a store header whose lengths do not add up")
+        raise HeaderError("corrupt", "the lengths in the store header do not add up")
     try:
         name = body[_FIXED.size + turns :].decode()
     except UnicodeDecodeError:
-        raise HeaderError("corrupt", "a store header whose host has no name") from None
+        raise HeaderError("corrupt", "the host name in the store header is not UTF-8") from None
     return Header(
         uuid=UUID(bytes=uuid), boot=UUID(bytes=boot), pid=pid, started=started, created_ns=created,
         capacity=capacity, data_nbytes=data, unit=unit, alignment=alignment, stripe_nbytes=stripe,
@@ -135,5 +143,5 @@ def _parse_fields(body: bytes) -> Header:
     )  # fmt: skip
 
 
-def _is_power(value: int) -> bool:
+def _is_power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0

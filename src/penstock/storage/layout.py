@@ -1,12 +1,12 @@
-"""Where the bytes of an extent lie. Room: hold. Pure: no files, no I/O.
+"""Map the bytes of an extent to offsets on a store's paths. Pure arithmetic, no I/O.
 
-A store is one range of bytes, dealt to its paths in stripes: `pattern` says which path each stripe
-of a round belongs to, in proportion to the paths' bandwidth, and a path's stripes lie one after
-the other on it. So any transfer of a round or more keeps every path busy in proportion, and every
-request is one contiguous run.
+A store is one range of bytes, split into stripes that are distributed over its paths. `pattern`
+says which path each stripe of a round belongs to, in proportion to the paths' bandwidth. The
+stripes of a path are contiguous on that path. A transfer of one round or more therefore keeps every
+path busy in proportion to its speed, with long sequential requests.
 
-An extent starts on a whole unit, the smallest part that can be read or written alone and that has
-a checksum of its own; stripes are whole units too, so no unit is ever cut by a path's end.
+An extent starts on a whole unit. A unit is the smallest part that can be transferred alone, and it
+has its own checksum. Stripes are whole units too, so a unit never spans two paths.
 """
 
 from __future__ import annotations
@@ -19,57 +19,68 @@ from penstock.storage.errors import AlignmentError
 from penstock.units import KiB, MiB, round_up
 
 MIN_ALIGNMENT = 4096
+"""Smallest alignment of a layout, in bytes."""
+
 MAX_ROUND = 32
-"""Stripes in a round at most: shares are exact to about 3 %."""
+"""Maximum number of stripes in a round. It makes bandwidth shares exact to about 3 %."""
 
 
 class ExtentPiece(NamedTuple):
-    """A run that is contiguous on its path, in the buffer and in the extent."""
+    """A run of bytes that is contiguous on its path, in the buffer and in the extent."""
 
     path: int
+    """Index of the path."""
     offset: int
-    """In the path's data area."""
+    """Offset in the path's data area."""
     into: int
-    """In the buffer."""
+    """Offset in the buffer."""
     nbytes: int
     place: int
-    """In the extent."""
+    """Offset in the extent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A named run of a store's bytes."""
+    """A named range of a store's bytes."""
 
     name: str
     nbytes: int
-    """As asked for."""
+    """Size as requested."""
     stored_nbytes: int
-    """As it lies on disk, padded to whole blocks: the length of a whole read or write."""
+    """Size on disk, padded to whole blocks. A whole read or write has this length."""
     start: int
-    """In the store."""
+    """Offset in the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a store's bytes are dealt."""
+    """The distribution of a store's bytes over its paths."""
 
     pattern: tuple[int, ...]
-    """The path of each stripe in a round."""
+    """Path of each stripe in a round."""
     alignment: int = MIN_ALIGNMENT
-    """Extents start and end on this: the largest block of any path's device, 4 KiB at least."""
+    """Extents start and end at multiples of this: the largest block size of any path's device, and
+    at least 4 KiB."""
     unit: int = 64 * KiB
     """Offsets within an extent are multiples of this."""
     stripe_nbytes: int = 2 * MiB
+    """Size of a stripe."""
 
     def __post_init__(self) -> None:
         if not self.pattern or set(self.pattern) != set(range(max(self.pattern) + 1)):
-            raise ValueError(f"a pattern names every path from 0 on, got {self.pattern}")
+            raise ValueError(f"a pattern must name every path from 0 on, got {self.pattern}")
         if self.alignment < MIN_ALIGNMENT or self.alignment & (self.alignment - 1):
-            raise ValueError(f"alignment is a power of two from 4096 on, got {self.alignment}")
+            raise ValueError(
+                f"alignment must be a power of two of at least 4096, got {self.alignment}"
+            )
         if self.unit < self.alignment or self.unit & (self.unit - 1):
-            raise ValueError(f"a unit is a power of two from {self.alignment} on, got {self.unit}")
+            raise ValueError(
+                f"unit must be a power of two of at least {self.alignment}, got {self.unit}"
+            )
         if self.stripe_nbytes < 1 or self.stripe_nbytes % self.unit:
-            raise ValueError(f"a stripe is a multiple of {self.unit}, got {self.stripe_nbytes}")
+            raise ValueError(
+                f"stripe_nbytes must be a multiple of {self.unit}, got {self.stripe_nbytes}"
+            )
 
     @property
     def num_paths(self) -> int:
@@ -77,14 +88,15 @@ class Layout:
 
     @property
     def round_nbytes(self) -> int:
+        """Size of one round of stripes."""
         return len(self.pattern) * self.stripe_nbytes
 
     def next_start(self, used: int) -> int:
-        """Where an extent may start when `used` bytes of the store are taken."""
+        """Return where the next extent may start when `used` bytes of the store are allocated."""
         return round_up(used, self.alignment if self.num_paths == 1 else self.unit)
 
     def path_nbytes(self, capacity: int) -> tuple[int, ...]:
-        """What each path must hold for a store of `capacity`."""
+        """Return how many bytes each path must hold for a store of `capacity`."""
         if self.num_paths == 1:
             return (round_up(capacity, self.alignment),)
         rounds = -(-capacity // self.round_nbytes)
@@ -93,41 +105,43 @@ class Layout:
         )
 
     def pieces(self, extent: Extent, offset: int, nbytes: int) -> list[ExtentPiece]:
-        """The runs that `[offset, offset + nbytes)` of the extent is made of."""
+        """Return the contiguous runs that make up `[offset, offset + nbytes)` of the extent."""
         if self.num_paths == 1:
             return [ExtentPiece(0, extent.start + offset, 0, nbytes, offset)]
-        return list(self._striped(extent.start + offset, nbytes, offset))
+        return list(self._striped_pieces(extent.start + offset, nbytes, offset))
 
-    def _striped(self, start: int, nbytes: int, place: int) -> Iterator[ExtentPiece]:
+    def _striped_pieces(self, start: int, nbytes: int, place: int) -> Iterator[ExtentPiece]:
         into = 0
         while into < nbytes:
             stripe, within = divmod(start + into, self.stripe_nbytes)
             run = min(self.stripe_nbytes - within, nbytes - into)
-            path, on_path = self._on_path(stripe)
-            yield ExtentPiece(path, on_path + within, into, run, place + into)
+            path, stripe_start = self._locate_stripe(stripe)
+            yield ExtentPiece(path, stripe_start + within, into, run, place + into)
             into += run
 
-    def _on_path(self, stripe: int) -> tuple[int, int]:
-        """The path of a stripe of the store, and where on it the stripe starts."""
-        done, turn = divmod(stripe, len(self.pattern))
+    def _locate_stripe(self, stripe: int) -> tuple[int, int]:
+        """Return the path of a stripe and the stripe's offset on that path."""
+        rounds, turn = divmod(stripe, len(self.pattern))
         path = self.pattern[turn]
-        before = done * self.pattern.count(path) + self.pattern[:turn].count(path)
+        before = rounds * self.pattern.count(path) + self.pattern[:turn].count(path)
         return path, before * self.stripe_nbytes
 
 
 def make_pattern(weights: Sequence[float]) -> tuple[int, ...]:
-    """A round in proportion to `weights`, each path's turns spread evenly.
+    """Build a round in proportion to `weights`, with each path's turns spread evenly.
 
-    Every path gets at least one turn: one too slow for that would only hold the others up, and is
-    better left out.
+    Every path gets at least one turn. A path that is too slow for that slows the others down, and
+    is better left out.
     """
     if not weights or len(weights) > MAX_ROUND or any(not w > 0 for w in weights):
-        raise ValueError(f"1 to {MAX_ROUND} positive weights, one per path, got {list(weights)}")
+        raise ValueError(
+            f"expected 1 to {MAX_ROUND} positive weights, one per path, got {list(weights)}"
+        )
     counts = min(
-        (c for n in range(1, MAX_ROUND + 1) if sum(c := _shares(weights, n)) <= MAX_ROUND),
-        key=lambda counts: (round(_error(counts, weights), 3), sum(counts)),
+        (c for n in range(1, MAX_ROUND + 1) if sum(c := _turn_counts(weights, n)) <= MAX_ROUND),
+        key=lambda counts: (round(_imbalance(counts, weights), 3), sum(counts)),
     )
-    # Whoever is furthest behind its share goes next.
+    # The path that is furthest behind its share takes the next turn.
     turns = [0] * len(counts)
     pattern = []
     for step in range(1, sum(counts) + 1):
@@ -140,46 +154,45 @@ def make_pattern(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(pattern)
 
 
-def _shares(weights: Sequence[float], turns: int) -> list[int]:
-    return [max(1, round(w * turns / sum(weights))) for w in weights]
-
-
-def _error(counts: Sequence[int], weights: Sequence[float]) -> float:
-    """The time of a round over the time it would take if every path finished at once."""
-    slowest = max(count / weight for count, weight in zip(counts, weights, strict=True))
-    return slowest * sum(weights) / sum(counts) - 1
-
-
-# --------
-# Whether a buffer and a part of an extent fit each other. Room: hold. Pure.
-
-
-def check_span(
-    layout: Layout, extent: Extent, *, address: int, held: int, offset: int, length: int
+def check_transfer(
+    layout: Layout, extent: Extent, *, address: int, buffer_nbytes: int, offset: int, length: int
 ) -> None:
-    """Raise unless `length` bytes at `address` can move to or from `offset` as they are.
+    """Raise AlignmentError unless `length` bytes at `address` can move to or from `offset`.
 
-    Nothing is copied to make it fit: a hidden buffer would be memory that no plan knows of.
+    The store never copies through a bounce buffer to repair an alignment: that buffer would be
+    memory the plan does not know about.
     """
     name, align, unit = extent.name, layout.alignment, layout.unit
     if address % align:
         raise AlignmentError(
-            f"{name}: the buffer starts {address % align} B after a multiple of {align}; take it "
-            f"with arena.take(..., align={align})"
+            f"{name}: the buffer starts {address % align} B after a multiple of {align}; allocate "
+            f"it with arena.take(..., align={align})"
         )
-    if length > held:
-        raise AlignmentError(f"{name}: {length} B wanted of a buffer of {held} B")
+    if length > buffer_nbytes:
+        raise AlignmentError(
+            f"{name}: {length} B do not fit in the buffer, which has {buffer_nbytes} B"
+        )
     if offset < 0 or offset % unit:
         raise AlignmentError(f"{name}: offset {offset} is not a multiple of the unit, {unit}")
     end = offset + length
     if length < 1 or end > extent.stored_nbytes:
         raise AlignmentError(
-            f"{name}: bytes {offset} to {end} of an extent of {extent.stored_nbytes} "
-            f"(padding included)"
+            f"{name}: bytes {offset} to {end} are outside the extent, which has "
+            f"{extent.stored_nbytes} B (padding included)"
         )
     if length % unit and end != extent.stored_nbytes:
         raise AlignmentError(
             f"{name}: a length of {length} B is neither a multiple of the unit, {unit}, nor does "
-            f"it reach the extent's end at {extent.stored_nbytes}; a whole extent needs a buffer "
-            f"of extent.stored_nbytes"
+            f"it reach the end of the extent at {extent.stored_nbytes}; use a buffer of "
+            f"extent.stored_nbytes to transfer a whole extent"
         )
+
+
+def _turn_counts(weights: Sequence[float], turns: int) -> list[int]:
+    return [max(1, round(w * turns / sum(weights))) for w in weights]
+
+
+def _imbalance(counts: Sequence[int], weights: Sequence[float]) -> float:
+    """Return how much longer a round takes than if all paths finished at the same time."""
+    slowest = max(count / weight for count, weight in zip(counts, weights, strict=True))
+    return slowest * sum(weights) / sum(counts) - 1

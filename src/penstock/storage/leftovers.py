@@ -1,26 +1,50 @@
-"""Stores that outlived their runs: found, told from living ones, removed. Room: hold."""
+"""Find and remove stores whose runs are over, and tell them from stores in use.
+
+A store's header names the process that created it. The lock on its file decides whether that
+process is alive; the header only helps where locks do not reach, such as a network file system
+that is shared with other machines.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import platform
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from uuid import UUID
 
+from penstock.machine.sysfs import System
 from penstock.storage.errors import HeaderError, PathError, StoreInUseError
 from penstock.storage.header import HEADER_NBYTES, Header, parse_header
-from penstock.storage.owners import is_gone, owner_of
-from penstock.storage.volume import DATA, DIRECTORY, open_volume, remove_files
+from penstock.storage.volume import DATA_NAME, DIRECTORY_PREFIX, open_volume, remove_files
 from penstock.units import round_up
 
-_GRACE = 60.0
-"""Seconds for which a directory under its hidden name may be one that is being made."""
+_GRACE_SECONDS = 60.0
+"""A directory with a hidden name that is younger than this may be a store being created."""
+
+_UNKNOWN_BOOT = UUID(int=0)
+
+_START_FIELD = 19
+"""Index, counted after the process name, of the start time in /proc/PID/stat."""
 
 State = Literal["in use", "left", "elsewhere", "damaged", "newer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process, identified so that a later process with the same pid is not mistaken for it."""
+
+    pid: int
+    started: int
+    """Start time in clock ticks since boot."""
+    boot: UUID
+    """The kernel's boot id."""
+    host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +53,12 @@ class FoundStore:
 
     data_path: str
     state: State
-    """"left": its run is over. "elsewhere": of another machine, which cannot be asked from here."""
+    """"left": its run is over. "elsewhere": it belongs to another machine, whose processes cannot
+    be checked from here. "damaged" or "newer": its header cannot be read."""
     nbytes: int
-    """That it takes on disk."""
+    """Disk space that the store occupies."""
     header: Header | None
-    """None where it cannot be read."""
+    """None if the header cannot be read."""
     is_device: bool
 
     @property
@@ -42,31 +67,33 @@ class FoundStore:
 
 
 def find_stores(paths: Iterable[str | Path]) -> list[FoundStore]:
-    """Every store on these devices and directly below these directories."""
+    """List every store on these devices and directly below these directories."""
     found: list[FoundStore] = []
     for path in map(Path, paths):
         if path.is_block_device():
-            found += _look_at_device(path)
+            found += _inspect_device(path)
         elif path.is_dir():
-            found += [_look_at_file(data) for data in sorted(_data_files(path))]
+            found += [_inspect_file(data) for data in sorted(_data_files(path))]
         else:
             raise PathError(str(path), "neither a directory nor a block device")
     return found
 
 
 def remove_store(found: FoundStore, *, force: bool = False) -> int:
-    """Remove one whose owner is gone; the bytes that this frees. Looks again before it does.
+    """Remove a store whose owner is gone. Return how many bytes this freed.
 
-    With `force` also one of another machine. One whose lock is held is never removed.
+    With `force`, also remove a store of another machine. A store whose lock is held is never
+    removed.
     """
     volume = open_volume(found.data_path)  # takes the lock, or raises StoreInUseError
     try:
-        now = _judge(volume.read_block(0, HEADER_NBYTES))
-        if found.is_device and now[0] == "damaged":
-            raise PathError(found.data_path, "holds no store any more")
-        if now[0] == "elsewhere" and not force:
-            host = now[1].host if now[1] else "another machine"
-            raise StoreInUseError(found.data_path, f"a run on {host}; --force if that is over")
+        # Read the header again under the lock: it may have changed since the store was found.
+        state, header = _classify(volume.read_block(0, HEADER_NBYTES))
+        if found.is_device and state == "damaged":
+            raise PathError(found.data_path, "no longer holds a store")
+        if state == "elsewhere" and not force:
+            host = header.host if header else "another machine"
+            raise StoreInUseError(found.data_path, f"a run on {host}; use --force if it is over")
         if found.is_device:
             volume.write_block(0, bytes(round_up(HEADER_NBYTES, volume.alignment)))
         else:
@@ -76,29 +103,50 @@ def remove_store(found: FoundStore, *, force: bool = False) -> int:
     return found.nbytes
 
 
+def current_owner(system: System | None = None) -> Owner:
+    """Describe this process as the owner of a new store."""
+    system = system or System()
+    pid = os.getpid()
+    return Owner(pid, _start_time(pid, system) or 0, _boot_id(system), platform.node()[:200])
+
+
+def is_gone(owner: Owner, system: System | None = None) -> bool | None:
+    """Return whether the owner has ended, or None if it runs on another machine.
+
+    This cannot see processes in another container's pid namespace. The lock on the file decides
+    there.
+    """
+    system = system or System()
+    if owner.host != platform.node()[:200]:
+        return None
+    if owner.boot != _boot_id(system):
+        return True
+    return _start_time(owner.pid, system) != owner.started
+
+
 def _data_files(directory: Path) -> Iterator[Path]:
-    # The directory itself may be a run's, when somebody names it exactly.
+    # The directory itself may be a store's, if the user named it exactly.
     candidates = [directory, *(entry for entry in directory.iterdir() if entry.is_dir())]
     for entry in candidates:
         name = entry.name.lstrip(".")
-        if not name.startswith(DIRECTORY) or not (entry / DATA).is_file():
+        if not name.startswith(DIRECTORY_PREFIX) or not (entry / DATA_NAME).is_file():
             continue
-        if entry.name.startswith(".") and time.time() - entry.stat().st_mtime < _GRACE:
+        if entry.name.startswith(".") and time.time() - entry.stat().st_mtime < _GRACE_SECONDS:
             continue
-        yield entry / DATA
+        yield entry / DATA_NAME
 
 
-def _look_at_file(data: Path) -> FoundStore:
-    # Blocks, not length: a file that was being allocated has more of one than of the other.
+def _inspect_file(data: Path) -> FoundStore:
+    # Count blocks, not the length: they differ in a file whose allocation was interrupted.
     nbytes = data.stat().st_blocks * 512
-    state, header = _look(data)
+    state, header = _read_state(data)
     return FoundStore(
         data_path=str(data), state=state, nbytes=nbytes, header=header, is_device=False
     )
 
 
-def _look_at_device(path: Path) -> list[FoundStore]:
-    state, header = _look(path)
+def _inspect_device(path: Path) -> list[FoundStore]:
+    state, header = _read_state(path)
     if header is None and state != "newer":
         return []
     nbytes = header.data_nbytes if header else 0
@@ -107,31 +155,48 @@ def _look_at_device(path: Path) -> list[FoundStore]:
     ]
 
 
-def _look(path: Path) -> tuple[State, Header | None]:
-    """Reads without disturbing the owner."""
+def _read_state(path: Path) -> tuple[State, Header | None]:
+    """Read a store's header and test its lock, without disturbing the owner."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        state, header = _judge(os.pread(fd, HEADER_NBYTES, 0))
+        state, header = _classify(os.pread(fd, HEADER_NBYTES, 0))
         return ("in use" if _is_locked(fd) else state), header
     finally:
         os.close(fd)
 
 
-def _judge(block: bytes) -> tuple[State, Header | None]:
+def _classify(block: bytes) -> tuple[State, Header | None]:
+    """Return the state of a store whose lock is free, from its header."""
     try:
         header = parse_header(block)
-    except HeaderError as failed:
-        return ("newer" if failed.kind == "newer" else "damaged"), None
-    # A pid that seems to live while the lock is free is one of another namespace: the lock decides.
-    return ("elsewhere" if is_gone(owner_of(header)) is None else "left"), header
+    except HeaderError as error:
+        return ("newer" if error.kind == "newer" else "damaged"), None
+    owner = Owner(header.pid, header.started, header.boot, header.host)
+    # If the owner's pid exists although the lock is free, it is a process of another pid namespace:
+    # the lock decides, so the store counts as left.
+    return ("elsewhere" if is_gone(owner) is None else "left"), header
 
 
 def _is_locked(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as failed:
-        if failed.errno in (errno.EWOULDBLOCK, errno.EACCES):
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return True
         raise
     fcntl.flock(fd, fcntl.LOCK_UN)
     return False
+
+
+def _boot_id(system: System) -> UUID:
+    try:
+        return UUID((system.text("proc/sys/kernel/random/boot_id") or "").strip())
+    except ValueError:
+        return _UNKNOWN_BOOT
+
+
+def _start_time(pid: int, system: System) -> int | None:
+    stat = system.text(f"proc/{pid}/stat")
+    # The process name is in parentheses and may itself contain any character, also parentheses.
+    fields = stat.rpartition(")")[2].split() if stat else []
+    return int(fields[_START_FIELD]) if len(fields) > _START_FIELD else None

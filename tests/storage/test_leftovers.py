@@ -1,0 +1,52 @@
+"""Owners of stores, and the commands that list and remove stores."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from rich.console import Console
+
+from penstock.cli import store
+from penstock.storage.errors import PathError
+from penstock.storage.leftovers import Owner, current_owner, is_gone
+from penstock.storage.store import Store
+from penstock.units import MiB
+from tests.support.disks import direct_directory
+
+
+def test_an_owner_is_identified_by_boot_pid_and_start_time() -> None:
+    me = current_owner()
+
+    assert me.pid == os.getpid()
+    assert is_gone(me) is False
+    assert is_gone(Owner(me.pid, me.started + 1, me.boot, me.host)) is True
+    assert is_gone(Owner(me.pid, me.started, UUID(int=5), me.host)) is True
+    assert is_gone(Owner(2**22 + 1, 5, me.boot, platform.node())) is True
+    assert is_gone(Owner(me.pid, me.started, me.boot, "another")) is None
+
+
+def render_text(table: object) -> str:
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(table)
+    console.file.close()
+    return console.export_text()
+
+
+def test_the_store_commands_show_their_results(tmp_path: Path) -> None:
+    direct_directory(tmp_path)
+    with Store.create(tmp_path, 1 * MiB):
+        found = store.list_stores([tmp_path])
+        assert f"{os.getpid()} on {platform.node()}" in render_text(store.render_stores(found))
+        (kept,) = store.remove_stores([tmp_path])
+        assert kept.kept_because == "in use"
+        assert "kept: in use" in render_text(store.render_removed([kept]))
+    assert "no stores" in render_text(store.render_stores(store.list_stores([tmp_path])))
+    (row,) = store.stores_json(found)
+    assert row["state"] == "in use"
+    assert isinstance(row["header"], dict)
+    with pytest.raises(PathError):
+        store.list_stores([tmp_path / "nowhere"])
