@@ -15,7 +15,7 @@ import torch
 import penstock as ps
 from bench.certificate import percentiles
 from penstock import _native
-from penstock.memory.region import RegionOptions, take_region
+from penstock.memory.region import RegionOptions, allocate_region
 from penstock.units import GiB, KiB
 
 COPY_NBYTES = GiB
@@ -122,13 +122,13 @@ def registering_in_pieces(place: ps.Node) -> dict[str, object]:
     nbytes, pieces = 8 * GiB, 8
     runtime = torch.cuda.cudart()
     options = RegionOptions()
-    whole = take_region(nbytes, place, options)
+    whole = allocate_region(nbytes, place, options)
     start = time.perf_counter()
     whole.register()
     one = time.perf_counter() - start
     del whole
 
-    region = take_region(nbytes, place, options)
+    region = allocate_region(nbytes, place, options)
     block = _native.Block(region)
     share = nbytes // pieces
     errors: list[int] = []

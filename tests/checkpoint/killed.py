@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.run_directory import latest, look, sweep_leftovers
+from penstock.checkpoint.run_directory import latest_checkpoint, list_checkpoints, remove_leftovers
 from tests.checkpoint.saves import acting_at, check_contents, save
 
 
@@ -64,17 +64,17 @@ def die(name: str, args: tuple[object, ...]) -> None:
 
 def examine(out: Path) -> int:
     """Whatever the moment: the newest whole one can be resumed from, and the next run cleans up."""
-    newest = latest(out)
+    newest = latest_checkpoint(out)
     assert newest is not None
     assert newest.resumable
     step = newest.step
-    for found in look(out).whole:
+    for found in list_checkpoints(out).whole:
         check_contents(found)
-    sweep_leftovers(out)
-    assert not look(out).damaged
+    remove_leftovers(out)
+    assert not list_checkpoints(out).damaged
     assert {name[:10] for name in os.listdir(out)} == {"checkpoint"}
     save(out, 4)
-    found = look(out)
+    found = list_checkpoints(out)
     assert [(c.step, c.resumable) for c in found.whole] == [(4, True), (step, False)]
     assert not [name for name in os.listdir(found.whole[1].path) if name.startswith("optimizer")]
     return step

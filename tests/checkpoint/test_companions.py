@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-from penstock.checkpoint.model_files import copy_companions, write_config
+from penstock.checkpoint.model_files import copy_model_files, write_config
 from penstock.checkpoint.reader import ShardReader
-from penstock.checkpoint.run_directory import latest, new_checkpoint
+from penstock.checkpoint.run_directory import latest_checkpoint, new_checkpoint
 from penstock.checkpoint.writer import ShardWriter
 from tests.support.safetensors_files import read, same_bits, tensor_out
 
@@ -50,7 +50,7 @@ def test_transformers_loads_what_is_written(
         states.write(folder)
         write_config(model.config, folder, dtype=dtype, architecture="LlamaForCausalLM")
 
-    found = latest(tmp_path)
+    found = latest_checkpoint(tmp_path)
     assert found is not None
     loaded, told = AutoModelForCausalLM.from_pretrained(found.path, output_loading_info=True)
     assert type(loaded) is LlamaForCausalLM
@@ -127,8 +127,8 @@ def test_config_tokenizer_and_templates_go_with_the_weights(tmp_path: Path) -> N
     plain.mkdir()
     trusted.mkdir()
 
-    assert set(copy_companions(source, plain)) == KEPT
-    assert set(copy_companions(source, trusted, trust_remote_code=True)) == {
+    assert set(copy_model_files(source, plain)) == KEPT
+    assert set(copy_model_files(source, trusted, trust_remote_code=True)) == {
         *KEPT,
         "modeling_own.py",
     }
@@ -143,15 +143,15 @@ def test_what_was_written_for_this_checkpoint_is_not_replaced(tmp_path: Path) ->
     folder.mkdir()
     (folder / "config.json").write_text("mine")
 
-    assert "config.json" not in copy_companions(source, folder)
+    assert "config.json" not in copy_model_files(source, folder)
     assert (folder / "config.json").read_text() == "mine"
 
 
 def test_copies_of_links_make_a_whole_checkpoint(tmp_path: Path) -> None:
     source = source_of(tmp_path)
     with new_checkpoint(tmp_path / "out", 1) as folder:
-        copy_companions(source, folder)
+        copy_model_files(source, folder)
 
-    found = latest(tmp_path / "out")
+    found = latest_checkpoint(tmp_path / "out")
     assert found is not None
     assert set(found.files) == KEPT

@@ -20,7 +20,7 @@ from penstock.checkpoint.errors import (
     CheckpointWarning,
     CheckpointWriteError,
 )
-from penstock.checkpoint.run_directory import latest, look, new_checkpoint
+from penstock.checkpoint.run_directory import latest_checkpoint, list_checkpoints, new_checkpoint
 from penstock.checkpoint.writer import ShardWriter
 from penstock.units import KiB, MiB
 from tests.checkpoint.saves import CALLS, acting_at, check_contents, save
@@ -77,7 +77,7 @@ def test_refused_at_any_call_a_save_is_whole_or_changes_nothing(
             kinds.add(type(failed))
         except CheckpointWarning as warned:
             kinds.add(type(warned))
-            assert latest(out).step == 3  # type: ignore[union-attr]
+            assert latest_checkpoint(out).step == 3  # type: ignore[union-attr]
         left_as_it_was(out)
         shutil.rmtree(out)
     full = code in (errno.ENOSPC, errno.EDQUOT)
@@ -85,16 +85,16 @@ def test_refused_at_any_call_a_save_is_whole_or_changes_nothing(
 
 
 def left_as_it_was(out: Path) -> None:
-    newest = latest(out)
+    newest = latest_checkpoint(out)
     assert newest is not None
     assert newest.step in (2, 3)
     assert newest.resumable
-    for found in look(out).whole:
+    for found in list_checkpoints(out).whole:
         check_contents(found)
     if newest.step == 2:
         assert sorted(os.listdir(out)) == ["checkpoint-000001", "checkpoint-000002"]
     save(out, 4)  # and training goes on
-    assert latest(out).step == 4  # type: ignore[union-attr]
+    assert latest_checkpoint(out).step == 4  # type: ignore[union-attr]
 
 
 def test_a_disk_that_stays_full_leaves_nothing_of_the_new_checkpoint(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_disk_that_stays_full_leaves_nothing_of_the_new_checkpoint(tmp_path: P
         assert told.value.saving
         assert told.value.errno == errno.ENOSPC
         assert os.listdir(tmp_path) == ["checkpoint-000001"]
-    check_contents(latest(tmp_path))  # type: ignore[arg-type]
+    check_contents(latest_checkpoint(tmp_path))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -157,9 +157,9 @@ def test_a_disk_that_is_really_full_keeps_the_checkpoint_before(small_disk: Path
     assert told.value.wanted > 6 * MiB
     assert 2 * MiB < told.value.free < 3 * MiB  # as it is now that the parts are gone again
     assert os.listdir(small_disk) == ["checkpoint-000001"]
-    assert latest(small_disk).step == 1  # type: ignore[union-attr]
+    assert latest_checkpoint(small_disk).step == 1  # type: ignore[union-attr]
     write(3, MiB)
-    assert latest(small_disk).step == 3  # type: ignore[union-attr]
+    assert latest_checkpoint(small_disk).step == 3  # type: ignore[union-attr]
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name_and_after_it_the_old_go(

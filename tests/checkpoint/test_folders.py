@@ -15,12 +15,17 @@ from penstock.checkpoint.errors import (
     CheckpointSpaceError,
     CheckpointWarning,
 )
-from penstock.checkpoint.run_directory import latest, look, new_checkpoint, sweep_leftovers
+from penstock.checkpoint.run_directory import (
+    latest_checkpoint,
+    list_checkpoints,
+    new_checkpoint,
+    remove_leftovers,
+)
 from tests.checkpoint.saves import save
 
 
 def steps(out: Path) -> list[tuple[int, bool]]:
-    return [(found.step, found.resumable) for found in look(out).whole]
+    return [(found.step, found.resumable) for found in list_checkpoints(out).whole]
 
 
 def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
@@ -31,9 +36,9 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None
         (folder / "sub").mkdir()
         (folder / "sub" / "file").write_text("x")
         (folder / "weights").write_text("abc")
-        assert latest(out) is None
+        assert latest_checkpoint(out) is None
 
-    found = latest(out)
+    found = latest_checkpoint(out)
     assert found is not None
     assert (found.path, found.step) == (out / "checkpoint-000123", 123)
     assert found.files == {"sub/file": 1, "weights": 3}
@@ -180,16 +185,16 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_reason(
         save(tmp_path, step)
     damage(tmp_path / "checkpoint-000002")
 
-    assert latest(tmp_path).step == 1  # type: ignore[union-attr]
-    (told,) = look(tmp_path).damaged
+    assert latest_checkpoint(tmp_path).step == 1  # type: ignore[union-attr]
+    (told,) = list_checkpoints(tmp_path).damaged
     assert told.path == str(tmp_path / "checkpoint-000002")
     with pytest.raises(CheckpointError, match=reason):
         raise told
 
 
 def test_a_directory_that_is_not_there_holds_no_checkpoint(tmp_path: Path) -> None:
-    assert latest(tmp_path / "nowhere") is None
-    assert sweep_leftovers(tmp_path / "nowhere") == ()
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+    assert remove_leftovers(tmp_path / "nowhere") == ()
 
 
 def test_keeping_none_is_refused(tmp_path: Path) -> None:

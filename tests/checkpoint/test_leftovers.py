@@ -12,7 +12,7 @@ import pytest
 
 from penstock.checkpoint import run_directory
 from penstock.checkpoint.errors import CheckpointWarning
-from penstock.checkpoint.run_directory import latest, new_checkpoint, sweep_leftovers
+from penstock.checkpoint.run_directory import latest_checkpoint, new_checkpoint, remove_leftovers
 from tests.checkpoint.saves import save
 
 GONE = 2**22 + 1
@@ -34,14 +34,14 @@ def test_what_a_dead_run_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
         path.mkdir()
     (tmp_path / ".checkpoint-000009.tmp-1-0123abce").symlink_to(others[1])
 
-    assert sweep_leftovers(tmp_path) == (left,)
+    assert remove_leftovers(tmp_path) == (left,)
     assert len(os.listdir(tmp_path)) == 5
-    assert sweep_leftovers(tmp_path) == ()
+    assert remove_leftovers(tmp_path) == ()
 
 
 def test_a_draft_of_this_very_process_is_not_swept(tmp_path: Path) -> None:
     with new_checkpoint(tmp_path, 1) as folder:
-        assert sweep_leftovers(tmp_path) == ()
+        assert remove_leftovers(tmp_path) == ()
         assert folder.is_dir()
 
 
@@ -60,18 +60,18 @@ def test_a_draft_of_a_living_process_is_not_swept_until_it_is_killed(tmp_path: P
     with process:
         assert process.stdout is not None
         draft = Path(process.stdout.readline().strip())
-        assert sweep_leftovers(tmp_path) == ()
+        assert remove_leftovers(tmp_path) == ()
         process.kill()
     assert draft.is_dir()
 
-    assert sweep_leftovers(tmp_path) == (draft,)
+    assert remove_leftovers(tmp_path) == (draft,)
 
 
 def test_the_same_pid_after_a_restart_is_another_process(tmp_path: Path) -> None:
     """In a container every run has the same pid."""
     left = leftover(tmp_path, os.getpid())
 
-    assert sweep_leftovers(tmp_path) == (left,)
+    assert remove_leftovers(tmp_path) == (left,)
 
 
 def test_without_locks_the_pid_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_without_locks_the_pid_decides(tmp_path: Path, monkeypatch: pytest.Monke
     left = [leftover(tmp_path, GONE), leftover(tmp_path, 9_999_999_999)]
 
     with new_checkpoint(tmp_path, 1) as folder:
-        assert sweep_leftovers(tmp_path) == tuple(sorted(left))
+        assert remove_leftovers(tmp_path) == tuple(sorted(left))
         assert folder.is_dir()
     assert living.is_dir()
 
@@ -103,7 +103,7 @@ def test_a_draft_swept_before_it_was_locked_is_made_again(
     save(tmp_path, 1)
 
     assert swept
-    assert latest(tmp_path).step == 1  # type: ignore[union-attr]
+    assert latest_checkpoint(tmp_path).step == 1  # type: ignore[union-attr]
 
 
 def test_a_leftover_that_cannot_be_removed_is_told_and_does_not_stop_the_run(
@@ -116,4 +116,4 @@ def test_a_leftover_that_cannot_be_removed_is_told_and_does_not_stop_the_run(
 
     monkeypatch.setattr(os, "unlink", denied)
     with pytest.warns(CheckpointWarning, match=r"tmp-.*could not be removed: Permission denied"):
-        assert sweep_leftovers(tmp_path) == ()
+        assert remove_leftovers(tmp_path) == ()

@@ -62,7 +62,7 @@ def test_closing_ends_transfers_in_flight(ground: Ground, buffers: Buffers) -> N
 
     assert store.close() == []
 
-    assert all(ticket.done for ticket in tickets)
+    assert all(ticket.done() for ticket in tickets)
     for ticket in tickets:
         assert ticket.failure() is None or isinstance(ticket.failure(), StoreClosedError)
 

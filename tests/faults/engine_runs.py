@@ -13,7 +13,7 @@ import pytest
 from penstock.model.split import SplitModel
 from penstock.storage.errors import TransferError
 from penstock.storage.store import Store
-from penstock.storage.tickets import Ticket
+from penstock.storage.tickets import StoreTicket
 from tests.equivalence.runs import DRAM, RESIDENT, WAYS, Setup, Way
 
 SMALL = Way("all on disk in small pieces", ("nnnn",), {"piece": 4096})
@@ -24,11 +24,11 @@ PLACES = (RESIDENT, DRAM, SMALL, MIXED, WAYS[8])
 class BrokenTicket:
     """A transfer that ended badly."""
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: StoreTicket) -> None:
         self.ticket = ticket
 
-    def settle(self, timeout: float | None = None) -> bool:
-        return self.ticket.settle(timeout)
+    def settle(self, timeout: float | None = None) -> None:
+        self.ticket.settle(timeout)
 
     def wait(self, timeout: float | None = None) -> None:
         self.ticket.wait(timeout)
@@ -79,7 +79,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.003) -> None
     """So that swept pieces wait for their turn to be written."""
     plain = Store.start_write
 
-    def start_write(self: Store, *args: Any, **kwargs: Any) -> Ticket:
+    def start_write(self: Store, *args: Any, **kwargs: Any) -> StoreTicket:
         time.sleep(seconds)
         return plain(self, *args, **kwargs)
 

@@ -208,7 +208,7 @@ def test_a_disk_without_room_is_told_before_the_first_step(tmp_path: Path) -> No
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 10, hard))
     try:
-        with pytest.raises(DiskFullError, match="wanted") as caught:
+        with pytest.raises(DiskFullError, match="needs") as caught:
             setup.engine(DISK, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

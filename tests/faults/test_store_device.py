@@ -122,7 +122,7 @@ if scene == "interrupt":
     try:
         ticket.wait()
     except KeyboardInterrupt:
-        print("interrupted", "done" if ticket.done else "in flight")
+        print("interrupted", "done" if ticket.done() else "in flight")
 else:
     ticket.settle(0.3)  # let a worker start it: a request that has not started is cancelled instead
     with warnings.catch_warnings(record=True) as caught:

@@ -14,7 +14,7 @@ from penstock.memory import heap
 CHILD = """
 import resource, sys
 import torch
-from penstock.memory.heap import hold_heap
+from penstock.memory.heap import return_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
@@ -23,7 +23,7 @@ def block(mib):
     return torch.ones(mib << 20, dtype=torch.uint8)
 
 if "hold" in sys.argv:
-    hold_heap()
+    return_freed_memory()
 block(30)  # from which the C library learns, unless it was told
 before = resident()
 below = [block(6) for _ in range(32)]
@@ -74,9 +74,9 @@ def test_so_is_one_that_says_how_much_stays_at_the_top(
 ) -> None:
     told: list[int] = []
     monkeypatch.setattr(heap, "_native", SimpleNamespace(map_blocks_from=told.append))
-    heap.hold_heap()
+    heap.return_freed_memory()
     monkeypatch.setenv(name, value)
-    heap.hold_heap()
+    heap.return_freed_memory()
 
     assert told == [heap.LARGE]
 
@@ -84,9 +84,9 @@ def test_so_is_one_that_says_how_much_stays_at_the_top(
 AGAIN = """
 import resource
 import torch
-from penstock.memory.heap import hold_heap
+from penstock.memory.heap import return_freed_memory
 
-hold_heap()  # before anything was learned
+return_freed_memory()  # before anything was learned
 block = lambda: torch.ones(3 << 20, dtype=torch.uint8)
 block()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

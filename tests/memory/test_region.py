@@ -28,7 +28,7 @@ from penstock.machine.sysfs import System
 from penstock.memory import region as module
 from penstock.memory.arena import Arena
 from penstock.memory.placement import Interleave, Node, Place, Stripe, placing
-from penstock.memory.region import KEEP_FREE, RegionOptions, take_region
+from penstock.memory.region import KEEP_FREE, RegionOptions, allocate_region
 from penstock.units import MiB
 from tests.support.stand_ins import NODE_DIR, StandIn, group_limit, machine, pools
 
@@ -45,7 +45,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
 
 
 def take(nbytes: int, place: Place | None, system: System, **options: object) -> _native.Region:
-    return take_region(nbytes, place, RegionOptions(**options), system)  # type: ignore[arg-type]
+    return allocate_region(nbytes, place, RegionOptions(**options), system)  # type: ignore[arg-type]
 
 
 def test_every_node_keeps_64_mib_for_the_kernel(tmp_path: Path, native: type[StandIn]) -> None:

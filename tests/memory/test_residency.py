@@ -15,7 +15,7 @@ from penstock.errors import PlacementPermissionError
 from penstock.machine.sysfs import System
 from penstock.memory import residency as module
 from penstock.memory.placement import Node
-from penstock.memory.region import RegionOptions, take_region
+from penstock.memory.region import RegionOptions, allocate_region
 from penstock.memory.residency import Residency, residency
 from tests.faults.refuse import SYSCALLS
 
@@ -28,7 +28,7 @@ needs_4k = pytest.mark.skipif(PAGE != 4096, reason="the listings are of 4 KiB pa
 
 
 def take(nbytes: int, **options: object) -> _native.Region:
-    return take_region(nbytes, Node(NODE), RegionOptions(huge=None, **options))  # type: ignore[arg-type]
+    return allocate_region(nbytes, Node(NODE), RegionOptions(huge=None, **options))  # type: ignore[arg-type]
 
 
 @pytest.fixture

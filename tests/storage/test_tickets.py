@@ -15,8 +15,11 @@ UNIT = 64 * KiB
 class FakeTicket:
     def __init__(self, verb: str, extent: Extent, offset: int, length: int) -> None:
         self.verb, self.extent, self.offset, self.length = verb, extent, offset, length
-        self.done = False
+        self.finished = False
         self.failed: StorageError | None = None
+
+    def done(self) -> bool:
+        return self.finished
 
     def failure(self) -> StorageError | None:
         return self.failed
@@ -53,7 +56,7 @@ def test_only_reads_may_overlap(in_flight: str, started: str, allowed: bool) -> 
 def test_lost_bytes_are_unreadable_until_they_are_written_again() -> None:
     ledger = TransferLedger()
     ticket = FakeTicket("write", EXTENT, 2 * UNIT, 4 * UNIT)
-    ticket.done, ticket.failed = True, StorageError("the disk is gone")
+    ticket.finished, ticket.failed = True, StorageError("the disk is gone")
     ledger.add(ticket)  # type: ignore[arg-type]
     ledger.remove_finished()
 

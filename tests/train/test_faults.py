@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.run_directory import look
+from penstock.checkpoint.run_directory import list_checkpoints
 from tests.train.conftest import STEPS
 from tests.train.runs import RESIDENT, Ended, Runs, contents, ended, wait_for
 
@@ -31,7 +31,7 @@ def test_a_signal_ends_the_step_and_saves(runs: Runs, tmp_path: Path) -> None:
     assert over.code == 143, over.errors
     assert over.events[-1]["event"] == "stopped"
     last = over.events[-1]["step"]
-    assert look(out).whole[0].step == last >= 2
+    assert list_checkpoints(out).whole[0].step == last >= 2
     assert "Traceback" not in over.errors
 
 
@@ -48,8 +48,8 @@ def test_a_second_signal_ends_it_at_once(runs: Runs, tmp_path: Path) -> None:
 
     assert over.code in (130, 143), over.errors
     assert "stopped at once" in over.errors
-    assert look(out).whole
-    assert not look(out).damaged
+    assert list_checkpoints(out).whole
+    assert not list_checkpoints(out).damaged
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.long)])

@@ -6,7 +6,7 @@ import os
 
 from penstock import _native
 from penstock.memory.placement import Place
-from penstock.memory.region import RegionOptions, take_region
+from penstock.memory.region import RegionOptions, allocate_region
 from penstock.memory.residency import Residency, residency
 
 MODE = os.environ.get("PENSTOCK_VM_MODE", "")
@@ -21,4 +21,4 @@ def where(region: _native.Region) -> Residency:
 
 
 def take(nbytes: int, place: Place, **options: object) -> _native.Region:
-    return take_region(nbytes, place, RegionOptions(**options))  # type: ignore[arg-type]
+    return allocate_region(nbytes, place, RegionOptions(**options))  # type: ignore[arg-type]

@@ -171,7 +171,7 @@ def test_closing_waits_for_a_slow_disk(engine: EngineName) -> None:
         tickets = [store.start_write(extent, buffers.random(UNIT)) for extent in extents]
 
         assert store.close() == []
-        assert all(ticket.done for ticket in tickets)
+        assert all(ticket.done() for ticket in tickets)
 
 
 HANG = """
@@ -188,14 +188,16 @@ extent = store.allocate(64 * KiB, name="stuck")
 layer.hang()
 if scene == "busy":
     ticket = store.start_write(extent, Buffers().random(64 * KiB))
-    print(ticket.settle(1), end=" ")
+    ticket.settle(1)
+    print(ticket.done(), end=" ")
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     hanging = store.close(timeout=0.2)
 layer.resume()
 print([h.replace(layer.path, "DISK") for h in hanging], [w.category.__name__ for w in said])
 if scene == "busy":
-    print(ticket.settle(60), ticket.failure(), end=" ")
+    ticket.settle(60)
+    print(ticket.done(), ticket.failure(), end=" ")
 """
 
 

@@ -28,7 +28,7 @@ _KEPT = (
 _CODE = "*.py"
 
 
-def copy_companions(
+def copy_model_files(
     source: str | Path, folder: str | Path, *, trust_remote_code: bool = False
 ) -> tuple[str, ...]:
     """Config, tokenizer and chat templates of a model's directory; the names of those copied.

@@ -65,7 +65,7 @@ def discard(folder: Path) -> None:
     shutil.rmtree(gone)
 
 
-def sweep_leftovers(out: str | Path) -> tuple[Path, ...]:
+def remove_leftovers(out: str | Path) -> tuple[Path, ...]:
     """Remove the drafts of processes that are gone; those removed. Call it when a run starts."""
     folder = Path(out)
     entries = sorted(os.scandir(folder), key=lambda e: e.name) if folder.is_dir() else []
@@ -146,7 +146,7 @@ def _lives(pid: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CheckpointList:
     """What a run's directory holds, the newest first."""
 
     whole: tuple[Checkpoint, ...]
@@ -155,7 +155,7 @@ class Found:
     """Why each of the others was passed over."""
 
 
-def look(out: str | Path) -> Found:
+def list_checkpoints(out: str | Path) -> CheckpointList:
     """Every checkpoint of a run. A directory that is not there holds none."""
     whole, damaged = [], []
     for folder in _folders(Path(out)):
@@ -163,12 +163,12 @@ def look(out: str | Path) -> Found:
             whole.append(read_checkpoint(folder))
         except DamagedCheckpointError as reason:
             damaged.append(reason)
-    return Found(tuple(whole), tuple(damaged))
+    return CheckpointList(tuple(whole), tuple(damaged))
 
 
-def latest(out: str | Path) -> Checkpoint | None:
-    """The newest whole checkpoint. `look` says what was passed over, and why."""
-    return next(iter(look(out).whole), None)
+def latest_checkpoint(out: str | Path) -> Checkpoint | None:
+    """The newest whole checkpoint. `list_checkpoints` says what was passed over, and why."""
+    return next(iter(list_checkpoints(out).whole), None)
 
 
 @contextlib.contextmanager
@@ -227,7 +227,7 @@ def _set_aside(final: Path) -> None:
 
 def _thin_out(out: Path, newest: Path, keep: int) -> None:
     """Of whole checkpoints only: what else lies there may be somebody's."""
-    whole = {found.path: found for found in look(out).whole}
+    whole = {found.path: found for found in list_checkpoints(out).whole}
     carried = whole.pop(newest).resumable
     for rank, found in enumerate(whole.values(), start=1):
         try:

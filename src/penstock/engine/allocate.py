@@ -21,7 +21,7 @@ from penstock.engine.tier_memory import StoreSettings, TierMemory
 from penstock.engine.weight_slots import WeightSlots
 from penstock.errors import PlanError
 from penstock.memory.arena import Arena
-from penstock.memory.heap import hold_heap
+from penstock.memory.heap import return_freed_memory
 from penstock.memory.placement import Node, Place
 from penstock.model.inventory import Inventory
 from penstock.model.split import MicroBatch
@@ -205,7 +205,7 @@ def allocate(
         raise PlanError("placement.rounds", "must be 1 for a model with tied embeddings")
     _check_pools(plan, programs)
     device.limit(plan.allocator_nbytes)
-    hold_heap()
+    return_freed_memory()
     homes = TierMemory(plan, inventory, device, store)
     try:
         gradients = Gradients(inventory, homes.formats, device)

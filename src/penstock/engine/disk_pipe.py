@@ -9,14 +9,14 @@ from penstock.memory.arena import Arena
 from penstock.roles import EXTENT
 from penstock.storage.layout import Extent
 from penstock.storage.store import Store
-from penstock.storage.tickets import Ticket
+from penstock.storage.tickets import StoreTicket
 from penstock.units import round_up
 
 
 class Tickets:
     """Transfers under way, as one mark."""
 
-    def __init__(self, tickets: list[Ticket]) -> None:
+    def __init__(self, tickets: list[StoreTicket]) -> None:
         self._tickets = tickets
         self.ended: Moment | None = None
         """When somebody first saw that they were done: no later than their user began."""
@@ -39,7 +39,7 @@ class DiskPipe:
         assert nbytes % (2 * store.unit) == 0, nbytes
         whole = arena.tensor(nbytes, torch.uint8, align=EXTENT, name="a ring's buffer")
         self._halves = (whole[: nbytes // 2], whole[nbytes // 2 :])
-        self._tickets: list[Ticket | None] = [None, None]
+        self._tickets: list[StoreTicket | None] = [None, None]
         self._turn = 0
 
     def write(self, extent: Extent, source: torch.Tensor) -> None:
@@ -58,7 +58,7 @@ class DiskPipe:
         """All of `into`, bytes on the device, issued on the current lane."""
         step = self._halves[0].numel()
         starts = list(range(0, into.numel(), step))
-        reads: dict[int, tuple[torch.Tensor, Ticket]] = {}
+        reads: dict[int, tuple[torch.Tensor, StoreTicket]] = {}
         for number in range(len(starts) + 1):
             if number < len(starts):
                 half, index = self._next()

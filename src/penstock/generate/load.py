@@ -114,9 +114,9 @@ def newest(model: str) -> str:
     folder = Path(model)
     if not folder.is_dir() or any(folder.glob("model*.safetensors*")):
         return model
-    from penstock.checkpoint.run_directory import latest
+    from penstock.checkpoint.run_directory import latest_checkpoint
 
-    found = latest(folder)
+    found = latest_checkpoint(folder)
     return model if found is None else str(found.path)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock import _native
 from penstock.errors import ArenaBusyError, ArenaFullError, SizeError
 from penstock.memory.placement import Place
-from penstock.memory.region import Huge, RegionOptions, check_nbytes, take_region
+from penstock.memory.region import Huge, RegionOptions, allocate_region, check_nbytes
 from penstock.memory.residency import Residency, residency
 from penstock.units import format_bytes, parse_bytes
 
@@ -54,7 +54,7 @@ class Arena:
         prefault: bool = True,
     ) -> None:
         options = RegionOptions(pinned=pinned, huge=huge, prefault=prefault)
-        self._native = _native.Arena(take_region(parse_bytes(nbytes), place, options))
+        self._native = _native.Arena(allocate_region(parse_bytes(nbytes), place, options))
 
     def take(self, nbytes: int, *, align: int = ALIGNMENT, name: str = "a block") -> _native.Block:
         """Reserve `nbytes` at a multiple of `align`. The block keeps the arena's memory mapped."""

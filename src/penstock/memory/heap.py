@@ -11,7 +11,7 @@ LARGE = 4 * MiB
 """Smaller blocks stay in the heap: a mapping of its own costs a page fault for every 4 KiB."""
 
 
-def hold_heap() -> None:
+def return_freed_memory() -> None:
     """Have blocks of `LARGE` and more go back to the kernel when they are freed, for the whole
     process and from now on, unless its environment says where they come from.
 

@@ -71,7 +71,7 @@ class RegionOptions:
         return replace(self, huge=None if isinstance(place, Interleave) else "thp")
 
 
-def take_region(
+def allocate_region(
     nbytes: int,
     place: Place | None,
     options: RegionOptions,

@@ -14,10 +14,10 @@ from penstock.memory.placement import Place, check_place
 from penstock.memory.region import (
     Huge,
     RegionOptions,
+    allocate_region,
     check_move,
     explain_move,
     move_region,
-    take_region,
 )
 from penstock.memory.residency import Residency, residency
 from penstock.memory.views import Shape, check_dtype, check_shape, tensor_over, wake_cuda
@@ -42,7 +42,7 @@ def empty(
     sizes = check_shape(shape)
     options = RegionOptions(pinned=pinned, huge=huge, prefault=prefault)
     wake_cuda(pinned)
-    region = take_region(math.prod(sizes) * dtype.itemsize, place, options)
+    region = allocate_region(math.prod(sizes) * dtype.itemsize, place, options)
     return tensor_over(_native.Block(region), sizes, dtype).requires_grad_(requires_grad)
 
 

@@ -13,7 +13,7 @@ from penstock.errors import ProbeError
 from penstock.machine.machine import Figure, MemoryNode, MemoryOperation, MemoryRate, NodeCopy
 from penstock.machine.sysfs import System
 from penstock.memory.placement import Node
-from penstock.memory.region import RegionOptions, take_region
+from penstock.memory.region import RegionOptions, allocate_region
 from penstock.probe.measurement import Effort, Progress, take_rate, take_time
 from penstock.units import MiB, format_bytes
 
@@ -49,10 +49,10 @@ class NodeStretch:
     def __init__(self, nbytes: int, node: int, cpus: Sequence[int], target: int | None = None):
         self.nbytes = nbytes
         self._cpus = list(cpus)
-        self._source = take_region(nbytes, Node(node), RegionOptions())
+        self._source = allocate_region(nbytes, Node(node), RegionOptions())
         self._target = None
         if target is not None:
-            self._target = take_region(nbytes, Node(target), RegionOptions())
+            self._target = allocate_region(nbytes, Node(target), RegionOptions())
         self._next = 0
         self._stop = 0
 

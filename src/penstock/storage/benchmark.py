@@ -18,7 +18,7 @@ from penstock import _native
 from penstock.memory.arena import Arena
 from penstock.storage.engines import choose_engine
 from penstock.storage.store import Store, StoreOptions
-from penstock.storage.tickets import Ticket
+from penstock.storage.tickets import StoreTicket
 from penstock.units import MiB
 
 Pattern = Literal["read", "write", "mixed"]
@@ -108,7 +108,7 @@ class StorageBench:
         """Make one pass over all extents and return bytes per second."""
         start_time = time.perf_counter()
         moved = 0
-        tickets: list[Ticket] = []
+        tickets: list[StoreTicket] = []
         for start, buffer in zip(self._starts(pattern), self._cycle_buffers(), strict=False):
             if len(tickets) == len(self._buffers):
                 tickets.pop(0).wait()  # its buffer is free again
@@ -121,7 +121,7 @@ class StorageBench:
         while True:
             yield from self._buffers
 
-    def _starts(self, pattern: Pattern) -> Iterator[Callable[[_native.Block], Ticket]]:
+    def _starts(self, pattern: Pattern) -> Iterator[Callable[[_native.Block], StoreTicket]]:
         """Yield functions that start the transfers of a pass in order."""
         store, extents = self._store, self._extents
         for number, extent in enumerate(extents):

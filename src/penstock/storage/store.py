@@ -25,7 +25,7 @@ from penstock.storage.store_files import (
     create_store_files,
     remove_store_files,
 )
-from penstock.storage.tickets import Ticket, TransferLedger, describe_request, wait_for_tickets
+from penstock.storage.tickets import StoreTicket, TransferLedger, describe_request, wait_for_tickets
 from penstock.storage.volume import Volume
 from penstock.units import format_bytes, parse_bytes, round_up
 
@@ -57,8 +57,9 @@ class StoreStats:
 class Store:
     """Preallocated space on one or more disks, allocated to named extents.
 
-    Transfers are asynchronous: `start_read` and `start_write` return a `Ticket`. Any number may be
-    in flight. A store is safe to use from several threads. Closing it removes it from its disks.
+    Transfers are asynchronous: `start_read` and `start_write` return a `StoreTicket`. Any number of
+    them may be in flight. A store is safe to use from several threads. Closing it removes it from
+    its disks.
     """
 
     def __init__(
@@ -136,26 +137,28 @@ class Store:
 
     def start_read(
         self, extent: Extent, buffer: object, *, offset: int = 0, nbytes: int | None = None
-    ) -> Ticket:
+    ) -> StoreTicket:
         """Start to fill `buffer` from the extent. Do not touch it until the ticket is done."""
         return self._start("read", extent, buffer, offset, nbytes)
 
     def start_write(
         self, extent: Extent, buffer: object, *, offset: int = 0, nbytes: int | None = None
-    ) -> Ticket:
+    ) -> StoreTicket:
         """Start to write `buffer` to the extent. Do not modify it until the ticket is done."""
         return self._start("write", extent, buffer, offset, nbytes)
 
-    def wait_any(self, tickets: Iterable[Ticket], timeout: float | None = None) -> list[Ticket]:
+    def wait_any(
+        self, tickets: Iterable[StoreTicket], timeout: float | None = None
+    ) -> list[StoreTicket]:
         """Wait until at least one ticket is done, and return those that are.
 
         The list is empty if the timeout expires first. Failures are not raised.
         """
         tickets = list(tickets)
         wait_for_tickets(self._native, tickets, wait_for_all=False, timeout=timeout)
-        return [ticket for ticket in tickets if ticket.done]
+        return [ticket for ticket in tickets if ticket.done()]
 
-    def wait_all(self, tickets: Iterable[Ticket], timeout: float | None = None) -> None:
+    def wait_all(self, tickets: Iterable[StoreTicket], timeout: float | None = None) -> None:
         """Wait for all tickets, then raise the first failure."""
         tickets = list(tickets)
         wait_for_tickets(self._native, tickets, wait_for_all=True, timeout=timeout)
@@ -244,7 +247,7 @@ class Store:
 
     def _start(
         self, verb: str, extent: Extent, buffer: object, offset: int, nbytes: int | None
-    ) -> Ticket:
+    ) -> StoreTicket:
         layout = self._files.layout
         address, buffer_nbytes = _native.buffer_span(buffer, verb == "read")
         length = buffer_nbytes if nbytes is None else nbytes
@@ -268,7 +271,7 @@ class Store:
             transfer = self._native.start(
                 verb == "write", address, pieces, self._checksums[extent.name]
             )
-            ticket = Ticket(
+            ticket = StoreTicket(
                 extent,
                 (verb, offset, length),
                 transfer=transfer,

@@ -21,8 +21,10 @@ from penstock.storage.layout import Extent
 from penstock.storage.volume import Volume
 
 
-class Ticket:
-    """One read or write in flight. The ticket keeps the buffer alive until the transfer is done.
+class StoreTicket:
+    """One read or write of a store (a `penstock.ticket.Ticket[None]`).
+
+    The ticket keeps the buffer alive until the transfer is done.
 
     "Done" means that no I/O touches the buffer any more, whether or not the transfer succeeded.
     """
@@ -54,22 +56,21 @@ class Ticket:
         self._buffer: memoryview | None = buffer
         self._volumes = volumes
 
-    @property
     def done(self) -> bool:
-        """Whether the transfer has ended and the caller may use the buffer again."""
+        """Return whether the transfer has ended and the caller may use the buffer again."""
         if not self._transfer.done:
             return False
         self._buffer = None
         return True
 
-    def settle(self, timeout: float | None = None) -> bool:
-        """Wait until done without raising on failure. Return False if the timeout expires first."""
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait until done, or until the timeout expires, without raising on failure."""
         wait_for_tickets(self._engine, [self], wait_for_all=True, timeout=timeout)
-        return self.done
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until done. Raise StorageError on failure, TimeoutError if the timeout expires."""
-        if not self.settle(timeout):
+        self.settle(timeout)
+        if not self.done():
             raise TimeoutError(f"{self.verb} of {self.extent.name} did not finish in {timeout} s")
         if error := self.failure():
             raise error
@@ -102,13 +103,13 @@ class Ticket:
         return same and self.offset < offset + length and offset < self.offset + self.length
 
     def __repr__(self) -> str:
-        state = "done" if self.done else "in flight"
+        state = "done" if self.done() else "in flight"
         return f"<{self.verb} of {self.extent.name}, {self.length} B at {self.offset}: {state}>"
 
 
 def wait_for_tickets(
     engine: _native.StoreEngine,
-    tickets: Sequence[Ticket],
+    tickets: Sequence[StoreTicket],
     *,
     wait_for_all: bool,
     timeout: float | None,
@@ -134,17 +135,17 @@ class TransferLedger:
     """
 
     def __init__(self) -> None:
-        self.in_flight: list[Ticket] = []
+        self.in_flight: list[StoreTicket] = []
         self._lost: dict[str, list[tuple[int, int, str]]] = {}
         """Per extent, the lost ranges `[start, end)` and the reason."""
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, ticket: StoreTicket) -> None:
         """Record a transfer that has been started."""
         self.in_flight.append(ticket)
 
     def remove_finished(self) -> None:
         """Drop the transfers that are done, and record the bytes that failed writes have lost."""
-        finished = [ticket for ticket in self.in_flight if ticket.done]
+        finished = [ticket for ticket in self.in_flight if ticket.done()]
         if not finished:
             return
         self.in_flight[:] = [ticket for ticket in self.in_flight if ticket not in finished]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.disk import check_room, sync
 from penstock.checkpoint.manifest import folder_name
-from penstock.checkpoint.model_files import copy_companions, write_config
-from penstock.checkpoint.run_directory import look, new_checkpoint
+from penstock.checkpoint.model_files import copy_model_files, write_config
+from penstock.checkpoint.run_directory import list_checkpoints, new_checkpoint
 from penstock.checkpoint.training_state import Software, TrainingState
 from penstock.records import to_json
 from penstock.settings import AFFECTS_RESULT, Settings
@@ -56,7 +56,7 @@ class CheckpointSaver:
         """While one is written, those that are kept are all there, one with optimizer state."""
         weights, rest = self._sizes[0], sum(self._sizes[1:])
         wanted = (self._settings.checkpoint.keep + 1) * weights + 2 * rest
-        there = sum(found.nbytes for found in look(self._out).whole)
+        there = sum(found.nbytes for found in list_checkpoints(self._out).whole)
         check_room(self._out, max(self.nbytes, wanted - there))
 
     def save(self, standing: Standing, tell: Tell | None = None) -> Path:
@@ -67,7 +67,7 @@ class CheckpointSaver:
             self._engine.write(folder, optimizer=optimizer, progress=tell)
             self._state(standing).save(folder)
             trust = self._settings.model.trust_remote_code
-            copy_companions(out, folder, trust_remote_code=trust)
+            copy_model_files(out, folder, trust_remote_code=trust)
         self.saved_step = standing.step
         return out / folder_name(standing.step)
 
@@ -113,7 +113,7 @@ def write_companions(
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[settings.model.dtype]
     write_config(config, out, dtype=dtype, architecture=inventory.architecture)
-    copy_companions(source, out, trust_remote_code=settings.model.trust_remote_code)
+    copy_model_files(source, out, trust_remote_code=settings.model.trust_remote_code)
 
 
 def torch_threads() -> int:

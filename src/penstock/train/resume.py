@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.checkpoint.errors import StateError
 from penstock.checkpoint.manifest import Checkpoint
-from penstock.checkpoint.run_directory import look, sweep_leftovers
+from penstock.checkpoint.run_directory import list_checkpoints, remove_leftovers
 from penstock.checkpoint.training_state import Software, TrainingState
 from penstock.plan.workload import Numerics
 from penstock.records import from_json, to_json
@@ -83,11 +83,11 @@ class OutFolder:
             raise OutInUseError(str(self.path)) from None
         except OSError:
             pass  # a file system without locks
-        sweep_leftovers(self.path)
+        remove_leftovers(self.path)
 
     def past(self) -> Past | None:
         """The newest checkpoint with all that it takes; None if there is no checkpoint at all."""
-        found = look(self.path)
+        found = list_checkpoints(self.path)
         resumable = next((c for c in found.whole if c.resumable), None)
         if resumable is None:
             if found.whole:
