@@ -87,10 +87,15 @@ def from_json(
 
 def load(cls: type[T], path: str | Path, error: type[RecordError] = RecordError) -> T:
     """Read a record from a file. Raises `error` if the file cannot be read or is invalid."""
+    return from_json(cls, read_json(path, error), where=str(path), error=error)
+
+
+def read_json(path: str | Path, error: type[RecordError] = RecordError) -> object:
+    """Read a JSON file. Raises `error` if the file cannot be read or is not valid JSON."""
     with _os_errors_as(error, path, "read"):
         raw = Path(path).read_bytes()
     try:
-        return from_json(cls, parse(raw), where=str(path), error=error)
+        return parse(raw)
     except RecordError as problem:
         raise error(problem.field, problem.problem, where=str(path)) from None
 

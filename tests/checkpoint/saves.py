@@ -20,7 +20,7 @@ from tests.support.safetensors_files import read, same_bits, tensor_out
 CALLS = ("open", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
 """Of the module os: what changes a disk, or makes a change last."""
 
-STATE = TrainingState(step=0, software=Software())
+STATE = TrainingState(software=Software())
 
 
 def tensors_of(step: int, stem: str) -> dict[str, torch.Tensor]:

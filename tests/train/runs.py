@@ -122,5 +122,6 @@ def wait_for(child: subprocess.Popen[str], *signs: str) -> str:
 def contents(out: Path) -> dict[str, bytes]:
     """What must be equal, to the bit, of two runs' last checkpoints."""
     last = max(out.glob("checkpoint-*"))
-    names = ("*.safetensors", "engine.json")
-    return {p.name: p.read_bytes() for name in names for p in last.glob(name)}
+    tensors = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+    state = json.loads((last / "training_state.json").read_text())
+    return {**tensors, "engine": json.dumps(state["engine"]).encode()}

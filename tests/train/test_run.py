@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
 
 from penstock.settings import read_yaml
 from tests.train.conftest import STEPS
@@ -121,6 +122,35 @@ def test_a_stopped_run_goes_on_to_the_bit_under_another_budget(
     assert "no longer" not in ended.errors
     lines = [json.loads(line) for line in (stopped / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["event"] == "step"] == [1, 2, 3, 4, 5, 6]
+
+
+def rewrite_as_version_1(out: Path) -> None:
+    """Replace the files of a stopped run by those that Penstock 0.1 wrote."""
+    values = read_yaml(out / "run.yaml")
+    (out / "run.yaml").write_text("# Penstock 0.1.0\n" + yaml.safe_dump(values, sort_keys=False))
+    folder = max(out.glob("checkpoint-*"))
+    state = json.loads((folder / "training_state.json").read_text())
+    engine = state.pop("engine")
+    repeated = {"step": engine["steps"], "rng": {"seed": engine["seed"]}}
+    old = {**state, **repeated, "version": 1}
+    (folder / "training_state.json").write_text(json.dumps(old))
+    (folder / "engine.json").write_text(json.dumps(engine))
+    manifest = json.loads((folder / "complete.json").read_text())
+    for name in ("training_state.json", "engine.json"):
+        manifest["files"][name] = (folder / name).stat().st_size
+    (folder / "complete.json").write_text(json.dumps(manifest))
+
+
+def test_a_run_of_version_1_resumes_to_the_bit(whole: Whole, stopped: Path) -> None:
+    rewrite_as_version_1(stopped)
+
+    ended = told(["train", "--out", str(stopped), "--resume", "--json"])
+
+    assert ended.code == 0, ended.errors
+    assert list(ended.losses) == [4, 5, 6]
+    assert ended.losses.items() <= whole[1].losses.items()
+    assert contents(stopped) == contents(whole[0])
+    assert "no longer" not in ended.errors
 
 
 def test_what_is_no_longer_the_same_is_told(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_a_step_that_overflows_changes_nothing_and_is_told(
     before, after = ended.of("eval")
     assert before["loss"] == after["loss"]
     state = json.loads((tmp_path / "out/checkpoint-000002/training_state.json").read_text())
-    assert state["step"] == 0
+    assert state["engine"]["steps"] == 0
     assert state["data"]["step"] == 2
 
 

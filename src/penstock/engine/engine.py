@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Self
 import torch
 
 from penstock import records
+from penstock.checkpoint.errors import StateError
+from penstock.checkpoint.training_state import TrainingState, read_engine_state
 from penstock.checkpoint.writer import Progress as WriteProgress
 from penstock.engine.allocate import Programs, StepState, allocate
 from penstock.engine.batches import Cut, cut_batch
@@ -62,41 +64,38 @@ class Evaluation:
     tokens: int
 
 
-# --------
-# What an engine must remember beside its tensors to continue to the bit. Room: move.
-
-ENGINE_STATE = "engine.json"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineState:
-    """Small, and of no plan."""
+    """What an engine must remember besides its tensors to continue to the bit.
+
+    It does not depend on the plan: a run may resume with other budgets.
+    """
 
     FORMAT: ClassVar[int] = 1
 
     version: int = FORMAT
 
     fingerprint: str
-    """Of the model's blocks and tensors, and of what is trained."""
+    """Fingerprint of the model's blocks and tensors, and of which tensors are trained."""
 
     steps: int
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
 
     batches: int
-    """Batches seen: what dropout depends on."""
+    """Number of batches seen. Dropout masks depend on it."""
 
     seed: int
-    """Of dropout and of stochastic rounding."""
+    """Random seed for dropout and stochastic rounding."""
 
     dtype: Dtype
     moments: Moments
 
     loss_scale: float = 1.0
     good_steps: int = 0
-    """Since the loss scale last changed."""
+    """Number of steps since the loss scale last changed."""
 
     groups: Json = None
-    """The optimizer's param groups: settings, and names of tensors."""
+    """Parameter groups of the optimizer: hyperparameters, and the names of the tensors."""
 
     def __post_init__(self) -> None:
         if self.version != self.FORMAT:
@@ -104,6 +103,7 @@ class EngineState:
 
     @classmethod
     def of(cls, engine: Engine) -> EngineState:
+        """Record the state of an engine."""
         return cls(
             fingerprint=engine.inventory.fingerprint,
             steps=engine.steps,
@@ -113,30 +113,41 @@ class EngineState:
             moments=engine.workload.moments,
             loss_scale=engine.scale.value,
             good_steps=engine.scale.good_steps,
-            groups=[_told(engine, group) for group in engine.optimizer.param_groups],
+            groups=[_group_record(engine, group) for group in engine.optimizer.param_groups],
         )
 
+    @classmethod
+    def load(cls, folder: str | Path) -> EngineState:
+        """Read the engine's part of a checkpoint, of this version or an earlier one."""
+        try:
+            data, path = read_engine_state(folder)
+        except StateError as wrong:
+            raise EngineStateError(wrong.field, wrong.problem, where=wrong.where) from None
+        return records.from_json(cls, data, where=str(path), error=EngineStateError)
+
     def check(self, engine: Engine) -> None:
-        """Raise EngineStateError unless the engine can continue from it."""
-        for name, mine in (
+        """Raise EngineStateError unless the engine can continue from this state."""
+        for name, now in (
             ("fingerprint", engine.inventory.fingerprint),
             ("dtype", engine.workload.dtype),
             ("moments", engine.workload.moments),
             ("seed", engine.settings.seed),
         ):
-            theirs = getattr(self, name)
-            if theirs != mine:
+            saved = getattr(self, name)
+            if saved != now:
                 raise EngineStateError(
-                    name, f"was {theirs} in the checkpoint and is {mine} now; resume with the same"
+                    name, f"was {saved} in the checkpoint and is {now} now; resume with {saved}"
                 )
-        names = [_told(engine, group)["params"] for group in engine.optimizer.param_groups]
+        names = [_group_record(engine, group)["params"] for group in engine.optimizer.param_groups]
         groups: Any = self.groups
         if [group["params"] for group in groups] != names:
             raise EngineStateError(
-                "groups", "hold other tensors than when the checkpoint was written"
+                "groups",
+                "contain other tensors than in the checkpoint; resume with the same param_groups",
             )
 
     def restore(self, engine: Engine) -> None:
+        """Set the engine's counters, loss scale and parameter groups."""
         engine.steps, engine.batches = self.steps, self.batches
         engine.scale.value, engine.scale.good_steps = self.loss_scale, self.good_steps
         groups: Any = self.groups
@@ -145,14 +156,14 @@ class EngineState:
             group.update(settings | {"betas": tuple(settings["betas"])})
 
 
-def _told(engine: Engine, group: dict[str, Any]) -> dict[str, Any]:
-    """A group as JSON: names for tensors, and the settings that are plain numbers."""
-    kept = {
+def _group_record(engine: Engine, group: dict[str, Any]) -> dict[str, Any]:
+    """Describe a parameter group as JSON: names instead of tensors, and the plain values."""
+    plain = {
         k: list(v) if isinstance(v, tuple) else v
         for k, v in group.items()
         if k != "params" and isinstance(v, int | float | str | bool | tuple | list)
     }
-    return {"params": [engine.optimizer.name_of(p) for p in group["params"]], **kept}
+    return {"params": [engine.optimizer.name_of(p) for p in group["params"]], **plain}
 
 
 # --------
@@ -337,12 +348,15 @@ class Engine:
         self.finish()
         self.files.write(Path(folder), optimizer=optimizer, progress=progress)
         if optimizer:
-            state = EngineState.of(self)
-            records.save(state, Path(folder) / ENGINE_STATE)
+            TrainingState(engine=self.state_record()).save(folder)
+
+    def state_record(self) -> Json:
+        """Return what the engine must remember besides its tensors, as plain JSON."""
+        return records.to_json(EngineState.of(self))
 
     def read(self, folder: str | Path) -> None:
         """Continue from what `write` wrote, to the bit, whatever plan wrote it."""
-        state = records.load(EngineState, Path(folder) / ENGINE_STATE, error=EngineStateError)
+        state = EngineState.load(folder)
         state.check(self)
         self._pending = self._stats = None
         self.files.read(Path(folder))

@@ -92,16 +92,12 @@ class CheckpointSaver:
             "settings": {name: to_json(values[name]) for name in AFFECTS_RESULT},
             "threads": None if on_gpu else torch_threads(),
         }
-        fixed = engine.scale.fixed
-        scale = None if fixed else [engine.scale.value, engine.scale.good_steps]
         return TrainingState(
-            step=engine.steps,
+            engine=engine.state_record(),
             software=Software.here(gpu=on_gpu),
             schedule=standing.schedule,
             data=standing.position,
-            rng={"seed": settings.schedule.seed},
             numerics=numerics,
-            loss_scale=scale,
         )
 
 
