@@ -1,7 +1,8 @@
-"""What one transformer block takes of a GPU, and how fast it runs: the cost model's constants.
+"""Measure the GPU memory and time of one transformer layer: the constants of the cost model.
 
-Measures the CUDA context, the peak memory and the time of one layer's forward and of its recompute
-plus backward, and of one chunk of the head. Prints JSON; docs/planner.md quotes it.
+Measures the size of the CUDA context, and the peak memory and time of a layer's forward pass, of
+its recomputation plus backward pass, and of one chunk of the head. Prints JSON, which
+docs/planner.md quotes.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-# hidden, inside the MLP, query heads, key-value heads, vocabulary
+# hidden size, MLP size, query heads, key-value heads, vocabulary
 SIZES = {"3B": (2048, 11008, 16, 2, 151936), "8B": (4096, 14336, 32, 8, 128256)}
 
 
-def used_by_the_device() -> int:
+def used_device_bytes() -> int:
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
 def context_bytes() -> dict[str, int]:
     torch.cuda.init()
-    bare = used_by_the_device()
+    bare = used_device_bytes()
     a = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
     (a @ a).sum().item()
     nn.functional.scaled_dot_product_attention(*[a.view(1, 8, 1024, 128)] * 3, is_causal=True)
     torch.cuda.synchronize()
-    return {"context": bare, "with_libraries": used_by_the_device() - torch.cuda.memory_reserved()}
+    return {"context": bare, "with_libraries": used_device_bytes() - torch.cuda.memory_reserved()}
 
 
 def timed(run, repeat: int = 5) -> float:

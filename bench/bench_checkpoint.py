@@ -1,11 +1,11 @@
-"""Saving and loading a model of a given shape, beside what the disk does with plain files.
+"""Measure saving and loading a model, relative to the bandwidth of the disk.
 
     python bench/bench_checkpoint.py --shape 3b --path /mnt/nvme --hbm 24GiB --dram 40GiB --save
 
 Writes weights and optimizer states as `penstock train` does, reads them back, and starts a new
-engine from the weights alone, as a fine-tuning does. The yardstick writes and reads as many bytes
-of weights, with O_DIRECT and 16 requests of 4 MiB under way. Pages are dropped before every read;
-states are zeroed while weights are loaded, and take `clear_seconds` alone.
+engine from the weights alone, as fine-tuning does. The baseline writes and reads the same number of
+bytes with O_DIRECT and 16 requests of 4 MiB in flight. The page cache is dropped before every read.
+Loading weights also zeroes the optimizer states, which takes `clear_seconds` on its own.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from penstock.units import MiB, format_rate
 REQUEST = 4 * MiB
 
 
-def timed(what: Callable[[], object]) -> float:
+def timed(operation: Callable[[], object]) -> float:
     began = time.perf_counter()
-    what()
+    operation()
     return time.perf_counter() - began
 
 
-def forget(folder: Path) -> None:
-    """Out of the page cache, so that the disk is read."""
+def drop_page_cache(folder: Path) -> None:
+    """Drop the files from the page cache, so that the disk is read."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -52,20 +52,20 @@ def forget(folder: Path) -> None:
             os.close(fd)
 
 
-def plain(path: Path, nbytes: int) -> dict[str, float]:
-    """Bytes a second of the disk itself, through a store."""
+def disk_rates(path: Path, nbytes: int) -> dict[str, float]:
+    """Measure the bandwidth of the disk itself, through a store, in bytes per second."""
     count = max(1, min(nbytes, 4 << 30) // REQUEST)
     with ps.Store.create(str(path), (count + 1) * REQUEST) as store:
         extent = store.allocate(count * REQUEST, name="plain")
         block = ps.Arena(16 * REQUEST).tensor((16, REQUEST), torch.uint8).numpy()
 
         def move(start: Callable[..., Any]) -> None:
-            under_way: list[Any] = []
+            in_flight: list[Any] = []
             for number in range(count):
-                if len(under_way) == 16:
-                    under_way.pop(0).wait()
-                under_way.append(start(extent, block[number % 16], offset=number * REQUEST))
-            for ticket in under_way:
+                if len(in_flight) == 16:
+                    in_flight.pop(0).wait()
+                in_flight.append(start(extent, block[number % 16], offset=number * REQUEST))
+            for ticket in in_flight:
                 ticket.wait()
 
         return {
@@ -74,55 +74,56 @@ def plain(path: Path, nbytes: int) -> dict[str, float]:
         }
 
 
-def engine_of(source: Path, chosen: argparse.Namespace, init: Any) -> Any:
-    budget = {"hbm": chosen.hbm, "dram": chosen.dram, "nvme": []}
-    machine = preset(chosen.machine) if chosen.machine else None
+def engine_of(source: Path, args: argparse.Namespace, init: Any) -> Any:
+    budget = {"hbm": args.hbm, "dram": args.dram, "nvme": []}
+    machine = preset(args.machine) if args.machine else None
     return prepare(
-        source, budget=budget, machine=machine, context=chosen.context, batch=1, init=init,
-        moments=chosen.moments, optimizer={"lr": 1e-5},
+        source, budget=budget, machine=machine, context=args.context, batch=1, init=init,
+        moments=args.moments, optimizer={"lr": 1e-5},
     )  # fmt: skip
 
 
 def clear(engine: Any) -> None:
-    """What loading does beside reading: states begin at zero."""
+    """Zero the optimizer states, as loading weights does."""
     for block in range(len(engine.inventory.blocks)):
         for role in STATE:
             engine.access.clear(block, role)
 
 
-def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    config_of(chosen.shape, chosen.context).save_pretrained(folder / "config")
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    config_of(args.shape, args.context).save_pretrained(folder / "config")
     out = folder / "out"
     out.mkdir()
-    found: dict[str, Any] = {}
-    with engine_of(folder / "config", chosen, "random") as engine:
-        found["save_seconds"] = timed(lambda: engine.write(out))
+    results: dict[str, Any] = {}
+    with engine_of(folder / "config", args, "random") as engine:
+        results["save_seconds"] = timed(lambda: engine.write(out))
         shutil.copy(folder / "config" / "config.json", out)
         weights, states = (sum(p.stat().st_size for p in out.glob(f"{stem}*.safetensors"))
                            for stem in ("model", "optimizer"))  # fmt: skip
-        forget(out)
-        found["resume_seconds"] = timed(lambda: engine.read(out))
-        forget(out)
-        found["load_seconds"] = timed(lambda: engine.files.read_weights(out))
-        found["clear_seconds"] = timed(lambda: clear(engine))
-    forget(out)
+        drop_page_cache(out)
+        results["resume_seconds"] = timed(lambda: engine.read(out))
+        drop_page_cache(out)
+        results["load_seconds"] = timed(lambda: engine.files.read_weights(out))
+        results["clear_seconds"] = timed(lambda: clear(engine))
+    drop_page_cache(out)
     began = time.perf_counter()
-    with engine_of(out, chosen, "pretrained"):
-        found["start_up_seconds"] = time.perf_counter() - began
+    with engine_of(out, args, "pretrained"):
+        results["start_up_seconds"] = time.perf_counter() - began
     shutil.rmtree(out)
-    disk = plain(folder, weights)
-    found |= {
+    disk = disk_rates(folder, weights)
+    results |= {
         "weights_nbytes": weights, "states_nbytes": states, "disk": disk,
-        "save": (weights + states) / found["save_seconds"],
-        "resume": (weights + states) / found["resume_seconds"],
-        "load": weights / found["load_seconds"],
+        "save": (weights + states) / results["save_seconds"],
+        "resume": (weights + states) / results["resume_seconds"],
+        "load": weights / results["load_seconds"],
     }  # fmt: skip
-    for what, of in (("save", "write"), ("resume", "read"), ("load", "read")):
-        found[f"{what}_of_disk"] = found[what] / disk[of]
-        print(f"{what}: {format_rate(found[what])}, {found[f'{what}_of_disk']:.2f} of the disk's "
-              f"{format_rate(disk[of])}", flush=True)  # fmt: skip
-    print(f"start-up from files: {found['start_up_seconds']:.1f} s", flush=True)
-    return found
+    for operation, direction in (("save", "write"), ("resume", "read"), ("load", "read")):
+        results[f"{operation}_of_disk"] = results[operation] / disk[direction]
+        share = results[f"{operation}_of_disk"]
+        rates = f"{format_rate(results[operation])}, {share:.2f} of the disk's"
+        print(f"{operation}: {rates} {format_rate(disk[direction])}", flush=True)
+    print(f"start-up from files: {results['start_up_seconds']:.1f} s", flush=True)
+    return results
 
 
 def main() -> None:
@@ -136,13 +137,13 @@ def main() -> None:
     parser.add_argument("--machine", default="h200")
     parser.add_argument("--dtype", default="bf16", help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true")
-    chosen = parser.parse_args()
+    args = parser.parse_args()
     torch.manual_seed(0)
-    repeat_weights(chosen)
-    with tempfile.TemporaryDirectory(dir=chosen.path) as folder:
-        found = measure(chosen, Path(folder))
-    if chosen.save:
-        print(certificate.save(f"checkpoint_{chosen.shape}", found))
+    repeat_weights(args)
+    with tempfile.TemporaryDirectory(dir=args.path) as folder:
+        results = measure(args, Path(folder))
+    if args.save:
+        print(certificate.save(f"checkpoint_{args.shape}", results))
 
 
 if __name__ == "__main__":

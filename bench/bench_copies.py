@@ -1,6 +1,6 @@
-"""Copies between a GPU and placed memory, beside torch's own pinned memory. Needs CUDA.
+"""Measure copies between a GPU and placed memory, relative to torch's pinned memory. Needs CUDA.
 
-Run by bench_placement.py; a module of its own because it alone needs a GPU.
+bench_placement.py calls `run` where there is a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run(place: ps.Node, repeats: int) -> dict[str, object]:
 
 
 def copies(place: ps.Node, repeats: int) -> dict[str, object]:
-    """Arms in turn, three rounds of copies each, timed on the device."""
+    """Time copies in both directions on the device, taking turns between kinds of host memory."""
     arena = ps.Arena(COPY_NBYTES, place, pinned=True)
     hosts = {
         "arena": arena.tensor(COPY_NBYTES, torch.uint8),
@@ -42,17 +42,17 @@ def copies(place: ps.Node, repeats: int) -> dict[str, object]:
     assert hosts["arena"].is_pinned()
     pattern = torch.randint(0, 255, (COPY_NBYTES,), dtype=torch.uint8, device="cuda")
     device = torch.empty_like(pattern)
-    taken: dict[str, list[float]] = {f"{d}_{n}": [] for n in hosts for d in ("h2d", "d2h")}
+    samples_of: dict[str, list[float]] = {f"{d}_{n}": [] for n in hosts for d in ("h2d", "d2h")}
     for number in range(repeats + 1):
         for name, host in hosts.items():
             d2h = _timed(host, pattern)
             h2d = _timed(device, host)
             if number:  # the first round is a warm-up
-                taken[f"d2h_{name}"].append(COPY_NBYTES / d2h)
-                taken[f"h2d_{name}"].append(COPY_NBYTES / h2d)
+                samples_of[f"d2h_{name}"].append(COPY_NBYTES / d2h)
+                samples_of[f"h2d_{name}"].append(COPY_NBYTES / h2d)
             assert torch.equal(device, pattern), f"{name} lost bytes"
             device.zero_()
-    rates = {name: percentiles(samples) for name, samples in taken.items()}
+    rates = {name: percentiles(samples) for name, samples in samples_of.items()}
     ratio = {
         d: rates[f"{d}_arena"]["p50"] / rates[f"{d}_torch_pinned"]["p50"] for d in ("h2d", "d2h")
     }
@@ -70,7 +70,10 @@ def _timed(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def odd_pinned(place: ps.Node) -> dict[str, int]:
-    """What 1 GiB + 4 KiB takes, by the machine's own free memory and by what is mapped."""
+    """Measure the memory that a pinned tensor of 1 GiB + 4 KiB uses.
+
+    torch rounds pinned memory up to a power of two; Penstock rounds it up to a page.
+    """
     wanted = GiB + 4 * KiB
     before = _available()
     tensor = ps.empty(wanted, dtype=torch.uint8, place=place, pinned=True)
@@ -91,22 +94,22 @@ def odd_pinned(place: ps.Node) -> dict[str, int]:
 
 def pinning(place: ps.Node, repeats: int) -> dict[str, object]:
     nbytes = 4 * GiB
-    found: dict[str, list[float]] = {"penstock": [], "torch": []}
+    seconds: dict[str, list[float]] = {"penstock": [], "torch": []}
     for _ in range(repeats):
         start = time.perf_counter()
         tensor = ps.empty(nbytes, dtype=torch.uint8, place=place, pinned=True)
-        found["penstock"].append(time.perf_counter() - start)
+        seconds["penstock"].append(time.perf_counter() - start)
         del tensor
         start = time.perf_counter()
         plain = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        found["torch"].append(time.perf_counter() - start)
+        seconds["torch"].append(time.perf_counter() - start)
         del plain
         _empty_host_cache()
-    return {"nbytes": nbytes, "seconds": {k: percentiles(v) for k, v in found.items()}}
+    return {"nbytes": nbytes, "seconds": {k: percentiles(v) for k, v in seconds.items()}}
 
 
 def _empty_host_cache() -> None:
-    """Give torch's cached pinned blocks back; the name is public only in newer versions."""
+    """Release torch's cached pinned blocks. Older versions have no public name for this."""
     homes = ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache"))
     for home, name in (*homes, (torch._C, "_accelerator_emptyHostCache")):
         if hasattr(home, name):
@@ -115,9 +118,9 @@ def _empty_host_cache() -> None:
 
 
 def registering_in_pieces(place: ps.Node) -> dict[str, object]:
-    """Would several registrations from several threads be faster than one?
+    """Compare registering a range in pieces, from several threads, with registering it whole.
 
-    A copy that spans two registrations must work too, or pieces are no use.
+    Pieces are useful only if a copy that spans two of them works, so this is tested too.
     """
     nbytes, pieces = 8 * GiB, 8
     runtime = torch.cuda.cudart()
@@ -125,7 +128,7 @@ def registering_in_pieces(place: ps.Node) -> dict[str, object]:
     whole = allocate_region(nbytes, place, options)
     start = time.perf_counter()
     whole.register()
-    one = time.perf_counter() - start
+    whole_seconds = time.perf_counter() - start
     del whole
 
     region = allocate_region(nbytes, place, options)
@@ -136,11 +139,11 @@ def registering_in_pieces(place: ps.Node) -> dict[str, object]:
     def register(part: int) -> None:
         errors.append(int(runtime.cudaHostRegister(region.address + part * share, share, 1)))
 
-    team = [threading.Thread(target=register, args=(part,)) for part in range(pieces)]
+    threads = [threading.Thread(target=register, args=(part,)) for part in range(pieces)]
     start = time.perf_counter()
-    for thread in team:
+    for thread in threads:
         thread.start()
-    for thread in team:
+    for thread in threads:
         thread.join()
     several = time.perf_counter() - start
     spanning = _spans(block, share)
@@ -148,7 +151,7 @@ def registering_in_pieces(place: ps.Node) -> dict[str, object]:
         runtime.cudaHostUnregister(region.address + part * share)
     return {
         "nbytes": nbytes,
-        "one_seconds": one,
+        "one_seconds": whole_seconds,
         "pieces": pieces,
         "pieces_seconds": several,
         "errors": sum(map(bool, errors)),

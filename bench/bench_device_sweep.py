@@ -1,12 +1,12 @@
-"""The sweep in GPU memory against a device copy's rate, all in one run.
+"""Measure the optimizer sweep in GPU memory, relative to the bandwidth of a device copy.
 
     python bench/bench_device_sweep.py                     # 500 M parameters
     python bench/bench_device_sweep.py --params 1000000 --rounds 3
 
-Every round times every arm once, in turn; ratios are taken within a round. Bytes are those the
-format must move: each role read once and, the gradient aside, written once. The ceiling is a copy
-of as many bytes as the exact sweep moves. Before anything is timed, one step of every format is
-compared with the host's, to the bit.
+Every round times each variant once; ratios are taken within a round. The bytes are those that the
+format must move: each role is read once and, except for the gradient, written once. The upper bound
+is a copy that moves as many bytes as the exact sweep. Before anything is timed, steps of every
+format are compared with the host's, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMATS = {"exact": "fp32", "bf16": "bf16", "int8": "int8"}
 
 
 def segment(numel: int, moments: str, device: str) -> Segment:
-    """bf16 weights and gradients with values that a training run could have."""
+    """Make a segment with bf16 weights and gradients of realistic magnitude."""
     draw = torch.Generator(device).manual_seed(numel)
 
     def normal(scale: float) -> torch.Tensor:
@@ -52,13 +52,13 @@ def segment(numel: int, moments: str, device: str) -> Segment:
 
 
 def traffic(moments: str, numel: int) -> int:
-    """Bytes a step reads and writes."""
-    held = sum(StateFormat(moments=moments).nbytes(numel).values())  # type: ignore[arg-type]
-    return 2 * held + 2 * numel
+    """Return the bytes that one step reads and writes."""
+    stored = sum(StateFormat(moments=moments).nbytes(numel).values())  # type: ignore[arg-type]
+    return 2 * stored + 2 * numel
 
 
 def check(moments: str) -> None:
-    """Three steps here and on the host must agree in every bit."""
+    """Exit unless three steps on the GPU and on the host agree in every bit."""
     there = segment(100_003, moments, "cuda")
     roles = ("weight", "rest", "first", "second", "first_base", "second_base", "grad")
     found = {role: getattr(there, role) for role in roles}
@@ -71,17 +71,17 @@ def check(moments: str) -> None:
         if tensor is not None and not torch.equal(
             tensor.cpu().view(torch.uint8), parts[role].view(torch.uint8)
         ):
-            raise SystemExit(f"{role} of {moments} moments differs from the host's")
+            raise SystemExit(f"{moments} moments: {role} differs from the host's result")
     stats = device_sweep.grad_stats(there.grad), sweep.grad_stats(here.grad)
     if stats[0] != stats[1]:
         raise SystemExit(f"grad_stats differ: {stats}")
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Time on the GPU between two events around the work.
+    """Return the seconds between two events recorded around the work.
 
-    The GPU first idles for about a millisecond, in which the host queues: what is timed is the
-    GPU's work, unless queueing takes longer.
+    The GPU first sleeps for about a millisecond while the host launches the work, so that the time
+    of the GPU's work is measured and not the time of launching it.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -94,7 +94,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def arms(numel: int) -> dict[str, tuple[Callable[[], object], int]]:
-    """Each arm's work and the bytes it moves."""
+    """Return the function to time and the bytes that it moves, for each variant."""
     half = traffic("fp32", numel) // 2
     source, target = (torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2))
     source.random_(0, 255)
@@ -102,9 +102,9 @@ def arms(numel: int) -> dict[str, tuple[Callable[[], object], int]]:
         "copy": (lambda: target.copy_(source), 2 * half)
     }
     for name, moments in FORMATS.items():
-        one = segment(numel, moments, "cuda")
+        state = segment(numel, moments, "cuda")
         found[name] = (
-            lambda one=one: device_sweep.start("adamw", [one]),
+            lambda state=state: device_sweep.start("adamw", [state]),
             traffic(moments, numel),
         )
     grad = segment(numel, "fp32", "cuda").grad
@@ -119,7 +119,7 @@ def arms(numel: int) -> dict[str, tuple[Callable[[], object], int]]:
 
 
 def fused(numel: int) -> Callable[[], object]:
-    """torch's fused AdamW on fp32 weights, which writes no bf16 ones."""
+    """Return a step of torch's fused AdamW on fp32 weights. It writes no bf16 weights."""
     param = torch.nn.Parameter(torch.randn(numel, device="cuda") * 0.02)
     param.grad = torch.randn(numel, device="cuda") * 1e-3
     return torch.optim.AdamW([param], lr=1e-4, weight_decay=0.01, fused=True).step

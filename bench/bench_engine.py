@@ -1,9 +1,9 @@
-"""Whole optimizer steps of a model of a given shape, streamed, beside plain torch in HBM.
+"""Measure whole training steps with the engine, relative to plain torch in HBM.
 
     python bench/bench_engine.py --shape 3b --context 4096 --batch 4 --hbm 24GiB --dram 60GiB
 
-Weights are random: speed does not depend on them. Prints one line per step and writes
-bench/results/engine_<shape>_<hardware>_<date>.json.
+Weights are random, because speed does not depend on them. Prints one line per step. With --save,
+writes bench/results/engine_<name>_<hardware>_<date>.json.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.plan.plan import Plan
 from penstock.units import format_bytes
 
 PREDICTED = ".predicted.json"
-"""Beside a plan: what it was expected to take."""
+"""Suffix of the file next to a plan that contains its prediction."""
 
 
 def arguments() -> argparse.Namespace:
@@ -50,72 +50,76 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--machine", default="h200")
     parser.add_argument("--device")
     parser.add_argument("--plan", type=Path)
-    parser.add_argument("--resident", type=Path, help="also this plan: all of it in HBM")
-    parser.add_argument("--plain", action="store_true", help="also the same in HBM by plain torch")
+    parser.add_argument(
+        "--resident", type=Path, help="also measure this plan, with everything in HBM"
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="also measure plain torch, with everything in HBM"
+    )
     parser.add_argument(
         "--repeat-weights",
         action="store_true",
-        help="draw 16 M weights and repeat them: quicker, and as good for speed",
+        help="draw 16 M weights and repeat them, which is faster",
     )
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--name", help="of the results file, after engine_")
+    parser.add_argument("--name", help="name of the results file, after engine_")
     return parser.parse_args()
 
 
-def batches(config: Any, chosen: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
+def batches(config: Any, args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     drawn = torch.Generator().manual_seed(0)
-    shape = (chosen.batch, chosen.context)
+    shape = (args.batch, args.context)
     return [
         {"input_ids": torch.randint(0, config.vocab_size, shape, generator=drawn)}
-        for _ in range(chosen.steps)
+        for _ in range(args.steps)
     ]
 
 
-def streamed(config: Any, chosen: argparse.Namespace) -> dict[str, Any]:
+def measure_engine(config: Any, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, HostPeak() as host:
         config.save_pretrained(folder)
         began = time.perf_counter()
-        budget = {"hbm": chosen.hbm, "dram": chosen.dram, "nvme": chosen.nvme}
+        budget = {"hbm": args.hbm, "dram": args.dram, "nvme": args.nvme}
         engine = prepare(
             folder,
-            context=chosen.context,
-            batch=chosen.batch,
-            micro_batch=chosen.micro_batch,
-            moments=chosen.moments,
-            dtype=chosen.dtype,
+            context=args.context,
+            batch=args.batch,
+            micro_batch=args.micro_batch,
+            moments=args.moments,
+            dtype=args.dtype,
             init="random",
-            device=chosen.device,
+            device=args.device,
             optimizer={"lr": 1e-5},
             budget=budget,
-            machine=preset(chosen.machine) if chosen.machine else None,
-            plan=Plan.load(chosen.plan) if chosen.plan else None,
+            machine=preset(args.machine) if args.machine else None,
+            plan=Plan.load(args.plan) if args.plan else None,
         )
         start_up = time.perf_counter() - began
         print(f"ready after {start_up:.1f} s; tiers {engine.tiers()}", flush=True)
-        seconds, losses = run_steps(engine.step, batches(config, chosen))
-        told = tell_timeline(engine.timeline())
+        seconds, losses = run_steps(engine.step, batches(config, args))
+        timeline = summarize_timeline(engine.timeline())
         engine.finish()
         hbm, tiers = device_peak(), engine.tiers()
         engine.close()
         del engine
     forget_device_peak()
-    print(f"host peak {format_bytes(host.nbytes)}, HBM allocated/reserved "
+    print(f"host peak {format_bytes(host.nbytes)}, HBM allocated / reserved "
           f"{format_bytes(hbm[0])} / {format_bytes(hbm[1])}", flush=True)  # fmt: skip
     return {
         "start_up_seconds": start_up, "step_seconds": seconds, "losses": losses, "tiers": tiers,
-        "timeline": told, "host_peak_nbytes": host.nbytes,
-        "hbm_allocated": hbm[0], "hbm_reserved": hbm[1], "predicted": predicted(chosen.plan),
+        "timeline": timeline, "host_peak_nbytes": host.nbytes,
+        "hbm_allocated": hbm[0], "hbm_reserved": hbm[1], "predicted": predicted(args.plan),
     }  # fmt: skip
 
 
 def predicted(plan: Path | None) -> Any:
-    """What the plan was expected to take, where it was made in advance."""
-    beside = plan.with_suffix(PREDICTED) if plan else None
-    return json.loads(beside.read_text()) if beside and beside.exists() else None
+    """Return the prediction that was saved with the plan, if there is one."""
+    path = plan.with_suffix(PREDICTED) if plan else None
+    return json.loads(path.read_text()) if path and path.exists() else None
 
 
-def tell_timeline(events: list[Event]) -> dict[str, Any]:
-    """Busy seconds of each lane, and where the GPU waited."""
+def summarize_timeline(events: list[Event]) -> dict[str, Any]:
+    """Print and return the busy seconds of each lane and the longest waits of the GPU."""
     lanes = {lane: round(seconds, 4) for lane, seconds in busy(events).items()}
     gaps = sorted(idle(events, "compute"), key=lambda gap: gap[0] - gap[1])
     waits = [
@@ -124,8 +128,8 @@ def tell_timeline(events: list[Event]) -> dict[str, Any]:
     ]
     by_verb: dict[str, float] = {}
     for event in events:
-        where = "GPU " if event.operation.gpu else ""
-        key = f"{where}{event.operation.verb} {event.operation.phase}"
+        device = "GPU " if event.operation.gpu else ""
+        key = f"{device}{event.operation.verb} {event.operation.phase}"
         by_verb[key] = round(by_verb.get(key, 0.0) + event.seconds, 4)
     print("busy", lanes, flush=True)
     print("by verb", by_verb, flush=True)
@@ -133,24 +137,24 @@ def tell_timeline(events: list[Event]) -> dict[str, Any]:
     return {"busy": lanes, "by_verb": by_verb, "waits": waits}
 
 
-def plain(config: Any, chosen: argparse.Namespace) -> dict[str, Any]:
-    """The yardstick: all of it in the device's memory."""
+def measure_plain(config: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the baseline: plain torch with everything in the device's memory."""
     import transformers
 
-    where = "cuda" if torch.cuda.is_available() else "cpu"
-    if where == "cuda":
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0)
     forget_device_peak()
-    dtype = torch.bfloat16 if chosen.dtype == "bf16" else torch.float16
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float16
     family: Any = transformers.AutoModelForCausalLM
     with HostPeak() as host:
-        with torch.device(where):
+        with torch.device(device):
             model = family.from_config(config, dtype=dtype)
         model.gradient_checkpointing_enable()
         model.train()
-        size = chosen.micro_batch or chosen.batch
+        size = args.micro_batch or args.batch
         step = plain_step(model, adamw={"lr": 1e-5}, clip=1.0, micro_batch=size)
-        seconds, losses = run_steps(step, batches(config, chosen))
+        seconds, losses = run_steps(step, batches(config, args))
     allocated, reserved = device_peak()
     return {
         "step_seconds": seconds, "losses": losses, "host_peak_nbytes": host.nbytes,
@@ -158,9 +162,12 @@ def plain(config: Any, chosen: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def repeat_weights(chosen: argparse.Namespace) -> None:
-    """Instead of drawing each weight anew. In 16 bit, so that masters have no low half to find."""
-    dtype = torch.bfloat16 if chosen.dtype == "bf16" else torch.float16
+def repeat_weights(args: argparse.Namespace) -> None:
+    """Make initial weights by repeating 16 M random numbers, which is faster than drawing all.
+
+    They are 16-bit numbers, so that the low halves of the master weights are zero.
+    """
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float16
     drawn = (0.02 * torch.randn(1 << 24)).to(dtype)
 
     def repeated(_: object, block: Any, __: int) -> dict[str, torch.Tensor]:
@@ -174,33 +181,33 @@ def repeat_weights(chosen: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    chosen = arguments()
-    if chosen.repeat_weights:
-        repeat_weights(chosen)
-    config = config_of(chosen.shape, chosen.context)
-    found: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(chosen).items()}}
-    found["streamed"] = streamed(config, chosen)
-    keep(chosen, found)
-    if chosen.resident:
-        whole = argparse.Namespace(**(vars(chosen) | {"hbm": "130GiB", "plan": chosen.resident}))
-        found["resident"] = streamed(config, whole)
-        keep(chosen, found)
-    if chosen.plain:
-        found["plain"] = plain(config, chosen)
+    args = arguments()
+    if args.repeat_weights:
+        repeat_weights(args)
+    config = config_of(args.shape, args.context)
+    results: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(args).items()}}
+    results["streamed"] = measure_engine(config, args)
+    save_so_far(args, results)
+    if args.resident:
+        whole = argparse.Namespace(**(vars(args) | {"hbm": "130GiB", "plan": args.resident}))
+        results["resident"] = measure_engine(config, whole)
+        save_so_far(args, results)
+    if args.plain:
+        results["plain"] = measure_plain(config, args)
     for arm in ("plain", "resident"):
-        if arm in found:
-            ours, theirs = (sorted(found[k]["step_seconds"][1:]) for k in ("streamed", arm))
-            ratio = ours[len(ours) // 2] / theirs[len(theirs) // 2]
-            found["ratio" if arm == "plain" else f"ratio_to_{arm}"] = ratio
+        if arm in results:
+            engine, baseline = (sorted(results[k]["step_seconds"][1:]) for k in ("streamed", arm))
+            ratio = engine[len(engine) // 2] / baseline[len(baseline) // 2]
+            results["ratio" if arm == "plain" else f"ratio_to_{arm}"] = ratio
             print(f"ratio to {arm}: {ratio:.2f}")
-    keep(chosen, found)
+    save_so_far(args, results)
 
 
-def keep(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
-    """After each arm: if the next one dies, this one has been measured."""
-    if chosen.save:
-        name = chosen.name or f"{chosen.shape}_{chosen.batch}x{chosen.context}_{chosen.hbm}"
-        print(certificate.save(f"engine_{name}", found), flush=True)
+def save_so_far(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Save the results so far, so that they survive if the next measurement fails."""
+    if args.save:
+        name = args.name or f"{args.shape}_{args.batch}x{args.context}_{args.hbm}"
+        print(certificate.save(f"engine_{name}", results), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Decoding and prefill over this cache, beside transformers' caches, in one run.
+"""Measure decoding and prefill with Penstock's KV cache, relative to the caches of transformers.
 
-On a GPU, a call for each of these; --limit ends each after 280 s:
+On a GPU, make these calls; --limit ends each after 280 s:
 
     python bench/bench_kv.py --parts decode --mode eager \\
         --arms "penstock,penstock ragged,dynamic,static" --save eager
@@ -13,15 +13,16 @@ On a GPU, a call for each of these; --limit ends each after 280 s:
     python bench/bench_kv.py --parts prefill,attention,pages --save parts
     python bench/bench_kv.py --parts arrivals --mode graph --save arrivals
 
-and a rehearsal on a CPU:
+To rehearse on a CPU:
 
     python bench/bench_kv.py --shape tiny --contexts 64,256 --batches 1,4 --mode eager,graph
 
-Weights are random. `eager` has every arm launch its kernels one by one, `graph` as CUDA graphs:
-StaticCache compiled with mode="reduce-overhead", anew for each shape, and therefore for the cells
-of --compiled only, and transformers' continuous batching with its own. Each cell names what did not
-fit, and what there was no time for. Leave PYTORCH_CUDA_ALLOC_CONF alone: DynamicCache suffers from
-expandable segments. Writes bench/results/kv_<shape>_<name>_<hardware>_<date>.json.
+Weights are random. An arm is one cache and its settings. In mode `eager`, arms launch their kernels
+one by one; in mode `graph`, they use CUDA graphs. StaticCache is compiled with
+mode="reduce-overhead" for each shape, and therefore only for the cells of --compiled; transformers'
+continuous batching uses its own graphs. Each cell records what did not fit and what there was no
+time for. Do not set PYTORCH_CUDA_ALLOC_CONF: expandable segments slow down DynamicCache. Writes
+bench/results/kv_<shape>_<name>_<hardware>_<date>.json.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from penstock.generate import Generator, Request
 from penstock.units import format_bytes, parse_bytes
 
 SPARE = 4 << 30
-"""Of a GPU's memory, for logits and what passes through the layers."""
+"""GPU memory to leave free for logits and hidden states, in bytes."""
 
 
 def arguments() -> argparse.Namespace:
@@ -62,9 +63,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mode", default="eager", help="eager, graph, or both")
     arms = {name: None for arms in ARMS.values() for name in arms}
     parser.add_argument("--arms", default=",".join([*arms, "paged batching"]))
-    parser.add_argument("--compiled", default="1024x1,32768x1", help="cells to compile for")
+    parser.add_argument(
+        "--compiled", default="1024x1,32768x1", help="cells to compile, as CONTEXTxBATCH"
+    )
     parser.add_argument("--parts", default="decode,prefill,attention,arrivals")
-    parser.add_argument("--limit", type=float, default=280.0, help="seconds, start-up included")
+    parser.add_argument("--limit", type=float, default=280.0, help="seconds, including startup")
     parser.add_argument("--arrivals-budget", default="16GiB")
     parser.add_argument("--arrivals-context", type=int, default=8192)
     parser.add_argument("--requests", type=int, default=96)
@@ -73,19 +76,19 @@ def arguments() -> argparse.Namespace:
 
 
 class Bench:
-    """One model, and the clock."""
+    """The model, the settings and the results of one call."""
 
-    def __init__(self, chosen: argparse.Namespace) -> None:
-        self.chosen, self.began = chosen, time.perf_counter()
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.began = args, time.perf_counter()
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        self.contexts = [int(each) for each in chosen.contexts.split(",")]
-        self.batches = [int(each) for each in chosen.batches.split(",")]
-        self.modes = chosen.mode.split(",")
-        pairs = (each.split("x") for each in chosen.compiled.split(",") if each)
+        self.contexts = [int(each) for each in args.contexts.split(",")]
+        self.batches = [int(each) for each in args.batches.split(",")]
+        self.modes = args.mode.split(",")
+        pairs = (each.split("x") for each in args.compiled.split(",") if each)
         self.compiled = {(int(context), int(batch)) for context, batch in pairs}
         self.model = self._model()
-        self.results: dict[str, Any] = {"shape": chosen.shape, "dtype": str(self.dtype)}
+        self.results: dict[str, Any] = {"shape": args.shape, "dtype": str(self.dtype)}
         print(f"model ready after {self.seconds:.0f} s", flush=True)
 
     @property
@@ -93,15 +96,15 @@ class Bench:
         return time.perf_counter() - self.began
 
     def save(self) -> None:
-        """What there is so far: a run that is stopped has measured something, too."""
-        if self.chosen.save:
+        """Save the results so far, so that a call that is stopped keeps them."""
+        if self.args.save:
             self.results["seconds"] = self.seconds
-            certificate.save(f"kv_{self.chosen.shape}_{self.chosen.save}", self.results)
+            certificate.save(f"kv_{self.args.shape}_{self.args.save}", self.results)
 
     def _model(self) -> Any:
         import transformers
 
-        config = config_of(self.chosen.shape, max(self.contexts) + 2 * AHEAD)
+        config = config_of(self.args.shape, max(self.contexts) + 2 * AHEAD)
         torch.manual_seed(0)
         with torch.device(self.device):
             make: Any = transformers.AutoModelForCausalLM
@@ -110,17 +113,20 @@ class Bench:
     def cell(
         self, context: int, batch: int, measure: Callable[[], Any], *, each: int | None = None
     ) -> Any:
-        """What was measured, or in words why nothing was; a token takes `each` bytes."""
-        wanted = context * batch * (each or token_nbytes(self.model.config, self.dtype))
-        if self.seconds > self.chosen.limit:
+        """Run a measurement and return its result, or a sentence that says why there is none.
+
+        A token needs `each` bytes of cache.
+        """
+        needed = context * batch * (each or token_nbytes(self.model.config, self.dtype))
+        if self.seconds > self.args.limit:
             return "no time left"
-        if wanted > (free := self._free()):
-            return f"does not fit: {format_bytes(wanted)} of cache, {format_bytes(free)} free"
+        if needed > (free := self._free()):
+            return f"does not fit: {format_bytes(needed)} of cache, {format_bytes(free)} free"
         try:
             return measure()
         except (torch.OutOfMemoryError, PenstockError, MemoryError) as full:
             return f"does not fit: {str(full).splitlines()[0]}"
-        except Exception as failed:  # another library's arm must not end the run
+        except Exception as failed:  # a failure of another library must not end the call
             return f"failed: {type(failed).__name__}: {str(failed).splitlines()[:1]}"
         finally:
             gc.collect()
@@ -134,7 +140,8 @@ class Bench:
         return int(torch.cuda.mem_get_info()[0]) - SPARE
 
 
-def attend(bench: Bench, found: list[dict[str, Any]]) -> None:
+def attend(bench: Bench, table: list[dict[str, Any]]) -> None:
+    """Measure the decode attention of one layer."""
     config = bench.model.config
     head = config.hidden_size // config.num_attention_heads
     shape = (config.num_attention_heads, config.num_key_value_heads, head)
@@ -146,39 +153,42 @@ def attend(bench: Bench, found: list[dict[str, Any]]) -> None:
             each = 2 * (layers + 2) * shape[1] * head * bench.dtype.itemsize
             row = bench.cell(context, batch, run, each=each)
             print("attention", context, batch, row, flush=True)
-            found.append({"context": context, "batch": batch, "found": row})
+            table.append({"context": context, "batch": batch, "found": row})
             bench.save()
 
 
-def arrivals(bench: Bench, found: list[dict[str, Any]]) -> None:
-    """Requests of random lengths under one budget: with memory as they grow, and with the longest
-    reserved for each, which is the same program with fewer rows."""
-    chosen = bench.chosen
-    budget, context = parse_bytes(chosen.arrivals_budget), chosen.arrivals_context
+def arrivals(bench: Bench, table: list[dict[str, Any]]) -> None:
+    """Serve requests of random lengths under one budget.
+
+    Once memory is allocated as sequences grow, and once the maximum is reserved for each request,
+    which is the same program with fewer rows.
+    """
+    args = bench.args
+    budget, context = parse_bytes(args.arrivals_budget), args.arrivals_context
     each = token_nbytes(bench.model.config, bench.dtype)
     reserved = max(1, budget // (context * each))
-    told: dict[str, Any] = {"budget": budget, "context": context, "rows_reserved": reserved}
-    found.append(told)
-    for name, rows in (("grows", chosen.requests), ("reserved", reserved)):
-        most = max(1, min(rows, chosen.requests, budget // (2 << 20)))
-        told[name] = bench.cell(1, 1, partial(_arrive, bench, budget, context, most))
-        print("arrivals", name, told[name], flush=True)
+    figures: dict[str, Any] = {"budget": budget, "context": context, "rows_reserved": reserved}
+    table.append(figures)
+    for name, rows in (("grows", args.requests), ("reserved", reserved)):
+        most = max(1, min(rows, args.requests, budget // (2 << 20)))
+        figures[name] = bench.cell(1, 1, partial(_arrive, bench, budget, context, most))
+        print("arrivals", name, figures[name], flush=True)
         bench.save()
 
 
 def _arrive(bench: Bench, budget: int, context: int, rows: int) -> dict[str, Any]:
     drawn = random.Random(4)
     requests: list[Request | None] = []
-    for number in range(bench.chosen.requests):
+    for number in range(bench.args.requests):
         length = int(min(context // 2, 2 ** drawn.uniform(5, 11)))
         new = drawn.randrange(16, max(17, min(128, context - length)))
         requests.append(Request(prompt=prompt_of(bench, length, number), max_new=new))
-        requests += [None] * drawn.randrange(2)  # a step without news
+        requests += [None] * drawn.randrange(2)  # a step without a new request
     graphs = None if "graph" in bench.modes else False
     with Generator(
         bench.model, budget=budget, max_batch=rows, max_context=context, graphs=graphs
     ) as generator:
-        first, _ = _serve(generator, requests)  # which records and compiles
+        first, _ = _serve(generator, requests)  # records graphs and compiles
         made = generator.counts.made_tokens
         seconds, most = _serve(generator, requests)
         counts = generator.counts
@@ -191,7 +201,7 @@ def _arrive(bench: Bench, budget: int, context: int, rows: int) -> dict[str, Any
 
 
 def _serve(generator: Generator, requests: list[Request | None]) -> tuple[float, int]:
-    """Seconds, and how many were served at once at most."""
+    """Serve the requests; return the seconds and the peak number of concurrent requests."""
     most, began = 0, time.perf_counter()
     for _ in generator.run(requests):
         most = max(most, len(generator._scheduler.live))
@@ -208,9 +218,9 @@ PARTS: dict[str, Callable[[Bench, list[dict[str, Any]]], None]] = {
 
 
 def main() -> None:
-    chosen = arguments()
-    bench = Bench(chosen)
-    for name in chosen.parts.split(","):
+    args = arguments()
+    bench = Bench(args)
+    for name in args.parts.split(","):
         PARTS[name](bench, bench.results.setdefault(name, []))
     bench.save()
 

@@ -1,7 +1,7 @@
-"""What cached tokens cost beyond themselves, for three ways to lay them out.
+"""Compute the memory that a KV cache wastes, for three layouts.
 
-On paper for real models, and checked: the pages that the cache maps for such a sequence over the
-host's space, in pages of a GPU's size, are those that the paper says.
+The figures are computed from the sizes of real models, and checked: Penstock's cache maps exactly
+the computed number of pages for such a sequence, in host memory with pages of a GPU's size.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from penstock.units import MiB, format_bytes
 
 PAGE = 2 * MiB
 LENGTHS = (100, 1001, 8003, 32007)
-"""Not multiples of 16, as real ones are not."""
+"""Sequence lengths. They are not multiples of 16, as real ones are not."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's cache: layers, key and value heads, head dim; two bytes a number."""
+    """Sizes of a model's cache, with two bytes per number."""
 
     name: str
     layers: int
@@ -40,23 +40,23 @@ SHAPES = (
 
 
 def ours(shape: Shape, tokens: int) -> int:
-    """One page serves all layers."""
+    """Return the bytes of Penstock's layout: a page contains all layers."""
     return -(-tokens * shape.token // PAGE) * PAGE
 
 
 def per_layer(shape: Shape, tokens: int) -> int:
-    """A range for the keys and one for the values of every layer, each in pages of its own."""
-    one = tokens * shape.heads * shape.dim * 2
-    return -(-one // PAGE) * PAGE * 2 * shape.layers
+    """Return the bytes with separate pages for the keys and for the values of every layer."""
+    nbytes = tokens * shape.heads * shape.dim * 2
+    return -(-nbytes // PAGE) * PAGE * 2 * shape.layers
 
 
 def paged(shape: Shape, tokens: int) -> int:
-    """Blocks of 16 tokens in every layer, as paged kernels have them."""
+    """Return the bytes with blocks of 16 tokens in every layer, as paged kernels use them."""
     return -(-tokens // 16) * 16 * shape.token
 
 
 def measured(shape: Shape, tokens: int) -> int:
-    """Bytes of the pages that hold a sequence of `tokens`, in a cache over host memory."""
+    """Return the bytes of the pages that a cache in host memory maps for one sequence."""
     import torch
     from transformers import LlamaConfig
 
@@ -84,18 +84,18 @@ def measured(shape: Shape, tokens: int) -> int:
 
 
 def rows(check_below: int) -> list[dict[str, object]]:
-    found = []
+    table = []
     for shape in SHAPES:
         for tokens in LENGTHS:
             need = tokens * shape.token
             waste = {f.__name__: f(shape, tokens) - need for f in (ours, per_layer, paged)}
             checked = ours(shape, tokens) <= check_below
             if checked and measured(shape, tokens) != ours(shape, tokens):
-                sys.exit(f"{shape.name}, {tokens} tokens: the cache maps something else")
-            found.append(
+                sys.exit(f"{shape.name}, {tokens} tokens: the cache maps another number of pages")
+            table.append(
                 {"model": shape.name, "tokens": tokens, "need": need, **waste, "checked": checked}
             )
-    return found
+    return table
 
 
 def show(row: dict[str, object]) -> str:
@@ -110,21 +110,21 @@ def show(row: dict[str, object]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="the numbers alone")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--check-below", type=int, default=1200, help="check in memory up to so many MiB"
+        "--check-below", type=int, default=1200, help="check rows up to this many MiB"
     )
     args = parser.parse_args()
-    found = rows(args.check_below * MiB)
+    table = rows(args.check_below * MiB)
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(table, indent=2))
         return
     print("| model | tokens | need | waste, this layout | per-layer ranges | blocks of 16 |")
     print("|---|---|---|---|---|---|")
-    for row in found:
+    for row in table:
         print(show(row))
-    checked = sum(bool(row["checked"]) for row in found)
-    print(f"\n{checked} of {len(found)} rows were also mapped and counted.")
+    checked = sum(bool(row["checked"]) for row in table)
+    print(f"\n{checked} of {len(table)} rows were checked against a cache.")
 
 
 if __name__ == "__main__":

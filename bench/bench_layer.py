@@ -1,10 +1,10 @@
-"""One layer, forward and backward: compiled or not, packed or not, tiled or not.
+"""Measure forward and backward of one layer: compiled or eager, packed or not, tiled or not.
 
     python bench/bench_layer.py --shape 8b --batch 4 --context 4096 --documents 500
     python bench/bench_layer.py --shape 8b --batch 1 --context 131072
 
-Prints seconds and the most memory beside what the plan counts as working memory, and writes
-bench/results/layer_<shape>_<batch>x<context>_<hardware>_<date>.json with --save.
+Prints seconds and peak memory next to the working memory that a plan reserves. With --save, writes
+bench/results/layer_<shape>_<batch>x<context>_<hardware>_<date>.json.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import certificate
-from bench_engine import SHAPES, config_of
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench import certificate
+from bench.shapes import SHAPES, config_of
 from penstock.engine.batches import cut_batch
 from penstock.engine.gradients import differentiate
 from penstock.model.inventory import Inventory
@@ -46,7 +46,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--documents", type=int, help="tokens in each; rows are one otherwise")
+    parser.add_argument(
+        "--documents", type=int, help="tokens per document (default: one document per row)"
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["as planned", "not compiled"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -54,21 +56,21 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(config: Any, chosen: argparse.Namespace, changes: dict[str, Any]) -> dict[str, Any]:
-    inventory = survey_config(config, name=chosen.shape)
-    told = {"context": chosen.context, "batch": chosen.batch}
-    # All rows at once: a layer is measured, not a step.
-    numerics = default_numerics(inventory, **told, micro_batch=chosen.batch, kernels=True)
+def measure(config: Any, args: argparse.Namespace, changes: dict[str, Any]) -> dict[str, Any]:
+    inventory = survey_config(config, name=args.shape)
+    size = {"context": args.context, "batch": args.batch}
+    # One micro-batch with all rows: this measures a layer and not a step.
+    numerics = default_numerics(inventory, **size, micro_batch=args.batch, kernels=True)
     numerics = replace(numerics, **changes)
-    work = Workload(**told, numerics=numerics)
-    device = torch.device(chosen.device)
+    work = Workload(**size, numerics=numerics)
+    device = torch.device(args.device)
     body, parameters = bound(config, inventory, numerics, device)
-    micro = cut_batch(batch(config, chosen), work, 1, device).rounds[0][0]
+    micro = cut_batch(batch(config, args), work, 1, device).rounds[0][0]
     step = layer_step(body, parameters, micro)
     began = time.perf_counter()
     step()
     first = time.perf_counter() - began
-    seconds = [timed(step, device) for _ in range(chosen.repeats)]
+    seconds = [timed(step, device) for _ in range(args.repeats)]
     return {
         "first_seconds": first,
         "seconds": certificate.percentiles(seconds),
@@ -81,31 +83,31 @@ def measure(config: Any, chosen: argparse.Namespace, changes: dict[str, Any]) ->
 def bound(
     config: Any, inventory: Inventory, numerics: Numerics, device: torch.device
 ) -> tuple[SplitModel, dict[str, torch.nn.Parameter]]:
-    """With random weights for the embedding and the first layer."""
+    """Build the model with random weights for the embedding and the first layer."""
     bare = build_model(config, torch.bfloat16, device)
     body = SplitModel(bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
-    made = [
+    parameters_of = [
         {
             t.name: torch.nn.Parameter(torch.randn(t.shape, device=device).bfloat16() * 0.02)
             for t in block.tensors
         }
         for block in inventory.blocks[:2]
     ]
-    for tensors in made:
+    for tensors in parameters_of:
         body.bind(tensors)
-    return body, made[1]
+    return body, parameters_of[1]
 
 
-def batch(config: Any, chosen: argparse.Namespace) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, config.vocab_size, (chosen.batch, chosen.context))
-    row = torch.arange(chosen.context) % (chosen.documents or chosen.context)
+def batch(config: Any, args: argparse.Namespace) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, config.vocab_size, (args.batch, args.context))
+    row = torch.arange(args.context) % (args.documents or args.context)
     return {"input_ids": ids, "position_ids": row.expand_as(ids).clone()}
 
 
 def layer_step(
     body: SplitModel, parameters: dict[str, torch.nn.Parameter], micro: MicroBatch
 ) -> Callable[[], None]:
-    """Forward as the engine does it, then what its backward does."""
+    """Return a function that runs the engine's forward and backward pass of the layer."""
     with torch.no_grad():
         hidden, calls = body.embed(micro)
     gradient = torch.ones_like(hidden)
@@ -116,7 +118,7 @@ def layer_step(
         source = hidden.detach().requires_grad_()
         with torch.enable_grad():
             out = body.layer(0, source, calls)
-        differentiate(out, gradient, source, parameters, lambda name, made: None)
+        differentiate(out, gradient, source, parameters, lambda name, parameters_of: None)
 
     return step
 
@@ -130,7 +132,7 @@ def timed(step: Callable[[], None], device: torch.device) -> float:
 
 
 def peak(step: Callable[[], None], device: torch.device) -> int:
-    """What a step takes on top of what was there, in bytes; 0 where nobody counts them."""
+    """Return the peak bytes that a step allocates on a GPU, or 0 on a CPU."""
     if device.type != "cuda":
         return 0
     settle(device)
@@ -147,22 +149,22 @@ def settle(device: torch.device) -> None:
 
 
 def main() -> None:
-    chosen = arguments()
-    config = config_of(chosen.shape, chosen.context)
-    results: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(chosen).items()}}
-    for way in chosen.ways:
+    args = arguments()
+    config = config_of(args.shape, args.context)
+    results: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(args).items()}}
+    for way in args.ways:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        found = results[way] = measure(config, chosen, WAYS[way])
-        sizes = [format_bytes(found[k]) for k in ("peak_nbytes", "working_nbytes")]
+        measured = results[way] = measure(config, args, WAYS[way])
+        sizes = [format_bytes(measured[k]) for k in ("peak_nbytes", "working_nbytes")]
         print(
-            f"{way}: {found['seconds']['p50']:.4f} s (first {found['first_seconds']:.1f} s), "
-            f"{sizes[0]} of {sizes[1]} planned, {found['graphs']} graphs",
+            f"{way}: {measured['seconds']['p50']:.4f} s (first {measured['first_seconds']:.1f} s), "
+            f"{sizes[0]} used of {sizes[1]} planned, {measured['graphs']} graphs",
             flush=True,
         )
-    if chosen.save:
-        what = f"layer_{chosen.shape}_{chosen.batch}x{chosen.context}"
-        name = f"{what}_documents-{chosen.documents}" if chosen.documents else what
+    if args.save:
+        what = f"layer_{args.shape}_{args.batch}x{args.context}"
+        name = f"{what}_documents-{args.documents}" if args.documents else what
         print(certificate.save(name, results))
 
 

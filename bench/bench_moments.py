@@ -1,10 +1,11 @@
-"""Loss curves with exact and compressed moments, streamed, on a task that a few steps learn.
+"""Compare loss curves of exact and compressed moments, trained with the engine on an easy task.
 
     python bench/bench_moments.py --save
 
-Sequences follow one fixed permutation of 256 symbols, so each token tells the next. Every curve
-begins with the same weights and sees the same batches; they differ in the moments alone.
-docs/convergence.md has longer runs of a smaller model, with seeds and held-out text.
+Sequences follow one fixed permutation of 256 symbols, so each token determines the next. Every run
+starts from the same weights and sees the same batches; runs differ only in the format of the
+moments. docs/convergence.md has longer runs of a smaller model, with several seeds and held-out
+text.
 """
 
 from __future__ import annotations
@@ -28,32 +29,32 @@ from penstock.roles import Moments
 SYMBOLS = 256
 
 
-def batches(chosen: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
+def batches(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     drawn = torch.Generator().manual_seed(1)
-    follows = torch.randperm(SYMBOLS, generator=drawn)
-    found = []
-    for _ in range(chosen.steps):
-        tokens = [torch.randint(0, SYMBOLS, (chosen.batch,), generator=drawn)]
-        for _ in range(chosen.context - 1):
-            tokens.append(follows[tokens[-1]])
-        found.append({"input_ids": torch.stack(tokens, dim=1)})
-    return found
+    successor = torch.randperm(SYMBOLS, generator=drawn)
+    results = []
+    for _ in range(args.steps):
+        tokens = [torch.randint(0, SYMBOLS, (args.batch,), generator=drawn)]
+        for _ in range(args.context - 1):
+            tokens.append(successor[tokens[-1]])
+        results.append({"input_ids": torch.stack(tokens, dim=1)})
+    return results
 
 
-def curve(moments: Any, chosen: argparse.Namespace) -> dict[str, Any]:
-    arguments = {
-        "context": chosen.context, "batch": chosen.batch, "moments": moments, "init": "random",
-        "optimizer": {"lr": chosen.lr, "betas": (0.9, 0.999)},
+def curve(moments: Any, args: argparse.Namespace) -> dict[str, Any]:
+    settings = {
+        "context": args.context, "batch": args.batch, "moments": moments, "init": "random",
+        "optimizer": {"lr": args.lr, "betas": (0.9, 0.999)},
     }  # fmt: skip
-    budget = {"hbm": chosen.hbm, "dram": chosen.dram}
+    budget = {"hbm": args.hbm, "dram": args.dram}
     print(moments, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        config_of(chosen.shape, chosen.context).save_pretrained(folder)
-        with prepare(folder, budget=budget, **arguments) as engine:
-            seconds, losses = run_steps(engine.step, batches(chosen))
+        config_of(args.shape, args.context).save_pretrained(folder)
+        with prepare(folder, budget=budget, **settings) as engine:
+            seconds, losses = run_steps(engine.step, batches(args))
             engine.finish()
-            held = sum(parts["at_rest"] for parts in engine.tiers().values())
-    return {"losses": losses, "step_seconds": seconds, "at_rest_nbytes": held}
+            at_rest = sum(parts["at_rest"] for parts in engine.tiers().values())
+    return {"losses": losses, "step_seconds": seconds, "at_rest_nbytes": at_rest}
 
 
 def main() -> None:
@@ -66,14 +67,17 @@ def main() -> None:
     parser.add_argument("--hbm", default="4GiB")
     parser.add_argument("--dram", default="4GiB")
     parser.add_argument("--save", action="store_true")
-    chosen = parser.parse_args()
-    found: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(chosen).items()}}
+    args = parser.parse_args()
+    results: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(args).items()}}
     for moments in get_args(Moments):
-        found[moments] = curve(moments, chosen)
+        results[moments] = curve(moments, args)
     for moments in get_args(Moments):
-        print(f"{moments}: {found[moments]['losses'][0]:.4f} to {found[moments]['losses'][-1]:.4f}")
-    if chosen.save:
-        print(certificate.save(f"moments_{chosen.shape}", found))
+        print(
+            f"{moments}: {results[moments]['losses'][0]:.4f} to "
+            f"{results[moments]['losses'][-1]:.4f}"
+        )
+    if args.save:
+        print(certificate.save(f"moments_{args.shape}", results))
 
 
 if __name__ == "__main__":

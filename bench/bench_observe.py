@@ -1,12 +1,13 @@
-"""What observing costs: the same steps with and without, in turn, in one run.
+"""Measure the overhead of observing: the same steps with and without, in turn, in one run.
 
     python bench/bench_observe.py --rounds 20 --steps 20 --save
     python bench/bench_observe.py --layers 24 --width 2048 --tokens 2048 --save     # with a GPU
 
-Each round takes some steps observed and as many not, in changing order. The overhead is the median,
-over rounds, of the ratio of both median steps: what else the machine does falls on both. Beside it:
-the same of the processor's time for all threads together, in which other programs do not count;
-what the hooks cost the program's own thread; and what the recorder's thread takes of a core.
+Each round runs some steps with observation and as many without, in alternating order. The overhead
+is the median over rounds of the ratio of both median steps, so that other load on the machine
+affects both. The results also contain the same ratio for the CPU time of all threads, in which
+other programs do not count; the cost of the hooks in the program's own thread; and the recorder
+thread's share of a core.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-import certificate
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import penstock
+from bench import certificate
 
 
 class Program:
-    """A transformer of torch's own, and its optimizer."""
+    """A training program: a transformer of torch.nn and its optimizer."""
 
     def __init__(self, layers: int, width: int, tokens: int) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,32 +45,34 @@ class Program:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        loss.item()  # as a program that prints its loss
+        loss.item()  # waits for the GPU, like a program that prints its loss
 
 
 WARM_UP = 3
 CLOCKS = {"clock": time.perf_counter, "process": time.process_time, "thread": time.thread_time}
-"""The time of day; the processor's for all threads, and for this one."""
+"""Wall-clock time, CPU time of all threads, and CPU time of this thread."""
 
 
 def timed(program: Program, steps: int) -> dict[str, float]:
-    """Seconds of the median step, by each clock. The first ones do not count: an observer looks for
-    modules then, once."""
+    """Return the seconds of the median step by each clock.
+
+    The first steps do not count, because the observer searches for modules in them.
+    """
     for _ in range(WARM_UP):
         program.step()
-    taken: dict[str, list[float]] = {name: [] for name in CLOCKS}
+    seconds_by: dict[str, list[float]] = {name: [] for name in CLOCKS}
     for _ in range(steps):
         before = {name: clock() for name, clock in CLOCKS.items()}
         program.step()
         for name, clock in CLOCKS.items():
-            taken[name].append(clock() - before[name])
-    whole = {name: statistics.median(seconds) for name, seconds in taken.items()}
-    # A thread that wakes now and then is in few steps: the mean has its share, the median none.
-    return whole | {"process": statistics.mean(taken["process"])}
+            seconds_by[name].append(clock() - before[name])
+    whole = {name: statistics.median(seconds) for name, seconds in seconds_by.items()}
+    # The recorder's thread wakes up in few steps: the mean includes its time, the median does not.
+    return whole | {"process": statistics.mean(seconds_by["process"])}
 
 
 def measure(program: Program, rounds: int, steps: int, interval: float) -> dict[str, Any]:
-    found: dict[str, list[float]] = {
+    samples_of: dict[str, list[float]] = {
         name: [] for name in ("clock", "process", "thread", "off", "on")
     }
     shares = []
@@ -77,25 +80,25 @@ def measure(program: Program, rounds: int, steps: int, interval: float) -> dict[
         medians: dict[bool, dict[str, float]] = {}
         for observed in (number % 2 == 0, number % 2 == 1):
             with tempfile.TemporaryDirectory() as folder:
-                watching = penstock.observe(folder, interval=interval)
-                with watching if observed else contextlib.nullcontext():
+                observer = penstock.observe(folder, interval=interval)
+                with observer if observed else contextlib.nullcontext():
                     medians[observed] = timed(program, steps)
                 if observed:
                     from penstock.observe.run_files import read_run
 
                     shares.append(read_run(folder).observation.overhead or 0.0)
-            found["on" if observed else "off"].append(medians[observed]["clock"])
+            samples_of["on" if observed else "off"].append(medians[observed]["clock"])
         on, off = medians[True], medians[False]
         for name in ("clock", "process"):
-            found[name].append(on[name] / off[name] - 1)
-        found["thread"].append(on["thread"] - off["thread"])
+            samples_of[name].append(on[name] / off[name] - 1)
+        samples_of["thread"].append(on["thread"] - off["thread"])
     return {
         "interval": interval,
-        "step_seconds_off": certificate.percentiles(found["off"]),
-        "step_seconds_on": certificate.percentiles(found["on"]),
-        "overhead": certificate.percentiles(found["clock"]),
-        "overhead_of_the_processor": certificate.percentiles(found["process"]),
-        "hook_seconds_a_step": certificate.percentiles(found["thread"]),
+        "step_seconds_off": certificate.percentiles(samples_of["off"]),
+        "step_seconds_on": certificate.percentiles(samples_of["on"]),
+        "overhead": certificate.percentiles(samples_of["clock"]),
+        "overhead_of_the_processor": certificate.percentiles(samples_of["process"]),
+        "hook_seconds_a_step": certificate.percentiles(samples_of["thread"]),
         "recorder_share_of_a_core": certificate.percentiles(shares),
     }
 

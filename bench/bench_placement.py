@@ -1,11 +1,11 @@
-"""Placement against its ceilings, everything in one run.
+"""Measure memory placement against its upper bounds, all in one run.
 
-- taking and touching a range, against touching a plain anonymous mmap with the same threads and the
-  same kind of page;
-- bytes taken beyond the tensor;
-- `where`;
-- with a GPU: copies from a registered arena against torch's pinned memory, what a tensor of
-  1 GiB + 4 KiB takes, and how long registering and pinning take.
+- Allocating and touching a range, relative to touching a plain anonymous mmap with the same threads
+  and page size.
+- Bytes allocated in addition to the tensor.
+- `where`.
+- With a GPU: copies from a registered arena relative to torch's pinned memory, the memory that a
+  pinned tensor of 1 GiB + 4 KiB uses, and the time of registering and pinning.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def touch_plain(nbytes: int, threads: int, *, huge: bool) -> float:
-    """The yardstick: map, then one write a page from each thread, as any program would."""
+    """Time the baseline: map a range, then write one byte per page from several threads."""
     range_ = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     range_.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     pages = np.frombuffer(range_, dtype=np.uint8)[::PAGE]
@@ -51,12 +51,12 @@ def touch_plain(nbytes: int, threads: int, *, huge: bool) -> float:
     def touch(part: int) -> None:
         pages[part * share : (part + 1) * share] = 1
 
-    team = [threading.Thread(target=touch, args=(part,)) for part in range(threads)]
+    workers = [threading.Thread(target=touch, args=(part,)) for part in range(threads)]
 
     def run() -> None:
-        for thread in team:
+        for thread in workers:
             thread.start()
-        for thread in team:
+        for thread in workers:
             thread.join()
 
     return seconds(run)
@@ -71,7 +71,7 @@ def touch_placed(nbytes: int, *, huge: str | None, place: ps.Node) -> float:
 
 
 def bench_touch(nbytes: int, repeats: int, place: ps.Node) -> dict[str, object]:
-    """The four arms taken in turn, so that a slow minute of the machine slows all of them."""
+    """Measure the variants in turn, so that a slow moment of the machine affects them all."""
     threads = len(System().nearest_cpus(place.id))
     arms: dict[str, Callable[[], float]] = {
         "plain_4k": lambda: touch_plain(nbytes, threads, huge=False),
@@ -80,12 +80,14 @@ def bench_touch(nbytes: int, repeats: int, place: ps.Node) -> dict[str, object]:
         "placed_thp": lambda: touch_placed(nbytes, huge="thp", place=place),
     }
     for arm in arms.values():
-        arm()  # the machine's first touch of its own memory is slower than any later one
-    taken: dict[str, list[float]] = {name: [] for name in arms}
+        arm()  # the first touch of memory on a virtual machine is slower than any later one
+    samples_of: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(repeats):
         for name, arm in arms.items():
-            taken[name].append(arm())
-    rates = {name: percentiles([nbytes / s for s in samples]) for name, samples in taken.items()}
+            samples_of[name].append(arm())
+    rates = {
+        name: percentiles([nbytes / s for s in samples]) for name, samples in samples_of.items()
+    }
     ratio = {
         kind: rates[f"placed_{kind}"]["p50"] / rates[f"plain_{kind}"]["p50"]
         for kind in ("4k", "thp")
@@ -110,7 +112,7 @@ def bench_waste(place: ps.Node) -> dict[str, int]:
 
 
 def bench_where(nbytes: int, repeats: int, place: ps.Node) -> dict[str, object]:
-    found: dict[str, object] = {"nbytes": nbytes}
+    timings: dict[str, object] = {"nbytes": nbytes}
     for name, huge in (("4k", None), ("thp", "thp")):
         tensor = ps.empty(nbytes, dtype=torch.uint8, place=place, huge=huge)  # type: ignore[arg-type]
         samples = []
@@ -119,10 +121,10 @@ def bench_where(nbytes: int, repeats: int, place: ps.Node) -> dict[str, object]:
         residency = ps.where(tensor)
         assert residency.unmapped == 0
         assert sum(residency.pages.values()) * PAGE == nbytes
-        found[f"seconds_{name}"] = percentiles(samples)
+        timings[f"seconds_{name}"] = percentiles(samples)
         del tensor
         gc.collect()
-    return found
+    return timings
 
 
 def show(results: dict[str, dict[str, object]]) -> None:
@@ -133,9 +135,9 @@ def show(results: dict[str, dict[str, object]]) -> None:
     print(f"ratio to plain: {touch['ratio']}")
     print(f"waste: {results['waste']}")
     for name in ("4k", "thp"):
-        taken = results["where"][f"seconds_{name}"]["p50"]  # type: ignore[index]
+        samples_of = results["where"][f"seconds_{name}"]["p50"]  # type: ignore[index]
         nbytes = results["where"]["nbytes"]
-        print(f"where on {format_bytes(nbytes)}, {name}: {taken * 1e3:.1f} ms")  # type: ignore[arg-type]
+        print(f"where on {format_bytes(nbytes)}, {name}: {samples_of * 1e3:.1f} ms")  # type: ignore[arg-type]
     for name, value in results.get("gpu", {}).items():
         print(f"gpu {name}: {value}")
 
@@ -144,7 +146,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nbytes", type=parse_bytes, default=4 * GiB)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--save", action="store_true", help="write bench/results/")
+    parser.add_argument(
+        "--save", action="store_true", help="write a results file to bench/results/"
+    )
     options = parser.parse_args()
     place = ps.Node(System().allowed_nodes()[0])
     print(f"{options.nbytes} bytes, {len(os.sched_getaffinity(0))} CPUs, {place}")

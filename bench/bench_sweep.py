@@ -1,12 +1,12 @@
-"""The sweep against torch, DeepSpeed and the machine's own memory, all in one run.
+"""Measure the optimizer sweep against torch, DeepSpeed and memory bandwidth, all in one run.
 
     python bench/bench_sweep.py                       # 100 M and 500 M parameters, all CPUs
     python bench/bench_sweep.py --params 1000000 --rounds 2
 
-Every round times every arm once, in turn, so that a busy moment hits them alike; ratios are taken
-within a round and their median is reported. Before each arm the process rests: OpenMP's threads go
-on spinning for some milliseconds after an operation of torch, and would take them from whoever
-comes next. DeepSpeed's arm runs where `deepspeed` can be imported.
+Every round times each arm once, so that other load affects all of them; ratios are taken within a
+round and their median is reported. The process sleeps before each arm, because OpenMP's threads
+keep spinning for some milliseconds after an operation of torch and would slow down the next arm.
+DeepSpeed is measured if it can be imported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.optim.sweep_rate import TRAFFIC, Bed
 
 Arm = Callable[[], float]
 REST = 0.05
-"""Seconds before each arm, until all threads of the one before sleep."""
+"""Seconds to sleep before each arm, until the threads of the previous one sleep."""
 
 SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -43,7 +43,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def placed(numel: int, dtype: torch.dtype, scale: float = 0.0) -> torch.Tensor:
-    """Memory of the kind the sweep's own arms use, huge pages included, for everyone."""
+    """Allocate a tensor with huge pages, as the sweep does, for all arms."""
     tensor = empty(numel, dtype=dtype)
     sample = torch.randn(min(numel, 1 << 20)).mul_(scale).to(dtype)
     for part in tensor.split(1 << 20):
@@ -52,7 +52,7 @@ def placed(numel: int, dtype: torch.dtype, scale: float = 0.0) -> torch.Tensor:
 
 
 def peak_growth(work: Callable[[], object]) -> int | None:
-    """Bytes that the process's peak resident memory grew by, or None where it cannot be reset."""
+    """Return the growth of the peak resident memory in bytes, or None if it cannot be reset."""
 
     def status(key: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -67,11 +67,14 @@ def peak_growth(work: Callable[[], object]) -> int | None:
     return status("VmHWM") - before
 
 
-# Arms. Each is a function that does its work once and gives the seconds.
+# Arms. Each is a function that runs once and returns the seconds.
 
 
 def ceiling_arm(bed: Bed, pool: Pool) -> Arm:
-    """The exact format's reads and writes without its arithmetic; two passes undo each other."""
+    """Return an arm with the reads and writes of the exact format, but without its arithmetic.
+
+    It runs two passes, of which the second undoes the first.
+    """
     segment = _native.Segment(
         count=bed.numel,
         first_index=0,
@@ -93,7 +96,7 @@ def ceiling_arm(bed: Bed, pool: Pool) -> Arm:
 
 
 def in_place_arm(tensor: torch.Tensor, pool: Pool) -> Arm:
-    """The machine's best case, another way: one long array multiplied in place."""
+    """Return another upper bound: multiply one long array in place."""
     return lambda: timed(lambda: tensor.mul_(1.0))
 
 
@@ -111,14 +114,14 @@ def torch_arm(master: torch.Tensor, grad: torch.Tensor, moments: list[torch.Tens
 def deepspeed_arm(
     master: torch.Tensor, grad: torch.Tensor, moments: list[torch.Tensor], weight: torch.Tensor
 ) -> Arm | None:
-    """Its three passes: unscale the fp32 gradient, step, cast to bf16."""
+    """Return DeepSpeed's three passes: unscale the fp32 gradient, step, cast to bf16."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         master.grad = grad
         optimizer = DeepSpeedCPUAdam([master], adamw_mode=True, **SETTINGS)
     except Exception as missing:
-        print(f"no DeepSpeed arm: {type(missing).__name__}: {missing}")
+        print(f"DeepSpeed is not measured: {type(missing).__name__}: {missing}")
         return None
     optimizer.state[master] = {"step": 0, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
 
@@ -135,7 +138,7 @@ def run_rounds(
 ) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():
-        arm()  # warm: pages, lazily built state, branch predictors
+        arm()  # warm-up: pages, lazily built state, branch predictors
     for _ in range(rounds):
         for name, arm in arms.items():
             time.sleep(REST)
@@ -145,23 +148,23 @@ def run_rounds(
 
 
 def figures(seconds: dict[str, list[float]], numel: int, traffic: dict[str, float]) -> dict:
-    found = {}
+    rows = {}
     for name, samples in seconds.items():
         per = [s / numel * 1e9 for s in samples]
-        found[name] = {"ns_per_parameter": percentiles(per)}
+        rows[name] = {"ns_per_parameter": percentiles(per)}
         if name in traffic:
-            found[name]["bytes_per_parameter"] = traffic[name]
-            found[name]["gb_per_s_p50"] = traffic[name] / statistics.median(per)
-    return found
+            rows[name]["bytes_per_parameter"] = traffic[name]
+            rows[name]["gb_per_s_p50"] = traffic[name] / statistics.median(per)
+    return rows
 
 
 def ratio(seconds: dict[str, list[float]], fast: str, slow: str) -> dict[str, float]:
-    """How many times faster `fast` is than `slow`, round by round."""
+    """Return how many times faster `fast` is than `slow`, as percentiles over rounds."""
     return percentiles([b / a for a, b in zip(seconds[fast], seconds[slow], strict=True)])
 
 
 def exact_phase(numel: int, pool: Pool, rounds: int) -> dict:
-    """Everything with fp32 moments side by side."""
+    """Measure everything that has fp32 moments."""
     bed = Bed(numel, "fp32")
     master = placed(numel, torch.float32, 0.02).requires_grad_()
     grad = placed(numel, torch.float32, 1e-3)
@@ -212,7 +215,7 @@ def stats_phase(numel: int, pool: Pool, rounds: int) -> dict:
         "stats_bf16": lambda: timed(lambda: grad_stats(short, pool=pool)),
         "isinf_or_isnan_fp32": lambda: timed(peers_check),
     }
-    # A read's clock starts when its threads stand ready; so must the pool.
+    # The time of a read starts when its threads are running, so the pool must be awake too.
     leaf = short[:LEAF]
     seconds = run_rounds(arms, rounds, wake=lambda: grad_stats(leaf, pool=pool))
     traffic = {"read_fp32": 4.0, "stats_fp32": 4.0, "read_bf16": 2.0, "stats_bf16": 2.0}
@@ -231,7 +234,7 @@ def stats_phase(numel: int, pool: Pool, rounds: int) -> dict:
 
 
 def start_seconds(leaf: torch.Tensor, pool: Pool, rest: float) -> dict[str, float]:
-    """What a job of one leaf takes, with threads that rested so long before it."""
+    """Time a job of one leaf after the threads have been idle for `rest` seconds."""
     samples = []
     for _ in range(40):
         time.sleep(rest)
@@ -260,7 +263,7 @@ def main() -> None:
     parser.add_argument("--params", type=int, nargs="+", default=[100_000_000, 500_000_000])
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--out", type=Path, default=None, help="directory of the result")
+    parser.add_argument("--out", type=Path, default=None, help="directory of the results file")
     args = parser.parse_args()
     pool = Pool(args.threads)
     torch.set_num_threads(pool.threads)

@@ -1,6 +1,7 @@
-"""A number's birth certificate: measured what, on what, when, from which commit, by which command.
+"""Results files: what was measured, on what hardware, when, at which commit and by which command.
 
-Every benchmark writes one file under bench/results/, and every figure in the README names one.
+Every benchmark writes one file to bench/results/, and every figure in the documentation links to
+one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ RESULTS = REPO / "bench/results"
 
 
 def percentiles(samples: Sequence[float]) -> dict[str, float]:
-    """p20, p50 and p80 of the samples, and how many there were."""
+    """Return the 20th, 50th and 80th percentile of the samples, and their number."""
     ordered = sorted(samples)
 
     def at(share: float) -> float:
@@ -37,10 +38,11 @@ def percentiles(samples: Sequence[float]) -> dict[str, float]:
 
 
 def hardware() -> dict[str, object]:
+    """Describe this machine: CPU, memory, kernel, and torch and GPU if torch is imported."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     model = re.search(r"model name\s*: (.*)", cpuinfo)
     meminfo = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    found: dict[str, object] = {
+    description: dict[str, object] = {
         "cpu": model[1] if model else platform.processor(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": int(meminfo[1]) * 1024 if meminfo else 0,
@@ -48,33 +50,37 @@ def hardware() -> dict[str, object]:
     }
     torch = sys.modules.get("torch")
     if torch is not None:
-        found["torch"] = torch.__version__
+        description["torch"] = torch.__version__
         if torch.cuda.is_available():
-            found["gpu"] = torch.cuda.get_device_name()
-            found["cuda"] = torch.version.cuda
-    return found
+            description["gpu"] = torch.cuda.get_device_name()
+            description["cuda"] = torch.version.cuda
+    return description
 
 
 def commit() -> str:
-    """The commit, marked when the tree differs. BENCH_COMMIT comes first: a copy of the tree on
-    another machine may have no git, or one that names another commit."""
+    """Return the commit, marked as dirty if files have changed.
+
+    The environment variable BENCH_COMMIT takes precedence: a copy of the tree on another machine
+    may have no git repository, or one with another commit.
+    """
     if named := os.environ.get("BENCH_COMMIT"):
         return named
     try:
-        run = ["git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12"]
-        return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+        command = ["git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
 def command_line() -> list[str]:
-    """The arguments, with the script named from the repository's root."""
+    """Return the command line, with the script's path relative to the repository."""
     script = Path(sys.argv[0]).resolve()
     inside = script.is_relative_to(REPO)
     return [str(script.relative_to(REPO)) if inside else script.name, *sys.argv[1:]]
 
 
 def short_name(machine: dict[str, object]) -> str:
+    """Return the part of a file name that identifies the hardware."""
     text = str(machine.get("gpu") or f"{machine['cpus']}x{machine['cpu']}")
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40]
 
@@ -86,8 +92,10 @@ def save(
     directory: Path | None = None,
     machine: dict[str, object] | None = None,
 ) -> Path:
-    """Write `<what>_<hardware>_<date>.json` and return its path. The machine is this one, unless
-    what was measured was recorded on another."""
+    """Write `<what>_<hardware>_<date>.json` and return its path.
+
+    Pass `machine` if the measurement was recorded on another machine than this one.
+    """
     machine = machine or hardware()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     certificate = {

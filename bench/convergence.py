@@ -1,13 +1,14 @@
-"""Does a small language model learn as well with compressed moments? Curves over several seeds.
+"""Compare loss curves of a small language model with exact and compressed moments, over seeds.
 
-A byte-level GPT on Python's own standard library, which every machine with Python has: the same
-files, the same first weights and the same batches for every arm of a seed, so that arms differ in
-the optimizer alone. Weights are bf16 in every arm: ours step them in place through the split
-master, torch's arms keep fp32 masters beside them and copy after each step.
+The model is a byte-level GPT, trained on Python's standard library, which every machine with Python
+has. All arms of a seed use the same files, initial weights and batches, so that they differ only in
+the optimizer. Weights are bf16 in every arm: Penstock's optimizer updates them in place through the
+split master weights, while the arms with torch's optimizer keep separate fp32 master weights and
+copy them after each step.
 
-`nearest` is what `bf16` would be without stochastic rounding. `twin` shows the noise: training is
-chaotic, and the last bit of one weight changes every loss some hundred steps later.
-docs/convergence.md has the results.
+`nearest` is `bf16` without stochastic rounding. `twin` shows the noise: training is chaotic, and
+one bit of one initial weight changes every loss some hundred steps later. docs/convergence.md has
+the results.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from penstock.optim.formats import Moments
 from penstock.optim.sweep import Pool
 
 ARMS = ("torch", "fp32", "bf16", "int8", "nearest", "twin")
-"""torch.optim.AdamW; ours with three kinds of moments; torch's with moments rounded to bf16; and
-torch's from first weights one of which is a bit off."""
+"""torch.optim.AdamW; Penstock's with three formats of moments; torch's with moments rounded to
+bf16; and torch's with one initial weight changed by one bit."""
 
 HELD_OUT_EVERY = 20
-"""One file in so many is only read for the held-out loss."""
+"""One file out of this many is held out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Study:
-    """What all arms share."""
+    """Model, data and hyperparameters, which all arms share."""
 
     steps: int = 2000
     batch: int = 8
@@ -60,26 +61,26 @@ class Study:
     weight_decay: float = 0.1
     max_norm: float = 1.0
     look_every: int = 50
-    """Steps between two points of a curve."""
+    """Number of steps between two points of a curve."""
 
     def rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to a tenth."""
+        """Return the learning rate: linear warm-up, then a cosine down to a tenth."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-# The text.
+# Text
 
 
 def read_text() -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Bytes to learn from, bytes held out, and a digest of both."""
+    """Return the training bytes, the held-out bytes and a digest of both."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    held = b"".join(p.read_bytes() for p in files[::HELD_OUT_EVERY])
+    held_out = b"".join(p.read_bytes() for p in files[::HELD_OUT_EVERY])
     learned = b"".join(p.read_bytes() for i, p in enumerate(files) if i % HELD_OUT_EVERY)
-    digest = hashlib.sha256(learned + held).hexdigest()
-    parts = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (learned, held)]
+    digest = hashlib.sha256(learned + held_out).hexdigest()
+    parts = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (learned, held_out)]
     return parts[0], parts[1], digest
 
 
@@ -91,7 +92,7 @@ def batches(text: torch.Tensor, study: Study, seed: int) -> Iterator[torch.Tenso
         yield text[at + span].long()
 
 
-# The model: bf16 weights, fp32 arithmetic. A weight's gradient arrives in bf16.
+# Model: bf16 weights and fp32 computation, so that gradients are bf16
 
 
 class Block(torch.nn.Module):
@@ -125,7 +126,7 @@ class Model(torch.nn.Module):
         self.norm = torch.nn.Parameter(torch.ones(study.width))
 
     def forward(self, window: torch.Tensor) -> torch.Tensor:
-        """Mean loss in nats a byte of each window's bytes after its first."""
+        """Return the mean loss in nats per byte, over all bytes of a window but the first."""
         embedding = self.embedding.float()
         x = F.embedding(window[:, :-1], embedding) + self.position.float()
         for block in self.blocks:
@@ -142,13 +143,13 @@ def normed(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x, x.shape[-1:], gain.float())
 
 
-# The optimizers. Each is a function that takes one step at a learning rate.
+# Optimizers. Each is a function that runs one step with a given learning rate.
 
 Step = Callable[[float], None]
 
 
 def groups_of(params: list[torch.Tensor], study: Study) -> list[dict[str, object]]:
-    """Decay for matrices, none for gains."""
+    """Return parameter groups with weight decay for matrices and none for vectors."""
     return [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": study.weight_decay},
         {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
@@ -199,15 +200,15 @@ def make_step(arm: str, model: Model, study: Study, seed: int) -> Step:
     return our_step(model, study, arm, seed)  # type: ignore[arg-type]
 
 
-# A run.
+# Runs
 
 
 @torch.no_grad()
-def held_out_loss(model: Model, held: torch.Tensor, study: Study, windows: int) -> float:
-    """Over evenly spaced windows, the same ones every time."""
-    begins = torch.linspace(0, held.numel() - study.context - 1, windows).long()
+def held_out_loss(model: Model, held_out: torch.Tensor, study: Study, windows: int) -> float:
+    """Return the mean loss over evenly spaced windows, which are the same every time."""
+    begins = torch.linspace(0, held_out.numel() - study.context - 1, windows).long()
     span = torch.arange(study.context + 1)
-    parts = (held[at[:, None] + span].long() for at in begins.split(64))
+    parts = (held_out[at[:, None] + span].long() for at in begins.split(64))
     return statistics.fmean(float(model(part)) for part in parts)
 
 
@@ -242,15 +243,15 @@ def run(arm: str, seed: int, study: Study) -> dict[str, Any]:
     }
 
 
-def run_one(wanted: tuple[str, int, Study]) -> dict[str, Any]:
-    return run(*wanted)
+def run_one(task: tuple[str, int, Study]) -> dict[str, Any]:
+    return run(*task)
 
 
-# What came out.
+# Results
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, object]]:
-    """Held-out loss of each arm over seeds, and its distance to torch's, seed by seed."""
+    """Return the held-out loss of each arm over seeds, and its difference to torch's per seed."""
     final = {(r["arm"], r["seed"]): r["held_out"] for r in runs}
     found: dict[str, dict[str, object]] = {}
     for arm in dict.fromkeys(arm for arm, _ in final):
@@ -270,7 +271,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, object]]:
 
 
 def plot(result: Path, image: Path) -> None:
-    """Held-out loss by step, mean and range over seeds; and the distance to torch's."""
+    """Plot the held-out loss by step, mean and range over seeds, and its difference to torch's."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -289,8 +290,8 @@ def plot(result: Path, image: Path) -> None:
             (line,) = axes.plot(steps, value.mean(0), label=arm, linewidth=1.2)
             low, high = value.amin(0), value.amax(0)
             axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    whole.set(xlabel="step", ylabel="held-out loss, nats a byte", ylim=(1.6, 3.2))
-    apart.set(xlabel="step", ylabel="the same, less torch's of that seed", ylim=(-0.04, 0.04))
+    whole.set(xlabel="step", ylabel="held-out loss, nats per byte", ylim=(1.6, 3.2))
+    apart.set(xlabel="step", ylabel="difference to torch, same seed", ylim=(-0.04, 0.04))
     whole.legend()
     image.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(image, dpi=110)
@@ -306,7 +307,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Study().steps)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="number of concurrent runs, one thread each"
+    )
     parser.add_argument("--plot", nargs=2, type=Path, metavar=("RESULT", "IMAGE"))
     args = parser.parse_args()
     if args.plot:
@@ -316,17 +319,17 @@ def main() -> None:
 
 
 def compare(study: Study, seeds: list[int], arms: list[str], jobs: int) -> None:
-    """Run every arm with every seed; the results file is complete after each run."""
-    learned, held, digest = read_text()
+    """Run every arm with every seed, and write the results after each run."""
+    learned, held_out, digest = read_text()
     about = {
         "study": asdict(study),
         "parameters": sum(p.numel() for p in Model(study).parameters()),
-        "text": {"learned": learned.numel(), "held_out": held.numel(), "sha256": digest},
+        "text": {"learned": learned.numel(), "held_out": held_out.numel(), "sha256": digest},
     }
-    wanted = [(arm, seed, study) for seed in seeds for arm in arms]
+    task = [(arm, seed, study) for seed in seeds for arm in arms]
     runs: list[dict[str, Any]] = []
-    with multiprocessing.get_context("fork").Pool(jobs) as team:
-        for done in team.imap(run_one, wanted):
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        for done in pool.imap(run_one, task):
             runs.append(done)
             print(f"seed {done['seed']} {done['arm']:8} {done['held_out']:.4f}", flush=True)
             path = save("convergence", {**about, "summary": summary(runs), "runs": runs})

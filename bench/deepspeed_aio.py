@@ -1,8 +1,8 @@
-"""DeepSpeed's aio handle over the same bytes, beside the store in bench_storage.
+"""Run DeepSpeed's aio handle on the bytes of a store, for bench_storage.
 
-A process of its own, because importing DeepSpeed takes seconds and its failures end the process.
-It reads one request a line ("PATTERN PATH OFFSET NBYTES"), moves the bytes and prints bytes a
-second. The handle's buffers are its own locked ones, its settings those of the store.
+DeepSpeed runs in a separate process, because importing it takes seconds and its failures end the
+process. The process reads one request per line ("PATTERN PATH OFFSET NBYTES"), transfers the bytes
+and prints bytes per second. The handle uses its own locked buffers and the settings of the store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LANES = 4
 
 
 class DeepSpeedAio:
-    """The other end: a child that has DeepSpeed. `home` is a folder with it and what it imports."""
+    """Client of the child process. `home` is a directory with DeepSpeed and its dependencies."""
 
     def __init__(self, home: str, *, request: int, depth: int, chunk: int) -> None:
         env = os.environ | {"PYTHONPATH": home, "DS_ACCELERATOR": "cpu"}
@@ -33,10 +33,10 @@ class DeepSpeedAio:
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         print(pattern, path, offset, nbytes, file=self._child.stdin)
-        while line := self._child.stdout.readline():  # the build talks too
+        while line := self._child.stdout.readline():  # building the extension prints lines too
             if line.startswith("rate "):
                 return float(line.split()[1])
-        raise SystemExit(f"DeepSpeed's aio ended with exit code {self._child.wait()}")
+        raise SystemExit(f"the DeepSpeed process exited with code {self._child.wait()}")
 
     def __enter__(self) -> DeepSpeedAio:
         return self
@@ -53,6 +53,7 @@ class DeepSpeedAio:
 
 
 def serve(request: int, depth: int, chunk: int) -> None:
+    """Answer requests from standard input until it is closed."""
     import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-not-found]
 
@@ -73,7 +74,10 @@ def serve(request: int, depth: int, chunk: int) -> None:
 
 
 def one_way(handle: Any, pattern: str, lanes: list[Any], path: str, chunks: list[int]) -> int:
-    """A lane's worth after the other; `wait` is for all that is under way."""
+    """Transfer one chunk per lane, then wait for all of them:
+
+    `wait` cannot wait for a single one.
+    """
     start = handle.async_pread if pattern == "read" else handle.async_pwrite
     for first in range(0, len(chunks), LANES):
         for lane, at in zip(lanes, chunks[first : first + LANES], strict=False):
@@ -83,7 +87,7 @@ def one_way(handle: Any, pattern: str, lanes: list[Any], path: str, chunks: list
 
 
 def mixed(reads: Any, writes: Any, lanes: list[Any], path: str, chunks: list[int]) -> int:
-    """The sweep's mix: the first half is read while the second is written."""
+    """Read the first half while writing the second, like an optimizer sweep."""
     half = len(chunks) // 2
     for source, target in zip(chunks[:half], chunks[half:], strict=False):
         reads.async_pread(lanes[0], path, source)

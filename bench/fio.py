@@ -1,4 +1,4 @@
-"""fio on the same bytes: the yardstick of bench_storage."""
+"""Run fio on the bytes of a store, as the baseline of bench_storage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HUGE = 2 * MiB
 
 @dataclass(frozen=True)
 class FioRun:
-    """Bytes a second, and the share of one CPU that it took."""
+    """Bytes per second, and CPU time as a fraction of one CPU."""
 
     rate: float
     cpu: float
@@ -33,24 +33,25 @@ def fio_version() -> str:
 
 
 WAYS = ("io_uring", "io_uring in batches", "libaio", "psync")
-"""How fio may do it: the best of them is the yardstick."""
+"""I/O engines and settings of fio. The fastest of them is the baseline."""
 
 
 def run_fio(
     path: str, pattern: str, way: str, *, nbytes: int, request: int, depth: int, huge: bool
 ) -> FioRun:
-    """One pass, direct, over the store's own bytes, with as many requests in flight."""
+    """Run one pass with O_DIRECT over the store's own bytes, with the same queue depth."""
     common = [
         "fio", "--output-format=json", "--direct=1", f"--filename={path}", f"--bs={request}",
         "--thread", "--invalidate=0", "--allow_file_create=0", "--overwrite=1",
-        # The store's memory is in huge pages: small ones would be cut at the device's limit on
-        # segments, and the ratio would compare pages.
+        # The store's buffers are in huge pages. Requests from small pages would be split at the
+        # device's limit on segments, and the ratio would compare page sizes.
         f"--mem={'mmaphuge' if huge else 'mmap'}",
-        # Nothing that only fio would do: no new patterns in the buffers, no clock per request.
+        # Disable work that only fio does: new patterns in the buffers, a timestamp per request.
         "--refill_buffers=0", "--scramble_buffers=0", "--gtod_reduce=1",
     ]  # fmt: skip
     if pattern == "mixed":
-        # The sweep's mix: one stream reads ahead, another writes behind, half of the depth each.
+        # The mix of an optimizer sweep: one stream reads ahead and another writes behind, with half
+        # of the queue depth each.
         half = nbytes // 2 // request * request
         jobs = _job(way, "read", DATA_OFFSET, half, request, depth // 2)
         jobs += _job(way, "write", DATA_OFFSET + half, half, request, depth // 2)
@@ -65,9 +66,12 @@ def run_fio(
 
 
 def _job(way: str, pattern: str, offset: int, nbytes: int, request: int, depth: int) -> list[str]:
-    """fio's own runtime leaves out its start, so what it needs to set up is not counted."""
+    """Return the options of one fio job.
+
+    fio's own runtime excludes its setup, so neither side is charged for it.
+    """
     job = [f"--name={pattern}", f"--rw={pattern}"]
-    if way == "psync":  # a thread for each request in flight, each with its part of the bytes
+    if way == "psync":  # one thread per request in flight, each with its part of the bytes
         part = nbytes // depth // request * request
         return [
             *job, "--ioengine=psync", f"--numjobs={depth}", f"--offset={offset}",
@@ -77,22 +81,22 @@ def _job(way: str, pattern: str, offset: int, nbytes: int, request: int, depth: 
     if way == "libaio":
         return [*job, "--ioengine=libaio"]
     job += ["--ioengine=io_uring", "--fixedbufs", "--registerfiles"]
-    # Neighbours that are handed over together reach the device as one request.
+    # Adjacent requests that are submitted together reach the device as one request.
     return [*job, f"--iodepth_batch={depth // 2}"] if way == "io_uring in batches" else job
 
 
 @contextlib.contextmanager
 def huge_pages(request: int, depth: int) -> Iterator[bool]:
-    """Whether fio can have its buffers in huge pages; reserved for as long as they are needed."""
-    place = Path("/proc/sys/vm/nr_hugepages")
-    wanted = depth * (-(-request // HUGE) + 2)  # one job for each request takes the most
+    """Reserve huge pages for fio's buffers; yield whether that succeeded."""
+    setting = Path("/proc/sys/vm/nr_hugepages")
+    pages = depth * (-(-request // HUGE) + 2)  # psync needs the most: one job per request
     try:
-        before = place.read_text()
-        place.write_text(str(int(before) + wanted))
+        before = setting.read_text()
+        setting.write_text(str(int(before) + pages))
     except OSError:
         yield False
         return
     try:
-        yield int(place.read_text()) >= int(before) + wanted
+        yield int(setting.read_text()) >= int(before) + pages
     finally:
-        place.write_text(before)
+        setting.write_text(before)

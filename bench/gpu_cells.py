@@ -1,7 +1,7 @@
-"""The cells of the GPU table: what is trained, in which budgets, and what it should take.
+"""The cells of the GPU table: what is trained, under which budgets, and how long it takes.
 
-Seconds are of an H200 machine (16 cores, 125 GiB, a disk of 2.3 / 2.7 GB/s) and count everything:
-start-up (drawing, pinning, filling), compilation, steps, yardsticks.
+Seconds are those of an H200 machine (16 cores, 125 GiB, a disk of 2.3 / 2.7 GB/s) and include
+startup (drawing, pinning and filling), compilation, steps and baselines.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.settings import Settings
 
 MACHINE = "h200"
 ALL_OF_IT = "130GiB"
-"""HBM for the same body with everything in it."""
+"""HBM budget for training with everything in HBM."""
 
 PARTS = ("fast", "long", "disk", "curve", "moments", "32b", "peers", "memascend")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One row of the table."""
+    """One cell of the table: a model, a workload, budgets, and what to measure."""
 
     name: str
     part: str
@@ -37,28 +37,28 @@ class Cell:
     hbm: str
     dram: str
     nvme: str | None = None
-    """Size; the path is the scratch folder."""
+    """Size of the NVMe budget. Its path is the scratch directory."""
     micro_batch: int | None = None
     dtype: str = "bf16"
     moments: str = "fp32"
     steps: int = 6
     resident: bool = False
-    """Also with everything in HBM, the same compiled body."""
+    """Whether to measure the same compiled layers with everything in HBM too."""
     plain: bool = False
-    """Also plain torch in HBM."""
+    """Whether to measure plain torch in HBM too."""
     seconds: int = 90
-    """What it should take on the device."""
+    """Expected seconds of the whole cell."""
 
     def budget(self, scratch: Path) -> dict[str, Any]:
         disk = [f"{scratch}:{self.nvme}"] if self.nvme else []
         return {"hbm": self.hbm, "dram": self.dram, "nvme": disk}
 
     def whole(self) -> Cell:
-        """The same with everything in HBM."""
+        """Return this cell with everything in HBM."""
         return replace(self, name=f"{self.name}-resident", hbm=ALL_OF_IT, dram="1GiB", nvme=None)
 
     def tiny(self) -> Cell:
-        """For a rehearsal without a GPU: the same plumbing, nothing of the size."""
+        """Return this cell with a tiny model, to rehearse without a GPU."""
         scaled: dict[str, Any] = {
             "hbm": "1GiB",
             "dram": "512MiB",
@@ -69,6 +69,7 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
+    """Return every cell of the table, except the parts that are separate scripts."""
     yield from _fast_and_long()
     yield Cell(
         name="disk-16", part="disk", shape="3b", context=4096, batch=4, hbm="24GiB", dram="16GiB",
@@ -94,7 +95,7 @@ def cells() -> Iterator[Cell]:
 def _fast_and_long() -> Iterator[Cell]:
     three = {"shape": "3b", "context": 4096, "part": "fast", "hbm": "24GiB"}
     eight = {"shape": "8b", "part": "long"}
-    made: list[dict[str, Any]] = [
+    rows: list[dict[str, Any]] = [
         three | {"name": "fast-4x4096", "batch": 4, "dram": "38GiB", "resident": True,
                  "plain": True, "seconds": 70},
         three | {"name": "fast-16x4096", "batch": 16, "micro_batch": 4, "dram": "38GiB",
@@ -108,8 +109,8 @@ def _fast_and_long() -> Iterator[Cell]:
         eight | {"name": "8b-1x262144", "context": 262144, "batch": 1, "hbm": "130GiB",
                  "dram": "105GiB", "moments": "bf16", "steps": 1, "seconds": 340},
     ]  # fmt: skip
-    for told in made:
-        yield Cell(**told)
+    for fields in rows:
+        yield Cell(**fields)
 
 
 def settings_of(cell: Cell) -> Settings:
@@ -124,7 +125,7 @@ def survey_model(cell: Cell) -> Inventory:
 
 
 def plan_cell(cell: Cell, scratch: Path, *, compiled: bool = True) -> PlanResult:
-    """Without a GPU, for the machine that the table is of."""
+    """Plan a cell for the machine of the table. Needs no GPU."""
     from penstock.plan.budget import parse_budget, with_paths
 
     given = cell.budget(scratch)

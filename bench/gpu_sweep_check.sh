@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The sweep on a machine with a GPU and many CPUs: build, then what is named, of
+# Test and measure the optimizer sweep on a machine with a GPU and many CPUs. Builds the package, then
+# runs the parts given as arguments (default: gpu):
 #   gpu           the tests marked gpu, and the benchmark (about 5 minutes)
-#   host          the host's sweep and norm against their ceilings on all CPUs, and the native bits
-#                 (about 3 minutes)
-#   probe         a full probe, into $BENCH_RESULTS or here (about 3 minutes)
+#   host          the tests and the benchmark of the sweep on all CPUs (about 3 minutes)
+#   probe         a full probe, written to $BENCH_RESULTS or here (about 3 minutes)
 #   convergence   the convergence study on all CPUs (about 9 minutes)
-# or `gpu` if nothing is. Needs torch, triton, pytest, nanobind, scikit-build-core, CMake and ninja;
-# fetches nothing. Results go to $BENCH_RESULTS if it is set.
+# Needs torch, triton, pytest, nanobind, scikit-build-core, CMake and ninja, and downloads nothing.
+# Results go to $BENCH_RESULTS if it is set.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD"
@@ -18,7 +18,7 @@ import torch, triton
 print("torch", torch.__version__, "triton", triton.__version__, torch.cuda.get_device_name())
 PY
 
-# An own configuration: the project's asks for plugins that such a machine may lack.
+# Use a separate configuration: the project's needs plugins that such a machine may lack.
 config=$(mktemp -d)
 trap 'rm -rf "$config"' EXIT
 printf '[pytest]\nmarkers =\n  gpu: needs a CUDA device\n  timeout: of pytest-timeout\n' > "$config/pytest.ini"
@@ -30,11 +30,11 @@ check() {
 for part in "${@:-gpu}"; do
   case "$part" in
   gpu)
-    check -m gpu tests/test_device_sweep.py tests/test_device_norm.py
+    check -m gpu tests/optim/test_device_sweep.py tests/optim/test_device_norms.py
     timeout 100 python3 bench/bench_device_sweep.py || failed=1
     ;;
   host)
-    check tests/test_sweep.py
+    check tests/optim/test_sweep.py
     timeout 300 python3 bench/bench_sweep.py --rounds 11 || failed=1
     ;;
   probe)

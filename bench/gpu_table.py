@@ -1,18 +1,18 @@
-"""The whole table of whole steps on a GPU, in parts of under ten minutes each.
+"""Measure the table of training steps on a GPU, in parts of under ten minutes each.
 
     python bench/gpu_table.py --plan-only --plans carry/plans           # without a GPU, in advance
     python bench/gpu_table.py --part fast --plans carry/plans --out results
 
-A cell is one process (bench_engine.py) with its yardsticks; its results file has the time line of a
-step and what was predicted. Cells that do not fit into what is left of `--limit` are not started;
-the next call with the same `--out` begins with them. A cell that dies leaves its last words in
-`<cell>.log`, and what it had measured until then.
+A cell is one process (bench_engine.py) with its baselines. Its results file contains the timeline
+of a step and the prediction. Cells that do not fit into the rest of `--limit` are not started; the
+next call with the same `--out` starts with them. A cell that fails leaves its output in
+`<cell>.log`, and the results it had until then.
 
-Device seconds on an H200 machine, and how many calls of under ten minutes:
+Seconds on an H200 machine, and the number of calls of under ten minutes:
 
 | part      | what                                                    | seconds | calls |
 |-----------|---------------------------------------------------------|---------|-------|
-| fast      | 3b at 4 and 16 x 4,096 in 24 GiB; same body, plain torch | 160     | 1     |
+| fast      | 3b at 4 and 16 x 4,096 in 24 GiB; same layers, plain torch | 160     | 1     |
 | long      | 8b at 4 x 4,096, 65,536, 131,072, 262,144               | 640     | 2     |
 | disk      | 3b in 16 GiB of DRAM and a disk                         | 80      | 1     |
 | curve     | 3b, DRAM 8 to 44 GiB; equal plans once                  | 260     | 1     |
@@ -50,72 +50,75 @@ PEERS = {
     "others": ("fsdp2", "roundpipe-sync", "roundpipe-async", "deepspeed-infinity-opt"),
     "disk": ("deepspeed-infinity",),
 }
-"""One call each."""
+"""Arms of the comparison by call."""
 
 LEFT = 3
-"""Exit status: call again, there are cells left."""
+"""Exit code: some cells are left, call again."""
 
 _SLACK = 15
 
 
-def make_plans(chosen: argparse.Namespace) -> int:
-    """One file for each cell, and one for the same with everything in HBM where that is wanted."""
-    chosen.plans.mkdir(parents=True, exist_ok=True)
+def make_plans(args: argparse.Namespace) -> int:
+    """Write a plan for each cell, and one with everything in HBM where the cell asks for it."""
+    args.plans.mkdir(parents=True, exist_ok=True)
     failed = 0
-    for cell in wanted_cells(chosen):
-        for one in [cell, cell.whole()] if cell.resident else [cell]:
-            path = chosen.plans / f"{one.name}.json"
+    for cell in wanted_cells(args):
+        for variant in [cell, cell.whole()] if cell.resident else [cell]:
+            path = args.plans / f"{variant.name}.json"
             try:
-                planned = plan_cell(one, chosen.scratch, compiled=not chosen.tiny)
+                planned = plan_cell(variant, args.scratch, compiled=not args.tiny)
             except PenstockError as problem:
                 failed += 1
-                print(f"{one.name}: {problem}", flush=True)
+                print(f"{variant.name}: {problem}", flush=True)
                 continue
             planned.plan.save(path)
-            told = plan_json(planned)
-            path.with_suffix(PREDICTED).write_text(json.dumps(told, indent=1) + "\n")
-            held = ", ".join(f"{tier} {parts['peak'] / 2**30:.1f}"
-                             for tier, parts in told["tiers"].items())  # fmt: skip
-            print(f"{one.name}: {told['step_seconds']:.2f} s; GiB: {held}", flush=True)
+            prediction = plan_json(planned)
+            path.with_suffix(PREDICTED).write_text(json.dumps(prediction, indent=1) + "\n")
+            peaks = ", ".join(f"{tier} {parts['peak'] / 2**30:.1f}"
+                             for tier, parts in prediction["tiers"].items())  # fmt: skip
+            print(f"{variant.name}: {prediction['step_seconds']:.2f} s; GiB: {peaks}", flush=True)
     return 1 if failed else 0
 
 
-def wanted_cells(chosen: argparse.Namespace) -> list[Cell]:
-    found = [cell for cell in cells() if chosen.part in (None, cell.part)]
-    if chosen.only:
-        found = [cell for cell in found if cell.name in chosen.only]
-    return [cell.tiny() for cell in found] if chosen.tiny else found
+def wanted_cells(args: argparse.Namespace) -> list[Cell]:
+    selected = [cell for cell in cells() if args.part in (None, cell.part)]
+    if args.only:
+        selected = [cell for cell in selected if cell.name in args.only]
+    return [cell.tiny() for cell in selected] if args.tiny else selected
 
 
-def run_cells(chosen: argparse.Namespace) -> int:
-    until = time.monotonic() + chosen.limit
+def run_cells(args: argparse.Namespace) -> int:
+    deadline = time.monotonic() + args.limit
     left: list[str] = []
     bad: list[str] = []
-    twins = same_plans(wanted_cells(chosen), chosen.plans)
-    for cell in wanted_cells(chosen):
-        if (chosen.out / f"{cell.name}.done").exists():
+    twins = same_plans(wanted_cells(args), args.plans)
+    for cell in wanted_cells(args):
+        if (args.out / f"{cell.name}.done").exists():
             continue
         if cell.name in twins:
-            print(f"== {cell.name}: the same plan as {twins[cell.name]}, not run again", flush=True)
+            print(
+                f"== {cell.name}: has the plan of {twins[cell.name]} and is not run again",
+                flush=True,
+            )
             continue
-        room = until - time.monotonic() - _SLACK
-        if room < min(cell.seconds, chosen.limit - _SLACK - 5):
+        remaining = deadline - time.monotonic() - _SLACK
+        if remaining < min(cell.seconds, args.limit - _SLACK - 5):
             left.append(cell.name)
             continue
-        code = run_logged(cell.name, cell_line(cell, chosen), room, chosen.out)
-        (bad.append(cell.name) if code else (chosen.out / f"{cell.name}.done").touch())
+        code = run_logged(cell.name, cell_line(cell, args), remaining, args.out)
+        (bad.append(cell.name) if code else (args.out / f"{cell.name}.done").touch())
     if bad:
-        print("failed:", ", ".join(bad), "(see their logs)")
+        print("failed:", ", ".join(bad), "(see the logs)")
     if left:
-        print("not started, for want of time:", ", ".join(left))
+        print("not started because time ran out:", ", ".join(left))
     return 1 if bad else LEFT if left else 0
 
 
-def same_plans(found: Sequence[Cell], plans: Path) -> dict[str, str]:
-    """Cells whose larger budget changes nothing: which earlier cell has their plan."""
+def same_plans(selected: Sequence[Cell], plans: Path) -> dict[str, str]:
+    """Return, for each cell whose plan equals that of an earlier cell, the earlier cell."""
     twins: dict[str, str] = {}
     seen: list[tuple[str, Plan]] = []
-    for cell in found:
+    for cell in selected:
         path = plans / f"{cell.name}.json"
         if not path.exists():
             continue
@@ -131,9 +134,12 @@ def same_plans(found: Sequence[Cell], plans: Path) -> dict[str, str]:
     return twins
 
 
-def cell_line(cell: Cell, chosen: argparse.Namespace) -> list[str]:
-    """bench_engine.py with what the cell says. Budgets are in the plan; told again for the file."""
-    plan = chosen.plans / f"{cell.name}.json"
+def cell_line(cell: Cell, args: argparse.Namespace) -> list[str]:
+    """Return the command line of bench_engine.py for a cell.
+
+    The budgets are in the plan already; they are passed so that the results file contains them.
+    """
+    plan = args.plans / f"{cell.name}.json"
     line = [sys.executable, str(HERE / "bench_engine.py"), "--save", "--repeat-weights",
             "--name", cell.name, "--plan", str(plan)]  # fmt: skip
     for field in ("shape", "context", "batch", "micro_batch", "hbm", "dram", "dtype", "moments",
@@ -142,21 +148,27 @@ def cell_line(cell: Cell, chosen: argparse.Namespace) -> list[str]:
         if value is not None:
             line += [f"--{field.replace('_', '-')}", str(value)]
     if cell.nvme:
-        line += ["--nvme", f"{chosen.scratch}:{cell.nvme}"]
+        line += ["--nvme", f"{args.scratch}:{cell.nvme}"]
     if cell.resident:
-        line += ["--resident", str(chosen.plans / f"{cell.whole().name}.json")]
+        line += ["--resident", str(args.plans / f"{cell.whole().name}.json")]
     return [*line, *(["--plain"] if cell.plain else [])]
 
 
 def run_logged(name: str, line: Sequence[str], seconds: float, out: Path) -> int:
-    """To a log, whose end is shown; killed when its time is over. The exit status."""
-    told = os.environ | {"BENCH_RESULTS": str(out.resolve()), "BENCH_COMMIT": certificate.commit()}
+    """Run a command with its output in a log, print the end of the log, and return the exit code.
+
+    The command and its children are killed after `seconds`.
+    """
+    environment = os.environ | {
+        "BENCH_RESULTS": str(out.resolve()),
+        "BENCH_COMMIT": certificate.commit(),
+    }
     log = out / f"{name}.log"
     print(f"== {name}", flush=True)
     began = time.monotonic()
     with log.open("w") as stream:
         child = subprocess.Popen(
-            line, stdout=stream, stderr=subprocess.STDOUT, env=told, start_new_session=True
+            line, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
             code = child.wait(timeout=seconds)
@@ -165,58 +177,62 @@ def run_logged(name: str, line: Sequence[str], seconds: float, out: Path) -> int
             code = child.wait()
     tail = log.read_text(errors="replace").splitlines()[-12:]
     print("\n".join(f"   {words[:240]}" for words in tail))
-    print(f"   {name}: status {code} after {time.monotonic() - began:.0f} s", flush=True)
+    print(f"   {name}: exit code {code} after {time.monotonic() - began:.0f} s", flush=True)
     return code
 
 
-def run_scripts(chosen: argparse.Namespace) -> int:
-    """The parts that are scripts of their own, with the same limit."""
-    common = ["--scratch", str(chosen.scratch), "--out", str(chosen.out)]
-    size = ["--shape", "tiny", "--context", "64", "--batch", "2"] if chosen.tiny else []
-    limit = ["--limit", str(chosen.limit)]
-    if chosen.part == "peers":
-        line = [str(HERE / "peers/table.py"), *size, *limit, "--arms", *PEERS[chosen.call]]
-        if not chosen.tiny:
-            line += ["--plan", str(chosen.plans / "fast-4x4096.json")]
-        earlier = sorted(chosen.out.glob("peers_*.json"))
+def run_scripts(args: argparse.Namespace) -> int:
+    """Run the parts that are separate scripts, with the same limit."""
+    common = ["--scratch", str(args.scratch), "--out", str(args.out)]
+    size = ["--shape", "tiny", "--context", "64", "--batch", "2"] if args.tiny else []
+    limit = ["--limit", str(args.limit)]
+    if args.part == "peers":
+        line = [str(HERE / "peers/table.py"), *size, *limit, "--arms", *PEERS[args.call]]
+        if not args.tiny:
+            line += ["--plan", str(args.plans / "fast-4x4096.json")]
+        earlier = sorted(args.out.glob("peers_*.json"))
         line += ["--join", str(earlier[-1])] if earlier else []
     else:
-        line = [str(HERE / "peers/memascend.py"), "--plans", str(chosen.plans), *limit]
-        line += ["--tiny"] if chosen.tiny else []
-        line += ["--call", chosen.call] if chosen.call else []
+        line = [str(HERE / "peers/memascend.py"), "--plans", str(args.plans), *limit]
+        line += ["--tiny"] if args.tiny else []
+        line += ["--call", args.call] if args.call else []
     return subprocess.run([sys.executable, *line, *common], check=False).returncode
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS)
-    parser.add_argument("--only", nargs="+", help="cells by name")
-    parser.add_argument("--call", help="peers: dram, others or disk; memascend: see there")
+    parser.add_argument("--only", nargs="+", help="names of cells")
+    parser.add_argument(
+        "--call", help="peers: dram, others or disk; memascend: bf16, fp16, batch or context"
+    )
     parser.add_argument("--plan-only", action="store_true")
     parser.add_argument("--plans", type=Path, default=Path("carry/plans"))
     parser.add_argument("--out", type=Path, default=certificate.RESULTS)
-    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="a folder on the disk")
+    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="a directory on the disk")
     parser.add_argument("--limit", type=float, default=570, help="seconds for this call")
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal, without a GPU")
+    parser.add_argument(
+        "--tiny", action="store_true", help="rehearse with a tiny model, without a GPU"
+    )
     return parser.parse_args(words)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    chosen = arguments(words)
-    if chosen.plan_only:
-        return make_plans(chosen)
-    if chosen.part is None:
-        raise SystemExit("--part says which; --plan-only makes plans for all")
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    chosen.scratch.mkdir(parents=True, exist_ok=True)
-    if chosen.part in ("peers", "memascend"):
-        chosen.call = chosen.call or ("dram" if chosen.part == "peers" else None)
-        return run_scripts(chosen)
-    code = run_cells(chosen)
-    if chosen.part == "moments" and "moments-curves" in (chosen.only or ["moments-curves"]):
+    args = arguments(words)
+    if args.plan_only:
+        return make_plans(args)
+    if args.part is None:
+        raise SystemExit("pass --part to select what to measure, or --plan-only to make all plans")
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.scratch.mkdir(parents=True, exist_ok=True)
+    if args.part in ("peers", "memascend"):
+        args.call = args.call or ("dram" if args.part == "peers" else None)
+        return run_scripts(args)
+    code = run_cells(args)
+    if args.part == "moments" and "moments-curves" in (args.only or ["moments-curves"]):
         line = [sys.executable, str(HERE / "bench_moments.py"), "--save"]
-        line += ["--shape", "tiny", "--context", "64", "--steps", "5"] if chosen.tiny else []
-        code = run_logged("moments-curves", line, chosen.limit, chosen.out) or code
+        line += ["--shape", "tiny", "--context", "64", "--steps", "5"] if args.tiny else []
+        code = run_logged("moments-curves", line, args.limit, args.out) or code
     return code
 
 

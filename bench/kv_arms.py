@@ -1,6 +1,6 @@
-"""Caches to compare: each holds `batch` rows of `context` tokens and makes one token more for each.
+"""KV caches to compare: each holds `batch` rows of `context` tokens and generates tokens for them.
 
-Keys and values are not computed but put there: decoding takes as long whatever they are.
+The keys and values of the context are not computed: decoding takes the same time with any values.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from penstock.kv import VirtualCache
 from penstock.units import MiB
 
 AHEAD = 64
-"""Tokens that a cell may make."""
+"""Number of tokens that a cell may generate."""
 
 PAGE = 256
-"""Tokens of a page of transformers' own batching."""
+"""Tokens per page of transformers' continuous batching."""
 
 
 class Arm(Protocol):
-    """One way to decode."""
+    """One cache and its settings."""
 
     def step(self) -> None:
-        """One token for each row, chosen and brought to the host."""
+        """Generate one token for each row and copy it to the host."""
 
     def nbytes(self) -> int:
-        """What the cache has taken."""
+        """Return the bytes that the cache uses."""
 
     def close(self) -> None: ...
 
 
 def token_nbytes(config: Any, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers."""
+    """Return the bytes of one token's keys and values in all layers."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(config.num_hidden_layers * 2 * config.num_key_value_heads * head * dtype.itemsize)
 
 
 class Virtual:
-    """This cache; `spread` makes rows differ in length, by so many tokens from one to the next."""
+    """Penstock's cache. Each row is `spread` tokens shorter than the one before it."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class Virtual:
         self.forward = Resident(model, graphs, compiled=compiled)
         lengths = [max(1, context - row * spread) for row in range(batch)]
         each = token_nbytes(model.config, self.forward.dtype)
-        room = sum(-(-(length + ahead) * each // (2 * MiB)) + 2 for length in lengths)
+        pages = sum(-(-(length + ahead) * each // (2 * MiB)) + 2 for length in lengths)
         self.cache = VirtualCache(
-            model.config, max_batch=batch, max_context=context + ahead, budget=room * 2 * MiB,
+            model.config, max_batch=batch, max_context=context + ahead, budget=pages * 2 * MiB,
             device=self.forward.device, dtype=self.forward.dtype,
         )  # fmt: skip
         self.rows = [self.cache.admit() for _ in lengths]
@@ -72,12 +72,12 @@ class Virtual:
         self.last = [5] * batch
 
     def step(self) -> None:
-        one = [(row, 1) for row in self.rows]
-        self.cache.prepare(one)
+        growth = [(row, 1) for row in self.rows]
+        self.cache.prepare(growth)
         lengths = [row.length for row in self.rows]
         each = Pass(self.rows, [[token] for token in self.last], lengths)
         scores = self.forward.forward(self.cache, [each])[0]
-        self.cache.advance(one)
+        self.cache.advance(growth)
         self.last = scores.argmax(dim=-1).tolist()
 
     def nbytes(self) -> int:
@@ -89,7 +89,7 @@ class Virtual:
 
 
 class _Plain:
-    """A cache of transformers' own, called as `generate` calls it."""
+    """A cache of transformers, used as `generate` uses it."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Plain:
                 use_cache=True, logits_to_keep=1,
             )  # fmt: skip
         self.last = out.logits[:, -1].argmax(dim=-1, keepdim=True)
-        self.last.tolist()  # a server looks at every token
+        self.last.tolist()  # like a server, which returns every token
         self.at += 1
 
     def nbytes(self) -> int:
@@ -122,18 +122,18 @@ class _Plain:
 
 
 def dynamic(model: Any, context: int, batch: int) -> Arm:
-    """Concatenated anew at each token."""
+    """Return the arm of DynamicCache, which concatenates keys and values for every token."""
     cache = transformers.DynamicCache(config=model.config)
     shape = _shape(model, batch, context)
     device = next(model.parameters()).device
     for layer in range(model.config.num_hidden_layers):
-        held = torch.zeros(shape, dtype=model.dtype, device=device)
-        cache.update(held, held.clone(), layer)
+        keys = torch.zeros(shape, dtype=model.dtype, device=device)
+        cache.update(keys, keys.clone(), layer)
     return _Plain(model, cache, context, batch)
 
 
 def static(model: Any, context: int, batch: int, call: Callable[..., Any] | None = None) -> Arm:
-    """The maximum, reserved."""
+    """Return the arm of StaticCache, which reserves the maximum length."""
     cache: Any = transformers.StaticCache(config=model.config, max_cache_len=context + AHEAD)
     _, heads, _, head = _shape(model, batch, 1)
     device = next(model.parameters()).device
@@ -146,9 +146,9 @@ def static(model: Any, context: int, batch: int, call: Callable[..., Any] | None
 
 
 def compiled(model: Any, context: int, batch: int) -> Arm:
-    """The same with the forward pass compiled, CUDA graphs and all: the usual recipe."""
+    """Return the arm of StaticCache with a compiled forward pass and CUDA graphs."""
     compiler: Any = torch.compiler
-    compiler.reset()  # past a few shapes it would no longer compile
+    compiler.reset()  # torch stops compiling after a few shapes otherwise
     forward: Any = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
 
     def call(**given: Any) -> Any:
@@ -167,8 +167,11 @@ def _shape(model: Any, batch: int, context: int) -> tuple[int, int, int, int]:
 def paged_batching(
     model: Any, context: int, batch: int, tokens: int, *, graphs: bool
 ) -> dict[str, float]:
-    """transformers' own continuous batching, which reads its prompts itself: seconds per token once
-    every row decodes, and prompt tokens per second before that."""
+    """Measure transformers' continuous batching.
+
+    It reads its prompts itself. Returns the seconds per token once every row decodes, and the
+    prompt tokens per second before that.
+    """
     make: Any = transformers.GenerationConfig
     settings = make(max_new_tokens=tokens, do_sample=False, eos_token_id=-1,
                                 pad_token_id=0)  # fmt: skip
@@ -176,14 +179,14 @@ def paged_batching(
     vocabulary = model.config.vocab_size
     prompts = torch.randint(3, vocabulary, (batch, context), generator=drawn).tolist()
     began = time.perf_counter()
-    found = model.generate_batch(
+    outputs = model.generate_batch(
         prompts,
         generation_config=settings,
         continuous_batching_config=batching_config(context, batch, tokens, graphs),
         record_timestamps=True,
         warmup=graphs,
     )
-    times = [each.timestamps for each in found.values()]
+    times = [each.timestamps for each in outputs.values()]
     first = max(each[0] for each in times)
     last = max(each[-1] for each in times)
     after = min(sum(at > first for at in each) for each in times)
@@ -194,11 +197,14 @@ def paged_batching(
 
 
 def batching_config(context: int, batch: int, tokens: int, graphs: bool) -> Any:
-    """With the fields that the installed version has: they change names."""
+    """Return the configuration, restricted to the fields of the installed version.
+
+    Names of fields differ between versions.
+    """
     from transformers import ContinuousBatchingConfig
 
     known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-    wanted: dict[str, Any] = {
+    settings_by_name: dict[str, Any] = {
         "use_cuda_graph": graphs,
         "use_async_batching": False,
         "allow_block_sharing": False,
@@ -207,7 +213,7 @@ def batching_config(context: int, batch: int, tokens: int, graphs: bool) -> Any:
         "max_batch_tokens": max(2048, batch),
     }
     return ContinuousBatchingConfig(
-        **{name: value for name, value in wanted.items() if name in known}
+        **{name: value for name, value in settings_by_name.items() if name in known}
     )
 
 
@@ -225,4 +231,4 @@ ARMS: dict[str, dict[str, Callable[[Any, int, int], Arm]]] = {
         "static compiled": compiled,
     },
 }
-"""By mode: all eager, or all launched as graphs."""
+"""The arms of each mode: eager kernels, or CUDA graphs."""

@@ -1,8 +1,9 @@
-"""One layer's decode attention alone: Penstock's kernel and torch's over this cache's views,
-torch's over a packed tensor, and FlexAttention over pages, which must be compiled.
+"""Measure the decode attention of one layer, for bench_kv.
 
-On a GPU, calls are recorded and played as one, so that the host's launches are not in the figures,
-and each arm says which kernels it ran. Short contexts lie in the GPU's cache after the first call.
+Compares Penstock's kernel and torch's over the views of Penstock's cache, torch's over a packed
+tensor, and compiled FlexAttention over pages. On a GPU, several calls are recorded as one CUDA
+graph, so that launches are not measured, and each result names the kernels that ran. Short contexts
+stay in the GPU's L2 cache after the first call.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from penstock.generate import attention
 from penstock.kv import decode_attention
 
 PAGE = 128
-"""Tokens of a page of FlexAttention's."""
+"""Tokens per page of FlexAttention."""
 
 PAGED = (8192, 32768)
-"""Contexts for which it is measured: each shape is compiled anew."""
+"""Contexts for which FlexAttention is measured. Each shape must be compiled."""
 
 
 Call = Callable[[], Any]
@@ -29,7 +30,10 @@ Call = Callable[[], Any]
 def measure(
     shape: tuple[int, int, int], context: int, batch: int, *, layers: int, device: str
 ) -> dict[str, Any]:
-    """Seconds of one call, and kernels, by arm; `shape` is heads, shared heads, head size."""
+    """Return the seconds of one call, and the kernels, of each arm.
+
+    `shape` contains the number of query heads, of key-value heads, and the head size.
+    """
     heads, shared, head = shape
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     query = torch.randn(batch, heads, 1, head, device=device, dtype=dtype)
@@ -53,25 +57,30 @@ def measure(
     if device == "cuda" and context in PAGED:
         arms["flex, paged"] = _flex(query, packed, context, batch)
     nbytes = 2 * sum(each + 1 for each in even) * shared * head * dtype.itemsize
-    found: dict[str, Any] = {"nbytes": nbytes}
+    results: dict[str, Any] = {"nbytes": nbytes}
     for name, call in arms.items():
-        record = device == "cuda" and name != "flex, paged"  # whose wrapper may look at tensors
-        found[name] = {"seconds": _seconds(call, device, record), "kernels": _kernels(call, device)}
-    return found
+        record = (
+            device == "cuda" and name != "flex, paged"
+        )  # its wrapper may read tensors on the host
+        results[name] = {
+            "seconds": _seconds(call, device, record),
+            "kernels": _kernels(call, device),
+        }
+    return results
 
 
 def _ours(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: list[int]
 ) -> Call:
-    """As a recorded pass calls it: where rows lie is on the device already."""
+    """Call Penstock's kernel as a recorded pass does: row positions are already on the device."""
     per_row = keys.stride(0) // keys.stride(2)
     starts = torch.arange(len(lengths), device=query.device) * per_row
     ends = torch.tensor(lengths, device=query.device) + 1
-    where = decode_attention.Spots(starts, ends, decode_attention.bucket(max(lengths) + 1))
+    positions = decode_attention.Spots(starts, ends, decode_attention.bucket(max(lengths) + 1))
     module = torch.nn.Module()
 
     def call() -> Any:
-        with attention.spots(where):
+        with attention.spots(positions):
             return attention.attend(module, query, keys, values, None)
 
     return call
@@ -80,9 +89,9 @@ def _ours(
 def _flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: list[int]
 ) -> Call:
-    """torch's flash kernel over the same views, as it runs where Triton is missing."""
-    one = attention.Attention(attention.Rows(tuple(lengths), 1), None, None, None)
-    return lambda: one.flash(query, keys, values)
+    """Call torch's flash kernel on the same views, as Penstock does without Triton."""
+    rows = attention.Attention(attention.Rows(tuple(lengths), 1), None, None, None)
+    return lambda: rows.flash(query, keys, values)
 
 
 def _ragged(context: int, batch: int) -> list[int]:
@@ -90,7 +99,7 @@ def _ragged(context: int, batch: int) -> list[int]:
 
 
 def _flex(query: torch.Tensor, packed: list[torch.Tensor], context: int, batch: int) -> Any:
-    """Every row's tokens in pages that lie anywhere."""
+    """Call FlexAttention with the tokens of each row in pages."""
     from torch.nn.attention.experimental._paged_attention import PagedAttention
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -111,23 +120,23 @@ def _flex(query: torch.Tensor, packed: list[torch.Tensor], context: int, batch: 
 
     plain = create_block_mask(seen, batch, 1, 1, context, device="cuda", BLOCK_SIZE=(128, PAGE))
     mask = book.convert_logical_block_mask(plain)
-    torch.compiler.reset()  # past a few shapes it would no longer compile
+    torch.compiler.reset()  # torch stops compiling after a few shapes otherwise
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(query, *store, block_mask=mask, enable_gqa=True)
 
 
 def _seconds(call: Call, device: str, record: bool, rounds: int = 5, calls: int = 20) -> float:
-    """The middle of several rounds."""
+    """Return the median over rounds of the seconds of one call."""
     call()
     play = _recorded(call, calls) if record else lambda: [call() for _ in range(calls)]
-    found = []
+    seconds = []
     for _ in range(rounds):
         _settle(device)
         began = time.perf_counter()
         play()
         _settle(device)
-        found.append((time.perf_counter() - began) / calls)
-    return sorted(found)[rounds // 2]
+        seconds.append((time.perf_counter() - began) / calls)
+    return sorted(seconds)[rounds // 2]
 
 
 def _recorded(call: Call, calls: int) -> Call:
@@ -141,7 +150,7 @@ def _recorded(call: Call, calls: int) -> Call:
 
 
 def _kernels(call: Call, device: str) -> list[str]:
-    """The names of what ran on the GPU."""
+    """Return the names of the kernels that ran on the GPU."""
     if device != "cuda":
         return []
     from torch.profiler import ProfilerActivity, profile

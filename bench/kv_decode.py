@@ -1,4 +1,4 @@
-"""The decode part of bench_kv: one token more for rows of a given length, arm by arm."""
+"""Measure decoding, for bench_kv: generate tokens for rows of a given length, arm by arm."""
 
 from __future__ import annotations
 
@@ -13,65 +13,67 @@ from bench.kv_arms import ARMS, paged_batching
 
 WARM, STEPS = 4, 12
 ROUNDS = 2
-"""How often each arm has its turn in a cell, every other time in the opposite order: the host's
-speed changes from one second to the next, and launches are the host's work."""
+"""Number of turns of each arm in a cell. Every second turn runs in reverse order, because the speed
+of the host, which launches the kernels, varies from second to second."""
 
 MOST_READ = 65536
-"""Prompt tokens of a cell of transformers' own batching, which must read them itself."""
+"""Maximum number of prompt tokens for transformers' continuous batching, which must read them."""
 
 SLOW_TO_START = ("static compiled",)
-"""Compiled anew for each cell: last, and once."""
+"""Arms that must compile for each cell. They run last, and once."""
 
 Cell = tuple[int, int]
-"""Context and batch."""
+"""Context and batch of a cell."""
 
 
 def decode(bench: Any, rows: list[dict[str, Any]]) -> None:
-    """Cell after cell, then what is slow to start: when time runs out, it is theirs. `rows` is
-    filled as figures come."""
+    """Measure every cell and fill `rows`.
+
+    Arms that are slow to start come last, so that they are the ones dropped if time runs out.
+    """
     cells = [(context, batch) for context in bench.contexts for batch in bench.batches]
     rows += [{"context": context, "batch": batch} for context, batch in cells]
-    arms = bench.chosen.arms.split(",")
+    arms = bench.args.arms.split(",")
     for mode in bench.modes:
-        wanted = [name for name in ARMS[mode] if name in arms]
+        selected = [name for name in ARMS[mode] if name in arms]
         for cell, row in zip(cells, rows, strict=True):
-            _take_turns(bench, mode, cell, row, [n for n in wanted if n not in SLOW_TO_START])
+            _take_turns(bench, mode, cell, row, [n for n in selected if n not in SLOW_TO_START])
     for mode in bench.modes:
         for cell, row in zip(cells, rows, strict=True):
             if "paged batching" in arms:
-                _note(bench, row, f"paged batching, {mode}", _batched(bench, mode, cell))
+                _record(bench, row, f"paged batching, {mode}", _batched(bench, mode, cell))
             for name in (each for each in ARMS[mode] if each in arms and each in SLOW_TO_START):
-                _note(bench, row, f"{name}, {mode}", _compiled(bench, mode, name, cell))
+                _record(bench, row, f"{name}, {mode}", _compiled(bench, mode, name, cell))
 
 
 def _take_turns(bench: Any, mode: str, cell: Cell, row: dict[str, Any], names: list[str]) -> None:
     names = [name for name in names if name != "penstock ragged" or cell[1] > 1]
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for turn in range(ROUNDS):
         for name in names if turn % 2 == 0 else reversed(names):
-            told = bench.cell(*cell, partial(_steps, bench, mode, name, cell))
-            if isinstance(told, dict) and isinstance(found.get(name), dict):
-                told["seconds"] = found[name]["seconds"] + told["seconds"]
-            if isinstance(told, dict) or name not in found:
-                found[name] = told
-    for name, told in found.items():
-        _note(bench, row, f"{name}, {mode}", told)
+            result = bench.cell(*cell, partial(_steps, bench, mode, name, cell))
+            if isinstance(result, dict) and isinstance(figures.get(name), dict):
+                result["seconds"] = figures[name]["seconds"] + result["seconds"]
+            if isinstance(result, dict) or name not in figures:
+                figures[name] = result
+    for name, result in figures.items():
+        _record(bench, row, f"{name}, {mode}", result)
 
 
-def _note(bench: Any, row: dict[str, Any], name: str, found: Any) -> None:
-    if isinstance(found, dict) and "seconds" in found:
-        spread = certificate.percentiles(found.pop("seconds"))
+def _record(bench: Any, row: dict[str, Any], name: str, figures: Any) -> None:
+    if isinstance(figures, dict) and "seconds" in figures:
+        spread = certificate.percentiles(figures.pop("seconds"))
         middle = {"seconds_per_step": spread["p50"], "spread": spread}
-        found = middle | {"tokens_per_second": row["batch"] / spread["p50"]} | found
-    row[name] = found
-    told = f"{found['seconds_per_step'] * 1e3:.2f} ms" if isinstance(found, dict) else found
-    print(f"{row['context']:>7} x {row['batch']:<3} {name}: {told}", flush=True)
+        figures = middle | {"tokens_per_second": row["batch"] / spread["p50"]} | figures
+    row[name] = figures
+    text = f"{figures['seconds_per_step'] * 1e3:.2f} ms" if isinstance(figures, dict) else figures
+    print(f"{row['context']:>7} x {row['batch']:<3} {name}: {text}", flush=True)
     bench.save()
 
 
 def _compiled(bench: Any, mode: str, name: str, cell: Cell) -> Any:
     if cell not in bench.compiled:
-        return "not run: each shape is compiled anew, see --compiled"
+        return "not run: each shape must be compiled, see --compiled"
     return bench.cell(*cell, partial(_steps, bench, mode, name, cell))
 
 

@@ -1,4 +1,4 @@
-"""The pages part of bench_kv: what the driver takes for a page, and how much of that tokens see."""
+"""Measure pages, for bench_kv: the driver's time per page, and how much of it delays tokens."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from bench.kv_arms import Virtual, token_nbytes
 from penstock.kv.address_space import Space, open_space
 
 ALONE = 128
-"""Pages that are made, mapped and given back one by one."""
+"""Number of pages that are created, mapped and released one by one."""
 
 PAGES = 24
-"""Pages that each row grows by while it decodes."""
+"""Number of pages that each row grows by while it decodes."""
 
 ROWS, CONTEXT = 8, 1024
 
 
 def pages(bench: Any, found: list[dict[str, Any]]) -> None:
-    told: dict[str, Any] = {"alone": alone(torch.device(bench.device))}
-    found.append(told)
-    told["decoding"] = bench.cell(
-        CONTEXT, ROWS, lambda: decoding(bench, told["alone"]["page_nbytes"])
+    row: dict[str, Any] = {"alone": alone(torch.device(bench.device))}
+    found.append(row)
+    row["decoding"] = bench.cell(
+        CONTEXT, ROWS, lambda: decoding(bench, row["alone"]["page_nbytes"])
     )
-    print("pages", told, flush=True)
+    print("pages", row, flush=True)
     bench.save()
 
 
 def alone(device: torch.device) -> dict[str, Any]:
-    """Seconds of each call for one page, with nothing else going on."""
+    """Return the seconds of each driver call for one page, with nothing else running."""
     space = open_space(device)
     address = space.reserve(ALONE)
-    taken: dict[str, list[float]] = {}
+    seconds_of: dict[str, list[float]] = {}
     for at in (address + i * space.page_nbytes for i in range(ALONE)):
-        _one_page(space, at, taken)
+        _one_page(space, at, seconds_of)
     space.release(address, ALONE)
-    spread = {name: certificate.percentiles(seconds) for name, seconds in taken.items()}
+    spread = {name: certificate.percentiles(seconds) for name, seconds in seconds_of.items()}
     found = {"page_nbytes": space.page_nbytes, **spread}
     space.close()
     return found
 
 
-def _one_page(space: Space, at: int, taken: dict[str, list[float]]) -> None:
+def _one_page(space: Space, at: int, seconds_of: dict[str, list[float]]) -> None:
     def timed(name: str, call: Callable[[], Any]) -> Any:
         began = time.perf_counter()
         answer = call()
-        taken.setdefault(name, []).append(time.perf_counter() - began)
+        seconds_of.setdefault(name, []).append(time.perf_counter() - began)
         return answer
 
     page = timed("create", space.create)
@@ -61,8 +61,12 @@ def _one_page(space: Space, at: int, taken: dict[str, list[float]]) -> None:
 
 
 def decoding(bench: Any, nbytes: int) -> dict[str, Any]:
-    """Rows of one length grow by a page at the same step, which is the worst case: seconds of those
-    steps and of the others, and how many pages were there before they were needed."""
+    """Measure decoding while rows grow.
+
+    Rows of equal length all grow by a page in the same step, which is the worst case. Returns the
+    seconds of these steps and of the others, and how many pages were mapped before they were
+    needed.
+    """
     each = token_nbytes(bench.model.config, bench.dtype)
     tokens = min(4096, PAGES * nbytes // each)
     arm = Virtual(bench.model, CONTEXT, ROWS, graphs=True, ahead=tokens + 8)

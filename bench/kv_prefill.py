@@ -1,4 +1,4 @@
-"""Prompts over this cache and transformers' own, arms in turns, for bench_kv.py."""
+"""Measure reading prompts with Penstock's cache and those of transformers, for bench_kv."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from penstock.errors import PenstockError
 from penstock.generate import Generator, Request
 
 MASKED = 32768
-"""The longest prompt for StaticCache, whose mask is as wide as it is long."""
+"""The longest prompt for StaticCache, whose attention mask grows with its square."""
 
 
-def prefill(bench: Any, found: list[dict[str, Any]]) -> None:
-    """One prompt, read in chunks by the generator, and at once by the model with its own caches."""
+def prefill(bench: Any, rows: list[dict[str, Any]]) -> None:
+    """Read one prompt in chunks with the generator, and in one pass with the model's own caches."""
     for context in bench.contexts:
         each = token_nbytes(bench.model.config, bench.dtype)
         measure = partial(_prefill, bench, context)
         row = {"context": context, "found": bench.cell(context, 3, measure, each=each)}
         print("prefill", row, flush=True)
-        found.append(row)
+        rows.append(row)
         bench.save()
 
 
 def prompt_of(bench: Any, length: int, seed: int) -> list[int]:
-    """Drawn, the same for the same seed."""
+    """Return random tokens that depend only on the seed."""
     drawn = random.Random(seed)
     return [drawn.randrange(3, bench.model.config.vocab_size) for _ in range(length)]
 
 
 def _prefill(bench: Any, context: int) -> dict[str, Any]:
-    """Tokens a second of each arm. They take turns, so that a slow second of the host is all's."""
+    """Return the tokens per second of each arm. They take turns, so that host noise affects all."""
     nbytes = (context + 2 * AHEAD) * token_nbytes(bench.model.config, bench.dtype) + (16 << 20)
     arms: dict[str, Callable[[list[int]], Any]] = {"dynamic": partial(_read_plain, bench, _dynamic)}
     if context <= MASKED:
@@ -57,40 +57,42 @@ def _prefill(bench: Any, context: int) -> dict[str, Any]:
 def _per_second(
     arms: dict[str, Callable[[list[int]], Any]], bench: Any, context: int
 ) -> dict[str, Any]:
-    """Prompts of one length, never the same: the first round warms up."""
+    """Time different prompts of one length. The first round is a warm-up."""
     rounds = min(250, max(3, (1 << 18) // context))
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    told: dict[str, Any] = {}
+    failures: dict[str, Any] = {}
     for seed in range(rounds):
-        if seed > 1 and bench.seconds > bench.chosen.limit:
+        if seed > 1 and bench.seconds > bench.args.limit:
             break
         prompt = prompt_of(bench, context, seed)
         for name in sorted(seconds, reverse=bool(seed % 2)):
             began = time.perf_counter()
             try:
                 arms[name](prompt)
-            except (torch.OutOfMemoryError, PenstockError) as full:  # the others go on
-                told[name] = f"does not fit: {str(full).splitlines()[0]}"
+            except (torch.OutOfMemoryError, PenstockError) as full:  # the other arms continue
+                failures[name] = f"does not fit: {str(full).splitlines()[0]}"
                 del seconds[name]
                 continue
             seconds[name].append(time.perf_counter() - began)
-    return told | {name: _told(name, seconds, context) for name in seconds}
+    return failures | {name: _summary(name, seconds, context) for name in seconds}
 
 
-def _told(name: str, seconds: dict[str, list[float]], context: int) -> dict[str, Any]:
-    """Its tokens a second, and how many times those of each other arm in the same round: what slows
-    the host down for a while is in both."""
-    taken = seconds[name][1:]
+def _summary(name: str, seconds: dict[str, list[float]], context: int) -> dict[str, Any]:
+    """Return an arm's tokens per second, and its speed relative to each other arm.
+
+    Ratios are taken within a round, so that host noise affects both sides.
+    """
+    samples = seconds[name][1:]
     at = {"tokens_per_second": 0.5, "fast_tenth": 0.1, "slow_tenth": 0.9}
-    ordered = sorted(taken)
-    told: dict[str, Any] = {k: context / ordered[int(p * len(taken))] for k, p in at.items()}
-    told["rounds"] = len(taken)
-    told["against"] = {
-        other: statistics.median(b / a for a, b in zip(taken, theirs[1:], strict=True))
-        for other, theirs in seconds.items()
+    ordered = sorted(samples)
+    summary: dict[str, Any] = {k: context / ordered[int(p * len(samples))] for k, p in at.items()}
+    summary["rounds"] = len(samples)
+    summary["against"] = {
+        other: statistics.median(b / a for a, b in zip(samples, other_samples[1:], strict=True))
+        for other, other_samples in seconds.items()
         if other != name
     }
-    return told
+    return summary
 
 
 def _read(generator: Generator, prompt: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""What a run took of the machine: host memory, device memory, disk, seconds."""
+"""Measure what a run uses: host memory, device memory, disk traffic and time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from typing import Self
 import torch
 
 _SECTOR = 512
-"""What /proc/diskstats counts in, whatever the device's own block size."""
+"""Unit of /proc/diskstats in bytes, independent of the device's block size."""
 
 Batch = Mapping[str, torch.Tensor]
 
 
 class HostPeak:
-    """The most that MemAvailable fell, sampled at 50 Hz: pinned, anonymous and driver memory, and
-    not the page cache. It is the machine's: nothing else should run."""
+    """Context manager that measures the peak host memory as the largest drop of MemAvailable.
+
+    MemAvailable is sampled at 50 Hz. Its drop counts pinned, anonymous and driver memory but not
+    the page cache, and it counts all processes: nothing else should run on the machine.
+    """
 
     def __enter__(self) -> Self:
         self.before = self.least = available()
@@ -42,6 +45,7 @@ class HostPeak:
 
 
 def available() -> int:
+    """Return MemAvailable in bytes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable"):
             return int(line.split()[1]) * 1024
@@ -49,36 +53,41 @@ def available() -> int:
 
 
 def disk_bytes(path: Path) -> tuple[int, int] | None:
-    """Read and written so far by the device under `path`; None where it has no counters."""
+    """Return the bytes that the device of `path` has read and written, None if not counted."""
     number = path.stat().st_dev
-    wanted = (str(os.major(number)), str(os.minor(number)))
+    device = (str(os.major(number)), str(os.minor(number)))
     for line in Path("/proc/diskstats").read_text().splitlines():
         words = line.split()
-        if (words[0], words[1]) == wanted:
+        if (words[0], words[1]) == device:
             return int(words[5]) * _SECTOR, int(words[9]) * _SECTOR
     return None
 
 
 def device_peak() -> tuple[int, int]:
-    """Allocated and reserved by torch since the last reset."""
+    """Return torch's peak allocated and reserved bytes since the last reset."""
     if not torch.cuda.is_available():
         return 0, 0
     return int(torch.cuda.max_memory_allocated()), int(torch.cuda.max_memory_reserved())
 
 
 def forget_device_peak() -> None:
+    """Release cached device memory and reset the peak."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
 def run_steps(
-    step: Callable[[Batch], object], todo: Sequence[Batch]
+    step: Callable[[Batch], object], batches: Sequence[Batch]
 ) -> tuple[list[float], list[float]]:
-    """Seconds and loss of each; `step` returns when the loss is known on the host."""
+    """Run the steps and return the seconds and the loss of each.
+
+    `step` must return only when the loss is known on the host, or the times would be those of
+    launching kernels.
+    """
     seconds: list[float] = []
     losses: list[float] = []
-    for batch in todo:
+    for batch in batches:
         began = time.perf_counter()
         losses.append(float(step(batch)))  # type: ignore[arg-type]
         seconds.append(time.perf_counter() - began)

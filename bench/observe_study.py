@@ -1,13 +1,14 @@
-"""What the study of offloaded training found, looked for in recorded runs: one row a run.
+"""Compute the figures of a study of offloaded training from recorded runs, one row per run.
 
     penstock profile -o runs/zero3 --exact 4,6 -- python bench/peers/run.py --arm deepspeed-zero3
     python bench/observe_study.py runs/plain runs/zero3 runs/penstock --recorded 98a9876 --save
 
-The study (arXiv 2406.10728): memory of the GPU swings widely within an iteration and is lowest in
-the update; PCIe is idle then; transfers hide little behind compute. Figures are of settled steps,
-bytes and overlap of the exact ones. The file names the machine that the runs were recorded on, and
-the commit that recorded them beside the one that read them. It needs no GPU: the runs that
-docs/observe-study.md speaks of are kept in bench/results/observe.
+The study (arXiv 2406.10728) found that GPU memory varies widely within an iteration and is lowest
+in the update, that PCIe is idle during the update, and that little of the copies is hidden behind
+compute. Times are those of settled steps; bytes and overlap those of the steps recorded exactly.
+The results file names the machine on which the runs were recorded, the commit that recorded them
+and the commit that read them. No GPU is needed: bench/results/observe contains the runs that
+docs/observe-study.md describes.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from penstock.observe.usage import GPU, GPU_LINKS, SWEEP, is_node, mean
 PHASES = ("forward", "backward", "update")
 
 LEAST = 1e-3
-"""Seconds a step that are worth a line."""
+"""Seconds per step below which a wait is not reported."""
 
 
 def study(m: Measures) -> dict[str, Any]:
-    """The study's points, of one run."""
-    held = m.memory.get("gpu0.allocated")
+    """Return the figures of the study for one run."""
+    allocated = m.memory.get("gpu0.allocated")
     inside = [
         value
         for step in settled(m.steps)
-        for _, value in (held.between(step.start, step.end) if held else ())
+        for _, value in (allocated.between(step.start, step.end) if allocated else ())
     ]
     return {
         "step_seconds": m.seconds,
@@ -67,7 +68,7 @@ def study(m: Measures) -> dict[str, Any]:
 
 
 def busy(m: Measures, resource: str) -> dict[str, float]:
-    """Seconds of each phase, of a step, in which the resource had something under way."""
+    """Return the seconds per step and phase in which the resource was busy."""
     return {
         phase: mean([length(common(use.busy.get(resource, ()), use.step.during(phase)))
                      for use in m.uses])
@@ -80,45 +81,45 @@ def peak(m: Measures, key: str) -> int | None:
 
 
 def waited(m: Measures, names: set[str]) -> float:
-    """Seconds a step in which the GPU waited for some of these and for nothing else."""
+    """Return the seconds per step in which the GPU waited only for resources in `names`."""
     return sum(s for what, s in m.waits.items() if what and set(what) <= names)
 
 
 def by_phase(m: Measures) -> dict[str, dict[str, float]]:
-    held = m.memory.get("gpu0.allocated")
-    found = m.stats(held) if held else {}
+    allocated = m.memory.get("gpu0.allocated")
+    found = m.stats(allocated) if allocated else {}
     return {name: {"low": found[name].low, "high": found[name].high}
             for name in PHASES if name in found}  # fmt: skip
 
 
 def idle(m: Measures, phase: str) -> float | None:
-    """The share of a phase in which nothing crossed PCIe, in steps whose copies were recorded."""
+    """Return the fraction of a phase without PCIe traffic, in steps whose copies were recorded."""
     parts = [use.idle(GPU_LINKS, phase) for use in m.uses]
     whole = sum(seconds for _, seconds in parts)
     return sum(quiet for quiet, _ in parts) / whole if whole else None
 
 
 def hidden(m: Measures) -> dict[str, float]:
-    """By phase, the share of the time of copies in which the GPU computed."""
+    """Return, for each phase, the fraction of the copy time in which the GPU computed."""
     found = {}
     for phase in PHASES:
         parts = [common(use.copying(), use.step.during(phase)) for use in m.uses]
         whole = sum(map(length, parts))
-        beside = sum(length(common(part, use.busy.get(GPU, ())))
+        overlap = sum(length(common(part, use.busy.get(GPU, ())))
                      for part, use in zip(parts, m.uses, strict=True))  # fmt: skip
         if whole:
-            found[phase] = beside / whole
+            found[phase] = overlap / whole
     return found
 
 
 def hardware(run: RecordedRun) -> dict[str, object]:
-    """As certificates name it, from what the run says of its machine."""
-    told = run.observation.hardware
+    """Describe the machine of a recorded run as `certificate.hardware` does."""
+    description = run.observation.hardware
     return {
-        "cpu": told.cpu_name,
-        "cpus": told.cpus,
-        "memory_bytes": sum(node.nbytes or 0 for node in told.nodes),
-        **({"gpu": told.gpus[0].name} if told.gpus else {}),
+        "cpu": description.cpu_name,
+        "cpus": description.cpus,
+        "memory_bytes": sum(node.nbytes or 0 for node in description.nodes),
+        **({"gpu": description.gpus[0].name} if description.gpus else {}),
     }
 
 
@@ -152,15 +153,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--recorded", metavar="COMMIT", help="the commit that recorded the runs")
-    chosen = parser.parse_args()
-    runs = {path.name: read_run(path) for path in chosen.runs}
+    parser.add_argument("--recorded", metavar="COMMIT", help="commit that recorded the runs")
+    args = parser.parse_args()
+    runs = {path.name: read_run(path) for path in args.runs}
     found = {name: study(measure(run)) for name, run in runs.items()}
     print(markdown(found))
-    if chosen.save:
+    if args.save:
         machine = hardware(next(iter(runs.values())))
-        told = {"recorded": chosen.recorded, "runs": found}
-        print(certificate.save("observe_study", told, machine=machine))
+        results = {"recorded": args.recorded, "runs": found}
+        print(certificate.save("observe_study", results, machine=machine))
 
 
 if __name__ == "__main__":

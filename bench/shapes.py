@@ -1,4 +1,4 @@
-"""Models of known sizes with random weights: what the benchmarks train."""
+"""Model sizes that the benchmarks train, with random weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "8b": (128256, 4096, 14336, 32, 32, 8, False),
     "32b": (152064, 5120, 27648, 64, 40, 8, False),
 }
-"""Llama bodies: Llama-3.2-1B's sizes, Qwen2.5-3B's (3.086 B parameters), Llama-3.1-8B's and
-Qwen2.5-32B's."""
+"""Llama models with the sizes of Llama-3.2-1B, Qwen2.5-3B (3.086 B parameters), Llama-3.1-8B and
+Qwen2.5-32B, and two small ones for rehearsals."""
 
 
 def config_of(shape: str, context: int) -> Any:
+    """Return the `transformers` configuration of a shape."""
     import transformers
 
     sizes: dict[str, Any] = dict(zip(_FIELDS, SHAPES[shape], strict=True))

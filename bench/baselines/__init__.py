@@ -1,5 +1,5 @@
-"""Other systems' placements and steps, for comparison. Room: decide.
+"""Models of other systems' placements and steps, for comparison.
 
-Nothing of Penstock uses these to plan; they are what its plans are measured against, timed by the
-same simulation on the same machine.
+Penstock does not use these to plan. They are simulated on the same machine with the same cost
+model, so that its plans can be compared with them.
 """

@@ -1,8 +1,9 @@
-"""DeepSpeed's ZeRO-3 offload and ZeRO-Infinity as plans: their bytes, their order. Room: decide.
+"""Simulate a step of DeepSpeed's ZeRO-3 offload and of ZeRO-Infinity.
 
-Read from DeepSpeed 0.19.8. What sets their steps apart from ours: the optimizer runs after
-backward with the GPU idle; the gradient crosses PCIe four times; the CPU makes three passes where
-one would do (unscale, Adam, cast to 16 bit), 42 bytes a parameter. Per parameter, in bytes:
+Bytes and order are those of DeepSpeed 0.19.8. A step differs from Penstock's in three ways: the
+optimizer runs after backward, while the GPU is idle; the gradient crosses PCIe four times; and the
+CPU makes three passes (unscale, Adam, cast to 16 bits) that move 42 bytes per parameter, where one
+pass is enough. Bytes per parameter:
 
 | role                     | bytes | touched by                                   |
 |--------------------------|-------|----------------------------------------------|
@@ -35,17 +36,17 @@ CLASSES: dict[str, int] = {
     "weight": 2,
     "gradient": 2,
 }
-"""Bytes a parameter of each class of tensors, which is also the grain of its placement."""
+"""Bytes per parameter of each class of tensors. A class is placed as a whole."""
 
 SWEEP_READS = {"momentum": 4, "variance": 4, "master gradient": 8, "master": 8}
 SWEEP_WRITES = {"momentum": 4, "variance": 4, "master gradient": 4, "master": 4, "weight": 2}
-"""Unscale, Adam and cast: 24 read and 18 written, 42 in all."""
+"""Bytes per parameter that unscale, Adam and cast read (24) and write (18)."""
 
 PAGEABLE = 7.3 / 55.3
-"""Of PCIe's rate, where host memory is not registered with CUDA (measured)."""
+"""Measured fraction of PCIe's bandwidth for host memory that is not registered with CUDA."""
 
 Shares = Mapping[str, Sequence[tuple[int, float]]]
-"""Per class, the nodes that hold it and the part on each. `activation` is one more class."""
+"""For each class, the nodes that hold it and the fraction on each. `activation` is a class too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +57,29 @@ class ZeroStep:
     """The model."""
 
     workload: Workload
-    """What is done."""
+    """The workload of the step."""
 
     rates: Rates
-    """On what."""
+    """Bandwidths of the machine."""
 
     homes: Shares
-    """Where each class rests."""
+    """The nodes that hold each class."""
 
     offload_activations: bool = True
-    """Whether block inputs leave the GPU."""
+    """Whether activations (block inputs) are offloaded."""
 
     overlaps: bool = True
-    """Whether copies run beside compute. Before mid-2026 gradients left by blocking copies and
-    every fetch ended in a host-side wait, so nothing did."""
+    """Whether copies overlap with compute. Before mid-2026 gradients were offloaded by blocking
+    copies and every fetch ended in a host-side wait, so they did not."""
 
     gpus: int = 1
-    """GPUs that share the host."""
+    """Number of GPUs that share the host."""
 
     def seconds(self) -> float:
         return max(span.end for span in simulate(self.jobs()))
 
     def jobs(self) -> list[Job]:
-        """Forward and backward with one bucket ahead, then Adam alone."""
+        """Return the jobs of a step: forward and backward with one block of prefetch, then Adam."""
         jobs: list[Job] = []
         computed: int | None = None
         for backward in (False, True):
@@ -132,23 +133,23 @@ class ZeroStep:
 
 
 def all_on(node: int) -> Shares:
-    """Everything in one place."""
+    """Place every class on one node."""
     return dict.fromkeys((*CLASSES, "activation"), ((node, 1.0),))
 
 
 def interleaved(nodes: Sequence[int]) -> Shares:
-    """Pages dealt to every node in turn, as `numactl --interleave` does."""
+    """Interleave the pages of every class over the nodes, like `numactl --interleave`."""
     return {name: [(n, 1 / len(nodes)) for n in nodes] for name in (*CLASSES, "activation")}
 
 
 def zero_infinity_seconds(
     inventory: Inventory, workload: Workload, rates: Rates, path: str
 ) -> float:
-    """ZeRO-Infinity: the same with all of it on disk, through memory that CUDA does not know.
+    """Return the seconds of a ZeRO-Infinity step: everything on disk, copied from pageable memory.
 
-    Reads 20 bytes a parameter (weights twice; master, moments and gradient for Adam) and writes 18
-    (gradient, then master, moments and weight). The disk's two directions share it, so its
-    pipeline of reads and writes ends no sooner than their sum; copies block the host.
+    It reads 20 bytes per parameter (weights twice; master weights, moments and gradient for Adam)
+    and writes 18 (the gradient, then master weights, moments and weights). Reads and writes share
+    the disk, so pipelining them cannot take less than their sum. Copies block the host.
     """
     parameters = inventory.parameters()
     disk = 20 * parameters / rates.disks[path].read + 18 * parameters / rates.disks[path].write
@@ -164,5 +165,5 @@ def zero_infinity_seconds(
 
 
 def _after(computed: int | None, here: int) -> tuple[int, ...]:
-    """A fetch runs one block ahead: it waits for the computation before the last."""
+    """Return the jobs that a fetch waits for: it runs one block ahead of the computation."""
     return () if computed is None or here < 4 else (computed - 3,)

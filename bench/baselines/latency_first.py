@@ -1,8 +1,8 @@
-"""The published CXL-aware greedy (arXiv 2507.03305), as its code has it. Room: decide.
+"""The CXL-aware greedy placement of arXiv 2507.03305, reconstructed from its published code.
 
-Walk the classes of tensors, latency-critical first, with a budget of local memory. What fits is
-local; the one that straddles the end is interleaved in equal parts over local memory and every
-card; the rest is striped over the cards in equal parts.
+It visits the classes of tensors, latency-critical classes first, with a budget of local memory. A
+class that fits is placed in local memory. The first class that does not fit is interleaved in equal
+parts over local memory and every CXL card, and the rest is striped over the cards in equal parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def latency_first(
     nbytes: Mapping[str, int], *, local: int, local_budget: int, cards: Sequence[int],
     card_budget: int,
 ) -> dict[str, list[tuple[int, float]]]:  # fmt: skip
-    """Per class, the nodes that hold it and the part on each."""
+    """Return, for each class, the nodes that hold it and the fraction on each."""
     homes: dict[str, list[tuple[int, float]]] = {}
     near, far = local_budget, card_budget
     for name in (name for level in PRIORITY for name in level if name in nbytes):
@@ -58,13 +58,13 @@ OUR_ROLES = {
     Role.WEIGHT: "weight",
     Role.INPUT: "activation",
 }
-"""Our roles as the greedy's classes. Its second, 16-bit gradient does not exist here."""
+"""The greedy's class for each of Penstock's roles. Penstock has no second, 16-bit gradient."""
 
 
 def latency_first_placement(evaluator: PlanEvaluator, candidate: Candidate) -> Placement:
-    """The greedy's homes for our roles, with everything else as in `candidate`.
+    """Place Penstock's roles as the greedy would, with everything else as in `candidate`.
 
-    The machine's first DRAM node is the local one. Streaming is ours: only the placement differs.
+    The machine's first DRAM node is the local one. Only the placement differs from Penstock's plan.
     """
     ours = evaluator.placement(candidate)
     totals: Counter[str] = Counter()

@@ -1,6 +1,6 @@
-"""MemAscend's account of host memory under ZeRO-Infinity (arXiv 2505.23254). Room: decide.
+"""MemAscend's model of host memory under ZeRO-Infinity (arXiv 2505.23254).
 
-A reconstruction that gives the paper's published figures: see docs/planner.md.
+A reconstruction that reproduces the figures of the paper: see docs/planner.md.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ from penstock.model.inventory import Inventory
 from penstock.units import GiB
 
 COMMON = 10 * GiB
-"""Optimizer staging, framework and short-context activations: the same on both sides."""
+"""Optimizer staging, framework and short-context activations, which are the same in both
+systems."""
 
 CHECK = 1.25
-"""What `isinf` adds to the fp32 gradient it looks through: its absolute value and a mask."""
+"""Temporary memory of `isinf` relative to the fp32 gradient: its absolute value and a mask."""
 
 POOL_BUFFERS = 9
-"""One block's seven matrices, the embedding and the head, each as large as the embedding."""
+"""Slots for the seven matrices of a layer, the embedding and the head, each as large as the
+embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes of host memory."""
+    """Host memory by purpose, in bytes."""
 
     pool: int
-    """Staging of parameters."""
+    """Staging pool for parameters."""
 
     gradient: int
-    """The flat fp32 gradient, and what checking it adds."""
+    """The flat fp32 gradient, and the temporary memory of its overflow check."""
 
     common: int = COMMON
     """Everything else."""
@@ -39,20 +41,20 @@ class HostMemory:
 
 
 def exact_pool(inventory: Inventory) -> int:
-    """What is ever in use: the embedding, the head and one block's matrices, 16 bit."""
+    """Return the pool bytes in use: embedding, head and one layer's matrices, in 16 bits."""
     embedding, layer, head = inventory.blocks[0], inventory.blocks[1], inventory.blocks[-1]
     matrices = [t.elements for b in (embedding, layer, head) for t in b.tensors if len(t.shape) > 1]
     return 2 * sum(matrices)
 
 
 def slotted_pool(inventory: Inventory) -> int:
-    """What ZeRO-Infinity reserves for it, before rounding."""
+    """Return the pool bytes that ZeRO-Infinity reserves, before rounding."""
     largest = max(t.elements for b in inventory.blocks for t in b.tensors)
     return 2 * POOL_BUFFERS * largest
 
 
 def zero_infinity(inventory: Inventory, *, fp16: bool) -> HostMemory:
-    """The baseline: everything pinned is rounded up to a power of two."""
+    """Return ZeRO-Infinity's host memory: pinned memory is rounded up to a power of two."""
     flat = 4 * inventory.parameters()
     check = int(CHECK * flat) if fp16 else 0
     return HostMemory(
@@ -61,7 +63,7 @@ def zero_infinity(inventory: Inventory, *, fp16: bool) -> HostMemory:
 
 
 def memascend(inventory: Inventory) -> HostMemory:
-    """Exact sizes, and a check without copies."""
+    """Return MemAscend's host memory: exact sizes, and an overflow check without copies."""
     return HostMemory(exact_pool(inventory), 4 * inventory.parameters())
 
 

@@ -1,11 +1,11 @@
-"""Download the peers and what they need, unpacked into one folder that goes on PYTHONPATH.
+"""Download the other systems and their dependencies into one directory for PYTHONPATH.
 
     python bench/peers/fetch.py carry/peers --python 3.12
 
-For machines without a network: carry the folder there, `export PYTHONPATH=carry/peers`. Nothing is
-installed and nothing is compiled here; DeepSpeed and RoundPipe compile their kernels on first use,
-which needs g++ and ninja. libaio's header and library (ZeRO-Infinity needs them) come from the
-distribution's packages where apt-get is there; run.py points the compiler at them.
+For machines without a network: copy the directory there and `export PYTHONPATH=carry/peers`.
+Nothing is installed or compiled here; DeepSpeed and RoundPipe compile their kernels on first use,
+which needs g++ and ninja. ZeRO-Infinity needs the header and library of libaio, which come from the
+distribution's packages if apt-get is available; run.py points the compiler to them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ WHEELS = (
     "einops==0.8.2", "beartype", "tqdm", "roundpipe==0.1.1",
 )  # fmt: skip
 SOURCE = "deepspeed==0.19.8"
-"""No wheel of it; the source's package holds its kernels and their builders."""
+"""Source distribution of DeepSpeed, which has no wheel. It contains the kernels and their
+builders."""
 DEBS = ("libaio-dev", "libaio1")
 LIBAIO = "libaio"
-"""The folder inside, for include/ and lib/."""
+"""Subdirectory for the include/ and lib/ of libaio."""
 
 
 def pip(*words: str) -> None:
@@ -57,7 +58,7 @@ def fetch_deepspeed(into: Path, downloads: Path) -> None:
 
 def fetch_libaio(into: Path, downloads: Path) -> None:
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        print("no apt-get: without libaio the ZeRO-Infinity arms cannot be built")
+        print("apt-get is not available: without libaio the ZeRO-Infinity arms cannot be built")
         return
     subprocess.run(["apt-get", "download", "-q", *DEBS], cwd=downloads, check=True)
     root = downloads / "root"
@@ -68,7 +69,10 @@ def fetch_libaio(into: Path, downloads: Path) -> None:
         (into / LIBAIO / kind).mkdir(parents=True, exist_ok=True)
     shutil.copy(next(root.rglob("libaio.h")), into / LIBAIO / "include")
     library = next(root.rglob("libaio.so.1.*"))
-    for name in ("libaio.so", "libaio.so.1"):  # two copies: a folder without links travels better
+    for name in (
+        "libaio.so",
+        "libaio.so.1",
+    ):  # two copies instead of a link, because links may get lost when the directory is copied
         shutil.copy(library, into / LIBAIO / "lib" / name)
 
 
@@ -76,15 +80,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("into", type=Path)
     parser.add_argument("--python", default=f"{sys.version_info[0]}.{sys.version_info[1]}")
-    chosen = parser.parse_args()
-    chosen.into.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    args.into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         downloads = Path(folder)
-        fetch_wheels(chosen.into, chosen.python, downloads)
-        fetch_deepspeed(chosen.into, downloads)
-        fetch_libaio(chosen.into, downloads)
-    nbytes = sum(file.stat().st_size for file in chosen.into.rglob("*") if file.is_file())
-    print(f"{chosen.into}: {nbytes / 2**20:.0f} MiB")
+        fetch_wheels(args.into, args.python, downloads)
+        fetch_deepspeed(args.into, downloads)
+        fetch_libaio(args.into, downloads)
+    nbytes = sum(file.stat().st_size for file in args.into.rglob("*") if file.is_file())
+    print(f"{args.into}: {nbytes / 2**20:.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The largest batch and context: by doubling, until memory or time runs out.
+"""Find the largest batch or context by doubling, until memory or time runs out.
 
     python bench/peers/limits.py --arm deepspeed-infinity --vary context --json out.json
 
-A peer is started once and given larger and larger steps; the file is written after each, so that a
-process which the kernel kills has told what it could do. Penstock's limit is its plan's: `by_plan`.
+A system is started once and runs larger and larger steps. The file is written after each, so that
+the results survive if the kernel kills the process. Penstock's limit follows from its plan: see
+`by_plan`.
 """
 
 from __future__ import annotations
@@ -33,63 +34,68 @@ VARIES = ("batch", "context")
 
 
 def doublings(
-    attempt: Callable[[int], dict[str, Any]], start: int, most: int, until: float
+    attempt: Callable[[int], dict[str, Any]], start: int, most: int, deadline: float
 ) -> list[dict[str, Any]]:
-    """Attempts at start, 2 x start, ...: the last is the first that failed, if any did."""
-    found: list[dict[str, Any]] = []
+    """Attempt start, 2 x start and so on, until one fails; return all attempts."""
+    attempts_made: list[dict[str, Any]] = []
     value = start
     while value <= most:
-        took = found[-1]["seconds"] if found else 0.0
-        if time.monotonic() + 2 * took > until:
-            found.append({"value": value, "ok": False, "problem": "out of time", "seconds": 0.0})
+        took = attempts_made[-1]["seconds"] if attempts_made else 0.0
+        if time.monotonic() + 2 * took > deadline:
+            attempts_made.append(
+                {"value": value, "ok": False, "problem": "out of time", "seconds": 0.0}
+            )
             break
-        found.append({"value": value} | attempt(value))
-        if not found[-1]["ok"]:
+        attempts_made.append({"value": value} | attempt(value))
+        if not attempts_made[-1]["ok"]:
             break
         value *= 2
-    return found
+    return attempts_made
 
 
 def largest(attempts: Sequence[dict[str, Any]]) -> int:
-    return max((one["value"] for one in attempts if one["ok"]), default=0)
+    return max((attempt["value"] for attempt in attempts if attempt["ok"]), default=0)
 
 
 def attempt_step(step: Step, work: Work, host: HostPeak) -> dict[str, Any]:
     forget_device_peak()
     began = time.monotonic()
-    told: dict[str, Any] = {"ok": True}
+    outcome: dict[str, Any] = {"ok": True}
     try:
-        told["loss"] = step(work.batch_of_tokens())
+        outcome["loss"] = step(work.batch_of_tokens())
     except torch.OutOfMemoryError as problem:
-        told = {"ok": False, "problem": str(problem)[:300]}
-    return told | {
+        outcome = {"ok": False, "problem": str(problem)[:300]}
+    return outcome | {
         "seconds": time.monotonic() - began,
         "host_peak_nbytes": host.nbytes,
         "device_allocated": device_peak()[0],
     }
 
 
-def search_peer(chosen: argparse.Namespace, work: Work) -> list[dict[str, Any]]:
-    """The context of the config is the largest that will be tried: positions cost nothing."""
-    until = time.monotonic() + chosen.limit
-    found: list[dict[str, Any]] = []
-    widest = replace(work, context=chosen.most) if chosen.vary == "context" else work
-    with HostPeak() as host, find_arm(chosen.arm)(widest) as step:
+def search_peer(args: argparse.Namespace, work: Work) -> list[dict[str, Any]]:
+    """Search the limit of another system by running it.
+
+    The model is built for the largest context that may be tried, because positions need no memory.
+    """
+    deadline = time.monotonic() + args.limit
+    attempts_made: list[dict[str, Any]] = []
+    widest = replace(work, context=args.most) if args.vary == "context" else work
+    with HostPeak() as host, find_arm(args.arm)(widest) as step:
 
         def attempt(value: int) -> dict[str, Any]:
-            changed: dict[str, Any] = {chosen.vary: value}
-            told = attempt_step(step, replace(work, **changed), host)
-            found.append({"value": value} | told)
-            print(f"  {chosen.vary} {value}: {told}", flush=True)
-            save(chosen, work, found)
-            return told
+            changed: dict[str, Any] = {args.vary: value}
+            outcome = attempt_step(step, replace(work, **changed), host)
+            attempts_made.append({"value": value} | outcome)
+            print(f"  {args.vary} {value}: {outcome}", flush=True)
+            save(args, work, attempts_made)
+            return outcome
 
-        found = doublings(attempt, getattr(work, chosen.vary), chosen.most, until)
-    return found
+        attempts_made = doublings(attempt, getattr(work, args.vary), args.most, deadline)
+    return attempts_made
 
 
 def by_plan(cell: Cell, vary: str, most: int, scratch: Path) -> list[tuple[Cell, PlanResult]]:
-    """Every doubling that fits, with its plan: nothing is run."""
+    """Return every doubling for which there is a plan. Nothing is run."""
     from penstock.engine.prepare import workload_for
     from penstock.plan.budget import parse_budget, with_paths
 
@@ -98,7 +104,7 @@ def by_plan(cell: Cell, vary: str, most: int, scratch: Path) -> list[tuple[Cell,
         preset(MACHINE), hbm=given["hbm"], dram=given["dram"], nvme=tuple(given["nvme"])
     )
     machine, _ = with_paths(preset(MACHINE), budget)
-    found: list[tuple[Cell, PlanResult]] = []
+    plans: list[tuple[Cell, PlanResult]] = []
     value = getattr(cell, vary)
     while value <= most:
         changed: dict[str, Any] = {vary: value}
@@ -108,19 +114,19 @@ def by_plan(cell: Cell, vary: str, most: int, scratch: Path) -> list[tuple[Cell,
         planned = find_plan(inventory, workload, budget, machine)
         if planned is None:
             break
-        found.append((larger, planned))
+        plans.append((larger, planned))
         value *= 2
-    return found
+    return plans
 
 
-def save(chosen: argparse.Namespace, work: Work, attempts: Sequence[dict[str, Any]]) -> None:
-    if chosen.json:
-        told = {"arm": chosen.arm, "vary": chosen.vary, "work": asdict(work),
+def save(args: argparse.Namespace, work: Work, attempts: Sequence[dict[str, Any]]) -> None:
+    if args.json:
+        results = {"arm": args.arm, "vary": args.vary, "work": asdict(work),
                 "largest": largest(attempts), "attempts": list(attempts)}  # fmt: skip
-        chosen.json.write_text(json.dumps(told, indent=1) + "\n")
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arm", choices=ARMS, required=True)
     parser.add_argument("--vary", choices=VARIES, required=True)
@@ -128,10 +134,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=500, help="seconds")
     parser.add_argument("--json", type=Path)
     add_work(parser)
-    chosen = parser.parse_args(words)
-    work = work_of(chosen)
-    save(chosen, work, [])
-    save(chosen, work, search_peer(chosen, work))
+    args = parser.parse_args(argv)
+    work = work_of(args)
+    save(args, work, [])
+    save(args, work, search_peer(args, work))
     leave(0)
 
 

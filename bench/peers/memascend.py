@@ -1,13 +1,13 @@
-"""MemAscend's own test: all states on disk, bf16 and fp16, ZeRO-Infinity and Penstock in one run.
+"""Repeat MemAscend's test with ZeRO-Infinity and Penstock: all states on disk, bf16 and fp16.
 
     python bench/peers/memascend.py --plan-only --plans carry/plans
     python bench/peers/memascend.py --call bf16 --plans carry/plans --scratch /mnt/nvme
 
-Calls: `bf16` and `fp16` compare host peak, bytes written and step time, with plain torch in HBM as
-the yardstick; `batch` and `context` find the largest that each can do. Penstock is held to so
-little HBM and DRAM that what it trains rests on disk, as ZeRO-Infinity's does. The limits are found
-with budgets of the whole machine: by the plan alone, and one run at the largest that takes no
-longer than --run-seconds a step.
+The calls `bf16` and `fp16` compare peak host memory, bytes written and step time, with plain torch
+in HBM as the baseline; `batch` and `context` find the largest size that each system can run.
+Penstock gets so little HBM and DRAM that its states are on disk, like ZeRO-Infinity's. Its limits
+are found by planning for the whole machine, and confirmed by one run at the largest size that takes
+no longer than --run-seconds per step.
 """
 
 from __future__ import annotations
@@ -36,111 +36,116 @@ ON_DISK = Cell(
     dram="1GiB", nvme="30GiB", steps=4,
 )  # fmt: skip
 WHOLE = replace(ON_DISK, name="limit", hbm="130GiB", dram="105GiB")
-"""What the machine has; MemAscend's limits are the host's."""
+"""The budgets of the whole machine."""
 
 MOST = {"batch": 4096, "context": 1 << 22}
 PEER_STARTS = {"batch": 16, "context": 32768}
-"""Smaller steps take as long, by the disk, and are known to fit."""
+"""Sizes at which the search starts. Smaller ones are known to fit and, limited by the disk, take as
+long."""
 PEER_SHARE = 0.5
-"""Of a call, for the peer's search: what it does not need is left to our run."""
+"""Fraction of a call for the search of ZeRO-Infinity's limit. Penstock's run gets the rest."""
 RUN_SECONDS = 60.0
-"""Leaves room for start-up and compilation in half a call."""
+"""Maximum seconds per step of Penstock's run, so that startup and compilation fit into half a
+call."""
 PLANNED = "limit-{vary}.json"
 
 
-def make_plans(chosen: argparse.Namespace) -> None:
-    chosen.plans.mkdir(parents=True, exist_ok=True)
+def make_plans(args: argparse.Namespace) -> None:
+    args.plans.mkdir(parents=True, exist_ok=True)
     for dtype in ("bf16", "fp16"):
-        cell = replace(sized(ON_DISK, chosen), dtype=dtype)
-        planned = plan_cell(cell, chosen.scratch, compiled=not chosen.tiny)
-        planned.plan.save(chosen.plans / f"memascend-{dtype}.json")
+        cell = replace(sized(ON_DISK, args), dtype=dtype)
+        planned = plan_cell(cell, args.scratch, compiled=not args.tiny)
+        planned.plan.save(args.plans / f"memascend-{dtype}.json")
         print(f"memascend-{dtype}: {planned.cost.step_seconds:.2f} s", flush=True)
     for vary in limits.VARIES:
-        plan_limit(vary, chosen)
+        plan_limit(vary, args)
 
 
-def plan_limit(vary: str, chosen: argparse.Namespace) -> None:
-    """Write down every size that fits, and keep the plan of the largest worth running."""
-    cell = sized(WHOLE, chosen)
+def plan_limit(vary: str, args: argparse.Namespace) -> None:
+    """Write every size that fits, and save the plan of the largest that is fast enough to run."""
+    cell = sized(WHOLE, args)
     cell = replace(cell, batch=1) if vary == "context" else cell
-    most = 4 * getattr(cell, vary) if chosen.tiny else MOST[vary]
-    fits = limits.by_plan(cell, vary, most, chosen.scratch)
-    told = [
-        {"value": getattr(one, vary), "step_seconds": planned.cost.step_seconds}
-        for one, planned in fits
+    most = 4 * getattr(cell, vary) if args.tiny else MOST[vary]
+    fits = limits.by_plan(cell, vary, most, args.scratch)
+    sizes = [
+        {"value": getattr(larger, vary), "step_seconds": planned.cost.step_seconds}
+        for larger, planned in fits
     ]
-    runs = [pair for pair in fits if pair[1].cost.step_seconds <= chosen.run_seconds]
+    runs = [pair for pair in fits if pair[1].cost.step_seconds <= args.run_seconds]
     if runs:
-        runs[-1][1].plan.save(chosen.plans / f"limit-{vary}-run.json")
+        runs[-1][1].plan.save(args.plans / f"limit-{vary}-run.json")
     run = getattr(runs[-1][0], vary) if runs else None
-    (chosen.plans / PLANNED.format(vary=vary)).write_text(
-        json.dumps({"vary": vary, "fits": told, "run": run}, indent=1) + "\n"
+    (args.plans / PLANNED.format(vary=vary)).write_text(
+        json.dumps({"vary": vary, "fits": sizes, "run": run}, indent=1) + "\n"
     )
-    print(f"{vary}: fits up to {told[-1] if told else None}, to be run at {run}", flush=True)
+    print(f"{vary}: fits up to {sizes[-1] if sizes else None}, runs at {run}", flush=True)
 
 
-def sized(cell: Cell, chosen: argparse.Namespace) -> Cell:
-    return cell.tiny() if chosen.tiny else cell
+def sized(cell: Cell, args: argparse.Namespace) -> Cell:
+    return cell.tiny() if args.tiny else cell
 
 
-def compare(dtype: str, chosen: argparse.Namespace) -> dict[str, Any]:
-    """Both on disk, with the yardstick first."""
-    cell = sized(ON_DISK, chosen)
-    words = ["--shape", cell.shape, "--context", str(cell.context), "--batch", str(cell.batch),
+def compare(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run the baseline, then both systems with their states on disk."""
+    cell = sized(ON_DISK, args)
+    argv = ["--shape", cell.shape, "--context", str(cell.context), "--batch", str(cell.batch),
              "--steps", str(cell.steps), "--warm-up", "1", "--dtype", dtype,
-             "--scratch", str(chosen.scratch), "--limit", str(chosen.limit),
-             "--arms", "penstock", *([] if chosen.tiny else [PEER])]  # fmt: skip
-    if chosen.tiny:
-        words += ["--hbm", cell.hbm, "--dram", cell.dram, "--least", "5"]
+             "--scratch", str(args.scratch), "--limit", str(args.limit),
+             "--arms", "penstock", *([] if args.tiny else [PEER])]  # fmt: skip
+    if args.tiny:
+        argv += ["--hbm", cell.hbm, "--dram", cell.dram, "--least", "5"]
     else:
-        words += ["--plan", str(chosen.plans / f"memascend-{dtype}.json")]
-    return {"calls": [table.run_table(table.arguments(words))]}
+        argv += ["--plan", str(args.plans / f"memascend-{dtype}.json")]
+    return {"calls": [table.run_table(table.arguments(argv))]}
 
 
-def find_limits(vary: str, chosen: argparse.Namespace) -> dict[str, Any]:
-    """The peer's by trying, ours by the plan and one run."""
-    until = time.monotonic() + chosen.limit
-    planned = json.loads((chosen.plans / PLANNED.format(vary=vary)).read_text())
-    found: dict[str, Any] = {"planned": planned, "peer": search_peer(vary, chosen)}
-    table.clear(chosen.scratch)
-    if planned["run"] and not chosen.tiny:
-        words = [*work_words(vary, chosen), "--steps", "1", "--warm-up", "0",
+def find_limits(vary: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Find ZeRO-Infinity's limit by running it, and Penstock's by its plan and one run."""
+    deadline = time.monotonic() + args.limit
+    planned = json.loads((args.plans / PLANNED.format(vary=vary)).read_text())
+    results: dict[str, Any] = {"planned": planned, "peer": search_peer(vary, args)}
+    table.clear(args.scratch)
+    if planned["run"] and not args.tiny:
+        argv = [*work_words(vary, args), "--steps", "1", "--warm-up", "0",
                  f"--{vary}", str(planned["run"]),
-                 "--plan", str(chosen.plans / f"limit-{vary}-run.json")]  # fmt: skip
-        found["ours"] = table.run_arm("penstock", words, until - time.monotonic(), chosen.scratch)
-        render.tell(found["ours"])
-    return found
+                 "--plan", str(args.plans / f"limit-{vary}-run.json")]  # fmt: skip
+        results["ours"] = table.run_arm("penstock", argv, deadline - time.monotonic(), args.scratch)
+        render.tell(results["ours"])
+    return results
 
 
-def search_peer(vary: str, chosen: argparse.Namespace) -> dict[str, Any] | None:
-    """By doubling, in one process; what it found until it was stopped counts."""
+def search_peer(vary: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Search by doubling in one process, and return the attempts, even if it was stopped."""
     start = PEER_STARTS[vary]
     peer, most = PEER, MOST[vary]
-    if chosen.tiny:
+    if args.tiny:
         peer, start = "plain", getattr(WHOLE.tiny(), vary)
         most = 4 * start
-    table.build([peer], chosen.scratch, 0.3 * chosen.limit)
+    table.build([peer], args.scratch, 0.3 * args.limit)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "limits.json"
-        seconds = PEER_SHARE * chosen.limit
+        seconds = PEER_SHARE * args.limit
         line = [sys.executable, limits.__file__, "--arm", peer, "--vary", vary,
                 "--json", str(path), "--most", str(most), "--limit", str(0.9 * seconds),
-                *work_words(vary, chosen), f"--{vary}", str(start)]  # fmt: skip
-        line += [] if chosen.tiny else ["--activations", "host"]
-        if table.run_child(line, table.environment(peer, chosen.scratch), seconds) is None:
-            print("the peer's search was stopped: what it found until then counts", flush=True)
+                *work_words(vary, args), f"--{vary}", str(start)]  # fmt: skip
+        line += [] if args.tiny else ["--activations", "host"]
+        if table.run_child(line, table.environment(peer, args.scratch), seconds) is None:
+            print("the search was stopped; its attempts so far count", flush=True)
         return json.loads(path.read_text()) if path.exists() else None
 
 
-def work_words(vary: str, chosen: argparse.Namespace) -> list[str]:
-    """One sequence where it is to be long; of what is given twice, the last word counts."""
-    cell = sized(WHOLE, chosen)
+def work_words(vary: str, args: argparse.Namespace) -> list[str]:
+    """Return the arguments of the work. A search for the context uses a single sequence.
+
+    If an argument is passed twice, the last one counts.
+    """
+    cell = sized(WHOLE, args)
     batch = 1 if vary == "context" else cell.batch
     return ["--shape", cell.shape, "--context", str(cell.context), "--batch", str(batch),
-            "--scratch", str(chosen.scratch)]  # fmt: skip
+            "--scratch", str(args.scratch)]  # fmt: skip
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--call", choices=CALLS)
     parser.add_argument("--plan-only", action="store_true")
@@ -149,17 +154,19 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--limit", type=float, default=570)
     parser.add_argument("--run-seconds", type=float, default=RUN_SECONDS)
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal, without a GPU")
-    chosen = parser.parse_args(words)
-    if chosen.plan_only:
-        make_plans(chosen)
+    parser.add_argument(
+        "--tiny", action="store_true", help="rehearse with a tiny model, without a GPU"
+    )
+    args = parser.parse_args(argv)
+    if args.plan_only:
+        make_plans(args)
         return
-    import torch  # noqa: F401  # so that the certificate names the GPU
+    import torch  # noqa: F401  # so that the results file names the GPU
 
-    chosen.scratch.mkdir(parents=True, exist_ok=True)
-    for call in [chosen.call] if chosen.call else CALLS:
-        found = find_limits(call, chosen) if call in limits.VARIES else compare(call, chosen)
-        path = certificate.save(f"memascend-{call}", found, directory=chosen.out)
+    args.scratch.mkdir(parents=True, exist_ok=True)
+    for call in [args.call] if args.call else CALLS:
+        results = find_limits(call, args) if call in limits.VARIES else compare(call, args)
+        path = certificate.save(f"memascend-{call}", results, directory=args.out)
         if call not in limits.VARIES:
             print(render.markdown(json.loads(path.read_text())))
         print(path)

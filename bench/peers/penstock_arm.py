@@ -1,4 +1,4 @@
-"""Penstock, with budgets or a plan made in advance."""
+"""The arm of Penstock, with budgets or with a plan made in advance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from bench.measuring import Batch
-from bench.peers.work import FirstWeights, Step, Work
+from bench.peers.work import InitialWeights, Step, Work
 from bench.plain import FP16_SCALE
 from penstock.engine.initial_weights import take_weights
 from penstock.engine.prepare import prepare
@@ -30,16 +30,16 @@ def arguments_of(work: Work) -> dict[str, Any]:
 
 
 def one_group(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-    """Everything decays, as in the other arms."""
+    """Return a single group: all parameters decay, as in the other arms."""
     return [{"params": [parameter for _, parameter in named]}]
 
 
 @contextlib.contextmanager
 def penstock(work: Work) -> Iterator[Step]:
-    given = work.options
-    plan = Plan.load(given["plan"]) if given.get("plan") else None
-    machine = preset(given["machine"]) if given.get("machine") else None
-    budget = {name: given[name] for name in BUDGETS if given.get(name)}
+    options = work.options
+    plan = Plan.load(options["plan"]) if options.get("plan") else None
+    machine = preset(options["machine"]) if options.get("machine") else None
+    budget = {name: options[name] for name in BUDGETS if options.get(name)}
     with tempfile.TemporaryDirectory() as folder:
         config = work.config
         config.save_pretrained(folder)
@@ -51,12 +51,12 @@ def penstock(work: Work) -> Iterator[Step]:
             if work.dtype == "fp16":
                 engine.scale.value = FP16_SCALE
             shapes = {t.name: tuple(t.shape) for b in engine.inventory.blocks for t in b.tensors}
-            take_weights(engine.access, engine.inventory, FirstWeights(shapes, work))
+            take_weights(engine.access, engine.inventory, InitialWeights(shapes, work))
 
             def step(batch: Batch) -> float:
                 loss = float(engine.step(batch))
                 if engine.skipped:
-                    print("  an overflow: the step was left out", flush=True)
+                    print("  overflow: the step was skipped", flush=True)
                 return loss
 
             yield step

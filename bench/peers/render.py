@@ -1,4 +1,4 @@
-"""The comparison as a table, and the gate: an arm counts if its losses are the yardstick's."""
+"""Render the comparison as a table, and check that each arm's losses match the baseline's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NAMES = {
 }
 
 SLACK = 0.05
-"""How far an arm's losses may be from the yardstick's, as a share of what the yardstick's fell."""
+"""Allowed difference to the baseline's losses, as a fraction of the baseline's decrease."""
 
 NOISE = 4e-3
-"""Added to it: 16-bit kernels that sum in another order."""
+"""Absolute difference that is always allowed, for 16-bit kernels that sum in another order."""
 
 
 def judge(call: dict[str, Any]) -> None:
-    """Write into each arm whether it computed what the yardstick computed."""
+    """Record for each arm whether its losses match the baseline's."""
     by_name = {arm["arm"]: arm for arm in call["arms"]}
     truth = by_name.get("plain", {}).get("losses", [])
     for arm in call["arms"]:
@@ -36,7 +36,7 @@ def judge(call: dict[str, Any]) -> None:
 
 
 def parity(losses: Sequence[float], truth: Sequence[float]) -> str:
-    """ "same", or where it parts from the yardstick."""
+    """Return "same", or the first step at which the losses differ."""
     common = list(zip(losses, truth, strict=False))
     if len(common) < 2:
         return "too few steps to say"
@@ -48,18 +48,18 @@ def parity(losses: Sequence[float], truth: Sequence[float]) -> str:
 
 
 def tell(arm: Mapping[str, Any]) -> None:
-    """One line, as soon as it is known."""
+    """Print one line for an arm that has ended."""
     step = arm.get("steady", {}).get("p50")
     print(f"   {arm['arm']}: {arm['state']} {arm.get('problem', '')} "
-          f"{'' if step is None else f'{step:.3f} s a step'} "
+          f"{'' if step is None else f'{step:.3f} s per step'} "
           f"in {arm['wall_seconds']} s", flush=True)  # fmt: skip
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """From a results file; a ratio is to the yardstick of the arm's own call."""
+    """Render a results file. Ratios are relative to the baseline of the same call."""
     lines = [
-        "| system | step, s | against plain torch in HBM | tokens/s | host peak, GiB | "
-        "bytes a parameter (host) | GPU peak, GiB | written a step, GB | losses |",
+        "| system | step, s | relative to plain torch in HBM | tokens/s | host peak, GiB | "
+        "host bytes per parameter | GPU peak, GiB | written per step, GB | losses |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     seen: set[str] = set()

@@ -1,7 +1,7 @@
-"""RoundPipe's arms: its preset for Llama, fp32 masters, its own CPU Adam.
+"""The arms of RoundPipe: its preset for Llama, fp32 master weights, and its own CPU Adam.
 
-By default its optimizer runs behind the next step, which then computes with weights one step old:
-faster, and another algorithm. `roundpipe-sync` is the one to compare.
+By default its optimizer runs during the next step, which then computes with weights that are one
+step old. That is faster, but a different algorithm, so `roundpipe-sync` is the arm to compare.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def roundpipe_async(work: Work) -> Iterator[Step]:
 @contextlib.contextmanager
 def _started(work: Work, *, stale: bool) -> Iterator[Step]:
     if work.dtype == "fp16":
-        raise ValueError("the roundpipe arms are bf16 only: they set no loss scale")
+        raise ValueError("the roundpipe arms support bf16 only: they set no loss scale")
     roundpipe: Any = importlib.import_module("roundpipe")
     preset: Any = importlib.import_module("roundpipe.models.llama")
-    # It asks for a mask by names that transformers has dropped; SDPA is causal without one.
+    # It creates a mask with arguments that transformers has removed. SDPA is causal without a mask.
     preset.create_causal_mask = no_mask
     model = build_model(work, work.torch_dtype, torch.device("cpu"))
-    model.gradient_checkpointing_disable()  # it recomputes by itself
+    model.gradient_checkpointing_disable()  # RoundPipe recomputes activations itself
     piped = roundpipe.wrap_model_to_roundpipe(
         model, use_sequential_preset=True, optim_dtype=torch.float32, name="bench"
     )
@@ -52,13 +52,13 @@ def _started(work: Work, *, stale: bool) -> Iterator[Step]:
 
     def step(batch: Batch) -> float:
         ids = batch["input_ids"]
-        told = {
+        inputs = {
             "input_ids": ids,
             "labels": ids,
             "num_items_in_batch": ids.shape[0] * (ids.shape[1] - 1),
-            "return_logits": False,  # its own chunked loss
+            "return_logits": False,  # use RoundPipe's chunked loss
         }
-        loss = piped.forward_backward(input_kwargs=told, loss_fn=loss_of)
+        loss = piped.forward_backward(input_kwargs=inputs, loss_fn=loss_of)
         piped.step(update, is_async=stale)
         return float(loss)
 

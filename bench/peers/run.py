@@ -1,9 +1,10 @@
-"""One arm of the comparison in a process of its own: seconds, memory, disk, losses.
+"""Run one arm of the comparison and measure seconds, memory, disk traffic and losses.
 
     python bench/peers/run.py --arm deepspeed-zero3 --shape 3b --batch 4 --json out.json
 
-The file is written after start-up and after each step: what an arm did before the kernel killed it
-is an answer too. Peers come from `fetch.py`, or from wherever they are installed.
+An arm is one system with its settings. The file is written after startup and after each step, so
+that the results survive if the kernel kills the process. The other systems come from `fetch.py`, or
+from the environment if they are installed there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from bench.measuring import HostPeak, device_peak, disk_bytes, forget_device_pea
 from bench.peers.work import Arm, Work
 from bench.shapes import SHAPES
 
-_WHERE = {
+_FUNCTIONS = {
     "plain": "torch_arms.plain",
     "penstock": "penstock_arm.penstock",
     "deepspeed-zero3": "zero.zero3",
@@ -39,37 +40,37 @@ _WHERE = {
     "roundpipe-sync": "roundpipe_arm.roundpipe_sync",
     "roundpipe-async": "roundpipe_arm.roundpipe_async",
 }
-ARMS = tuple(_WHERE)
+ARMS = tuple(_FUNCTIONS)
 
 _FAILED = 1
 
 
 def find_arm(name: str) -> Arm:
-    """Imports what the arm needs and nothing of the others."""
-    module, _, function = _WHERE[name].partition(".")
-    found: Arm = getattr(importlib.import_module(f"bench.peers.{module}"), function)
-    return found
+    """Import and return an arm. The packages of the other arms are not imported."""
+    module, _, function = _FUNCTIONS[name].partition(".")
+    arm: Arm = getattr(importlib.import_module(f"bench.peers.{module}"), function)
+    return arm
 
 
 @dataclass(slots=True)
 class Record:
-    """What one arm did, so far."""
+    """The results of one arm so far."""
 
     arm: str
     work: dict[str, Any]
     state: str = "starting"
-    """starting, stepping, done or failed; the driver adds killed and out of time."""
+    """starting, stepping, done or failed. table.py adds killed and out of time."""
     problem: str = ""
     start_up_seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     steady: dict[str, float] = field(default_factory=dict)
-    """Percentiles after warm-up."""
+    """Percentiles of the step seconds after warm-up."""
     host_peak_nbytes: int = 0
     device_allocated: int = 0
     device_reserved: int = 0
     disk_written: list[int] = field(default_factory=list)
-    """Bytes each step wrote to the device under the scratch folder."""
+    """Bytes that each step wrote to the device of the scratch directory."""
     disk_read: list[int] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -97,16 +98,17 @@ def measure(arm: Arm, work: Work, record: Record, path: Path | None) -> None:
                 if before and after:
                     record.disk_read.append(after[0] - before[0])
                     record.disk_written.append(after[1] - before[1])
-                note(record, work, host)
+                update(record, work, host)
                 print(f"  {record.step_seconds[-1]:.3f} s  loss {record.losses[-1]:.4f}  "
                       f"host {host.nbytes / 2**30:.2f} GiB", flush=True)  # fmt: skip
                 record.save(path)
-        note(record, work, host)
+        update(record, work, host)
     record.state = "done"
     record.save(path)
 
 
-def note(record: Record, work: Work, host: HostPeak) -> None:
+def update(record: Record, work: Work, host: HostPeak) -> None:
+    """Update the peaks and percentiles of a record."""
     record.host_peak_nbytes = host.nbytes
     record.device_allocated, record.device_reserved = device_peak()
     counted = record.step_seconds[work.warm_up :]
@@ -117,23 +119,23 @@ def note(record: Record, work: Work, host: HostPeak) -> None:
 def versions() -> dict[str, str]:
     from importlib import metadata
 
-    found = {}
+    installed = {}
     for name in ("torch", "transformers", "deepspeed", "roundpipe", "penstock"):
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             module = sys.modules.get(name)
             if module is not None:
-                found[name] = str(getattr(module, "__version__", "source"))
-    return found
+                installed[name] = str(getattr(module, "__version__", "source"))
+    return installed
 
 
-def work_of(chosen: argparse.Namespace) -> Work:
-    named = {name: getattr(chosen, name) for name in OPTIONS}
+def work_of(args: argparse.Namespace) -> Work:
+    named = {name: getattr(args, name) for name in OPTIONS}
     return Work(
-        shape=chosen.shape, context=chosen.context, batch=chosen.batch,
-        micro_batch=chosen.micro_batch, steps=chosen.steps, warm_up=chosen.warm_up,
-        dtype=chosen.dtype, scratch=str(chosen.scratch),
+        shape=args.shape, context=args.context, batch=args.batch,
+        micro_batch=args.micro_batch, steps=args.steps, warm_up=args.warm_up,
+        dtype=args.dtype, scratch=str(args.scratch),
         options={name: value for name, value in named.items() if value},
     )  # fmt: skip
 
@@ -142,6 +144,7 @@ OPTIONS = ("hbm", "dram", "nvme", "moments", "plan", "machine", "activations", "
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe the work."""
     parser.add_argument("--shape", choices=SHAPES, default="3b")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4)
@@ -149,37 +152,39 @@ def add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument("--scratch", type=Path, default=Path(), help="for arms that use a disk")
-    parser.add_argument("--hbm", help="penstock: a budget")
-    parser.add_argument("--dram", help="penstock: a budget")
-    parser.add_argument("--nvme", action="append", help="penstock: PATH:SIZE")
-    parser.add_argument("--moments", help="penstock: fp32, bf16 or int8")
-    parser.add_argument("--plan", help="penstock: instead of budgets")
-    parser.add_argument("--machine", help="penstock: a bundled machine, where there is no plan")
-    parser.add_argument("--activations", choices=("host",), help="deepspeed: where inputs rest")
-    parser.add_argument("--slots", type=int, help="deepspeed-infinity: weights held at once")
+    parser.add_argument(
+        "--scratch", type=Path, default=Path(), help="a directory for arms that use a disk"
+    )
+    parser.add_argument("--hbm", help="penstock: HBM budget")
+    parser.add_argument("--dram", help="penstock: DRAM budget")
+    parser.add_argument("--nvme", action="append", help="penstock: NVMe budget, as PATH:SIZE")
+    parser.add_argument("--moments", help="penstock: fp32, bf16 or int8 moments")
+    parser.add_argument("--plan", help="penstock: a plan file instead of budgets")
+    parser.add_argument("--machine", help="penstock: a machine preset to plan for")
+    parser.add_argument("--activations", choices=("host",), help="deepspeed: offload activations")
+    parser.add_argument("--slots", type=int, help="deepspeed-infinity: number of weight slots")
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arm", choices=ARMS, required=True)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--build", action="store_true", help="only compile what the arm needs")
+    parser.add_argument("--build", action="store_true", help="only compile the kernels of the arm")
     add_work(parser)
-    chosen = parser.parse_args(words)
-    work = work_of(chosen)
-    if chosen.build:
-        build(chosen.arm, work)
+    args = parser.parse_args(argv)
+    work = work_of(args)
+    if args.build:
+        build(args.arm, work)
         leave(0)
-    record = Record(chosen.arm, asdict(work))
-    record.save(chosen.json)
+    record = Record(args.arm, asdict(work))
+    record.save(args.json)
     try:
-        measure(find_arm(chosen.arm), work, record, chosen.json)
+        measure(find_arm(args.arm), work, record, args.json)
         record.versions = versions()
-        record.save(chosen.json)
+        record.save(args.json)
     except Exception as problem:
         record.state, record.problem = "failed", f"{type(problem).__name__}: {problem}"[:2000]
-        record.save(chosen.json)
+        record.save(args.json)
         traceback.print_exc()
         leave(_FAILED)
     leave(0)
@@ -193,7 +198,7 @@ def build(arm: str, work: Work) -> None:
 
 
 def leave(code: int) -> None:
-    """Without finalizers: threads of some arms never end."""
+    """Exit without running finalizers, because the threads of some arms never end."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Torch's own arms: everything in HBM, and FSDP2 with its CPU offload."""
+"""The arms of torch: everything in HBM, and FSDP2 with CPU offload."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from bench.plain import plain_step
 
 @contextlib.contextmanager
 def plain(work: Work) -> Iterator[Step]:
-    """The yardstick."""
+    """Train with everything in HBM: the baseline."""
     model = build_model(work, work.torch_dtype, work.device)
     yield plain_step(model, adamw=work.adamw, clip=work.clip, micro_batch=work.micro_batch)
 
 
 @contextlib.contextmanager
 def fsdp2(work: Work) -> Iterator[Step]:
-    """fp32 shards on the CPU, computed on in 16 bit, stepped by torch's fused CPU AdamW."""
+    """Train with FSDP2: fp32 shards on the CPU, 16-bit compute, torch's fused CPU AdamW."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     if work.dtype == "fp16":
-        raise ValueError("the fsdp2 arm is bf16 only: it has no loss scale")
+        raise ValueError("the fsdp2 arm supports bf16 only: it has no loss scale")
     model = build_model(work, torch.float32, torch.device("cpu"))
     with one_rank("cpu:gloo,cuda:nccl" if work.device.type == "cuda" else "gloo"):
         mesh = init_device_mesh(work.device.type, (1,))
-        told: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=work.torch_dtype, reduce_dtype=torch.float32
@@ -41,8 +41,8 @@ def fsdp2(work: Work) -> Iterator[Step]:
             "offload_policy": CPUOffloadPolicy(pin_memory=work.device.type == "cuda"),
         }
         for layer in model.model.layers:
-            fully_shard(layer, **told)
-        fully_shard(model, **told)
+            fully_shard(layer, **settings)
+        fully_shard(model, **settings)
         model.model.rotary_emb.to(work.device)
         parameters = list(model.parameters())
         optimizer = torch.optim.AdamW(parameters, fused=True, **work.adamw)
@@ -61,7 +61,7 @@ def fsdp2(work: Work) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def one_rank(backend: str) -> Iterator[None]:
-    """A world of one process."""
+    """Initialize torch.distributed with a single process."""
     set_one_rank()
     torch.distributed.init_process_group(backend)
     try:

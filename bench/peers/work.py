@@ -1,7 +1,7 @@
-"""The work that every arm does: one model, one batch, one optimizer, the same first weights.
+"""The work of every arm: one model, one batch, one optimizer, the same initial weights.
 
-The batch is the same at every step, so that the loss falls: an update that is wrong, late or left
-out shows in the losses, which random data would hide.
+The batch is the same at every step, so that the loss falls. A wrong, late or missing update is then
+visible in the losses; with random data it would not be.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from bench.measuring import Batch
 from bench.shapes import config_of
 
 SPREAD = 0.02
-"""Standard deviation of first weights, as Llama's own."""
+"""Standard deviation of initial weights, as in Llama."""
 
 DRAW = 1 << 24
-"""Elements drawn at a time: what a device that is already full still has room for."""
+"""Number of elements drawn together, small enough for a device that is almost full."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """One optimizer step, and how often."""
+    """Model, batch and optimizer of a step, and the number of steps."""
 
     shape: str = "3b"
     context: int = 4096
     batch: int = 4
     micro_batch: int | None = None
-    """Sequences computed at once, in arms where the caller chooses; None: all."""
+    """Sequences per micro-batch, for arms where the caller chooses it (None: the whole batch)."""
     steps: int = 6
     warm_up: int = 2
-    """Steps that are not counted: compilation, states made at first use."""
+    """Number of first steps that are not counted, because they compile and create states."""
     dtype: Literal["bf16", "fp16"] = "bf16"
     seed: int = 0
     lr: float = 1e-4
@@ -45,9 +45,9 @@ class Work:
     weight_decay: float = 0.01
     clip: float = 1.0
     scratch: str = "."
-    """Where arms that use a disk put their files."""
+    """Directory for the files of arms that use a disk."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What concerns one arm alone: budgets, plans."""
+    """Options of a single arm, such as budgets and plans."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -80,26 +80,26 @@ class Work:
 
 
 Step = Callable[[Batch], float]
-"""One optimizer step; the loss, known on the host."""
+"""A function that runs one optimizer step and returns the loss, known on the host."""
 
 Arm = Callable[[Work], AbstractContextManager[Step]]
 
 
 def weight_of(name: str, shape: tuple[int, ...], work: Work) -> torch.Tensor:
-    """A first weight, on the host: of the seed and the name alone, whoever asks."""
+    """Return an initial weight on the host. It depends only on the seed and its name."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=work.torch_dtype)
-    found = torch.empty(math.prod(shape), dtype=work.torch_dtype)
-    for number, part in enumerate(torch.split(found, DRAW)):
+    weight = torch.empty(math.prod(shape), dtype=work.torch_dtype)
+    for number, part in enumerate(torch.split(weight, DRAW)):
         drawn = torch.Generator(work.device)
         drawn.manual_seed(zlib.crc32(f"{work.seed} {name} {number}".encode()))
         values = torch.randn(part.numel(), generator=drawn, device=work.device)
         part.copy_(values.mul_(SPREAD))
-    return found.view(shape)
+    return weight.view(shape)
 
 
-class FirstWeights(Mapping[str, torch.Tensor]):
-    """All of a model's, made when asked for: one at a time is held."""
+class InitialWeights(Mapping[str, torch.Tensor]):
+    """The initial weights of a model, made on demand. Only the latest one is kept in memory."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], work: Work) -> None:
         self._shapes, self._work = shapes, work
@@ -118,7 +118,7 @@ class FirstWeights(Mapping[str, torch.Tensor]):
 
 
 def build_model(work: Work, dtype: torch.dtype, device: torch.device) -> Any:
-    """With its first weights, ready to train with gradient checkpointing. Never whole twice."""
+    """Build the model with its initial weights, never holding a second copy of it."""
     import transformers
 
     config = work.config
@@ -127,7 +127,8 @@ def build_model(work: Work, dtype: torch.dtype, device: torch.device) -> Any:
         model = family.from_config(config, dtype=dtype)
     model.to_empty(device=device)
     model.tie_weights()
-    # Its tables are buffers that no checkpoint holds: made anew, since meta had no memory for them.
+    # The rotary tables are buffers that are in no checkpoint. On the meta device they had no
+    # memory, so they are computed again.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     fill(model, work)
     return ready(model)

@@ -1,8 +1,8 @@
-"""DeepSpeed's arms, configured as one who knows it would.
+"""The arms of DeepSpeed, configured as an experienced user would.
 
-`deepspeed-zero3` is what its documentation leads to; `-tuned` has buckets sized by the model's
-layers and memory pinned at its exact size. ZeRO-2 keeps 16-bit weights on the GPU. The Infinity
-arms are pipelined both ways: with fewer than 12 buffers that asserts.
+`deepspeed-zero3` follows its documentation. `deepspeed-zero3-tuned` sizes buckets by the model's
+layers and pins memory at its exact size. ZeRO-2 keeps 16-bit weights on the GPU. The Infinity arms
+pipeline reads and writes, which fails with an assertion if there are fewer than 12 buffers.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ AIO: dict[str, Any] = {
     "block_size": 8 << 20, "queue_depth": 32, "intra_op_parallelism": 8,
     "single_submit": False, "overlap_events": True, "use_gds": False,
 }  # fmt: skip
-"""The best of what its own tuner sweeps, on the H200 machine's disk."""
+"""The best settings that DeepSpeed's own tuner found for the disk of the H200 machine."""
 
 BUFFERS = 12
-"""Of the optimizer: four states at three places of the pipeline."""
+"""Number of optimizer buffers: four states at three stages of the pipeline."""
 
 _LIVE: dict[str, Any] = {}
-"""Its aio handles and pinned memory must outlive the engine."""
+"""References that keep aio handles and pinned memory alive longer than the engine."""
 
 
 def base_config(work: Work) -> dict[str, Any]:
     if work.dtype == "bf16":
         precision: dict[str, Any] = {"bf16": {"enabled": True}}
     else:
-        # At 2^16 the first steps overflow and are left out, which would be timed as steps.
+        # With 2^16 the first steps overflow and are skipped, but would be timed like other steps.
         precision = {"fp16": {"enabled": True, "initial_scale_power": 12}}
     return {
         **precision,
@@ -73,14 +73,14 @@ def zero2_config(work: Work) -> dict[str, Any]:
 
 
 def infinity_config(work: Work, *, weights: bool) -> dict[str, Any]:
-    """The optimizer on disk; with `weights`, those as well."""
+    """Return the configuration with the optimizer on disk, and also the weights if `weights`."""
     folder = str(Path(work.scratch).resolve() / "zero-infinity")
     sub_group = int(1e8)
     optimizer = {"device": "nvme", "nvme_path": folder, "buffer_count": BUFFERS,
                  "pipeline_read": True, "pipeline_write": True, "fast_init": True}  # fmt: skip
     param: dict[str, Any] = {"device": "cpu", "pin_memory": work.device.type == "cuda"}
     if weights:
-        # A slot holds any tensor, and with fast_init a whole sub-group.
+        # A slot must hold any tensor and, with fast_init, a whole sub-group.
         size = max(largest_tensor(work), sub_group) + (1 << 20)
         param = {"device": "nvme", "nvme_path": folder, "buffer_count": slots(work),
                  "buffer_size": size, "max_in_cpu": 0}  # fmt: skip
@@ -91,7 +91,7 @@ def infinity_config(work: Work, *, weights: bool) -> dict[str, Any]:
 
 
 def buckets(work: Work) -> dict[str, Any]:
-    """Two layers ahead; a layer stays from its recomputation to its backward."""
+    """Return buckets that prefetch two layers and keep a layer from recomputation to backward."""
     layer = layer_elements(work)
     return {
         "reduce_bucket_size": int(2e8),
@@ -103,7 +103,7 @@ def buckets(work: Work) -> dict[str, Any]:
 
 
 def slots(work: Work) -> int:
-    """Weights live at once: seven matrices a layer. The fewest that did not assert on an H200."""
+    """Return the number of weight slots: the fewest that worked on an H200."""
     return int(work.options.get("slots") or 9)
 
 
@@ -164,24 +164,25 @@ def started(work: Work, config: dict[str, Any]) -> Iterator[Step]:
 
     def step(batch: Batch) -> float:
         ids = batch["input_ids"].to(work.device)
-        with around():  # until backward is done: what went to the host is dropped at the end
+        with around():  # until backward is done; the offloaded activations are released at the end
             loss = engine(input_ids=ids, labels=ids).loss
             engine.backward(loss)
         engine.step()
         if work.device.type == "cuda":
             torch.cuda.synchronize()
         if getattr(engine.optimizer, "overflow", False):
-            print("  an overflow: the step was left out", flush=True)
+            print("  overflow: the step was skipped", flush=True)
         return float(loss.detach())
 
     yield step
 
 
 def zero3_model(deepspeed: Any, work: Work, config: dict[str, Any]) -> Any:
-    """Stage 3 cuts up each module as it is made, so that the model is never whole anywhere."""
+    """Build the model under ZeRO stage 3, which shards each module as it is created."""
     if config["zero_optimization"]["stage"] < 3:
         return build_model(work, work.torch_dtype, work.device)
-    # Imported first: inside, torch.Tensor is another, which breaks what imports then define.
+    # Import before entering: inside, DeepSpeed replaces torch.Tensor, which breaks imported
+    # classes.
     family: Any = importlib.import_module("transformers.models.llama.modeling_llama")
     shape = work.config
     with deepspeed.zero.Init(config_dict_or_path=config):
@@ -194,7 +195,7 @@ def zero3_model(deepspeed: Any, work: Work, config: dict[str, Any]) -> Any:
 
 
 def hidden_to_host(work: Work) -> Any:
-    """For the largest batch and context: block inputs rest in host memory."""
+    """Offload activations (block inputs) to host memory, for the largest batch and context."""
     if work.options.get("activations") != "host":
         return contextlib.nullcontext
     name = "deepspeed.runtime.activation_checkpointing.offload_activations"
@@ -202,18 +203,18 @@ def hidden_to_host(work: Work) -> Any:
 
 
 def import_deepspeed(work: Work) -> Any:
-    """With the settings that must be there before its first import."""
+    """Import DeepSpeed after setting the variables that it reads when it is imported."""
     set_one_rank()
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
     if work.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if "TORCH_CUDA_ARCH_LIST" in os.environ:  # it cannot read the "a" of 9.0a
+    if "TORCH_CUDA_ARCH_LIST" in os.environ:  # it cannot parse the "a" of 9.0a
         os.environ["TORCH_CUDA_ARCH_LIST"] = os.environ["TORCH_CUDA_ARCH_LIST"].replace("a", "")
     use_libaio()
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
-    importlib.import_module("setuptools")  # has the distutils that its builder imports
+    importlib.import_module("setuptools")  # provides distutils, which its builder imports
     return importlib.import_module("deepspeed")
 
 
@@ -224,19 +225,19 @@ def kernels_of(arm: str) -> tuple[str, ...]:
 
 
 def build_kernels(arm: str, work: Work) -> None:
-    """What it compiles at first use, so that no arm is charged for it."""
+    """Compile the kernels that an arm compiles at first use, so that its startup is not charged."""
     import_deepspeed(work)
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
     for name in kernels_of(arm):
         try:
             accelerator.create_op_builder(name).load(verbose=False)
             print(f"{name}: there", flush=True)
-        except Exception as problem:  # whichever arm needs it will say so again
+        except Exception as problem:  # the arm that needs the kernel reports the failure again
             print(f"{name}: {type(problem).__name__}: {problem}"[:400], flush=True)
 
 
 def use_libaio() -> None:
-    """What fetch.py unpacked, for the compiler and for the loader."""
+    """Make libaio, as unpacked by fetch.py, visible to the compiler and to the loader."""
     for folder in map(Path, sys.path):
         library = folder / "libaio/lib/libaio.so.1"
         if library.exists():
@@ -248,7 +249,7 @@ def use_libaio() -> None:
 
 
 def empty_host_cache() -> None:
-    """Give back what start-up pinned and freed."""
+    """Release memory that startup pinned and freed."""
     accelerator: Any = torch.accelerator
     if accelerator.is_available() and hasattr(accelerator, "empty_host_cache"):
         accelerator.empty_host_cache()

@@ -1,4 +1,4 @@
-"""The comparison with peers says what happened: losses that part, arms that die, what fits."""
+"""Comparison with other systems: loss check, failed arms, the table, limits and settings."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch
 from bench import certificate
 from bench.gpu_cells import PARTS, cells
 from bench.peers import limits, render, run, table, zero
-from bench.peers.work import DRAW, FirstWeights, Work, weight_of
+from bench.peers.work import DRAW, InitialWeights, Work, weight_of
 from bench.shapes import SHAPES
 
 TINY = Work(shape="tiny", context=32, batch=2, steps=4, warm_up=1)
 FALLING = [7.0, 6.8, 6.6, 6.4]
 
 
-# The gate.
+# Loss check
 
 
-def test_losses_of_the_yardstick_are_the_same() -> None:
+def test_losses_close_to_the_baseline_are_the_same() -> None:
     assert render.parity([7.0, 6.801, 6.601, 6.4], FALLING) == "same"
 
 
@@ -34,16 +34,16 @@ def test_losses_of_the_yardstick_are_the_same() -> None:
     [[7.0, 7.0, 6.8, 6.6], [7.0, 7.0, 7.0, 7.0], [7.0, 6.8, math.nan, 6.4]],
     ids=["one step late", "never updated", "not a number"],
 )
-def test_losses_that_part_are_told_with_the_step(losses: list[float]) -> None:
+def test_diverging_losses_are_reported_with_the_step(losses: list[float]) -> None:
     assert render.parity(losses, FALLING).startswith(("step 2", "step 3"))
 
 
-def test_one_step_says_nothing_about_updates() -> None:
+def test_a_single_step_is_too_few_to_judge() -> None:
     assert render.parity([7.0], FALLING) == "too few steps to say"
 
 
 @pytest.mark.parametrize("arm", run.ARMS)
-def test_every_arm_is_there_and_has_a_name_in_the_table(arm: str) -> None:
+def test_every_arm_exists_and_has_a_name_in_the_table(arm: str) -> None:
     assert callable(run.find_arm(arm))
     assert render.NAMES[arm]
 
@@ -62,31 +62,31 @@ def test_penstock_and_plain_torch_do_the_same_work(one_thread: None) -> None:
     assert ours.steady["samples"] == TINY.steps - TINY.warm_up
 
 
-# First weights.
+# Initial weights
 
 
-def test_a_first_weight_follows_from_its_name_alone() -> None:
+def test_an_initial_weight_depends_only_on_its_name() -> None:
     shape = (DRAW // 128 + 1, 128)
-    one, again = weight_of("a", shape, TINY), weight_of("a", shape, TINY)
-    assert torch.equal(one, again)
-    assert not torch.equal(one, weight_of("b", shape, TINY))
-    assert not torch.equal(one.view(-1)[:128], one.view(-1)[DRAW : DRAW + 128])
+    first, second = weight_of("a", shape, TINY), weight_of("a", shape, TINY)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, weight_of("b", shape, TINY))
+    assert not torch.equal(first.view(-1)[:128], first.view(-1)[DRAW : DRAW + 128])
 
 
-def test_first_weights_hold_one_at_a_time() -> None:
-    weights = FirstWeights({"a": (4, 4), "b": (4,)}, TINY)
+def test_initial_weights_keep_only_the_latest_tensor() -> None:
+    weights = InitialWeights({"a": (4, 4), "b": (4,)}, TINY)
     assert weights["a"] is weights["a"]
     assert torch.equal(weights["b"], torch.ones(4, dtype=torch.bfloat16))
 
 
-# Arms that die.
+# Failed arms
 
 
 @pytest.mark.parametrize(
     ("code", "state", "word"),
     [(-9, "killed", "SIGKILL"), (None, "out of time", "stopped"), (3, "failed", "status 3")],
 )
-def test_what_an_arm_measured_before_it_died_is_kept(
+def test_measurements_of_an_arm_that_failed_are_kept(
     tmp_path: Path, code: int | None, state: str, word: str
 ) -> None:
     record = run.Record("plain", asdict(TINY), state="stepping", step_seconds=[1.0])
@@ -96,7 +96,7 @@ def test_what_an_arm_measured_before_it_died_is_kept(
     assert word in found["problem"]
 
 
-def test_a_compilation_that_was_killed_leaves_no_lock(
+def test_the_lock_of_a_killed_compilation_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
@@ -107,11 +107,11 @@ def test_a_compilation_that_was_killed_leaves_no_lock(
     assert not lock.exists()
 
 
-def test_an_arm_that_left_nothing_failed(tmp_path: Path) -> None:
+def test_an_arm_without_a_record_has_failed(tmp_path: Path) -> None:
     assert table.conclude("plain", tmp_path / "none.json", 1, 1.0)["state"] == "failed"
 
 
-def test_an_arm_runs_in_a_process_of_its_own_and_says_why_it_failed(
+def test_an_arm_runs_in_its_own_process_and_reports_why_it_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -120,7 +120,7 @@ def test_an_arm_runs_in_a_process_of_its_own_and_says_why_it_failed(
     assert "bf16 only" in found["problem"]
 
 
-# The table.
+# Table
 
 
 def arm_of(name: str, step: float, **more: Any) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def arm_of(name: str, step: float, **more: Any) -> dict[str, Any]:
     return asdict(record) | {"host_peak_nbytes": 2 * 3085846528, "parity": "same"} | more
 
 
-def test_a_ratio_is_to_the_yardstick_of_the_arms_own_call() -> None:
+def test_ratios_use_the_baseline_of_the_same_call() -> None:
     calls = [
         {"arms": [arm_of("plain", 1.0), arm_of("penstock", 1.1)]},
         {"arms": [arm_of("plain", 2.0), arm_of("fsdp2", 6.0, parity="step 2: 7, not 6")]},
@@ -139,16 +139,16 @@ def test_a_ratio_is_to_the_yardstick_of_the_arms_own_call() -> None:
     assert rows["| **Penstock**"][2] == "1.10"
     assert rows["| FSDP2, CPU offload, fused CPU AdamW"][2] == "3.00"
     assert "step 2: 7, not 6" in text
-    assert rows["| **Penstock**"][5] == "2.0"  # bytes a parameter
+    assert rows["| **Penstock**"][5] == "2.0"  # bytes per parameter
     assert text.count("plain torch, everything in HBM") == 1
 
 
-def test_an_arm_without_a_step_has_a_row_that_says_how_it_ended() -> None:
+def test_an_arm_without_steps_has_a_row_that_says_how_it_ended() -> None:
     dead = {"arm": "deepspeed-zero3", "state": "killed", "problem": "by SIGKILL"}
     assert "killed by SIGKILL" in render.row(dead, 1.0)
 
 
-def test_a_file_is_rendered_without_running_anything(
+def test_a_results_file_is_rendered_without_running_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "peers.json"
@@ -158,15 +158,15 @@ def test_a_file_is_rendered_without_running_anything(
 
 
 @pytest.mark.parametrize(("shape", "billions"), [("3b", 3.086), ("8b", 8.03), ("32b", 32.76)])
-def test_parameters_are_counted_as_the_models_are_known(shape: str, billions: float) -> None:
+def test_parameter_counts_match_the_published_models(shape: str, billions: float) -> None:
     assert round(render.parameters(shape) / 1e9, 3) == pytest.approx(billions, abs=0.005)
 
 
-# DeepSpeed's settings.
+# DeepSpeed settings
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_slot_of_zero_infinity_holds_the_largest_tensor(shape: str) -> None:
+def test_a_zero_infinity_slot_holds_the_largest_tensor(shape: str) -> None:
     work = replace(TINY, shape=shape)
     zero_part = zero.infinity_config(work, weights=True)["zero_optimization"]
     size = zero_part["offload_param"]["buffer_size"]
@@ -174,47 +174,47 @@ def test_a_slot_of_zero_infinity_holds_the_largest_tensor(shape: str) -> None:
     assert size >= zero_part["sub_group_size"]
 
 
-def test_reuse_keeps_one_layer_and_not_two() -> None:
+def test_the_reuse_distance_keeps_one_layer_but_not_two() -> None:
     work = replace(TINY, shape="8b")
     layer = zero.layer_elements(work)
     assert layer == 218112000
     assert layer < zero.buckets(work)["stage3_max_reuse_distance"] < 2 * layer
 
 
-def test_no_fp16_step_is_left_out_at_the_first_scale() -> None:
+def test_the_initial_fp16_loss_scale_skips_no_step() -> None:
     assert zero.base_config(replace(TINY, dtype="fp16"))["fp16"]["initial_scale_power"] < 16
 
 
-# Limits.
+# Limits
 
 
-def test_doubling_stops_at_the_first_that_fails() -> None:
+def test_doubling_stops_at_the_first_failure() -> None:
     found = limits.doublings(
         lambda value: {"ok": value <= 16, "seconds": 0.0}, 4, 1 << 20, time.monotonic() + 60
     )
-    assert [one["value"] for one in found] == [4, 8, 16, 32]
+    assert [attempt["value"] for attempt in found] == [4, 8, 16, 32]
     assert limits.largest(found) == 16
 
 
-def test_doubling_stops_when_the_next_would_take_too_long() -> None:
+def test_doubling_stops_if_the_next_attempt_would_take_too_long() -> None:
     found = limits.doublings(
         lambda _: {"ok": True, "seconds": 100.0}, 4, 1 << 20, time.monotonic() + 60
     )
-    assert [one["ok"] for one in found] == [True, False]
+    assert [attempt["ok"] for attempt in found] == [True, False]
     assert found[-1]["problem"] == "out of time"
 
 
-# The GPU table.
+# GPU table
 
 
-def test_cells_have_names_of_their_own_and_fit_into_a_call() -> None:
+def test_cells_have_unique_names_and_fit_into_a_call() -> None:
     found = list(cells())
     assert len({cell.name for cell in found}) == len(found)
     assert {cell.part for cell in found} <= set(PARTS)
     assert all(cell.seconds < 570 for cell in found)
 
 
-def test_the_commit_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_overrides_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_COMMIT", "0123456789ab")
     assert certificate.commit() == "0123456789ab"
     monkeypatch.delenv("BENCH_COMMIT")

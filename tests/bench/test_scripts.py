@@ -1,4 +1,4 @@
-"""Every benchmark can be started: nothing it imports has moved."""
+"""Every benchmark script can be imported."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ for path in sys.argv[1:]:
 """
 
 
-def test_all_of_them_import() -> None:
+def test_every_script_imports() -> None:
     scripts = sorted(str(path) for path in BENCH.rglob("*.py"))
     assert len(scripts) > 20
-    line = [sys.executable, "-W", "ignore", "-c", CHECK, *scripts]
-    ended = subprocess.run(line, capture_output=True, text=True, check=False, cwd=BENCH.parent)
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    command = [sys.executable, "-W", "ignore", "-c", CHECK, *scripts]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=BENCH.parent)
+    assert result.returncode == 0, result.stderr[-2000:]
