@@ -1,4 +1,4 @@
-"""Engines over tiny models, under plans chosen by hand."""
+"""Tiny models, plans with a placement chosen by hand, and engines for both."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
-    """A model of a few ten thousand parameters."""
+    """Return the configuration of a model with a few ten thousand parameters."""
     common: dict[str, Any] = {
         "vocab_size": 260, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -68,25 +68,28 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 
 def plain_model(config: Any, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> Any:
-    """The unmodified model, with weights."""
+    """Return the unmodified model with random weights."""
     torch.manual_seed(seed)
-    own = copy.deepcopy(config)  # which the engine's model shares with nobody
-    return transformers.AutoModelForCausalLM.from_config(own, dtype=dtype)
+    # A copy, so that this model shares no configuration object with the engine's model.
+    separate = copy.deepcopy(config)
+    return transformers.AutoModelForCausalLM.from_config(separate, dtype=dtype)
 
 
 def inventory(config: Any, freeze: Sequence[str] = ()) -> Inventory:
+    """Return the inventory of a model, with the parameters that match `freeze` frozen."""
     with torch.device("meta"):
         body = transformers.AutoModelForCausalLM.from_config(config)
     return survey_model(body, config, name="tiny", freeze=freeze)
 
 
 def workload(**changes: Any) -> Workload:
+    """Return a small workload. Keyword arguments override its fields and those of its numerics."""
     numerics: dict[str, Any] = {"micro_batch": 2, "loss_chunk": 4096, "mlp_tile": 4096}
     numerics |= {"compiled": False, "loss_kernel": "torch", "attention": "sdpa"}
-    given = {"context": 16, "batch": 6}
+    fields = {"context": 16, "batch": 6}
     for name, value in changes.items():
-        (numerics if name in numerics else given)[name] = value
-    return Workload(numerics=Numerics(**numerics), **given)
+        (numerics if name in numerics else fields)[name] = value
+    return Workload(numerics=Numerics(**numerics), **fields)
 
 
 def make_plan_of(
@@ -101,8 +104,11 @@ def make_plan_of(
     piece: int = 1 << 26,
     machine: Machine | None = None,
 ) -> Plan:
-    """Return a plan. `locations` holds four letters per block, d, n, h, c or m: where weight,
-    state, gradient and input are stored."""
+    """Return a plan with the given placement.
+
+    `locations` has four letters for each block, or four for all blocks: where weight, state,
+    gradient and input are stored. d is DRAM, n NVMe, h HBM, c CXL and m a mix of DRAM and CXL.
+    """
     if machine is None:
         machine = cpu_machine(discover())
     nvme = (PathBudget(path=str(disk), nbytes=GiB),) if disk is not None else ()
@@ -111,8 +117,8 @@ def make_plan_of(
     machine, _ = with_paths(machine, budget)
     evaluator = PlanEvaluator(model, work, machine, budget, piece_elements=piece, unbounded=True)
     rows = [locations] * len(model.blocks) if isinstance(locations, str) else list(locations)
-    chosen = [_spots(model, i, row) for i, row in enumerate(rows)]
-    return plan_result(evaluator, Candidate(tuple(chosen), rounds, slots, ahead)).plan
+    blocks = [_locations_of(model, i, row) for i, row in enumerate(rows)]
+    return plan_result(evaluator, Candidate(tuple(blocks), rounds, slots, ahead)).plan
 
 
 _LETTERS = {
@@ -124,7 +130,7 @@ _LETTERS = {
 }
 
 
-def _spots(model: Inventory, index: int, row: str) -> BlockLocations:
+def _locations_of(model: Inventory, index: int, row: str) -> BlockLocations:
     weight, state, gradient, hidden = (_LETTERS[letter] for letter in row)
     block = model.blocks[index]
     trained = bool(block.parameters(True))
@@ -137,14 +143,17 @@ def _spots(model: Inventory, index: int, row: str) -> BlockLocations:
 
 
 def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **changes: Any) -> Engine:
-    """An engine on the CPU with the weights of `source`, or with its own if there is none."""
+    """Return an engine with the weights of `source`, or with random ones if it is None.
+
+    It runs on the CPU unless `device` names another device.
+    """
     device = pick_device(changes.pop("device", "cpu"))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[plan.workload.dtype]
     numerics = plan.workload.numerics
     bare = build_model(config, dtype, device.where)
     body = SplitModel(bare, model, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
-    given: dict[str, Any] = {"optimizer": {"lr": 1e-2}, "grouping": decay_matrices}
-    engine = Engine(plan, model, body, device, EngineSettings(**(given | changes)))
+    settings: dict[str, Any] = {"optimizer": {"lr": 1e-2}, "grouping": decay_matrices}
+    engine = Engine(plan, model, body, device, EngineSettings(**(settings | changes)))
     if source is None:
         draw_weights(engine.access, model, body, seed=0)
     else:
@@ -153,12 +162,12 @@ def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **change
 
 
 def batches(count: int, work: Workload, vocabulary: int, seed: int = 5) -> list[Any]:
-    """Rows of random tokens, with some labels left out."""
+    """Return batches of random tokens, with a fifth of the labels ignored (-100)."""
     drawn = torch.Generator().manual_seed(seed)
-    made = []
+    result = []
     for _ in range(count):
         ids = torch.randint(3, vocabulary, (work.batch, work.context), generator=drawn)
         labels = ids.clone()
         labels[torch.rand(labels.shape, generator=drawn) < 0.2] = -100
-        made.append({"input_ids": ids, "labels": labels})
-    return made
+        result.append({"input_ids": ids, "labels": labels})
+    return result

@@ -1,5 +1,8 @@
-"""The same training as a plain loop: the unmodified transformers model, its own loss, torch's
-autograd, everything in one place. What the engine must equal."""
+"""The same training as a plain loop, which the engine must equal bit for bit.
+
+It uses the unmodified `transformers` model, its own loss and torch's autograd, with everything in
+one place.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from penstock.optim.sweep import grad_stats
 
 
 class PlainLoop:
-    """AdamW by the reference in plain torch: a 16-bit weight with the rest of its master.
+    """Train with the reference AdamW in plain torch, on 16-bit weights with split masters.
 
-    `order` names every tensor, as seeds of stochastic rounding count them; `lr_of` is a learning
-    rate by step, from 0, and by the tensor's dimensions, where it is not constant.
+    `order` lists every tensor in the order in which the seeds of stochastic rounding count them.
+    `lr_of`, if given, returns the learning rate for a step (from 0) and a number of dimensions.
     """
 
     def __init__(
@@ -44,8 +47,8 @@ class PlainLoop:
 
     def step(self, batch: dict[str, torch.Tensor]) -> float:
         sums, loss = self.gradients(batch)
-        sixteen = self.model.dtype
-        grads = {name: total.to(sixteen) for name, total in sums.items()}
+        dtype = self.model.dtype
+        grads = {name: total.to(dtype) for name, total in sums.items()}
         stats: GradStats = grad_stats([g.view(-1) for g in grads.values()])
         if not stats.finite:
             return loss
@@ -64,7 +67,7 @@ class PlainLoop:
         return loss
 
     def gradients(self, batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], float]:
-        """Summed in fp32 over micro-batches, in their order."""
+        """Return the gradients, summed over micro-batches in order and in fp32, and the loss."""
         items = int((batch["labels"][:, 1:] != -100).sum())
         sums: dict[str, torch.Tensor] = {}
         total = 0.0
@@ -84,22 +87,22 @@ class PlainLoop:
         return formats.read_master(self.state[name]["weight"], self.state[name]["rest"])
 
     def whole_state(self) -> dict[str, torch.Tensor]:
-        """Everything by the names that tests/equivalence gives it."""
+        """Return all tensors of the training state, with the names that tests/equivalence uses."""
         roles = {"weight": "weight", "rest": "master", "first": "first", "second": "second",
                  "first_base": "first bases", "second_base": "second bases"}  # fmt: skip
-        found = {f"{n} weight": p.detach().view(-1) for n, p in self.model.named_parameters()}
+        tensors = {f"{n} weight": p.detach().view(-1) for n, p in self.model.named_parameters()}
         for name, state in self.state.items():
-            found |= {f"{name} {roles[key]}": value for key, value in state.items()}
-        return found
+            tensors |= {f"{name} {roles[key]}": value for key, value in state.items()}
+        return tensors
 
     def _settings_of(self, dimensions: int) -> dict[str, Any]:
-        """Of the tensor's group: matrices are decayed."""
-        given = dict(self.settings)
+        """Return the settings of a tensor's parameter group: only matrices decay."""
+        settings = dict(self.settings)
         if dimensions < 2:
-            given["weight_decay"] = 0.0
+            settings["weight_decay"] = 0.0
         if self.lr_of is not None:
-            given["lr"] = self.lr_of(self.steps - 1, dimensions)
-        return given
+            settings["lr"] = self.lr_of(self.steps - 1, dimensions)
+        return settings
 
 
 def _fresh(weight: torch.Tensor, moments: formats.Moments) -> dict[str, torch.Tensor]:
@@ -109,6 +112,6 @@ def _fresh(weight: torch.Tensor, moments: formats.Moments) -> dict[str, torch.Te
     state = {"weight": flat, "rest": rest}
     for name in ("first", "second"):
         zeros = torch.zeros(flat.numel())
-        made = formats.write_moment(zeros, name, moments, second=name == "second")
-        state |= {key.removesuffix("_code"): value for key, value in made.items()}
+        moment = formats.write_moment(zeros, name, moments, second=name == "second")
+        state |= {key.removesuffix("_code"): value for key, value in moment.items()}
     return state

@@ -1,4 +1,4 @@
-"""Placements drawn at random, and a walker that carries schedules out on paper."""
+"""Random placements for hypothesis, and a checker that executes schedules symbolically."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ from tests.support.models import llama, work
 
 HOST = (Location.DRAM, Location.CXL, Location.NVME)
 WHOLE = 1 << 26
-"""A piece that holds any block of these models."""
+"""A piece size in elements that is larger than any block of these models."""
 
 
 def evaluator_for(
     layers: int, tied: bool, batch: int = 4, *, frozen: int = 0, piece: int = WHOLE, **more: object
 ) -> PlanEvaluator:
-    """`frozen` has a bit for each tensor of a block, counted round."""
+    """Return an evaluator for a tiny model.
+
+    `frozen` is a mask of four bits: tensor i of each block is frozen if bit i modulo 4 is set.
+    """
     model = llama("tiny", 256, 512, layers, 256, 128, 1000, tied)
     if frozen:
         model = replace(model, blocks=tuple(freeze(block, frozen) for block in model.blocks))
     budget = Budget(hbm=TiB, dram=TiB, cxl=TiB, nvme=(PathBudget(path="/mnt/nvme", nbytes=TiB),))
-    asked = work(model, 128, batch, micro_batch=1, **more)
-    return PlanEvaluator(model, asked, machine(), budget, piece_elements=piece)
+    workload = work(model, 128, batch, micro_batch=1, **more)
+    return PlanEvaluator(model, workload, machine(), budget, piece_elements=piece)
 
 
 def freeze(block: Block, mask: int) -> Block:
+    """Freeze the tensors of a block whose bit in `mask` is set."""
     tensors = tuple(
         replace(t, trainable=not mask >> (i % 4) & 1) for i, t in enumerate(block.tensors)
     )
@@ -43,6 +47,7 @@ def freeze(block: Block, mask: int) -> Block:
 
 
 def all_on(evaluator: PlanEvaluator, location: Location) -> Candidate:
+    """Place every role of every block on one location."""
     return Candidate(
         tuple(
             BlockLocations(
@@ -55,6 +60,7 @@ def all_on(evaluator: PlanEvaluator, location: Location) -> Candidate:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Candidate]:
+    """Draw a model, a workload and a placement."""
     evaluator = evaluator_for(
         draw(st.integers(1, 6)),
         draw(st.booleans()),
@@ -64,7 +70,7 @@ def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Candidate]:
     )
     ahead = draw(st.integers(1, 3))
     candidate = Candidate(
-        tuple(draw(spots_of(block)) for block in evaluator.inventory.blocks),
+        tuple(draw(locations_of(block)) for block in evaluator.inventory.blocks),
         rounds=draw(st.integers(1, 3)),
         slots=ahead + draw(st.integers(1, 3)),
         ahead=ahead,
@@ -73,7 +79,8 @@ def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Candidate]:
 
 
 @st.composite
-def spots_of(draw: st.DrawFn, block: Block) -> BlockLocations:
+def locations_of(draw: st.DrawFn, block: Block) -> BlockLocations:
+    """Draw the locations of one block: entirely in HBM, or streamed from any mix of tiers."""
     resident = draw(st.booleans())
     trained = bool(block.parameters(True))
     host = st.sampled_from(HOST)
@@ -88,7 +95,11 @@ def spots_of(draw: st.DrawFn, block: Block) -> BlockLocations:
 
 
 class Walker:
-    """Carries a schedule out on paper, one operation at a time, and complains."""
+    """Execute a schedule symbolically, one operation at a time, and assert that it is correct.
+
+    The walker tracks which roles are in HBM and in staging, which pieces were swept and written,
+    and what was offloaded. It moves no bytes. There is one method per verb of the schedule.
+    """
 
     def __init__(
         self,
@@ -101,7 +112,7 @@ class Walker:
         self.facts = PlacementIndex.of(inventory, placement)
         self.placement, self.pending, self.adds = placement, pending, adds
         self.hbm: set[tuple[int, Role]] = set()
-        self.parts: dict[int, set[int]] = {}  # pieces of a block's weights that have come
+        self.parts: dict[int, set[int]] = {}  # pieces of a block's weights fetched so far
         self.staged: list[tuple[int, int | None, tuple[Role, ...]]] = []
         self.swept: set[tuple[int, int | None]] = set()
         self.written: set[tuple[int, int | None]] = set()
@@ -111,11 +122,11 @@ class Walker:
     def run(self, schedule: Schedule) -> None:
         for operation in schedule.operations:
             getattr(self, operation.verb.value)(operation)
-        assert not self.hbm, "nothing is left in HBM"
-        assert not self.staged, "nothing is left in staging"
+        assert not self.hbm, "HBM is empty at the end"
+        assert not self.staged, "staging is empty at the end"
 
     def sweeps_of(self, block: int) -> set[tuple[int, int | None]]:
-        """Everything that must be swept of a block, in the pieces it is swept in."""
+        """Return the sweeps that a block needs: one, or one per piece if it passes staging."""
         if not self.pending or self.placement.blocks[block].sweep == "none":
             return set()
         if not self.facts.staged_roles(block):
@@ -125,50 +136,56 @@ class Walker:
     def read(self, op: Operation) -> None:
         key = (op.block, op.piece)
         if op.roles == (Role.WEIGHT,) and key in self.swept:
-            assert key in self.written, "what is read again was written"
+            assert key in self.written, "weights are read again only after they were written"
         self.staged.append((op.block, op.piece, op.roles))
 
     def release(self, op: Operation) -> None:
         self.staged.remove((op.block, op.piece, op.roles))
 
     def write(self, op: Operation) -> None:
-        assert (op.block, op.piece) in self.swept, "only what is new is written"
-        assert Role.GRADIENT not in op.roles, "the sweep only read it"
-        assert any(op.block == b and op.piece == p for b, p, _ in self.staged), "from staging"
+        assert (op.block, op.piece) in self.swept, "only swept pieces are written"
+        assert Role.GRADIENT not in op.roles, "the sweep does not change gradients"
+        assert any(op.block == b and op.piece == p for b, p, _ in self.staged), (
+            "a write needs staged bytes"
+        )
         self.written.add((op.block, op.piece))
 
     def sweep(self, op: Operation) -> None:
         assert self.pending
         assert (op.block, op.piece) in self.sweeps_of(op.block)
-        assert (op.block, op.piece) not in self.swept, "swept once"
-        assert not any(b == op.block for _, b, _ in self.computed), "before it computes"
+        assert (op.block, op.piece) not in self.swept, "a piece is swept only once"
+        assert not any(b == op.block for _, b, _ in self.computed), (
+            "a block is swept before it computes"
+        )
         if needed := self.facts.staged_roles(op.block):
-            assert (op.block, op.piece, needed) in self.staged, "what it needs is in staging"
+            assert (op.block, op.piece, needed) in self.staged, "the sweep's inputs are in staging"
         self.swept.add((op.block, op.piece))
 
     def fetch(self, op: Operation) -> None:
         (role,) = op.roles
-        if op.piece is not None and not self._piece_came(op):
+        if op.piece is not None and not self._fetch_piece(op):
             return
         assert (op.block, role) not in self.hbm, "nothing is fetched twice"
         if role is Role.WEIGHT:
-            assert self.sweeps_of(op.block) <= self.swept, "only fresh weights"
+            assert self.sweeps_of(op.block) <= self.swept, (
+                "weights are fetched only after the sweep"
+            )
         if role is Role.INPUT or (role is Role.GRADIENT and not self.adds):
             before = op.round - 1 if role is Role.GRADIENT else op.round
-            assert (op.block, role, before) in self.out, "what went out comes back"
+            assert (op.block, role, before) in self.out, "only offloaded bytes are fetched"
         self.hbm.add((op.block, role))
 
-    def _piece_came(self, op: Operation) -> bool:
-        """Whether it was the last one."""
+    def _fetch_piece(self, op: Operation) -> bool:
+        """Record that a piece of the weights was fetched; return whether it was the last one."""
         assert op.piece is not None
-        held = [r for b, p, r in self.staged if (b, p) == (op.block, op.piece)]
-        assert any(Role.WEIGHT in roles for roles in held), "a piece comes from staging"
+        staged = [r for b, p, r in self.staged if (b, p) == (op.block, op.piece)]
+        assert any(Role.WEIGHT in roles for roles in staged), "a piece is fetched from staging"
         if op.piece < self.facts.pieces[op.block] and self.sweeps_of(op.block):
-            assert (op.block, op.piece) in self.swept, "only fresh pieces"
-        came = self.parts.setdefault(op.block, set())
-        assert op.piece not in came, "no piece comes twice"
-        came.add(op.piece)
-        return len(came) == self.facts.pieces[op.block] + self.facts.frozen_pieces[op.block]
+            assert (op.block, op.piece) in self.swept, "a piece is fetched only after its sweep"
+        fetched = self.parts.setdefault(op.block, set())
+        assert op.piece not in fetched, "no piece is fetched twice"
+        fetched.add(op.piece)
+        return len(fetched) == self.facts.pieces[op.block] + self.facts.frozen_pieces[op.block]
 
     def drop(self, op: Operation) -> None:
         self.hbm.discard((op.block, op.roles[0]))
@@ -185,13 +202,15 @@ class Walker:
             if self.facts.weight_in_hbm(owner):
                 assert self.sweeps_of(owner) <= self.swept, "a resident block is swept first"
             elif not (op.verb is Verb.BACKWARD and op.block == 0):
-                assert (owner, Role.WEIGHT) in self.hbm, "nothing computes that is not there"
+                assert (owner, Role.WEIGHT) in self.hbm, (
+                    "weights are in HBM before a block computes"
+                )
         if op.verb is Verb.BACKWARD and self.facts.offloads_input(op.block):
-            assert (op.block, Role.INPUT) in self.hbm, "its input is back"
+            assert (op.block, Role.INPUT) in self.hbm, "the activation is in HBM before backward"
         if op.phase == "backward" and (op.round or self.adds):
             for block in self.facts.adds_to(op.block):
                 if self.facts.gradient_leaves(block):
-                    assert (block, Role.GRADIENT) in self.hbm, "the sum so far is back"
+                    assert (block, Role.GRADIENT) in self.hbm, "the gradient sum so far is in HBM"
         self.computed.append((op.verb, op.block, op.round))
 
     forward = loss = backward = _compute
