@@ -27,7 +27,7 @@ from bench.certificate import percentiles, save
 from penstock import _native, empty
 from penstock.optim.rules import Coefficients
 from penstock.optim.sweep import LEAF, Pool, grad_stats
-from penstock.optim.sweep_rate import TRAFFIC, Bed
+from penstock.optim.sweep_rate import TRAFFIC, SweepBuffers
 
 Arm = Callable[[], float]
 REST = 0.05
@@ -70,7 +70,7 @@ def peak_growth(work: Callable[[], object]) -> int | None:
 # Arms. Each is a function that runs once and returns the seconds.
 
 
-def ceiling_arm(bed: Bed, pool: Pool) -> Arm:
+def ceiling_arm(bed: SweepBuffers, pool: Pool) -> Arm:
     """Return an arm with the reads and writes of the exact format, but without its arithmetic.
 
     It runs two passes, of which the second undoes the first.
@@ -165,7 +165,7 @@ def ratio(seconds: dict[str, list[float]], fast: str, slow: str) -> dict[str, fl
 
 def exact_phase(numel: int, pool: Pool, rounds: int) -> dict:
     """Measure everything that has fp32 moments."""
-    bed = Bed(numel, "fp32")
+    bed = SweepBuffers(numel, "fp32")
     master = placed(numel, torch.float32, 0.02).requires_grad_()
     grad = placed(numel, torch.float32, 1e-3)
     arms: dict[str, Arm] = {
@@ -191,7 +191,7 @@ def exact_phase(numel: int, pool: Pool, rounds: int) -> dict:
 
 
 def compressed_phase(numel: int, pool: Pool, rounds: int) -> dict:
-    beds = {m: Bed(numel, m) for m in ("bf16", "int8")}
+    beds = {m: SweepBuffers(numel, m) for m in ("bf16", "int8")}
     seconds = run_rounds({m: lambda b=b: b.step(pool) for m, b in beds.items()}, rounds)
     return {"arms": figures(seconds, numel, dict(TRAFFIC)), "ratios": {}}
 

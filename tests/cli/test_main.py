@@ -215,8 +215,8 @@ def test_a_device_is_written_through(measured: list[str], tmp_path: Path) -> Non
     [
         (["-o", "/proc/x"], "/proc/x cannot be written"),
         (["-o", "."], "cannot be written (Is a directory)"),
-        (["--plot", "p.xyz"], "p.xyz cannot be drawn: its name must end in .png"),
-        (["--plot", "pict"], "pict cannot be drawn"),
+        (["--plot", "p.xyz"], "p.xyz cannot be plotted: its name must end in one of"),
+        (["--plot", "pict"], "pict cannot be plotted"),
         (["--plot", "gone/p.png"], "gone/p.png cannot be written (No such file or directory)"),
     ],
 )
@@ -310,7 +310,7 @@ def test_the_version_is_the_projects() -> None:
 
 
 def test_a_probe_writes_the_machine_it_prints_and_a_picture(tmp_path: Path) -> None:
-    if storage.room(tmp_path) < 16 * MiB:
+    if storage.max_file_size(tmp_path) < 16 * MiB:
         pytest.skip(f"{tmp_path} has too little free space to measure with")
     out, plot = tmp_path / "machine.json", tmp_path / "machine.png"
     command = ["probe", "--quick", "-o", str(out), "--plot", str(plot), "--json"]

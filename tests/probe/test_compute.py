@@ -1,4 +1,4 @@
-"""How fast a GPU computes: the arithmetic of it needs no GPU. Nothing here is timed."""
+"""Compute rates of simulated GPUs; one test needs a GPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from penstock.machine.sysfs import System
 from penstock.probe import ProbeOptions, compute, copies, session
 from penstock.probe.measurement import Effort, Progress
 from penstock.units import GiB
-from tests.support.probing import NODE, TINY, FakeCalculator
+from tests.support.probing import NODE, TINY, FakeGpuBenchmark
 
 
-def test_a_gpu_gets_the_figures_that_plans_are_made_from():
-    measured = compute.probe_gpu(Gpu(index=2), FakeCalculator(), TINY, Progress(5))
+def test_a_gpu_gets_the_figures_that_the_planner_needs():
+    measured = compute.probe_gpu(Gpu(index=2), FakeGpuBenchmark(), TINY, Progress(5))
     assert measured.matmul_flops.median == pytest.approx(100e12)
     assert measured.block_flops.median == pytest.approx(60e12)
     assert measured.compiled_flops.median == pytest.approx(70e12)
@@ -24,17 +24,17 @@ def test_a_gpu_gets_the_figures_that_plans_are_made_from():
     assert measured.index == 2
 
 
-def test_a_quick_probe_compiles_nothing():
+def test_a_quick_probe_does_not_compile():
     measured = compute.probe_gpu(
-        Gpu(index=0), FakeCalculator(), TINY, progress := Progress(4), quick=True
+        Gpu(index=0), FakeGpuBenchmark(), TINY, progress := Progress(4), quick=True
     )
     assert measured.compiled_flops is None
     assert measured.attention_flops is not None
     assert progress.done == 4
 
 
-def test_a_figure_that_cannot_be_taken_is_left_out_with_a_note():
-    lacking = FakeCalculator(lacks="block_flops")
+def test_a_figure_that_cannot_be_measured_is_skipped_with_a_note():
+    lacking = FakeGpuBenchmark(lacks="block_flops")
     measured = compute.probe_gpu(Gpu(index=0), lacking, TINY, progress := Progress(5))
     assert measured.block_flops is None
     assert measured.memory_bandwidth is not None
@@ -42,39 +42,41 @@ def test_a_figure_that_cannot_be_taken_is_left_out_with_a_note():
     assert progress.done == 5
 
 
-def test_a_probe_measures_every_gpu_that_cuda_shows(monkeypatch):
+def test_a_probe_measures_every_gpu_that_cuda_lists(monkeypatch):
     monkeypatch.setattr(copies, "cuda_ordinals", lambda gpus: {1: 0})
-    monkeypatch.setattr(compute, "TorchCalculator", lambda ordinal: FakeCalculator())
+    monkeypatch.setattr(compute, "TorchGpuBenchmark", lambda ordinal: FakeGpuBenchmark())
     machine = Machine(nodes=(NODE,), gpus=(Gpu(index=0), Gpu(index=1)))
-    whole = session.Session(machine, ProbeOptions(quick=True, nodes=()), System())
-    monkeypatch.setattr(whole, "effort", lambda num_figures: TINY)
+    probe_session = session.Session(machine, ProbeOptions(quick=True, nodes=()), System())
+    monkeypatch.setattr(probe_session, "effort", lambda num_figures: TINY)
 
-    measured, notes = whole.run()
+    measured, notes = probe_session.run()
 
-    assert whole.num_figures == 8
+    assert probe_session.num_figures == 8
     assert measured.gpus[0] == Gpu(index=0)
     assert measured.gpus[1].matmul_flops.median == pytest.approx(100e12)
-    assert notes == ("GPU 0: not measured: CUDA does not show it to this process",)
+    assert notes == (
+        "GPU 0: not measured: CUDA does not list it in this process; check CUDA_VISIBLE_DEVICES",
+    )
 
 
-def test_the_layer_that_is_timed_does_the_operations_that_are_counted():
+def test_the_measured_layer_performs_the_counted_operations():
     layer = compute.Layer(hidden=64, inside=160, heads=4, key_value_heads=2, context=32)
     weights = {name: torch.randn(shape, requires_grad=True) for name, shape in layer.widths.items()}
-    given = torch.randn(2, 32, 64, requires_grad=True)
+    hidden_in = torch.randn(2, 32, 64, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        out = compute.forward(layer, weights, given)
-        torch.autograd.grad(out.sum(), [given, *weights.values()])
-    assert out.shape == given.shape
+        out = compute.forward(layer, weights, hidden_in)
+        torch.autograd.grad(out.sum(), [hidden_in, *weights.values()])
+    assert out.shape == hidden_in.shape
 
-    # The counter does not see into the CPU's attention kernel: the causal half of two products,
-    # and five for two of them in backward.
+    # The counter misses the CPU's attention kernel: the causal half of two matrix products in
+    # forward, and of five in backward.
     attention = 2 * 32 * (1 + 2.5) * 4 * 64 * (32 // 2)
     assert counter.get_total_flops() == layer.operations(2) - attention
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_layer_and_attention_run_as_they_are_timed(compiled, monkeypatch):
-    """On the CPU, without a compiler."""
+def test_the_measured_workloads_run(compiled, monkeypatch):
+    """Run them on the CPU, without a compiler."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     layer = compute.Layer(hidden=64, inside=160, heads=4, key_value_heads=2, context=32)
     cpu = torch.device("cpu")
@@ -94,9 +96,9 @@ def test_a_real_gpu_computes_at_a_plausible_rate():
     index, ordinal = next(iter(copies.cuda_ordinals(gpus).items()))
     card = next(g for g in gpus if g.index == index)
     effort = Effort(slice_seconds=0.3, host_bytes=GiB)
-    calculator = compute.TorchCalculator(ordinal)
-    measured = compute.probe_gpu(card, calculator, effort, progress := Progress(5))
+    benchmark = compute.TorchGpuBenchmark(ordinal)
+    measured = compute.probe_gpu(card, benchmark, effort, progress := Progress(5))
     assert progress.notes == []
-    for what in ("matmul", "block", "compiled", "attention"):  # no card is as slow, or as fast
+    for what in ("matmul", "block", "compiled", "attention"):  # no GPU is slower or faster
         assert 1e12 < getattr(measured, f"{what}_flops").median < 1e16, what
     assert 1e11 < measured.memory_bandwidth.median < 1e14

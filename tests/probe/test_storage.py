@@ -1,4 +1,4 @@
-"""The probe of storage: what it measures is known, and it leaves nothing behind."""
+"""Storage rates of simulated and real disks. The probe leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.probe import storage
 from penstock.probe.measurement import Progress
 from penstock.probe.storage import ALIGNMENT, ScratchFile
 from penstock.units import GiB, KiB, MiB
-from tests.support.probing import TINY, make_tiny, no_thread_stays
+from tests.support.probing import TINY, make_tiny, no_thread_is_left
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def tiny(monkeypatch):
 
 
 class FakeDisk:
-    """One request at a time, at a set rate, by its own clock."""
+    """Serves one request at a time at a fixed rate, with its own clock."""
 
     def __init__(self, rate: float) -> None:
         self.rate, self.now, self.written = rate, 0.0, set()
@@ -38,7 +38,7 @@ class FakeDisk:
         def move(operation, offsets):
             for offset in offsets:
                 span = set(range(offset, offset + block, 64 * KiB))
-                assert operation == "write" or span <= self.written, "reads what was never written"
+                assert operation == "write" or span <= self.written, "read an unwritten block"
                 self.written |= span
                 self.now += block / self.rate
 
@@ -47,7 +47,7 @@ class FakeDisk:
     def finish_writes(self):
         pass
 
-    def forget(self):
+    def drop_page_cache(self):
         pass
 
 
@@ -55,33 +55,33 @@ class FakeDisk:
 @pytest.mark.parametrize("operation", ["read", "write", "both"])
 def test_a_disk_of_known_rate_is_reported_at_that_rate(operation, depth):
     disk, request = FakeDisk(2.5e9), storage.Request(operation, 64 * KiB, depth)
-    bench = storage.Bench(disk, [request], disk.clock)
-    bench.fill(64 * MiB, 1.0)
+    benchmark = storage.StorageBenchmark(disk, [request], disk.clock)
+    benchmark.fill(64 * MiB, 1.0)
 
-    assert bench.rate(request, TINY).median == pytest.approx(2.5e9)
+    assert benchmark.rate(request, TINY).median == pytest.approx(2.5e9)
 
 
 def test_a_slow_disk_gets_a_small_file():
     disk, request = FakeDisk(10e6), storage.Request("read", MiB, 32)
-    bench = storage.Bench(disk, [request], disk.clock)
-    bench.fill(GiB, 1.0)
+    benchmark = storage.StorageBenchmark(disk, [request], disk.clock)
+    benchmark.fill(GiB, 1.0)
 
-    assert bench.nbytes == 16 * MiB
-    with pytest.raises(ProbeError, match=r"needs 32.0 MiB at once, and the file has 16.0 MiB"):
-        bench.rate(request, TINY)
+    assert benchmark.nbytes == 16 * MiB
+    with pytest.raises(ProbeError, match=r"needs a file of 32.0 MiB, .* allowed for 16.0 MiB"):
+        benchmark.rate(request, TINY)
 
 
-def test_a_disk_that_is_late_before_the_first_block_gets_one_all_the_same():
+def test_at_least_one_block_is_written_however_slow_the_disk():
     disk, request = FakeDisk(10e6), storage.Request("read", MiB, 1)
-    bench = storage.Bench(disk, [request], disk.clock)
-    bench.fill(GiB, 0.0)
+    benchmark = storage.StorageBenchmark(disk, [request], disk.clock)
+    benchmark.fill(GiB, 0.0)
 
-    assert bench.rate(request, TINY).median == pytest.approx(10e6)
+    assert benchmark.rate(request, TINY).median == pytest.approx(10e6)
 
 
-def test_the_file_takes_a_twentieth_of_the_free_space_at_most(tmp_path, monkeypatch):
+def test_the_file_uses_at_most_five_percent_of_the_free_space(tmp_path, monkeypatch):
     stats = os.statvfs(tmp_path)
-    assert storage.room(tmp_path) <= min(GiB, stats.f_bavail * stats.f_frsize / 20)
+    assert storage.max_file_size(tmp_path) <= min(GiB, stats.f_bavail * stats.f_frsize / 20)
     monkeypatch.setattr(storage, "MAX_SHARE", 0.0)
     progress = Progress(0)
     result = probe_storage(tmp_path, progress)
@@ -92,38 +92,38 @@ def test_the_file_takes_a_twentieth_of_the_free_space_at_most(tmp_path, monkeypa
 def probe_storage(directory: Path, progress: Progress):
     from penstock.machine.machine import StoragePath
 
-    path, wanted = StoragePath(path=str(directory)), storage.requests(quick=True)
-    return progress.attempt("it", lambda: storage.probe_path(path, wanted, TINY, progress))
+    path, requested = StoragePath(path=str(directory)), storage.requests(quick=True)
+    return progress.attempt("it", lambda: storage.probe_path(path, requested, TINY, progress))
 
 
-@pytest.mark.parametrize("where", ["tmp_path", "/dev/shm"])
-def test_storage_is_measured_and_nothing_stays(where, tmp_path, tiny):
-    directory = tmp_path if where == "tmp_path" else Path(where)
+@pytest.mark.parametrize("location", ["tmp_path", "/dev/shm"])
+def test_storage_is_measured_and_nothing_is_left_behind(location, tmp_path, tiny):
+    directory = tmp_path if location == "tmp_path" else Path(location)
     if not os.access(directory, os.W_OK):
-        pytest.skip(f"{directory} is not there")
+        pytest.skip(f"{directory} does not exist")
     before = set(directory.iterdir())
     progress = Progress(6)
-    with no_thread_stays():
+    with no_thread_is_left():
         path = probe_storage(directory, progress)
     assert [(r.operation, r.depth) for r in path.rates] == [
         ("write", 1), ("write", 3), ("read", 1), ("read", 3), ("both", 1),
         ("both", 3),
     ]  # fmt: skip
-    assert path.direct or any("no direct I/O" in note for note in progress.notes)
+    assert path.direct or any("does not support direct I/O" in note for note in progress.notes)
     assert set(directory.iterdir()) == before
 
 
-def test_a_file_is_no_place_to_measure(tmp_path, tiny):
+def test_a_path_that_is_not_a_directory_is_not_written_to(tmp_path, tiny):
     (tmp_path / "disk.img").write_bytes(b"precious")
     progress = Progress(0)
     assert probe_storage(tmp_path / "disk.img", progress) is None
     assert progress.notes == [
-        "it: not measured: it is not a directory, and the probe writes to nothing else"
+        "it: not measured: it is not a directory; the probe only writes to directories"
     ]
     assert (tmp_path / "disk.img").read_bytes() == b"precious"
 
 
-def test_a_file_system_without_direct_io_is_measured_too(tmp_path, tiny, monkeypatch):
+def test_a_file_system_without_direct_io_is_measured_with_a_note(tmp_path, tiny, monkeypatch):
     real = os.open
 
     def no_direct(path, flags, *rest):
@@ -136,10 +136,10 @@ def test_a_file_system_without_direct_io_is_measured_too(tmp_path, tiny, monkeyp
     path = probe_storage(tmp_path, progress)
     assert path.direct is False
     assert len(path.rates) == 6
-    assert "no direct I/O on this file system" in progress.notes[0]
+    assert "this file system does not support direct I/O" in progress.notes[0]
 
 
-def test_without_nameless_files_the_name_is_gone_at_once(tmp_path, monkeypatch):
+def test_without_o_tmpfile_the_name_is_removed_immediately(tmp_path, monkeypatch):
     real, opened = os.open, []
 
     def no_tmpfile(path, flags, *rest):
@@ -152,7 +152,7 @@ def test_without_nameless_files_the_name_is_gone_at_once(tmp_path, monkeypatch):
     with ScratchFile(tmp_path) as file:
         assert opened
         assert list(tmp_path.iterdir()) == []
-        noise = storage._noise(3 * ALIGNMENT)
+        noise = storage._random_buffer(3 * ALIGNMENT)
         with file.mover(noise, block=ALIGNMENT, depth=3) as move:
             move("write", [0, 4096, 8192])
         back = memoryview(mmap.mmap(-1, 3 * ALIGNMENT))
@@ -163,4 +163,4 @@ def test_without_nameless_files_the_name_is_gone_at_once(tmp_path, monkeypatch):
             ]
             with pytest.raises(ProbeError, match="the file ends at 12288"):
                 move("read", [0, 12288])
-            move("read", [0])  # and it goes on
+            move("read", [0])  # the mover still works after an error

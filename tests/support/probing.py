@@ -1,4 +1,4 @@
-"""What the probe's tests share: efforts that take a moment, and links of known speed."""
+"""Helpers for tests of the probe: short efforts, and links and GPUs of known speed."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ NODE = MemoryNode(id=0, kind="dram", capacity=GiB)
 
 
 def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes that take a moment and next to no memory or space."""
+    """Make probes use very little time, memory and disk space."""
     monkeypatch.setattr(session, "choose_effort", lambda num_figures, quick: TINY)
-    monkeypatch.setattr(sweep, "QUICK_SLICES", 10**6)  # a busy machine must not cost a figure
+    monkeypatch.setattr(sweep, "QUICK_SLICES", 10**6)  # a busy machine must not skip a figure
     monkeypatch.setattr(storage, "MAX_FILE_BYTES", 4 * MiB)
     monkeypatch.setattr(storage, "FILL_BLOCK", MiB)
-    few = tuple(
+    few_requests = tuple(
         storage.Request(op, 64 * KiB, depth) for op in ("write", "read", "both") for depth in (1, 3)
     )
-    monkeypatch.setattr(storage, "requests", lambda quick: few)
+    monkeypatch.setattr(storage, "requests", lambda quick: few_requests)
 
 
 @contextlib.contextmanager
-def no_thread_stays() -> Iterator[None]:
-    """The kernel's count of this process's threads, the native ones among them, does not grow."""
+def no_thread_is_left() -> Iterator[None]:
+    """Assert that the number of threads of this process, including native ones, does not grow."""
     before = len(os.listdir("/proc/self/task"))
     yield
-    end = time.monotonic() + 10  # a thread is gone from there a little after it ended
+    end = time.monotonic() + 10  # a thread disappears from the list shortly after it ends
     while len(os.listdir("/proc/self/task")) > before:
-        assert time.monotonic() < end, "a thread stays"
+        assert time.monotonic() < end, "a thread is still running"
         time.sleep(0.01)
 
 
 @dataclass
 class FakeCopier:
-    """Every GPU has its own link of 50 GB/s each way; a node's memory gives 120 GB/s in all."""
+    """Each GPU has a link with 50 GB/s in each direction; the node's memory allows 120 GB/s."""
 
-    room: int = 64 * MiB
+    max_nbytes: int = 64 * MiB
 
     def seconds(self, copy, count):
         ways = len(copy.gpus) * (2 if copy.direction == "both" else 1)
@@ -54,9 +54,8 @@ class FakeCopier:
 
 
 @dataclass
-class FakeCalculator:
-    """100 TFLOP/s in products, 60 in a layer, 70 in a compiled one, 50 in attention, 1 TB/s of
-    memory; `lacks` is refused."""
+class FakeGpuBenchmark:
+    """A GPU with fixed rates for each figure. The figure `lacks` raises an out-of-memory error."""
 
     lacks: str = ""
 

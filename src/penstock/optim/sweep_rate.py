@@ -23,7 +23,7 @@ TRAFFIC: dict[Moments, float] = {"fp32": 26.0, "bf16": 18.0, "int8": 14.0 + 8 / 
 _FILL = 1 << 20
 
 
-class Bed:
+class SweepBuffers:
     """One bf16 tensor with gradient, remainder and moments on `place`, in plausible numbers."""
 
     def __init__(self, numel: int, moments: Moments, place: Place | None = None) -> None:

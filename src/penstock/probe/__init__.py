@@ -1,6 +1,6 @@
-"""How fast the machine is, measured. Room: measure.
+"""Measure how fast the machine is: `penstock probe`.
 
-docs/probe.md says what each figure means and what it does not.
+docs/probe.md explains what each figure means and what it does not mean.
 """
 
 from penstock.probe.measurement import OnProgress

@@ -1,8 +1,8 @@
-"""How fast a GPU computes, and its own memory. Room: measure. torch is imported where it is used.
+"""Measure the compute rates and memory bandwidth of GPUs. torch is imported only when needed.
 
-What a plan needs: large matrix products, a whole transformer layer forward and backward, as it is
-and compiled, attention alone, and a copy within the GPU's memory. Operations are counted as the
-cost model counts them.
+The figures are what the planner needs: large matrix multiplications, a complete transformer layer
+(forward and backward, eager and compiled), attention alone, and copies within GPU memory.
+Operations are counted as in the cost model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from penstock.errors import ProbeError
 from penstock.machine.machine import Figure, Gpu
 from penstock.model import autograd_warmup
-from penstock.probe.measurement import Effort, Progress, take_rate
+from penstock.probe.measurement import Effort, Progress, measure_rate
 from penstock.units import GiB, format_bytes
 
 if TYPE_CHECKING:
@@ -29,18 +29,18 @@ FIGURES = (
     "attention_flops",
     "memory_bandwidth",
 )
-"""Fields of a Gpu, in the order they are taken."""
+"""Fields of a `Gpu`, in the order they are measured."""
 
 SLOW_FIGURES = ("compiled_flops",)
-"""Those that a quick probe leaves out: compiling alone takes longer than it has."""
+"""Figures that a quick probe skips: compiling alone would exceed its time."""
 
 MAX_RUNS = 4096
-"""Pieces of work in one run."""
+"""Maximum number of repetitions in one run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """A Llama-like layer that is timed: that of an 8B model."""
+    """Shape of the measured transformer layer: Llama-like, of an 8B model."""
 
     hidden: int = 4096
     inside: int = 14336
@@ -54,7 +54,7 @@ class Layer:
 
     @property
     def widths(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns of its matrices."""
+        """Rows and columns of the weight matrices."""
         narrow = self.key_value_heads * self.head_size
         return {
             "query": (self.hidden, self.hidden),
@@ -67,57 +67,60 @@ class Layer:
         }
 
     def operations(self, sequences: int) -> int:
-        """Forward and backward: two per weight and token, three times; the causal half of
-        attention, forward and two and a half times that again."""
+        """Return the operations of forward and backward.
+
+        Each weight takes two per token in forward and four in backward. The causal half of
+        attention takes 2.5 times as many in backward as in forward.
+        """
         weights = sum(rows * columns for rows, columns in self.widths.values())
         attention = 4 * self.hidden * (self.context // 2)
         return int(sequences * self.context * (3 * 2 * weights + 3.5 * attention))
 
     def attention_operations(self, context: int) -> int:
-        """The quadratic part alone, of one sequence."""
+        """Return the operations of the quadratic part of attention for one sequence."""
         return int(context * 3.5 * 4 * self.hidden * (context // 2))
 
 
 def figures(*, quick: bool) -> tuple[str, ...]:
-    """What is taken of each GPU."""
+    """Return the figures to measure for each GPU."""
     return tuple(what for what in FIGURES if not (quick and what in SLOW_FIGURES))
 
 
-class Calculator(Protocol):
-    """Work of each kind, ready to be done."""
+class GpuBenchmark(Protocol):
+    """Runs the workload of each figure. Tests replace it with a simulated GPU."""
 
     def work(self, what: str) -> int:
-        """Operations, or bytes, of doing it once."""
+        """Return the operations, or bytes, of one repetition."""
 
     def seconds(self, what: str, count: int) -> float:
-        """For doing it so many times."""
+        """Repeat the workload and return the seconds it took."""
 
 
 def probe_gpu(
-    gpu: Gpu, calculator: Calculator, effort: Effort, progress: Progress, *, quick: bool = False
+    gpu: Gpu, benchmark: GpuBenchmark, effort: Effort, progress: Progress, *, quick: bool = False
 ) -> Gpu:
-    """The GPU with those figures that could be taken."""
-    found: dict[str, Figure] = {}
+    """Return the GPU with the figures that could be measured."""
+    measured: dict[str, Figure] = {}
     for what in figures(quick=quick):
-        words = f"GPU {gpu.index}: {what.replace('_', ' ')}"
-        figure = progress.take(words, partial(_rate, calculator, what, effort))
+        label = f"GPU {gpu.index}: {what.replace('_', ' ')}"
+        figure = progress.measure(label, partial(_rate, benchmark, what, effort))
         if figure is not None:
-            found[what] = figure
-    return replace(gpu, **found)  # type: ignore[arg-type]
+            measured[what] = figure
+    return replace(gpu, **measured)  # type: ignore[arg-type]
 
 
-def _rate(calculator: Calculator, what: str, effort: Effort) -> Figure:
-    unit = calculator.work(what)
-    return take_rate(
-        lambda work: calculator.seconds(what, work // unit),
+def _rate(benchmark: GpuBenchmark, what: str, effort: Effort) -> Figure:
+    unit = benchmark.work(what)
+    return measure_rate(
+        lambda work: benchmark.seconds(what, work // unit),
         effort,
         unit=unit,
         most=unit * MAX_RUNS,
     )
 
 
-class TorchCalculator:
-    """Matrices and a layer in 16 bit on one GPU, as large as its free memory lets them be."""
+class TorchGpuBenchmark:
+    """Runs bf16 workloads on one GPU, sized by its free memory."""
 
     LAYER = Layer()
 
@@ -127,12 +130,12 @@ class TorchCalculator:
         self._device = torch.device("cuda", ordinal)
         free = torch.cuda.mem_get_info(ordinal)[0]
         if free < 3 * GiB:
-            raise ProbeError(f"{format_bytes(free)} of its memory is free; 3 GiB would do")
+            raise ProbeError(f"{format_bytes(free)} of its memory is free; it needs 3 GiB")
         self._side = 8192
         self._sequences = 4 if free > 12 * GiB else 1
         self._long = 32768 if free > 12 * GiB else 8192
         self._nbytes = int(min(GiB, free // 8))
-        self._made: dict[str, Callable[[], None]] = {}
+        self._workloads: dict[str, Callable[[], None]] = {}
         autograd_warmup.warm_up_autograd(self._device)
 
     def work(self, what: str) -> int:
@@ -144,15 +147,15 @@ class TorchCalculator:
             case "attention_flops":
                 return self.LAYER.attention_operations(self._long)
             case _:
-                return 2 * self._nbytes  # each is read and written
+                return 2 * self._nbytes  # each byte is read and written
 
     def seconds(self, what: str, count: int) -> float:
         import torch
 
-        if what not in self._made:
-            self._made.clear()  # the buffers of one kind at a time
-            self._made[what] = self._make(what)
-        once = self._made[what]
+        if what not in self._workloads:
+            self._workloads.clear()  # free the buffers of the last kind first
+            self._workloads[what] = self._create_workload(what)
+        once = self._workloads[what]
         torch.cuda.synchronize(self._device)
         start = time.perf_counter()
         for _ in range(count):
@@ -160,7 +163,7 @@ class TorchCalculator:
         torch.cuda.synchronize(self._device)
         return time.perf_counter() - start
 
-    def _make(self, what: str) -> Callable[[], None]:
+    def _create_workload(self, what: str) -> Callable[[], None]:
         import torch
 
         if what == "memory_bandwidth":
@@ -179,7 +182,7 @@ class TorchCalculator:
 
 
 def _attention(layer: Layer, context: int, device: torch.device) -> Callable[[], None]:
-    """Forward and backward of attention in one long sequence, ready to be called."""
+    """Return a function that runs attention forward and backward on one long sequence."""
     import torch
     from torch.nn import functional
 
@@ -198,7 +201,7 @@ def _attention(layer: Layer, context: int, device: torch.device) -> Callable[[],
 def _layer(
     layer: Layer, sequences: int, device: torch.device, *, compiled: bool
 ) -> Callable[[], None]:
-    """Forward and backward of one layer, ready to be called."""
+    """Return a function that runs one layer forward and backward."""
     import torch
 
     weights = {
@@ -206,26 +209,28 @@ def _layer(
         for name, shape in layer.widths.items()
     }
     shape = (sequences, layer.context, layer.hidden)
-    given = torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_()
+    hidden_in = torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_()
 
     run = torch.compile(forward, dynamic=False) if compiled else forward
 
     def once() -> None:
-        out = run(layer, weights, given)
-        torch.autograd.grad(out, [given, *weights.values()], torch.ones_like(out))
+        out = run(layer, weights, hidden_in)
+        torch.autograd.grad(out, [hidden_in, *weights.values()], torch.ones_like(out))
 
     return once
 
 
-def forward(layer: Layer, weights: Mapping[str, torch.Tensor], given: torch.Tensor) -> torch.Tensor:
-    """Norm, attention, norm, MLP, as the models do it."""
+def forward(
+    layer: Layer, weights: Mapping[str, torch.Tensor], hidden_in: torch.Tensor
+) -> torch.Tensor:
+    """Compute a transformer layer: norm, attention, norm, MLP."""
     from torch.nn import functional
 
     def heads(name: str, count: int) -> torch.Tensor:
         flat = functional.linear(normed, weights[name])
         return flat.view(*flat.shape[:2], count, layer.head_size).transpose(1, 2)
 
-    normed = functional.rms_norm(given, (layer.hidden,))
+    normed = functional.rms_norm(hidden_in, (layer.hidden,))
     query, key, value = (
         heads("query", layer.heads),
         *(heads(name, layer.key_value_heads) for name in ("key", "value")),
@@ -237,7 +242,9 @@ def forward(layer: Layer, weights: Mapping[str, torch.Tensor], given: torch.Tens
         value.repeat_interleave(groups, dim=1),
         is_causal=True,
     )
-    hidden = given + functional.linear(seen.transpose(1, 2).reshape(given.shape), weights["out"])
+    hidden = hidden_in + functional.linear(
+        seen.transpose(1, 2).reshape(hidden_in.shape), weights["out"]
+    )
     normed = functional.rms_norm(hidden, (layer.hidden,))
     gate = functional.silu(functional.linear(normed, weights["gate"]))
     inside = gate * functional.linear(normed, weights["up"])
@@ -245,4 +252,4 @@ def forward(layer: Layer, weights: Mapping[str, torch.Tensor], given: torch.Tens
 
 
 def _ignore(_: object) -> None:
-    """Work is timed, not used."""
+    """Discard a result: the workload is timed, and its output is not used."""

@@ -1,4 +1,4 @@
-"""Copies between memory nodes and GPUs. Room: measure. torch is imported where it is used."""
+"""Measure copies between memory nodes and GPUs. torch is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.errors import ProbeError
 from penstock.machine.machine import Direction, Figure, Gpu, Transfer
 from penstock.memory.arena import Arena
 from penstock.memory.placement import Node
-from penstock.probe.measurement import Effort, Progress, take_rate
+from penstock.probe.measurement import Effort, Progress, measure_rate
 from penstock.units import GiB, MiB, format_bytes
 
 if TYPE_CHECKING:
@@ -22,24 +22,26 @@ if TYPE_CHECKING:
 DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h", "both")
 
 MAX_COPIES = 4096
-"""In one run. They follow each other without a pause, so that the link is timed, not the calls."""
+"""Maximum number of copies in one run.
+
+They are issued back to back, so that a run measures the link and not the calls."""
 
 MAX_STREAMS = 4
 MAX_SLOTS = 64
 
 
 class Copier(Protocol):
-    """Buffers on both sides of a link."""
+    """Copies between buffers on both sides of a link. Tests replace it with a simulated link."""
 
-    room: int
-    """The longest copy, per GPU and direction."""
+    max_nbytes: int
+    """Maximum size of a copy, for each GPU and direction."""
 
     def seconds(self, copy: Copy, count: int) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """One figure to take."""
+    """A figure to measure."""
 
     direction: Direction
     gpus: tuple[int, ...]
@@ -48,7 +50,7 @@ class Copy:
 
     @property
     def all_bytes(self) -> int:
-        """Of one copy on every GPU, in each direction."""
+        """Bytes of one copy on every GPU, in each direction."""
         return self.nbytes * len(self.gpus) * (2 if self.direction == "both" else 1)
 
     def __str__(self) -> str:
@@ -62,7 +64,7 @@ def sizes(*, quick: bool) -> tuple[int, ...]:
 
 
 def copies(gpus: tuple[int, ...], lengths: Sequence[int], streams: Sequence[int]) -> list[Copy]:
-    """What is asked of a node and a set of GPUs."""
+    """Return the figures to measure for a node and a set of GPUs."""
     return [
         Copy(direction=direction, gpus=gpus, nbytes=nbytes, streams=count)
         for direction in DIRECTIONS
@@ -72,7 +74,10 @@ def copies(gpus: tuple[int, ...], lengths: Sequence[int], streams: Sequence[int]
 
 
 def plan(gpus: Sequence[int], host_bytes: int, *, quick: bool) -> list[list[Copy]]:
-    """Each GPU alone, then all at once with the longest copies that the host's share allows."""
+    """Return the figures in groups: each GPU alone, then all concurrently.
+
+    The last group uses the largest copies that fit in `host_bytes`.
+    """
     streams = (1, 2) if quick else (1, MAX_STREAMS)
     lengths = sizes(quick=quick)
     groups = [copies((gpu,), lengths, streams) for gpu in gpus]
@@ -83,12 +88,12 @@ def plan(gpus: Sequence[int], host_bytes: int, *, quick: bool) -> list[list[Copy
 
 
 def probe_group(
-    node: int, wanted: Sequence[Copy], copier: Copier, effort: Effort, progress: Progress
+    node: int, group: Sequence[Copy], copier: Copier, effort: Effort, progress: Progress
 ) -> Iterator[Transfer]:
-    """Those of the wanted copies that could be measured."""
-    for copy in wanted:
+    """Measure a group of copies, and yield those that could be measured."""
+    for copy in group:
         what = f"node {node} and {copy}"
-        figure = progress.take(what, partial(_rate, copier, copy, effort))
+        figure = progress.measure(what, partial(_rate, copier, copy, effort))
         if figure is not None:
             yield Transfer(
                 direction=copy.direction,
@@ -101,10 +106,10 @@ def probe_group(
 
 
 def _rate(copier: Copier, copy: Copy, effort: Effort) -> Figure:
-    if copy.nbytes > copier.room:
-        raise ProbeError(f"there is room for {format_bytes(copier.room)} at a time")
+    if copy.nbytes > copier.max_nbytes:
+        raise ProbeError(f"the buffers only hold {format_bytes(copier.max_nbytes)}")
     unit = copy.all_bytes
-    return take_rate(
+    return measure_rate(
         lambda nbytes: copier.seconds(copy, nbytes // unit),
         effort,
         unit=unit,
@@ -113,13 +118,13 @@ def _rate(copier: Copier, copy: Copy, effort: Effort) -> Figure:
 
 
 def cuda_ordinals(gpus: Sequence[Gpu]) -> dict[int, int]:
-    """CUDA's number for each GPU that this process sees, by index."""
+    """Map the index of each GPU that this process can use to its CUDA ordinal."""
     if _native.cuda_devices() == 0:
         raise ProbeError(_native.cuda_why_none())
     import torch
 
     if not torch.cuda.is_available():
-        raise ProbeError("torch sees no CUDA device; is this a CPU build of torch?")
+        raise ProbeError("torch finds no CUDA device; check that it is not a CPU build")
     by_uuid = {}
     for ordinal in range(torch.cuda.device_count()):
         uuid = str(torch.cuda.get_device_properties(ordinal).uuid)
@@ -129,35 +134,39 @@ def cuda_ordinals(gpus: Sequence[Gpu]) -> dict[int, int]:
 
 
 class TorchCopier:
-    """Registered memory of one node, and as much on each GPU."""
+    """Copies between pinned memory of one node and the same amount on each GPU."""
 
     def __init__(self, node: int, ordinals: Mapping[int, int], host_bytes: int) -> None:
         import torch
 
         free = min(torch.cuda.mem_get_info(ordinal)[0] for ordinal in ordinals.values())
         share = min(host_bytes // (2 * len(ordinals)), free // 8, GiB)
-        self.room = share // MiB * MiB
-        if self.room < MiB:
-            raise ProbeError(f"a quarter of what is free is {format_bytes(share)} per copy")
-        self._arena = Arena(2 * self.room * len(ordinals), Node(node), pinned=True)
-        self._lanes = {
-            index: _Lane(self._arena, self.room, ordinal) for index, ordinal in ordinals.items()
+        self.max_nbytes = share // MiB * MiB
+        if self.max_nbytes < MiB:
+            raise ProbeError(
+                f"a copy needs {format_bytes(MiB)}, and its share of the free memory is "
+                f"{format_bytes(share)}; free some host or GPU memory and probe again"
+            )
+        self._arena = Arena(2 * self.max_nbytes * len(ordinals), Node(node), pinned=True)
+        self._gpu_buffers = {
+            index: _GpuBuffers(self._arena, self.max_nbytes, ordinal)
+            for index, ordinal in ordinals.items()
         }
 
     def seconds(self, copy: Copy, count: int) -> float:
-        """For `count` copies on each GPU and in each direction, issued without waiting."""
+        """Issue `count` copies per GPU and direction without waiting, and return the seconds."""
         import torch
 
-        lanes = [self._lanes[gpu] for gpu in copy.gpus]
+        all_buffers = [self._gpu_buffers[gpu] for gpu in copy.gpus]
         directions = ("h2d", "d2h") if copy.direction == "both" else (copy.direction,)
         rounds = [
-            lane.round(direction, copy.nbytes, copy.streams)
-            for lane in lanes
+            buffers.round(direction, copy.nbytes, copy.streams)
+            for buffers in all_buffers
             for direction in directions
         ]
         before = torch.cuda.current_stream()
-        for lane in lanes:
-            torch.cuda.synchronize(lane.ordinal)
+        for buffers in all_buffers:
+            torch.cuda.synchronize(buffers.ordinal)
         start = time.perf_counter()
         try:
             for k in range(count):
@@ -165,8 +174,8 @@ class TorchCopier:
                     stream, target, source = steps[k % len(steps)]
                     torch.cuda.set_stream(stream)
                     target.copy_(source, non_blocking=True)
-            for lane in lanes:
-                torch.cuda.synchronize(lane.ordinal)
+            for buffers in all_buffers:
+                torch.cuda.synchronize(buffers.ordinal)
             return time.perf_counter() - start
         finally:
             torch.cuda.set_stream(before)
@@ -175,8 +184,8 @@ class TorchCopier:
 _Step = tuple["torch.cuda.Stream", "torch.Tensor", "torch.Tensor"]
 
 
-class _Lane:
-    """The buffers of one GPU: one pair for each direction, so that both can run at once."""
+class _GpuBuffers:
+    """The buffers of one GPU: a pair for each direction, so that both can run concurrently."""
 
     def __init__(self, arena: Arena, nbytes: int, ordinal: int) -> None:
         import torch
@@ -188,7 +197,10 @@ class _Lane:
         self._streams = {d: _streams(device) for d in self._host}
 
     def round(self, direction: str, nbytes: int, streams: int) -> list[_Step]:
-        """Streams and slots in turn: one copy should not find the last one's lines in a cache."""
+        """Return (stream, target, source) steps that rotate over streams and slots.
+
+        Rotating slots keeps a copy from finding the lines of the last one in a cache.
+        """
         slots = max(1, min(MAX_SLOTS, len(self._host[direction]) // nbytes))
         turns = slots * streams if slots % streams else max(slots, streams)
         steps = []

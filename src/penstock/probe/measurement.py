@@ -1,4 +1,7 @@
-"""From timed runs to a figure. Room: measure. Knows no hardware: what it times is an argument."""
+"""Turn timed runs into figures, and count the figures of a probe.
+
+This module knows no hardware: what it times is an argument.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +13,52 @@ from typing import TypeVar
 from penstock.errors import PenstockError
 from penstock.machine.machine import Figure
 
+T = TypeVar("T")
+
+OnProgress = Callable[[int, int, str], None]
+"""Called with the number of figures done, the total, and what is being measured now."""
+
 Run = Callable[[int], float]
-"""Does so much work once (bytes moved, hops made) and says how many seconds it took."""
+"""Performs an amount of work (bytes to move, hops to make) and returns the seconds it took."""
 
 _TICK = 1e-9
-"""No run counts as shorter, so that a rate is always finite."""
+"""Shortest duration that is recorded, so that a rate is always finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much time and memory a probe may take."""
+    """Time and memory that a probe may use."""
 
     slice_seconds: float
-    """For one figure. Where even the smallest runs are too slow for it, it takes longer."""
+    """Time for one figure. It takes longer if even the smallest runs are too slow."""
 
     host_bytes: int
-    """The most memory held at once; never more than a quarter of what is available either."""
+    """Maximum memory in use at a time. A quarter of the available memory is a second limit."""
 
-    samples_least: int = 3
-    samples_most: int = 15
+    min_samples: int = 3
+    """Minimum number of samples of a figure."""
+
+    max_samples: int = 15
+    """Maximum number of samples of a figure."""
 
     @property
-    def runs_least(self) -> int:
-        """Of a figure whose length is given: one looks at it, one warms up, the rest count."""
-        return self.samples_least + 2
+    def min_runs(self) -> int:
+        """Minimum number of runs of a given length: one trial, one warm-up and the samples."""
+        return self.min_samples + 2
 
     @property
     def run_seconds(self) -> float:
-        """For one run: the slice, shared by a warm-up and the fewest samples."""
-        return self.slice_seconds / (self.samples_least + 1)
+        """Time for one run: the slice divided by a warm-up and the minimum number of samples."""
+        return self.slice_seconds / (self.min_samples + 1)
 
     @property
     def setup_seconds(self) -> float:
-        """For giving a buffer its pages, or a file its blocks, before it is measured."""
+        """Time to allocate the pages of a buffer, or the blocks of a file, before measuring."""
         return 3 * self.slice_seconds
 
 
 def figure(samples: Sequence[float]) -> Figure:
-    """The middle of the samples, their extremes, and how many there were."""
+    """Summarize samples as a figure."""
     return Figure(
         median=statistics.median(samples),
         low=min(samples),
@@ -56,36 +67,36 @@ def figure(samples: Sequence[float]) -> Figure:
     )
 
 
-def take_rate(run: Run, effort: Effort, *, unit: int, most: int) -> Figure:
-    """Work per second."""
-    count, seconds = take_samples(run, effort, unit=unit, most=most)
+def measure_rate(run: Run, effort: Effort, *, unit: int, most: int) -> Figure:
+    """Measure the work done per second."""
+    count, seconds = collect_samples(run, effort, unit=unit, most=most)
     return figure([count / s for s in seconds])
 
 
-def take_time(run: Run, effort: Effort, *, unit: int, most: int) -> Figure:
-    """Seconds for one piece of work."""
-    count, seconds = take_samples(run, effort, unit=unit, most=most)
+def measure_time(run: Run, effort: Effort, *, unit: int, most: int) -> Figure:
+    """Measure the seconds for one unit of work."""
+    count, seconds = collect_samples(run, effort, unit=unit, most=most)
     return figure([s / count for s in seconds])
 
 
-def take_samples(run: Run, effort: Effort, *, unit: int, most: int) -> tuple[int, list[float]]:
-    """How much work a run was given, and the seconds of each.
+def collect_samples(run: Run, effort: Effort, *, unit: int, most: int) -> tuple[int, list[float]]:
+    """Return the amount of work of a run, and the duration of each sample.
 
-    The runs that find the amount, and the first run of that amount, warm up caches, page tables and
-    devices: they are never counted.
+    The runs that choose the amount, and the first run of that amount, warm up caches, page tables
+    and devices. They are not counted.
     """
-    count = settle(run, effort, unit=unit, most=most)
+    count = choose_amount(run, effort, unit=unit, most=most)
     run(count)
     seconds: list[float] = []
-    while len(seconds) < effort.samples_least or (
-        sum(seconds) < effort.slice_seconds and len(seconds) < effort.samples_most
+    while len(seconds) < effort.min_samples or (
+        sum(seconds) < effort.slice_seconds and len(seconds) < effort.max_samples
     ):
         seconds.append(max(run(count), _TICK))
     return count, seconds
 
 
-def settle(run: Run, effort: Effort, *, unit: int, most: int) -> int:
-    """The multiple of `unit` up to `most` whose run takes about its part of the slice."""
+def choose_amount(run: Run, effort: Effort, *, unit: int, most: int) -> int:
+    """Return the multiple of `unit`, up to `most`, whose run takes about `effort.run_seconds`."""
     most = max(unit, most // unit * unit)
     count = unit
     while True:
@@ -93,21 +104,12 @@ def settle(run: Run, effort: Effort, *, unit: int, most: int) -> int:
         wanted = max(unit, int(count * effort.run_seconds / seconds) // unit * unit)
         if wanted <= 2 * count or count == most:
             return min(wanted, most)
-        # A short run says little about a long one, so it grows by steps.
+        # A short run says little about a long one, so increase the amount in steps.
         count = min(wanted, 8 * count, most)
 
 
-# --------
-# How far a probe is, and what it had to leave out. Room: measure.
-
-T = TypeVar("T")
-
-OnProgress = Callable[[int, int, str], None]
-"""Called with figures done, figures in all, and what is being measured now."""
-
-
 class Progress:
-    """Counts figures as they are taken. One that cannot be taken becomes a note, not an end."""
+    """Counts measured figures. A figure that cannot be measured becomes a note."""
 
     def __init__(self, total: int, on_progress: OnProgress | None = None) -> None:
         self.total = total
@@ -115,23 +117,24 @@ class Progress:
         self.notes: list[str] = []
         self._on_progress = on_progress
 
-    def take(self, what: str, measure: Callable[[], T]) -> T | None:
-        """One figure, or None and a note."""
+    def measure(self, what: str, step: Callable[[], T]) -> T | None:
+        """Measure one figure. On failure, add a note and return None."""
         self.say(what)
-        result = self.attempt(what, measure)
+        result = self.attempt(what, step)
         self.done += 1
         return result
 
     def attempt(self, what: str, step: Callable[[], T], *, figures: int = 0) -> T | None:
-        """A step on the way to so many figures; if it fails they are all given up, with a note."""
+        """Run a step that `figures` figures depend on. On failure, skip them all with a note."""
         try:
             return step()
-        # What the machine refuses: memory, files, and RuntimeError, which is how torch says it.
-        except (PenstockError, OSError, MemoryError, RuntimeError) as refused:
-            self.notes.append(f"{what}: not measured: {refused}")
+        # torch reports a lack of memory as a RuntimeError.
+        except (PenstockError, OSError, MemoryError, RuntimeError) as error:
+            self.notes.append(f"{what}: not measured: {error}")
             self.done += figures
             return None
 
     def say(self, what: str) -> None:
+        """Report what is being measured now."""
         if self._on_progress is not None:
             self._on_progress(self.done, self.total, what)

@@ -1,4 +1,4 @@
-"""Memory nodes: read, write and copy rates, idle latency, copies between nodes. Room: measure."""
+"""Measure memory nodes: read, write and copy rates, idle latency, and copies between nodes."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from penstock.machine.machine import Figure, MemoryNode, MemoryOperation, Memory
 from penstock.machine.sysfs import System
 from penstock.memory.placement import Node
 from penstock.memory.region import RegionOptions, allocate_region
-from penstock.probe.measurement import Effort, Progress, take_rate, take_time
+from penstock.probe.measurement import Effort, Progress, measure_rate, measure_time
 from penstock.units import MiB, format_bytes
 
 OPERATIONS: tuple[MemoryOperation, ...] = ("read", "write", "copy")
 
 UNIT = 1 * MiB
-"""Passes are whole multiples of this."""
+"""Size of a pass in bytes is a multiple of this."""
 
-LEAST_BYTES = 8 * MiB
-"""A node with less to spare is not measured."""
+MIN_BYTES = 8 * MiB
+"""Minimum buffer. A node that can spare less is not measured."""
 
 CHASE_BYTES = 512 * MiB
-"""The most that a latency chase walks through."""
+"""Maximum memory that the latency measurement walks through."""
 
 CHASE_HOPS = 1000
-"""Hops of a chase are whole multiples of this."""
+"""Number of dependent loads in a latency run is a multiple of this."""
 
 
-class Stretch(Protocol):
-    """Memory to stream over and chase through. Seconds are for the whole call."""
+class MemoryBuffer(Protocol):
+    """Memory to measure. The methods return the seconds of the complete call."""
 
     nbytes: int
 
-    def room(self, operation: MemoryOperation) -> int: ...
+    def max_nbytes(self, operation: MemoryOperation) -> int: ...
     def stream(self, operation: MemoryOperation, nbytes: int, threads: int) -> float: ...
-    def lay_chase(self, nbytes: int) -> float: ...
+    def prepare_chase(self, nbytes: int) -> float: ...
     def chase(self, hops: int) -> float: ...
 
 
-class NodeStretch:
-    """`nbytes` of one node; of a second too if there is a `target`, and copies then go to that."""
+class NodeBuffer:
+    """`nbytes` of memory on one node. With a `target`, also on that node, and copies go there."""
 
     def __init__(self, nbytes: int, node: int, cpus: Sequence[int], target: int | None = None):
         self.nbytes = nbytes
@@ -56,18 +56,21 @@ class NodeStretch:
         self._next = 0
         self._stop = 0
 
-    def room(self, operation: MemoryOperation) -> int:
-        """The longest pass there is room for: a copy within one node takes half of it each."""
+    def max_nbytes(self, operation: MemoryOperation) -> int:
+        """Return the maximum size of a pass. A copy within one node uses half for each side."""
         return self.nbytes // 2 if operation == "copy" and self._target is None else self.nbytes
 
     def stream(self, operation: MemoryOperation, nbytes: int, threads: int) -> float:
-        """One pass over the next `nbytes`: it must not find the lines of the pass before."""
+        """Make one pass over the next `nbytes`, and return the seconds it took.
+
+        Each pass continues where the last one ended, so that it does not find its cache lines.
+        """
         source = target = self._source.address
         if self._target is not None:
             target = self._target.address
         elif operation == "copy":
             target += self.nbytes // 2
-        offset = self._next if self._next + nbytes <= self.room(operation) else 0
+        offset = self._next if self._next + nbytes <= self.max_nbytes(operation) else 0
         self._next = offset + nbytes
         op = getattr(_native.StreamOp, operation)
         (seconds,) = _native.stream(
@@ -75,19 +78,21 @@ class NodeStretch:
         )
         return seconds
 
-    def lay_chase(self, nbytes: int) -> float:
+    def prepare_chase(self, nbytes: int) -> float:
+        """Write a random cycle of pointers for `chase` to follow."""
         start = time.perf_counter()
         _native.lay_chase(self._source.address, nbytes)
         self._stop = 0
         return time.perf_counter() - start
 
     def chase(self, hops: int) -> float:
+        """Follow `hops` pointers from where the last call stopped."""
         seconds, self._stop = _native.chase(self._source.address, self._stop, hops, self._cpus)
         return seconds
 
 
 def thread_counts(num_cpus: int, *, quick: bool) -> tuple[int, ...]:
-    """1, 2, 4 and so on up to all; quick: one, half and all."""
+    """Return the thread counts to measure: 1, 2, 4 and so on up to all; quick: one, half, all."""
     if quick:
         return tuple(sorted({1, max(1, num_cpus // 2), num_cpus}))
     powers = {1 << k for k in range(num_cpus.bit_length())}
@@ -95,27 +100,29 @@ def thread_counts(num_cpus: int, *, quick: bool) -> tuple[int, ...]:
 
 
 def spare_bytes(node: int, most: int, system: System) -> int:
-    """What may be taken of a node: a quarter of what is there, in whole huge pages."""
+    """Return the memory to use on a node: at most a quarter of the available, in huge pages."""
     spare = min(most, system.node_bytes(node).available // 4)
     if (limited := system.memory_limit()) is not None:
         spare = min(spare, limited[1] // 4)
     return spare // _native.UNIT_NBYTES * _native.UNIT_NBYTES
 
 
-def fit(spare: int, effort: Effort, set_up: Callable[[int], float]) -> int:
-    """As many bytes as `set_up` handles in its time, found by trying it on the least."""
-    if spare < LEAST_BYTES:
+def fit_buffer(spare: int, effort: Effort, set_up: Callable[[int], float]) -> int:
+    """Return the bytes that `set_up` can handle in its time, from a trial with the minimum."""
+    if spare < MIN_BYTES:
         raise ProbeError(
-            f"it takes {format_bytes(LEAST_BYTES)}, and a quarter of what is free is "
+            f"it needs {format_bytes(MIN_BYTES)}, and a quarter of the free memory is "
             f"{format_bytes(spare)}; free some memory and probe again"
         )
-    seconds = max(set_up(LEAST_BYTES), 1e-9)
-    fitting = int(LEAST_BYTES * effort.setup_seconds / seconds)
-    return max(LEAST_BYTES, min(spare, fitting) // LEAST_BYTES * LEAST_BYTES)
+    seconds = max(set_up(MIN_BYTES), 1e-9)
+    fitting = int(MIN_BYTES * effort.setup_seconds / seconds)
+    return max(MIN_BYTES, min(spare, fitting) // MIN_BYTES * MIN_BYTES)
 
 
-def take_stretch(node: int, effort: Effort, system: System, target: int | None = None) -> Stretch:
-    """As much of a node (or of two) as may be taken and can be had in time."""
+def allocate_buffer(
+    node: int, effort: Effort, system: System, target: int | None = None
+) -> MemoryBuffer:
+    """Allocate as much memory on a node (or two) as the limits and the time allow."""
     cpus = cpus_between(node, node if target is None else target, system)
     spare = spare_bytes(node, effort.host_bytes, system)
     if target is not None:
@@ -123,65 +130,65 @@ def take_stretch(node: int, effort: Effort, system: System, target: int | None =
 
     def set_up(nbytes: int) -> float:
         start = time.perf_counter()
-        NodeStretch(nbytes, node, cpus, target)
+        NodeBuffer(nbytes, node, cpus, target)
         return time.perf_counter() - start
 
-    return NodeStretch(fit(spare, effort, set_up), node, cpus, target)
+    return NodeBuffer(fit_buffer(spare, effort, set_up), node, cpus, target)
 
 
 def cpus_between(source: int, target: int, system: System) -> tuple[int, ...]:
-    """Where a copy runs: at its source, unless only its target has processors."""
+    """Return the CPUs that copy: those of the source, unless only the target has CPUs."""
     nodes_with_cpus = [n for n in (source, target) if system.node_cpus(n)]
     return system.nearest_cpus(nodes_with_cpus[0] if nodes_with_cpus else source)
 
 
 def probe_node(
     node: MemoryNode,
-    stretch: Stretch,
+    buffer: MemoryBuffer,
     threads: Sequence[int],
     effort: Effort,
     progress: Progress,
 ) -> MemoryNode:
-    """The node with its rates and latency filled in."""
+    """Return the node with its measured rates and latency."""
     rates = []
     for operation in OPERATIONS:
         for count in threads:
             what = f"node {node.id}: {operation}, {_threads(count)}"
-            take = partial(_stream_rate, stretch, operation, count, effort)
-            if (rate := progress.take(what, take)) is not None:
+            create = partial(_stream_rate, buffer, operation, count, effort)
+            if (rate := progress.measure(what, create)) is not None:
                 rates.append(MemoryRate(operation=operation, threads=count, bytes_per_second=rate))
-    latency = progress.take(f"node {node.id}: latency", partial(_latency, stretch, effort))
+    latency = progress.measure(f"node {node.id}: latency", partial(_latency, buffer, effort))
     return dataclasses.replace(node, rates=tuple(rates), latency=latency)
 
 
 def probe_copy(
-    pair: tuple[int, int], stretch: Stretch, threads: int, effort: Effort, progress: Progress
+    pair: tuple[int, int], buffer: MemoryBuffer, threads: int, effort: Effort, progress: Progress
 ) -> NodeCopy | None:
-    """The copy from the first node to the second."""
+    """Measure copies from the first node to the second; None if that failed."""
     source, target = pair
     what = f"node {source} to node {target}: copy, {_threads(threads)}"
-    rate = progress.take(what, partial(_stream_rate, stretch, "copy", threads, effort))
+    rate = progress.measure(what, partial(_stream_rate, buffer, "copy", threads, effort))
     if rate is None:
         return None
     return NodeCopy(source=source, target=target, threads=threads, bytes_per_second=rate)
 
 
 def _stream_rate(
-    stretch: Stretch, operation: MemoryOperation, threads: int, effort: Effort
+    buffer: MemoryBuffer, operation: MemoryOperation, threads: int, effort: Effort
 ) -> Figure:
     def run(nbytes: int) -> float:
-        return stretch.stream(operation, nbytes, threads)
+        return buffer.stream(operation, nbytes, threads)
 
-    return take_rate(run, effort, unit=UNIT, most=stretch.room(operation))
+    return measure_rate(run, effort, unit=UNIT, most=buffer.max_nbytes(operation))
 
 
-def _latency(stretch: Stretch, effort: Effort) -> Figure:
-    nbytes = fit(min(stretch.nbytes, CHASE_BYTES), effort, stretch.lay_chase)
-    stretch.lay_chase(nbytes)
-    # Once around at most: a second lap would find in the cache what the first one left there.
-    laps = (effort.samples_most + 2) * CHASE_HOPS
+def _latency(buffer: MemoryBuffer, effort: Effort) -> Figure:
+    nbytes = fit_buffer(min(buffer.nbytes, CHASE_BYTES), effort, buffer.prepare_chase)
+    buffer.prepare_chase(nbytes)
+    # Go around the cycle at most once in all runs: a second lap would hit in the cache.
+    laps = (effort.max_samples + 2) * CHASE_HOPS
     most = nbytes // _native.CHASE_STEP_NBYTES // laps * CHASE_HOPS
-    return take_time(stretch.chase, effort, unit=CHASE_HOPS, most=most)
+    return measure_time(buffer.chase, effort, unit=CHASE_HOPS, most=most)
 
 
 def _threads(count: int) -> str:

@@ -1,4 +1,4 @@
-"""A probe as one picture. Room: measure. matplotlib is imported where it is used."""
+"""Plot the result of a probe. matplotlib is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from penstock.units import format_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_STYLES = ("-", "--", ":", "-.")
+
 
 @dataclass(slots=True)
 class Panel:
-    """One set of axes, as data. x is on a scale of powers of two, y is a rate."""
+    """The data of one set of axes: x on a logarithmic scale, y a rate."""
 
     title: str
     x_label: str
@@ -29,37 +31,37 @@ class Panel:
 
 
 def check_plot(path: Path) -> None:
-    """Raise ProbeError unless a picture of that name can be drawn; to be asked before the work."""
+    """Raise ProbeError if a plot cannot be saved as `path`. Call it before the measurements."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as missing:
-        raise ProbeError("a plot needs matplotlib: pip install 'penstock[plot]'") from missing
+    except ImportError as error:
+        raise ProbeError("a plot needs matplotlib: pip install 'penstock[plot]'") from error
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix.lower().removeprefix(".") not in known:
         raise ProbeError(
-            f"{path} cannot be drawn: its name must end in .png, or in one of .{', .'.join(known)}"
+            f"{path} cannot be plotted: its name must end in one of .{', .'.join(known)}"
         )
 
 
 def save_plot(machine: Machine, path: Path) -> None:
-    """Draw what was measured: memory by threads, sweeps, GPU copies and storage by length."""
+    """Plot memory rates over threads; sweeps, GPU copies and storage over size."""
     check_plot(path)
     from matplotlib.figure import Figure as Picture
 
     panels = [memory(machine), sweeps(machine), transfers(machine), *storage(machine)]
     panels = [panel for panel in panels if panel.lines]
     if not panels:
-        raise ProbeError("there is nothing to plot: nothing was measured")
+        raise ProbeError("there is nothing to plot because nothing was measured")
     picture = Picture(figsize=(6.5 * len(panels), 6.5), layout="constrained")
     picture.suptitle(": ".join(filter(None, (machine.name, machine.cpu.model))))
     for place, panel in enumerate(panels, start=1):
         _draw(picture.add_subplot(1, len(panels), place), panel)
     try:
         picture.savefig(path, dpi=150)
-    # A disk that is full, a directory that is gone; RuntimeError: a form that needs LaTeX.
-    except (OSError, RuntimeError) as failed:
-        reason = getattr(failed, "strerror", None) or failed
-        raise ProbeError(f"{path} cannot be written: {reason}") from failed
+    # OSError: a full disk or a missing directory. RuntimeError: a format that needs LaTeX.
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ProbeError(f"{path} cannot be written: {reason}") from error
 
 
 def memory(machine: Machine) -> Panel:
@@ -73,7 +75,7 @@ def memory(machine: Machine) -> Panel:
 
 
 def sweeps(machine: Machine) -> Panel:
-    """Those that name their length, with as many threads as there are."""
+    """Return the sweeps that state their size, with the largest number of threads."""
     panel = Panel("Sweeps, all threads", "parameters", lambda n: f"{n / 1e6:g} M")
     for node in machine.nodes:
         rates = [r for r in node.rates if r.operation == "sweep" and r.parameters is not None]
@@ -86,7 +88,7 @@ def sweeps(machine: Machine) -> Panel:
 
 
 def transfers(machine: Machine) -> Panel:
-    panel = Panel("Copies to and from GPUs", "length of one copy", format_bytes)
+    panel = Panel("Copies to and from GPUs", "size of one copy", format_bytes)
     for t in machine.transfers:
         gpus = "+".join(map(str, t.gpus))
         streams = f", {t.streams} streams" if t.streams > 1 else ""
@@ -98,7 +100,7 @@ def transfers(machine: Machine) -> Panel:
 def storage(machine: Machine) -> list[Panel]:
     panels = []
     for path in machine.storage:
-        panel = Panel(f"Storage: {path.path}", "length of one request", format_bytes)
+        panel = Panel(f"Storage: {path.path}", "size of one request", format_bytes)
         for rate in path.rates:
             line = f"{rate.operation}, {rate.depth} in flight"
             panel.add(line, rate.block, rate.bytes_per_second)
@@ -112,16 +114,13 @@ def _draw(axes: Axes, panel: Panel) -> None:
         medians = [points[x].median / 1e9 for x in xs]
         below = [(points[x].median - points[x].low) / 1e9 for x in xs]
         above = [(points[x].high - points[x].median) / 1e9 for x in xs]
-        style = _STYLES[number // 10 % len(_STYLES)]  # colours repeat after ten
+        style = _STYLES[number // 10 % len(_STYLES)]  # matplotlib repeats its colors after ten
         axes.errorbar(xs, medians, [below, above], fmt=f"o{style}", ms=4, capsize=3, label=name)
     ticks = sorted({x for points in panel.lines.values() for x in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [panel.x_text(x) for x in ticks], rotation=30)
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set(title=panel.title, xlabel=panel.x_label, ylabel="GB/s (median, lowest, highest)")
+    axes.set(title=panel.title, xlabel=panel.x_label, ylabel="GB/s (median, minimum, maximum)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22))
-
-
-_STYLES = ("-", "--", ":", "-.")

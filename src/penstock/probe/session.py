@@ -1,4 +1,4 @@
-"""One probe from start to end: what to measure, in which order, in how much time. Room: measure."""
+"""Run a probe: decide what to measure, in which order, and in how much time."""
 
 from __future__ import annotations
 
@@ -27,50 +27,56 @@ from penstock.probe.measurement import Effort, OnProgress, Progress
 from penstock.units import GiB, MiB
 
 QUICK_SECONDS = 11.0
-"""For all figures of a quick probe; set-up and start come on top."""
+"""Time for all figures of a quick probe, in addition to setup."""
 
 OVERHEAD = 1.6
-"""What a figure takes for each second of its slice: finding the length of a run, and warming up."""
+"""Time a figure takes relative to its slice, because of choosing the length of a run and warming
+up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeOptions:
-    """What a user may ask for."""
+    """Options of a probe."""
 
     quick: bool = False
-    """Fewer thread counts, sizes and depths, and less time for each."""
+    """Whether to measure fewer thread counts, sizes and depths, with less time for each."""
 
     storage: tuple[Path, ...] = ()
-    """Directories to measure storage in. Without any, storage is not measured."""
+    """Directories to measure storage in. If empty, storage is not measured."""
 
     nodes: tuple[int, ...] | None = None
-    """The memory nodes to measure; None measures all that this process may use."""
+    """Memory nodes to measure; None means every node that this process may use."""
 
     gpus: bool = True
-    """Measure copies to and from the GPUs."""
+    """Whether to measure the GPUs: their compute and copies to and from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """A measured machine, and what could not be measured."""
+    """The measured machine, and what could not be measured."""
 
     machine: Machine
+    """This machine with its measured rates."""
+
     notes: tuple[str, ...]
-    """One for each thing left out or to be read with care."""
+    """Sentences about figures that are missing or need care."""
 
     seconds: float
-    """How long the probe took."""
+    """Duration of the probe."""
 
 
 def probe(
     options: ProbeOptions, on_progress: OnProgress | None = None, system: System | None = None
 ) -> ProbeResult:
-    """Measure this machine. Leaves no file, thread or memory behind, also on Ctrl-C."""
+    """Measure this machine.
+
+    No file, thread or memory is left behind, even after Ctrl-C.
+    """
     start = time.monotonic()
     try:
         _native.isa_name()
-    except ValueError as unknown:  # in PENSTOCK_ISA: no figure could be taken
-        raise ProbeError(str(unknown)) from None
+    except ValueError as error:  # an unknown PENSTOCK_ISA, with which nothing can be measured
+        raise ProbeError(str(error)) from None
     system = system or System()
     session = Session(discover(system, options.storage), options, system)
     machine, notes = session.run(on_progress)
@@ -78,6 +84,7 @@ def probe(
 
 
 def choose_effort(num_figures: int, *, quick: bool) -> Effort:
+    """Return the time and memory for each figure. A quick probe shares its time among them."""
     if not quick:
         return Effort(slice_seconds=0.5, host_bytes=2 * GiB)
     slice_seconds = QUICK_SECONDS / OVERHEAD / max(1, num_figures)
@@ -85,14 +92,14 @@ def choose_effort(num_figures: int, *, quick: bool) -> Effort:
 
 
 class Session:
-    """The work of one probe. Its figures are known before the first is taken."""
+    """The work of one probe. The list of figures is complete before the first is measured."""
 
     def __init__(self, machine: Machine, options: ProbeOptions, system: System) -> None:
         self._machine, self._options, self._system = machine, options, system
-        # Not every node that we may use is in the machine: a GPU's own memory is not.
+        # A node we may use can be missing from the machine: GPU memory is not a memory node.
         allowed = [n.id for n in machine.nodes if n.id in system.allowed_nodes()]
         chosen = allowed if options.nodes is None else options.nodes
-        self._nodes = tuple(machine.node(id) for id in chosen)  # raises for one that is not there
+        self._nodes = tuple(machine.node(id) for id in chosen)  # raises for an unknown node
         self._pairs = tuple(permutations([node.id for node in self._nodes], 2))
         self._requests = storage.requests(quick=options.quick)
         indices = [g.index for g in machine.gpus] if options.gpus else []
@@ -104,6 +111,7 @@ class Session:
 
     @property
     def num_figures(self) -> int:
+        """Number of figures that the probe measures."""
         nodes = sum(len(self._threads(n.id)) * len(memory.OPERATIONS) + 1 for n in self._nodes)
         nodes += sum(len(passes) for of in self._sweeps.values() for passes in of.values())
         transfers = sum(map(len, self._groups)) * len(self._nodes)
@@ -116,6 +124,7 @@ class Session:
         return each * len(self._machine.gpus) if self._options.gpus else 0
 
     def run(self, on_progress: OnProgress | None = None) -> tuple[Machine, tuple[str, ...]]:
+        """Measure everything. Returns the machine with its rates, and the notes."""
         total = self.num_figures
         effort, progress = self.effort(total), Progress(total, on_progress)
         measured = {node.id: self._probe_node(node, effort, progress) for node in self._nodes}
@@ -138,41 +147,43 @@ class Session:
 
     def _probe_node(self, node: MemoryNode, effort: Effort, progress: Progress) -> MemoryNode:
         threads = self._threads(node.id)
-        take = partial(memory.take_stretch, node.id, effort, self._system)
+        create = partial(memory.allocate_buffer, node.id, effort, self._system)
         figures = len(memory.OPERATIONS) * len(threads) + 1
-        stretch = progress.attempt(f"node {node.id}", take, figures=figures)
-        if stretch is None:
+        buffer = progress.attempt(f"node {node.id}", create, figures=figures)
+        if buffer is None:
             return node
-        return memory.probe_node(node, stretch, threads, effort, progress)
+        return memory.probe_node(node, buffer, threads, effort, progress)
 
-    def _plan_sweeps(self, node: int) -> dict[SweepMoments, list[sweep.Pass]]:
+    def _plan_sweeps(self, node: int) -> dict[SweepMoments, list[sweep.SweepPass]]:
         quick = self._options.quick
-        most = sweep.most_bytes(self.effort(1), quick=quick)
+        most = sweep.max_bytes(self.effort(1), quick=quick)
         spare, threads = memory.spare_bytes(node, most, self._system), self._threads(node)
         return {of: sweep.plan(of, spare, threads, quick=quick) for of in sweep.MOMENTS}
 
     def _probe_sweeps(self, node: MemoryNode, effort: Effort, progress: Progress) -> MemoryNode:
         cpus, rates = self._system.nearest_cpus(node.id), list(node.rates)
         quick = self._options.quick
-        for moments, wanted in self._sweeps[node.id].items():
+        for moments, passes in self._sweeps[node.id].items():
             what = f"node {node.id}: sweep, {moments} moments"
             progress.say(what)
-            take = partial(sweep.take_bed, node.id, moments, wanted, effort, cpus, quick=quick)
-            bed = progress.attempt(what, take, figures=len(wanted))
-            if bed is not None:
-                wanted = sweep.within(wanted, bed[1]) if quick else wanted
-                rates += sweep.probe_sweeps(node.id, moments, wanted, bed, effort, progress)
-            del bed  # before the next one is taken
+            create = partial(
+                sweep.allocate_buffers, node.id, moments, passes, effort, cpus, quick=quick
+            )
+            buffers = progress.attempt(what, create, figures=len(passes))
+            if buffers is not None:
+                passes = sweep.limit_passes(passes, buffers[1]) if quick else passes
+                rates += sweep.probe_sweeps(node.id, moments, passes, buffers, effort, progress)
+            del buffers  # free the memory before the next format allocates its own
         return dataclasses.replace(node, rates=tuple(rates))
 
     def _probe_copies(self, effort: Effort, progress: Progress) -> tuple[NodeCopy, ...]:
         copies = []
         for source, target in self._pairs:
-            take = partial(memory.take_stretch, source, effort, self._system, target)
-            stretch = progress.attempt(f"node {source} to node {target}", take, figures=1)
-            if stretch is not None:
+            create = partial(memory.allocate_buffer, source, effort, self._system, target)
+            buffer = progress.attempt(f"node {source} to node {target}", create, figures=1)
+            if buffer is not None:
                 threads = len(memory.cpus_between(source, target, self._system))
-                copy = memory.probe_copy((source, target), stretch, threads, effort, progress)
+                copy = memory.probe_copy((source, target), buffer, threads, effort, progress)
                 copies += [copy] if copy is not None else []
         return tuple(copies)
 
@@ -186,19 +197,23 @@ class Session:
         transfers: list[Transfer] = []
         for node in self._nodes if ordinals is not None else ():
             for group in filter(None, self._groups):
-                take = partial(self._copier, node.id, group[0].gpus, ordinals or {}, effort)
+                create = partial(
+                    self._create_copier, node.id, group[0].gpus, ordinals or {}, effort
+                )
                 what = f"node {node.id} and GPU {', '.join(map(str, group[0].gpus))}"
-                copier = progress.attempt(what, take, figures=len(group))
+                copier = progress.attempt(what, create, figures=len(group))
                 if copier is not None:
                     transfers += copies.probe_group(node.id, group, copier, effort, progress)
-                del take, copier  # its buffers, before the next one's are taken
+                del create, copier  # free the buffers before the next group allocates its own
         return tuple(transfers)
 
-    def _copier(
+    def _create_copier(
         self, node: int, gpus: tuple[int, ...], ordinals: dict[int, int], effort: Effort
     ) -> copies.Copier:
         if hidden := [index for index in gpus if index not in ordinals]:
-            raise ProbeError(f"CUDA does not show GPU {hidden[0]} to this process")
+            raise ProbeError(
+                f"CUDA does not list GPU {hidden[0]} in this process; check CUDA_VISIBLE_DEVICES"
+            )
         spare = memory.spare_bytes(node, effort.host_bytes, self._system)
         return copies.TorchCopier(node, {index: ordinals[index] for index in gpus}, spare)
 
@@ -209,24 +224,24 @@ class Session:
         ordinals = progress.attempt("GPU compute", find, figures=self._num_gpu_figures)
         measured = []
         for card in self._machine.gpus if ordinals is not None else ():
-            take = partial(self._calculator, card.index, ordinals or {})
+            create = partial(self._create_benchmark, card.index, ordinals or {})
             quick = self._options.quick
             figures = len(compute.figures(quick=quick))
-            calculator = progress.attempt(f"GPU {card.index}", take, figures=figures)
-            if calculator is not None:
-                card = compute.probe_gpu(card, calculator, effort, progress, quick=quick)
+            benchmark = progress.attempt(f"GPU {card.index}", create, figures=figures)
+            if benchmark is not None:
+                card = compute.probe_gpu(card, benchmark, effort, progress, quick=quick)
             measured.append(card)
         return tuple(measured) or self._machine.gpus
 
-    def _calculator(self, index: int, ordinals: dict[int, int]) -> compute.Calculator:
+    def _create_benchmark(self, index: int, ordinals: dict[int, int]) -> compute.GpuBenchmark:
         if index not in ordinals:
-            raise ProbeError("CUDA does not show it to this process")
-        return compute.TorchCalculator(ordinals[index])
+            raise ProbeError("CUDA does not list it in this process; check CUDA_VISIBLE_DEVICES")
+        return compute.TorchGpuBenchmark(ordinals[index])
 
     def _probe_storage(self, effort: Effort, progress: Progress) -> tuple[StoragePath, ...]:
         paths = []
         for path in self._machine.storage:
-            take = partial(storage.probe_path, path, self._requests, effort, progress)
-            measured = progress.attempt(path.path, take, figures=len(self._requests))
+            create = partial(storage.probe_path, path, self._requests, effort, progress)
+            measured = progress.attempt(path.path, create, figures=len(self._requests))
             paths.append(path if measured is None else measured)
         return tuple(paths)

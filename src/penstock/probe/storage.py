@@ -1,4 +1,7 @@
-"""A file to measure with, that no end of the program leaves behind. Room: measure."""
+"""Measure storage paths: reads and writes by request size and queue depth.
+
+Requests go through the store's own engine, so that the figures are what training will get.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +22,42 @@ from typing import Protocol
 from penstock import _native
 from penstock.errors import ProbeError
 from penstock.machine.machine import Figure, StorageOperation, StoragePath, StorageRate
-from penstock.probe.measurement import Effort, Progress, take_rate
+from penstock.probe.measurement import Effort, Progress, measure_rate
 from penstock.storage.direct_file import BLOCK, DirectFile, is_direct_io_refused
 from penstock.storage.engines import choose_engine, wait_for_transfers
 from penstock.units import GiB, KiB, MiB, format_bytes
 
 ALIGNMENT = BLOCK
-"""Alignment of direct requests."""
+"""Alignment of direct requests in bytes."""
 
 WORKERS = 2
-"""Threads that serve io_uring, as many as a store has."""
+"""Number of threads that serve io_uring, the same as in a store."""
 
 CLOSE_SECONDS = 10.0
+"""Time the engine has to finish its requests when it is closed."""
+
+OPERATIONS: tuple[StorageOperation, ...] = ("write", "read", "both")
+
+MAX_FILE_BYTES = 1 * GiB
+"""Maximum size of the probe's file."""
+
+MAX_SHARE = 0.05
+"""Maximum share of the free space that the probe's file uses."""
+
+MAX_BUFFER_BYTES = 256 * MiB
+"""Maximum memory for the requests in flight."""
+
+FILL_BLOCK = 8 * MiB
+"""Size of the requests that write the file for the first time."""
+
+Clock = Callable[[], float]
 
 
 class ScratchFile:
-    """An open file without a name: the kernel frees it with the process, kill -9 included.
+    """An open file without a name: the kernel frees it when the process ends, even by SIGKILL.
 
-    Past the page cache (O_DIRECT) where the file system has that; `direct` says so.
+    The file bypasses the page cache (O_DIRECT) if the file system supports that; `direct` says
+    whether it does.
     """
 
     def __init__(self, directory: Path, *, direct: bool = True) -> None:
@@ -60,7 +81,7 @@ class ScratchFile:
 
     @contextmanager
     def mover(self, buffer: memoryview, *, block: int, depth: int) -> Iterator[EngineMover]:
-        """Moves blocks through the store's engine, `depth` in flight."""
+        """Yield a mover that transfers blocks through the store's engine, `depth` in flight."""
         choice = choose_engine()
         engine = _native.StoreEngine(choice.name, [self._file.fd], ALIGNMENT, block, depth, WORKERS)
         try:
@@ -69,12 +90,12 @@ class ScratchFile:
             engine.close(CLOSE_SECONDS)
 
     def finish_writes(self) -> None:
-        """Return when what was written is off the page cache; direct writes never were on it."""
+        """Flush the page cache to the device. Direct writes bypass it and need no flush."""
         if not self.direct:
             os.fdatasync(self._file.fd)
 
-    def forget(self) -> None:
-        """Ask the page cache to let go, so that a read is one of the device."""
+    def drop_page_cache(self) -> None:
+        """Drop the file from the page cache, so that reads come from the device."""
         if not self.direct:
             os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -97,7 +118,7 @@ class ScratchFile:
 
 
 class EngineMover:
-    """Blocks of one length between a file and a buffer that has one for each request in flight."""
+    """Transfers blocks between a file and a buffer that has a block for each request in flight."""
 
     def __init__(
         self,
@@ -112,7 +133,11 @@ class EngineMover:
         self._address, _ = _native.buffer_span(buffer, True)
 
     def __call__(self, operation: StorageOperation, offsets: Sequence[int]) -> None:
-        """Returns when all are moved. What requests that overtake each other read is no matter."""
+        """Transfer the blocks at `offsets` and wait for all of them.
+
+        Requests share the blocks of the buffer and may overtake each other; the data read is never
+        used.
+        """
         block, depth = self._block, self._depth
         pieces = [(0, at, k % depth * block, block, 0) for k, at in enumerate(offsets)]
         ways = {"write": (pieces, []), "read": ([], pieces), "both": (pieces[::2], pieces[1::2])}
@@ -127,7 +152,7 @@ class EngineMover:
             return
         code, _, offset, _, _ = failed[0]
         if code == _native.END_OF_FILE:
-            raise ProbeError(f"{self._directory}: the file ends at {offset}, before it should")
+            raise ProbeError(f"{self._directory}: the file ends at {offset}, earlier than expected")
         raise OSError(code, os.strerror(code), str(self._directory))
 
 
@@ -135,9 +160,9 @@ def _open_nameless(directory: Path, flags: int) -> int:
     flags |= os.O_RDWR | os.O_CLOEXEC
     try:
         return os.open(directory, flags | os.O_TMPFILE, 0o600)
-    except OSError as refused:
-        # EISDIR and ENOENT come from kernels and file systems that do not know O_TMPFILE.
-        if refused.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+    except OSError as error:
+        # EISDIR and ENOENT come from kernels and file systems without O_TMPFILE.
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
             raise
     name = directory / f".penstock-probe-{uuid.uuid4().hex}"
     try:
@@ -146,41 +171,25 @@ def _open_nameless(directory: Path, flags: int) -> int:
         name.unlink(missing_ok=True)
 
 
-# --------
-# Storage paths: reads and writes by request length and depth. Room: measure.
-#
-# Through the store's own engine, so that it is what training will get.
-
-Clock = Callable[[], float]
-OPERATIONS: tuple[StorageOperation, ...] = ("write", "read", "both")
-
-MAX_FILE_BYTES = 1 * GiB
-MAX_SHARE = 0.05
-"""Of the free space: the probe's file takes no more than that, nor more than `MAX_FILE_BYTES`."""
-
-MAX_BUFFER_BYTES = 256 * MiB
-FILL_BLOCK = 8 * MiB
-
-
 class Mover(Protocol):
-    """Moves blocks, so many in flight."""
+    """Transfers blocks between a file and a buffer."""
 
     def __call__(self, operation: StorageOperation, offsets: Sequence[int]) -> None: ...
 
 
 class BlockFile(Protocol):
-    """What is measured."""
+    """The file that is measured. Tests replace it with a simulated disk."""
 
     def mover(
         self, buffer: memoryview, *, block: int, depth: int
     ) -> AbstractContextManager[Mover]: ...
     def finish_writes(self) -> None: ...
-    def forget(self) -> None: ...
+    def drop_page_cache(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """One figure to take."""
+    """A figure to measure: an operation with its request size and queue depth."""
 
     operation: StorageOperation
     block: int
@@ -188,6 +197,7 @@ class Request:
 
     @property
     def in_flight(self) -> int:
+        """Bytes in flight at a time."""
         return self.block * self.depth
 
     def __str__(self) -> str:
@@ -195,7 +205,7 @@ class Request:
 
 
 def requests(*, quick: bool) -> tuple[Request, ...]:
-    """What is asked of each path."""
+    """Return the figures to measure for each path."""
     blocks = (64 * KiB, MiB, 8 * MiB) if quick else (4 * KiB, 64 * KiB, MiB, 4 * MiB, 16 * MiB)
     depths = (1, 8) if quick else (1, 4, 16, 32)
     return tuple(
@@ -208,53 +218,54 @@ def requests(*, quick: bool) -> tuple[Request, ...]:
     )
 
 
-def room(directory: Path) -> int:
-    """Bytes that the probe's file may take."""
+def max_file_size(directory: Path) -> int:
+    """Return the maximum size of the probe's file in this directory."""
     stats = os.statvfs(directory)
     free = int(stats.f_bavail * stats.f_frsize * MAX_SHARE)
     return min(MAX_FILE_BYTES, free) // MiB * MiB
 
 
 def probe_path(
-    path: StoragePath, wanted: Sequence[Request], effort: Effort, progress: Progress
+    path: StoragePath, requested: Sequence[Request], effort: Effort, progress: Progress
 ) -> StoragePath:
-    """The path with its rates filled in. Its file is gone when this returns or raises."""
+    """Return the path with its measured rates. The temporary file is gone afterwards."""
     directory = Path(path.path)
     if not directory.is_dir():
-        raise ProbeError("it is not a directory, and the probe writes to nothing else")
-    if (most := room(directory)) < MiB:
+        raise ProbeError("it is not a directory; the probe only writes to directories")
+    if (most := max_file_size(directory)) < MiB:
         raise ProbeError(
-            f"the probe takes at most {MAX_SHARE:.0%} of the free space, and here that is "
-            f"less than 1 MiB"
+            f"the probe uses at most {MAX_SHARE:.0%} of the free space, which is less than 1 MiB "
+            f"here; free some space and probe again"
         )
     with ScratchFile(directory) as file:
-        bench = Bench(file, wanted)
+        benchmark = StorageBenchmark(file, requested)
         if not file.direct:
             progress.notes.append(
-                f"{path.path}: no direct I/O on this file system; figures include the page cache"
+                f"{path.path}: this file system does not support direct I/O; the figures include "
+                "the page cache"
             )
-        progress.say(f"{path.path}: writing the file to measure with")
-        bench.fill(most, effort.setup_seconds)
-        rates = bench.rates(path.path, wanted, effort, progress)
+        progress.say(f"{path.path}: writing the test file")
+        benchmark.fill(most, effort.setup_seconds)
+        rates = benchmark.rates(path.path, requested, effort, progress)
         return dataclasses.replace(path, rates=rates, direct=file.direct)
 
 
-class Bench:
-    """A file, and a buffer to measure it with."""
+class StorageBenchmark:
+    """A file, and the buffer to measure it with."""
 
     def __init__(
-        self, file: BlockFile, wanted: Sequence[Request], clock: Clock = time.perf_counter
+        self, file: BlockFile, requested: Sequence[Request], clock: Clock = time.perf_counter
     ) -> None:
         self._file = file
         self._clock = clock
-        self._buffer = _noise(max(FILL_BLOCK, *(r.in_flight for r in wanted)))
-        self._dice = random.Random(20)
+        self._buffer = _random_buffer(max(FILL_BLOCK, *(r.in_flight for r in requested)))
+        self._random = random.Random(20)
         self.nbytes = 0
 
     def fill(self, most: int, seconds: float) -> None:
-        """Write the file for the first time, as far as the time allows, and one block of it anyway.
+        """Write the file for the first time: as much as the time allows, but at least one block.
 
-        Blocks that were never written read as zeros without the device being asked.
+        Reading a block that was never written returns zeros without accessing the device.
         """
         start, block = self._clock(), min(FILL_BLOCK, most)
         with self._file.mover(self._buffer, block=block, depth=1) as move:
@@ -266,11 +277,11 @@ class Bench:
         self._file.finish_writes()
 
     def rates(
-        self, name: str, wanted: Sequence[Request], effort: Effort, progress: Progress
+        self, name: str, requested: Sequence[Request], effort: Effort, progress: Progress
     ) -> tuple[StorageRate, ...]:
         rates = []
-        for request in wanted:
-            figure = progress.take(f"{name}: {request}", partial(self.rate, request, effort))
+        for request in requested:
+            figure = progress.measure(f"{name}: {request}", partial(self.rate, request, effort))
             if figure is not None:
                 rates.append(StorageRate(**dataclasses.asdict(request), bytes_per_second=figure))
         return tuple(rates)
@@ -278,20 +289,20 @@ class Bench:
     def rate(self, request: Request, effort: Effort) -> Figure:
         if request.in_flight > self.nbytes:
             raise ProbeError(
-                f"it needs {format_bytes(request.in_flight)} at once, and the file has "
-                f"{format_bytes(self.nbytes)}: there was no space or no time for more"
+                f"it needs a file of {format_bytes(request.in_flight)}, but space and time only "
+                f"allowed for {format_bytes(self.nbytes)}"
             )
         block, depth = request.block, request.depth
         with self._file.mover(self._buffer, block=block, depth=depth) as move:
             run = partial(self.run, move, request)
-            return take_rate(run, effort, unit=request.in_flight, most=self.nbytes)
+            return measure_rate(run, effort, unit=request.in_flight, most=self.nbytes)
 
     def run(self, move: Mover, request: Request, nbytes: int) -> float:
-        """Seconds for `nbytes` in whole blocks, in random order, so many in flight."""
-        blocks = self._dice.sample(range(self.nbytes // request.block), nbytes // request.block)
+        """Transfer `nbytes` as whole blocks in random order, and return the seconds it took."""
+        blocks = self._random.sample(range(self.nbytes // request.block), nbytes // request.block)
         offsets = [block * request.block for block in blocks]
         if request.operation != "write":
-            self._file.forget()
+            self._file.drop_page_cache()
         start = self._clock()
         move(request.operation, offsets)
         if request.operation != "read":
@@ -299,8 +310,8 @@ class Bench:
         return self._clock() - start
 
 
-def _noise(nbytes: int) -> memoryview:
-    """An aligned buffer that no file system or device can compress."""
+def _random_buffer(nbytes: int) -> memoryview:
+    """Return an aligned buffer of random bytes, which cannot be compressed."""
     buffer = mmap.mmap(-1, -(-nbytes // ALIGNMENT) * ALIGNMENT)
     tile = os.urandom(min(MiB, len(buffer)))
     for at in range(0, len(buffer), len(tile)):

@@ -1,6 +1,6 @@
-"""The optimizer's own rate over a memory node: by format, parameters and threads. Room: measure.
+"""Measure the optimizer sweep on a memory node: by moment format, size and threads.
 
-torch is imported where it is used.
+torch is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from penstock.errors import ProbeError
 from penstock.machine.machine import Figure, MemoryRate, SweepMoments
 from penstock.memory.placement import Node
-from penstock.probe.measurement import Effort, Progress, figure, take_samples
+from penstock.probe.measurement import Effort, Progress, collect_samples, figure
 from penstock.units import GiB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
 MOMENTS: tuple[SweepMoments, ...] = ("fp32", "bf16", "int8")
 
-HELD_BYTES: dict[SweepMoments, float] = {"fp32": 14.0, "bf16": 10.0, "int8": 8.0 + 4 / 256}
-"""A parameter's, with its gradient. What one step moves of them is `optim.rate.TRAFFIC`."""
+STATE_BYTES: dict[SweepMoments, float] = {"fp32": 14.0, "bf16": 10.0, "int8": 8.0 + 4 / 256}
+"""Memory per parameter with its gradient. `optim.sweep_rate.TRAFFIC` is the traffic of a step."""
 
 SIZES = (10**6, 4 * 10**6, 16 * 10**6, 64 * 10**6, 256 * 10**6, 10**9)
-"""Parameters of one pass. Caches and queues flatter the short ones, on CXL above all."""
+"""Parameters per pass. Short passes look too fast because of caches and queues, mostly on CXL."""
 
-MIDDLE = 64 * 10**6
-"""At most, where only threads are compared, and in a quick probe a quarter of it."""
+THREADS_SIZE = 64 * 10**6
+"""Maximum size for comparing thread counts; a quick probe uses a quarter of it."""
 
-MOST_BYTES = 16 * GiB
-"""Held by a full probe, if a quarter of what is available is as much."""
+MAX_BYTES = 16 * GiB
+"""Maximum memory of a full probe, if a quarter of the available memory is that much."""
 
-TRIAL = 1 << 16
-"""Parameters of the first try, which says what longer ones will take: no size, and in no figure."""
+TRIAL_SIZE = 1 << 16
+"""Parameters of the first trial, which predicts the duration of longer passes. It is no figure."""
 
 QUICK_SLICES, FULL_SLICES = 20, 40
-"""The most that one size may take, from giving it pages and numbers to its last sample."""
+"""Time limit of one size in slices, from allocating its memory to its last sample."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """One figure to take."""
+class SweepPass:
+    """A figure to measure: a number of parameters and of threads."""
 
     parameters: int
     threads: int
@@ -53,148 +53,161 @@ class Pass:
         return f"{self.parameters // 10**6} M parameters, {self.threads} thread{plural}"
 
 
-class Bed(Protocol):
-    """A node's memory that holds one format's state, ready to be stepped."""
+class SweepBuffers(Protocol):
+    """Weights, gradients and optimizer states of one format on a node, ready to be updated."""
 
     traffic: float
-    """Bytes read and written for each parameter."""
+    """Bytes read and written per parameter."""
 
     def seconds(self, parameters: int, threads: int) -> float: ...
 
 
-class NodeBed:
-    """`parameters` of one format on one node."""
+class NodeSweepBuffers:
+    """`parameters` parameters of one format on one node."""
 
     def __init__(
         self, node: int, moments: SweepMoments, parameters: int, cpus: Sequence[int]
     ) -> None:
-        from penstock.optim.sweep_rate import TRAFFIC, Bed
+        from penstock.optim.sweep_rate import TRAFFIC, SweepBuffers
 
         self.traffic = TRAFFIC[moments]
-        self._bed = Bed(parameters, moments, Node(node))
+        self._buffers = SweepBuffers(parameters, moments, Node(node))
         self._cpus, self._pools, self._next = cpus, dict[int, "Pool"](), 0
 
     def seconds(self, parameters: int, threads: int) -> float:
-        """One step of the next ones: it must not find in the cache what the last one left."""
+        """Update the next `parameters` parameters and return the seconds it took.
+
+        Each pass continues where the last one ended, so that it finds nothing in the caches.
+        """
         from penstock.optim.sweep import LEAF, Pool
 
         if threads not in self._pools:
             self._pools[threads] = Pool(threads, cpus=self._cpus)
-        at = self._next if self._next + parameters <= self._bed.numel else 0
+        at = self._next if self._next + parameters <= self._buffers.numel else 0
         self._next = -(-(at + parameters) // LEAF) * LEAF
-        return self._bed.step(self._pools[threads], at=at, numel=parameters)
+        return self._buffers.step(self._pools[threads], at=at, numel=parameters)
 
 
-def most_bytes(effort: Effort, *, quick: bool) -> int:
-    """What sweeps may hold, before a node has its say."""
-    return effort.host_bytes if quick else max(effort.host_bytes, MOST_BYTES)
+def max_bytes(effort: Effort, *, quick: bool) -> int:
+    """Return the memory that sweeps may use, before the limits of a node."""
+    return effort.host_bytes if quick else max(effort.host_bytes, MAX_BYTES)
 
 
-def plan(moments: SweepMoments, spare: int, threads: Sequence[int], *, quick: bool) -> list[Pass]:
-    """All sizes there is room for with all threads, and one of them with fewer; quick: one size."""
-    sizes = [size for size in SIZES if size * HELD_BYTES[moments] <= spare]
-    most = max(threads)
+def plan(
+    moments: SweepMoments, spare: int, threads: Sequence[int], *, quick: bool
+) -> list[SweepPass]:
+    """Return the passes to measure: every size that fits with all threads, one size with fewer.
+
+    A quick probe measures one size with all threads.
+    """
+    sizes = [size for size in SIZES if size * STATE_BYTES[moments] <= spare]
+    all_threads = max(threads)
     if quick:
-        return [Pass(size, most) for size in sizes if size <= MIDDLE // 4][-1:]
-    middle = [size for size in sizes if size <= MIDDLE][-1:]
+        return [SweepPass(size, all_threads) for size in sizes if size <= THREADS_SIZE // 4][-1:]
+    middle = [size for size in sizes if size <= THREADS_SIZE][-1:]
     return [
-        *(Pass(size, count) for size in middle for count in threads if count != most),
-        *(Pass(size, most) for size in sizes),
+        *(SweepPass(size, count) for size in middle for count in threads if count != all_threads),
+        *(SweepPass(size, all_threads) for size in sizes),
     ]
 
 
-def take_bed(
+def allocate_buffers(
     node: int,
     moments: SweepMoments,
-    wanted: Sequence[Pass],
+    passes: Sequence[SweepPass],
     effort: Effort,
     cpus: Sequence[int],
     *,
     quick: bool,
-) -> tuple[Bed, int]:
-    """A bed for the largest pass, or for the largest that can be had in time, and how large."""
-    from penstock.optim import sweep_rate  # noqa: F401  # torch with it, whose import is no part of a try
+) -> tuple[SweepBuffers, int]:
+    """Allocate buffers for the largest pass that fits in its time, and return their size."""
+    from penstock.optim import sweep_rate  # noqa: F401  # import torch before the first trial is timed
 
-    def make(parameters: int) -> Bed:
-        return NodeBed(node, moments, parameters, cpus)
+    def create(parameters: int) -> SweepBuffers:
+        return NodeSweepBuffers(node, moments, parameters, cpus)
 
-    return fit(wanted, effort, make, quick=quick)
+    return find_largest(passes, effort, create, quick=quick)
 
 
-def fit(
-    wanted: Sequence[Pass],
+def find_largest(
+    passes: Sequence[SweepPass],
     effort: Effort,
-    make: Callable[[int], Bed],
+    create: Callable[[int], SweepBuffers],
     clock: Callable[[], float] = time.perf_counter,
     *,
     quick: bool,
-) -> tuple[Bed, int]:
-    """The largest one wanted that can be made and stepped in time, and its parameters."""
-    if not wanted:
+) -> tuple[SweepBuffers, int]:
+    """Find the largest size that can be allocated and updated in time; return buffers and size."""
+    if not passes:
         raise ProbeError(
-            f"it takes {format_bytes(int(SIZES[0] * HELD_BYTES['fp32']))}, and a quarter of what "
-            f"is free is less; free some memory and probe again"
+            f"it needs {format_bytes(int(SIZES[0] * STATE_BYTES['fp32']))}, and a quarter of the "
+            f"free memory is less; free some memory and probe again"
         )
-    most, threads = max(one.parameters for one in wanted), max(one.threads for one in wanted)
-    sizes = [s for s in SIZES if s <= most]
+    largest = max(sweep_pass.parameters for sweep_pass in passes)
+    threads = max(sweep_pass.threads for sweep_pass in passes)
+    sizes = [s for s in SIZES if s <= largest]
     allowed = (QUICK_SLICES if quick else FULL_SLICES) * effort.slice_seconds
-    size = TRIAL
+    size = TRIAL_SIZE
     while True:
-        begin = clock()
-        bed = make(size)
-        took = clock() - begin + effort.runs_least * bed.seconds(size, threads)
+        start = clock()
+        buffers = create(size)
+        took = clock() - start + effort.min_runs * buffers.seconds(size, threads)
         in_time = size * allowed / max(took, 1e-9)
-        # A short one says little about a long one, so it grows by steps.
+        # A short pass says little about a long one, so increase the size in steps.
         fitting = [s for s in sizes if s <= max(size, min(in_time, 16 * size))]
         if not fitting:
             raise _too_slow(sizes[0], took * sizes[0] / size, allowed)
         if max(fitting) == size:
-            return bed, size
-        del bed
+            return buffers, size
+        del buffers
         size = max(fitting)
 
 
 def _too_slow(parameters: int, seconds: float, allowed: float) -> ProbeError:
     return ProbeError(
-        f"{parameters // 10**6} M parameters would take about {format_seconds(seconds)}, and may "
-        f"take {format_seconds(allowed)}; plans derive the sweep from the node's reads and writes"
+        f"{parameters // 10**6} M parameters would take about {format_seconds(seconds)}, longer "
+        f"than the {format_seconds(allowed)} allowed; plans estimate the optimizer sweep from the "
+        f"node's read and write rates"
     )
 
 
-def within(wanted: Sequence[Pass], room: int) -> list[Pass]:
-    """What a quick probe steps: one size whatever the time, so no more than the bed has."""
-    return [replace(one, parameters=min(one.parameters, room)) for one in wanted]
+def limit_passes(passes: Sequence[SweepPass], capacity: int) -> list[SweepPass]:
+    """Limit passes to the size of the buffers. A quick probe measures a size that fits its time."""
+    return [
+        replace(sweep_pass, parameters=min(sweep_pass.parameters, capacity))
+        for sweep_pass in passes
+    ]
 
 
 def probe_sweeps(
     node: int,
     moments: SweepMoments,
-    wanted: Sequence[Pass],
-    bed: tuple[Bed, int],
+    passes: Sequence[SweepPass],
+    buffers: tuple[SweepBuffers, int],
     effort: Effort,
     progress: Progress,
 ) -> Iterator[MemoryRate]:
-    """The rates of those passes that the bed has room for."""
-    for one in wanted:
-        what = f"node {node}: sweep, {moments} moments, {one}"
-        rate = progress.take(what, partial(_rate, *bed, one, effort))
+    """Yield the rates of the passes that fit in the buffers."""
+    for sweep_pass in passes:
+        what = f"node {node}: sweep, {moments} moments, {sweep_pass}"
+        rate = progress.measure(what, partial(_rate, *buffers, sweep_pass, effort))
         if rate is not None:
             yield MemoryRate(
                 operation="sweep",
-                threads=one.threads,
+                threads=sweep_pass.threads,
                 moments=moments,
-                parameters=one.parameters,
+                parameters=sweep_pass.parameters,
                 bytes_per_second=rate,
             )
 
 
-def _rate(bed: Bed, room: int, one: Pass, effort: Effort) -> Figure:
-    size = one.parameters
-    if size > room:
-        raise ProbeError(f"there was time for {room // 10**6} M")
+def _rate(buffers: SweepBuffers, capacity: int, sweep_pass: SweepPass, effort: Effort) -> Figure:
+    size = sweep_pass.parameters
+    if size > capacity:
+        raise ProbeError(f"time only allowed for {capacity // 10**6} M")
 
     def run(parameters: int) -> float:
-        return bed.seconds(parameters, one.threads)
+        return buffers.seconds(parameters, sweep_pass.threads)
 
-    _, seconds = take_samples(run, effort, unit=size, most=size)
-    return figure([size * bed.traffic / s for s in seconds])
+    _, seconds = collect_samples(run, effort, unit=size, most=size)
+    return figure([size * buffers.traffic / s for s in seconds])

@@ -1,4 +1,4 @@
-"""A probe for people, as tables. Room: measure."""
+"""Print the result of a probe as tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DIRECTIONS = ("h2d", "d2h", "both")
 
 
 def tables(result: ProbeResult) -> RenderableType:
-    """Everything measured, then what was not."""
+    """Return tables of all measured figures, then the notes."""
     machine = result.machine
     parts: list[RenderableType] = [_memory_table(machine)]
     if any(rate.operation == "sweep" for node in machine.nodes for rate in node.rates):
@@ -29,7 +29,11 @@ def tables(result: ProbeResult) -> RenderableType:
     parts += [_storage_table(path) for path in machine.storage if path.rates]
     parts = [part for table in parts for part in (table, Text())]
     parts += [Text(f"note: {note}", style="yellow") for note in result.notes]
-    parts.append(Text("median of several runs; ± is half the way from the lowest to the highest"))
+    parts.append(
+        Text(
+            "Each figure is the median of several runs; ± is half the range from lowest to highest."
+        )
+    )
     return Group(*parts)
 
 
@@ -49,8 +53,8 @@ def _memory_table(machine: Machine) -> Table:
 
 
 def _sweep_table(machine: Machine) -> Table:
-    """By the format of the moments; in bytes read and written, of which some formats need fewer."""
-    table = _table("Sweep: the optimizer's pass", "node", "parameters", "threads", *_MOMENTS)
+    """Return a table of sweep rates: one column per moment format, in bytes read and written."""
+    table = _table("Optimizer sweep", "node", "parameters", "threads", *_MOMENTS)
     for node in machine.nodes:
         rows: dict[tuple[int, int], dict[str | None, Figure]] = {}
         for rate in node.rates:
@@ -76,7 +80,7 @@ def _copies_table(machine: Machine) -> Table:
 
 
 def _transfers_table(machine: Machine) -> Table:
-    table = _table("Copies to and from GPUs", "node", "GPU", "length", "streams", *_DIRECTIONS)
+    table = _table("Copies to and from GPUs", "node", "GPU", "size", "streams", *_DIRECTIONS)
     rows: dict[tuple[int, tuple[int, ...], int, int], dict[str, Figure]] = {}
     for t in machine.transfers:
         row = rows.setdefault((t.node, t.gpus, t.nbytes, t.streams), {})
@@ -103,7 +107,7 @@ def _storage_table(path: StoragePath) -> Table:
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    # The widest must fit a terminal of 80 columns.
+    # The widest table must fit in a terminal with 80 columns.
     table.pad_edge, table.show_edge, table.collapse_padding = False, False, True
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
