@@ -1,4 +1,4 @@
-"""The drives of the guest with disks, and device-mapper layers that break them."""
+"""The NVMe drives of the guest, and device-mapper tables that make them fail."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SECTOR = 512
-"""Device-mapper counts in these, whatever the drive's blocks."""
+"""Unit of device-mapper tables in bytes, independent of the drive's block size."""
 
 TOOLS = Path(os.environ.get("PENSTOCK_VM_TOOLS", "/usr"))
 
 
 def drives() -> dict[str, str]:
-    """The raw devices of the guest's drives, by serial number."""
-    found = {}
+    """Return the raw devices of the guest's drives by serial number."""
+    devices = {}
     for block in Path("/sys/block").glob("nvme*"):
         device = Path("/dev") / block.name
-        if device.is_block_device():  # and not one of several ways to it, which has no file
-            with contextlib.suppress(FileNotFoundError):  # it is just being pulled out
-                found[(block / "device/serial").read_text().strip()] = str(device)
-    return found
+        if (
+            device.is_block_device()
+        ):  # skip the paths of a multipath device, which have no device file
+            with contextlib.suppress(FileNotFoundError):  # the drive is being removed
+                devices[(block / "device/serial").read_text().strip()] = str(device)
+    return devices
 
 
 def drive(serial: str) -> str:
@@ -43,23 +45,24 @@ def dmsetup(*arguments: str, table: str = "") -> str:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A drive seen through a table that can be changed while it is in use."""
+    """A drive behind a device-mapper table that can be changed while it is in use."""
 
     name: str
     under: str
     path: str
 
-    def be(self, table: str) -> None:
-        """Behave so from now on. What is under way ends first."""
+    def load(self, table: str) -> None:
+        """Switch to another table, after the requests in flight have finished."""
         dmsetup("reload", self.name, table=table)
         dmsetup("suspend", "--nolockfs", self.name)
         dmsetup("resume", "--noudevsync", self.name)
 
-    def be_well(self) -> None:
-        self.be(well(self.under))
+    def repair(self) -> None:
+        """Pass every request to the drive again."""
+        self.load(healthy(self.under))
 
     def hang(self) -> None:
-        """Answer nothing until it resumes."""
+        """Answer no request until `resume`."""
         dmsetup("suspend", "--noflush", "--nolockfs", self.name)
 
     def resume(self) -> None:
@@ -68,9 +71,9 @@ class Mapped:
 
 @contextlib.contextmanager
 def mapped(under: str, table: str = "") -> Iterator[Mapped]:
-    """A layer over a raw device, passing everything on unless a table says otherwise."""
+    """Create a device-mapper device over a raw device. Without a table it passes every request."""
     name = f"penstock-{Path(under).name}"
-    dmsetup("create", name, "--noudevsync", table=table or well(under))
+    dmsetup("create", name, "--noudevsync", table=table or healthy(under))
     minor = dmsetup("info", "--columns", "--noheadings", "-o", "minor", name).strip()
     try:
         yield Mapped(name, under, f"/dev/dm-{minor}")
@@ -82,12 +85,12 @@ def sectors(under: str) -> int:
     return int(Path("/sys/class/block", Path(under).name, "size").read_text())
 
 
-def well(under: str) -> str:
+def healthy(under: str) -> str:
     return f"0 {sectors(under)} linear {under} 0\n"
 
 
 def bad_between(under: str, first: int, last: int) -> str:
-    """Every request that touches bytes [first, last) fails."""
+    """Return a table that fails every request to bytes [first, last)."""
     low, high, end = first // SECTOR, last // SECTOR, sectors(under)
     return (
         f"0 {low} linear {under} 0\n"
@@ -97,10 +100,11 @@ def bad_between(under: str, first: int, last: int) -> str:
 
 
 def flakey(under: str, *features: str) -> str:
-    """Down for good (up 0 s, down 1 s, and again), in the way that the features say."""
-    asked = f" {len(features)} {' '.join(features)}" if features else ""
-    return f"0 {sectors(under)} flakey {under} 0 0 1{asked}\n"
+    """Return a table of a permanently failing drive (up 0 s, down 1 s), as `features` describe."""
+    options = f" {len(features)} {' '.join(features)}" if features else ""
+    return f"0 {sectors(under)} flakey {under} 0 0 1{options}\n"
 
 
 def slow(under: str, *, read_ms: int, write_ms: int) -> str:
+    """Return a table that delays reads and writes."""
     return f"0 {sectors(under)} delay {under} 0 {read_ms} {under} 0 {write_ms}\n"

@@ -1,16 +1,16 @@
 #!/bin/busybox sh
 # shellcheck shell=dash
 #
-# Makes the guest's CXL type-3 device a NUMA node, through sysfs alone.
+# Turns the guest's CXL type-3 device into a NUMA node, using only sysfs.
 #
-# It is what `cxl create-region` does on a real machine: a region over the whole device, committed,
-# then bound. The kernel's dax_cxl and kmem drivers take it from there and add a node.
+# This is what `cxl create-region` does on a real machine: it creates a region over the whole device,
+# commits it and binds it. The kernel's dax_cxl and kmem drivers then add a node.
 set -e
 
 decoders=/sys/bus/cxl/devices
 root_decoder=$decoders/decoder0.0
 
-wait_until() { # WHAT COMMAND...: ask five times a second, for twenty seconds at most
+wait_until() { # WHAT COMMAND...: try five times a second, for at most twenty seconds
   what=$1
   shift
   for _ in $(seq 100); do

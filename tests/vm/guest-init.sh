@@ -1,11 +1,11 @@
 #!/bin/busybox sh
 # shellcheck shell=dash
 #
-# PID 1 of the guest: mounts the host's file system, runs one command, writes its exit code, stops.
+# PID 1 of the guest: mounts the host's file system, runs one command, writes its exit code and powers off.
 #
-# The launcher shares three directories by 9p: `control` (what to run, and the answer), `hostroot`
-# (the host's /, read-only; a tmpfs overlay takes the writes) and `output` (writable on both sides).
-# This script's own messages go to the serial console, the command's output to /dev/hvc0.
+# The launcher shares three directories by 9p: `control` (the command and its exit code), `hostroot`
+# (the host's /, read-only, with writes going to a tmpfs overlay) and `output` (writable on both sides).
+# Messages of this script go to the serial console, the command's output to /dev/hvc0.
 
 /bin/busybox --install -s /bin
 
@@ -26,12 +26,12 @@ load_modules() {
 }
 
 mount_host_root() {
-  # cache=loose: shared libraries must be mapped, and the host's files do not change under a test.
+  # cache=loose allows shared libraries to be mapped. The host's files do not change during a test.
   mount_9p hostroot /host ro,cache=loose
   mount -t tmpfs -o size=60% tmpfs /overlay
   mkdir /overlay/upper /overlay/work
   mount -t overlay -o lowerdir=/host,upperdir=/overlay/upper,workdir=/overlay/work overlay /newroot ||
-    give_up "cannot overlay the host's file system"
+    give_up "cannot mount an overlay over the host's file system"
   for tree in proc sys dev; do
     mount --move "/$tree" "/newroot/$tree"
   done
@@ -61,7 +61,7 @@ cp /control/command /newroot/run/penstock-vm-command
 ip link set lo up
 hostname penstock-vm
 
-# Raw: a cooked terminal would turn every newline into two characters.
+# Raw mode: a cooked terminal would turn every newline into two characters.
 stty -F /newroot/dev/hvc0 raw -echo
 : > /control/begun
 chroot /newroot /bin/sh /run/penstock-vm-command \

@@ -1,4 +1,4 @@
-"""What the tests in the guest share: its nodes, and ranges without torch."""
+"""The guest's nodes, and memory regions without torch, for the tests in the guest."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ PAGE = _native.page_nbytes()
 
 
 def where(region: _native.Region) -> Residency:
+    """Return where the pages of a region are."""
     return residency(region.address, region.mapped_nbytes)
 
 
-def take(nbytes: int, place: Place, **options: object) -> _native.Region:
+def allocate(nbytes: int, place: Place, **options: object) -> _native.Region:
+    """Allocate a region."""
     return allocate_region(nbytes, place, RegionOptions(**options))  # type: ignore[arg-type]

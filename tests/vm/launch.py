@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run one command in a guest that has the memory nodes and the disks this machine lacks.
+"""Run one command in a guest with the memory nodes and disks that this machine lacks.
 
     tests/vm/launch.py [options] MODE -- COMMAND [ARGUMENT...]
 
@@ -8,10 +8,11 @@
     cxlperf   nodes 0, 1, and a CXL device with figures as node 3; node 2 is empty
     disks     one node, NVMe drives of two sector sizes, one of them with bad sectors
 
-The guest sees this machine's files; what it writes is lost, except under --out. The command starts
-in the caller's directory, and its output, both streams as one, is passed on as it comes.
+The guest sees this machine's files. Its writes are lost, except under --out. The command starts in
+the caller's directory. Its standard output and error are merged and printed as they arrive.
 
-Exit code: the command's; 125 if the guest gave none, 77 if the guest cannot be had on this machine.
+Exit code: the command's; 125 if the guest returned none; 77 if the guest is not available on this
+machine.
 """
 
 import argparse
@@ -34,11 +35,11 @@ VM_DIR = Path(os.environ.get("PENSTOCK_VM_DIR") or HERE.parents[1] / "build" / "
 TOOLS = VM_DIR / "tools" / "usr"
 LIBRARIES = TOOLS / "lib" / "x86_64-linux-gnu"
 
-CANNOT_BE_HAD = 77
-NO_ANSWER = 125
+NOT_AVAILABLE = 77
+NO_EXIT_CODE = 125
 BOOT_ATTEMPTS = 3
 CONSOLE_LINES_SHOWN = 20
-PASSED_ON = ("PATH", "VIRTUAL_ENV", "PYTHONPATH", "HOME")
+PASSED_VARIABLES = ("PATH", "VIRTUAL_ENV", "PYTHONPATH", "HOME")
 DEADLY_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
 
 
@@ -47,7 +48,7 @@ class Interrupted(BaseException):
 
 
 def interrupt(signum: int, _frame: FrameType | None) -> None:
-    for deadly in DEADLY_SIGNALS:  # a second Ctrl-C must not cut the clean-up short
+    for deadly in DEADLY_SIGNALS:  # a second Ctrl-C must not interrupt the cleanup
         signal.signal(deadly, signal.SIG_IGN)
     raise Interrupted(signum)
 
@@ -55,16 +56,16 @@ def interrupt(signum: int, _frame: FrameType | None) -> None:
 def mebibytes(text: str) -> int:
     match = re.fullmatch(r"(\d+)([MG])", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"write memory as 512M or 2G, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a size such as 512M or 2G, got {text!r}")
     return int(match[1]) * (1024 if match[2] == "G" else 1)
 
 
 def environment_entry(text: str) -> tuple[str, str]:
     name, given, value = text.partition("=")
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise argparse.ArgumentTypeError(f"{name!r} is not the name of a variable")
+        raise argparse.ArgumentTypeError(f"{name!r} is not a valid variable name")
     if not given and name not in os.environ:
-        raise argparse.ArgumentTypeError(f"{name} is not set here; write {name}=VALUE")
+        raise argparse.ArgumentTypeError(f"{name} is not set; use {name}=VALUE")
     return name, value if given else os.environ[name]
 
 
@@ -75,25 +76,33 @@ def parse_command_line(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("mode", choices=MODES, metavar="MODE", help=", ".join(MODES))
-    parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="default 300")
-    parser.add_argument("--smp", type=int, default=2, metavar="CPUS", help="default 2")
+    parser.add_argument(
+        "--timeout", type=float, default=300, metavar="SECONDS", help="time limit (default: 300)"
+    )
+    parser.add_argument(
+        "--smp", type=int, default=2, metavar="CPUS", help="number of CPUs (default: 2)"
+    )
     for node, default in enumerate(("3G", "1G", "1G")):
         parser.add_argument(
             f"--mem{node}",
             type=mebibytes,
             default=default,
             metavar="SIZE",
-            help=f"default {default}",
+            help=f"memory of node {node} (default: {default})",
         )
     parser.add_argument(
         "--env", type=environment_entry, action="append", default=[], metavar="NAME[=VALUE]",
-        help="pass this variable on as well",
+        help="pass this variable to the command",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="DIR", help="writable there, at the same path")
-    parser.add_argument("--console", type=Path, metavar="FILE", help="keep the kernel's messages")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="a directory that the guest can write to"
+    )
+    parser.add_argument(
+        "--console", type=Path, metavar="FILE", help="write the kernel's messages to a file"
+    )
     if "--" not in argv:
-        parser.parse_args(argv)  # for --help and for mistakes that have a better message
-        parser.error("the command to run comes after --")
+        parser.parse_args(argv)  # handles --help and reports more specific errors
+        parser.error("pass the command to run after --")
     split = argv.index("--")
     command = argv[split + 1 :]
     if not command:
@@ -103,16 +112,16 @@ def parse_command_line(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def command_script(environment: dict[str, str], command: list[str]) -> str:
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
-    change_directory = f"cd {shlex.quote(os.getcwd())} || exit {NO_ANSWER}"
+    change_directory = f"cd {shlex.quote(os.getcwd())} || exit {NO_EXIT_CODE}"
     return "\n".join([*exports, change_directory, f"exec {shlex.join(command)}", ""])
 
 
-def guest_environment(mode: str, out: Path, asked_for: Iterable[tuple[str, str]]) -> dict[str, str]:
+def guest_environment(mode: str, out: Path, variables: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {
-        **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
-        "TERM": "dumb",  # the guest's output is a terminal there and seldom one here
-        "PYTHONDONTWRITEBYTECODE": "1",  # it would fill the guest's memory, then be lost
-        **dict(asked_for),
+        **{name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ},
+        "TERM": "dumb",  # the command writes to a terminal in the guest, but usually not here
+        "PYTHONDONTWRITEBYTECODE": "1",  # bytecode would fill the guest's memory and then be lost
+        **dict(variables),
         "PENSTOCK_VM_MODE": mode,
         "PENSTOCK_VM_OUT": str(out),
         "PENSTOCK_VM_TOOLS": str(TOOLS),
@@ -120,7 +129,7 @@ def guest_environment(mode: str, out: Path, asked_for: Iterable[tuple[str, str]]
 
 
 def escaped(path: Path) -> str:
-    return str(path).replace(",", ",,")  # QEMU ends an option's value at a single comma
+    return str(path).replace(",", ",,")  # QEMU ends the value of an option at a single comma
 
 
 def shared_directory(tag: str, path: Path, options: str = "") -> list[str]:
@@ -131,7 +140,7 @@ def shared_directory(tag: str, path: Path, options: str = "") -> list[str]:
 
 
 def drives(guest: Guest, scratch: Path) -> list[str]:
-    """Empty files as the drives of the guest with disks."""
+    """Create empty files for the drives of the guest with disks; return their QEMU arguments."""
     if guest.mode != "disks":
         return []
     images = [scratch / f"{serial}.img" for serial in DRIVES]
@@ -143,10 +152,10 @@ def drives(guest: Guest, scratch: Path) -> list[str]:
 
 def qemu_command(guest: Guest, control: Path, out: Path, console: Path) -> list[str]:
     return [
-        # The kernel kills QEMU should this process be killed outright, past any clean-up.
+        # The kernel kills QEMU if this process is killed without a chance to clean up.
         *("setpriv", "--pdeathsig", "KILL", "--", str(TOOLS / "bin" / "qemu-system-x86_64")),
         *("-L", str(TOOLS / "share" / "qemu"), "-L", str(TOOLS / "share" / "seabios")),
-        # Emulation even where KVM works: the same guest, and the same results, on every machine.
+        # Emulate even where KVM works, so that every machine has the same guest and results.
         *("-accel", "tcg,thread=multi,tb-size=1024"),
         *guest.qemu_args,
         *("-nodefaults", "-display", "none", "-no-reboot", "-nic", "none"),
@@ -163,13 +172,13 @@ def qemu_command(guest: Guest, control: Path, out: Path, console: Path) -> list[
 
 
 def run_qemu(command: list[str], seconds: float) -> int | None:
-    """Pass the guest's output on until it stops. QEMU's own exit status, None if time was up."""
+    """Print the guest's output until it stops; return QEMU's exit status, or None on a timeout."""
     environment = {
         **os.environ,
         "LD_LIBRARY_PATH": str(LIBRARIES),
         "QEMU_MODULE_DIR": str(LIBRARIES / "qemu"),
     }
-    # A pipe of its own: QEMU makes its stdout non-blocking, which whoever shares it would suffer.
+    # QEMU makes its stdout non-blocking, which would affect every process that shares it.
     with subprocess.Popen(
         command,
         env=environment,
@@ -192,25 +201,30 @@ def run_qemu(command: list[str], seconds: float) -> int | None:
 
 
 def boot(command: list[str], seconds: float, control: Path) -> int | None:
-    """Run the guest, again if QEMU crashed before the guest's command began.
+    """Run the guest, and retry if QEMU crashes before the guest's command starts.
 
-    With one thread per virtual CPU, QEMU 10 now and then fails an assertion of its own (in
-    `iotlb_to_section`) while the guest sets its devices up. Once the command has begun there is no
-    second try: it would hide a failure, or repeat what was written to the output directory.
+    With one thread per virtual CPU, QEMU 10 sometimes fails an assertion (in `iotlb_to_section`)
+    while the guest initializes its devices. Once the command has started there is no retry: it
+    could hide a failure, or repeat writes to the output directory.
     """
     for attempts_left in reversed(range(BOOT_ATTEMPTS)):
         status = run_qemu(command, seconds)
         crashed = status is not None and status < 0
         if not crashed or (control / "begun").exists():
             break
-        print(f"vm: QEMU crashed in boot, {attempts_left} more tries", file=sys.stderr)
+        print(f"vm: QEMU crashed during boot; {attempts_left} attempts left", file=sys.stderr)
     return status
 
 
-def report_silence(reason: str, console: Path) -> None:
+def report_no_exit_code(reason: str, console: Path) -> None:
     lines = console.read_text(errors="replace").splitlines() if console.exists() else []
-    shown = lines[-CONSOLE_LINES_SHOWN:] or ["(nothing)"]
-    print(f"vm: no exit code: {reason}; its console ended with:", *shown, sep="\n", file=sys.stderr)
+    shown = lines[-CONSOLE_LINES_SHOWN:] or ["(no output)"]
+    print(
+        f"vm: no exit code: {reason}; the last lines of its console:",
+        *shown,
+        sep="\n",
+        file=sys.stderr,
+    )
 
 
 def run_in_guest(options: argparse.Namespace, guest: Guest, command: list[str]) -> int:
@@ -232,9 +246,11 @@ def run_in_guest(options: argparse.Namespace, guest: Guest, command: list[str]) 
         answer = control / "exit-code"
         if answer.exists() and (exit_code := answer.read_text().strip()):
             return int(exit_code)
-        reason = f"not done in {options.timeout:g} s" if status is None else "the guest died"
-        report_silence(reason, console)
-        return NO_ANSWER
+        reason = (
+            f"not finished after {options.timeout:g} s" if status is None else "the guest crashed"
+        )
+        report_no_exit_code(reason, console)
+        return NO_EXIT_CODE
 
 
 def main() -> int:
@@ -242,12 +258,12 @@ def main() -> int:
     node_mib = (options.mem0, options.mem1, options.mem2)
     try:
         guest = Guest(mode=options.mode, num_cpus=options.smp, node_mib=node_mib)
-    except ValueError as mistake:
-        print(f"vm: {mistake}", file=sys.stderr)
+    except ValueError as error:
+        print(f"vm: {error}", file=sys.stderr)
         return 2
     setup = subprocess.run([HERE / "setup.sh"], check=False, stdout=sys.stderr)
     if setup.returncode:
-        return CANNOT_BE_HAD if setup.returncode == CANNOT_BE_HAD else NO_ANSWER
+        return NOT_AVAILABLE if setup.returncode == NOT_AVAILABLE else NO_EXIT_CODE
     return run_in_guest(options, guest, command)
 
 
@@ -257,6 +273,6 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except Interrupted as interrupted:
-        # Die of the same signal, for a calling shell to see that it was one and stop as well.
+        # Exit by the same signal, so that a calling shell sees it and stops too.
         signal.signal(interrupted.args[0], signal.SIG_DFL)
         os.kill(os.getpid(), interrupted.args[0])

@@ -1,33 +1,33 @@
 #!/bin/bash
-# Runs the tests marked `vm`: those of memory in each of three guests, in the first also the placement
-# conformance suite with tensors and the engine with states striped over its nodes; those of disks
-# in a guest of their own. `make test-vm` starts this.
+# Runs the tests marked `vm`; called by `make test-vm`. The memory tests run in three guests. The first
+# guest also runs the placement conformance suite with tensors, and the engine with states striped over
+# its nodes. The disk tests run in a fourth guest.
 #
 #   tests/vm/run.sh [PYTEST_ARGUMENT...]
 #
-# PENSTOCK_VM_MODES are the guests (default all); PENSTOCK_VM_JOBS is how many run side by side
-# (default 2: one keeps little more than one core busy); PENSTOCK_VM_TIMEOUT is the seconds that each
-# may take (default 1500).
-# Exit codes: 0 every guest passed, 77 the guest cannot be had on this machine, 1 anything else.
+# PENSTOCK_VM_MODES lists the guests (default: all). PENSTOCK_VM_JOBS is the number of concurrent guests
+# (default: 2; a guest uses little more than one core). PENSTOCK_VM_TIMEOUT is the limit of each guest
+# in seconds (default: 1500).
+# Exit codes: 0 every guest passed, 77 the guest is not available on this machine, 1 anything else.
 set -uo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here/../.." || exit 1
 python=.venv/bin/python
-readonly NO_TESTS_RAN=5 # pytest's own code for it
+readonly NO_TESTS_RAN=5 # pytest's exit code for this
 
 [[ -x $python ]] || { echo "vm: $python is missing; \`make test-vm\` builds it" >&2; exit 1; }
 "$here/setup.sh" || exit $?
 
-# The guest, where a compiler is twenty times slower, finds modules compiled.
+# Compile modules here: compiling in the guest is twenty times slower.
 "$python" -m compileall -q src tests || exit 1
 
 results=$(mktemp -d)
 trap 'rm -rf "$results"' EXIT
-# Guests run in the background, or a signal would wait here until they ended by themselves.
+# Guests run in the background, because bash handles a signal only when a foreground command has ended.
 trap 'kill -TERM $(jobs -p) 2> /dev/null; wait; exit 143' INT TERM HUP
 
-# pytest calls a run in which every test was skipped a success; here it has proved nothing.
+# pytest reports success if every test was skipped. Here that counts as a failure.
 count_tests_run() { # JUNIT_XML
   "$python" - "$1" <<'END'
 import sys
@@ -38,7 +38,7 @@ print(sum(int(suite.get("tests", 0)) - int(suite.get("skipped", 0)) for suite in
 END
 }
 
-# Reserved huge pages on every node, so that huge='2M' is tried too: nothing else uses this machine.
+# Reserve huge pages on every node, so that huge='2M' is tested too. Nothing else uses this machine.
 readonly RESERVE='for n in /sys/devices/system/node/node[0-9]*; do
   [ ! -e $n/hugepages ] || echo 16 > $n/hugepages/hugepages-2048kB/nr_hugepages; done'
 
@@ -47,7 +47,7 @@ readonly DISKS=tests/vm/test_guest_disks.py
 run_mode() { # MODE PYTEST_ARGUMENT...
   local mode=$1 started=$SECONDS launcher='' code tests_run=0 suites=(tests/vm --ignore="$DISKS")
   shift
-  # The emulated CXL device is too slow for every backing of every place; one guest has them all.
+  # The emulated CXL device is too slow for the whole conformance suite; one guest runs it.
   case $mode in
     numa) suites+=(tests/conformance/test_placement.py tests/equivalence/test_striped.py) ;;
     disks) suites=("$DISKS") ;;
@@ -67,7 +67,7 @@ run_mode() { # MODE PYTEST_ARGUMENT...
   ((code)) || touch "$results/$mode.passed"
 }
 
-# Says which guest a line is of, and drops what QEMU says of the sectors that are bad on purpose.
+# Prefixes lines with the guest's mode, and drops QEMU's messages about the intentionally bad sectors.
 label() { # MODE
   sed -u "s/qemu-system-x86_64: aio failed: .*\$//; T keep; /^\$/d; : keep; s/^/$1: /"
 }

@@ -1,24 +1,24 @@
 #!/bin/bash
-# Fetches what the test guest is made of: QEMU, a Linux kernel and an initramfs.
+# Downloads and builds the parts of the test guest: QEMU, a Linux kernel and an initramfs.
 #
-# Everything is unpacked under PENSTOCK_VM_DIR (default: build/vm) from the Debian mirror this
-# machine already uses. Nothing is installed, so root is not needed and the machine stays as it was.
-# Running it again does only what is missing; `rm -rf build/vm` starts over with fresh packages.
+# Packages come from the Debian mirror that this machine already uses, and are unpacked under
+# PENSTOCK_VM_DIR (default: build/vm). Nothing is installed, so root is not needed and the machine does
+# not change. A second run does only what is missing; `rm -rf build/vm` starts from scratch.
 #
-# Exit codes: 0 ready, 77 cannot be had on this machine (one line says why), 1 something broke.
+# Exit codes: 0 ready, 77 not available on this machine (with the reason), 1 failure.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 vm_dir=${PENSTOCK_VM_DIR:-$here/../../build/vm}
 
-# Backports' QEMU, as Debian 12's own (7.2) crashes this guest about one boot in four.
-# kmod resolves the order modules load in; busybox is the guest's user space before the host's
-# file system is mounted, and packs the initramfs; dmsetup breaks the guest's disks.
+# QEMU comes from backports, because Debian 12's version (7.2) crashes in about one boot of four.
+# kmod resolves the load order of modules. busybox is the guest's user space until the host's file
+# system is mounted, and packs the initramfs. dmsetup makes the guest's disks fail.
 readonly TOOL_PACKAGES=(
   qemu-system-x86 qemu-system-common qemu-system-data seabios busybox-static kmod dmsetup
 )
-# The first two carry the console, the next three the host's file system, then the CXL device, and
-# disks and what breaks them.
+# Modules for the console, for the host's file system, for the CXL device, and for disks and the
+# device-mapper targets that make them fail.
 readonly GUEST_MODULES=(
   virtio_pci virtio_console
   9pnet_virtio 9p overlay
@@ -26,8 +26,8 @@ readonly GUEST_MODULES=(
   nvme dm-mod dm-flakey dm-delay
 )
 
-cannot_be_had() {
-  echo "vm setup: cannot be had here: $*" >&2
+not_available() {
+  echo "vm setup: not available here: $*" >&2
   exit 77
 }
 
@@ -41,14 +41,15 @@ release_codename() {
   (. /etc/os-release 2>/dev/null && [[ ${ID:-} == debian ]] && echo "${VERSION_CODENAME:-}") || true
 }
 
-# The mirror that serves this release, whichever file and format it is configured in.
+# Prints the mirror of this release, independent of the file and format of the configuration.
 configured_mirror() { # CODENAME
   # shellcheck disable=SC2016  # apt expands these names, not the shell
   apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(CODENAME)' 'Created-By: Packages' |
     awk -v release="$1" '$2 == release || $3 == release { print $1; exit }'
 }
 
-# apt with package lists of its own: the release and its backports, without touching the machine's.
+# Configures apt with separate package lists for the release and its backports, so that the machine's
+# own lists stay unchanged.
 write_apt_config() { # MIRROR CODENAME
   mkdir -p "$vm_dir"/apt/{lists,cache/archives}/partial
   cat > "$vm_dir/apt/debian.sources" <<END
@@ -63,38 +64,39 @@ Dir::Etc::sourcelist "$vm_dir/apt/debian.sources";
 Dir::Etc::sourceparts "-";
 Dir::State::lists "$vm_dir/apt/lists";
 Dir::Cache "$vm_dir/apt/cache";
-APT::Sandbox::User "root"; // else apt, as root, drops to a user that may not write here
-APT::Update::Error-Mode "any"; // else an unreachable mirror is only a warning
+APT::Sandbox::User "root"; // otherwise apt, as root, switches to a user without write access here
+APT::Update::Error-Mode "any"; // otherwise an unreachable mirror is only a warning
 END
 }
 
 prepare_apt() {
   local codename mirror problem
-  [[ $(uname -m) == x86_64 ]] || cannot_be_had "the guest needs an x86_64 host, this is $(uname -m)"
+  [[ $(uname -m) == x86_64 ]] || not_available "the guest needs an x86_64 host, and this is $(uname -m)"
   codename=$(release_codename)
-  [[ -n $codename ]] || cannot_be_had "packages come from a Debian release, and this is not one"
+  [[ -n $codename ]] || not_available "the packages need a Debian host, and this is none"
   mirror=$(configured_mirror "$codename")
-  [[ -n $mirror ]] || cannot_be_had "the apt sources name no mirror for Debian $codename"
+  [[ -n $mirror ]] || not_available "the apt sources have no mirror for Debian $codename"
   write_apt_config "$mirror" "$codename"
   problem=$(apt-get -c "$vm_dir/apt/apt.conf" -qq update 2>&1) ||
-    cannot_be_had "Debian $codename and its backports are out of reach: ${problem%%$'\n'*}"
+    not_available "cannot reach Debian $codename and its backports: ${problem%%$'\n'*}"
   backports=$codename-backports
 }
 
-# Names of the packages that installing PACKAGE... would bring to this machine.
+# Prints the packages that installing PACKAGE... would add to this machine.
 missing_packages() { # PACKAGE...
   apt-get -c "$vm_dir/apt/apt.conf" -qq --simulate -o Debug::NoLocking=true \
     install --no-install-recommends --target-release "$backports" "$@" |
     awk '$1 == "Inst" { print $2 }'
 }
 
-# A rename at the end makes an interrupted download invisible to the next run.
+# Unpacks into a staging directory and renames it at the end, so that the next run ignores an
+# interrupted download.
 unpack_packages() { # DIRECTORY PACKAGE...
   local target=$1 staging=$vm_dir/staging package
   shift
   rm -rf "$staging"
   mkdir -p "$staging"/{packages,root/usr/{bin,sbin,lib}}
-  # Some packages still ship /lib and /sbin: merge them, so that each file has one place.
+  # Some packages still ship /lib and /sbin: merge them into /usr.
   ln -s usr/bin usr/sbin usr/lib "$staging/root/"
   (cd "$staging/packages" &&
     apt-get -c "$vm_dir/apt/apt.conf" -qq --target-release "$backports" download "$@") >&2
@@ -108,23 +110,23 @@ unpack_packages() { # DIRECTORY PACKAGE...
 
 fetch_tools() {
   local missing packages
-  missing=$(missing_packages "${TOOL_PACKAGES[@]}") || broken "apt cannot resolve QEMU's packages"
-  # Also those the machine has: its own may be older, and may be removed while ours is in use.
+  missing=$(missing_packages "${TOOL_PACKAGES[@]}") || broken "apt cannot resolve the packages of QEMU"
+  # Include packages that the machine has: its versions may be older, or may be removed later.
   mapfile -t packages < <(printf '%s\n' "${TOOL_PACKAGES[@]}" "$missing" | sort --unique)
   rm -rf "$vm_dir/tools"
   unpack_packages "$vm_dir/tools" "${packages[@]}"
   echo "${TOOL_PACKAGES[*]}" > "$vm_dir/tools/packages"
 }
 
-# A directory of an earlier setup may lack a tool that was added since.
-tools_are_there() {
+# A directory from an earlier version of this script may lack a tool.
+tools_are_current() {
   [[ $(cat "$vm_dir/tools/packages" 2> /dev/null) == "${TOOL_PACKAGES[*]}" ]]
 }
 
 fetch_kernel() {
   local missing packages
-  missing=$(missing_packages linux-image-amd64) || broken "apt cannot resolve the kernel's packages"
-  # linux-image-amd64 is empty and names the image of the day; the rest is what installing it needs.
+  missing=$(missing_packages linux-image-amd64) || broken "apt cannot resolve the packages of the kernel"
+  # linux-image-amd64 is empty and depends on the current image; the other packages are only for installing it.
   mapfile -t packages < <(grep '^linux-' <<< "$missing")
   rm -rf "$vm_dir/kernel.new"
   unpack_packages "$vm_dir/kernel.new" "${packages[@]}"
@@ -137,8 +139,8 @@ kernel_release() { # UNPACKED_KERNEL
   basename "$1"/usr/lib/modules/*
 }
 
-# kmod is depmod, modprobe and the like by the name it is called with; the package's links to it are
-# absolute, so they lead out of the unpacked tree.
+# kmod acts as depmod, modprobe and so on, depending on the name it is called with. The package's links
+# to it are absolute and would leave the unpacked tree.
 run_kmod_as() { # NAME ARGUMENT...
   (export LD_LIBRARY_PATH=$vm_dir/tools/usr/lib/x86_64-linux-gnu
     exec -a "$1" "$vm_dir/tools/usr/bin/kmod" "${@:2}")
@@ -183,10 +185,10 @@ main() {
   mkdir -p "$vm_dir"
   vm_dir=$(cd "$vm_dir" && pwd -P)
   exec 9> "$vm_dir/lock"
-  flock 9 # two launchers may start at once; the second waits and finds the work done
-  if ! tools_are_there || [[ ! -d $vm_dir/kernel ]]; then
+  flock 9 # if two launchers start concurrently, the second waits and finds the work done
+  if ! tools_are_current || [[ ! -d $vm_dir/kernel ]]; then
     prepare_apt
-    tools_are_there || fetch_tools
+    tools_are_current || fetch_tools
     [[ -d $vm_dir/kernel ]] || fetch_kernel
   fi
   initramfs_is_current || build_initramfs

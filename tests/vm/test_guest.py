@@ -1,7 +1,7 @@
 """Placement, discovery and the probe against a real kernel with several nodes and a CXL device.
 
-Torch, whose import takes most of a minute here, is for the probe and the doctor alone;
-tests/conformance covers tensors.
+Only the tests of the probe and the doctor import torch, because that takes most of a minute in the
+guest. tests/conformance covers tensors.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from penstock.memory.placement import Interleave, Node, Stripe
 from penstock.memory.residency import Residency, residency
 from penstock.probe.sweep import MOMENTS
 from penstock.units import GiB, MiB
-from tests.vm.guest import FAR, MODE, NODES, PAGE, UNIT, take, where
+from tests.vm.guest import FAR, MODE, NODES, PAGE, UNIT, allocate, where
 
 pytestmark = pytest.mark.vm
 
 
-def test_the_guest_is_the_one_asked_for() -> None:
+def test_the_guest_has_the_nodes_of_its_mode() -> None:
     assert System().memory_nodes() == NODES
 
 
 @pytest.mark.parametrize("huge", [None, "thp"])
 @pytest.mark.parametrize("node", NODES)
-def test_every_page_is_on_the_node_named(node: int, huge: str | None) -> None:
-    region = take(2 * UNIT + PAGE, Node(node), huge=huge)
+def test_every_page_is_on_the_requested_node(node: int, huge: str | None) -> None:
+    region = allocate(2 * UNIT + PAGE, Node(node), huge=huge)
 
     assert where(region) == Residency(pages={node: 2 * UNIT // PAGE + 1}, unmapped=0)
 
 
 @pytest.mark.parametrize("weights", [{1: 2, FAR: 1}, {0: 1, 1: 1, FAR: 1}, {FAR: 3, 0: 2}], ids=str)
-def test_a_stripe_deals_units_exactly(weights: dict[int, int]) -> None:
+def test_a_stripe_distributes_units_by_weight(weights: dict[int, int]) -> None:
     stripe = Stripe(weights)
-    region = take(7 * UNIT, stripe)
+    region = allocate(7 * UNIT, stripe)
 
     for unit in range(7):
-        found = residency(region.address + unit * UNIT, UNIT)
-        assert found.pages == {stripe.pattern[unit % len(stripe.pattern)]: UNIT // PAGE}
+        pages_of_unit = residency(region.address + unit * UNIT, UNIT)
+        assert pages_of_unit.pages == {stripe.pattern[unit % len(stripe.pattern)]: UNIT // PAGE}
     assert where(region).nbytes == {n: s for n, s in sorted(stripe.shares(7 * UNIT).items()) if s}
 
 
-def test_interleave_deals_pages() -> None:
-    region = take(UNIT, Interleave([0, 1, FAR]))
+def test_interleave_distributes_pages_evenly() -> None:
+    region = allocate(UNIT, Interleave([0, 1, FAR]))
 
     counts = where(region).pages
 
@@ -67,8 +67,8 @@ def test_interleave_deals_pages() -> None:
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_a_long_stripe_costs_one_mapping_not_one_per_unit() -> None:
-    region = take(40 * UNIT, Stripe([0, 1]))
+def test_a_long_stripe_needs_one_mapping_and_not_one_per_unit() -> None:
+    region = allocate(40 * UNIT, Stripe([0, 1]))
     end = region.address + region.mapped_nbytes
     with open("/proc/self/maps") as maps:
         spans = [line.split()[0].split("-") for line in maps]
@@ -78,11 +78,11 @@ def test_a_long_stripe_costs_one_mapping_not_one_per_unit() -> None:
 
 
 @pytest.mark.parametrize("node", NODES[1:])
-def test_a_full_node_is_an_error_with_numbers_and_a_way_out(node: int) -> None:
+def test_a_full_node_raises_an_error_with_numbers_and_advice(node: int) -> None:
     wanted = System().node_bytes(node).total + 64 * MiB
 
     with pytest.raises(NodeFullError, match=f"on node {node}, which has") as caught:
-        take(wanted, Node(node))
+        allocate(wanted, Node(node))
 
     assert caught.value.wanted == wanted
     assert 0 < caught.value.free < wanted
@@ -90,28 +90,28 @@ def test_a_full_node_is_an_error_with_numbers_and_a_way_out(node: int) -> None:
     assert "node 0 has" in str(caught.value)
 
 
-def test_a_stripe_that_overfills_one_node_names_it() -> None:
+def test_a_stripe_that_overfills_one_node_names_that_node() -> None:
     with pytest.raises(NodeFullError) as caught:
-        take(3 * GiB, Stripe({0: 1, FAR: 2}))
+        allocate(3 * GiB, Stripe({0: 1, FAR: 2}))
 
     assert caught.value.node == FAR
     assert caught.value.wanted == 2 * GiB
 
 
-def test_a_node_that_is_not_there_is_unknown() -> None:
+def test_a_missing_node_is_unknown() -> None:
     with pytest.raises(UnknownNodeError, match=r"no node 63; this machine has nodes 0, 1"):
-        take(1, Node(63))
+        allocate(1, Node(63))
 
 
-@pytest.mark.skipif(MODE != "cxlperf", reason="only there a node is possible but empty")
+@pytest.mark.skipif(MODE != "cxlperf", reason="only this guest has a node without memory")
 def test_a_node_without_memory_is_offline() -> None:
     with pytest.raises(OfflineNodeError, match="node 2 has no memory online") as caught:
-        take(1, Node(2))
+        allocate(1, Node(2))
 
     assert caught.value.online == NODES
 
 
-def test_a_confined_process_is_told_where_it_may_go() -> None:
+def test_the_error_of_a_confined_process_lists_the_allowed_nodes() -> None:
     code = """if True:
         from penstock.errors import ForbiddenNodeError
         from penstock.memory.arena import Arena
@@ -135,7 +135,7 @@ def test_a_confined_process_is_told_where_it_may_go() -> None:
     assert run.returncode == 42, run.stderr
 
 
-def test_an_arena_lies_where_it_was_put() -> None:
+def test_an_arena_is_where_it_was_placed() -> None:
     arena = Arena("6MiB", Stripe({1: 2, FAR: 1}))
     blocks = [arena.take(3 * MiB), arena.take(3 * MiB)]
 
@@ -143,7 +143,7 @@ def test_an_arena_lies_where_it_was_put() -> None:
     assert residency(blocks[0].address, 3 * MiB).nbytes == {1: 3 * MiB}
 
 
-def test_nodes_without_cpus_are_cxl() -> None:
+def test_nodes_without_cpus_are_cxl_nodes() -> None:
     machine = discover()
 
     kinds = {node.id: node.kind for node in machine.nodes}
@@ -152,7 +152,7 @@ def test_nodes_without_cpus_are_cxl() -> None:
     assert [node.id for node in machine.nodes if node.cpus] == [0]
 
 
-@pytest.mark.skipif(MODE == "numa", reason="that guest has no CXL device")
+@pytest.mark.skipif(MODE == "numa", reason="this guest has no CXL device")
 def test_the_cxl_device_is_found_on_its_node() -> None:
     machine = discover()
 
@@ -160,8 +160,8 @@ def test_the_cxl_device_is_found_on_its_node() -> None:
     assert not machine.node(1).devices
 
 
-@pytest.mark.skipif(MODE == "cxl", reason="that guest's firmware gives no figures")
-def test_the_firmwares_figures_are_read_in_bytes_and_seconds() -> None:
+@pytest.mark.skipif(MODE == "cxl", reason="the firmware of this guest reports no performance")
+def test_firmware_figures_are_converted_to_bytes_and_seconds() -> None:
     near, far = discover().node(0).firmware, discover().node(FAR).firmware
 
     assert near is not None
@@ -173,7 +173,7 @@ def test_the_firmwares_figures_are_read_in_bytes_and_seconds() -> None:
     assert 1e-8 < far.read_latency < 1e-4
 
 
-@pytest.mark.skipif(MODE == "cxl", reason="it takes torch, and cxlperf has all that guest has")
+@pytest.mark.skipif(MODE == "cxl", reason="needs torch; the cxlperf guest covers it")
 def test_a_quick_probe_measures_every_node(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,21 +190,21 @@ def test_a_quick_probe_measures_every_node(
         rates = {rate.operation for rate in node.rates if rate.operation != "sweep"}
         assert rates == {"read", "write", "copy"}
         sweeps = {rate.moments for rate in node.rates if rate.operation == "sweep"}
-        # Emulated memory may be too slow for one: then it is left out, and that is said.
-        assert sweeps | left_out(node.id, printed.err) == set(MOMENTS)
-        assert not sweeps & left_out(node.id, printed.err)
+        # Emulated memory may be too slow for a sweep. Then a note says that it was skipped.
+        assert sweeps | skipped_sweeps(node.id, printed.err) == set(MOMENTS)
+        assert not sweeps & skipped_sweeps(node.id, printed.err)
     pairs = {(copy.source, copy.target) for copy in machine.node_copies}
     assert pairs == set(itertools.permutations(NODES, 2))
 
 
-def left_out(node: int, notes: str) -> set[str]:
-    """The formats whose sweeps a probe says it had no time for on a node."""
+def skipped_sweeps(node: int, notes: str) -> set[str]:
+    """Return the moment formats that a note of the probe reports as skipped on a node."""
     words = rf"^note: node {node}: sweep, (\w+) moments: not measured: .* would take about"
     return set(re.findall(words, notes, flags=re.M))
 
 
 def test_the_doctor_finds_nothing_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    if MODE == "cxl":  # which would import torch for this alone
+    if MODE == "cxl":  # in this guest only these checks would import torch
         for check in ("torch", "cuda versions"):
             monkeypatch.delitem(doctor.CHECKS, check)
 

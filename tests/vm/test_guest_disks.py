@@ -1,4 +1,4 @@
-"""The store on NVMe drives, sound and bad ones, against a real kernel: the guest with disks."""
+"""The store on healthy and failing NVMe drives, against a real kernel, in the guest with disks."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def engine(request: pytest.FixtureRequest) -> EngineName:
 
 @pytest.fixture
 def layer() -> Iterator[Mapped]:
-    with mapped(drive("healthy")) as made:
-        yield made
+    with mapped(drive("healthy")) as device:
+        yield device
 
 
 def test_the_guest_has_its_drives_and_io_uring() -> None:
@@ -56,7 +56,9 @@ def test_the_guest_has_its_drives_and_io_uring() -> None:
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verify", "plain"])
 @pytest.mark.parametrize("serial", ["healthy", "healthy-4kn"])
-def test_a_raw_drive_gives_back_what_it_got(serial: str, engine: EngineName, verify: bool) -> None:
+def test_a_raw_drive_returns_the_bytes_written_to_it(
+    serial: str, engine: EngineName, verify: bool
+) -> None:
     buffers = Buffers()
     with Store.create(drive(serial), engine=engine, verify=verify) as store:
         assert (store.volumes[0].is_device, store.volumes[0].direct) == (True, True)
@@ -70,37 +72,39 @@ def test_a_raw_drive_gives_back_what_it_got(serial: str, engine: EngineName, ver
         assert store.stats.retries == 0
 
 
-def test_a_drive_under_device_mapper_is_in_use(layer: Mapped) -> None:
+def test_a_drive_under_device_mapper_counts_as_in_use(layer: Mapped) -> None:
     with pytest.raises(DeviceInUseError, match=f"is part of {Path(layer.path).name}"):
         Store.create(layer.under, erase=True)
 
 
 @pytest.mark.parametrize(("verb", "place"), [("read", UNREADABLE), ("write", UNWRITABLE)])
-def test_a_bad_sector_of_an_nvme_drive_is_enodata(
+def test_a_bad_sector_of_an_nvme_drive_fails_with_enodata(
     verb: str, place: int, engine: EngineName
 ) -> None:
     buffers = Buffers()
     with Store.create(drive("bad-sectors"), engine=engine, options=BY_UNIT) as store:
-        store.allocate(place - DATA_OFFSET - 2 * UNIT, name="in front of it")
+        store.allocate(place - DATA_OFFSET - 2 * UNIT, name="before the bad sector")
         bad, good = (store.allocate(4 * UNIT, name=name) for name in ("layers.1", "layers.2"))
-        fail_alone(store, verb, bad, good, buffers, place=place, code=errno.ENODATA)
+        assert_only_bad_fails(store, verb, bad, good, buffers, place=place, code=errno.ENODATA)
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_a_hole_in_a_disk_is_eio(verb: str, layer: Mapped, engine: EngineName) -> None:
+def test_a_failing_range_of_a_disk_fails_with_eio(
+    verb: str, layer: Mapped, engine: EngineName
+) -> None:
     buffers = Buffers()
     with Store.create(layer.path, engine=engine, options=BY_UNIT) as store:
         bad, good = (store.allocate(4 * UNIT, name=name) for name in ("layers.1", "layers.2"))
         place = DATA_OFFSET + bad.start + 2 * UNIT
         store.start_write(bad, buffers.random(4 * UNIT)).wait()
-        layer.be(bad_between(layer.under, place, place + 4096))
-        fail_alone(store, verb, bad, good, buffers, place=place, code=errno.EIO)
+        layer.load(bad_between(layer.under, place, place + 4096))
+        assert_only_bad_fails(store, verb, bad, good, buffers, place=place, code=errno.EIO)
 
 
-def fail_alone(
+def assert_only_bad_fails(
     store: Store, verb: str, bad: object, good: object, buffers: Buffers, *, place: int, code: int
 ) -> None:
-    """A transfer of `bad` fails at `place` by name, while those of `good` go on."""
+    """Check that a transfer of `bad` fails at `place` while transfers of `good` succeed."""
     path, lane, back = store.volumes[0].path, buffers.random(4 * UNIT), buffers.zeros(4 * UNIT)
     if verb == "read" and code == errno.ENODATA:
         store.start_write(bad, lane).wait()  # type: ignore[arg-type]
@@ -111,9 +115,9 @@ def fail_alone(
     with pytest.raises(TransferError, match=rf"{verb} of layers\.1 failed: {path}") as failed:
         failing.wait()
 
-    found = failed.value
-    assert (found.extent, found.path, found.offset) == ("layers.1", path, place)
-    assert (found.length, found.errno) == (UNIT, code)
+    error = failed.value
+    assert (error.extent, error.path, error.offset) == ("layers.1", path, place)
+    assert (error.length, error.errno) == (UNIT, code)
     assert store.stats.retries == 3
     store.start_read(good, back).wait()  # type: ignore[arg-type]
     assert back == source
@@ -122,18 +126,18 @@ def fail_alone(
             store.start_read(bad, back)  # type: ignore[arg-type]
 
 
-def test_a_disk_that_comes_back_is_used_again(layer: Mapped, engine: EngineName) -> None:
+def test_a_disk_that_recovers_is_used_again(layer: Mapped, engine: EngineName) -> None:
     buffers = Buffers()
     with Store.create(layer.path, engine=engine) as store:
         extent = store.allocate(4 * UNIT, name="moments")
         source, back = buffers.random(4 * UNIT), buffers.zeros(4 * UNIT)
         store.start_write(extent, source).wait()
-        layer.be(flakey(layer.under))
+        layer.load(flakey(layer.under))
         for move in (store.start_read, store.start_write):
             with pytest.raises(TransferError) as failed:
                 move(extent, back).wait()
             assert failed.value.errno == errno.EIO
-        layer.be_well()
+        layer.repair()
         store.start_write(extent, source).wait()
         store.start_read(extent, back).wait()
 
@@ -143,7 +147,7 @@ def test_a_disk_that_comes_back_is_used_again(layer: Mapped, engine: EngineName)
 @pytest.mark.parametrize(
     "lie", [("drop_writes",), ("corrupt_bio_byte", "77", "r", "1", "0")], ids=lambda lie: lie[0]
 )
-def test_a_disk_that_lies_is_found_out(
+def test_a_disk_that_loses_or_corrupts_writes_is_detected(
     lie: tuple[str, ...], layer: Mapped, engine: EngineName
 ) -> None:
     buffers = Buffers()
@@ -152,11 +156,11 @@ def test_a_disk_that_lies_is_found_out(
         first, second = buffers.zeros(4 * UNIT), buffers.zeros(4 * UNIT)
         second[:] = bytes([200]) * (4 * UNIT)
         store.start_write(extent, first).wait()
-        layer.be(flakey(layer.under, *lie))
-        store.start_write(extent, second).wait()  # which the disk says is done
+        layer.load(flakey(layer.under, *lie))
+        store.start_write(extent, second).wait()  # the disk reports success
         with pytest.raises(ChecksumError, match=r"moments: .* other bytes"):
             store.start_read(extent, first).wait()
-        layer.be_well()
+        layer.repair()
         store.start_write(extent, second).wait()
         store.start_read(extent, first).wait()
 
@@ -209,7 +213,7 @@ if scene == "busy":
     ],
     ids=["busy", "idle"],
 )
-def test_closing_over_a_hung_disk_returns(
+def test_closing_a_store_on_a_hung_disk_returns(
     engine: EngineName, scene: str, says: str, layer: Mapped
 ) -> None:
     done = subprocess.run(
@@ -217,13 +221,13 @@ def test_closing_over_a_hung_disk_returns(
         capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert (done.stdout, done.returncode) == (says, 0), done.stderr
-    if scene == "busy":  # the removal of an idle one may have gone on when the disk answered
+    if scene == "busy":  # the removal of an idle store may have finished when the disk answered
         assert [store.state for store in find_stores([layer.path])] == ["left"]
     assert {removed.kept_because for removed in remove_stores([layer.path])} <= {""}
     assert find_stores([layer.path]) == []
 
 
-def test_a_drive_that_is_pulled_out_is_an_error_and_the_store_closes(engine: EngineName) -> None:
+def test_a_removed_drive_raises_an_error_and_the_store_closes(engine: EngineName) -> None:
     device, buffers = drive("fragile"), Buffers()
     store = Store.create(device, engine=engine, erase=True)
     extent = store.allocate(4 * UNIT, name="moments")
@@ -245,7 +249,7 @@ def test_a_drive_that_is_pulled_out_is_an_error_and_the_store_closes(engine: Eng
 
 
 def _is_of(controller: Path, block: str) -> bool:
-    """Whether a controller leads to the drive that has this directory."""
+    """Return whether the controller is that of the drive with this directory."""
     return os.path.realpath(controller) == block or (Path(block) / controller.name).exists()
 
 

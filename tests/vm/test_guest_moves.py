@@ -1,4 +1,4 @@
-"""Moving pages between the guest's nodes: ours, another allocator's, huge ones and small ones."""
+"""Moving pages between the guest's nodes: Penstock's and other memory, huge and small pages."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from penstock.memory.placement import Interleave, Node, Place, Stripe
 from penstock.memory.region import move_region
 from penstock.memory.residency import Residency, residency
 from penstock.units import MiB
-from tests.vm.guest import FAR, NODES, PAGE, UNIT, take, where
+from tests.vm.guest import FAR, NODES, PAGE, UNIT, allocate, where
 
 pytestmark = pytest.mark.vm
 
 POOL = "/sys/devices/system/node/node{}/hugepages/hugepages-2048kB/nr_hugepages"
-ROOM = 16 * MiB  # what a nearly full node has left beyond the kernel's own
+ROOM = 16 * MiB  # free memory of a nearly full node, without the reserve of the kernel
 
 
 @pytest.fixture
 def pools() -> Iterator[None]:
-    """Reserved huge pages on nodes 0 and 1, none on the far one."""
+    """Reserve huge pages on nodes 0 and 1, but none on the far node."""
     paths = {node: path for node in NODES if (path := Path(POOL.format(node))).exists()}
     before = {node: path.read_text() for node, path in paths.items()}
     for node, path in paths.items():
@@ -40,14 +40,14 @@ def pools() -> Iterator[None]:
 
 
 def fill_node_1() -> _native.Region:
-    """Takes node 1 but for ROOM and what is kept for the kernel."""
-    gc.collect()  # what earlier tests left on it must not come free in the middle of this one
-    return take(System().node_bytes(1).available - 64 * MiB - ROOM, Node(1))
+    """Fill node 1 except for ROOM and the reserve of the kernel."""
+    gc.collect()  # memory of earlier tests must not become free during this one
+    return allocate(System().node_bytes(1).available - 64 * MiB - ROOM, Node(1))
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(NODES, 2)))
-def test_moving_takes_every_page_and_keeps_every_byte(source: int, target: int) -> None:
-    region = take(UNIT + PAGE, Node(source))
+def test_moving_migrates_every_page_and_keeps_every_byte(source: int, target: int) -> None:
+    region = allocate(UNIT + PAGE, Node(source))
     view = memoryview(_native.Block(region))
     view[:] = bytes(i % 251 for i in range(PAGE)) * (len(view) // PAGE)
     address = region.address
@@ -59,16 +59,16 @@ def test_moving_takes_every_page_and_keeps_every_byte(source: int, target: int) 
     assert bytes(view[-PAGE:]) == bytes(i % 251 for i in range(PAGE))
 
 
-def test_part_of_a_range_moves_alone() -> None:
-    region = take(4 * UNIT, Node(0))
+def test_a_part_of_a_range_can_be_moved() -> None:
+    region = allocate(4 * UNIT, Node(0))
 
     move_region(region, UNIT, 2 * UNIT, Stripe({1: 1, FAR: 1}))
 
     assert where(region).nbytes == {0: 2 * UNIT, 1: UNIT, FAR: UNIT}
 
 
-def test_a_locked_range_moves_too() -> None:
-    region = take(UNIT, Node(0), pinned=True)
+def test_a_locked_range_can_be_moved() -> None:
+    region = allocate(UNIT, Node(0), pinned=True)
     assert region.pin is _native.Pin.locked
 
     move_region(region, 0, UNIT, Node(1))
@@ -79,10 +79,10 @@ def test_a_locked_range_moves_too() -> None:
 @pytest.mark.usefixtures("pools")
 @pytest.mark.parametrize(("huge", "grain"), [(None, PAGE), ("thp", UNIT), ("2M", UNIT)])
 @pytest.mark.parametrize("source", [0, 1])
-def test_moving_to_an_interleave_deals_the_pages_of_its_own_nodes_too(
+def test_moving_to_an_interleave_redistributes_pages_of_its_own_nodes(
     source: int, huge: str | None, grain: int
 ) -> None:
-    region = take(4 * UNIT, Node(source), huge=huge)
+    region = allocate(4 * UNIT, Node(source), huge=huge)
 
     move_region(region, 0, 4 * UNIT, Interleave([0, 1]))
 
@@ -91,8 +91,8 @@ def test_moving_to_an_interleave_deals_the_pages_of_its_own_nodes_too(
     assert [set(pages) for pages in first] in ([{0}, {1}] * 2, [{1}, {0}] * 2)
 
 
-def test_moving_to_an_interleave_of_other_nodes_deals_pages() -> None:
-    region = take(UNIT, Node(0), huge=None)
+def test_moving_to_an_interleave_of_other_nodes_distributes_pages() -> None:
+    region = allocate(UNIT, Node(0), huge=None)
 
     move_region(region, 0, UNIT, Interleave([1, FAR]))
 
@@ -100,8 +100,8 @@ def test_moving_to_an_interleave_of_other_nodes_deals_pages() -> None:
 
 
 @pytest.mark.parametrize("huge", [None, "thp"])
-def test_an_untouched_range_moved_to_a_stripe_lands_unit_by_unit(huge: str | None) -> None:
-    region = take(4 * UNIT, Node(1), prefault=False, huge=huge)
+def test_an_untouched_range_moved_to_a_stripe_is_placed_unit_by_unit(huge: str | None) -> None:
+    region = allocate(4 * UNIT, Node(1), prefault=False, huge=huge)
 
     move_region(region, 0, 4 * UNIT, Stripe([1, FAR]))
     assert where(region).unmapped == 4 * UNIT // PAGE
@@ -112,7 +112,7 @@ def test_an_untouched_range_moved_to_a_stripe_lands_unit_by_unit(huge: str | Non
 
 
 class Foreign:
-    """Anonymous memory that Python mapped, on node 0, looked at from the middle of a huge page."""
+    """Anonymous memory mapped by Python on node 0, starting in the middle of a huge page."""
 
     def __init__(self, nbytes: int, advice: int) -> None:
         self._map = mmap.mmap(-1, nbytes + UNIT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -131,7 +131,7 @@ class Foreign:
         return 0
 
     def units(self) -> Iterator[tuple[int, Residency]]:
-        """Each 2 MiB of address space that the range reaches into: its number, its pages."""
+        """Return the number and the residency of each 2 MiB unit that the range overlaps."""
         end = self.address + self.nbytes
         for unit in range(self.address // UNIT, -(-end // UNIT)):
             low, high = max(unit * UNIT, self.address), min((unit + 1) * UNIT, end)
@@ -144,7 +144,9 @@ class Foreign:
     [Node(1), Stripe([1, FAR]), Stripe({0: 1, 1: 2}), Interleave([0, 1]), Interleave([1, FAR])],
     ids=repr,
 )
-def test_memory_of_another_allocator_lands_where_it_is_sent(place: Place, advice: int) -> None:
+def test_memory_of_another_allocator_moves_to_the_requested_place(
+    place: Place, advice: int
+) -> None:
     memory = Foreign(16 * MiB, advice)
     assert (memory.huge_bytes() > 0) is (advice == mmap.MADV_HUGEPAGE)
 
@@ -158,40 +160,40 @@ def test_memory_of_another_allocator_lands_where_it_is_sent(place: Place, advice
     assert ctypes.string_at(memory.address, memory.nbytes) == b"\x07" * memory.nbytes
 
 
-def test_a_full_node_is_found_when_moving_too() -> None:
-    region = take(4 * ROOM, Node(0))
-    held = fill_node_1()
+def test_moving_to_a_full_node_raises_an_error() -> None:
+    region = allocate(4 * ROOM, Node(0))
+    filler = fill_node_1()
 
     with pytest.raises(NodeFullError) as caught:
         move_region(region, 0, 4 * ROOM, Node(1))
     assert (caught.value.node, caught.value.wanted) == (1, 4 * ROOM)
     assert caught.value.free < 4 * ROOM
     assert where(region).nbytes == {0: 4 * ROOM}
-    del held
+    del filler
 
     move_region(region, 0, 4 * ROOM, Node(1))
     assert where(region).nbytes == {1: 4 * ROOM}
 
 
-def test_moving_to_a_nearly_full_node_needs_room_only_for_what_is_not_there() -> None:
-    region = take(3 * ROOM, Node(0))
+def test_moving_to_a_nearly_full_node_needs_memory_only_for_pages_not_on_it() -> None:
+    region = allocate(3 * ROOM, Node(0))
     move_region(region, 0, 3 * ROOM - 2 * UNIT, Node(1))
-    held = fill_node_1()
+    filler = fill_node_1()
 
-    move_region(held, 0, held.nbytes, Node(1))
+    move_region(filler, 0, filler.nbytes, Node(1))
     move_region(region, 0, 3 * ROOM, Node(1))
 
-    assert set(where(held).pages) == {1}
+    assert set(where(filler).pages) == {1}
     assert where(region).nbytes == {1: 3 * ROOM}
 
 
 @pytest.mark.usefixtures("pools")
-def test_reserved_huge_pages_are_asked_of_the_node_named() -> None:
-    assert where(take(2 * UNIT, Node(1), huge="2M")).nbytes == {1: 2 * UNIT}
-    assert where(take(4 * UNIT, Stripe([0, 1]), huge="2M")).nbytes == {0: 2 * UNIT, 1: 2 * UNIT}
+def test_reserved_huge_pages_come_from_the_requested_node() -> None:
+    assert where(allocate(2 * UNIT, Node(1), huge="2M")).nbytes == {1: 2 * UNIT}
+    assert where(allocate(4 * UNIT, Stripe([0, 1]), huge="2M")).nbytes == {0: 2 * UNIT, 1: 2 * UNIT}
 
     for place in (Node(FAR), Stripe([0, FAR]), Interleave([1, FAR])):
         with pytest.raises(HugePagesError, match=f"on node {FAR}, 0 free") as caught:
-            take(4 * UNIT, place, huge="2M")
+            allocate(4 * UNIT, place, huge="2M")
         wanted = place.shares(4 * UNIT)[FAR] // UNIT
         assert (caught.value.node, caught.value.wanted, caught.value.free) == (FAR, wanted, 0)

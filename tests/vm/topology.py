@@ -1,6 +1,6 @@
-"""The guest's hardware as QEMU arguments: its memory nodes, what the firmware says of them, disks.
+"""QEMU arguments for the guest's hardware: memory nodes, firmware tables and disks.
 
-Pure: it starts nothing and reads nothing, so what a mode is made of can be read here in one place.
+This module starts nothing and reads no files. It defines the hardware of each mode in one place.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,11 @@ from pathlib import Path
 
 MODES = ("numa", "cxl", "cxlperf", "disks")
 
-# CXL windows come in steps of this size; a device that is no multiple cannot be mapped whole.
+# The size of a CXL window is a multiple of this; other devices cannot be mapped completely.
 CXL_GRANULE_MIB = 256
 
-# What the firmware tables claim about node 0, 1 and 2: relative distance from node 0, nanoseconds,
-# bandwidth. Emulation has no timing, so only readers of the tables see these; they are far apart
-# on purpose, for a test to tell one node from another.
+# Values of nodes 0, 1 and 2 in the firmware tables: distance from node 0, latency and bandwidth.
+# They do not affect the emulation. They differ a lot, so that a test can tell the nodes apart.
 DISTANCES = (10, 17, 28)
 LATENCIES_NS = (100, 150, 300)
 BANDWIDTHS = ("200G", "100G", "50G")
@@ -22,12 +21,12 @@ BANDWIDTHS = ("200G", "100G", "50G")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guest:
-    """One guest: the memory nodes its mode asks for, and their capacities."""
+    """A guest: its mode, CPUs and memory."""
 
     mode: str
     num_cpus: int = 2
     node_mib: tuple[int, int, int] = (3072, 1024, 1024)
-    """MiB of nodes 0, 1 and 2; in the CXL modes the third is the device, whatever its node id."""
+    """MiB of nodes 0, 1 and 2. In the CXL modes the third value is the size of the device."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -43,15 +42,15 @@ class Guest:
 
     @property
     def qemu_args(self) -> list[str]:
-        """Machine, CPU and memory arguments for QEMU."""
+        """Return the machine, CPU and memory arguments for QEMU."""
         return [*self._processor(), *_HARDWARE_OF_MODE[self.mode](self)]
 
     def _processor(self) -> list[str]:
-        # TCG has no pcid, invpcid or tsc-deadline and would warn; with erms, glibc would copy by
-        # `rep movsb`, which TCG runs a byte at a time.
+        # TCG does not support pcid, invpcid and tsc-deadline, and would warn. With erms, glibc
+        # would copy with `rep movsb`, which TCG executes byte by byte.
         model = "Haswell-noTSX,-pcid,-invpcid,-tsc-deadline,-erms"
         if self.mode.startswith("cxl"):
-            # Under a hypervisor the kernel refuses to commit a CXL region: it cannot flush caches.
+            # Under a hypervisor the kernel cannot flush caches and refuses to commit a CXL region.
             model += ",-hypervisor"
         return ["-cpu", model, "-smp", str(self.num_cpus)]
 
@@ -81,14 +80,15 @@ def _cxl_hardware(guest: Guest) -> list[str]:
 
 
 def _cxlperf_hardware(guest: Guest) -> list[str]:
-    # The generic port takes node id 2, without memory, to carry the figures of the way from the
-    # CPUs to the CXL host bridge; the kernel adds the device's own and gives its memory id 3.
-    # Room for hot-plugged memory, which QEMU declares on the last node, is what keeps id 2 taken:
-    # the kernel counts only nodes with a memory range, and would give 2 to the CXL device.
-    hotplug_room_mib = 1024
+    # The generic port occupies node id 2, without memory, and carries the performance of the path
+    # from the CPUs to the CXL host bridge. The kernel adds that of the device and gives its memory
+    # id 3. QEMU declares space for hot-plugged memory on the last node, and this keeps id 2
+    # occupied: the kernel counts only nodes with a memory range, and would otherwise give id 2 to
+    # the CXL device.
+    hotplug_mib = 1024
     return [
         *("-machine", "q35,cxl=on,hmat=on"),
-        *("-m", f"{_dram_mib(guest)}M,slots=1,maxmem={_dram_mib(guest) + hotplug_room_mib}M"),
+        *("-m", f"{_dram_mib(guest)}M,slots=1,maxmem={_dram_mib(guest) + hotplug_mib}M"),
         *_cpu_node(guest),
         *_memory_only_node(guest, 1, "initiator=0"),
         *("-numa", "node,nodeid=2,initiator=0"),
@@ -142,7 +142,7 @@ def _performance() -> list[str]:
 
 
 def _cxl_device(guest: Guest) -> list[str]:
-    """One volatile type-3 device behind its own host bridge, with a window of just its size."""
+    """Return a volatile type-3 device behind its own host bridge, with a window of its size."""
     mib = guest.node_mib[2]
     return [
         *("-object", f"memory-backend-ram,id=cxlram0,share=on,size={mib}M"),
@@ -153,17 +153,16 @@ def _cxl_device(guest: Guest) -> list[str]:
     ]
 
 
-# The NVMe drives of the guest with disks, by their serial numbers: bytes of a sector.
+# Sector size in bytes of each NVMe drive of the guest with disks, by serial number.
 DRIVES = {"healthy": 512, "healthy-4kn": 4096, "bad-sectors": 512, "fragile": 512}
 DRIVE_MIB = 64
-# On the drive with bad sectors, in bytes: QEMU answers as a drive does that cannot read, or cannot
-# write, there.
+# Offsets in bytes on the drive `bad-sectors` at which QEMU fails reads or writes.
 UNREADABLE = 16 << 20
 UNWRITABLE = 32 << 20
 
 
 def drive_args(images: Sequence[Path]) -> list[str]:
-    """One NVMe drive over each file, in the order of DRIVES."""
+    """Return an NVMe drive for each file, in the order of DRIVES."""
     args = []
     for (serial, sector), image in zip(DRIVES.items(), images, strict=True):
         options = {"driver": "raw", "node-name": serial, "file.driver": "file"}
