@@ -208,7 +208,7 @@ def test_ctrl_c_keeps_what_was_answered(generate: Any, monkeypatch: pytest.Monke
 
     assert code == 130
     assert out.strip()
-    assert "interrupted; what was answered so far stands" in err
+    assert "interrupted; the answers printed so far" in err
 
 
 def test_a_run_that_has_not_ended_gives_its_newest_checkpoint(

@@ -23,13 +23,14 @@ from penstock.units import GiB, MiB
 from tests.support.devices import make_device
 
 FLAGS = {
-    "": {"--version", "--json", "--help"},
+    "": {"--version", "--json", "--install-completion", "--show-completion", "--help"},
     "doctor": {"--json", "--help"},
     "probe": {"--out", "-o", "--quick", "--storage", "--plot", "--json", "--help"},
     "plan": {
         *{"model", "--context", "--batch", "--hbm", "--dram", "--cxl", "--nvme", "--machine"},
         *{"--output", "-o", "--moments", "--dtype", "--micro-batch", "--clip", "--steps"},
         *{"--freeze", "--blocks", "--vary", "--explain", "--json", "--help"},
+        *{"--revision", "--trust-remote-code", "--model-config", "--deterministic"},
     },
     "machines": {"--json", "--help"},
     "train": {
@@ -38,7 +39,7 @@ FLAGS = {
         *{"--schedule", "--warmup", "--betas", "--weight-decay", "--clip", "--dtype", "--freeze"},
         *{"--model-config", "--init", "--revision", "--trust-remote-code", "--eval-data"},
         *{"--eval-split", "--eval-every", "--sample-prompts", "--sample-new", "--overlong"},
-        *{"--skip-bad-lines", "--cache"},
+        *{"--skip-bad-lines", "--cache", "--blocks"},
         *{"--save-every", "--keep", "--save-weights-only", "--on-nonfinite", "--deterministic"},
         *{"--seed", "--log", "--profile", "--config", "--resume", "--json", "--help"},
     },

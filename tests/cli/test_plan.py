@@ -10,7 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from penstock.cli.plan import advice_text, machines_command, parse_vary, plan_command
+from penstock.cli.machines import machines_command
+from penstock.cli.plan import advice_text, parse_vary, plan_command
 from penstock.errors import PenstockError, PlanError
 from penstock.machine.presets import DEFAULT, preset
 from penstock.plan.budget import check_paths, parse_budget, with_paths

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.store import list_stores, remove_stores
+from penstock.cli.store import remove_stores
 from penstock.storage.errors import PathError, StoreInUseError, TruncatedStoreError
 from penstock.storage.header import parse_header
 from penstock.storage.leftovers import find_stores, remove_store
@@ -96,7 +96,7 @@ def test_the_store_of_a_killed_run_is_found_and_removed(tmp_path: Path) -> None:
     direct_directory(tmp_path)
     data = kill_in_mid_write(tmp_path)
 
-    (left,) = list_stores([tmp_path])
+    (left,) = find_stores([tmp_path])
     assert (left.data_path, left.state, left.removable) == (data, "left", True)
     assert left.nbytes >= 32 * MiB
     (removed,) = remove_stores([tmp_path])

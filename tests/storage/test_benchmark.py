@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.cli import store
+from penstock.cli import bench
 from penstock.storage.benchmark import bench_storage
 from penstock.units import KiB, MiB
 from tests.support.disks import direct_directory
@@ -29,6 +29,6 @@ def test_the_benchmark_measures_every_pattern_and_reports_progress(tmp_path: Pat
     assert seen[-1] == 1.0
     console = Console(width=200)
     with console.capture() as shown:
-        console.print(store.render_rates(rates))
+        console.print(bench.render_rates(rates))
     assert "mixed" in shown.get()
     assert os.listdir(tmp_path) == []

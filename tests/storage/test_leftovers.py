@@ -12,7 +12,7 @@ from rich.console import Console
 
 from penstock.cli import store
 from penstock.storage.errors import PathError
-from penstock.storage.leftovers import Owner, current_owner, is_gone
+from penstock.storage.leftovers import Owner, current_owner, find_stores, is_gone
 from penstock.storage.store import Store
 from penstock.units import MiB
 from tests.support.disks import direct_directory
@@ -39,14 +39,14 @@ def render_text(table: object) -> str:
 def test_the_store_commands_show_their_results(tmp_path: Path) -> None:
     direct_directory(tmp_path)
     with Store.create(tmp_path, 1 * MiB):
-        found = store.list_stores([tmp_path])
+        found = find_stores([tmp_path])
         assert f"{os.getpid()} on {platform.node()}" in render_text(store.render_stores(found))
         (kept,) = store.remove_stores([tmp_path])
         assert kept.kept_because == "in use"
         assert "kept: in use" in render_text(store.render_removed([kept]))
-    assert "no stores" in render_text(store.render_stores(store.list_stores([tmp_path])))
+    assert "no stores" in render_text(store.render_stores(find_stores([tmp_path])))
     (row,) = store.stores_json(found)
     assert row["state"] == "in use"
     assert isinstance(row["header"], dict)
     with pytest.raises(PathError):
-        store.list_stores([tmp_path / "nowhere"])
+        find_stores([tmp_path / "nowhere"])

@@ -1,30 +1,68 @@
-"""Examples and counts for people and for programs. Room: show."""
+"""`penstock data show`: show which tokens of the data are trained."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from itertools import groupby
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
+from penstock.cli.flags import (
+    keyword,
+    set_parameters,
+    settings_from_flags,
+    settings_parameters,
+)
+from penstock.cli.output import AsJson
 from penstock.data.batches import Packed
 from penstock.data.dataset import TokenDataset
+from penstock.settings import Settings
 
 MOST_TOKENS = 1000
-"""Of one example. The rest is counted."""
+"""Maximum number of tokens shown per example."""
 
 TRAINED, MASKED = "bold green", "dim"
 OPENS, CLOSES = "[+", "+]"
-"""Around what is trained, where there are no colours."""
+"""Marks around trained text on terminals without colors."""
+
+SETTINGS = ("context", "overlong", "skip_bad_lines", "cache", "revision", "trust_remote_code")
+
+data_app = typer.Typer(help="Inspect training data.", no_args_is_help=True)
+
+
+@data_app.callback()
+def data() -> None:
+    """Inspect training data."""
+
+
+def show_command(**flags: Any) -> None:
+    """Print examples with trained and masked tokens, and count what packing does to the data."""
+    from penstock.data import load_tokenizer
+
+    files, model, count, as_json = (flags.pop(name) for name in ("file", "model", "count", "json"))
+    settings = settings_from_flags(flags)
+    tokenizer = load_tokenizer(
+        model,
+        revision=settings.model.revision,
+        trust_remote_code=settings.model.trust_remote_code,
+    )
+    dataset = _open_dataset(files, tokenizer, settings, quiet=as_json)
+    packed = dataset.pack(settings.data.context, overlong=settings.data.overlong)
+    if as_json:
+        print(json.dumps(examples_json(dataset, packed, count)))
+        return
+    console = Console(highlight=False)
+    render_examples(dataset, count, console)
+    render_counts(dataset, packed, console)
 
 
 def parts_of(dataset: TokenDataset, number: int) -> list[dict[str, Any]]:
-    """One document as runs of trained and masked text."""
+    """Split one document into runs of trained and masked text."""
     document = dataset[number]
     pairs = zip(document.ids.tolist(), document.trained.tolist(), strict=True)
     runs = groupby(list(pairs)[:MOST_TOKENS], key=lambda pair: pair[1])
@@ -36,9 +74,9 @@ def parts_of(dataset: TokenDataset, number: int) -> list[dict[str, Any]]:
 
 
 def render_examples(dataset: TokenDataset, count: int, console: Console) -> None:
-    """The first documents, trained text told from the rest by colour or by signs."""
-    has_colour = console.color_system is not None
-    opens, closes = ("", "") if has_colour else (OPENS, CLOSES)
+    """Print the first documents, with trained text in color or between marks."""
+    has_color = console.color_system is not None
+    opens, closes = ("", "") if has_color else (OPENS, CLOSES)
     legend = Text()
     legend.append(f"{opens}trained{closes}", TRAINED)
     legend.append("  ")
@@ -59,17 +97,17 @@ def render_examples(dataset: TokenDataset, count: int, console: Console) -> None
 
 
 def render_counts(dataset: TokenDataset, packed: Packed, console: Console) -> None:
-    """What there is, and what packing makes of it."""
+    """Print how many documents and tokens there are, before and after packing."""
     counts = packed.counts
     console.rule(style="dim")
     share = 100 * dataset.targets / max(1, dataset.tokens)
     lines = [
         f"{len(dataset):,} documents, {dataset.tokens:,} tokens, "
         f"{dataset.targets:,} trained ({share:.1f}%)",
-        f"at a context of {packed.context:,}: {counts.rows:,} rows, {counts.tokens:,} tokens, "
+        f"with a context of {packed.context:,}: {counts.rows:,} rows, {counts.tokens:,} tokens, "
         f"{counts.targets:,} trained, {100 * counts.padding_share:.1f}% padding",
         f"longer than the context: {counts.truncated:,} truncated, {counts.dropped:,} dropped, "
-        f"{counts.split:,} split; {counts.untrained:,} pieces left out with nothing to train",
+        f"{counts.split:,} split; {counts.untrained:,} pieces without trained tokens left out",
     ]
     if dataset.bad_count:
         lines.append(f"{dataset.bad_count:,} bad lines skipped, first: {dataset.bad_lines[0]}")
@@ -79,7 +117,7 @@ def render_counts(dataset: TokenDataset, packed: Packed, console: Console) -> No
 
 
 def examples_json(dataset: TokenDataset, packed: Packed, count: int) -> dict[str, Any]:
-    """All of it for programs."""
+    """Convert examples and counts for --json."""
     counts = packed.counts
     packing = {name: getattr(counts, name) for name in type(counts).__slots__}
     return {
@@ -97,73 +135,45 @@ def examples_json(dataset: TokenDataset, packed: Packed, count: int) -> dict[str
     }
 
 
-# --------
-# `penstock data show`. Room: show.
-#
-# Functions ready for typer; `cli.py` gives them their names.
-
-data_app = typer.Typer(help="Training data: what will be trained.", no_args_is_help=True)
-
-Option = typer.Option
-
-
-@data_app.callback()
-def data() -> None:
-    """Training data: what will be trained."""
-
-
-@data_app.command("show")
-def show(
-    file: Annotated[
-        list[str], typer.Argument(help="Data: .jsonl, .txt, .parquet, directories or hub ids.")
-    ],
-    model: Annotated[str, Option(help="Whose tokenizer: a directory or a hub id.")],
-    context: Annotated[int, Option(help="Tokens in a row.", min=2)] = 4096,
-    count: Annotated[int, Option(help="Examples to print.", min=0)] = 3,
-    overlong: Annotated[
-        Literal["truncate", "drop", "split"], Option(help="What to do with longer documents.")
-    ] = "truncate",
-    skip_bad_lines: Annotated[
-        bool, Option("--skip-bad-lines", help="Leave out lines that are no examples.")
-    ] = False,
-    cache: Annotated[Path | None, Option(help="Where tokens are kept.")] = None,
-    revision: Annotated[str | None, Option(help="Of the model on the hub.")] = None,
-    trust_remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Run the tokenizer's own code.")
-    ] = False,
-    as_json: Annotated[
-        bool, Option("--json", help="Print JSON for programs, nothing else.")
-    ] = False,
-) -> None:
-    """Print examples with trained and masked tokens told apart, and count what packing does."""
-    from penstock.data import load_tokenizer
-
-    tokenizer = load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
-    dataset = _open(file, tokenizer, cache, skip=skip_bad_lines, quiet=as_json)
-    packed = dataset.pack(context, overlong=overlong)
-    if as_json:
-        print(json.dumps(examples_json(dataset, packed, count)))
-        return
-    console = Console(highlight=False)
-    render_examples(dataset, count, console)
-    render_counts(dataset, packed, console)
-
-
-def _open(
-    file: list[str], tokenizer: object, cache: Path | None, *, skip: bool, quiet: bool
+def _open_dataset(
+    files: list[str], tokenizer: object, settings: Settings, *, quiet: bool
 ) -> TokenDataset:
-    """The dataset, under a progress bar on standard error where there is a terminal."""
+    """Tokenize the data, with a progress bar on standard error if it is a terminal."""
     from penstock.data import open_dataset
 
     console = Console(stderr=True, highlight=False)
     hidden = quiet or not console.is_terminal
     with Progress(console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("looking", total=None)
+        task = bar.add_task("reading", total=None)
 
-        def tell(done: int, total: int, what: str) -> None:
+        def report(done: int, total: int, text: str) -> None:
             if total:
-                bar.update(task, completed=done, total=total, description=what)
+                bar.update(task, completed=done, total=total, description=text)
             elif not quiet:
-                console.print(what, markup=False)
+                console.print(text, markup=False)
 
-        return open_dataset(file, tokenizer, cache_dir=cache, skip_bad_lines=skip, tell=tell)
+        return open_dataset(
+            files,
+            tokenizer,
+            cache_dir=settings.data.cache,
+            skip_bad_lines=settings.data.skip_bad_lines,
+            tell=report,
+        )
+
+
+def _parameters() -> list[inspect.Parameter]:
+    required = inspect.Parameter.empty
+    file = typer.Argument(help="Files (.jsonl, .txt, .parquet), directories or Hub dataset IDs.")
+    model = typer.Option(help="Model whose tokenizer to use: a directory or a Hub model ID.")
+    count = typer.Option(help="Number of examples to print.", min=0)
+    return [
+        keyword("file", Annotated[list[str], file], required),
+        keyword("model", Annotated[str, model], required),
+        keyword("count", Annotated[int, count], 3),
+        *settings_parameters(SETTINGS),
+        keyword("json", AsJson, False),
+    ]
+
+
+set_parameters(show_command, _parameters())
+data_app.command("show")(show_command)

@@ -1,4 +1,4 @@
-"""Generate the flags of `penstock train` and `penstock plan` from the settings."""
+"""Generate command-line flags from the settings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from penstock.errors import SettingsError
 from penstock.settings import (
     COMMA_SEPARATED,
     GROUP_OF,
     TYPES,
+    Settings,
     parse_assignments,
     settings_fields,
 )
@@ -67,6 +69,30 @@ def given_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+def settings_from_flags(flags: Mapping[str, Any]) -> Settings:
+    """Build settings from the command line alone. An invalid value is a usage error."""
+    try:
+        return Settings.of(given_settings(flags))
+    except SettingsError as wrong:
+        raise usage_error(wrong) from None
+
+
+def usage_error(wrong: SettingsError) -> typer.BadParameter:
+    """Convert an error in a setting to a usage error of its flag, with exit code 2."""
+    return typer.BadParameter(wrong.problem, param_hint=flag_name(wrong.field))
+
+
+def flag_name(name: str) -> str:
+    """Return the flag of a setting, e.g. `--micro-batch`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def setting_option(name: str, panel: str) -> Any:
+    """Return the typer option of a setting, for commands that take only a few of them."""
+    (field,) = settings_fields((name,))
+    return typer.Option(flag_name(name), help=field.metadata["help"], rich_help_panel=panel)
+
+
 def _required(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(default=inspect.Parameter.empty)
 
@@ -77,7 +103,7 @@ def _parameter(field: dataclasses.Field[Any], check_choices: bool) -> inspect.Pa
         return keyword("model", Annotated[str | None, typer.Argument(help=help_)], None)
     kind, metavar = _flag_type(field.name, TYPES[field.name], check_choices)
     flag: Any = typer.Option(
-        f"--{field.name.replace('_', '-')}",
+        flag_name(field.name),
         help=help_,
         metavar=metavar,
         show_default=_shown_default(field),

@@ -1,6 +1,6 @@
-"""`penstock generate`. Room: show.
+"""`penstock generate`: answer prompts.
 
-Answers go to standard output, all else to standard error.
+Answers go to standard output, everything else to standard error.
 """
 
 from __future__ import annotations
@@ -16,53 +16,138 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from penstock.cli.flags import setting_option
+from penstock.cli.output import EXIT_ERROR, EXIT_INTERRUPTED, progress_bar
 from penstock.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from penstock.generate.generator import Generator
-    from penstock.generate.load import Loaded
+    from penstock.generate.load import GenerateSettings, Loaded
     from penstock.generate.prompts import Prompts
     from penstock.generate.requests import Piece, Request
 
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
-
 Option = typer.Option
 
+PROMPTS, SAMPLING, RUN, MODEL = "Prompts", "Sampling", "Batch and memory", "Model"
+"""Panels of `penstock generate --help`."""
 
-Text = Annotated[str | None, Option(help="One prompt; its answer appears as it comes.")]
-Lines = Annotated[Path | None, Option(help='JSON lines: {"prompt": ...} or {"messages": [...]}.')]
-Stops = Annotated[list[str] | None, Option(help="A text that ends answers; may be repeated.")]
-Kind = Annotated[Literal["auto", "bf16", "fp16", "fp32"], Option(help="The model's type.")]
-Trust = Annotated[bool, Option("--trust-remote-code", help="Run the model's own code.")]
-Plain = Annotated[bool, Option("--no-graphs", help="Make tokens without CUDA graphs.")]
-Compiled = Annotated[bool, Option("--compile", help="Compile first: for many tokens.")]
-AsJson = Annotated[bool, Option("--json", help="One JSON object per line, nothing else.")]
+PromptText = Annotated[
+    str | None,
+    Option(help="Prompt to answer; the answer is printed as it comes.", rich_help_panel=PROMPTS),
+]
+PromptFile = Annotated[
+    Path | None,
+    Option(
+        help='JSON Lines file of {"prompt": ...} or {"messages": ...} objects.',
+        rich_help_panel=PROMPTS,
+    ),
+]
+Chat = Annotated[
+    bool, Option("--chat", help="Format prompts as chat messages.", rich_help_panel=PROMPTS)
+]
+MaxNew = Annotated[
+    int, Option(help="Maximum number of new tokens per answer.", min=1, rich_help_panel=SAMPLING)
+]
+Temperature = Annotated[
+    float,
+    Option(
+        help="Sampling temperature; 0 always picks the most likely token.",
+        min=0.0,
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopK = Annotated[
+    int,
+    Option(
+        help="Sample from the K most likely tokens; 0 for all.", min=0, rich_help_panel=SAMPLING
+    ),
+]
+TopP = Annotated[
+    float,
+    Option(
+        help="Sample from the most likely tokens with this total probability.",
+        min=0.0,
+        max=1.0,
+        rich_help_panel=SAMPLING,
+    ),
+]
+Seed = Annotated[int, Option(help="Random seed for sampling.", rich_help_panel=SAMPLING)]
+Stop = Annotated[
+    list[str] | None, Option(help="Text that ends an answer. Repeatable.", rich_help_panel=SAMPLING)
+]
+Hbm = Annotated[
+    str,
+    Option(
+        help="GPU memory budget for weights and KV cache, e.g. 8GiB, or auto.",
+        rich_help_panel=RUN,
+    ),
+]
+Batch = Annotated[
+    int,
+    Option(help="Maximum number of sequences decoded concurrently.", min=1, rich_help_panel=RUN),
+]
+Context = Annotated[
+    int | None,
+    Option(
+        help="Maximum number of tokens per sequence (default: the model's limit).",
+        min=2,
+        rich_help_panel=RUN,
+    ),
+]
+PrefillChunk = Annotated[
+    int | None,
+    Option(
+        help="Number of prompt tokens per step (default: chosen for the memory).",
+        min=1,
+        rich_help_panel=RUN,
+    ),
+]
+NoGraphs = Annotated[
+    bool, Option("--no-graphs", help="Decode without CUDA graphs.", rich_help_panel=RUN)
+]
+Compile = Annotated[
+    bool,
+    Option(
+        "--compile",
+        help="Compile the model first, which pays off for many tokens.",
+        rich_help_panel=RUN,
+    ),
+]
+DtypeName = Annotated[
+    Literal["auto", "bf16", "fp16", "fp32"],
+    Option(help="Data type of the weights; auto keeps the model's own.", rich_help_panel=MODEL),
+]
+Revision = Annotated[str | None, setting_option("revision", MODEL)]
+TrustRemoteCode = Annotated[bool, setting_option("trust_remote_code", MODEL)]
+JsonLines = Annotated[bool, Option("--json", help="Print one JSON object per line.")]
 
 
 def generate_command(
-    model: Annotated[str, typer.Argument(help="A directory, a run of penstock train, a hub id.")],
-    prompt: Text = None,
-    file: Lines = None,
-    chat: Annotated[bool, Option("--chat", help="Prompts are turns of a user.")] = False,
-    max_new: Annotated[int, Option(help="Tokens to make at most.", min=1)] = 512,
-    temperature: Annotated[float, Option(help="0: always the likeliest.", min=0.0)] = 0.0,
-    top_k: Annotated[int, Option(help="Draw among so many; 0: all.", min=0)] = 0,
-    top_p: Annotated[float, Option(help="Draw among this share.", min=0.0, max=1.0)] = 1.0,
-    seed: Annotated[int, Option(help="Of what is drawn.")] = 0,
-    stop: Stops = None,
-    hbm: Annotated[str, Option(help="For weights and cache: 8GiB, or auto.")] = "auto",
-    batch: Annotated[int, Option(help="Sequences at once at most.", min=1)] = 16,
-    context: Annotated[int | None, Option(help="Tokens of a sequence at most.", min=2)] = None,
-    prefill_chunk: Annotated[int | None, Option(help="Prompt tokens of a step.", min=1)] = None,
-    no_graphs: Plain = False,
-    compiled: Compiled = False,
-    dtype: Kind = "auto",
-    revision: Annotated[str | None, Option(help="Of the model on the hub.")] = None,
-    trust_remote_code: Trust = False,
-    as_json: AsJson = False,
+    model: Annotated[
+        str,
+        typer.Argument(help="Model directory, `penstock train` output, or Hugging Face model ID."),
+    ],
+    prompt: PromptText = None,
+    file: PromptFile = None,
+    chat: Chat = False,
+    max_new: MaxNew = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    hbm: Hbm = "auto",
+    batch: Batch = 16,
+    context: Context = None,
+    prefill_chunk: PrefillChunk = None,
+    no_graphs: NoGraphs = False,
+    compiled: Compile = False,
+    dtype: DtypeName = "auto",
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: JsonLines = False,
 ) -> None:
-    """Continue prompts, many at once, with a cache that grows as they do."""
+    """Answer one prompt or a file of prompts, many concurrently."""
     from penstock.generate.load import GenerateSettings
     from penstock.generate.prompts import Prompts
     from penstock.generate.requests import Request
@@ -70,21 +155,39 @@ def generate_command(
     if (prompt is None) == (file is None):
         raise typer.BadParameter("give either --prompt or --file", param_hint="--prompt")
     _check_size(hbm)
-    wanted = GenerateSettings(
+    settings = GenerateSettings(
         model=model, hbm=hbm, dtype=dtype, revision=revision, trust=trust_remote_code
     )
-    draws: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    how = Request(prompt="-", max_new=max_new, stop=tuple(stop or ()), **draws)
-    loaded = _load(wanted, quiet=as_json)
-    asked = _asked(Prompts(loaded.tokenizer, how, chat), prompt, file)
-    most, options = min(batch, len(asked)), {"seed": seed, "chunk": prefill_chunk}
-    options |= {"graphs": False if no_graphs else None, "compiled": compiled}
-    with _generator(loaded, max_batch=most, max_context=context, **options) as generator:
-        show = _Json() if as_json else _Live() if file is None else _Listed(len(asked))
-        raise typer.Exit(_run(generator, asked, show))
+    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    defaults = Request(prompt="-", max_new=max_new, stop=tuple(stop or ()), **sampling)
+    loaded = _load_model(settings, quiet=as_json)
+    requests = _read_requests(Prompts(loaded.tokenizer, defaults, chat), prompt, file)
+    options = {
+        "seed": seed,
+        "chunk": prefill_chunk,
+        "graphs": False if no_graphs else None,
+        "compiled": compiled,
+    }
+    most = min(batch, len(requests))
+    with _make_generator(loaded, max_batch=most, max_context=context, **options) as generator:
+        view = _Json() if as_json else _Live() if file is None else _Listed(len(requests))
+        raise typer.Exit(_run(generator, requests, view))
 
 
-def _asked(prompts: Prompts, prompt: str | None, file: Path | None) -> list[Request]:
+def summary_line(generator: Generator) -> str:
+    """Summarize the run: tokens, time, rate and memory of the KV cache."""
+    counts = generator.counts
+    shared = f", {counts.shared_tokens:,} shared" if counts.shared_tokens else ""
+    preempted = f", {counts.preemptions:,} preemptions" if counts.preemptions else ""
+    return (
+        f"{counts.made_tokens:,} tokens from {counts.prompt_tokens:,}{shared} in "
+        f"{counts.seconds:.1f} s, {counts.tokens_per_second:.1f} tokens/s; cache at most "
+        f"{format_bytes(counts.peak_bytes)}, {counts.waste:.1%} of its allocated pages empty"
+        f"{preempted}"
+    )
+
+
+def _read_requests(prompts: Prompts, prompt: str | None, file: Path | None) -> list[Request]:
     return list(prompts.of_file(file)) if file is not None else [prompts.of_text(prompt or "")]
 
 
@@ -96,28 +199,23 @@ def _check_size(hbm: str) -> None:
             raise typer.BadParameter(str(wrong), param_hint="--hbm") from None
 
 
-def _load(wanted: Any, *, quiet: bool) -> Loaded:
+def _load_model(settings: GenerateSettings, *, quiet: bool) -> Loaded:
     from penstock.generate.load import load
 
-    console = Console(stderr=True, highlight=False)
-    hidden = quiet or not console.is_terminal
-    with Progress(console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("loading", total=None)
-
-        def tell(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        loaded = load(wanted, tell)
+    with progress_bar("loading", quiet=quiet) as report:
+        loaded = load(settings, report)
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     return loaded
 
 
-def _generator(loaded: Loaded, *, max_batch: int, chunk: int | None, **options: Any) -> Generator:
-    """Each sequence takes a page at least, so a small cache holds few."""
+def _make_generator(
+    loaded: Loaded, *, max_batch: int, chunk: int | None, **options: Any
+) -> Generator:
     from penstock.generate.generator import Generator
 
     budget = loaded.room.cache
+    # Every sequence takes at least one page, so a small cache limits the batch.
     most = max(1, min(max_batch, budget // loaded.room.page))
     return Generator(
         loaded.forward, budget=budget, max_batch=most, tokenizer=loaded.tokenizer,
@@ -125,55 +223,57 @@ def _generator(loaded: Loaded, *, max_batch: int, chunk: int | None, **options: 
     )  # fmt: skip
 
 
-def _run(generator: Generator, asked: Iterable[Request], show: _Json | _Live | _Listed) -> int:
+def _run(generator: Generator, requests: Iterable[Request], view: _Json | _Live | _Listed) -> int:
+    """Answer all requests and return the exit code: 1 if a request failed, 130 after Ctrl-C."""
     failed = False
     try:
-        for piece in generator.run(asked):
-            show.piece(piece)
+        for piece in generator.run(requests):
+            view.add(piece)
             if piece.error is not None:
                 print(f"error: {piece.error}", file=sys.stderr)
                 failed = True
     except KeyboardInterrupt:
-        show.close()
-        show.summary(generator)
-        print("interrupted; what was answered so far stands", file=sys.stderr)
+        view.close()
+        view.summarize(generator)
+        print("interrupted; the answers printed so far are valid", file=sys.stderr)
         return EXIT_INTERRUPTED
-    show.close()
-    show.summary(generator)
-    return EXIT_FAILED if failed else 0
+    view.close()
+    view.summarize(generator)
+    return EXIT_ERROR if failed else 0
 
 
 @dataclass(slots=True)
 class _Answers:
-    """Gathers pieces until an answer is whole."""
+    """Collects the pieces of each answer until it is complete."""
 
     text: dict[str | int, str] = field(default_factory=dict)
     tokens: dict[str | int, list[int]] = field(default_factory=dict)
 
     def add(self, piece: Piece) -> tuple[str, list[int]] | None:
-        name = piece.request
-        self.text[name] = self.text.get(name, "") + piece.text
-        self.tokens.setdefault(name, []).extend(piece.tokens)
+        """Add a piece. Return text and tokens of the answer if it is complete now."""
+        request = piece.request
+        self.text[request] = self.text.get(request, "") + piece.text
+        self.tokens.setdefault(request, []).extend(piece.tokens)
         if piece.finished is None:
             return None
-        return self.text.pop(name), self.tokens.pop(name)
+        return self.text.pop(request), self.tokens.pop(request)
 
 
 class _Live:
-    """One answer, written as it comes."""
+    """Prints one answer as it is generated."""
 
-    def piece(self, piece: Piece) -> None:
+    def add(self, piece: Piece) -> None:
         print(piece.text, end="", flush=True)
 
     def close(self) -> None:
         print(flush=True)
 
-    def summary(self, generator: Generator) -> None:
+    def summarize(self, generator: Generator) -> None:
         print(summary_line(generator), file=sys.stderr)
 
 
 class _Listed(_Live):
-    """Many answers, each when it is whole; a bar meanwhile."""
+    """Prints each of many answers when it is complete, and shows a progress bar."""
 
     def __init__(self, count: int) -> None:
         console = Console(stderr=True, highlight=False)
@@ -184,48 +284,37 @@ class _Listed(_Live):
         )
         self._task = self._bar.add_task("generating", total=count)
         self._bar.start()
-        self._answers, self._made = _Answers(), 0
+        self._answers, self._token_count = _Answers(), 0
 
-    def piece(self, piece: Piece) -> None:
-        self._made += len(piece.tokens)
-        self._bar.update(self._task, description=f"{self._made:,} tokens")
-        if (whole := self._answers.add(piece)) is not None:
+    def add(self, piece: Piece) -> None:
+        self._token_count += len(piece.tokens)
+        self._bar.update(self._task, description=f"{self._token_count:,} tokens")
+        if (answer := self._answers.add(piece)) is not None:
             self._bar.advance(self._task)
-            print(f"--- {piece.request} ({piece.finished})\n{whole[0]}", flush=True)
+            print(f"--- {piece.request} ({piece.finished})\n{answer[0]}", flush=True)
 
     def close(self) -> None:
         self._bar.stop()
 
 
 class _Json(_Live):
-    """One object for each answer, and one at the end."""
+    """Prints one JSON object per answer, and one with the counts at the end."""
 
     def __init__(self) -> None:
         self._answers = _Answers()
 
-    def piece(self, piece: Piece) -> None:
-        if (whole := self._answers.add(piece)) is not None:
+    def add(self, piece: Piece) -> None:
+        if (answer := self._answers.add(piece)) is not None:
             error = None if piece.error is None else str(piece.error)
-            told = {"event": "answer", "id": piece.request, "text": whole[0], "tokens": whole[1],
-                    "finished": piece.finished, "error": error}  # fmt: skip
-            print(json.dumps(told), flush=True)
+            event = {"event": "answer", "id": piece.request, "text": answer[0],
+                     "tokens": answer[1], "finished": piece.finished, "error": error}  # fmt: skip
+            print(json.dumps(event), flush=True)
 
     def close(self) -> None:
         return
 
-    def summary(self, generator: Generator) -> None:
+    def summarize(self, generator: Generator) -> None:
         counts = generator.counts
-        told = {"event": "done", **asdict(counts), "tokens_per_second": counts.tokens_per_second,
-                "waste": counts.waste}  # fmt: skip
-        print(json.dumps(told), flush=True)
-
-
-def summary_line(generator: Generator) -> str:
-    counts = generator.counts
-    shared = f", {counts.shared_tokens:,} shared" if counts.shared_tokens else ""
-    again = f", {counts.preemptions:,} preemptions" if counts.preemptions else ""
-    return (
-        f"{counts.made_tokens:,} tokens from {counts.prompt_tokens:,}{shared} in "
-        f"{counts.seconds:.1f} s, {counts.tokens_per_second:.1f} tokens/s; cache at most "
-        f"{format_bytes(counts.peak_bytes)}, {counts.waste:.1%} of its pages in use empty{again}"
-    )
+        event = {"event": "done", **asdict(counts), "tokens_per_second": counts.tokens_per_second,
+                 "waste": counts.waste}  # fmt: skip
+        print(json.dumps(event), flush=True)

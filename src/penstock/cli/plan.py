@@ -1,4 +1,4 @@
-"""`penstock plan` and `penstock machines`: plan a run without a GPU."""
+"""`penstock plan`: plan a run, on any machine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from penstock import records
 from penstock.cli.flags import given_settings, keyword, set_parameters, settings_parameters
+from penstock.cli.output import AsJson
 from penstock.errors import InfeasibleError, PlanError
 from penstock.machine.machine import Machine
-from penstock.machine.presets import preset, preset_names
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, with_paths
 from penstock.plan.workload import Workload
@@ -56,26 +55,6 @@ def plan_command(**flags: Any) -> None:
         console.print(remark, style="yellow")
     workload = workload_for(inventory, settings, compiled=plan_uses_kernels(machine))
     output.show(console, inventory, workload, budget, machine)
-
-
-def machines_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
-) -> None:
-    """List the machines that Penstock has presets for, and where their figures come from."""
-    if as_json:
-        print(json.dumps({name: records.to_json(preset(name)) for name in preset_names()}))
-        return
-    table = Table("name", "HBM", "DRAM", "CXL", "source", box=None, pad_edge=False)
-    for name in preset_names():
-        machine = preset(name)
-        table.add_row(
-            name,
-            format_bytes(machine.gpus[0].memory or 0),
-            format_bytes(sum(node.capacity for node in machine.dram_nodes)),
-            format_bytes(sum(node.capacity for node in machine.cxl_nodes)),
-            machine.made.by,
-        )
-    Console().print(table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +168,13 @@ def _parameters() -> list[inspect.Parameter]:
         "--vary", help="Plan for a range of budgets of one tier, e.g. dram=16GiB..128GiB."
     )
     explain_ = typer.Option("--explain", help="Show one block of the model in detail.")
-    as_json = typer.Option("--json", help="Print JSON and nothing else.")
     return [
         *settings_parameters(SETTINGS, require_model=True, check_choices=False),
         keyword("machine", Annotated[str | None, machine], None),
         keyword("output", Annotated[Path | None, output], None),
         keyword("vary_", Annotated[str | None, vary_], None),
         keyword("explain_", Annotated[str | None, explain_], None),
-        keyword("as_json", Annotated[bool, as_json], False),
+        keyword("as_json", AsJson, False),
     ]
 
 

@@ -1,7 +1,4 @@
-"""`penstock profile`. Room: show.
-
-`cli.py` gives it its name.
-"""
+"""`penstock profile`: record a PyTorch program."""
 
 from __future__ import annotations
 
@@ -10,39 +7,41 @@ from typing import Annotated
 
 import typer
 
-Option = typer.Option
-
-SETTINGS = {"allow_interspersed_args": False}
-"""What follows the first word that is no option of ours is the program's."""
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}
+"""Pass everything after the first word that is not an option of ours to the program."""
 
 
 def profile_command(
     command: Annotated[
-        list[str], typer.Argument(help="The program and its arguments, after `--`.", metavar="...")
+        list[str], typer.Argument(help="Program and its arguments, after `--`.", metavar="...")
     ],
-    out: Annotated[Path, Option("--out", "-o", help="The directory to write.")] = Path("run"),
-    interval: Annotated[float, Option(help="Seconds between samples.")] = 0.1,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Directory to write the recording to.")
+    ] = Path("run"),
+    interval: Annotated[float, typer.Option(help="Seconds between samples.")] = 0.1,
     exact: Annotated[
-        str, Option(help="Steps whose every copy is recorded, such as 3,5; they run slower.")
+        str,
+        typer.Option(help="Steps to record every copy of, e.g. 3,5. These steps run slower."),
     ] = "",
-    limit: Annotated[str, Option(help="The most that the directory may take.")] = "256MiB",
+    limit: Annotated[str, typer.Option(help="Maximum size of the recording.")] = "256MiB",
     machine: Annotated[
-        Path | None, Option(help="What `penstock probe` wrote: how fast links could be.")
+        Path | None,
+        typer.Option(help="Machine file of `penstock probe`, for the peak rates of links."),
     ] = None,
     all_processes: Annotated[
-        bool, Option("--all-processes", help="Record every process that uses torch.")
+        bool, typer.Option("--all-processes", help="Record every process that uses torch.")
     ] = False,
 ) -> None:
-    """Run any PyTorch program and record where its memory and time go. Its exit code is ours."""
+    """Run a PyTorch program and record its memory and time. Exits with the program's code."""
     from penstock.machine.machine import Machine
     from penstock.observe.hardware import ceilings
     from penstock.observe.launch import ProfileOptions, profile
     from penstock.observe.observer import finish
 
     options = ProfileOptions(
-        interval=_interval(interval),
-        exact=_steps(exact),
-        limit=_limit(limit),
+        interval=_check_interval(interval),
+        exact=_parse_steps(exact),
+        limit=_parse_limit(limit),
         all_processes=all_processes,
         ceilings=ceilings(Machine.load(machine)) if machine is not None else None,
     )
@@ -51,32 +50,32 @@ def profile_command(
     raise typer.Exit(code)
 
 
-def _interval(given: float) -> float:
+def _check_interval(seconds: float) -> float:
     from penstock.observe.observer import LEAST_INTERVAL
 
-    if not LEAST_INTERVAL <= given < float("inf"):
+    if not LEAST_INTERVAL <= seconds < float("inf"):
         raise typer.BadParameter(
-            f"must be {LEAST_INTERVAL} s or more, got {given}", param_hint="--interval"
+            f"must be at least {LEAST_INTERVAL} s, got {seconds}", param_hint="--interval"
         )
-    return given
+    return seconds
 
 
-def _steps(given: str) -> tuple[int, ...]:
-    words = [word.strip() for word in given.split(",") if word.strip()]
+def _parse_steps(text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise typer.BadParameter(
-            f"must be steps such as 3,5, counted from 1, got {given}", param_hint="--exact"
+            f"must be step numbers such as 3,5, counted from 1, got {text}", param_hint="--exact"
         )
     return tuple(int(word) for word in words)
 
 
-def _limit(given: str) -> int:
+def _parse_limit(text: str) -> int:
     from penstock.units import MiB, parse_bytes
 
     try:
-        nbytes = parse_bytes(given)
+        nbytes = parse_bytes(text)
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong), param_hint="--limit") from None
     if nbytes < MiB:
-        raise typer.BadParameter(f"must be 1MiB or more, got {given}", param_hint="--limit")
+        raise typer.BadParameter(f"must be at least 1MiB, got {text}", param_hint="--limit")
     return nbytes

@@ -8,11 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.flags import given_settings, keyword, set_parameters, settings_parameters
+from penstock.cli.flags import (
+    given_settings,
+    keyword,
+    set_parameters,
+    settings_parameters,
+    usage_error,
+)
+from penstock.cli.output import EXIT_INTERRUPTED
 from penstock.errors import SettingsError
 from penstock.settings import RUN_FILE, Layer, Settings, merge_layers, read_yaml
-
-EXIT_INTERRUPTED = 130
 
 
 def train_command(**flags: Any) -> None:
@@ -52,8 +57,7 @@ def _merge_settings(flags: dict[str, Any], *, resume: bool) -> Settings:
     except SettingsError as wrong:
         # A usage error (exit code 2) if the value came from the command line.
         if wrong.field in given or (not wrong.where and config is None and not resume):
-            hint = f"--{wrong.field.replace('_', '-')}"
-            raise typer.BadParameter(wrong.problem, param_hint=hint) from None
+            raise usage_error(wrong) from None
         raise
 
 
