@@ -305,9 +305,12 @@ def test_a_full_standard_output_is_said_in_one_line(unbuffered: str) -> None:
     assert re.fullmatch(r"error: (standard output: )?No space left on device\n", run.stderr)
 
 
-def test_the_version_is_the_projects() -> None:
+def test_the_package_metadata_takes_the_version_from_its_module() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert project["project"]["version"] == __version__
+
+    assert project["project"]["dynamic"] == ["version"]
+    source = project["tool"]["scikit-build"]["metadata"]["version"]["input"]
+    assert f'__version__ = "{__version__}"' in (Path(__file__).parents[2] / source).read_text()
 
 
 def test_a_probe_writes_the_machine_it_prints_and_a_picture(tmp_path: Path) -> None:
