@@ -26,7 +26,7 @@ from bench.plain import plain_step
 from bench.shapes import SHAPES, config_of
 from penstock.engine import initial_weights
 from penstock.engine.prepare import prepare
-from penstock.engine.timeline import Event, busy, idle
+from penstock.engine.step_records import Event, busy, idle
 from penstock.machine.presets import preset
 from penstock.plan.plan import Plan
 from penstock.units import format_bytes

@@ -12,7 +12,7 @@ from torch import nn
 from bench.measuring import Batch
 from bench.peers.work import InitialWeights, Step, Work
 from bench.plain import FP16_SCALE
-from penstock.engine.initial_weights import take_weights
+from penstock.engine.initial_weights import set_weights
 from penstock.engine.prepare import prepare
 from penstock.machine.presets import preset
 from penstock.plan.plan import Plan
@@ -51,7 +51,7 @@ def penstock(work: Work) -> Iterator[Step]:
             if work.dtype == "fp16":
                 engine.scale.value = FP16_SCALE
             shapes = {t.name: tuple(t.shape) for b in engine.inventory.blocks for t in b.tensors}
-            take_weights(engine.access, engine.inventory, InitialWeights(shapes, work))
+            set_weights(engine.access, engine.inventory, InitialWeights(shapes, work))
 
             def step(batch: Batch) -> float:
                 loss = float(engine.step(batch))

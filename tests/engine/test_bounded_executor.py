@@ -17,9 +17,9 @@ def test_every_call_is_made_and_several_at_once() -> None:
         together.wait(20)  # three threads are here at the same time, or this fails
         made.append(number)
 
-    with BoundedExecutor(3) as crew:
+    with BoundedExecutor(3) as executor:
         for number in range(9):
-            crew.start(lambda number=number: call(number))  # type: ignore[misc]
+            executor.submit(lambda number=number: call(number))  # type: ignore[misc]
     assert sorted(made) == list(range(9))
 
 
@@ -27,10 +27,10 @@ def test_no_more_are_under_way_than_promised() -> None:
     gate, begun = threading.Event(), []
 
     def feed() -> None:
-        with BoundedExecutor(2) as crew:
+        with BoundedExecutor(2) as executor:
             for number in range(8):
                 begun.append(number)
-                crew.start(lambda: gate.wait(20) and None)
+                executor.submit(lambda: gate.wait(20) and None)
 
     feeder = threading.Thread(target=feed)
     feeder.start()
@@ -57,11 +57,11 @@ def test_a_failure_is_told_when_nothing_runs_any_more(settles: bool) -> None:
         raise OSError("the disk is gone")
 
     def load() -> None:
-        with BoundedExecutor(2) as crew:
-            crew.start(slow)
-            crew.start(fails)
+        with BoundedExecutor(2) as executor:
+            executor.submit(slow)
+            executor.submit(fails)
             if settles:
-                crew.settle()
+                executor.wait_all()
 
     with pytest.raises(OSError, match="the disk is gone"):
         load()
@@ -72,9 +72,9 @@ def test_what_was_not_begun_is_left_out_when_the_caller_fails() -> None:
     made: list[int] = []
 
     def load() -> None:
-        with BoundedExecutor(1) as crew:
-            crew.start(lambda: time.sleep(0.05))
-            crew.start(lambda: made.append(1))
+        with BoundedExecutor(1) as executor:
+            executor.submit(lambda: time.sleep(0.05))
+            executor.submit(lambda: made.append(1))
             raise KeyError("the caller's own")
 
     with pytest.raises(KeyError, match="the caller's own"):
@@ -90,8 +90,8 @@ def test_another_ctrl_c_does_not_leave_calls_behind(monkeypatch: pytest.MonkeyPa
         ended.set()
 
     def load() -> None:
-        with BoundedExecutor(1) as crew:
-            end = crew._pool.shutdown
+        with BoundedExecutor(1) as executor:
+            end = executor._pool.shutdown
 
             def shutdown(**how: bool) -> None:
                 if not pressed:
@@ -99,8 +99,8 @@ def test_another_ctrl_c_does_not_leave_calls_behind(monkeypatch: pytest.MonkeyPa
                     raise KeyboardInterrupt
                 end(**how)
 
-            monkeypatch.setattr(crew._pool, "shutdown", shutdown)
-            crew.start(slow)
+            monkeypatch.setattr(executor._pool, "shutdown", shutdown)
+            executor.submit(slow)
             raise KeyError("the caller's own")
 
     with pytest.raises(KeyboardInterrupt):

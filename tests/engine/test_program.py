@@ -46,7 +46,7 @@ def test_live_buffers_never_share_bytes_whatever_order_lanes_take(
     index = PlacementIndex.of(evaluator.inventory, plan.placement)
     kinds = [programs.step, programs.first, programs.sweep, programs.evaluate]
     if evaluator.workload.accumulate:
-        kinds.append(programs.again)
+        kinds.append(programs.accumulate)
     for program in kinds:
         uses = list(all_uses(program, index))
         for run in range(2):

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import timeline, transfer
-from penstock.engine.timeline import Event
+from penstock.engine import step_records, transfer
+from penstock.engine.step_records import Event
 from penstock.optim import sweep
 from penstock.plan.schedule import Operation, Verb
 from penstock.roles import Role
@@ -23,12 +23,17 @@ class HeldTicket:
 
     def __init__(self, ticket: sweep.SweepTicket, all_started: threading.Event) -> None:
         self._ticket, self._all_started = ticket, all_started
-        self.began, self.ended = 0.0, 0.0
+
+    def done(self) -> bool:
+        return self._all_started.is_set() and self._ticket.done()
 
     def wait(self) -> None:
-        assert self._all_started.wait(20), "the next sweep waits for the one before"
+        assert self._all_started.wait(20), "the next sweep waits for the previous one"
         self._ticket.wait()
-        self.began, self.ended = self._ticket.began, self._ticket.ended
+
+    def settle(self) -> None:
+        assert self._all_started.wait(20), "the next sweep waits for the previous one"
+        self._ticket.settle()
 
 
 def test_the_next_sweep_is_started_while_one_runs(
@@ -80,7 +85,7 @@ def test_sweeps_that_overlap_are_told_from_where_the_one_before_has_ended() -> N
     ]
     copy = Event(Operation(Verb.FETCH, 0, (Role.WEIGHT,), "forward"), 1.0, 7.0)
 
-    told = list(timeline._one_by_one([*events, copy]))
+    told = list(step_records._without_sweep_overlap([*events, copy]))
 
     found = {e.operation.block: (e.start, e.end) for e in told if e.operation.verb is Verb.SWEEP}
     assert found == {0: (0.0, 5.0), 1: (5.0, 9.0), 2: (8.0, 8.0), 3: (9.0, 12.0)}

@@ -90,7 +90,7 @@ def test_what_is_taken_is_what_was_planned(
 def test_an_engine_says_what_it_really_holds_as_long_as_it_does(way: Way, tmp_path: Path) -> None:
     setup = Setup.of("llama")
     with setup.engine(way, tmp_path) as engine:
-        (held,) = (own for own in memory_usages() if own is engine._taken.homes.holding)
+        (held,) = (own for own in memory_usages() if own is engine._memory.tiers.usage)
         outside = {tier: engine.plan.peak(tier) for tier in Tier if tier is not Tier.HBM}
 
         assert dict(held.tiers) == {tier: nbytes for tier, nbytes in outside.items() if nbytes}
@@ -104,8 +104,8 @@ def test_an_engine_says_what_it_really_holds_as_long_as_it_does(way: Way, tmp_pa
 
 def test_a_striped_arena_is_dealt_over_its_tiers() -> None:
     held = MemoryUsage(torch.device("cpu"))
-    held.took_arena(Arena(4 * MiB), {Tier.DRAM: 3, Tier.CXL: 1})
-    held.took_arena(Arena(1 * MiB), {Tier.DRAM: 1 * MiB})
+    held.add_arena(Arena(4 * MiB), {Tier.DRAM: 3, Tier.CXL: 1})
+    held.add_arena(Arena(1 * MiB), {Tier.DRAM: 1 * MiB})
 
     assert held.tiers == {Tier.DRAM: 4 * MiB, Tier.CXL: 1 * MiB}
 
@@ -121,7 +121,7 @@ def test_the_store_holds_what_the_plan_says_and_is_full(tmp_path: Path) -> None:
     setup = Setup.of("llama")
     with setup.engine(DISK, tmp_path) as engine:
         (data,) = (path for path in tmp_path.rglob("*") if path.is_file())
-        stats = engine._taken.store.stats
+        stats = engine._memory.store.stats
         planned = engine.plan.peak(Tier.NVME)
 
         assert stats.capacity == stats.used == planned

@@ -42,7 +42,7 @@ def make_lanes_dawdle(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 
         monkeypatch.setattr(kind, method, call)
 
-    for kind, method in ((CpuDevice, "copy"), (CpuDevice, "sweep"), (Store, "start_read"),
+    for kind, method in ((CpuDevice, "copy"), (CpuDevice, "start_sweep"), (Store, "start_read"),
                          (Store, "start_write"), (SplitModel, "layer")):  # fmt: skip
         late(kind, method)
 

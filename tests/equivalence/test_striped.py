@@ -44,7 +44,7 @@ def test_striped_states_lie_on_the_nodes_that_the_plan_names(tmp_path: Path) -> 
         home = engine.plan.placement.blocks[0].home(Role.FIRST)
         assert home is not None
         planned = {share.node for share in home.shares}
-        data = engine._taken.homes.data(0, Role.FIRST)
+        data = engine._memory.tiers.data(0, Role.FIRST)
 
         found = {node for node, pages in ps.where(data).pages.items() if pages}
 

@@ -66,7 +66,7 @@ def test_a_file_that_was_cut_short_under_the_engine_is_named(tmp_path: Path) -> 
     engine = setup.engine(DISK, tmp_path)
     try:
         engine.step(first)
-        store = engine._taken.store
+        store = engine._memory.store
         os.truncate(store.volumes[0].data_path, 1 << 20)
 
         with pytest.raises(TruncatedStoreError, match="Resume from the last checkpoint"):

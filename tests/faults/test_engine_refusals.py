@@ -1,4 +1,4 @@
-"""Bad numbers, bad batches, bad plans, full disks: each told with what to do, nothing changed."""
+"""Bad numbers, batches and plans, and full disks: a clear error, and nothing has changed."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("way", [RESIDENT, SMALL], ids=lambda way: way.name)
-def test_a_weight_that_is_not_a_number_is_noticed_before_anything_changes(
-    way: Way, tmp_path: Path
-) -> None:
+def test_a_nan_weight_is_detected_before_anything_changes(way: Way, tmp_path: Path) -> None:
     setup = small_setup()
     setup.source.model.embed_tokens.weight.data[5, 3] = math.nan
     batch = setup.batches(1)[0]
@@ -58,45 +56,48 @@ def test_a_weight_that_is_not_a_number_is_noticed_before_anything_changes(
         assert differing(before, state_of(engine)) == []
 
 
-def sick_loss(sick: list[float]) -> Any:
-    """Gradients are NaN with a loss of NaN, and finite with an infinite one."""
+def faulty_loss(fault: list[float]) -> Any:
+    """Return a loss function that adds `fault[0]`.
+
+    NaN makes the gradients NaN as well; infinity leaves them finite.
+    """
 
     def loss(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        times = sick[0] if math.isnan(sick[0]) else 1.0
-        return -log_probs.sum() * times + sick[0]
+        factor = fault[0] if math.isnan(fault[0]) else 1.0
+        return -log_probs.sum() * factor + fault[0]
 
     return loss
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_batch_whose_loss_is_not_finite_leaves_no_trace(
+def test_a_batch_with_a_nonfinite_loss_changes_nothing(
     value: float, nonfinite: str, tmp_path: Path
 ) -> None:
-    """The sweeps of the step before are made all the same, and the next step follows on it."""
-    setup, sick = small_setup(), [0.0]
+    """The previous step's sweeps still run, and the next step continues from there."""
+    setup, fault = small_setup(), [0.0]
     first, second, third = setup.batches(3)
-    with setup.engine(SMALL, tmp_path, loss=sick_loss(sick), nonfinite=nonfinite) as engine:
+    with setup.engine(SMALL, tmp_path, loss=faulty_loss(fault), nonfinite=nonfinite) as engine:
         engine.step(first)
-        sick[0] = value
+        fault[0] = value
         if nonfinite == "raise":
             with pytest.raises(NonFiniteLossError):
                 engine.step(second)
         else:
             assert not math.isfinite(float(engine.step(second)))
             assert engine.skipped
-        sick[0] = 0.0
+        fault[0] = 0.0
         assert engine.steps == 1
         engine.step(third)
         found = state_of(engine)
-    with setup.engine(RESIDENT, tmp_path, loss=sick_loss(sick)) as plain:
+    with setup.engine(RESIDENT, tmp_path, loss=faulty_loss(fault)) as plain:
         plain.step(first)
         plain.step(third)
         assert differing(found, state_of(plain)) == []
 
 
 @pytest.mark.parametrize("way", [RESIDENT, DRAM, DISK], ids=lambda way: way.name)
-def test_a_weight_that_would_leave_its_range_is_refused_and_named(way: Way, tmp_path: Path) -> None:
+def test_a_weight_that_would_overflow_is_refused_by_name(way: Way, tmp_path: Path) -> None:
     setup = small_setup()
     first, second = setup.batches(2)
     with setup.engine(way, tmp_path, optimizer=OPTIMIZER | {"lr": 1e39}) as engine:
@@ -114,30 +115,42 @@ BAD_BATCHES = {
     "too many rows": ((9, 16), {}, "9 x 16 tokens.*prepared for 6 x 16"),
     "rows too long": ((4, 17), {}, "4 x 17 tokens"),
     "no rows": ((0, 16), {}, "must be"),
-    "labels of another shape": ((4, 16), {"labels": torch.zeros(4, 15)}, r"labels is \(4, 15\)"),
+    "labels of another shape": (
+        (4, 16),
+        {"labels": torch.zeros(4, 15)},
+        r"labels has shape \(4, 15\)",
+    ),
     "padding on the left": (
         (4, 16),
         {"attention_mask": (torch.arange(16) > 3).expand(4, 16)},
         "pad on the right",
     ),
-    "a mask of another shape": ((4, 16), {"attention_mask": torch.ones(4, 3)}, "attention_mask is"),
-    "positions of another shape": ((4, 16), {"position_ids": torch.zeros(4, 3)}, "position_ids is"),
+    "a mask of another shape": (
+        (4, 16),
+        {"attention_mask": torch.ones(4, 3)},
+        "attention_mask has shape",
+    ),
+    "positions of another shape": (
+        (4, 16),
+        {"position_ids": torch.zeros(4, 3)},
+        "position_ids has shape",
+    ),
 }
 
 
-@pytest.mark.parametrize(("shape", "more", "said"), BAD_BATCHES.values(), ids=BAD_BATCHES)
-def test_a_batch_that_was_not_planned_for_is_refused(
-    shape: tuple[int, int], more: dict[str, torch.Tensor], said: str, tmp_path: Path
+@pytest.mark.parametrize(("shape", "more", "message"), BAD_BATCHES.values(), ids=BAD_BATCHES)
+def test_a_batch_that_does_not_fit_the_workload_is_rejected(
+    shape: tuple[int, int], more: dict[str, torch.Tensor], message: str, tmp_path: Path
 ) -> None:
     setup = small_setup()
     with setup.engine(DRAM, tmp_path) as engine:
-        with pytest.raises(BatchError, match=said):
+        with pytest.raises(BatchError, match=message):
             engine.step({"input_ids": torch.full(shape, 3), **more})
 
         assert math.isfinite(float(engine.step(setup.batches(1)[0])))
 
 
-def test_padding_on_the_right_counts_for_nothing(tmp_path: Path) -> None:
+def test_padding_on_the_right_does_not_change_the_loss(tmp_path: Path) -> None:
     setup = small_setup()
     batch = setup.batches(1)[0]
     mask = (torch.arange(16) < 11).expand(6, 16)
@@ -150,33 +163,33 @@ def test_padding_on_the_right_counts_for_nothing(tmp_path: Path) -> None:
     assert first.tokens == int((batch["labels"][:, 1:11] != -100).sum())
 
 
-def test_a_batch_without_tokens_says_what_it_has(tmp_path: Path) -> None:
+def test_a_batch_without_tokens_is_rejected_with_its_keys(tmp_path: Path) -> None:
     setup = small_setup()
     with (
         setup.engine(DRAM, tmp_path) as engine,
-        pytest.raises(BatchError, match="needs input_ids; this one has labels"),
+        pytest.raises(BatchError, match="no input_ids; its keys are: labels"),
     ):
         engine.step({"labels": torch.zeros(4, 16)})
 
 
-def test_gradients_cannot_be_overwritten_nor_applied_twice(tmp_path: Path) -> None:
+def test_gradients_can_be_neither_overwritten_nor_applied_twice(tmp_path: Path) -> None:
     setup = small_setup()
     batch = setup.batches(1)[0]
     with setup.engine(DRAM, tmp_path) as engine:
         with pytest.raises(EngineError, match="no gradients"):
             engine.apply()
         engine.forward_backward(batch)
-        with pytest.raises(EngineError, match="there already"):
+        with pytest.raises(EngineError, match="have not been applied"):
             engine.forward_backward(batch)
         engine.apply()
         with pytest.raises(EngineError, match="no gradients"):
             engine.apply()
     with pytest.raises(EngineError, match="closed"):
         engine.step(batch)
-    engine.close()  # twice is once
+    engine.close()  # a second close does nothing
 
 
-def test_a_plan_for_another_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_plan_for_another_model_is_rejected_by_fingerprint(tmp_path: Path) -> None:
     setup, other = small_setup(), Setup.of("llama", batch=4, config={"num_hidden_layers": 2})
     plan = other.plan(DISK, tmp_path)
 
@@ -187,7 +200,9 @@ def test_a_plan_for_another_model_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["weight slots", "gradient buffers", "NVMe staging"])
-def test_a_plan_whose_pools_are_not_the_schedules_is_refused(what: str, tmp_path: Path) -> None:
+def test_a_plan_with_other_buffer_sizes_than_the_schedule_is_rejected(
+    what: str, tmp_path: Path
+) -> None:
     setup = small_setup()
     plan = setup.plan(DISK, tmp_path)
     short = tuple(
@@ -195,15 +210,15 @@ def test_a_plan_whose_pools_are_not_the_schedules_is_refused(what: str, tmp_path
         for pool in plan.pools
     )
 
-    with pytest.raises(PlanError, match=f"{what}.*plan again"):
+    with pytest.raises(PlanError, match=f"{what}.*make a new one"):
         make_engine(setup.config, replace(plan, pools=short), setup.model, setup.source)
 
     assert os.listdir(tmp_path) == []
     assert engine_threads() == []
 
 
-def test_a_disk_without_room_is_told_before_the_first_step(tmp_path: Path) -> None:
-    """The kernel refuses files of that size here as it refuses them on a full disk."""
+def test_a_full_disk_is_reported_before_the_first_step(tmp_path: Path) -> None:
+    """A limit on file sizes makes the kernel refuse the store's file, as on a full disk."""
     setup = small_setup()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 10, hard))

@@ -41,9 +41,9 @@ def test_a_sweep_apart_is_recorded_to_the_byte_and_changes_no_step(
     with setup.engine(way, disk) as engine, penstock.observe(tmp_path / "run"):
         for batch in setup.batches(STEPS):
             engine.step(batch)
-        before = engine._taken.store.stats
+        before = engine._memory.store.stats
         engine.finish()
-        after = engine._taken.store.stats
+        after = engine._memory.store.stats
         placement = engine.plan.placement
     run = read_run(tmp_path / "run")
 

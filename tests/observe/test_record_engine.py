@@ -110,4 +110,4 @@ def test_nobody_watches_an_engine_afterwards(tmp_path: Path) -> None:
     with penstock.observe(tmp_path / "run"):
         pass
 
-    assert step_records._watchers == []
+    assert step_records._observers == []

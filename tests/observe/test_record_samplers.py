@@ -142,7 +142,7 @@ def test_engines_are_asked_at_every_sample_what_they_hold() -> None:
     first.gpus[0]["allocated"], first.gpus[1]["allocated"] = 50, 60
 
     held.read(first)
-    other.gave_back()
+    other.clear()
     held.read(later := Reading())
 
     assert first.tiers == {"dram": 7, "hbm": 60}

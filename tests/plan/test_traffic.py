@@ -124,7 +124,7 @@ def told(engine: Engine) -> Counter[str]:
 
 
 def disk_counters(engine: Engine) -> tuple[int, int]:
-    store = engine._taken.homes.store
+    store = engine._memory.tiers.store
     return (store.stats.read_nbytes, store.stats.written_nbytes) if store else (0, 0)
 
 

@@ -12,7 +12,7 @@ import transformers
 
 from penstock.engine.device import pick_device
 from penstock.engine.engine import Engine, EngineSettings
-from penstock.engine.initial_weights import draw_weights, take_weights
+from penstock.engine.initial_weights import draw_weights, set_weights
 from penstock.engine.optimizer import decay_matrices
 from penstock.machine.discovery import discover
 from penstock.machine.machine import Machine
@@ -150,14 +150,14 @@ def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **change
     device = pick_device(changes.pop("device", "cpu"))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[plan.workload.dtype]
     numerics = plan.workload.numerics
-    bare = build_model(config, dtype, device.where)
+    bare = build_model(config, dtype, device.torch_device)
     body = SplitModel(bare, model, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
     settings: dict[str, Any] = {"optimizer": {"lr": 1e-2}, "grouping": decay_matrices}
     engine = Engine(plan, model, body, device, EngineSettings(**(settings | changes)))
     if source is None:
         draw_weights(engine.access, model, body, seed=0)
     else:
-        take_weights(engine.access, model, source.state_dict())
+        set_weights(engine.access, model, source.state_dict())
     return engine
 
 

@@ -10,7 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from penstock.engine.loss_scale import LossScale
+from penstock.engine.loss import LossScale
 from penstock.settings import read_yaml
 from penstock.train.errors import OutInUseError
 from penstock.train.resume import OutFolder

@@ -55,7 +55,7 @@ def test_the_device_holds_no_more_while_it_samples(tmp_path: Path) -> None:
         first, second = setup.batches(2)
         engine.step(first)
         planned = engine.device.peak_nbytes()
-        with engine.lending() as room:
+        with engine.gradient_buffers_released() as room:
             assert room > 0
             assert engine.device.peak_nbytes() == planned - room
             with engine_forward(engine) as forward:

@@ -1,30 +1,32 @@
-"""What is taken for the whole run, and what one step carries through. Room: move."""
+"""Allocate everything a plan lists, once, before the first step.
+
+`allocate` builds the engine's memory: the tiers in which weights, optimizer states, gradients and
+activations live (`TierMemory`), and the temporary buffers that the schedule shares between blocks
+(weight slots, gradient buffers, NVMe staging). Nothing is allocated later, so a machine that lacks
+memory or disk space fails here, and not in the middle of a step.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from penstock.engine.device import Device, Mark
+from penstock.engine.device import Device
 from penstock.engine.disk_pipe import DiskPipe
-from penstock.engine.gradients import Gradients
-from penstock.engine.hidden_states import Hidden
-from penstock.engine.marks import Marks
-from penstock.engine.pending_update import Pending
+from penstock.engine.gradients import GradientSums
+from penstock.engine.hidden_states import HiddenStates
 from penstock.engine.program import Buffers, Program, compile_program
+from penstock.engine.spans import WeightSlots
 from penstock.engine.tier_memory import StoreSettings, TierMemory
-from penstock.engine.weight_slots import WeightSlots
 from penstock.errors import PlanError
 from penstock.memory.arena import Arena
 from penstock.memory.heap import return_freed_memory
 from penstock.memory.placement import Node, Place
 from penstock.model.inventory import Inventory
-from penstock.model.split import MicroBatch
 from penstock.optim.threads import Pool
 from penstock.plan.buffers import pipe_lanes, pipe_nbytes
 from penstock.plan.build_schedule import evaluation_schedule, step_schedule, sweep_schedule
@@ -36,131 +38,71 @@ from penstock.storage.store import Store
 from penstock.tiers import Tier
 from penstock.units import format_bytes
 
-Part = int | tuple[int, int]
-"""An operation of a program, by its place in it; or a micro-batch of one."""
+MakeSchedule = Callable[[Inventory, Placement], Schedule]
 
 
 @dataclass(slots=True)
 class EngineMemory:
-    """Everything taken before the first step."""
+    """All memory of an engine, allocated before the first step."""
 
     device: Device
-    homes: TierMemory
-    hidden: Hidden
+    tiers: TierMemory
+    """Weights, optimizer states, gradients and activations where the plan places them."""
+    hidden: HiddenStates
     weights: WeightSlots
-    gradients: Gradients
+    gradients: GradientSums
     gradient_pool: torch.Tensor
-    """Device memory for sums, and for gradients on their way out."""
+    """Device memory for gradient sums, and for gradients that are being offloaded."""
     staging: torch.Tensor
-    """Host memory for pieces from disk."""
+    """Host memory for pieces of weights and optimizer states that live on NVMe."""
     pipes: dict[str, DiskPipe]
-    pool: Pool
-    """The CPU sweep's threads."""
+    """Per lane that copies between the device and NVMe, its pair of host buffers."""
+    sweep_pool: Pool
+    """Threads of the CPU sweep."""
 
     @contextlib.contextmanager
-    def lending(self) -> Iterator[int]:
-        """Inside, others may have the memory of gradient buffers: so many bytes. Between runs, when
-        nothing is in them."""
+    def gradient_buffers_released(self) -> Iterator[int]:
+        """Free the gradient buffers inside the `with` block; yields how many bytes that makes.
+
+        Allowed between steps only, when the buffers hold nothing.
+        """
         nbytes = self.gradient_pool.numel()
         self.gradient_pool = self.gradient_pool.new_empty(0)
-        self.device.returned(nbytes)
+        self.device.release(nbytes)
         try:
             yield nbytes
         finally:
             self.gradient_pool = self.device.empty(nbytes, "gradient buffers")
 
     def release(self) -> None:
-        """Give everything back; the store leaves its disks."""
-        self.homes.close()
+        """Release all memory and close the store, which removes its files."""
+        self.tiers.close()
         self.weights.release()
         self.hidden.release()
         self.gradients.start_step()
         self.gradient_pool = self.staging = torch.empty(0, dtype=torch.uint8)
         self.pipes.clear()
-        self.device.limit(None)
+        self.device.limit_memory(None)
 
     @property
     def store(self) -> Store:
-        assert self.homes.store is not None
-        return self.homes.store
-
-
-@dataclass(slots=True)
-class StepState:
-    """One program being carried out. `slots` and `leaving` are written by the thread that computes
-    before it puts the mark that others wait for."""
-
-    program: Program
-    rounds: Sequence[Sequence[MicroBatch]]
-    pending: Pending | None
-    step: int
-    """Of the run so far: what dropout depends on."""
-    items: int = 1
-    """Trained tokens of the whole step."""
-    scale: float = 1.0
-    """On the loss, for fp16."""
-    fresh: bool = True
-    """Whether gradients start from zero."""
-    marks: Marks = field(default_factory=Marks)
-    origin: Mark | None = None
-    """When it began, with nothing under way."""
-    began: dict[Part, Mark] = field(default_factory=dict)
-    """When all that it needs was there: of an operation, or of each of its micro-batches where they
-    move one by one, with waits in between."""
-    slots: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """By round, block and micro-batch: where in the ring its input is."""
-    leaving: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By block: the bytes of its gradient on the device."""
-    turned: dict[int, Sequence[int]] = field(default_factory=dict)
-    """By round: the slots through which inputs come back, once forward has no use for them."""
-    loss: torch.Tensor | None = None
-    """The sum over trained tokens."""
-    swept: list[Mark] = field(default_factory=list)
-    """Sweeps on the device, which may have refused an element."""
-    swept_now: set[tuple[int, int | None]] = field(default_factory=set)
-    """Blocks and pieces that the CPU swept in this run."""
-    used: Counter[int] = field(default_factory=Counter)
-    """By round: inputs that came back and were used."""
-    came_back: dict[int, list[Hashable]] = field(default_factory=dict)
-    """By round: who used the inputs that came back, in order."""
-
-    def shapes(self, round: int) -> list[tuple[int, int]]:
-        return [micro.shape for micro in self.rounds[round]]
-
-    def input_slot(self, round: int) -> int:
-        """The slot of the next input to be used; they are used in the order they come back."""
-        number = self.used[round]
-        self.used[round] += 1
-        return self.turned[round][number % len(self.turned[round])]
-
-    def next_input(self, round: int, user: Hashable) -> tuple[int, Hashable | None]:
-        """The slot for the next input to come back, and who must be done with it before."""
-        slots, users = self.turned[round], self.came_back.setdefault(round, [])
-        number = len(users)
-        users.append(user)
-        freed = users[number - len(slots)] if number >= len(slots) else None
-        return slots[number % len(slots)], freed
-
-
-# --------
-# Takes everything a plan says, once, and checks that it is what the plan says. Room: move.
-
-MakeSchedule = Callable[[Inventory, Placement], Schedule]
+        assert self.tiers.store is not None
+        return self.tiers.store
 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """What the engine can do, ready to run."""
+    """The programs of an engine, compiled once from the plan's placement."""
 
     step: Program
-    """Forward and backward, with the sweeps of the step before."""
+    """Forward and backward, with the sweeps of the previous step."""
     first: Program
-    """The same with nothing to sweep."""
+    """Forward and backward with nothing to sweep."""
     sweep: Program
-    """Pending sweeps alone."""
+    """The pending sweeps alone."""
     evaluate: Program
     """Forward and the loss."""
-    again: Program
+    accumulate: Program
     """Forward and backward, adding to the gradients of an earlier call."""
 
     @classmethod
@@ -172,23 +114,28 @@ class Programs:
         formats = plan.workload.formats(placement.rounds)
         step = compiled(step_schedule, placement)
         first = partial(step_schedule, pending=False)
-        again = partial(step_schedule, pending=False, adds=plan.workload.accumulate)
+        accumulate = partial(step_schedule, pending=False, adds=plan.workload.accumulate)
         others = (
-            _within(step.staging.nbytes, placement, partial(compiled, make))
-            for make in (first, sweep_schedule, evaluation_schedule, again)
+            _fit_staging(step.staging.nbytes, placement, partial(compiled, make))
+            for make in (first, sweep_schedule, evaluation_schedule, accumulate)
         )
         return cls(step, *others)
 
     def nbytes(self, pool: str) -> int:
-        """The most that any of them needs of a pool."""
-        every = (self.step, self.first, self.sweep, self.evaluate, self.again)
-        buffers: list[Buffers] = [getattr(program, pool) for program in every]
-        return max(held.nbytes for held in buffers)
+        """Return the most bytes that any of the programs needs of a pool of buffers."""
+        programs = (self.step, self.first, self.sweep, self.evaluate, self.accumulate)
+        buffers: list[Buffers] = [getattr(program, pool) for program in programs]
+        return max(each.nbytes for each in buffers)
 
 
-def _within(nbytes: int, placement: Placement, make: Callable[[Placement], Program]) -> Program:
-    """The plan's staging is as large as a step needs. The others read less, but in another order,
-    which may pack worse; then fewer of their pieces are in staging at once."""
+def _fit_staging(
+    nbytes: int, placement: Placement, make: Callable[[Placement], Program]
+) -> Program:
+    """Compile a program whose staging fits in `nbytes`, the staging that a training step needs.
+
+    The other programs read less than a step, but in another order, which may pack worse. They then
+    keep fewer pieces in staging at the same time.
+    """
     for staged in range(placement.pieces_staged, 0, -1):
         program = make(replace(placement, pieces_staged=staged))
         if program.staging.nbytes <= nbytes:
@@ -198,56 +145,61 @@ def _within(nbytes: int, placement: Placement, make: Callable[[Placement], Progr
 
 def allocate(
     plan: Plan, inventory: Inventory, programs: Programs, device: Device,
-    store: StoreSettings, pool: Pool,
+    store: StoreSettings, sweep_pool: Pool,
 ) -> EngineMemory:  # fmt: skip
-    """All memory and disk space of the run. Nothing is left behind if some of it cannot be had."""
+    """Allocate all memory and disk space of the run, or raise and leave nothing behind."""
     if plan.placement.rounds > 1 and not inventory.may_have_rounds:
         raise PlanError("placement.rounds", "must be 1 for a model with tied embeddings")
-    _check_pools(plan, programs)
-    device.limit(plan.allocator_nbytes)
+    _check_pool_sizes(plan, programs)
+    device.limit_memory(plan.allocator_nbytes)
     return_freed_memory()
-    homes = TierMemory(plan, inventory, device, store)
+    tiers = TierMemory(plan, inventory, device, store)
     try:
-        gradients = Gradients(inventory, homes.formats, device)
+        gradients = GradientSums(inventory, tiers.formats, device)
         weights = device.empty(programs.nbytes("weights"), "weight slots")
-        staging, pipes = _take_staging(plan, inventory, programs, homes)
+        staging, pipes = _allocate_staging(plan, inventory, programs, tiers)
         return EngineMemory(
             device=device,
-            homes=homes,
-            hidden=Hidden(homes),
-            weights=WeightSlots(inventory, homes.formats, weights),
+            tiers=tiers,
+            hidden=HiddenStates(tiers),
+            weights=WeightSlots(inventory, tiers.formats, weights),
             gradients=gradients,
             gradient_pool=device.empty(programs.nbytes("gradients"), "gradient buffers"),
             staging=staging,
             pipes=pipes,
-            pool=pool,
+            sweep_pool=sweep_pool,
         )
     except BaseException:
-        homes.close()
+        tiers.close()
         raise
 
 
-def _take_staging(
-    plan: Plan, inventory: Inventory, programs: Programs, homes: TierMemory
+def _allocate_staging(
+    plan: Plan, inventory: Inventory, programs: Programs, tiers: TierMemory
 ) -> tuple[torch.Tensor, dict[str, DiskPipe]]:
-    """Host buffers between disks and the rest, on the node that the plan counts them on."""
+    """Allocate the host buffers between the disks and the rest: staging and disk pipes."""
     staging, lanes = programs.nbytes("staging"), pipe_lanes(plan.workload, plan.placement)
     pipe = pipe_nbytes(inventory, plan.workload, plan.placement)
     nbytes = staging + len(lanes) * pipe
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8), {}
-    assert homes.store is not None
-    arena = Arena(nbytes, _staging_place(plan), homes.device.pinned)
-    homes.holding.took_arena(arena, {Tier.DRAM: nbytes})
+    assert tiers.store is not None
+    arena = Arena(nbytes, _staging_node(plan), tiers.device.pinned)
+    tiers.usage.add_arena(arena, {Tier.DRAM: nbytes})
     whole = torch.empty(0, dtype=torch.uint8)
     if staging:
         whole = arena.tensor(staging, torch.uint8, align=EXTENT, name="NVMe staging")
-    pipes = {lane: DiskPipe(homes.store, homes.device, arena, pipe) for lane in lanes}
-    homes.store.register(arena)
+    pipes = {lane: DiskPipe(tiers.store, tiers.device, arena, pipe) for lane in lanes}
+    tiers.store.register(arena)
     return whole, pipes
 
 
-def _staging_place(plan: Plan) -> Place | None:
+def _staging_node(plan: Plan) -> Place | None:
+    """Decide the memory node of the staging buffers: the lowest DRAM node that the plan uses.
+
+    Without such a node the kernel decides. The plan counts staging memory by its own rule
+    (`plan/plan.py`), and so does the cost model (`planner/cost/rates.py`).
+    """
     nodes = {
         share.node
         for block in plan.placement.blocks
@@ -258,18 +210,22 @@ def _staging_place(plan: Plan) -> Place | None:
     return Node(min(nodes)) if nodes else None
 
 
-def _check_pools(plan: Plan, programs: Programs) -> None:
-    """The plan counted these from the same schedules: they must agree to the byte."""
+def _check_pool_sizes(plan: Plan, programs: Programs) -> None:
+    """Raise PlanError unless the plan's buffer sizes equal those of the programs, to the byte.
+
+    Both are derived from the same schedules, so a difference means that another version of Penstock
+    made the plan.
+    """
     planned: Mapping[str, int] = {pool.what: pool.nbytes for pool in plan.pools}
     for name, what in (
         ("weights", "weight slots"),
         ("gradients", "gradient buffers"),
         ("staging", "NVMe staging"),
     ):
-        needed, held = programs.nbytes(name), planned.get(what, 0)
-        if needed != held:
+        needed, listed = programs.nbytes(name), planned.get(what, 0)
+        if needed != listed:
             raise PlanError(
                 f"pools.{what}",
-                f"has {format_bytes(held)} ({held} B), but the schedule needs {needed} B; the plan "
-                f"was made by another version: plan again",
+                f"has {format_bytes(listed)} ({listed} B), but the schedule needs {needed} B. "
+                f"Another version of Penstock made this plan: make a new one with `penstock plan`",
             )

@@ -1,4 +1,4 @@
-"""From a batch as users have it to micro-batches on the device. Room: move."""
+"""Check a batch and cut it into micro-batches on the device."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ Batch = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A batch in rounds of micro-batches."""
+class CutBatch:
+    """A batch as rounds of micro-batches."""
 
     rounds: Sequence[Sequence[MicroBatch]]
     items: int
-    """Tokens that are trained."""
+    """Number of trained tokens."""
 
 
-def cut_batch(batch: Batch, workload: Workload, rounds: int, device: torch.device) -> Cut:
-    """`input_ids` and `labels` as Hugging Face has them; `position_ids`, where there are any,
-    begin at 0 with each document. Raises BatchError."""
-    ids, labels, positions = _checked(batch, workload)
+def cut_batch(batch: Batch, workload: Workload, rounds: int, device: torch.device) -> CutBatch:
+    """Cut a batch into micro-batches. Raises BatchError if the batch does not fit the workload.
+
+    `input_ids` and `labels` have Hugging Face's meaning. `position_ids`, if given, start at 0 for
+    each document.
+    """
+    ids, labels, positions = _check_batch(batch, workload)
     targets = next_targets(labels, positions)
     size, per_round = workload.numerics.micro_batch, round_micro_batches(workload, rounds)
     micros = [
@@ -44,7 +47,7 @@ def cut_batch(batch: Batch, workload: Workload, rounds: int, device: torch.devic
         for number, at in enumerate(range(0, ids.shape[0], size))
     ]
     grouped = [micros[r * per_round : (r + 1) * per_round] for r in range(rounds)]
-    return Cut(grouped, int((targets != IGNORED).sum()))
+    return CutBatch(grouped, int((targets != IGNORED).sum()))
 
 
 def _documents(
@@ -56,9 +59,14 @@ def _documents(
     return cut_rows(bounds, device)
 
 
-def _checked(batch: Batch, workload: Workload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _check_batch(
+    batch: Batch, workload: Workload
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return token ids, labels and positions on the host, all of the same shape."""
     if "input_ids" not in batch:
-        raise BatchError(f"a batch needs input_ids; this one has {', '.join(batch) or 'nothing'}")
+        raise BatchError(
+            f"the batch has no input_ids; its keys are: {', '.join(batch) or '(none)'}"
+        )
     ids = batch["input_ids"].cpu().long()
     if ids.dim() != 2 or not ids.numel():
         raise BatchError(f"input_ids must be [sequences, tokens], got {tuple(ids.shape)}")
@@ -66,27 +74,39 @@ def _checked(batch: Batch, workload: Workload) -> tuple[torch.Tensor, torch.Tens
     if rows > workload.batch or length > workload.context:
         raise BatchError(
             f"the batch is {rows} x {length} tokens, but the engine was prepared for "
-            f"{workload.batch} x {workload.context}; prepare it with that batch and context"
+            f"{workload.batch} x {workload.context}; prepare it with batch={rows} and "
+            f"context={length}, or pass smaller batches"
         )
     labels = batch["labels"].cpu().long() if "labels" in batch else ids
     if "attention_mask" in batch:
-        labels = torch.where(_mask(batch["attention_mask"], ids), labels, IGNORED)
-    plain = torch.arange(length).expand(rows, length)
-    positions = batch["position_ids"].cpu().long() if "position_ids" in batch else plain
+        labels = torch.where(_check_mask(batch["attention_mask"], ids), labels, IGNORED)
+    default_positions = torch.arange(length).expand(rows, length)
+    positions = batch["position_ids"].cpu().long() if "position_ids" in batch else default_positions
     for name, tensor in (("labels", labels), ("position_ids", positions)):
         if tensor.shape != ids.shape:
-            raise BatchError(f"{name} is {tuple(tensor.shape)}, input_ids {tuple(ids.shape)}")
+            raise BatchError(_shape_message(name, tensor, ids))
     return ids, labels, positions
 
 
-def _mask(given: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """True for tokens that count. What comes before one of them would be attended to."""
+def _check_mask(given: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the mask as booleans: True for tokens that count.
+
+    Padding may only follow the tokens that count: attention runs without a mask, so those tokens
+    would attend to padding before them.
+    """
     mask = given.cpu().bool()
     if mask.shape != ids.shape:
-        raise BatchError(f"attention_mask is {tuple(mask.shape)}, input_ids {tuple(ids.shape)}")
+        raise BatchError(_shape_message("attention_mask", mask, ids))
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         raise BatchError(
-            "attention_mask hides tokens to the left of others that count; pad on the right, or "
-            "pack documents and pass position_ids that begin at 0 with each"
+            "attention_mask hides tokens to the left of tokens that count; pad on the right, or "
+            "pack documents and pass position_ids that start at 0 for each document"
         )
     return mask
+
+
+def _shape_message(name: str, tensor: torch.Tensor, ids: torch.Tensor) -> str:
+    return (
+        f"{name} has shape {tuple(tensor.shape)}, but input_ids has shape {tuple(ids.shape)}; "
+        f"they must be equal"
+    )

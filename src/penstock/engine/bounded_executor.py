@@ -1,5 +1,4 @@
-"""A few threads that carry out short calls, one of which waits for a disk while another copies: for
-loading. Room: move."""
+"""A small thread pool for loading weights: some threads wait for the disk while others copy."""
 
 from __future__ import annotations
 
@@ -10,32 +9,31 @@ from types import TracebackType
 from typing import Self
 
 DEPTH = 2
-"""Calls for each thread that were begun and not yet seen to end: what bounds memory on the way."""
+"""Unfinished calls per thread. It bounds the memory of data that has been read and not copied."""
 
 
 class BoundedExecutor:
-    """Calls begin in the order in which they are given, and end in any.
+    """Runs calls on a few threads; they start in the order of submission and end in any order.
 
-    The first failure is raised by `start` or `settle`; whoever leaves the `with` block finds no
-    call running.
+    `submit` and `wait_all` raise the first failure. After the `with` block no call is running.
     """
 
     def __init__(self, threads: int) -> None:
-        self._most = DEPTH * threads
+        self._limit = DEPTH * threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="penstock load")
-        self._under_way: deque[Future[None]] = deque()
+        self._futures: deque[Future[None]] = deque()
 
-    def start(self, call: Callable[[], None]) -> None:
-        """Waits while too many are under way."""
-        if len(self._under_way) >= self._most:
-            self._under_way.popleft().result()
-        self._under_way.append(self._pool.submit(call))
+    def submit(self, call: Callable[[], None]) -> None:
+        """Queue a call; block while too many are unfinished."""
+        if len(self._futures) >= self._limit:
+            self._futures.popleft().result()
+        self._futures.append(self._pool.submit(call))
 
-    def settle(self) -> None:
-        """All that was started has ended."""
-        wait(self._under_way)
-        while self._under_way:
-            self._under_way.popleft().result()
+    def wait_all(self) -> None:
+        """Block until every submitted call has ended; raise the first failure."""
+        wait(self._futures)
+        while self._futures:
+            self._futures.popleft().result()
 
     def __enter__(self) -> Self:
         return self
@@ -45,18 +43,21 @@ class BoundedExecutor:
     ) -> None:
         try:
             if kind is None:
-                self.settle()
+                self.wait_all()
         finally:
-            self._end()
+            self._shut_down()
 
-    def _end(self) -> None:
-        """Files and memory that calls use may go when this returns, or raises another Ctrl-C."""
-        again: KeyboardInterrupt | None = None
+    def _shut_down(self) -> None:
+        """Wait for the running calls, even through Ctrl-C, which is raised again afterwards.
+
+        The caller releases the files and the memory that the calls use as soon as this returns.
+        """
+        interrupt: KeyboardInterrupt | None = None
         while True:
             try:
                 self._pool.shutdown(cancel_futures=True)
                 break
             except KeyboardInterrupt as pressed:
-                again = pressed
-        if again is not None:
-            raise again
+                interrupt = pressed
+        if interrupt is not None:
+            raise interrupt

@@ -1,6 +1,8 @@
-"""Forward, loss and backward of one block, micro-batch by micro-batch. Room: move.
+"""Forward, loss and backward of one block at a time, one micro-batch after another.
 
-Runs in the thread that called the engine. Nothing here waits for the device.
+This code runs in the thread that called the engine. It launches kernels and must not wait for the
+device: other lanes' work is ordered before it on the device (`TicketBoard.order_after`), and only
+work of the host, such as a sweep on the CPU, blocks it.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.engine.allocate import EngineMemory, StepState
+from penstock.engine.allocate import EngineMemory
 from penstock.engine.gradients import differentiate
-from penstock.engine.hidden_states import EXTRA
-from penstock.engine.loss import ChunkedLoss, Into
-from penstock.engine.pending_update import segments
+from penstock.engine.hidden_states import EXTRA_SLOTS
+from penstock.engine.loss import ChunkedLoss, GradientSink
+from penstock.engine.pending_update import make_segments
+from penstock.engine.step_state import StepState
 from penstock.engine.transfer import Mover
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.optim.rules import draw_key
@@ -22,234 +25,256 @@ from penstock.plan.schedule import Operation, Verb
 from penstock.plan.weight_window import PlacementIndex
 from penstock.roles import Role
 
+_SEED_MASK = (1 << 63) - 1
+
 
 class Computer:
     """Carries out the operations of the compute lane, in order."""
 
     def __init__(
         self,
-        taken: EngineMemory,
+        memory: EngineMemory,
         body: SplitModel,
         loss: ChunkedLoss,
         mover: Mover,
-        facts: PlacementIndex,
+        placement: PlacementIndex,
     ) -> None:
-        self._taken, self._homes, self._device = taken, taken.homes, taken.device
-        self._body, self._loss, self._mover, self._facts = body, loss, mover, facts
-        self._fetched: dict[int, int] = {}  # block -> offset of its weights in the pool
-        self._sums: dict[int, int] = {}  # block -> operation that began its sum
-        self._last = facts.count - 1
-        self._wide = taken.homes.formats.wide_gradient
-        self._accumulates = taken.homes.plan.workload.accumulate
+        self._memory, self._tiers, self._device = memory, memory.tiers, memory.device
+        self._body, self._loss, self._mover, self._placement = body, loss, mover, placement
+        self._weight_offsets: dict[int, int] = {}  # block -> offset of its weights in the pool
+        self._sum_starts: dict[int, int] = {}  # block -> operation that began its gradient sum
+        self._head = placement.count - 1
+        self._wide = memory.tiers.formats.wide_gradient
+        self._accumulates = memory.tiers.plan.workload.accumulate
         self.seed = 0
+        """Seed of dropout."""
 
     def start(self) -> None:
-        self._fetched.clear()
-        self._sums.clear()
-        self._taken.gradients.start_step()
+        """Forget the previous step."""
+        self._weight_offsets.clear()
+        self._sum_starts.clear()
+        self._memory.gradients.start_step()
 
-    def note(self, run: StepState, at: int, op: Operation) -> None:
-        """Keep track of what other lanes bring and drop, in the order of the schedule."""
+    def note(self, step: StepState, at: int, op: Operation) -> None:
+        """Note where another lane puts a block's weights or gradient sum.
+
+        The computing thread passes over all operations in the order of the schedule, so the notes
+        are right for the computations that follow, however far the other lane has come.
+        """
         if op.verb is Verb.FETCH and op.roles == (Role.WEIGHT,):
-            start = run.program.buffer_start[at]
-            key = BufferKey(BufferKind.WEIGHT, op.block, start)
-            offset = run.program.weights.offset(key)
-            self._fetched[op.block] = offset
+            key = BufferKey(BufferKind.WEIGHT, op.block, step.program.buffer_start[at])
+            self._weight_offsets[op.block] = step.program.weights.offset(key)
         elif op.verb is Verb.FETCH and op.roles == (Role.GRADIENT,):
-            self._sums[op.block] = at
+            self._sum_starts[op.block] = at
 
-    def compute(self, run: StepState, at: int, op: Operation) -> None:
-        for need in run.program.needs[at]:
-            other = run.program.operations[need]
-            # Inputs come back micro-batch by micro-batch: each is waited for on its own.
+    def compute(self, step: StepState, at: int, op: Operation) -> None:
+        """Issue one computation after everything it needs, and post its ticket."""
+        for need in step.program.needs[at]:
+            other = step.program.operations[need]
+            # Activations arrive one micro-batch after another; backward waits for each separately.
             if not (other.verb is Verb.FETCH and other.roles == (Role.INPUT,)):
-                run.marks.come_after(need, self._device)
-        run.began[at] = self._device.mark()
+                step.tickets.order_after(need, self._device)
+        step.started[at] = self._device.record()
         work: Callable[[StepState, int, Operation], None] = {
             Verb.SWEEP: self._sweep,
             Verb.FORWARD: self._forward,
-            Verb.LOSS: self._turn,
+            Verb.LOSS: self._head_loss,
             Verb.BACKWARD: self._backward,
         }[op.verb]
-        work(run, at, op)
-        run.marks.put(at, self._device.mark())
+        work(step, at, op)
+        step.tickets.post(at, self._device.record())
 
-    # The sweep of what rests on the device.
+    # The optimizer sweep of states that live on the device.
 
-    def _sweep(self, run: StepState, at: int, op: Operation) -> None:
-        pending = run.pending
+    def _sweep(self, step: StepState, at: int, op: Operation) -> None:
+        pending = step.pending
         assert pending is not None
         if (op.block, op.piece) in pending.done:
-            del run.began[at]  # a run that failed has done it
+            del step.started[at]  # an earlier step swept it and failed later
             return
-        roles, start, stop = self._mover.swept_roles(run, at, op)
-        parts = segments(self._homes.inventory, op.block, pending, roles, start, stop)
-        run.swept.append(self._device.sweep(pending.rule, parts, self._taken.pool))
+        roles, start, stop = self._mover.spans_to_sweep(step, at, op)
+        segments = make_segments(self._tiers.inventory, op.block, pending, roles, start, stop)
+        ticket = self._device.start_sweep(pending.rule, segments, self._memory.sweep_pool)
+        step.device_sweeps.append(ticket)
         pending.done.add((op.block, op.piece))
 
     # Forward.
 
-    def _forward(self, run: StepState, at: int, op: Operation) -> None:
+    def _forward(self, step: StepState, at: int, op: Operation) -> None:
+        hidden = self._memory.hidden
         if op.block == 0:
-            self._taken.hidden.start_round()
-        self._bind(op.block)
-        for index, micro in enumerate(run.rounds[op.round]):
+            hidden.start_round()
+        self._bind_weights(op.block)
+        for index, micro in enumerate(step.rounds[op.round]):
             with torch.no_grad():
-                out = self._output(run, op.block, index, micro)
-            slot, before = self._taken.hidden.next_slot(op.block + 1, index)
+                out = self._output(step, op.block, index, micro)
+            slot, previous = hidden.next_slot(op.block + 1, index)
             if slot is None:
-                into = self._taken.hidden.home(op.block + 1, index, *micro.shape)
+                into = hidden.home(op.block + 1, index, *micro.shape)
             else:
-                run.slots[op.round, op.block + 1, index] = slot
-                if before is not None:
-                    self._wait_until_drained(run, op.round, before)
-                into = self._taken.hidden.slot(slot, *micro.shape)
+                step.hidden_slots[op.round, op.block + 1, index] = slot
+                if previous is not None:
+                    self._wait_until_offloaded(step, op.round, previous)
+                into = hidden.slot(slot, *micro.shape)
             into.copy_(out)
-            run.marks.put((at, index), self._device.mark())
-        if op.block == self._last - 1:
-            self._taken.hidden.turn(len(run.rounds[op.round]))
-            run.turned[op.round] = [self._taken.hidden.input_slot(i) for i in range(EXTRA)]
+            step.tickets.post((at, index), self._device.record())
+        if op.block == self._head - 1:
+            hidden.start_backward(len(step.rounds[op.round]))
+            step.activation_slots[op.round] = [
+                hidden.activation_slot(i) for i in range(EXTRA_SLOTS)
+            ]
 
-    def _output(self, run: StepState, block: int, index: int, micro: MicroBatch) -> torch.Tensor:
-        self._reseed(run, block, micro)
+    def _output(self, step: StepState, block: int, index: int, micro: MicroBatch) -> torch.Tensor:
+        self._seed_dropout(step, block, micro)
         if block == 0:
             hidden, micro.calls = self._body.embed(micro)
             return hidden
-        slot = self._taken.hidden.slot_of(block, index)
-        source = self._input(block, index, micro, slot)
+        slot = self._memory.hidden.slot_of(block, index)
+        source = self._block_input(block, index, micro, slot)
         assert micro.calls is not None
         return self._body.layer(block - 1, source, micro.calls)
 
-    def _wait_until_drained(self, run: StepState, round: int, before: tuple[int, int]) -> None:
-        block, micro = before
-        drain = run.program.at.get((Verb.DRAIN, block, round, Role.INPUT))
-        if drain is not None:
-            run.marks.come_after((drain, micro), self._device)
+    def _wait_until_offloaded(self, step: StepState, round: int, previous: tuple[int, int]) -> None:
+        """Order the next write to a slot after the copy that takes its old content away."""
+        block, micro = previous
+        offload = step.program.at.get((Verb.DRAIN, block, round, Role.INPUT))
+        if offload is not None:
+            step.tickets.order_after((offload, micro), self._device)
 
-    # The turn.
+    # The head: forward and backward together, since the logits exist only chunk by chunk.
 
-    def _turn(self, run: StepState, at: int, op: Operation) -> None:
-        hidden, micros = self._taken.hidden, run.rounds[op.round]
-        owners = self._facts.owners(self._last)
-        parameters = {k: v for o in owners for k, v in self._parameters(o).items()}
+    def _head_loss(self, step: StepState, at: int, op: Operation) -> None:
+        hidden, micros = self._memory.hidden, step.rounds[op.round]
+        owners = self._placement.owners(self._head)
+        parameters = {k: v for owner in owners for k, v in self._parameters(owner).items()}
         self._body.bind_head(parameters)
-        differentiate = op.phase == "backward"
-        if differentiate:
-            for block in self._facts.adds_to(self._last):
-                self._open(run, at, op, block)
+        with_backward = op.phase == "backward"
+        if with_backward:
+            for block in self._placement.adds_to(self._head):
+                self._open_sum(step, at, op, block)
         for index, micro in enumerate(micros):
             states = hidden.slot(hidden.gradient_slot(index), *micro.shape)
             flat, targets = states.view(-1, states.shape[-1]), micro.targets.view(-1)
-            if differentiate:
-                into = Into(parameters, self._taken.gradients.add)
-                total = self._loss.backward(flat, targets, into, run.items, run.scale)
+            if with_backward:
+                sink = GradientSink(parameters, self._memory.gradients.add)
+                total = self._loss.backward(flat, targets, sink, step.items, step.scale)
             else:
                 total = self._loss.forward(flat, targets)
-            run.loss = total if run.loss is None else run.loss + total
-        if differentiate and self._homes.has(self._last, Role.GRADIENT):
-            self._close(run, at, op, self._last)
+            step.loss = total if step.loss is None else step.loss + total
+        if with_backward and self._tiers.has(self._head, Role.GRADIENT):
+            self._close_sum(step, at, op, self._head)
 
     # Backward.
 
-    def _backward(self, run: StepState, at: int, op: Operation) -> None:
-        trained = self._homes.has(op.block, Role.GRADIENT)
-        if trained and not self._taken.gradients.is_open(op.block):
-            self._open(run, at, op, op.block)
-        if op.block == 0:  # tables are linear: their gradient does not depend on them
-            parameters = self._taken.weights.stand_ins(0)
+    def _backward(self, step: StepState, at: int, op: Operation) -> None:
+        hidden, sums = self._memory.hidden, self._memory.gradients
+        trained = self._tiers.has(op.block, Role.GRADIENT)
+        if trained and not sums.is_open(op.block):  # a tied embedding's sum is open already
+            self._open_sum(step, at, op, op.block)
+        if op.block == 0:  # embeddings are linear: their gradient does not depend on their weights
+            parameters = self._memory.weights.stand_ins(0)
         else:
             parameters = self._parameters(op.block)
         self._body.bind(parameters)
-        fetch = run.program.at.get((Verb.FETCH, op.block, op.round, Role.INPUT))
-        for index, micro in enumerate(run.rounds[op.round]):
+        fetch = step.program.at.get((Verb.FETCH, op.block, op.round, Role.INPUT))
+        for index, micro in enumerate(step.rounds[op.round]):
             slot = None
             if fetch is not None:
-                run.marks.come_after((fetch, index), self._device)
-                slot = run.input_slot(op.round)
+                step.tickets.order_after((fetch, index), self._device)
+                slot = step.use_activation_slot(op.round)
                 if index == 0:
-                    run.began[at] = self._device.mark()
-            out, source = self._recompute(run, op.block, index, micro, slot)
-            into = self._taken.hidden.gradient_slot(index)
-            gradient = self._taken.hidden.slot(into, *micro.shape)
-            add = self._taken.gradients.add
-            back = differentiate(out, gradient, source, parameters, add)
-            if back is not None:
-                gradient.copy_(back)
-            del out, source, back
-            run.marks.put((at, index), self._device.mark())
+                    step.started[at] = self._device.record()
+            out, source = self._recompute(step, op.block, index, micro, slot)
+            gradient = hidden.slot(hidden.gradient_slot(index), *micro.shape)
+            input_gradient = differentiate(out, gradient, source, parameters, sums.add)
+            if input_gradient is not None:
+                gradient.copy_(input_gradient)
+            del out, source, input_gradient  # before the next micro-batch allocates its own
+            step.tickets.post((at, index), self._device.record())
         if trained:
-            self._close(run, at, op, op.block)
+            self._close_sum(step, at, op, op.block)
 
     def _recompute(
-        self, run: StepState, block: int, index: int, micro: MicroBatch, slot: int | None
+        self, step: StepState, block: int, index: int, micro: MicroBatch, slot: int | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What leaves the block, from what enters it; the embedding has no such input."""
-        self._reseed(run, block, micro)
+        """Return the block's output and its input; the embedding has no input to differentiate."""
+        self._seed_dropout(step, block, micro)
         with torch.enable_grad():
             if block == 0:
                 return self._body.embed(micro)[0], None
-            source = self._input(block, index, micro, slot).detach().requires_grad_()
+            source = self._block_input(block, index, micro, slot).detach().requires_grad_()
             assert micro.calls is not None
             return self._body.layer(block - 1, source, micro.calls), source
 
-    # Gradients.
+    # Gradient sums.
 
-    def _open(self, run: StepState, at: int, op: Operation, block: int) -> None:
-        """A place for the block's sum: in the pool, or where it rests if that is in fp32 too."""
-        began = self._sums.setdefault(block, at)
-        count = self._homes.inventory.blocks[block].flat_elements(True)
-        if self._wide and self._homes.on_device(block, Role.GRADIENT):
-            data = self._homes.data(block, Role.GRADIENT)
+    def _open_sum(self, step: StepState, at: int, op: Operation, block: int) -> None:
+        """Begin or continue a block's gradient sum.
+
+        The sum lives in the pool of gradient buffers, or where the gradient lives if that is on the
+        device and in fp32 as well.
+        """
+        began = self._sum_starts.setdefault(block, at)
+        count = self._tiers.inventory.blocks[block].flat_elements(True)
+        if self._wide and self._tiers.on_device(block, Role.GRADIENT):
+            data = self._tiers.data(block, Role.GRADIENT)
         else:
             kind = BufferKind.GRADIENT if self._wide else BufferKind.GRADIENT_SUM
-            offset = run.program.gradients.offset(BufferKey(kind, block, began))
-            data = self._taken.gradient_pool[offset : offset + 4 * count]
+            data = self._gradient_buffer(step, BufferKey(kind, block, began), 4 * count)
         flat = data[: 4 * count].view(torch.float32)
-        self._taken.gradients.open(block, flat, fresh=run.fresh and op.round == 0)
+        self._memory.gradients.open(block, flat, fresh=step.fresh and op.round == 0)
 
-    def _close(self, run: StepState, at: int, op: Operation, block: int) -> None:
-        began = self._sums.pop(block)
-        count = self._homes.inventory.blocks[block].flat_elements(True)
-        last = op.round == len(run.rounds) - 1 and not self._accumulates
+    def _close_sum(self, step: StepState, at: int, op: Operation, block: int) -> None:
+        """End a block's gradient sum, and leave it where the next lane finds it."""
+        began = self._sum_starts.pop(block)
+        count = self._tiers.inventory.blocks[block].flat_elements(True)
+        last = op.round == len(step.rounds) - 1 and not self._accumulates
         if self._wide:
-            self._taken.gradients.close(block, None, last=last)
-            if not self._homes.on_device(block, Role.GRADIENT):
+            self._memory.gradients.close(block, None, last=last)
+            if not self._tiers.on_device(block, Role.GRADIENT):
                 key = BufferKey(BufferKind.GRADIENT, block, began)
-                offset = run.program.gradients.offset(key)
-                run.leaving[block] = self._taken.gradient_pool[offset : offset + 4 * count]
+                step.outgoing_gradients[block] = self._gradient_buffer(step, key, 4 * count)
             return
-        if self._homes.on_device(block, Role.GRADIENT):
-            into = self._homes.span(block, Role.GRADIENT).values(0, count)
+        if self._tiers.on_device(block, Role.GRADIENT):
+            into = self._tiers.span(block, Role.GRADIENT).values(0, count)
         else:
             key = BufferKey(BufferKind.GRADIENT, block, at)
-            offset = run.program.gradients.offset(key)
-            run.leaving[block] = self._taken.gradient_pool[offset : offset + 2 * count]
-            into = run.leaving[block].view(self._body.dtype)
-        self._taken.gradients.close(block, into, last=last)
+            outgoing = self._gradient_buffer(step, key, 2 * count)
+            step.outgoing_gradients[block] = outgoing
+            into = outgoing.view(self._body.dtype)
+        self._memory.gradients.close(block, into, last=last)
 
-    # Weights and inputs.
+    def _gradient_buffer(self, step: StepState, key: BufferKey, nbytes: int) -> torch.Tensor:
+        offset = step.program.gradients.offset(key)
+        return self._memory.gradient_pool[offset : offset + nbytes]
 
-    def _bind(self, block: int) -> None:
-        for owner in self._facts.owners(block):
+    # Weights and block inputs.
+
+    def _bind_weights(self, block: int) -> None:
+        for owner in self._placement.owners(block):
             self._body.bind(self._parameters(owner))
 
     def _parameters(self, owner: int) -> dict[str, torch.nn.Parameter]:
-        if self._homes.on_device(owner, Role.WEIGHT):
-            span = self._homes.span(owner, Role.WEIGHT)
+        if self._tiers.on_device(owner, Role.WEIGHT):
+            span = self._tiers.span(owner, Role.WEIGHT)
         else:
-            span = self._taken.weights.span(owner, self._fetched[owner])
-        return self._taken.weights.parameters(owner, span)
+            span = self._memory.weights.span(owner, self._weight_offsets[owner])
+        return self._memory.weights.parameters(owner, span)
 
-    def _input(self, block: int, index: int, micro: MicroBatch, slot: int | None) -> torch.Tensor:
+    def _block_input(
+        self, block: int, index: int, micro: MicroBatch, slot: int | None
+    ) -> torch.Tensor:
         if slot is None:
-            return self._taken.hidden.home(block, index, *micro.shape)
-        return self._taken.hidden.slot(slot, *micro.shape)
+            return self._memory.hidden.home(block, index, *micro.shape)
+        return self._memory.hidden.slot(slot, *micro.shape)
 
-    def _reseed(self, run: StepState, block: int, micro: MicroBatch) -> None:
-        """Dropout is the same when backward recomputes, whatever was drawn between."""
+    def _seed_dropout(self, step: StepState, block: int, micro: MicroBatch) -> None:
+        """Seed dropout by block and micro-batch, so that the recomputation drops the same elements.
+
+        The generator's state cannot be kept: other blocks draw from it in between, in an order
+        that depends on the plan.
+        """
         if not self._body.drops_out:
             return
-        self._device.seed(draw_key(self.seed, run.step, (block << 32) + micro.number) & _SEED_MASK)
-
-
-_SEED_MASK = (1 << 63) - 1
+        key = draw_key(self.seed, step.batch_number, (block << 32) + micro.number)
+        self._device.seed(key & _SEED_MASK)

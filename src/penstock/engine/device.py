@@ -1,8 +1,10 @@
-"""What computes: a GPU, or the CPU in its place. Room: move.
+"""The device that computes: one GPU, or the CPU in its place.
 
-Work is issued on lanes. On a GPU a lane is a stream, and what is issued may still be under way when
-the call returns; on the CPU it is done by then. A mark stands for all that was issued on a lane up
-to it: another lane waits for it without stopping the host, `settle` stops the host.
+The engine issues work on lanes. On a GPU a lane is a CUDA stream, and work may still be running
+when the call that issued it returns. On the CPU it has finished by then, so the same engine code
+runs without a GPU. `record` returns a ticket for everything issued on the current lane so far:
+another lane is ordered behind that ticket without stopping the host (`order_after`), and
+`Ticket.wait` stops the host.
 """
 
 from __future__ import annotations
@@ -14,256 +16,229 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.errors import DeviceMemoryError, NonFiniteMasterError
+from penstock.errors import DeviceMemoryError
 from penstock.model import autograd_warmup
 from penstock.optim import device_norms, device_sweep, sweep
 from penstock.optim.norms import GradStats
 from penstock.optim.rules import RuleName
 from penstock.optim.sweep import Segment
 from penstock.optim.threads import Pool
-from penstock.ticket import Ticket
-
-
-class Mark(Protocol):
-    """Something issued."""
-
-    def settle(self) -> None:
-        """Wait on the host until it is done. Raises what went wrong with it."""
-
-
-class Moment:
-    """Work of the host's own, done by the time the mark was made."""
-
-    __slots__ = ("at",)
-
-    def __init__(self, at: float | None = None) -> None:
-        self.at = time.perf_counter() if at is None else at
-
-    def settle(self) -> None:
-        return
-
-
-class StatsTicket(Protocol):
-    """Norm and overflow, being found."""
-
-    def wait(self) -> GradStats: ...
+from penstock.ticket import Finished, Ticket
 
 
 class Device(Protocol):
-    """The few things the engine asks of whatever computes."""
+    """The operations that the engine needs from the hardware that computes."""
 
-    where: torch.device
+    torch_device: torch.device
     pinned: bool
-    """Whether host memory must be registered for copies to be fast."""
+    """Whether host memory must be pinned for copies to be fast and asynchronous."""
 
     def empty(self, nbytes: int, what: str) -> torch.Tensor:
-        """Bytes of its own memory."""
+        """Allocate bytes of device memory; `what` names them in the error message."""
 
-    def returned(self, nbytes: int) -> None:
-        """So many bytes that `empty` gave are no longer used: others may have them now."""
+    def release(self, nbytes: int) -> None:
+        """Make `nbytes` that `empty` allocated, and the caller dropped, available to others."""
 
     def lane(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """What is issued inside goes on that lane."""
+        """Make `name` the lane on which work inside the `with` block is issued."""
 
-    def mark(self) -> Mark:
-        """After all that was issued on the current lane."""
+    def record(self) -> Ticket[None]:
+        """Return a ticket for all work issued on the current lane so far."""
 
-    def wait(self, mark: Mark) -> None:
-        """What is issued next on the current lane comes after it."""
+    def order_after(self, ticket: Ticket[object]) -> None:
+        """Make the work issued next on the current lane start after the ticket's work."""
 
-    def seconds(self, origin: Mark, mark: Mark) -> float:
-        """From one mark to another, both settled."""
+    def seconds_between(self, start: Ticket[object], end: Ticket[object]) -> float:
+        """Return the seconds from a `record` ticket to another ticket, both finished."""
 
-    def clock(self, origin: Mark) -> float:
-        """When an origin was made, by the host's `time.perf_counter`."""
+    def host_time(self, recorded: Ticket[object]) -> float:
+        """Return when `record` made the ticket, by the host's `time.perf_counter`."""
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """On the current lane."""
+        """Copy on the current lane."""
 
-    def start_stats(self, grads: Sequence[torch.Tensor]) -> StatsTicket:
-        """Norm and overflow of gradients in its memory."""
+    def start_stats(self, grads: Sequence[torch.Tensor]) -> Ticket[GradStats]:
+        """Start computing norm and overflow of gradients in device memory."""
 
-    def sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> Mark:
-        """Step over states in its memory."""
+    def start_sweep(
+        self, rule: RuleName, segments: Sequence[Segment], pool: Pool
+    ) -> Ticket[object]:
+        """Start an optimizer sweep over states in device memory."""
 
-    def limit(self, nbytes: int | None) -> None:
-        """Let torch have no more than this in all; None: as much as there is."""
+    def limit_memory(self, nbytes: int | None) -> None:
+        """Let torch allocate at most `nbytes` in total; None removes the limit."""
 
-    def settle(self) -> None:
-        """Wait for everything, on every lane."""
+    def synchronize(self) -> None:
+        """Block until all work on every lane has finished."""
 
     def seed(self, value: int) -> None:
-        """What its random numbers follow from next."""
+        """Seed the device's random number generator."""
 
     def peak_nbytes(self) -> int:
-        """The most of its memory that this process has held, as far as torch knows."""
+        """Return the most device memory that torch has reserved in this process."""
 
 
 class CpuDevice:
-    """The CPU: its `hbm` is host memory, and everything is done when it is issued."""
+    """The CPU in place of a GPU: its `hbm` tier is host memory, and every call is synchronous."""
 
     def __init__(self) -> None:
-        self.where = torch.device("cpu")
+        self.torch_device = torch.device("cpu")
         self.pinned = False
-        self._taken = 0
+        self._allocated = 0
 
     def empty(self, nbytes: int, what: str) -> torch.Tensor:
-        self._taken += nbytes
+        self._allocated += nbytes
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def returned(self, nbytes: int) -> None:
-        self._taken -= nbytes
+    def release(self, nbytes: int) -> None:
+        self._allocated -= nbytes
 
     def lane(self, name: str) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def mark(self) -> Mark:
-        return Moment()
+    def record(self) -> Ticket[None]:
+        return Finished(None)
 
-    def wait(self, mark: Mark) -> None:
-        mark.settle()
+    def order_after(self, ticket: Ticket[object]) -> None:
+        ticket.wait()
 
-    def seconds(self, origin: Mark, mark: Mark) -> float:
-        assert isinstance(origin, Moment)
-        assert isinstance(mark, Moment)
-        return mark.at - origin.at
+    def seconds_between(self, start: Ticket[object], end: Ticket[object]) -> float:
+        assert isinstance(start, Finished)
+        assert isinstance(end, Finished)
+        return end.at - start.at
 
-    def clock(self, origin: Mark) -> float:
-        assert isinstance(origin, Moment)
-        return origin.at
+    def host_time(self, recorded: Ticket[object]) -> float:
+        assert isinstance(recorded, Finished)
+        return recorded.at
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         into.copy_(source)
 
-    def start_stats(self, grads: Sequence[torch.Tensor]) -> StatsTicket:
-        return _Found(sweep.grad_stats(grads))
+    def start_stats(self, grads: Sequence[torch.Tensor]) -> Ticket[GradStats]:
+        return Finished(sweep.grad_stats(grads))
 
-    def sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> Mark:
+    def start_sweep(
+        self, rule: RuleName, segments: Sequence[Segment], pool: Pool
+    ) -> Ticket[object]:
         ticket = sweep.start(rule, segments, pool=pool)
-        with contextlib.suppress(NonFiniteMasterError):  # which `settle` tells
-            ticket.wait()
-        return SweepMark(ticket)
+        ticket.settle()  # refused elements are reported by whoever waits for the ticket
+        return ticket
 
-    def limit(self, nbytes: int | None) -> None:
-        """The kernel's own limits are what binds host memory."""
+    def limit_memory(self, nbytes: int | None) -> None:
+        """Do nothing: the kernel's own limits bind host memory."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         return
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
 
     def peak_nbytes(self) -> int:
-        return self._taken
+        return self._allocated
 
 
 class CudaDevice:
-    """One NVIDIA GPU."""
+    """One NVIDIA GPU. Every lane is a CUDA stream, created when it is first used."""
 
     def __init__(self, index: int = 0) -> None:
-        self.where = torch.device("cuda", index)
+        self.torch_device = torch.device("cuda", index)
         self.pinned = True
         self._streams: dict[str, Any] = {}
-        autograd_warmup.warm_up_autograd(self.where)
+        autograd_warmup.warm_up_autograd(self.torch_device)
 
     def empty(self, nbytes: int, what: str) -> torch.Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.where)
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError:
-            free, total = torch.cuda.mem_get_info(self.where)
+            free, total = torch.cuda.mem_get_info(self.torch_device)
             raise DeviceMemoryError(what, wanted=nbytes, free=free, total=total) from None
 
-    def returned(self, nbytes: int) -> None:
-        """Torch would keep them for itself."""
-        torch.cuda.empty_cache()
+    def release(self, nbytes: int) -> None:
+        torch.cuda.empty_cache()  # the caching allocator would keep the freed bytes for itself
 
     @contextlib.contextmanager
     def lane(self, name: str) -> Iterator[None]:
         if name not in self._streams:
             make: Any = torch.cuda.Stream
-            self._streams[name] = make(self.where)
-        with torch.cuda.device(self.where), torch.cuda.stream(self._streams[name]):
+            self._streams[name] = make(self.torch_device)
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._streams[name]):
             yield
 
-    def mark(self) -> Mark:
+    def record(self) -> Ticket[None]:
         make: Any = torch.cuda.Event
-        # Whoever waits for it sleeps: by default it would keep a core busy that sweeps could use.
+        # A blocking event lets a host thread that waits for it sleep. By default the thread would
+        # spin on a core that the optimizer sweep could use.
         event = make(enable_timing=True, blocking=True)
-        event.record(torch.cuda.current_stream(self.where))
-        return _Event(event)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return _StreamTicket(event)
 
-    def wait(self, mark: Mark) -> None:
-        if isinstance(mark, _Event):
-            stream: Any = torch.cuda.current_stream(self.where)
-            stream.wait_event(mark.event)
+    def order_after(self, ticket: Ticket[object]) -> None:
+        if isinstance(ticket, _StreamTicket):
+            stream: Any = torch.cuda.current_stream(self.torch_device)
+            stream.wait_event(ticket.event)
         else:
-            mark.settle()
+            # A CUDA stream cannot wait for a disk or for a sweep on the CPU, so the host does. This
+            # blocks the thread of the current lane only.
+            ticket.wait()
 
-    def seconds(self, origin: Mark, mark: Mark) -> float:
-        """The host's clock and the GPU's agree at the origin, when nothing was under way."""
-        assert isinstance(origin, _Event)
-        if isinstance(mark, Moment):
-            return mark.at - origin.host
-        assert isinstance(mark, _Event)
-        return float(origin.event.elapsed_time(mark.event)) / 1e3
+    def seconds_between(self, start: Ticket[object], end: Ticket[object]) -> float:
+        assert isinstance(start, _StreamTicket)
+        if isinstance(end, Finished):
+            # The GPU was idle when `start` was recorded, so both clocks agree at that point.
+            return end.at - start.recorded_at
+        assert isinstance(end, _StreamTicket)
+        return float(start.event.elapsed_time(end.event)) / 1e3
 
-    def clock(self, origin: Mark) -> float:
-        assert isinstance(origin, _Event)
-        return origin.host
+    def host_time(self, recorded: Ticket[object]) -> float:
+        assert isinstance(recorded, _StreamTicket)
+        return recorded.recorded_at
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         into.copy_(source, non_blocking=True)
 
-    def start_stats(self, grads: Sequence[torch.Tensor]) -> StatsTicket:
+    def start_stats(self, grads: Sequence[torch.Tensor]) -> Ticket[GradStats]:
         return device_norms.start_stats(grads)
 
-    def sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> Mark:
-        return SweepMark(device_sweep.start(rule, segments))
+    def start_sweep(
+        self, rule: RuleName, segments: Sequence[Segment], pool: Pool
+    ) -> Ticket[object]:
+        return device_sweep.start(rule, segments)
 
-    def limit(self, nbytes: int | None) -> None:
-        total = torch.cuda.get_device_properties(self.where).total_memory
+    def limit_memory(self, nbytes: int | None) -> None:
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
         share = 1.0 if nbytes is None else min(1.0, max(nbytes, 1) / total)
-        torch.cuda.set_per_process_memory_fraction(share, self.where)
+        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
 
-    def settle(self) -> None:
-        torch.cuda.synchronize(self.where)
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
 
     def seed(self, value: int) -> None:
         torch.cuda.manual_seed(value)
 
     def peak_nbytes(self) -> int:
-        return int(torch.cuda.max_memory_reserved(self.where))
+        return int(torch.cuda.max_memory_reserved(self.torch_device))
 
 
-class _Event:
+class _StreamTicket:
+    """A recorded CUDA event."""
+
     def __init__(self, event: Any) -> None:
         self.event = event
-        self.host = time.perf_counter()
+        self.recorded_at = time.perf_counter()
 
-    def settle(self) -> None:
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
         self.event.synchronize()
 
-
-class _Found:
-    def __init__(self, stats: GradStats) -> None:
-        self._stats = stats
-
-    def wait(self) -> GradStats:
-        return self._stats
-
-
-class SweepMark:
-    """A sweep under way; `settle` raises NonFiniteMasterError where an element was refused."""
-
-    def __init__(self, ticket: Ticket[object]) -> None:
-        self._ticket = ticket
-
     def settle(self) -> None:
-        self._ticket.wait()
+        with contextlib.suppress(RuntimeError):  # a broken CUDA context runs nothing any more
+            self.event.synchronize()
 
 
 def pick_device(name: str | None = None) -> Device:
-    """`cpu`, `cuda` or `cuda:1`; the first GPU if there is one and nothing is said."""
+    """Return the device `cpu`, `cuda` or `cuda:1`; by default the first GPU, else the CPU."""
     wanted = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if wanted.type == "cuda":
         return CudaDevice(wanted.index or 0)

@@ -1,10 +1,14 @@
-"""Between the device and disks, through small host buffers. Room: move."""
+"""Copies between device memory and NVMe, through two small pinned host buffers.
+
+Gradients and activations that live on NVMe take this way; weights and optimizer states pass through
+the planned staging memory instead (`transfer.py`).
+"""
 
 from __future__ import annotations
 
 import torch
 
-from penstock.engine.device import Device, Moment
+from penstock.engine.device import Device
 from penstock.memory.arena import Arena
 from penstock.roles import EXTENT
 from penstock.storage.layout import Extent
@@ -13,84 +17,75 @@ from penstock.storage.tickets import StoreTicket
 from penstock.units import round_up
 
 
-class Tickets:
-    """Transfers under way, as one mark."""
-
-    def __init__(self, tickets: list[StoreTicket]) -> None:
-        self._tickets = tickets
-        self.ended: Moment | None = None
-        """When somebody first saw that they were done: no later than their user began."""
-
-    def settle(self) -> None:
-        for ticket in self._tickets:
-            ticket.settle()  # all of them, before the first failure is told
-        for ticket in self._tickets:
-            ticket.wait()
-        if self.ended is None:
-            self.ended = Moment()
-
-
 class DiskPipe:
-    """Two buffers of one lane: while one is on its way to or from the disk, the other is on its way
-    from or to the device."""
+    """Double buffering for one lane.
+
+    While one half is on its way to or from the disk, the other is on its way from or to the device.
+    Only the lane's own thread uses the pipe; `abandon` runs when the lane is idle.
+    """
 
     def __init__(self, store: Store, device: Device, arena: Arena, nbytes: int) -> None:
         self._store, self._device = store, device
         assert nbytes % (2 * store.unit) == 0, nbytes
-        whole = arena.tensor(nbytes, torch.uint8, align=EXTENT, name="a ring's buffer")
+        whole = arena.tensor(nbytes, torch.uint8, align=EXTENT, name="disk pipe buffer")
         self._halves = (whole[: nbytes // 2], whole[nbytes // 2 :])
-        self._tickets: list[StoreTicket | None] = [None, None]
-        self._turn = 0
+        # Per half, the disk transfer that last used it.
+        self._transfers: list[StoreTicket | None] = [None, None]
+        self._current = 0
 
     def write(self, extent: Extent, source: torch.Tensor) -> None:
-        """All of `source`, bytes on the device. On return it may change; `finish` waits for the
-        disk."""
+        """Write all of `source`, bytes on the device, to the extent.
+
+        On return `source` may be overwritten; call `finish` to wait for the disk.
+        """
         step = self._halves[0].numel()
-        for at in range(0, source.numel(), step):
-            half, index = self._next()
-            count = min(step, source.numel() - at)
-            self._device.copy(half[:count], source[at : at + count])
-            self._device.mark().settle()
-            moved = half[: round_up(count, EXTENT)].numpy()
-            self._tickets[index] = self._store.start_write(extent, moved, offset=at)
+        for start in range(0, source.numel(), step):
+            half, index = self._next_half()
+            count = min(step, source.numel() - start)
+            self._device.copy(half[:count], source[start : start + count])
+            self._device.record().wait()  # the disk must not read the half before it is full
+            buffer = half[: round_up(count, EXTENT)].numpy()
+            self._transfers[index] = self._store.start_write(extent, buffer, offset=start)
 
     def read(self, extent: Extent, into: torch.Tensor) -> None:
-        """All of `into`, bytes on the device, issued on the current lane."""
+        """Fill all of `into`, bytes on the device, from the extent, on the current lane."""
         step = self._halves[0].numel()
         starts = list(range(0, into.numel(), step))
         reads: dict[int, tuple[torch.Tensor, StoreTicket]] = {}
+        # Start read number n, then copy what read n - 1 brought: the two overlap.
         for number in range(len(starts) + 1):
             if number < len(starts):
-                half, index = self._next()
+                half, index = self._next_half()
                 count = min(step, into.numel() - starts[number])
-                view = half[: round_up(count, EXTENT)].numpy()
-                ticket = self._store.start_read(extent, view, offset=starts[number])
-                self._tickets[index] = ticket
-                reads[number] = (half[:count], ticket)
+                buffer = half[: round_up(count, EXTENT)].numpy()
+                transfer = self._store.start_read(extent, buffer, offset=starts[number])
+                self._transfers[index] = transfer
+                reads[number] = (half[:count], transfer)
             if number > 0:
-                half, ticket = reads.pop(number - 1)
-                ticket.wait()
-                at = starts[number - 1]
-                self._device.copy(into[at : at + half.numel()], half)
-                self._device.mark().settle()  # the buffer is read into again
+                half, transfer = reads.pop(number - 1)
+                transfer.wait()
+                start = starts[number - 1]
+                self._device.copy(into[start : start + half.numel()], half)
+                self._device.record().wait()  # the next read overwrites this half
 
     def finish(self) -> None:
-        """The disk has all of it."""
-        for index, ticket in enumerate(self._tickets):
-            if ticket is not None:
-                ticket.wait()
-            self._tickets[index] = None
+        """Block until the disk has everything; raise the first failure."""
+        for index, transfer in enumerate(self._transfers):
+            if transfer is not None:
+                transfer.wait()
+            self._transfers[index] = None
 
     def abandon(self) -> None:
-        """After a failure: whatever was under way is no business of the next run."""
-        for index, ticket in enumerate(self._tickets):
-            if ticket is not None:
-                ticket.settle()
-            self._tickets[index] = None
+        """Empty the pipe after a failed step, so that the next step does not see the failure."""
+        for index, transfer in enumerate(self._transfers):
+            if transfer is not None:
+                transfer.settle()
+            self._transfers[index] = None
 
-    def _next(self) -> tuple[torch.Tensor, int]:
-        self._turn ^= 1
-        ticket = self._tickets[self._turn]
-        if ticket is not None:
-            ticket.wait()
-        return self._halves[self._turn], self._turn
+    def _next_half(self) -> tuple[torch.Tensor, int]:
+        """Return the half that was used longer ago, once its transfer has finished."""
+        self._current ^= 1
+        transfer = self._transfers[self._current]
+        if transfer is not None:
+            transfer.wait()
+        return self._halves[self._current], self._current

@@ -1,4 +1,10 @@
-"""What an engine is told beside its plan, and what it tells. Room: move."""
+"""The engine: runs optimizer steps over a model whose parameters live in several tiers.
+
+The engine executes a plan and never makes one. A step is forward, loss and backward over all blocks
+(`forward_backward`), then the optimizer update (`apply`). The update is only *decided* by `apply`;
+the optimizer sweeps that carry it out run block by block during the next forward pass, where they
+overlap with computation, or in `finish`, which everything that looks at the parameters calls first.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +20,21 @@ from penstock import records
 from penstock.checkpoint.errors import StateError
 from penstock.checkpoint.training_state import TrainingState, read_engine_state
 from penstock.checkpoint.writer import Progress as WriteProgress
-from penstock.engine.allocate import Programs, StepState, allocate
-from penstock.engine.batches import Cut, cut_batch
+from penstock.engine.allocate import Programs, allocate
+from penstock.engine.batches import CutBatch, cut_batch
 from penstock.engine.compute import Computer
 from penstock.engine.device import Device
-from penstock.engine.gradient_rounding import round_gradients
-from penstock.engine.loss import ChunkedLoss, LossFunction
-from penstock.engine.loss_scale import LossScale
+from penstock.engine.gradients import round_gradients
+from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale
 from penstock.engine.optimizer import Grouping, StreamedAdamW
-from penstock.engine.pending_update import Pending, draw_keys
+from penstock.engine.pending_update import PendingUpdate, draw_keys
 from penstock.engine.runner import Progress, Runner
 from penstock.engine.state_io import EngineFiles
 from penstock.engine.state_view import StateView
-from penstock.engine.tensor_access import Access
+from penstock.engine.step_records import Event, timeline
+from penstock.engine.step_state import StepState
+from penstock.engine.tensor_access import TensorAccess
 from penstock.engine.tier_memory import StoreSettings
-from penstock.engine.timeline import Event, timeline
 from penstock.engine.transfer import Mover
 from penstock.errors import EngineError, EngineStateError, NonFiniteLossError
 from penstock.model.inventory import Inventory
@@ -41,27 +47,43 @@ from penstock.records import Json
 from penstock.roles import Dtype, Moments
 from penstock.tiers import Tier
 
+SWEEP_NICE = 10
+"""Niceness of the sweep threads when a GPU computes.
+
+There are as many sweep threads as CPUs, so one of them shares its CPU with the thread that launches
+kernels. At equal priority that thread would get only half of the CPU, and the GPU would wait for
+it.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What cannot change a bit of the result, and what the caller adds to the workload."""
+    """Settings of an engine that are not part of the plan or its workload."""
 
     optimizer: Mapping[str, Any]
+    """Options of AdamW that differ from `optimizer.DEFAULTS`."""
     grouping: Grouping
+    """Makes the param groups."""
     loss: LossFunction | None = None
+    """A loss function in place of cross-entropy."""
     seed: int = 0
+    """Seed of dropout and of stochastic rounding."""
     store: StoreSettings = field(default_factory=StoreSettings)
     sweep_threads: int | None = None
+    """Number of threads of the CPU sweep; None for one per CPU."""
     nonfinite: str = "raise"
-    """`raise`, or `skip`: leave the step out and go on. fp16 always skips, and halves its scale."""
+    """What to do with a loss or gradient that is not finite: `raise` an error, or `skip` the step.
+    With fp16, an overflow of the gradient always skips the step and halves the loss scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The mean over trained tokens."""
+    """The result of an evaluation."""
 
     loss: float
+    """Mean loss over trained tokens."""
     tokens: int
+    """Number of trained tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,19 +188,11 @@ def _group_record(engine: Engine, group: dict[str, Any]) -> dict[str, Any]:
     return {"params": [engine.optimizer.name_of(p) for p in group["params"]], **plain}
 
 
-# --------
-# The engine: whole optimizer steps over a model that rests in tiers. Room: move.
-#
-# It obeys the plan and never re-plans. The sweep of a step is pending until the next forward, or
-# until somebody wants to see its result: `finish`.
-
-YIELDING = 10
-"""Beside a GPU, threads that sweep let the one that launches kernels go first. There are as many as
-CPUs, so it shares one with them, and would have half of it."""
-
-
 class Engine:
-    """Made by `prepare`. Not for several threads at once."""
+    """Trains one model under one plan. Made by `penstock.prepare`.
+
+    One thread at a time may use an engine, except for `waiting`.
+    """
 
     def __init__(
         self,
@@ -193,33 +207,38 @@ class Engine:
         self.body, self.device = body, device
         self.optimizer = StreamedAdamW(self, settings.optimizer, settings.grouping)
         self._programs = Programs.of(plan, inventory)
-        pool = Pool(settings.sweep_threads, nice=YIELDING if device.where.type == "cuda" else 0)
-        self._taken = allocate(plan, inventory, self._programs, device, settings.store, pool)
-        self.access = Access(self._taken)
+        on_gpu = device.torch_device.type == "cuda"
+        pool = Pool(settings.sweep_threads, nice=SWEEP_NICE if on_gpu else 0)
+        self._memory = allocate(plan, inventory, self._programs, device, settings.store, pool)
+        self.access = TensorAccess(self._memory)
         self.files = EngineFiles(self.access, inventory)
-        mover = Mover(self._taken)
-        facts = PlacementIndex.of(inventory, plan.placement)
+        mover = Mover(self._memory)
+        placement = PlacementIndex.of(inventory, plan.placement)
         numerics = self.workload.numerics
         loss = ChunkedLoss(
             body.logits, numerics.loss_chunk, settings.loss, fused=numerics.loss_kernel == "fused"
         )
-        self._computer = Computer(self._taken, body, loss, mover, facts)
+        self._computer = Computer(self._memory, body, loss, mover, placement)
         self._computer.seed = settings.seed
-        self._runner = Runner(self._taken, self._computer, mover)
+        self._runner = Runner(self._memory, self._computer, mover)
         self.steps = 0
+        """Number of optimizer steps made."""
         self.batches = 0
+        """Number of batches seen."""
         self.grad_norm = float("nan")
+        """Norm of the last gradient before clipping, without the loss scale."""
         self.skipped = False
+        """Whether the last `apply` skipped the update."""
         self.scale = LossScale.of(self.workload.dtype)
-        self._pending: Pending | None = None
-        self._stats: GradStats | None = None
-        self._lost = False  # a loss behind those gradients was not finite
+        self._pending: PendingUpdate | None = None
+        self._stats: GradStats | None = None  # of the gradients that wait for `apply`, if any
+        self._loss_not_finite = False  # of any batch behind those gradients
         self._closed = False
 
     # Training.
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One whole update with all micro-batches of the batch; its mean loss."""
+        """Make one optimizer step with all micro-batches of the batch; return its mean loss."""
         loss = self.forward_backward(batch)
         self.apply()
         return loss
@@ -227,65 +246,73 @@ class Engine:
     def forward_backward(
         self, batch: Mapping[str, torch.Tensor], *, num_items: int | None = None
     ) -> torch.Tensor:
-        """Gradients of the batch, without an update. The loss is divided by `num_items`, or by the
-        batch's trained tokens."""
+        """Compute the gradients of a batch, without an update; return its mean loss.
+
+        The loss is divided by `num_items`, by default the number of trained tokens in the batch.
+        Several calls before `apply` accumulate gradients, if the workload allows it.
+        """
         self._check_open()
         adds = self._stats is not None
         if adds and not self.workload.accumulate:
             raise EngineError(
-                "gradients are there already: call apply() before the next forward_backward(), "
-                "pass all sequences of a step in one batch, or prepare(accumulate=True), which "
-                "keeps gradients in fp32"
+                "gradients of an earlier batch have not been applied. Call apply() before the next "
+                "forward_backward(), pass all sequences of a step in one batch, or use "
+                "prepare(accumulate=True), which keeps gradients in fp32"
             )
         cut = self._cut(batch)
         items = max(1, cut.items if num_items is None else num_items)
         self.body.train(True)
-        run = self._next_run(cut, items, adds=adds)
-        self._stats = None  # what a failure leaves half summed must not be applied
-        self._run(run)
+        step = self._next_step(cut, items, adds=adds)
+        self._stats = None  # if the step fails, half-summed gradients must not be applied
+        self._run(step)
         self.batches += 1
-        self._stats = self._gather()
-        assert run.loss is not None
-        loss = (run.loss / items).float().cpu()
-        self._lost = (adds and self._lost) or not bool(torch.isfinite(loss))
+        self._stats = self._memory.gradients.gather_stats()
+        assert step.loss is not None
+        loss = (step.loss / items).float().cpu()
+        finite = bool(torch.isfinite(loss))
+        self._loss_not_finite = (adds and self._loss_not_finite) or not finite
         self._check_finite(loss)
         return loss
 
     def apply(self) -> None:
-        """The update with the gradients that are there. Its learning rate, betas, decay, step
-        number and clip scale are fixed now; the sweep itself comes with the next forward."""
+        """Apply an optimizer update with the gradients that were computed.
+
+        Learning rate, betas, weight decay, step number and clipping scale are fixed now. The sweeps
+        that carry the update out run during the next forward pass, or in `finish`.
+        """
         if self._stats is None:
-            raise EngineError("there are no gradients: call forward_backward() first")
+            raise EngineError("there are no gradients to apply; call forward_backward() first")
         stats, self._stats = self._stats, None
         if self.workload.accumulate:
-            stats = round_gradients(self._taken)
+            memory = self._memory
+            stats = round_gradients(memory.tiers, memory.staging, memory.sweep_pool)
         self.optimizer.note_step()
-        self.skipped = self._lost or not stats.finite
+        self.skipped = self._loss_not_finite or not stats.finite
         if self.skipped:
-            self.scale.overflowed()
+            self.scale.note_overflow()
             return
         unscale = 1.0 / self.scale.value
         self.grad_norm = stats.norm * unscale
         clip = self.workload.clip
         scale = unscale if clip is None else unscale * clip_scale(self.grad_norm, clip)
         self.steps += 1
-        self._pending = Pending(
+        self._pending = PendingUpdate(
             "adamw",
             self.optimizer.coefficients(self.steps, scale),
             draw_keys(self.inventory, self.settings.seed, self.steps),
         )
-        self.scale.took_step()
+        self.scale.note_good_step()
 
     def finish(self) -> None:
-        """Make the pending sweeps now."""
+        """Run the pending optimizer sweeps now."""
         self._check_open()
         if self._pending is not None:
             self._run(StepState(self._programs.sweep, (), self._pending, self.batches))
 
-    # Looking.
+    # Evaluation and inspection.
 
     def evaluate(self, batches: Iterable[Mapping[str, torch.Tensor]]) -> Evaluation:
-        """The mean loss over trained tokens; nothing is changed."""
+        """Return the mean loss over trained tokens; nothing changes except pending sweeps."""
         self.finish()
         self.body.train(False)
         total, tokens = 0.0, 0
@@ -293,42 +320,46 @@ class Engine:
             cut = self._cut(batch)
             for micros in cut.rounds:
                 if micros:
-                    run = StepState(self._programs.evaluate, [micros], None, self.batches)
-                    self._runner.run(run)
-                    assert run.loss is not None
-                    total += float(run.loss)
+                    step = StepState(self._programs.evaluate, [micros], None, self.batches)
+                    self._runner.run(step)
+                    assert step.loss is not None
+                    total += float(step.loss)
             tokens += cut.items
         return Evaluation(total / tokens if tokens else float("nan"), tokens)
 
-    def lending(self) -> AbstractContextManager[int]:
-        """Inside, device memory that only steps need is free for others: so many bytes."""
+    def gradient_buffers_released(self) -> AbstractContextManager[int]:
+        """Free device memory that only training steps need, inside a `with` block.
+
+        The context manager yields how many bytes that makes available.
+        """
         self.finish()
-        return self._taken.lending()
+        return self._memory.gradient_buffers_released()
 
     @property
     def state(self) -> StateView:
-        """Weights, masters and moments by name, as host tensors."""
+        """Weights, master weights and moments by name, as host tensors."""
         return StateView(self.access, self.inventory, self.finish)
 
     @property
     def on_progress(self) -> Progress | None:
+        """Callback for every operation of the computing thread."""
         return self._runner.on_progress
 
     @on_progress.setter
-    def on_progress(self, tell: Progress | None) -> None:
-        self._runner.on_progress = tell
+    def on_progress(self, callback: Progress | None) -> None:
+        self._runner.on_progress = callback
 
     def timeline(self) -> list[Event]:
-        """When each operation of the last step ran."""
-        passed = self._runner.latest()
-        return [] if passed is None else timeline(passed)
+        """Return when each operation of the last successful step ran."""
+        record = self._runner.latest()
+        return [] if record is None else timeline(record)
 
     def waiting(self) -> str:
-        """What it waits for right now; callable from any thread."""
+        """Describe what the engine waits for right now; callable from any thread."""
         return self._runner.waiting()
 
     def tiers(self) -> dict[str, dict[str, int]]:
-        """What each tier holds, as planned and taken."""
+        """Return budget and usage of each tier in bytes, as planned and allocated."""
         plan = self.plan
         return {
             tier.value: {
@@ -339,12 +370,12 @@ class Engine:
             for tier in Tier
         }
 
-    # Keeping.
+    # Checkpoints.
 
     def write(
         self, folder: str | Path, *, optimizer: bool = True, progress: WriteProgress | None = None
     ) -> None:
-        """Weights, and with `optimizer` all that a resume needs, into an existing directory."""
+        """Write the weights and, with `optimizer`, all that `read` needs, to an existing folder."""
         self.finish()
         self.files.write(Path(folder), optimizer=optimizer, progress=progress)
         if optimizer:
@@ -355,22 +386,22 @@ class Engine:
         return records.to_json(EngineState.of(self))
 
     def read(self, folder: str | Path) -> None:
-        """Continue from what `write` wrote, to the bit, whatever plan wrote it."""
+        """Continue from what `write` wrote, bit for bit, whatever plan wrote it."""
         state = EngineState.load(folder)
         state.check(self)
         self._pending = self._stats = None
         self.files.read(Path(folder))
         state.restore(self)
 
-    # Ending.
+    # Lifetime.
 
     def close(self) -> None:
-        """Give everything back. Pending sweeps are not made: `finish` first to keep them."""
+        """Release everything. Pending sweeps are dropped: call `finish` first to keep them."""
         if not self._closed:
             self._closed = True
             self._runner.close()
             self.body.release()
-            self._taken.release()
+            self._memory.release()
 
     def __enter__(self) -> Self:
         return self
@@ -378,41 +409,38 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Within.
+    # Helpers.
 
-    def _next_run(self, cut: Cut, items: int, *, adds: bool) -> StepState:
+    def _next_step(self, cut: CutBatch, items: int, *, adds: bool) -> StepState:
         pending, programs = self._pending, self._programs
-        program = programs.again if adds else programs.step if pending else programs.first
+        program = programs.accumulate if adds else programs.step if pending else programs.first
         return StepState(
             program, cut.rounds, pending, self.batches, items, self.scale.value, fresh=not adds
         )
 
-    def _run(self, run: StepState) -> None:
-        """With the pending sweeps. What is left of them after a failure can still be finished."""
+    def _run(self, step: StepState) -> None:
+        """Run a step, which may sweep the pending update.
+
+        A failed step leaves the update pending with a note of which blocks are done, so the next
+        step, or `finish`, completes it.
+        """
         try:
-            self._runner.run(run)
+            self._runner.run(step)
         finally:
-            if self._pending is not None and self._swept(self._pending):
+            if self._pending is not None and self._is_swept(self._pending):
                 self._pending = None
 
-    def _cut(self, batch: Mapping[str, torch.Tensor]) -> Cut:
-        rounds, where = self.plan.placement.rounds, self.device.where
-        return cut_batch(batch, self.workload, rounds, where)
-
-    def _gather(self) -> GradStats:
-        total = GradStats(0, 0.0, None)
-        for block, tensor, ticket in self._taken.gradients.stats:
-            found = ticket.wait()
-            where = None if found.first_bad is None else (block, tensor + found.first_bad[0])
-            total = total + GradStats(found.units, found.max_abs, where)
-        return total
+    def _cut(self, batch: Mapping[str, torch.Tensor]) -> CutBatch:
+        rounds, device = self.plan.placement.rounds, self.device.torch_device
+        return cut_batch(batch, self.workload, rounds, device)
 
     def _check_finite(self, loss: torch.Tensor) -> None:
+        """Raise NonFiniteLossError if the settings say so; `apply` then finds no gradients."""
         assert self._stats is not None
         if bool(torch.isfinite(loss)) and self._stats.finite:
             return
         if not self.scale.fixed and bool(torch.isfinite(loss)):
-            return  # fp16: apply() leaves the step out and halves the scale
+            return  # fp16: apply() skips the step and halves the loss scale
         if self.settings.nonfinite == "skip":
             return
         bad, self._stats = self._stats.first_bad, None
@@ -422,7 +450,7 @@ class Engine:
             problem = f"the gradient of {tensors[bad[1]].name} is not finite"
         raise NonFiniteLossError(problem, step=self.steps + 1)
 
-    def _swept(self, pending: Pending) -> bool:
+    def _is_swept(self, pending: PendingUpdate) -> bool:
         wanted = {
             (op.block, op.piece) for op in self._programs.sweep.operations if op.verb == "sweep"
         }

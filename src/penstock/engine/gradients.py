@@ -1,4 +1,13 @@
-"""Gradients on the device: summed in fp32 over micro-batches, rounded once. Room: move."""
+"""Gradients: differentiate a block, sum over micro-batches in fp32, round once, take the norm.
+
+The norm that clipping uses starts here: `GradientSums.close` rounds a block's finished sum and
+starts computing its norm and overflow on the device, and `Engine.forward_backward` adds up the
+blocks. When gradients accumulate over several calls, `round_gradients` does both for the whole
+model.
+
+Every plan gives the same bits: sums are made in the order of the micro-batches, and the norm is
+always taken from the rounded 16-bit values.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +16,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.engine.device import Device, StatsTicket
+from penstock.engine.device import Device
+from penstock.engine.spans import Span
+from penstock.engine.tier_memory import TierMemory
 from penstock.model.inventory import Inventory
-from penstock.roles import Formats
+from penstock.optim import sweep
+from penstock.optim.norms import GradStats
+from penstock.optim.threads import Pool
+from penstock.roles import Formats, Role
+from penstock.ticket import Ticket
 
 ROUND_ELEMENTS = 1 << 22
-"""Elements that are rounded at a time where the sum stays in fp32: whole leaves of the norm."""
-
-
-@dataclass(slots=True)
-class Sum:
-    """The sum of one block's gradients, being made."""
-
-    block: int
-    flat: torch.Tensor
-    """fp32."""
-    untouched: set[str]
-    """Tensors that hold no sum yet: what is there is not theirs."""
-    views: dict[str, torch.Tensor] = field(default_factory=dict)
+"""Elements rounded at a time where the sum stays in fp32: a multiple of the norm's leaf size."""
 
 
 def differentiate(
@@ -34,54 +37,64 @@ def differentiate(
     parameters: Mapping[str, torch.Tensor],
     add: Callable[[str, torch.Tensor], None],
 ) -> torch.Tensor | None:
-    """The gradient by `source`; those by parameters are handed to `add`.
-
-    Asked for, not accumulated: what accumulates them for a parameter belongs to the lane on which
-    it was made, and compiled code makes it on another.
-    """
+    """Return the gradient with respect to `source`; pass each parameter's gradient to `add`."""
     wanted = {name: p for name, p in parameters.items() if p.requires_grad}
     inputs = [*([] if source is None else [source]), *wanted.values()]
     if not out.requires_grad:
         return None
-    found = list(torch.autograd.grad(out, inputs, gradient, allow_unused=True))
-    back = None if source is None else found.pop(0)
+    # autograd.grad, not backward: AccumulateGrad nodes are bound to the stream on which they were
+    # created, and compiled code creates them on another.
+    gradients = list(torch.autograd.grad(out, inputs, gradient, allow_unused=True))
+    source_gradient = None if source is None else gradients.pop(0)
     for name in wanted:
-        made = found.pop(0)
-        if made is not None:
-            add(name, made)
-        del made  # each is freed before the next is added
-    return back
+        parameter_gradient = gradients.pop(0)
+        if parameter_gradient is not None:
+            add(name, parameter_gradient)
+        del parameter_gradient  # free each before the next is added
+    return source_gradient
 
 
-class Gradients:
-    """Of the thread that computes."""
+@dataclass(slots=True)
+class _OpenSum:
+    """The gradient of one block while it is being summed."""
+
+    flat: torch.Tensor
+    """The sum, in fp32."""
+    untouched: set[str]
+    """Tensors without a sum yet: their bytes hold data of an earlier user of the buffer."""
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parts of `flat` by tensor name."""
+
+
+class GradientSums:
+    """Sums of gradients on the device. Only the computing thread uses it."""
 
     def __init__(self, inventory: Inventory, formats: Formats, device: Device) -> None:
         self._inventory, self._formats, self._device = inventory, formats, device
         self._owner = {t.name: i for i, b in enumerate(inventory.blocks) for t in b.tensors}
-        self._open: dict[int, Sum] = {}
-        self.stats: list[tuple[int, int, StatsTicket]] = []
-        """By block and by the number of the first trained tensor that each is about."""
+        self._open: dict[int, _OpenSum] = {}
+        self.stats: list[tuple[int, int, Ticket[GradStats]]] = []
+        """Norms being computed: the block, the number of the first trained tensor, the ticket."""
 
     def start_step(self) -> None:
         self._open.clear()
         self.stats.clear()
 
     def open(self, block: int, flat: torch.Tensor, *, fresh: bool) -> None:
-        """Sum into `flat`; it holds the sum so far unless `fresh`."""
+        """Sum the block's gradient into `flat`, which holds the sum so far unless `fresh`."""
         tensors = [t for t in self._inventory.blocks[block].tensors if t.trainable]
         offsets = self._inventory.blocks[block].offsets(True)
         views = {
             t.name: flat[offsets[t.name] : offsets[t.name] + t.elements].view(t.shape)
             for t in tensors
         }
-        self._open[block] = Sum(block, flat, set(views) if fresh else set(), views)
+        self._open[block] = _OpenSum(flat, set(views) if fresh else set(), views)
 
     def is_open(self, block: int) -> bool:
         return block in self._open
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        """One micro-batch's, or one chunk's."""
+        """Add one micro-batch's, or one chunk's, gradient of a tensor."""
         total = self._open[self._owner[name]]
         if name in total.untouched:
             total.untouched.discard(name)
@@ -90,8 +103,11 @@ class Gradients:
             total.views[name].add_(gradient)
 
     def close(self, block: int, into: torch.Tensor | None, *, last: bool) -> None:
-        """The sum is rounded into `into`, 16 bit. Without one it stays in fp32 where it is, and is
-        rounded there, to what 16 bit would hold, once it is the `last`."""
+        """End the block's sum and start computing its norm.
+
+        The sum is rounded into `into`, in 16 bits. If that is None, the sum stays in fp32 where it
+        is; once it is the `last`, it is rounded in place to values that 16 bits can hold.
+        """
         total = self._open.pop(block)
         for name in total.untouched:
             total.views[name].zero_()
@@ -103,16 +119,74 @@ class Gradients:
             self.stats.append((block, 0, self._device.start_stats(grads)))
         elif last:
             for number, tensor in enumerate(tensors):
-                for part in rounded_parts(total.views[tensor.name].view(-1), self._formats):
+                for part in round_in_place(total.views[tensor.name].view(-1), self._formats):
                     self.stats.append((block, number, self._device.start_stats([part])))
 
+    def gather_stats(self) -> GradStats:
+        """Wait for the norms of all blocks; return norm and overflow of the whole gradient."""
+        total = GradStats(0, 0.0, None)
+        for block, tensor, ticket in self.stats:
+            stats = ticket.wait()
+            bad = None if stats.first_bad is None else (block, tensor + stats.first_bad[0])
+            total = total + GradStats(stats.units, stats.max_abs, bad)
+        return total
 
-def rounded_parts(flat: torch.Tensor, formats: Formats) -> Iterator[torch.Tensor]:
-    """Round fp32 in place to what the 16-bit type would hold; each part also in that type, for its
-    norm: stored otherwise the same gradient would be summed up otherwise."""
-    sixteen = torch.bfloat16 if formats.dtype == "bf16" else torch.float16
+
+def round_in_place(flat: torch.Tensor, formats: Formats) -> Iterator[torch.Tensor]:
+    """Round fp32 values in place to what the 16-bit type can hold, and yield them in that type.
+
+    The norm needs the 16-bit tensors: its order of summation depends on the element type, and it
+    must be the same whether a gradient is stored in 16 or in 32 bits.
+    """
+    dtype = torch.bfloat16 if formats.dtype == "bf16" else torch.float16
     for low in range(0, flat.numel(), ROUND_ELEMENTS):
         part = flat[low : low + ROUND_ELEMENTS]
-        rounded = part.to(sixteen)
+        rounded = part.to(dtype)
         part.copy_(rounded)
         yield rounded
+
+
+def round_gradients(tiers: TierMemory, staging: torch.Tensor, pool: Pool) -> GradStats:
+    """Round every accumulated fp32 gradient once; return norm and overflow of the whole.
+
+    Gradients on NVMe pass through `staging` piece by piece.
+    """
+    total = GradStats(0, 0.0, None)
+    for block in range(len(tiers.inventory.blocks)):
+        if not tiers.has(block, Role.GRADIENT):
+            continue
+        if not tiers.on_disk(block, Role.GRADIENT):
+            span = tiers.span(block, Role.GRADIENT)
+            total = total + _round_span(tiers, block, span, pool)
+            continue
+        assert tiers.store is not None
+        for piece in tiers.pieces(block, Role.GRADIENT):
+            start, stop, _ = tiers.piece_span(block, piece)
+            extent = tiers.extent(block, Role.GRADIENT, piece)
+            data = staging[: extent.stored_nbytes]
+            tiers.store.start_read(extent, data.numpy()).wait()
+            span = Span(Role.GRADIENT, data, start, stop - start, tiers.formats)
+            total = total + _round_span(tiers, block, span, pool)
+            tiers.store.start_write(extent, data.numpy()).wait()
+    return total
+
+
+def _round_span(tiers: TierMemory, block: int, span: Span, pool: Pool) -> GradStats:
+    spec, total = tiers.inventory.blocks[block], GradStats(0, 0.0, None)
+    for number, tensor in enumerate(t for t in spec.tensors if t.trainable):
+        offset = spec.offsets(True)[tensor.name]
+        low = max(span.first, offset)
+        high = min(span.first + span.count, offset + tensor.elements)
+        if low >= high:
+            continue
+        for part in round_in_place(span.values(low, high), tiers.formats):
+            stats = _grad_stats(tiers.device, part, pool)
+            bad = None if stats.first_bad is None else (block, number)
+            total = total + GradStats(stats.units, stats.max_abs, bad)
+    return total
+
+
+def _grad_stats(device: Device, part: torch.Tensor, pool: Pool) -> GradStats:
+    if part.device.type == "cpu":
+        return sweep.grad_stats(part, pool=pool)
+    return device.start_stats([part]).wait()

@@ -1,9 +1,11 @@
-"""Hidden states between blocks: a ring of micro-batches. Room: move.
+"""Hidden states between blocks: a ring of micro-batches in device memory.
 
-Forward writes what leaves a block into the next slots of a ring that holds a round and two
-micro-batches more, so a slot's old content has two micro-batches of time to leave for its home.
-At the turn the head's input becomes the gradient, in place; backward then has two slots left over,
-through which inputs come back. An input whose home is the device never enters the ring.
+Forward writes the output of a block, which is the input of the next, into the next slots of the
+ring. The ring holds one round plus two micro-batches, so the old content of a slot has the time of
+two micro-batches to be offloaded. When backward starts, the head's input is overwritten with its
+gradient, in place. Backward then needs one round of slots for gradients and has two slots left
+over, through which the saved block inputs (activations) return. A block input that the plan keeps
+on the device is written there directly and never enters the ring.
 """
 
 from __future__ import annotations
@@ -15,26 +17,29 @@ from penstock.engine.tier_memory import TierMemory
 from penstock.plan.buffers import micro_nbytes, round_micro_batches
 from penstock.roles import Role
 
-EXTRA = 2
-"""Slots beyond a round."""
+EXTRA_SLOTS = 2
+"""Slots of the ring beyond one round of micro-batches."""
 
 
-class Hidden:
-    """Slots, and who is in them. Of the thread that computes, but for `home` and `slot`."""
+class HiddenStates:
+    """The ring's slots and what they hold.
 
-    def __init__(self, homes: TierMemory) -> None:
-        plan = homes.plan
-        self._homes = homes
-        self._width = homes.inventory.hidden
-        self._dtype = role_dtype(Role.INPUT, homes.formats)
-        self.micro_nbytes = micro_nbytes(homes.inventory, plan.workload)
+    Any thread may call `slot` and `home`; everything else belongs to the computing thread.
+    """
+
+    def __init__(self, tiers: TierMemory) -> None:
+        plan = tiers.plan
+        self._tiers = tiers
+        self._width = tiers.inventory.hidden
+        self._dtype = role_dtype(Role.INPUT, tiers.formats)
+        self.micro_nbytes = micro_nbytes(tiers.inventory, plan.workload)
         self.per_round = round_micro_batches(plan.workload, plan.placement.rounds)
-        self.slots = self.per_round + EXTRA
-        self._ring = homes.device.empty(self.slots * self.micro_nbytes, "hidden states in flight")
-        self._written = 0
-        self._turned = 0
-        self._occupants: dict[int, tuple[int, int]] = {}
-        self._where: dict[tuple[int, int], int] = {}
+        self.slots = self.per_round + EXTRA_SLOTS
+        self._ring = tiers.device.empty(self.slots * self.micro_nbytes, "hidden states in flight")
+        self._written = 0  # micro-batches written in this round
+        self._head_input = 0  # how many were written before the head's input
+        self._occupants: dict[int, tuple[int, int]] = {}  # slot -> (block, micro-batch)
+        self._slot_of: dict[tuple[int, int], int] = {}
 
     @property
     def nbytes(self) -> int:
@@ -46,51 +51,56 @@ class Hidden:
     def start_round(self) -> None:
         self._written = 0
         self._occupants.clear()
-        self._where.clear()
+        self._slot_of.clear()
 
     # Forward.
 
     def next_slot(self, block: int, micro: int) -> tuple[int | None, tuple[int, int] | None]:
-        """Where the input of `block` goes, and whose input was there before; None: its home."""
-        if self._homes.on_device(block, Role.INPUT):
+        """Return the slot for an input of `block`, and the (block, micro-batch) it replaces.
+
+        The slot is None if the plan keeps the block's input on the device.
+        """
+        if self._tiers.on_device(block, Role.INPUT):
             return None, None
         slot = self._written % self.slots
         self._written += 1
-        before = self._occupants.get(slot)
+        previous = self._occupants.get(slot)
         self._occupants[slot] = (block, micro)
-        self._where[block, micro] = slot
-        return slot, before
+        self._slot_of[block, micro] = slot
+        return slot, previous
 
     def slot_of(self, block: int, micro: int) -> int | None:
-        """Where the input of `block` is during forward; None: its home."""
-        return None if self._homes.on_device(block, Role.INPUT) else self._where[block, micro]
+        """Return the slot of an input of `block` during forward; None if it is not in the ring."""
+        return None if self._tiers.on_device(block, Role.INPUT) else self._slot_of[block, micro]
 
     # Backward.
 
-    def turn(self, micro_batches: int) -> None:
-        """The head's input, the last thing written, is where gradients will be."""
-        self._turned = self._written - micro_batches
+    def start_backward(self, micro_batches: int) -> None:
+        """Let gradients take the slots of the head's input, which was written last."""
+        self._head_input = self._written - micro_batches
 
     def gradient_slot(self, micro: int) -> int:
-        return (self._turned + micro) % self.slots
+        return (self._head_input + micro) % self.slots
 
-    def input_slot(self, count: int) -> int:
-        """The slot for the `count`-th input that comes back in this round."""
-        return (self._turned + self.per_round + count % EXTRA) % self.slots
+    def activation_slot(self, count: int) -> int:
+        """Return the slot for the `count`-th activation that returns in this round."""
+        return (self._head_input + self.per_round + count % EXTRA_SLOTS) % self.slots
 
-    # Bytes.
+    # Views.
 
     def slot(self, index: int, rows: int, length: int) -> torch.Tensor:
+        """Return a slot's hidden states, for `rows` sequences of `length` tokens."""
         data = self._ring[index * self.micro_nbytes : (index + 1) * self.micro_nbytes]
-        return self._shaped(data, rows, length)
+        return self._view(data, rows, length)
 
     def home(self, block: int, micro: int, rows: int, length: int) -> torch.Tensor:
-        """A micro-batch of the block's input where it rests, in host or device memory."""
-        data = self._homes.data(block, Role.INPUT)
-        return self._shaped(
-            data[micro * self.micro_nbytes : (micro + 1) * self.micro_nbytes], rows, length
-        )
+        """Return a micro-batch of the block's input where it lives, in host or device memory."""
+        data = self._tiers.data(block, Role.INPUT)
+        start = micro * self.micro_nbytes
+        return self._view(data[start : start + self.micro_nbytes], rows, length)
 
-    def _shaped(self, data: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    def _view(self, data: torch.Tensor, rows: int, length: int) -> torch.Tensor:
         flat = data.view(self._dtype)[: rows * length * self._width]
-        return flat.view(rows, length, self._width).data  # not one count of changes for the ring
+        # `.data`: each view needs a version counter of its own, or autograd would take a write to
+        # one slot for a change of all others.
+        return flat.view(rows, length, self._width).data

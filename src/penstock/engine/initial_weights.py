@@ -1,4 +1,4 @@
-"""First weights: drawn at random, or taken from a model that is there. Room: move."""
+"""Initial weights: drawn at random, or copied from tensors or files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.engine.bounded_executor import BoundedExecutor
-from penstock.engine.tensor_access import Access, Source
+from penstock.engine.tensor_access import Source, TensorAccess
 from penstock.errors import UnsupportedModelError
 from penstock.model.inventory import Block, Inventory, TensorSpec
 from penstock.model.split import SplitModel
@@ -19,15 +19,18 @@ from penstock.optim.rules import draw_key
 from penstock.roles import Role
 
 Types = Callable[[TensorSpec], torch.dtype]
-"""What a source gives of a tensor, before it gives it."""
+"""Returns the type in which a source will deliver a tensor."""
 
 
 def set_master(
-    access: Access, block: int, inventory: Inventory, source: Source, types: Types,
-    *, crew: BoundedExecutor | None = None,
+    access: TensorAccess, block: int, inventory: Inventory, source: Source, types: Types,
+    *, executor: BoundedExecutor | None = None,
 ) -> None:  # fmt: skip
-    """Weights and the rest of their masters, from elements in fp32 or in the weight's own type. A
-    crew calls `source` from its threads, and is through when it has settled."""
+    """Set a block's weights and master weights from `source`, and its moments to zero.
+
+    The source delivers fp32 or the type of the weights. With an executor, its threads call
+    `source`, and the block is complete only after `executor.wait_all`.
+    """
     dtype = access.weight_dtype
 
     def weight(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
@@ -39,61 +42,66 @@ def set_master(
         return values.to(dtype)
 
     def rest(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
-        if dtype == torch.bfloat16 == types(tensor):  # all of it is in the weight
+        if dtype == torch.bfloat16 == types(tensor):  # the weight is the whole master
             return torch.zeros(high - low, dtype=torch.int16)
         values = source(tensor, low, high)
         return formats.split(values.float())[1] if dtype == torch.bfloat16 else values.float()
 
-    access.fill(block, Role.WEIGHT, weight, crew=crew)
+    access.fill(block, Role.WEIGHT, weight, executor=executor)
     if inventory.blocks[block].parameters(True):
-        came_as = {types(tensor) for tensor in inventory.blocks[block].tensors}
-        if dtype == torch.bfloat16 and came_as == {dtype}:
+        source_types = {types(tensor) for tensor in inventory.blocks[block].tensors}
+        if dtype == torch.bfloat16 and source_types == {dtype}:
             access.clear(block, Role.MASTER)
         else:
-            access.fill(block, Role.MASTER, rest, crew=crew)
+            access.fill(block, Role.MASTER, rest, executor=executor)
         clear_moments(access, block)
 
 
-def clear_moments(access: Access, block: int) -> None:
+def clear_moments(access: TensorAccess, block: int) -> None:
+    """Set both moments of a block to zero."""
     for role in (Role.FIRST, Role.SECOND):
         access.clear(block, role)
 
 
-def take_weights(access: Access, inventory: Inventory, state: Mapping[str, torch.Tensor]) -> None:
-    """From tensors by name."""
+def set_weights(
+    access: TensorAccess, inventory: Inventory, state: Mapping[str, torch.Tensor]
+) -> None:
+    """Set all weights from tensors by name."""
     for index in range(len(inventory.blocks)):
-        set_master(access, index, inventory, *_from(state))
+        set_master(access, index, inventory, *_from_tensors(state))
 
 
-def _from(tensors: Mapping[str, torch.Tensor]) -> tuple[Source, Types]:
+def _from_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[Source, Types]:
     return (
         lambda tensor, low, high: tensors[tensor.name].reshape(-1)[low:high],
         lambda tensor: tensors[tensor.name].dtype,
     )
 
 
-def draw_weights(access: Access, inventory: Inventory, body: SplitModel, seed: int) -> None:
-    """As the model's own class initialises itself, a block at a time in fp32; what is drawn depends
-    on the seed and the block, and on no plan."""
+def draw_weights(access: TensorAccess, inventory: Inventory, body: SplitModel, seed: int) -> None:
+    """Draw all weights the way the model's own class initializes them, in fp32, block by block.
+
+    The values depend on the seed and the block, and not on the plan.
+    """
     for index, block in enumerate(inventory.blocks):
-        drawn = _drawn(body, block, draw_key(seed, 0, index) & ((1 << 63) - 1))
-        set_master(access, index, inventory, *_from(drawn))
+        drawn = _draw_block(body, block, draw_key(seed, 0, index) & ((1 << 63) - 1))
+        set_master(access, index, inventory, *_from_tensors(drawn))
 
 
-def _drawn(body: SplitModel, block: Block, seed: int) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+def _draw_block(body: SplitModel, block: Block, seed: int) -> dict[str, torch.Tensor]:
+    drawn: dict[str, torch.Tensor] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for tensor in block.tensors:
-            if tensor.name not in found:
-                found |= _init_module(body, *body.module_of(tensor.name))
-    return found
+            if tensor.name not in drawn:
+                drawn |= _init_module(body, *body.module_of(tensor.name))
+    return drawn
 
 
 def _init_module(
     body: SplitModel, module: nn.Module, names: Mapping[str, str]
 ) -> dict[str, torch.Tensor]:
-    """One leaf module's tensors, on a copy that has memory for them."""
+    """Initialize a copy of one leaf module that has memory, and return its tensors by name."""
     bare = copy.copy(module)
     bare._parameters = dict.fromkeys(module._parameters)
     for leaf, name in names.items():
@@ -101,14 +109,14 @@ def _init_module(
         bare._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
     init: Any = body.model._init_weights
     init(bare)
-    found = {}
+    initialized = {}
     for leaf, name in names.items():
         value = bare._parameters[leaf]
         assert value is not None
         if bool(value.isnan().any()):
             raise UnsupportedModelError(
-                f"{type(module).__name__} says nothing about how {name} begins; "
-                f"start from a checkpoint instead of --init random"
+                f"{type(module).__name__} does not initialize {name}; start from a checkpoint "
+                f"instead of --init random"
             )
-        found[name] = value.detach()
-    return found
+        initialized[name] = value.detach()
+    return initialized

@@ -1,11 +1,13 @@
-"""The loss over the head, a chunk of tokens at a time. Room: move.
+"""The loss over the head, one chunk of tokens at a time, and the loss scale of fp16.
 
-Logits of the whole batch never exist: each chunk's are made, judged, differentiated and dropped.
+The logits of a whole batch never exist: those of each chunk are computed, compared with the
+targets, differentiated and dropped before the next chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,32 +16,35 @@ from torch.nn import functional
 from penstock.engine.gradients import differentiate
 
 IGNORED = -100
-"""A label that is not trained, as Hugging Face has it."""
+"""Label of tokens that are not trained, as in Hugging Face."""
+
+GROWTH_INTERVAL = 2000
+"""Number of steps without overflow after which the loss scale is doubled."""
 
 
 class LossFunction(Protocol):
-    """The sum of losses over trained tokens, from the log-probability of each one's target."""
+    """Returns the sum of the loss over tokens from the log-probabilities of their targets."""
 
     def __call__(self, log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor: ...
 
 
 def next_targets(labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """What each token is to predict: the next one's label, unless a document begins there."""
+    """Return what each token must predict: the next label, unless a document starts there."""
     targets = torch.full_like(labels, IGNORED)
     following = torch.where(position_ids[:, 1:] == 0, IGNORED, labels[:, 1:])
     targets[:, :-1] = following
     return targets
 
 
-class Into(NamedTuple):
-    """What the head computes with, and who takes the gradients by it."""
+class GradientSink(NamedTuple):
+    """The head's parameters, and the function that receives their gradients."""
 
     parameters: Mapping[str, torch.Tensor]
     add: Callable[[str, torch.Tensor], None]
 
 
 class ChunkedLoss:
-    """Adds up the loss, and differentiates."""
+    """Computes the loss and its gradient chunk by chunk."""
 
     def __init__(
         self,
@@ -53,58 +58,72 @@ class ChunkedLoss:
         self._logits, self._chunk, self._function, self._fused = logits, chunk, function, fused
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The sum over trained tokens, in fp64."""
+        """Return the sum of the loss over trained tokens, in fp64."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with torch.no_grad():
             for rows in self._chunks(hidden):
                 logits = self._logits(hidden[rows])
-                total += self._judge(logits, targets[rows]).double()
+                total += self._loss_sum(logits, targets[rows]).double()
         return total
 
     def backward(
-        self, hidden: torch.Tensor, targets: torch.Tensor, into: Into, items: int, scale: float
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        sink: GradientSink,
+        items: int,
+        scale: float,
     ) -> torch.Tensor:
-        """That sum. The hidden states become the gradient of `scale * sum / items` by them."""
+        """Return the sum of the loss, and replace the hidden states by their gradient.
+
+        The gradient is that of `scale * sum / items`. It is written in place, chunk by chunk: a
+        chunk's hidden states are not needed after its gradient exists.
+        """
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for rows in self._chunks(hidden):
             x = hidden[rows].detach().requires_grad_()
             with torch.enable_grad():
                 logits = self._logits(x)
                 if self._fused:
+                    # The kernel overwrites the logits with their gradient, which then flows back
+                    # through the head.
                     out, gradient = logits, logits.detach()
-                    summed = fused_loss(gradient, targets[rows], scale / items)
+                    loss_sum = fused_loss(gradient, targets[rows], scale / items)
                 else:
-                    summed = self._sum(logits, targets[rows])
-                    out, gradient = summed / items, None
+                    loss_sum = self._torch_loss(logits, targets[rows])
+                    out, gradient = loss_sum / items, None
                     out = out * scale if scale != 1.0 else out
-            total += summed.detach().double()
-            back = differentiate(out, gradient, x, into.parameters, into.add)
-            assert back is not None
-            hidden[rows] = back
+            total += loss_sum.detach().double()
+            input_gradient = differentiate(out, gradient, x, sink.parameters, sink.add)
+            assert input_gradient is not None
+            hidden[rows] = input_gradient
         return total
 
     def _chunks(self, hidden: torch.Tensor) -> Iterator[slice]:
         for low in range(0, hidden.shape[0], self._chunk):
             yield slice(low, low + self._chunk)
 
-    def _judge(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self._fused:
             return fused_loss(logits, targets, None)
-        return self._sum(logits, targets)
+        return self._torch_loss(logits, targets)
 
-    def _sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _torch_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = logits.float()
         if self._function is None:
             return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-        kept = targets != IGNORED
-        picked = targets.clamp(min=0)[:, None]
-        log_probs = logits.log_softmax(dim=-1).gather(1, picked)[:, 0]
-        return self._function(log_probs[kept], targets[kept])
+        trained = targets != IGNORED
+        indices = targets.clamp(min=0)[:, None]
+        log_probs = logits.log_softmax(dim=-1).gather(1, indices)[:, 0]
+        return self._function(log_probs[trained], targets[trained])
 
 
 def fused_loss(logits: torch.Tensor, targets: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """The sum of losses of contiguous rows; with a scale, logits are overwritten by their gradient
-    times it. Takes four bytes a row."""
+    """Return the sum of the cross-entropy of contiguous rows, by one Triton kernel.
+
+    With a scale, the logits are overwritten by `scale` times their gradient. The only memory it
+    allocates is four bytes per row.
+    """
     from penstock.engine.loss_kernels import cross_entropy_kernel
 
     assert logits.is_contiguous()
@@ -119,3 +138,32 @@ def fused_loss(logits: torch.Tensor, targets: torch.Tensor, scale: float | None)
         num_warps=16,
     )
     return losses.sum(dtype=torch.float64)
+
+
+@dataclass(slots=True)
+class LossScale:
+    """The loss scale that keeps small gradients inside the range of fp16, as in GradScaler.
+
+    For bf16 it is fixed at 1.
+    """
+
+    value: float = 1.0
+    good_steps: int = 0
+    """Number of steps without overflow since the value last changed."""
+    fixed: bool = True
+
+    @classmethod
+    def of(cls, dtype: str) -> LossScale:
+        return cls() if dtype == "bf16" else cls(value=65536.0, fixed=False)
+
+    def note_good_step(self) -> None:
+        """Count a step without overflow; double the scale after enough of them."""
+        if self.fixed:
+            return
+        self.good_steps += 1
+        if self.good_steps >= GROWTH_INTERVAL:
+            self.value, self.good_steps = self.value * 2, 0
+
+    def note_overflow(self) -> None:
+        """Halve the scale, down to 1."""
+        self.value, self.good_steps = max(self.value / 2, 1.0), 0

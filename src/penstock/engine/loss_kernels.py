@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 # ruff: noqa: N803
-"""Cross-entropy and its gradient over one read and one write of the logits. Room: move. Triton.
+"""A Triton kernel for cross-entropy and its gradient: two reads and one write of the logits.
 
-A row is one program's, from its first logit to its last, so the result depends on nothing else.
+One program handles one row from its first logit to its last, so a row's result depends on nothing
+else.
 """
 
 import triton
@@ -20,7 +21,7 @@ def cross_entropy_kernel(
     WRITE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`losses[row]`, and with WRITE the logits become `scale` times their gradient."""
+    """Store the loss of each row; with WRITE, replace logits by `scale` times their gradient."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * vocabulary
     target = tl.load(targets + row)

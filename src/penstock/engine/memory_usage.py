@@ -1,7 +1,7 @@
-"""What engines really hold outside the device, for whoever asks. Room: move.
+"""Memory and disk space that engines really use outside the device.
 
-Counted where it is taken, from what was got and not from the plan, so that the two can be laid
-beside each other. Any thread may ask: it reads a few numbers.
+The numbers are counted where memory is allocated, from what was allocated and not from the plan, so
+that the two can be compared. Any thread may read them.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ from penstock.tiers import Tier
 
 
 class MemoryUsage:
-    """One engine's."""
+    """The memory usage of one engine, in bytes."""
 
-    def __init__(self, where: torch.device) -> None:
-        self.gpu = (where.index or 0) if where.type == "cuda" else None
-        """Which one its HBM is."""
+    def __init__(self, device: torch.device) -> None:
+        self.gpu = (device.index or 0) if device.type == "cuda" else None
+        """Index of the GPU whose memory is the engine's HBM tier."""
         self.tiers: Mapping[Tier, int] = {}
+        """Bytes per tier, HBM excluded."""
         self.pinned = 0
-        """Of the host's, what CUDA knows of."""
+        """Bytes of pinned host memory."""
         _live.append(weakref.ref(self, _live.remove))
 
-    def took_arena(self, arena: Arena, shares: Mapping[Tier, int]) -> None:
-        """`shares` says how it is dealt over tiers: all of it is in one, or it is striped."""
-        nbytes, dealt = arena.stats.capacity, sum(shares.values())
-        self._add({tier: nbytes * share // dealt for tier, share in shares.items()})
+    def add_arena(self, arena: Arena, shares: Mapping[Tier, int]) -> None:
+        """Count an arena; `shares` gives its proportions by tier, several if it is striped."""
+        nbytes, total = arena.stats.capacity, sum(shares.values())
+        self._add({tier: nbytes * share // total for tier, share in shares.items()})
         self.pinned += nbytes if arena.pinned else 0
 
-    def took_store(self, store: Store) -> None:
+    def add_store(self, store: Store) -> None:
         self._add({Tier.NVME: store.stats.capacity})
 
-    def gave_back(self) -> None:
-        """Everything."""
+    def clear(self) -> None:
+        """Count nothing: the engine has released everything."""
         self.tiers, self.pinned, self.gpu = {}, 0, None
 
-    def _add(self, taken: Mapping[Tier, int]) -> None:
-        """A new mapping: somebody may be reading the old one."""
-        added = {tier: self.tiers.get(tier, 0) + nbytes for tier, nbytes in taken.items()}
+    def _add(self, more: Mapping[Tier, int]) -> None:
+        # Replace the mapping instead of changing it: another thread may be reading it.
+        added = {tier: self.tiers.get(tier, 0) + nbytes for tier, nbytes in more.items()}
         self.tiers = {**self.tiers, **added}
 
 
@@ -50,6 +51,6 @@ _live: list[weakref.ref[MemoryUsage]] = []
 
 
 def memory_usages() -> list[MemoryUsage]:
-    """Of all engines of this process that there are."""
-    found = (ref() for ref in tuple(_live))
-    return [holding for holding in found if holding is not None]
+    """Return the memory usage of every engine in this process."""
+    usages = (ref() for ref in tuple(_live))
+    return [usage for usage in usages if usage is not None]

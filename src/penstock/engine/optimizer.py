@@ -1,7 +1,8 @@
-"""The optimizer that users and LR schedulers see. Room: move.
+"""The optimizer that users and learning-rate schedulers see.
 
-Its parameters have shapes and names, no memory: what they hold rests in tiers and is read through
-`engine.state`.
+Its parameters have names and shapes but no memory: the values live in tiers and are read through
+`engine.state`. `step` asks the engine to apply the update; the arithmetic is in `penstock.optim`
+(`optim/rules.py` computes the coefficients, `optim/sweep.py` applies them).
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from penstock.optim import rules
 from penstock.optim.rules import Coefficients
 
 Grouping = Callable[[Iterable[tuple[str, nn.Parameter]]], Sequence[dict[str, Any]]]
-"""From names and parameters to param groups, as torch's optimizers take them."""
+"""Makes param groups, in the form torch's optimizers take, from named parameters."""
 
 DEFAULTS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def decay_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-    """Two groups: norms and biases are not decayed."""
+    """Return two param groups: matrices with weight decay, norms and biases without."""
     listed = list(named)
     return [
         {"params": [p for _, p in listed if p.dim() >= 2]},
@@ -34,7 +35,7 @@ def decay_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, 
 
 
 class Updates(Protocol):
-    """What an optimizer asks of an engine."""
+    """The part of an engine that its optimizer uses."""
 
     inventory: Inventory
     steps: int
@@ -46,7 +47,7 @@ class Updates(Protocol):
 
 
 class StreamedAdamW(torch.optim.Optimizer):
-    """AdamW over tiers: `step` fixes what the coming sweeps will do."""
+    """AdamW over tiers. `step` fixes the update; the sweeps that apply it run later."""
 
     def __init__(
         self,
@@ -56,8 +57,11 @@ class StreamedAdamW(torch.optim.Optimizer):
     ) -> None:
         unknown = set(settings) - set(DEFAULTS)
         if unknown:
-            raise SweepInputError("optimizer", f"has no setting {', '.join(sorted(unknown))}; "
-                                  f"it has {', '.join(DEFAULTS)}")  # fmt: skip
+            raise SweepInputError(
+                "optimizer",
+                f"has no option {', '.join(sorted(unknown))}; its options are "
+                f"{', '.join(DEFAULTS)}",
+            )
         named = {
             t.name: nn.Parameter(torch.empty(t.shape, device="meta"))
             for block in engine.inventory.blocks
@@ -68,20 +72,25 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._engine = engine
         groups = [g for g in grouping(named.items()) if list(g["params"])]
         super().__init__(groups, {**DEFAULTS, **settings})
-        self._check_all_in(named)
+        self._check_all_grouped(named)
 
-    def _check_all_in(self, named: Mapping[str, nn.Parameter]) -> None:
+    def _check_all_grouped(self, named: Mapping[str, nn.Parameter]) -> None:
         grouped = {id(p) for group in self.param_groups for p in group["params"]}
         for name, parameter in named.items():
             if id(parameter) not in grouped:
-                raise SweepInputError(name, "is in no param group; freeze it, or put it in one")
+                raise SweepInputError(
+                    name, "is in no param group; add it to a group, or freeze the parameter"
+                )
 
     def name_of(self, parameter: torch.Tensor) -> str:
         return self._names[id(parameter)]
 
     def coefficients(self, step: int, scale: float) -> dict[str, Coefficients]:
-        """Per tensor, for optimizer step `step`: later changes to groups do not alter them."""
-        found = {}
+        """Return each tensor's coefficients for optimizer step number `step`.
+
+        They are copies: later changes to the param groups do not affect a pending update.
+        """
+        coefficients = {}
         for group in self.param_groups:
             by = rules.adamw(
                 step=step,
@@ -91,31 +100,35 @@ class StreamedAdamW(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 scale=scale,
             )
-            found.update({self._names[id(p)]: by for p in group["params"]})
-        return found
+            coefficients.update({self._names[id(p)]: by for p in group["params"]})
+        return coefficients
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Apply the update with the gradients of the last `forward_backward`."""
         loss = None if closure is None else closure()
         self._engine.apply()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's AdamW has it, in fp32 on the host: three times the model's size. For keeping,
-        `engine.write` needs no such room."""
+        """Return the state in the form of torch's AdamW, in fp32 on the host.
+
+        The moments need 8 bytes of host memory per parameter. To save a checkpoint, use
+        `engine.write`, which needs no such memory.
+        """
         packed = super().state_dict()
         parameters = [p for group in self.param_groups for p in group["params"]]
-        view = self._engine.state
+        state = self._engine.state
         for number, parameter in enumerate(parameters):
-            held = view[self.name_of(parameter)]
+            tensors = state[self.name_of(parameter)]
             packed["state"][number] = {
                 "step": torch.tensor(float(self._engine.steps)),
-                "exp_avg": held["exp_avg"],
-                "exp_avg_sq": held["exp_avg_sq"],
+                "exp_avg": tensors["exp_avg"],
+                "exp_avg_sq": tensors["exp_avg_sq"],
             }
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From such a dict, or one of torch's AdamW over the same parameters."""
+        """Load a `state_dict` of this class, or of torch's AdamW over the same parameters."""
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [p for group in self.param_groups for p in group["params"]]
         states = state_dict["state"]
@@ -126,8 +139,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._engine.steps = int(next(iter(named.values()))["step"])
 
     def note_step(self) -> None:
-        """For LR schedulers, which warn where no step came before theirs."""
+        """Record that a step was made: LR schedulers warn if they are called before the first."""
         self._opt_called = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients are taken by `step`; there is nothing to clear."""
+        """Do nothing: `step` consumes the gradients."""

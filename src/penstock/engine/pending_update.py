@@ -1,4 +1,8 @@
-"""What a pending sweep needs, fixed when the step was asked for. Room: move."""
+"""An optimizer update that has been decided and not yet applied to every block.
+
+`Engine.apply` fixes everything the update depends on: learning rates, clipping scale, step number.
+The sweeps that apply it run block by block during the next forward pass.
+"""
 
 from __future__ import annotations
 
@@ -13,39 +17,41 @@ from penstock.roles import Role
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
-    """One optimizer step that is still to be made, block by block."""
+class PendingUpdate:
+    """One optimizer update, and which blocks it has reached."""
 
     rule: RuleName
     coefficients: Mapping[str, Coefficients]
-    """Per tensor, with the clip scale in them."""
+    """Per tensor, with the clipping scale included."""
     keys: Mapping[str, int]
-    """Per tensor: what stochastic rounding depends on."""
+    """Per tensor, the key of its stochastic rounding."""
     done: set[tuple[int, int | None]] = field(default_factory=set)
-    """Blocks and pieces already swept."""
+    """Blocks and pieces whose sweep has been started. A step that fails waits for its sweeps, so
+    after any step they have ended."""
 
 
 def draw_keys(inventory: Inventory, seed: int, step: int) -> dict[str, int]:
+    """Return each tensor's key for stochastic rounding in this step."""
     names = [t.name for block in inventory.blocks for t in block.tensors]
     return {name: draw_key(seed, step, i) for i, name in enumerate(names)}
 
 
-def segments(
-    inventory: Inventory, block: int, pending: Pending, roles: Mapping[Role, Span],
+def make_segments(
+    inventory: Inventory, block: int, pending: PendingUpdate, roles: Mapping[Role, Span],
     start: int, stop: int,
 ) -> list[Segment]:  # fmt: skip
-    """The runs of the block's tensors between two elements of its trainable buffer."""
-    model = inventory.blocks[block]
-    made = []
-    for tensor in model.tensors:
+    """Return the sweep's segments for elements `start` to `stop` of a block's trainable buffer."""
+    spec = inventory.blocks[block]
+    segments = []
+    for tensor in spec.tensors:
         if not tensor.trainable:
             continue
-        at = model.offsets(True)[tensor.name]
-        low, high = max(start, at), min(stop, at + tensor.elements)
+        offset = spec.offsets(True)[tensor.name]
+        low, high = max(start, offset), min(stop, offset + tensor.elements)
         if low >= high:
             continue
         first, second = roles.get(Role.FIRST), roles.get(Role.SECOND)
-        made.append(
+        segments.append(
             Segment(
                 name=tensor.name,
                 by=pending.coefficients[tensor.name],
@@ -56,8 +62,8 @@ def segments(
                 second=second.values(low, high) if second else None,
                 first_base=first.bases(low, high) if first else None,
                 second_base=second.bases(low, high) if second else None,
-                first_index=low - at,
+                first_index=low - offset,
                 key=pending.keys[tensor.name],
             )
         )
-    return made
+    return segments

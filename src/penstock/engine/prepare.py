@@ -270,11 +270,11 @@ def _build_engine(
     dtype = weight_dtype(plan.workload.dtype)
     if isinstance(model, str | Path):
         trust = settings.model.trust_remote_code
-        bare = build_model(config, dtype, device.where, trust_remote_code=trust)
+        bare = build_model(config, dtype, device.torch_device, trust_remote_code=trust)
     else:
         # Take the tensors before strip_model() removes them from the live model.
         state_dict = dict(model.state_dict())
-        bare = strip_model(model, device.where, dtype)
+        bare = strip_model(model, device.torch_device, dtype)
     numerics = plan.workload.numerics
     body = SplitModel(bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
     engine = Engine(plan, inventory, body, device, _engine_settings(settings, options))
@@ -304,10 +304,10 @@ def _engine_settings(settings: Settings, options: _EngineOptions) -> EngineSetti
 
 
 def _load_weights(engine: Engine, model: Any, state_dict: Any, settings: Settings) -> None:
-    from penstock.engine.initial_weights import draw_weights, take_weights
+    from penstock.engine.initial_weights import draw_weights, set_weights
 
     if state_dict is not None:
-        take_weights(engine.access, engine.inventory, state_dict)
+        set_weights(engine.access, engine.inventory, state_dict)
     elif settings.model.init == "random":
         draw_weights(engine.access, engine.inventory, engine.body, settings.schedule.seed)
     else:

@@ -1,53 +1,62 @@
-"""Bytes seen as elements of a role. Room: move."""
+"""Typed views of raw bytes: the elements of one role of a block, and a block's weights.
+
+Memory is allocated and moved as bytes. `Span` gives a range of bytes the element type of its role
+(weight, master weight, moment, gradient), and `WeightSlots` turns the weights of a block on the
+device into the parameters that modules compute with.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from penstock.model.inventory import Inventory, TensorSpec
 from penstock.roles import SCALE_BLOCK, Formats, Role
 
-_SIXTEEN = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_MOMENT = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+_WEIGHT_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_MOMENT_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 
 def role_dtype(role: Role, formats: Formats) -> torch.dtype:
-    """How one element of it is stored."""
+    """Return the type in which one element of the role is stored."""
     match role:
         case Role.MASTER:
             return torch.int16 if formats.dtype == "bf16" else torch.float32
         case Role.FIRST | Role.SECOND:
-            return _MOMENT[formats.moments]
+            return _MOMENT_DTYPE[formats.moments]
         case Role.GRADIENT if formats.wide_gradient:
             return torch.float32
         case _:
-            return _SIXTEEN[formats.dtype]
+            return _WEIGHT_DTYPE[formats.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Elements `first` to `first + count` of one role of a block, wherever their bytes are.
 
-    The elements come first; the bases of 8-bit moments follow them.
+    With 8-bit moments, the bases of all elements follow the elements.
     """
 
     role: Role
     data: torch.Tensor
-    """Bytes."""
+    """The bytes."""
     first: int
+    """Index of the first element in the block's flat buffer."""
     count: int
+    """Number of elements."""
     formats: Formats
 
     def values(self, start: int, stop: int) -> torch.Tensor:
-        """Elements of the block's buffer, by their place in it."""
+        """Return elements by their indices in the block's flat buffer, as a view."""
         dtype = role_dtype(self.role, self.formats)
         low, high = start - self.first, stop - self.first
         assert 0 <= low <= high <= self.count, (self.role, self.first, self.count, start, stop)
         return self.data[low * dtype.itemsize : high * dtype.itemsize].view(dtype)
 
     def bases(self, start: int, stop: int) -> torch.Tensor | None:
-        """With 8-bit moments, the bases of those elements."""
+        """Return the bases of those elements, as a view; None unless these are 8-bit moments."""
         if self.formats.moments != "int8" or self.role not in (Role.FIRST, Role.SECOND):
             return None
         assert (start - self.first) % SCALE_BLOCK == 0
@@ -57,5 +66,68 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """What its elements take, bases included."""
+        """Size of the elements and their bases in bytes."""
         return self.formats.nbytes(self.role, self.count)
+
+
+class WeightSlots:
+    """The pool of weight slots on the device, and the parameters that view it.
+
+    Parameters are created once for each place in which a block ever lies, and then reused.
+    """
+
+    def __init__(self, inventory: Inventory, formats: Formats, pool: torch.Tensor) -> None:
+        self._inventory, self._formats, self._pool = inventory, formats, pool
+        # By block and address; address -1 holds the zeros of `stand_ins`.
+        self._parameters: dict[tuple[int, int], dict[str, nn.Parameter]] = {}
+
+    def release(self) -> None:
+        self._parameters.clear()
+        self._pool = self._pool.new_empty(0)
+
+    def span(self, block: int, offset: int) -> Span:
+        """Return the block's weights at an offset of the pool."""
+        spec = self._inventory.blocks[block]
+        count = spec.flat_elements(True) + spec.flat_elements(False)
+        nbytes = count * role_dtype(Role.WEIGHT, self._formats).itemsize
+        return Span(Role.WEIGHT, self._pool[offset : offset + nbytes], 0, count, self._formats)
+
+    def parameters(self, block: int, weights: Span) -> dict[str, nn.Parameter]:
+        """Return the block's parameters by name, as views of `weights`."""
+        key = (block, weights.data.data_ptr())
+        if key not in self._parameters:
+            self._parameters[key] = self._view_parameters(block, weights)
+        return self._parameters[key]
+
+    def stand_ins(self, block: int) -> dict[str, nn.Parameter]:
+        """Return zeros of the block's shapes that take no memory.
+
+        The backward of an embedding does not depend on its weights, so it needs only their shapes.
+        """
+        key = (block, -1)
+        if key not in self._parameters:
+            zero = torch.zeros((), dtype=role_dtype(Role.WEIGHT, self._formats)).to(
+                self._pool.device
+            )
+            self._parameters[key] = {
+                t.name: _parameter(t, zero.expand(t.shape))
+                for t in self._inventory.blocks[block].tensors
+            }
+        return self._parameters[key]
+
+    def _view_parameters(self, block: int, weights: Span) -> dict[str, nn.Parameter]:
+        spec = self._inventory.blocks[block]
+        parameters = {}
+        for tensor in spec.tensors:
+            # Frozen tensors follow the trainable ones.
+            shift = 0 if tensor.trainable else spec.flat_elements(True)
+            start = shift + spec.offsets(tensor.trainable)[tensor.name]
+            flat = weights.values(start, start + tensor.elements)
+            parameters[tensor.name] = _parameter(tensor, flat.view(tensor.shape))
+        return parameters
+
+
+def _parameter(tensor: TensorSpec, data: torch.Tensor) -> nn.Parameter:
+    # `.data` gives the view a version counter of its own. Views of one pool share a counter
+    # otherwise, and autograd would take the arrival of one block for a change to another.
+    return nn.Parameter(data.data, requires_grad=tensor.trainable)

@@ -1,7 +1,7 @@
-"""Weights and optimizer states to and from safetensors, tensor by tensor. Room: move.
+"""Write weights and optimizer states to safetensors files, and read them.
 
-Files know nothing of the plan: every tensor is whole and under its own name, so what one plan
-wrote another can read.
+The files do not depend on the plan: every tensor is whole and under its own name, so a checkpoint
+that was written under one plan can be read under another.
 """
 
 from __future__ import annotations
@@ -18,69 +18,71 @@ from penstock.checkpoint.writer import Progress, ShardWriter, TensorOut
 from penstock.engine.bounded_executor import BoundedExecutor
 from penstock.engine.initial_weights import set_master
 from penstock.engine.spans import role_dtype
-from penstock.engine.tensor_access import Access, Source
+from penstock.engine.tensor_access import Source, TensorAccess
 from penstock.errors import UnsupportedModelError
 from penstock.model.inventory import Inventory, TensorSpec
 from penstock.optim.formats import num_blocks
 from penstock.roles import STATE, Role
 
 OPTIMIZER = "optimizer"
-"""The stem of its files."""
+"""Stem of the names of files with optimizer states."""
 
 READERS = 8
-"""Threads that read a file: some wait for the disk while others copy from their buffers."""
-
-_own = threading.local()
+"""Threads that read files: some wait for the disk while others copy from their buffers."""
 
 _SUFFIX = {Role.MASTER: "rest", Role.FIRST: "first", Role.SECOND: "second"}
 
+_thread = threading.local()
+
 
 class EngineFiles:
-    """What an engine keeps, as files."""
+    """The weights and optimizer states of an engine, as files."""
 
-    def __init__(self, access: Access, inventory: Inventory) -> None:
+    def __init__(self, access: TensorAccess, inventory: Inventory) -> None:
         self._access, self._inventory = access, inventory
 
     def writers(self, *, optimizer: bool = True) -> list[ShardWriter]:
-        """For the model, and for the optimizer's states; they know their sizes beforehand."""
-        made = [ShardWriter(list(self._weights()))]
+        """Return a writer for the model and one for the optimizer states.
+
+        They know the sizes of their files before they write, so that free space can be checked.
+        """
+        writers = [ShardWriter(list(self._weights()))]
         if optimizer:
-            made.append(ShardWriter(list(self._states()), stem=OPTIMIZER, private=True))
-        return made
+            writers.append(ShardWriter(list(self._states()), stem=OPTIMIZER, private=True))
+        return writers
 
     def write(
         self, folder: Path, *, optimizer: bool = True, progress: Progress | None = None
     ) -> None:
+        """Write the weights and, with `optimizer`, the optimizer states."""
         for writer in self.writers(optimizer=optimizer):
             writer.write(folder, progress)
 
     def read(self, folder: Path) -> None:
-        """All of it, as it was written: the same bits."""
+        """Read what `write` wrote, bit for bit."""
         with (
             ShardReader(folder) as model,
             ShardReader(folder, OPTIMIZER) as states,
-            BoundedExecutor(READERS) as crew,
+            BoundedExecutor(READERS) as executor,
         ):
             for index, block in enumerate(self._inventory.blocks):
-                self._access.fill(index, Role.WEIGHT, _reader(model, ""), crew=crew)
+                self._access.fill(index, Role.WEIGHT, _reader(model, ""), executor=executor)
                 if not block.parameters(True):
                     continue
                 for role in STATE:
                     bases = _base_reader(states, role) if self._has_bases(role) else None
                     source = _reader(states, _SUFFIX[role])
-                    self._access.fill(index, role, source, bases=bases, crew=crew)
+                    self._access.fill(index, role, source, bases=bases, executor=executor)
 
     def read_weights(self, folder: Path) -> None:
-        """A model that anybody wrote: its weights become masters, moments begin at zero."""
-        with ShardReader(folder) as model, BoundedExecutor(READERS) as crew:
+        """Read any model's weights: they become the master weights, and moments start at zero."""
+        with ShardReader(folder) as model, BoundedExecutor(READERS) as executor:
             names = names_in(model, self._inventory)
             for index in range(len(self._inventory.blocks)):
                 set_master(
-                    self._access, index, self._inventory, _renamed(model, names),
-                    lambda tensor: model.spec(names[tensor.name]).dtype, crew=crew,
+                    self._access, index, self._inventory, _renaming_reader(model, names),
+                    lambda tensor: model.spec(names[tensor.name]).dtype, executor=executor,
                 )  # fmt: skip
-
-    # What is written.
 
     def _weights(self) -> Iterator[TensorOut]:
         for block in self._inventory.blocks:
@@ -109,13 +111,13 @@ class EngineFiles:
         return self._access.has_bases and role in (Role.FIRST, Role.SECOND)
 
 
-# Where elements come from.
+# Sources that read from files.
 
 
 def _reader(shards: ShardReader, suffix: str) -> Source:
     def read(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         name = f"{tensor.name}.{suffix}" if suffix else tensor.name
-        return elements_of(shards, name, tensor, low, high)
+        return read_elements(shards, name, tensor, low, high)
 
     return read
 
@@ -123,54 +125,63 @@ def _reader(shards: ShardReader, suffix: str) -> Source:
 def _base_reader(shards: ShardReader, role: Role) -> Source:
     def read(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         name = f"{tensor.name}.{_SUFFIX[role]}_base"
-        out = _landing(num_blocks(high - low), torch.int16)
+        out = _thread_buffer(num_blocks(high - low), torch.int16)
         shards.read_into(name, out, num_blocks(low))
         return out
 
     return read
 
 
-def _renamed(shards: ShardReader, names: dict[str, str]) -> Source:
+def _renaming_reader(shards: ShardReader, names: dict[str, str]) -> Source:
     def read(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
-        return elements_of(shards, names[tensor.name], tensor, low, high)
+        return read_elements(shards, names[tensor.name], tensor, low, high)
 
     return read
 
 
-def elements_of(
+def read_elements(
     shards: ShardReader, name: str, tensor: TensorSpec, low: int, high: int
 ) -> torch.Tensor:
-    """Good until this thread asks for others."""
+    """Read elements of a tensor; the result is valid until this thread reads again.
+
+    Raises UnsupportedModelError if the file's tensor has another shape.
+    """
     spec = shards.spec(name)
     if spec.shape != tensor.shape:
         raise UnsupportedModelError(
-            f"{shards.path}: {name} has shape {spec.shape}, but the model's config asks for "
-            f"{tensor.shape}; weights and config.json are not of one model"
+            f"{shards.path}: {name} has shape {spec.shape}, but config.json describes a model "
+            f"with shape {tensor.shape}; use weights and config.json of the same model"
         )
-    out = _landing(high - low, spec.dtype)
+    out = _thread_buffer(high - low, spec.dtype)
     shards.read_into(name, out, low)
     return out
 
 
-def _landing(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of this thread's own, good until it asks again: a page of new memory takes about as
-    long as filling it from a good disk."""
+def _thread_buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory that belongs to this thread until it calls again.
+
+    The buffer is reused, because the first touch of a new page takes about as long as filling it
+    from a good disk.
+    """
     nbytes = count * dtype.itemsize
-    held: torch.Tensor | None = getattr(_own, "landing", None)
-    if held is None or held.numel() < nbytes:
-        held = _own.landing = torch.empty(nbytes, dtype=torch.uint8)
-    return held[:nbytes].view(dtype)
+    buffer: torch.Tensor | None = getattr(_thread, "buffer", None)
+    if buffer is None or buffer.numel() < nbytes:
+        buffer = _thread.buffer = torch.empty(nbytes, dtype=torch.uint8)
+    return buffer[:nbytes].view(dtype)
 
 
 def names_in(shards: ShardReader, inventory: Inventory) -> dict[str, str]:
-    """What the files call each tensor: some were written from the model without its head, and then
-    lack the first part of every name."""
+    """Return the files' name of each tensor.
+
+    Some files were written from the model without its head, so their names lack the first part, or
+    have it where ours do not.
+    """
     known = set(shards.names)
     prefix = inventory.layers[0].name.split(".")[0] + "."
-    found = {}
+    names = {}
     for block in inventory.blocks:
         for tensor in block.tensors:
             bare = tensor.name.removeprefix(prefix)
             candidates = (tensor.name, bare, prefix + tensor.name)
-            found[tensor.name] = next((n for n in candidates if n in known), tensor.name)
-    return found
+            names[tensor.name] = next((n for n in candidates if n in known), tensor.name)
+    return names

@@ -1,4 +1,4 @@
-"""What rests, as tensors that a person or a torch program can read. Room: move."""
+"""A view of weights, master weights and moments as ordinary host tensors, by name."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from penstock.engine.tensor_access import Access
+from penstock.engine.tensor_access import TensorAccess
 from penstock.model.inventory import Inventory, TensorSpec
 from penstock.optim import formats
 from penstock.roles import Moments, Role
 
 
 class StateView(Mapping[str, dict[str, torch.Tensor]]):
-    """By tensor name: `weight` as it computes, and for trained ones `master`, `exp_avg` and
-    `exp_avg_sq` in fp32, whatever they are stored as. Each look makes copies on the host and
-    finishes pending sweeps first."""
+    """A mapping from tensor names to host copies of their state.
 
-    def __init__(self, access: Access, inventory: Inventory, finish: Callable[[], None]) -> None:
+    Each value has `weight` in the type it computes with, and for trained tensors `master`,
+    `exp_avg` and `exp_avg_sq` in fp32, however they are stored. Every access finishes pending
+    sweeps first and makes new copies.
+    """
+
+    def __init__(
+        self, access: TensorAccess, inventory: Inventory, finish: Callable[[], None]
+    ) -> None:
         self._access, self._inventory, self._finish = access, inventory, finish
         tensors = (t for block in inventory.blocks for t in block.tensors)
         self._names = {t.name: t.trainable for t in tensors}
@@ -30,13 +35,13 @@ class StateView(Mapping[str, dict[str, torch.Tensor]]):
         if not trained:
             return {"weight": weight.view(shape)}
         rest = self._whole(name, Role.MASTER)
-        found = {
+        tensors = {
             "weight": weight,
             "master": formats.read_master(weight, rest),
             "exp_avg": self._moment(name, Role.FIRST),
             "exp_avg_sq": self._moment(name, Role.SECOND),
         }
-        return {key: value.view(shape) for key, value in found.items()}
+        return {key: value.view(shape) for key, value in tensors.items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -45,14 +50,14 @@ class StateView(Mapping[str, dict[str, torch.Tensor]]):
         return len(self._names)
 
     def write_moments(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Both moments of every trained tensor, from `exp_avg` and `exp_avg_sq` by name."""
+        """Set both moments of every trained tensor from `exp_avg` and `exp_avg_sq` by name."""
         self._finish()
         for index, block in enumerate(self._inventory.blocks):
             if block.parameters(True):
                 for role, key in ((Role.FIRST, "exp_avg"), (Role.SECOND, "exp_avg_sq")):
-                    stored = _Stored(states, key, self._access.formats.moments)
-                    bases = stored.bases if self._access.has_bases else None
-                    self._access.fill(index, role, stored.values, bases=bases)
+                    encoder = _MomentEncoder(states, key, self._access.formats.moments)
+                    bases = encoder.bases if self._access.has_bases else None
+                    self._access.fill(index, role, encoder.values, bases=bases)
 
     def _moment(self, name: str, role: Role) -> torch.Tensor:
         values = self._whole(name, role)
@@ -66,8 +71,8 @@ class StateView(Mapping[str, dict[str, torch.Tensor]]):
         return torch.cat([p.clone() for p in self._access.parts(name, role, bases=bases)])
 
 
-class _Stored:
-    """A moment as it is to be stored, a run of elements at a time."""
+class _MomentEncoder:
+    """Encodes a moment in its storage format, one range of elements at a time."""
 
     def __init__(
         self, states: Mapping[str, Mapping[str, torch.Tensor]], key: str, moments: Moments
@@ -75,13 +80,13 @@ class _Stored:
         self._states, self._key, self._moments = states, key, moments
 
     def values(self, tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
-        kept = self._encoded(tensor, low, high)
-        return kept["m_code"] if self._moments == "int8" else kept["m"]
+        encoded = self._encode(tensor, low, high)
+        return encoded["m_code"] if self._moments == "int8" else encoded["m"]
 
     def bases(self, tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
-        return self._encoded(tensor, low, high)["m_base"]
+        return self._encode(tensor, low, high)["m_base"]
 
-    def _encoded(self, tensor: TensorSpec, low: int, high: int) -> dict[str, torch.Tensor]:
+    def _encode(self, tensor: TensorSpec, low: int, high: int) -> dict[str, torch.Tensor]:
         flat = self._states[tensor.name][self._key].detach().cpu().reshape(-1)[low:high].float()
         second = self._key == "exp_avg_sq"
         return formats.write_moment(flat, "m", self._moments, second=second)

@@ -1,120 +1,233 @@
-"""Tells whoever watches what the engine has carried out. Room: move.
+"""Records of executed steps: which operation ran when, and what it moved.
 
-Nothing is measured for it: the marks are those that operations wait for anyway. With nobody
-watching it costs nothing.
+Nothing is measured for this. The times come from the tickets that operations wait for anyway, and a
+process without observers pays nothing. `Engine.timeline` and the recorder of `penstock profile`
+read these records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from penstock.engine.allocate import EngineMemory, Part, StepState
-from penstock.engine.device import Device, Mark
-from penstock.engine.disk_pipe import Tickets
+from penstock.engine.allocate import EngineMemory
+from penstock.engine.device import Device
 from penstock.engine.program import Program
-from penstock.engine.transfer import HostSweep
+from penstock.engine.step_state import Part, StepState
 from penstock.model.inventory import Inventory
+from penstock.optim.sweep import SweepTicket
 from penstock.plan.plan import Plan
-from penstock.plan.schedule import Verb
+from penstock.plan.schedule import Operation, Verb
+from penstock.plan.traffic import Traffic, Transfer
+from penstock.roles import Role
+from penstock.ticket import Finished, Ticket, TicketGroup
 
 Kind = Literal["step", "evaluate", "update"]
+
+Moved = Mapping[Part, tuple[Transfer, ...]]
+"""What each part of a program moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A program that was carried out: marks of when, and nothing that keeps tensors alive."""
+    """A program that was carried out, with tickets for times; it keeps no tensor alive."""
 
     plan: Plan
     inventory: Inventory
     device: Device
     program: Program
-    batch: int
-    """How many batches came before it."""
+    batch_number: int
+    """Number of batches before this one."""
 
-    origin: Mark
-    began: Mapping[Part, Mark]
-    ended: Mapping[Part, Mark]
-    """By operation, or by micro-batch of it where they move one by one."""
+    origin: Ticket[None]
+    started: Mapping[Part, Ticket[object]]
+    ended: Mapping[Part, Ticket[object]]
+    """By operation, or by micro-batch of an operation that moves them one after another."""
 
     shapes: Sequence[Sequence[tuple[int, int]]]
-    """By round, sequences and tokens of each micro-batch."""
+    """By round: sequences and tokens of each micro-batch."""
 
-    whole: bool
-    """Whether it came to its end."""
+    succeeded: bool
+    """Whether the program ran to its end."""
 
     @property
     def kind(self) -> Kind:
         return kind_of(self.program)
 
     @property
-    def clock(self) -> float:
-        """When it began, by `time.perf_counter`."""
-        return self.device.clock(self.origin)
+    def host_time(self) -> float:
+        """When the step began, by `time.perf_counter`."""
+        return self.device.host_time(self.origin)
 
 
-class Watcher(Protocol):
-    """Called by the thread that trains, so it must be quick and must not raise."""
+# Observers.
 
-    def began(self, kind: Kind, *, fresh: bool) -> None:
+
+class StepObserver(Protocol):
+    """Receives every step of every engine in the process.
+
+    The training thread calls it, so it must be quick and must not raise.
+    """
+
+    def step_started(self, kind: Kind, *, fresh: bool) -> None:
         """A program is about to run; `fresh` if gradients start from zero."""
 
-    def passed(self, passed: StepRecord) -> None:
-        """It has run, or failed."""
+    def step_finished(self, record: StepRecord) -> None:
+        """A program has run, or has failed."""
 
 
-_watchers: list[Watcher] = []
+_observers: list[StepObserver] = []
 
 
-def watch(watcher: Watcher) -> None:
-    """From now on, every engine of this process."""
-    _watchers.append(watcher)
+def add_observer(observer: StepObserver) -> None:
+    """Notify the observer of all steps from now on."""
+    _observers.append(observer)
 
 
-def unwatch(watcher: Watcher) -> None:
-    _watchers.remove(watcher)
+def remove_observer(observer: StepObserver) -> None:
+    _observers.remove(observer)
 
 
-def tell_began(run: StepState) -> None:
-    for watcher in tuple(_watchers):
-        watcher.began(kind_of(run.program), fresh=run.fresh)
+def notify_started(step: StepState) -> None:
+    for observer in tuple(_observers):
+        observer.step_started(kind_of(step.program), fresh=step.fresh)
 
 
-def tell_passed(taken: EngineMemory, run: StepState) -> None:
-    if _watchers and run.origin is not None:
-        passed = passed_of(taken, run)
-        for watcher in tuple(_watchers):
-            watcher.passed(passed)
+def notify_finished(memory: EngineMemory, step: StepState) -> None:
+    if _observers and step.origin is not None:
+        record = record_step(memory, step)
+        for observer in tuple(_observers):
+            observer.step_finished(record)
 
 
 def kind_of(program: Program) -> Kind:
+    """Return what a program does: train, evaluate, or only update the weights."""
     verbs = {op.verb for op in program.operations}
     if Verb.LOSS not in verbs:
         return "update"
     return "step" if Verb.BACKWARD in verbs else "evaluate"
 
 
-def passed_of(taken: EngineMemory, run: StepState) -> StepRecord:
-    assert run.origin is not None
-    began, ended = dict(run.began), dict[Part, Mark]()
-    for at in run.began:
-        mark = run.marks.peek(at)
-        if isinstance(mark, HostSweep):
-            began[at], mark = mark.span()
-        mark = mark.ended if isinstance(mark, Tickets) else mark
-        if mark is not None:
-            ended[at] = mark
-    homes = taken.homes
+def record_step(memory: EngineMemory, step: StepState) -> StepRecord:
+    """Return the record of a step whose work has ended."""
+    assert step.origin is not None
+    started, ended = dict(step.started), dict[Part, Ticket[object]]()
+    for part in step.started:
+        ticket = step.tickets.peek(part)
+        if isinstance(ticket, SweepTicket):
+            # The lane only queues sweeps. The native job knows when its threads worked on it.
+            started[part] = Finished(None, ticket.began)
+            ticket = Finished(None, ticket.ended)
+        elif isinstance(ticket, TicketGroup):
+            finished_at = ticket.finished_at
+            ticket = None if finished_at is None else Finished(None, finished_at)
+        if ticket is not None:
+            ended[part] = ticket
+    tiers = memory.tiers
     return StepRecord(
-        plan=homes.plan,
-        inventory=homes.inventory,
-        device=taken.device,
-        program=run.program,
-        batch=run.step,
-        origin=run.origin,
-        began=began,
+        plan=tiers.plan,
+        inventory=tiers.inventory,
+        device=memory.device,
+        program=step.program,
+        batch_number=step.batch_number,
+        origin=step.origin,
+        started=started,
         ended=ended,
-        shapes=[run.shapes(round) for round in range(len(run.rounds))],
-        whole=run.marks.failed is None,
+        shapes=[step.shapes(round) for round in range(len(step.rounds))],
+        succeeded=step.tickets.failed is None,
     )
+
+
+# The timeline.
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One operation, or one micro-batch of it, with times in seconds from the step's start."""
+
+    operation: Operation
+    start: float
+    end: float
+    transfers: tuple[Transfer, ...] = ()
+    """What it moved."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def transfers_of(record: StepRecord) -> Moved:
+    """Return what each part moved: equal for all runs of a program with batches of one shape."""
+    traffic = Traffic.of(record.inventory, record.plan.workload, record.plan.placement)
+    operations = record.program.operations
+    shapes = record.shapes or [()] * (1 + max(op.round for op in operations))
+    moved: dict[Part, tuple[Transfer, ...]] = {}
+    for at, op in enumerate(operations):
+        moved[at] = traffic.transfers(op, shapes[op.round])
+        if op.roles == (Role.INPUT,):
+            for micro, shape in enumerate(shapes[op.round]):
+                moved[at, micro] = traffic.transfers(op, [shape])
+    return moved
+
+
+def operation_index(part: Part) -> int:
+    return part[0] if isinstance(part, tuple) else part
+
+
+def timeline(record: StepRecord, transfers: Moved | None = None) -> list[Event]:
+    """Return everything that ran, sorted by start. The step has ended, so this waits for nothing.
+
+    A sweep on the CPU may begin before the previous one has ended. Its event starts at the end of
+    the previous one, so that the sweep lane is never counted twice.
+    """
+    transfers = transfers_of(record) if transfers is None else transfers
+    events = []
+    for part, started in record.started.items():
+        ended = record.ended.get(part)
+        if ended is None:
+            continue
+        start = record.device.seconds_between(record.origin, started)
+        end = record.device.seconds_between(record.origin, ended)
+        op = record.program.operations[operation_index(part)]
+        events.append(Event(op, start, max(start, end), transfers[part]))
+    return sorted(_without_sweep_overlap(events), key=lambda event: (event.start, event.end))
+
+
+def _without_sweep_overlap(events: Iterable[Event]) -> Iterator[Event]:
+    reached = 0.0
+    for event in sorted(events, key=lambda event: (event.start, event.end)):
+        if event.operation.lane == "sweep":
+            start = min(max(event.start, reached), event.end)
+            reached = max(reached, event.end)
+            yield replace(event, start=start)
+        else:
+            yield event
+
+
+def busy(events: Iterable[Event]) -> dict[str, float]:
+    """Return, per lane, the seconds in which it had work running."""
+    by_lane: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        by_lane[event.operation.lane].append(event)
+    return {lane: _union_seconds(listed) for lane, listed in sorted(by_lane.items())}
+
+
+def idle(events: Sequence[Event], lane: str) -> list[tuple[float, float, Operation]]:
+    """Return the gaps of a lane: start, end, and the operation that ended each gap."""
+    own = sorted((e for e in events if e.operation.lane == lane), key=lambda e: e.start)
+    gaps, reached = [], 0.0
+    for event in own:
+        if event.start > reached:
+            gaps.append((reached, event.start, event.operation))
+        reached = max(reached, event.end)
+    return gaps
+
+
+def _union_seconds(events: list[Event]) -> float:
+    total, reached = 0.0, 0.0
+    for event in sorted(events, key=lambda e: e.start):
+        total += max(0.0, event.end - max(event.start, reached))
+        reached = max(reached, event.end)
+    return total

@@ -1,8 +1,8 @@
-"""Takes all memory that a plan names, before the first step. Room: move.
+"""The memory in which everything lives: each role of each block, in the tier that the plan names.
 
-One arena for each memory node, a range for each striped home, one store for all disks, one buffer
-on the device: nothing else is taken later. If the machine cannot give it, that shows here, with
-numbers.
+All of it is allocated before the first step: one buffer on the device, one arena per memory node, a
+separate range for every striped home, and one store for all disks. If the machine lacks memory or
+disk space, that shows here, with numbers.
 """
 
 from __future__ import annotations
@@ -30,20 +30,25 @@ from penstock.tiers import Tier
 from penstock.units import round_up
 
 Key = tuple[int, Role]
+"""A block and a role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """What cannot change a bit of the result, about disks."""
+    """How NVMe is accessed. None of it changes a result."""
 
     engine: EngineName = "auto"
+    """I/O engine: `io_uring`, `threads`, or `auto`."""
     verify: bool = False
+    """Whether every read checks a checksum."""
     erase: bool = False
+    """Whether a raw device that holds data may be overwritten."""
     workers: int | None = None
+    """Number of I/O threads; None for the store's default."""
 
 
 class TierMemory:
-    """Where every role of every block rests."""
+    """Where every role of every block lives."""
 
     def __init__(
         self, plan: Plan, inventory: Inventory, device: Device, settings: StoreSettings
@@ -53,99 +58,127 @@ class TierMemory:
         self._data: dict[Key, torch.Tensor] = {}
         self._extents: dict[tuple[int, Role, int], Extent] = {}
         self.store: Store | None = None
-        self.holding = MemoryUsage(device.where)
-        self._take_device()
-        self._take_host()
+        self.usage = MemoryUsage(device.torch_device)
+        self._allocate_device()
+        self._allocate_host()
         try:
-            self._take_disk(settings)
+            self._allocate_disk(settings)
         except BaseException:
             self.close()
             raise
 
-    # What there is.
-
-    def on_device(self, block: int, role: Role) -> bool:
-        return self._at(block, role, Tier.HBM)
-
-    def on_disk(self, block: int, role: Role) -> bool:
-        return self._at(block, role, Tier.NVME)
+    # Lookup.
 
     def has(self, block: int, role: Role) -> bool:
+        """Return whether the block has this role at all; frozen blocks have no gradient."""
         return self.plan.placement.blocks[block].home(role) is not None
 
+    def on_device(self, block: int, role: Role) -> bool:
+        return self._is_in(block, role, Tier.HBM)
+
+    def on_disk(self, block: int, role: Role) -> bool:
+        return self._is_in(block, role, Tier.NVME)
+
     def data(self, block: int, role: Role) -> torch.Tensor:
-        """Its bytes, in host or device memory."""
+        """Return the role's bytes, in host or device memory."""
         return self._data[block, role]
 
     def span(self, block: int, role: Role) -> Span:
-        """All its elements: of weights, the trainable ones and then the frozen ones."""
-        model = self.inventory.blocks[block]
-        count = model.flat_elements(True)
+        """Return all elements of a role; for weights, the trainable ones and then the frozen."""
+        spec = self.inventory.blocks[block]
+        count = spec.flat_elements(True)
         if role is Role.WEIGHT:
-            count += model.flat_elements(False)
+            count += spec.flat_elements(False)
         return Span(role, self._data[block, role], 0, count, self.formats)
 
     def extent(self, block: int, role: Role, part: int) -> Extent:
-        """On disk: of a piece of the block, or of a micro-batch of its input."""
+        """Return the place on disk of a piece of the block, or of a micro-batch of its input."""
         return self._extents[block, role, part]
 
-    # Taking it.
+    def pieces(self, block: int, role: Role) -> range:
+        """Return the pieces into which a role is cut; those of frozen weights come last."""
+        step, spec = self.plan.placement.piece_elements, self.inventory.blocks[block]
+        frozen = len(spec.pieces(step, trainable=False)) if role is Role.WEIGHT else 0
+        return range(len(spec.pieces(step)) + frozen)
 
-    def _take_device(self) -> None:
-        wanted = [(key, home.nbytes) for key, home in self._homes() if _is_on(home, Tier.HBM)]
-        whole = self.device.empty(sum(n for _, n in wanted), "what rests on the device")
-        at = 0
-        for key, nbytes in wanted:
-            self._data[key] = whole[at : at + nbytes]
-            at += nbytes
+    def piece_span(self, block: int, piece: int) -> tuple[int, int, bool]:
+        """Return a piece's first element, its end, and whether it is trainable."""
+        return piece_span(self.inventory.blocks[block], piece, self.plan.placement)
 
-    def _take_host(self) -> None:
-        """One arena for all that lies on one node; what is striped has a range of its own, for a
-        stripe is dealt from the beginning of a range."""
+    def close(self) -> None:
+        """Close the store and release the memory."""
+        if self.store is not None:
+            self.store.close()
+        self._data.clear()
+        self.usage.clear()
+
+    # Allocation.
+
+    def _allocate_device(self) -> None:
+        sizes = [(key, home.nbytes) for key, home in self._homes() if _is_on(home, Tier.HBM)]
+        whole = self.device.empty(sum(nbytes for _, nbytes in sizes), "resident tensors")
+        offset = 0
+        for key, nbytes in sizes:
+            self._data[key] = whole[offset : offset + nbytes]
+            offset += nbytes
+
+    def _allocate_host(self) -> None:
+        """Allocate one arena per memory node, and a separate range for every striped home.
+
+        A stripe distributes pages from the start of its range, so it cannot share an arena.
+        """
         by_node: dict[int, list[tuple[Key, Home]]] = {}
         for key, home in self._homes():
             nodes = [s.node for s in home.shares if s.node is not None]
             if len(nodes) > 1:
                 arena = Arena(home.nbytes, _stripe(home), self.device.pinned)
-                self.holding.took_arena(arena, _shares(home))
+                self.usage.add_arena(arena, _bytes_by_tier(home))
                 self._data[key] = self._tensor(arena, key, home)
             elif nodes:
                 by_node.setdefault(nodes[0], []).append((key, home))
         for node, members in by_node.items():
             arena = Arena(sum(h.nbytes for _, h in members), Node(node), self.device.pinned)
-            self.holding.took_arena(arena, _shares(members[0][1]))
+            self.usage.add_arena(arena, _bytes_by_tier(members[0][1]))
             gradients = [member for member in members if member[0][1] is Role.GRADIENT]
             if gradients:
-                self._lend(node, self._take_gradients(arena, gradients))
+                self._overlay_activations(node, self._allocate_gradients(arena, gradients))
             for key, home in members:
                 if key not in self._data:
                     self._data[key] = self._tensor(arena, key, home)
 
-    def _take_gradients(self, arena: Arena, members: list[tuple[Key, Home]]) -> torch.Tensor:
-        """One after the other in the order of the row, so that inputs can be lent room there."""
+    def _allocate_gradients(self, arena: Arena, members: list[tuple[Key, Home]]) -> torch.Tensor:
+        """Allocate gradients contiguously in the order of blocks, so activations can overlay them.
+
+        Returns the bytes of all of them.
+        """
         nbytes = sum(home.nbytes for _, home in members)
         whole = arena.tensor(nbytes, torch.uint8, align=EXTENT, name="gradients")
-        at = 0
+        offset = 0
         for key, home in members:
-            self._data[key] = whole[at : at + home.nbytes]
-            at += home.nbytes
+            self._data[key] = whole[offset : offset + home.nbytes]
+            offset += home.nbytes
         return whole
 
-    def _lend(self, node: int, gradients: torch.Tensor) -> None:
-        """See `lending`: an input is over before the gradient whose place it has comes back."""
-        for block, lent in self.plan.overlaid_activations().items():
+    def _overlay_activations(self, node: int, gradients: torch.Tensor) -> None:
+        """Place activations in the bytes of gradients where the plan says so.
+
+        An activation is used up before the gradient in its bytes is written again
+        (`plan/activation_overlay.py`).
+        """
+        for block, overlay in self.plan.overlaid_activations().items():
             home = self.plan.placement.blocks[block].home(Role.INPUT)
             assert home is not None
-            if lent.node == node:
-                self._data[block, Role.INPUT] = gradients[lent.offset : lent.offset + home.nbytes]
+            if overlay.node == node:
+                end = overlay.offset + home.nbytes
+                self._data[block, Role.INPUT] = gradients[overlay.offset : end]
 
     def _tensor(self, arena: Arena, key: Key, home: Home) -> torch.Tensor:
         name = f"{key[1]} of {self.inventory.blocks[key[0]].name}"
         return arena.tensor(home.nbytes, torch.uint8, align=EXTENT, name=name)
 
-    def _take_disk(self, settings: StoreSettings) -> None:
-        wanted = list(self._disk_parts())
-        if not wanted:
+    def _allocate_disk(self, settings: StoreSettings) -> None:
+        extents = list(self._disk_extents())
+        if not extents:
             return
         paths = [path.path for path in self.plan.budget.nvme]
         weights = [float(path.nbytes) for path in self.plan.budget.nvme]
@@ -155,18 +188,19 @@ class TierMemory:
         granule = EXTENT if len(paths) == 1 else options.unit
         self.store = Store.create(
             paths,
-            sum(round_up(nbytes, granule) for _, nbytes in wanted),
+            sum(round_up(nbytes, granule) for _, nbytes in extents),
             engine=settings.engine,
             verify=settings.verify,
             erase=settings.erase,
             options=options,
         )
-        self.holding.took_store(self.store)
-        for (block, role, part), nbytes in wanted:
+        self.usage.add_store(self.store)
+        for (block, role, part), nbytes in extents:
             name = f"{self.inventory.blocks[block].name}.{role}.{part}"
             self._extents[block, role, part] = self.store.allocate(nbytes, name=name)
 
-    def _disk_parts(self) -> Iterator[tuple[tuple[int, Role, int], int]]:
+    def _disk_extents(self) -> Iterator[tuple[tuple[int, Role, int], int]]:
+        """Yield (block, role, piece or micro-batch) and size of everything on NVMe."""
         plan = self.plan
         for (block, role), home in self._homes():
             if not _is_on(home, Tier.NVME):
@@ -180,30 +214,15 @@ class TierMemory:
                 start, stop, _ = self.piece_span(block, piece)
                 yield (block, role, piece), self.formats.at_rest(role, stop - start)
 
-    def pieces(self, block: int, role: Role) -> range:
-        """Which pieces a role is cut into: frozen weights have no states."""
-        step, model = self.plan.placement.piece_elements, self.inventory.blocks[block]
-        frozen = len(model.pieces(step, trainable=False)) if role is Role.WEIGHT else 0
-        return range(len(model.pieces(step)) + frozen)
-
-    def piece_span(self, block: int, piece: int) -> tuple[int, int, bool]:
-        return piece_span(self.inventory.blocks[block], piece, self.plan.placement)
-
-    def close(self) -> None:
-        if self.store is not None:
-            self.store.close()
-        self._data.clear()
-        self.holding.gave_back()
-
     def _homes(self) -> Iterator[tuple[Key, Home]]:
-        """What takes memory or disk of its own."""
-        lent = self.plan.overlaid_activations()
+        """Yield every home that takes memory or disk space of its own."""
+        overlaid = self.plan.overlaid_activations()
         for index, block in enumerate(self.plan.placement.blocks):
             for home in block.homes:
-                if home.nbytes and not (home.role is Role.INPUT and index in lent):
+                if home.nbytes and not (home.role is Role.INPUT and index in overlaid):
                     yield (index, home.role), home
 
-    def _at(self, block: int, role: Role, tier: Tier) -> bool:
+    def _is_in(self, block: int, role: Role, tier: Tier) -> bool:
         home = self.plan.placement.blocks[block].home(role)
         return home is not None and _is_on(home, tier)
 
@@ -212,16 +231,18 @@ def _is_on(home: Home, tier: Tier) -> bool:
     return any(share.tier is tier for share in home.shares)
 
 
-def _shares(home: Home) -> dict[Tier, int]:
-    """What each tier has of it."""
-    found: dict[Tier, int] = {}
+def _bytes_by_tier(home: Home) -> dict[Tier, int]:
+    nbytes: dict[Tier, int] = {}
     for share in home.shares:
-        found[share.tier] = found.get(share.tier, 0) + share.nbytes
-    return found
+        nbytes[share.tier] = nbytes.get(share.tier, 0) + share.nbytes
+    return nbytes
 
 
 def _stripe(home: Home) -> Stripe:
-    """By what each node is to hold, in whole units; of very many, to a thousandth."""
+    """Return a stripe with weights in whole units per node.
+
+    Weights of more than 1000 units in total are scaled down to about 1000.
+    """
     units = {s.node: -(-s.nbytes // STRIPE_UNIT) for s in home.shares if s.node is not None}
-    most = max(1.0, sum(units.values()) / 1000)
-    return Stripe({node: max(1, round(count / most)) for node, count in units.items()})
+    scale = max(1.0, sum(units.values()) / 1000)
+    return Stripe({node: max(1, round(count / scale)) for node, count in units.items()})

@@ -1,4 +1,17 @@
-"""A sweep on the CPU that was started and not waited for. Room: move."""
+"""What the lanes do: read and write NVMe, sweep on the CPU, copy to and from the device.
+
+Every operation of a program that does not compute ends up in one method of `Mover`:
+
+| lane           | method                | moves                                             |
+|----------------|-----------------------|---------------------------------------------------|
+| `read`         | `read`                | weights and states from NVMe to host staging      |
+| `sweep`        | `sweep`               | nothing: it runs the optimizer sweep on the CPU   |
+| `write`        | `write`               | swept weights and states from staging to NVMe     |
+| `fetch`        | `fetch`               | weights, or earlier gradient sums, to the device  |
+| `fetch inputs` | `fetch_activations`   | activations from host memory or NVMe to the device|
+| `drain`        | `offload_gradient`    | gradients from the device to host memory or NVMe  |
+| `drain inputs` | `offload_activations` | activations from the device to host memory or NVMe|
+"""
 
 from __future__ import annotations
 
@@ -8,284 +21,277 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.engine.allocate import EngineMemory, StepState
-from penstock.engine.device import Moment
-from penstock.engine.disk_pipe import DiskPipe, Tickets
-from penstock.engine.marks import StoppedError
-from penstock.engine.pending_update import segments
+from penstock.engine.allocate import EngineMemory
+from penstock.engine.disk_pipe import DiskPipe
+from penstock.engine.pending_update import make_segments
 from penstock.engine.program import Program
 from penstock.engine.spans import Span
-from penstock.errors import NonFiniteMasterError
+from penstock.engine.step_state import StepState
+from penstock.engine.ticket_board import StoppedError
 from penstock.optim import sweep
 from penstock.optim.sweep import SweepTicket
 from penstock.plan.lifetimes import BufferKey, BufferKind
 from penstock.plan.schedule import Operation, Verb
 from penstock.roles import STATE, Role
 from penstock.storage.layout import Extent
-
-
-class HostSweep:
-    """As a mark. It may still wait for its turn: those before it begin first. Once it has ended it
-    keeps none of its tensors: marks live as long as a traceback."""
-
-    def __init__(self, ticket: SweepTicket) -> None:
-        self._ticket: SweepTicket | None = ticket
-        self._span = (0.0, 0.0)
-        self._refused: tuple[str, int] | None = None
-
-    def settle(self) -> None:
-        self.end()
-        if self._refused is not None:
-            raise NonFiniteMasterError(*self._refused)
-
-    def end(self) -> None:
-        """As `settle`, whatever came of it. Several threads may."""
-        ticket = self._ticket
-        if ticket is None:
-            return
-        try:
-            ticket.wait()
-        except NonFiniteMasterError as problem:
-            self._refused = problem.name, problem.index
-        self._span = ticket.began, ticket.ended
-        self._ticket = None
-
-    def span(self) -> tuple[Moment, Moment]:
-        """When it began and ended. Only once it is settled."""
-        began, ended = self._span
-        return Moment(began), Moment(ended)
-
-
-# --------
-# Jobs of the lanes that move bytes: reads, writes, sweeps, copies in and out. Room: move.
+from penstock.ticket import Finished, TicketGroup
 
 Move = Callable[[Extent, torch.Tensor], None]
 
-SWEPT = (Role.WEIGHT, *STATE, Role.GRADIENT)
+SWEPT_ROLES = (Role.WEIGHT, *STATE, Role.GRADIENT)
+"""What an optimizer sweep reads or writes."""
 
 
 class Mover:
-    """Carries out operations that do not compute. Each method runs in its lane's thread."""
+    """Carries out the operations that do not compute. Each method runs in its lane's thread."""
 
-    def __init__(self, taken: EngineMemory) -> None:
-        self._taken, self._homes, self._device = taken, taken.homes, taken.device
-        self._pipes: dict[str, DiskPipe] = taken.pipes
-        self._starting = threading.Lock()  # guards the next
-        self._sweeps: deque[HostSweep] = deque()
+    def __init__(self, memory: EngineMemory) -> None:
+        self._memory, self._tiers, self._device = memory, memory.tiers, memory.device
+        self._pipes: dict[str, DiskPipe] = memory.pipes
+        # Guards `_sweeps`, and makes "check that the step has not failed, then start a sweep" one
+        # action, so that no sweep starts after `end_sweeps` has returned.
+        self._sweep_lock = threading.Lock()
+        self._sweeps: deque[SweepTicket] = deque()
 
-    # Host staging and disks.
+    # NVMe and host staging.
 
-    def read(self, run: StepState, at: int, op: Operation) -> None:
-        self._settle(run, at)
-        store, piece = self._taken.store, op.piece
+    def read(self, step: StepState, at: int, op: Operation) -> None:
+        """Start reading one piece of a block from NVMe into its part of the staging memory."""
+        self._wait_on_host(step, at)
+        store, piece = self._memory.store, op.piece
         assert piece is not None
-        tickets = [
-            store.start_read(self._homes.extent(op.block, role, piece), span.data.numpy())
-            for role, span in self._staged(run.program, at, op).items()
+        transfers = [
+            store.start_read(self._tiers.extent(op.block, role, piece), span.data.numpy())
+            for role, span in self._staged_spans(step.program, at, op).items()
         ]
-        run.marks.put(at, Tickets(tickets))
+        step.tickets.post(at, TicketGroup(transfers))
 
-    def write(self, run: StepState, at: int, op: Operation) -> None:
-        self._settle(run, at)
-        self._start_write(run, at, op)
+    def write(self, step: StepState, at: int, op: Operation) -> None:
+        """Start writing one swept piece from the staging memory back to NVMe."""
+        self._wait_on_host(step, at)
+        self._start_write(step, at, op)
 
-    def write_now(self, run: StepState, at: int, op: Operation) -> None:
-        """After a failure, what `write` would have done."""
-        self._start_write(run, at, op).settle()
+    def write_back(self, step: StepState, at: int, op: Operation) -> None:
+        """Do what `write` would have done, after a failure, and wait for the disk."""
+        self._start_write(step, at, op).wait()
 
-    def _start_write(self, run: StepState, at: int, op: Operation) -> Tickets:
-        store, piece = self._taken.store, op.piece
+    def _start_write(self, step: StepState, at: int, op: Operation) -> TicketGroup:
+        store, piece = self._memory.store, op.piece
         assert piece is not None
-        read = run.program.read_of[at]
-        spans = self._staged(run.program, read, run.program.operations[read])
-        tickets = [
-            store.start_write(self._homes.extent(op.block, role, piece), spans[role].data.numpy())
-            for role in op.roles
-        ]
-        under_way = Tickets(tickets)
-        run.marks.put(at, under_way)
-        return under_way
+        spans = self._spans_read_for(step.program, at)
+        ticket = TicketGroup(
+            [
+                store.start_write(
+                    self._tiers.extent(op.block, role, piece), spans[role].data.numpy()
+                )
+                for role in op.roles
+            ]
+        )
+        step.tickets.post(at, ticket)
+        return ticket
 
-    def sweep(self, run: StepState, at: int, op: Operation) -> None:
-        """On the CPU. What is in staging was read by the operation before.
+    # The optimizer sweep on the CPU.
 
-        Nobody waits for it here: the next one is made ready meanwhile, and the threads that sweep
-        go from one to the other. What was started is done when the run has ended, whatever ends it;
-        an element that was refused does not undo the others.
+    def sweep(self, step: StepState, at: int, op: Operation) -> None:
+        """Start the optimizer sweep of a block, or of one piece of it, on the CPU.
+
+        The lane does not wait for the sweep: it prepares the next one meanwhile, and the pool's
+        threads go from one sweep to the next without a gap. Every sweep that was started has ended
+        when the step ends, however it ends (`end_sweeps`). A refused element does not undo the
+        update of the others.
         """
-        self._settle(run, at)
-        pending = run.pending
+        self._wait_on_host(step, at)
+        pending = step.pending
         assert pending is not None
         if (op.block, op.piece) in pending.done:
-            del run.began[at]  # a run that failed has done it: nothing is moved now
-            run.marks.put(at, Moment())
+            # An earlier step swept this block and failed later: nothing is left to do, and nothing
+            # appears in the timeline.
+            del step.started[at]
+            step.tickets.post(at, Finished(None))
             return
-        roles, start, stop = self.swept_roles(run, at, op)
-        parts = segments(self._homes.inventory, op.block, pending, roles, start, stop)
-        with self._starting:
-            if run.marks.failed is not None:  # nobody may wait for it any more
+        roles, start, stop = self.spans_to_sweep(step, at, op)
+        segments = make_segments(self._tiers.inventory, op.block, pending, roles, start, stop)
+        with self._sweep_lock:
+            if step.tickets.failed is not None:  # perhaps nobody waits for sweeps any more
                 raise StoppedError
-            ticket = sweep.start(pending.rule, parts, pool=self._taken.pool, independent=True)
-            under_way = HostSweep(ticket)
-            self._sweeps.append(under_way)
+            # Each sweep of a step has a block or a piece of its own, so they share no memory.
+            ticket = sweep.start(
+                pending.rule, segments, pool=self._memory.sweep_pool, independent=True
+            )
+            self._sweeps.append(ticket)
             pending.done.add((op.block, op.piece))
-            run.swept_now.add((op.block, op.piece))
-        run.marks.put(at, under_way)
+            step.swept_on_cpu.add((op.block, op.piece))
+        step.tickets.post(at, ticket)
 
     def end_sweeps(self) -> None:
-        """No sweep runs when this returns, and none of a failed run is started later: what counts
-        as done is done, and memory may go."""
-        with self._starting:
-            while self._sweeps:
-                self._sweeps[0].end()
-                self._sweeps.popleft()
+        """Block until no sweep runs. A failed step starts no sweep after this returns.
 
-    def swept_roles(
-        self, run: StepState, at: int, op: Operation
+        Everything marked as done in the pending update is then done, and memory may be released.
+        """
+        with self._sweep_lock:
+            while self._sweeps:
+                self._sweeps[0].settle()
+                self._sweeps.popleft()  # only now: an interrupt must not lose a running sweep
+
+    def spans_to_sweep(
+        self, step: StepState, at: int, op: Operation
     ) -> tuple[dict[Role, Span], int, int]:
-        """Where each role is for a sweep of the block or of a piece of it."""
-        stop = self._homes.inventory.blocks[op.block].flat_elements(True)
+        """Return where each role is for the sweep of a block or a piece, and its element range."""
+        stop = self._tiers.inventory.blocks[op.block].flat_elements(True)
         start, roles = 0, {}
         if op.piece is not None:
-            start, stop, _ = self._homes.piece_span(op.block, op.piece)
-            read = run.program.read_of[at]
-            roles = self._staged(run.program, read, run.program.operations[read])
-        for role in SWEPT:
-            if role not in roles and self._homes.has(op.block, role):
-                roles[role] = self._homes.span(op.block, role)
+            start, stop, _ = self._tiers.piece_span(op.block, op.piece)
+            roles = self._spans_read_for(step.program, at)
+        for role in SWEPT_ROLES:
+            if role not in roles and self._tiers.has(op.block, role):
+                roles[role] = self._tiers.span(op.block, role)
         return roles, start, stop
 
-    def _staged(self, program: Program, read: int, op: Operation) -> dict[Role, Span]:
-        """The roles of a piece, one after the other in its part of the staging pool."""
+    def _spans_read_for(self, program: Program, at: int) -> dict[Role, Span]:
+        """Return the staged roles of the piece that operation `at` works on."""
+        read = program.read_of[at]
+        return self._staged_spans(program, read, program.operations[read])
+
+    def _staged_spans(self, program: Program, read: int, op: Operation) -> dict[Role, Span]:
+        """Return the roles of a piece: they lie one after another in its part of the staging."""
         assert op.piece is not None
-        start, stop, trained = self._homes.piece_span(op.block, op.piece)
-        first = start if trained else start + self._trained(op.block)
+        start, stop, trained = self._tiers.piece_span(op.block, op.piece)
+        first = start if trained else start + self._trained_elements(op.block)
         offset = program.staging.offset(BufferKey(BufferKind.STAGING, op.block, read))
-        found = {}
+        spans = {}
         for role in op.roles:
-            nbytes = self._homes.formats.at_rest(role, stop - start)
-            data = self._taken.staging[offset : offset + nbytes]
-            found[role] = Span(role, data, first, stop - start, self._homes.formats)
+            nbytes = self._tiers.formats.at_rest(role, stop - start)
+            data = self._memory.staging[offset : offset + nbytes]
+            spans[role] = Span(role, data, first, stop - start, self._tiers.formats)
             offset += nbytes
-        return found
+        return spans
 
-    # Into the device.
+    # To the device.
 
-    def fetch(self, run: StepState, at: int, op: Operation) -> None:
+    def fetch(self, step: StepState, at: int, op: Operation) -> None:
+        """Copy a block's weights, or one piece of them, into its weight slot on the device."""
         if op.roles == (Role.GRADIENT,):
-            self._fetch_gradient(run, at, op)
+            self._fetch_gradient(step, at, op)
             return
-        self._wait(run, at)
-        key = BufferKey(BufferKind.WEIGHT, op.block, run.program.buffer_start[at])
-        offset = run.program.weights.offset(key)
-        into = self._taken.weights.span(op.block, offset)
+        self._wait_on_lane(step, at)
+        key = BufferKey(BufferKind.WEIGHT, op.block, step.program.buffer_start[at])
+        into = self._memory.weights.span(op.block, step.program.weights.offset(key))
         if op.piece is None:
             self._device.copy(
-                into.data, self._homes.span(op.block, Role.WEIGHT).data[: into.nbytes]
+                into.data, self._tiers.span(op.block, Role.WEIGHT).data[: into.nbytes]
             )
         else:
-            read = run.program.read_of[at]
-            source = self._staged(run.program, read, run.program.operations[read])[Role.WEIGHT]
+            source = self._spans_read_for(step.program, at)[Role.WEIGHT]
             low, high = source.first, source.first + source.count
             self._device.copy(into.values(low, high), source.values(low, high))
-        run.marks.put(at, self._device.mark())
+        step.tickets.post(at, self._device.record())
 
-    def _fetch_gradient(self, run: StepState, at: int, op: Operation) -> None:
-        """The sum so far, for the next round to add to."""
-        self._wait(run, at)
-        count = 4 * self._trained(op.block)
-        key = BufferKey(BufferKind.GRADIENT, op.block, at)
-        offset = run.program.gradients.offset(key)
-        into = self._taken.gradient_pool[offset : offset + count]
-        if self._homes.on_disk(op.block, Role.GRADIENT):
-            self._each_piece(op.block, into, self._pipes["fetch"].read)
+    def _fetch_gradient(self, step: StepState, at: int, op: Operation) -> None:
+        """Copy a block's gradient sum to the device, for the next round to add to."""
+        self._wait_on_lane(step, at)
+        nbytes = 4 * self._trained_elements(op.block)
+        offset = step.program.gradients.offset(BufferKey(BufferKind.GRADIENT, op.block, at))
+        into = self._memory.gradient_pool[offset : offset + nbytes]
+        if self._tiers.on_disk(op.block, Role.GRADIENT):
+            self._move_gradient_pieces(op.block, into, self._pipes["fetch"].read)
         else:
-            self._device.copy(into, self._homes.data(op.block, Role.GRADIENT)[:count])
-        run.marks.put(at, self._device.mark())
+            self._device.copy(into, self._tiers.data(op.block, Role.GRADIENT)[:nbytes])
+        step.tickets.post(at, self._device.record())
 
-    def fetch_inputs(self, run: StepState, at: int, op: Operation) -> None:
-        """Micro-batch by micro-batch, through two slots."""
-        self._come_after(run, at)
-        computed = run.program.at[Verb.BACKWARD, op.block, op.round, None]
-        last = len(self._homes.inventory.blocks) - 2
-        run.marks.come_after(run.program.at[Verb.FORWARD, last, op.round, None], self._device)
-        for micro, (rows, length) in enumerate(run.shapes(op.round)):
-            slot, freed = run.next_input(op.round, (computed, micro))
-            if freed is not None:
-                run.marks.come_after(freed, self._device)
-            run.began[at, micro] = self._device.mark()
-            into = self._taken.hidden.slot(slot, rows, length)
-            if self._homes.on_disk(op.block, Role.INPUT):
-                extent = self._homes.extent(op.block, Role.INPUT, micro)
-                self._pipes["fetch inputs"].read(extent, _bytes(into))
+    def fetch_activations(self, step: StepState, at: int, op: Operation) -> None:
+        """Copy a block's activations to the device, one micro-batch after another.
+
+        They pass through the two slots of the ring that backward leaves free, so each waits until
+        backward has used the activation two places before it.
+        """
+        self._order_after_needs(step, at)
+        backward = step.program.at[Verb.BACKWARD, op.block, op.round, None]
+        # The computing thread sets `activation_slots` before it posts this ticket.
+        last_layer = len(self._tiers.inventory.blocks) - 2
+        last_forward = step.program.at[Verb.FORWARD, last_layer, op.round, None]
+        step.tickets.order_after(last_forward, self._device)
+        for micro, (rows, length) in enumerate(step.shapes(op.round)):
+            slot, previous_user = step.reserve_activation_slot(op.round, (backward, micro))
+            if previous_user is not None:
+                step.tickets.order_after(previous_user, self._device)
+            step.started[at, micro] = self._device.record()
+            into = self._memory.hidden.slot(slot, rows, length)
+            if self._tiers.on_disk(op.block, Role.INPUT):
+                extent = self._tiers.extent(op.block, Role.INPUT, micro)
+                self._pipes["fetch inputs"].read(extent, _as_bytes(into))
             else:
-                source = self._taken.hidden.home(op.block, micro, rows, length)
+                source = self._memory.hidden.home(op.block, micro, rows, length)
                 self._device.copy(into, source)
-            run.marks.put((at, micro), self._device.mark())
-        run.marks.put(at, self._device.mark())
+            step.tickets.post((at, micro), self._device.record())
+        step.tickets.post(at, self._device.record())
 
-    # Out of it.
+    # From the device.
 
-    def drain(self, run: StepState, at: int, op: Operation) -> None:
-        """A block's gradient, to where it waits for the sweep."""
-        self._wait(run, at)
-        source = run.leaving[op.block]
-        if self._homes.on_disk(op.block, Role.GRADIENT):
-            self._each_piece(op.block, source, self._pipes["drain"].write)
+    def offload_gradient(self, step: StepState, at: int, op: Operation) -> None:
+        """Copy a block's gradient to the place where it waits for the optimizer sweep."""
+        self._wait_on_lane(step, at)
+        source = step.outgoing_gradients[op.block]
+        if self._tiers.on_disk(op.block, Role.GRADIENT):
+            self._move_gradient_pieces(op.block, source, self._pipes["drain"].write)
             self._pipes["drain"].finish()
         else:
-            into = self._homes.data(op.block, Role.GRADIENT)[: source.numel()]
+            into = self._tiers.data(op.block, Role.GRADIENT)[: source.numel()]
             self._device.copy(into, source)
-        run.marks.put(at, self._device.mark())
+        step.tickets.post(at, self._device.record())
 
-    def drain_inputs(self, run: StepState, at: int, op: Operation) -> None:
-        """Micro-batch by micro-batch, as soon as the block before has made it."""
-        computed = run.program.at[Verb.FORWARD, op.block - 1, op.round, None]
-        on_disk = self._homes.on_disk(op.block, Role.INPUT)
-        for micro, (rows, length) in enumerate(run.shapes(op.round)):
-            run.marks.come_after((computed, micro), self._device)
-            run.began[at, micro] = self._device.mark()
-            source = self._taken.hidden.slot(run.slots[op.round, op.block, micro], rows, length)
+    def offload_activations(self, step: StepState, at: int, op: Operation) -> None:
+        """Copy a block's activations to where they live, as soon as each micro-batch is computed.
+
+        Activations on NVMe are written here, through the pipe of this lane.
+        """
+        computed = step.program.at[Verb.FORWARD, op.block - 1, op.round, None]
+        on_disk = self._tiers.on_disk(op.block, Role.INPUT)
+        for micro, (rows, length) in enumerate(step.shapes(op.round)):
+            step.tickets.order_after((computed, micro), self._device)
+            step.started[at, micro] = self._device.record()
+            slot = step.hidden_slots[op.round, op.block, micro]
+            source = self._memory.hidden.slot(slot, rows, length)
             if on_disk:
-                extent = self._homes.extent(op.block, Role.INPUT, micro)
-                self._pipes["drain inputs"].write(extent, _bytes(source))
+                extent = self._tiers.extent(op.block, Role.INPUT, micro)
+                self._pipes["drain inputs"].write(extent, _as_bytes(source))
             else:
-                into = self._taken.hidden.home(op.block, micro, rows, length)
+                into = self._memory.hidden.home(op.block, micro, rows, length)
                 self._device.copy(into, source)
-            run.marks.put((at, micro), self._device.mark())
+            # The slot may be overwritten after this ticket; the disk may still be writing.
+            step.tickets.post((at, micro), self._device.record())
         if on_disk:
             self._pipes["drain inputs"].finish()
-        run.marks.put(at, self._device.mark())
+        step.tickets.post(at, self._device.record())
+
+    def _move_gradient_pieces(self, block: int, data: torch.Tensor, move: Move) -> None:
+        """Move a gradient to or from NVMe, where it lies in the pieces in which it is swept."""
+        width = 4 if self._tiers.formats.wide_gradient else 2
+        for piece in self._tiers.pieces(block, Role.GRADIENT):
+            start, stop, _ = self._tiers.piece_span(block, piece)
+            extent = self._tiers.extent(block, Role.GRADIENT, piece)
+            move(extent, data[width * start : width * stop])
 
     # Waiting.
 
-    def _each_piece(self, block: int, data: torch.Tensor, move: Move) -> None:
-        """A gradient on disk is cut as its sweep is."""
-        width = 4 if self._homes.formats.wide_gradient else 2
-        for piece in self._homes.pieces(block, Role.GRADIENT):
-            start, stop, _ = self._homes.piece_span(block, piece)
-            extent = self._homes.extent(block, Role.GRADIENT, piece)
-            move(extent, data[width * start : width * stop])
+    def _order_after_needs(self, step: StepState, at: int) -> None:
+        """Order this lane's next work after everything that the operation needs."""
+        for need in step.program.needs[at]:
+            step.tickets.order_after(need, self._device)
 
-    def _come_after(self, run: StepState, at: int) -> None:
-        """What is issued next on this lane comes after all that the operation needs."""
-        for need in run.program.needs[at]:
-            run.marks.come_after(need, self._device)
+    def _wait_on_lane(self, step: StepState, at: int) -> None:
+        """Order the operation after its needs on the device, and note its start."""
+        self._order_after_needs(step, at)
+        step.started[at] = self._device.record()
 
-    def _wait(self, run: StepState, at: int) -> None:
-        """The same, and the operation begins then."""
-        self._come_after(run, at)
-        run.began[at] = self._device.mark()
+    def _wait_on_host(self, step: StepState, at: int) -> None:
+        """Block until the operation's needs have finished: for work of the CPU and the disks."""
+        for need in step.program.needs[at]:
+            step.tickets.wait(need)
+        step.started[at] = Finished(None)
 
-    def _settle(self, run: StepState, at: int) -> None:
-        """As `_wait`, for work of the host's own."""
-        for need in run.program.needs[at]:
-            run.marks.settle(need)
-        run.began[at] = Moment()
-
-    def _trained(self, block: int) -> int:
-        return self._homes.inventory.blocks[block].flat_elements(True)
+    def _trained_elements(self, block: int) -> int:
+        return self._tiers.inventory.blocks[block].flat_elements(True)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)

@@ -1,8 +1,8 @@
-"""Weights that pass through the device block by block, for looking only. Room: move.
+"""Stream weights through the device block by block, for inference.
 
-Generating over weights that rest elsewhere needs neither gradients nor states: two slots, each as
-large as the largest block, and a source that says where a tensor is. What fits is kept on the
-device and passes once.
+Generation with weights that do not fit on the device needs neither gradients nor optimizer states:
+two slots, each as large as the largest streamed block, and a source that knows where each tensor
+lives. Blocks that fit are kept on the device and copied once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import nn
 
 from penstock.checkpoint.reader import ShardReader
 from penstock.engine.bounded_executor import BoundedExecutor
-from penstock.engine.device import Device, Mark
-from penstock.engine.state_io import READERS, elements_of, names_in
+from penstock.engine.device import Device
+from penstock.engine.state_io import READERS, names_in, read_elements
 from penstock.engine.tensor_access import PART
 from penstock.memory.arena import Arena
 from penstock.model.inventory import Block, Inventory, TensorSpec
 from penstock.roles import Role
+from penstock.ticket import Ticket
 from penstock.units import round_up
 
 if TYPE_CHECKING:
@@ -30,150 +31,168 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 256
 
-Tell = Callable[[int, int, str], None]
+Progress = Callable[[int, int, str], None]
+"""Called with the number of tensors done, the number of all tensors, and a description."""
 
 
-class Source(Protocol):
-    """Where weights rest."""
+class WeightSource(Protocol):
+    """Where weights live while they are not on the device."""
 
     def copy(self, tensor: TensorSpec, into: torch.Tensor) -> None:
-        """The whole tensor into flat device memory, on the current lane."""
+        """Copy a whole tensor into flat device memory, on the current lane."""
 
 
 class HostWeights:
     """All weights of a model in host memory, read once from its files."""
 
     def __init__(
-        self, inventory: Inventory, folder: Path, device: Device, dtype: torch.dtype, tell: Tell
+        self,
+        inventory: Inventory,
+        folder: Path,
+        device: Device,
+        dtype: torch.dtype,
+        progress: Progress,
     ) -> None:
         tensors = [tensor for block in inventory.blocks for tensor in block.tensors]
-        each = [round_up(tensor.elements * dtype.itemsize, ALIGNMENT) for tensor in tensors]
-        arena = Arena(sum(each), None, device.pinned)
+        sizes = [round_up(tensor.elements * dtype.itemsize, ALIGNMENT) for tensor in tensors]
+        arena = Arena(sum(sizes), None, device.pinned)
         self._device = device
-        self._held = {t.name: arena.tensor(t.elements, dtype, name=t.name) for t in tensors}
-        with ShardReader(folder) as shards, BoundedExecutor(READERS) as crew:
+        self._weights = {t.name: arena.tensor(t.elements, dtype, name=t.name) for t in tensors}
+        with ShardReader(folder) as shards, BoundedExecutor(READERS) as executor:
             names = names_in(shards, inventory)
             for done, tensor in enumerate(tensors):
-                tell(done, len(tensors), f"reading {tensor.name}")
-                crew.start(partial(self._read, shards, names[tensor.name], tensor))
+                progress(done, len(tensors), f"reading {tensor.name}")
+                executor.submit(partial(self._read, shards, names[tensor.name], tensor))
 
     def _read(self, shards: ShardReader, name: str, tensor: TensorSpec) -> None:
-        """In parts, so that another type than the file's takes little memory on the way."""
-        held = self._held[tensor.name]
+        weights = self._weights[tensor.name]
+        # In parts: if the file has another type, the conversion needs little memory.
         for low in range(0, tensor.elements, PART):
             high = min(low + PART, tensor.elements)
-            held[low:high].copy_(elements_of(shards, name, tensor, low, high))
+            weights[low:high].copy_(read_elements(shards, name, tensor, low, high))
 
     def copy(self, tensor: TensorSpec, into: torch.Tensor) -> None:
-        self._device.copy(into, self._held[tensor.name])
+        self._device.copy(into, self._weights[tensor.name])
 
 
 class EngineWeights:
-    """An engine's weights, between its steps. Copies stop the host: what comes from a disk lies in
-    staging only until the next part is read."""
+    """The weights of a training engine, between its steps.
+
+    Copies are synchronous: data from NVMe stays in the staging memory only until the next part is
+    read.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._access = engine.access
 
     def copy(self, tensor: TensorSpec, into: torch.Tensor) -> None:
-        at = 0
+        start = 0
         for part in self._access.parts(tensor.name, Role.WEIGHT):
-            into[at : at + part.numel()].copy_(part)
-            at += part.numel()
+            into[start : start + part.numel()].copy_(part)
+            start += part.numel()
 
 
 class WeightStreamer:
-    """Two slots, and the blocks that stay."""
+    """Two slots for streamed blocks, and the blocks that are kept on the device."""
 
     def __init__(
-        self, inventory: Inventory, source: Source, device: Device, dtype: torch.dtype, keep: int
+        self,
+        inventory: Inventory,
+        source: WeightSource,
+        device: Device,
+        dtype: torch.dtype,
+        keep: int,
     ) -> None:
         self.inventory, self.device, self.dtype = inventory, device, dtype
         self._source = source
         self._tensors = {t.name: t for block in inventory.blocks for t in block.tensors}
         self.kept = kept_blocks(inventory, dtype, keep)
-        sizes = [self._nbytes(block) for block in inventory.blocks]
-        passing = [size for at, size in enumerate(sizes) if at not in self.kept]
-        slots = [max(passing, default=0)] * min(2, len(passing))
-        self._slots = [device.empty(size, "a slot for weights") for size in slots]
-        self._done: list[Mark | None] = [None] * len(slots)
-        self._turn = 0
-        self._ready: dict[int, tuple[dict[str, nn.Parameter], Mark]] = {}
-        for at in self.kept:
-            self._ready[at] = self._bring(at, device.empty(sizes[at], "weights that stay"))
-        self.passing_nbytes = sum(passing)
-        """What crosses to the device in one pass."""
+        sizes = [block_nbytes(inventory, block, dtype) for block in inventory.blocks]
+        streamed = [size for index, size in enumerate(sizes) if index not in self.kept]
+        slots = [max(streamed, default=0)] * min(2, len(streamed))
+        self._slots = [device.empty(size, "a weight slot") for size in slots]
+        # Per slot, the end of the computation that last read it.
+        self._last_use: list[Ticket[None] | None] = [None] * len(slots)
+        self._next_slot = 0
+        self._fetched: dict[int, tuple[dict[str, nn.Parameter], Ticket[None]]] = {}
+        for index in self.kept:
+            memory = device.empty(sizes[index], "weights that stay on the device")
+            self._fetched[index] = self._copy_block(index, memory)
+        self.passing_nbytes = sum(streamed)
+        """Number of bytes copied to the device in one forward pass."""
 
     def fetch(self, block: int) -> None:
-        """Begin to bring a block, unless it is there."""
-        if block in self._ready or not 0 <= block < len(self.inventory.blocks):
+        """Start copying a block to the device, unless it is there."""
+        if block in self._fetched or not 0 <= block < len(self.inventory.blocks):
             return
-        slot = self._turn
-        self._turn = (slot + 1) % len(self._slots)
-        before = self._done[slot]
+        slot = self._next_slot
+        self._next_slot = (slot + 1) % len(self._slots)
+        last_use = self._last_use[slot]
         with self.device.lane("fetch"):
-            if before is not None:
-                self.device.wait(before)
-            self._ready[block] = self._bring(block, self._slots[slot])
+            if last_use is not None:
+                self.device.order_after(last_use)
+            self._fetched[block] = self._copy_block(block, self._slots[slot])
 
     def wait(self, block: int) -> Mapping[str, nn.Parameter]:
-        """Its tensors by name; what is computed next comes after their arrival."""
+        """Return a block's parameters; work issued next on this lane starts after their arrival."""
         self.fetch(block)
-        parameters, arrived = self._ready[block]
-        self.device.wait(arrived)
+        parameters, arrived = self._fetched[block]
+        self.device.order_after(arrived)
         return parameters
 
     def drop(self, block: int) -> None:
-        """All that computes with it was issued."""
+        """Release a block's slot, after all computations that use it have been issued."""
         if block not in self.kept:
-            parameters, _ = self._ready.pop(block)
+            parameters, _ = self._fetched.pop(block)
             first = next(iter(parameters.values()))
             slot = next(i for i, s in enumerate(self._slots) if s.data_ptr() == first.data_ptr())
-            self._done[slot] = self.device.mark()
+            self._last_use[slot] = self.device.record()
 
     @property
     def nbytes(self) -> int:
-        """What the slots take of the device."""
+        """Device memory of the slots in bytes."""
         return sum(slot.numel() for slot in self._slots)
 
     def close(self) -> None:
         nbytes = self.nbytes
-        self._ready.clear()
+        self._fetched.clear()
         self._slots.clear()
-        self.device.returned(nbytes)
+        self.device.release(nbytes)
 
-    def _bring(self, at: int, memory: torch.Tensor) -> tuple[dict[str, nn.Parameter], Mark]:
-        made, offset = {}, 0
-        for tensor in self._of(self.inventory.blocks[at]):
+    def _copy_block(
+        self, index: int, memory: torch.Tensor
+    ) -> tuple[dict[str, nn.Parameter], Ticket[None]]:
+        parameters, offset = {}, 0
+        for tensor in self._used_tensors(self.inventory.blocks[index]):
             nbytes = tensor.elements * self.dtype.itemsize
             flat = memory[offset : offset + nbytes].view(self.dtype)
             self._source.copy(tensor, flat)
-            made[tensor.name] = nn.Parameter(flat.view(tensor.shape), requires_grad=False)
+            parameters[tensor.name] = nn.Parameter(flat.view(tensor.shape), requires_grad=False)
             offset += round_up(nbytes, ALIGNMENT)
-        return made, self.device.mark()
+        return parameters, self.device.record()
 
-    def _of(self, block: Block) -> Iterable[TensorSpec]:
+    def _used_tensors(self, block: Block) -> Iterable[TensorSpec]:
         return [*block.tensors, *(self._tensors[name] for name in block.borrows)]
-
-    def _nbytes(self, block: Block) -> int:
-        return block_nbytes(self.inventory, block, self.dtype)
 
 
 def block_nbytes(inventory: Inventory, block: Block, dtype: torch.dtype) -> int:
-    """What a block takes on the device, borrowed tensors included."""
-    lent = {t.name: t for b in inventory.blocks for t in b.tensors if t.name in block.borrows}
-    every = [*block.tensors, *lent.values()]
-    return sum(round_up(t.elements * dtype.itemsize, ALIGNMENT) for t in every)
+    """Return the device memory of a block's weights, borrowed (tied) tensors included."""
+    borrowed = {t.name: t for b in inventory.blocks for t in b.tensors if t.name in block.borrows}
+    tensors = [*block.tensors, *borrowed.values()]
+    return sum(round_up(t.elements * dtype.itemsize, ALIGNMENT) for t in tensors)
 
 
 def kept_blocks(inventory: Inventory, dtype: torch.dtype, room: int) -> frozenset[int]:
-    """Which blocks stay, if `room` bytes may be used beside the slots: from the front, for all
-    layers are alike, but the head and the embedding first, which are often the largest."""
-    last = len(inventory.blocks) - 1
+    """Choose the blocks to keep on the device within `room` bytes, slots not included.
+
+    The head comes first and then the embedding, which are often the largest and determine the size
+    of the slots; then layers from the front, since all layers are alike.
+    """
+    head = len(inventory.blocks) - 1
     kept = set()
-    for at in (last, *range(last)):
-        nbytes = block_nbytes(inventory, inventory.blocks[at], dtype)
+    for index in (head, *range(head)):
+        nbytes = block_nbytes(inventory, inventory.blocks[index], dtype)
         if nbytes <= room:
-            kept.add(at)
+            kept.add(index)
             room -= nbytes
     return frozenset(kept)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.engine.device import Device, pick_device
-from penstock.engine.weight_streamer import EngineWeights, HostWeights, Tell, WeightStreamer
+from penstock.engine.weight_streamer import EngineWeights, HostWeights, Progress, WeightStreamer
 from penstock.generate import attention
 from penstock.generate.forward import Pass, check_fit
 from penstock.model.inventory import Inventory
@@ -35,7 +35,7 @@ class StreamedForward:
         self, body: SplitModel, weights: WeightStreamer, device: Device, dtype: torch.dtype
     ) -> None:
         self.body, self.weights = body, weights
-        self.device, self.dtype = device.where, dtype
+        self.device, self.dtype = device.torch_device, dtype
         check_fit(body.model, body.layers)
         attention.register()
         layers = [config for layer in body.layers for config in attention.configs_of(layer)]
@@ -94,11 +94,11 @@ class StreamedForward:
 
 def streamed(
     config: Any, inventory: Inventory, folder: Path, *, dtype: torch.dtype, keep: int,
-    device: str | None = None, tell: Tell = lambda *_: None, trust_remote_code: bool = False,
+    device: str | None = None, tell: Progress = lambda *_: None, trust_remote_code: bool = False,
 ) -> StreamedForward:  # fmt: skip
     """A model of files, its weights in host memory; `keep` bytes of them on the device."""
     where = pick_device(device)
-    model = build_model(config, dtype, where.where, trust_remote_code=trust_remote_code)
+    model = build_model(config, dtype, where.torch_device, trust_remote_code=trust_remote_code)
     body = SplitModel(model, inventory, mlp_tile=WHOLE)
     source = HostWeights(inventory, folder, where, dtype, tell)
     return StreamedForward(

@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.allocate import Part
-from penstock.engine.step_records import StepRecord
-from penstock.engine.timeline import Event as TimelineEvent
-from penstock.engine.timeline import Moved, moved, timeline
+from penstock.engine.step_records import Event as TimelineEvent
+from penstock.engine.step_records import Moved, StepRecord, timeline, transfers_of
+from penstock.engine.step_state import Part
 from penstock.observe.hardware import disk_name
 from penstock.observe.recorder import Recorder
 from penstock.observe.records import Event, Phase, Planned, PlannedTier
@@ -38,8 +37,8 @@ _TRANSFER_VERBS = (Verb.FETCH, Verb.DRAIN, Verb.READ, Verb.WRITE)
 class EngineWatcher:
     """Listens to all engines of this process, as soon as there are any.
 
-    `began` and `passed` are called by the thread that trains; everything else runs in the
-    recorder's thread.
+    `step_started` and `step_finished` are called by the thread that trains; everything else runs in
+    the recorder's thread.
     """
 
     def __init__(self, recorder: Recorder, tiers: TierMemory) -> None:
@@ -51,46 +50,47 @@ class EngineWatcher:
     def attach(self) -> None:
         """Start listening once the program has imported an engine."""
         module: Any = sys.modules.get(STEP_RECORDS)
-        # Another thread may be importing the module; its last name shows that it is complete.
-        if self._module is None and hasattr(module, "passed_of"):
+        # Another thread may be importing the module. Once this name exists, the observer list and
+        # everything that the module imports, such as the memory usage, exist as well.
+        if self._module is None and hasattr(module, "add_observer"):
             self._module = module
             self._tiers.memory_usages = sys.modules[MEMORY_USAGE].memory_usages
-            module.watch(self)
+            module.add_observer(self)
 
     def close(self) -> None:
         if self._module is not None:
-            self._module.unwatch(self)
+            self._module.remove_observer(self)
 
-    # The engine's watcher protocol.
+    # The engine's StepObserver protocol.
 
-    def began(self, kind: Kind, *, fresh: bool) -> None:
+    def step_started(self, kind: Kind, *, fresh: bool) -> None:
         try:
             self._recorder.tracker.enter_engine(begins_step=kind == "step" and fresh)
             self._recorder.engine_step = self._recorder.tracker.step
         except Exception as failed:  # an observer must never make the engine fail
             self._recorder.note(f"the beginning of a step was not recorded: {failed}")
 
-    def passed(self, passed: StepRecord) -> None:
-        seconds = time.perf_counter() - passed.clock
+    def step_finished(self, record: StepRecord) -> None:
+        seconds = time.perf_counter() - record.host_time
         step = self._recorder.tracker.step
-        self._recorder.tracker.leave_engine(ends_step=passed.kind == "step" and passed.whole)
-        self._recorder.put(lambda: self._record(passed, step, seconds))
+        self._recorder.tracker.leave_engine(ends_step=record.kind == "step" and record.succeeded)
+        self._recorder.put(lambda: self._record(record, step, seconds))
 
-    def _record(self, passed: StepRecord, step: int, seconds: float) -> None:
+    def _record(self, record: StepRecord, step: int, seconds: float) -> None:
         recorder = self._recorder
         if self._events is None:
             self._events = EngineEvents(recorder.origin, disk_name)
         events = self._events
-        if passed.plan is not self._plan:
-            self._plan = passed.plan
-            recorder.update(planned=planned_of(passed, events.link))
-        for phase in events.phases(passed, step):
+        if record.plan is not self._plan:
+            self._plan = record.plan
+            recorder.update(planned=planned_of(record, events.link))
+        for phase in events.phases(record, step):
             recorder.folder.write(phase)
         now = time.perf_counter() - recorder.origin
-        if passed.kind == "step":
-            recorder.step_selector.add(step, seconds, lambda: events.events(passed, step), now)
-        elif passed.kind == "update":
-            recorder.step_selector.follow(lambda: events.events(passed, None))
+        if record.kind == "step":
+            recorder.step_selector.add(step, seconds, lambda: events.events(record, step), now)
+        elif record.kind == "update":
+            recorder.step_selector.follow(lambda: events.events(record, None))
 
 
 class EngineEvents:
@@ -110,84 +110,84 @@ class EngineEvents:
 
     # Phases.
 
-    def phases(self, passed: StepRecord, step: int) -> Iterator[Phase]:
+    def phases(self, record: StepRecord, step: int) -> Iterator[Phase]:
         """Yield the phases of a program.
 
         In each round of a step, forward lasts until the loss begins, and backward until the last
         block is done. Optimizer sweeps run concurrently with forward, so they are events, not
         phases.
         """
-        began = passed.clock - self._origin
-        if not passed.whole or not passed.ended:
+        began = record.host_time - self._origin
+        if not record.succeeded or not record.ended:
             return
-        if passed.kind != "step":
-            end = began + max(self._seconds(passed, at, ended=True) for at in passed.ended)
-            yield Phase(passed.kind, step, began, end)
+        if record.kind != "step":
+            end = began + max(self._seconds(record, at, ended=True) for at in record.ended)
+            yield Phase(record.kind, step, began, end)
             return
         reached = began
-        for loss, last in self._turns(passed):
-            turn = began + self._seconds(passed, loss, ended=False)
-            end = began + self._seconds(passed, last, ended=True)
+        for loss, last in self._turns(record):
+            turn = began + self._seconds(record, loss, ended=False)
+            end = began + self._seconds(record, last, ended=True)
             yield Phase("forward", step, reached, max(reached, turn))
             yield Phase("backward", step, max(reached, turn), max(turn, end))
             reached = max(turn, end)
 
-    def _turns(self, passed: StepRecord) -> Iterator[tuple[int, int]]:
+    def _turns(self, record: StepRecord) -> Iterator[tuple[int, int]]:
         """Yield the loss and the last backward of each round, if they ran."""
         loss: int | None = None
         last = -1
-        for at, operation in enumerate(passed.program.operations):
-            if operation.verb is Verb.LOSS and at in passed.ended:
+        for at, operation in enumerate(record.program.operations):
+            if operation.verb is Verb.LOSS and at in record.ended:
                 if loss is not None:
                     yield loss, last
                 loss = last = at
-            elif operation.verb is Verb.BACKWARD and at in passed.ended:
+            elif operation.verb is Verb.BACKWARD and at in record.ended:
                 last = at
         if loss is not None:
             yield loss, last
 
-    def _seconds(self, passed: StepRecord, at: Part, *, ended: bool) -> float:
-        mark = (passed.ended if ended else passed.began)[at]
-        return passed.device.seconds(passed.origin, mark)
+    def _seconds(self, record: StepRecord, at: Part, *, ended: bool) -> float:
+        ticket = (record.ended if ended else record.started)[at]
+        return record.device.seconds_between(record.origin, ticket)
 
     # Events.
 
-    def events(self, passed: StepRecord, step: int | None) -> list[Event]:
+    def events(self, record: StepRecord, step: int | None) -> list[Event]:
         """Return one event for each resource that an operation kept busy.
 
         A copy whose data comes from a disk is on the PCIe link and on the disk. A sweep that ran
         outside a step has no step, and its phase is the program's kind.
         """
         found: list[Event] = []
-        for ran in timeline(passed, self._moved_by(passed)):
+        for ran in timeline(record, self._moved_by(record)):
             verb = ran.operation.verb
             if verb in _TRANSFER_VERBS:
-                found += self._transfers(passed, ran, step)
+                found += self._transfers(record, ran, step)
             elif verb is Verb.SWEEP and not ran.operation.gpu:
-                found += self._cpu_sweep(passed, ran, step)
+                found += self._cpu_sweep(record, ran, step)
             else:
-                found.append(self._gpu_work(passed, ran, step))
+                found.append(self._gpu_work(record, ran, step))
         return found
 
     def _transfers(
-        self, passed: StepRecord, ran: TimelineEvent, step: int | None
+        self, record: StepRecord, ran: TimelineEvent, step: int | None
     ) -> Iterator[Event]:
-        op, block = ran.operation, _block_name(passed, ran)
+        op, block = ran.operation, _block_name(record, ran)
         name = f"{block} {' '.join(op.roles)}".strip()
-        start, end, phase = self._span(passed, ran)
+        start, end, phase = self._span(record, ran)
         for transfer in ran.transfers:
             link = self.link(transfer.link)
-            pinned = passed.device.pinned if transfer.link in ("h2d", "d2h") else None
+            pinned = record.device.pinned if transfer.link in ("h2d", "d2h") else None
             yield Event(link, _kind(op, transfer), name, start, end, step, phase, link,
                         transfer.nbytes, transfer.source, transfer.target, pinned,
                         f"{op.verb} {block}")  # fmt: skip
 
     def _cpu_sweep(
-        self, passed: StepRecord, ran: TimelineEvent, step: int | None
+        self, record: StepRecord, ran: TimelineEvent, step: int | None
     ) -> Iterator[Event]:
         """Yield one event for the CPU, and one for each memory node that the sweep uses."""
-        block = _block_name(passed, ran)
-        start, end, phase = self._span(passed, ran)
+        block = _block_name(record, ran)
+        start, end, phase = self._span(record, ran)
         total = sum(transfer.nbytes for transfer in ran.transfers)
         yield Event("cpu sweep", "sweep", block, start, end, step, phase, None, total, "host",
                     "host", None, "sweep")  # fmt: skip
@@ -195,30 +195,30 @@ class EngineEvents:
             yield Event(transfer.link, "sweep", block, start, end, step, phase, transfer.link,
                         transfer.nbytes, "host", "host", None, "sweep")  # fmt: skip
 
-    def _gpu_work(self, passed: StepRecord, ran: TimelineEvent, step: int | None) -> Event:
+    def _gpu_work(self, record: StepRecord, ran: TimelineEvent, step: int | None) -> Event:
         kind = "sweep" if ran.operation.gpu else "compute"
-        name = f"{ran.operation.verb} {_block_name(passed, ran)}"
-        start, end, phase = self._span(passed, ran)
+        name = f"{ran.operation.verb} {_block_name(record, ran)}"
+        start, end, phase = self._span(record, ran)
         return Event("gpu", kind, name, start, end, step, phase)
 
-    def _span(self, passed: StepRecord, ran: TimelineEvent) -> tuple[float, float, str]:
-        began = passed.clock - self._origin
-        phase = ran.operation.phase if passed.kind == "step" else passed.kind
+    def _span(self, record: StepRecord, ran: TimelineEvent) -> tuple[float, float, str]:
+        began = record.host_time - self._origin
+        phase = ran.operation.phase if record.kind == "step" else record.kind
         return began + ran.start, began + ran.end, phase
 
-    def _moved_by(self, passed: StepRecord) -> Moved:
+    def _moved_by(self, record: StepRecord) -> Moved:
         """Return a program's transfers, derived once for each program and shape of batch."""
-        key = (id(passed.program), str(passed.shapes))
+        key = (id(record.program), str(record.shapes))
         if key not in self._moved:
             if len(self._moved) > MAX_CACHED:  # every batch has a new shape
                 self._moved.clear()
             # The cache holds the record, and with it the program: its id cannot be reused.
-            self._moved[key] = (passed, moved(passed))
+            self._moved[key] = (record, transfers_of(record))
         return self._moved[key][1]
 
 
-def _block_name(passed: StepRecord, ran: TimelineEvent) -> str:
-    return passed.inventory.blocks[ran.operation.block].name
+def _block_name(record: StepRecord, ran: TimelineEvent) -> str:
+    return record.inventory.blocks[ran.operation.block].name
 
 
 def _kind(operation: Operation, transfer: Transfer) -> str:
@@ -232,17 +232,17 @@ def _kind(operation: Operation, transfer: Transfer) -> str:
 # The plan.
 
 
-def planned_of(passed: StepRecord, link: Callable[[str], str]) -> Planned:
+def planned_of(record: StepRecord, link: Callable[[str], str]) -> Planned:
     """Return the plan's figures, with the step time that it predicts for this machine."""
     from penstock.plan.build_schedule import step_schedule
     from penstock.planner.cost.peaks import phase_peaks
 
-    plan, inventory = passed.plan, passed.inventory
+    plan, inventory = record.plan, record.inventory
     work, placement = plan.workload, plan.placement
     schedule = step_schedule(inventory, placement)
     peaks = phase_peaks(inventory, work, placement, schedule, plan.pools)
     traffic = step_traffic(inventory, work, placement, schedule)
-    seconds, bound = _predicted_cost(passed)
+    seconds, bound = _predicted_cost(record)
     return Planned(
         tiers={
             tier.value: PlannedTier(plan.budget.of(tier), plan.at_rest(tier), plan.peak(tier))
@@ -258,7 +258,7 @@ def planned_of(passed: StepRecord, link: Callable[[str], str]) -> Planned:
     )
 
 
-def _predicted_cost(passed: StepRecord) -> tuple[float | None, str | None]:
+def _predicted_cost(record: StepRecord) -> tuple[float | None, str | None]:
     """Return the predicted step time and bottleneck, or None if this machine is not known."""
     from penstock.errors import PenstockError
     from penstock.plan.budget import with_paths
@@ -266,12 +266,14 @@ def _predicted_cost(passed: StepRecord) -> tuple[float | None, str | None]:
     from penstock.planner.cost.rates import Rates
     from penstock.probe.this_machine import machine_for_training
 
-    plan = passed.plan
+    plan = record.plan
     try:
-        machine, _ = with_paths(machine_for_training(passed.device.where.type)[0], plan.budget)
+        machine, _ = with_paths(
+            machine_for_training(record.device.torch_device.type)[0], plan.budget
+        )
         compiled = plan.workload.numerics.compiled
         rates = Rates.of(machine, plan.workload.moments, compiled=compiled)
-        cost = estimate(passed.inventory, plan.workload, plan.placement, rates)
+        cost = estimate(record.inventory, plan.workload, plan.placement, rates)
     except PenstockError:
         return None, None
     return cost.step_seconds, cost.bound_by

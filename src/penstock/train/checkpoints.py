@@ -85,7 +85,7 @@ class CheckpointSaver:
 
     def _state(self, standing: Standing) -> TrainingState:
         engine, settings = self._engine, self._settings
-        on_gpu = engine.device.where.type == "cuda"
+        on_gpu = engine.device.torch_device.type == "cuda"
         values = settings.flat()
         numerics: Any = {
             "workload": to_json(engine.workload.numerics),

@@ -195,7 +195,9 @@ class Loop:
             return
         self._sampled = step
         self._view.busy(0, 0, "answering the sample prompts")
-        with self._engine.lending() as room:  # which, if it is not had back, ends the run
+        with (
+            self._engine.gradient_buffers_released() as room
+        ):  # which, if it is not had back, ends the run
             try:
                 for answer in samples.answers(self._engine, room):
                     self._watchdog.moved("sampling")

@@ -89,7 +89,7 @@ def _opened(
     engine = _engine(settings, model, chosen, past, view)
     try:
         if past is not None:
-            gpu = engine.device.where.type == "cuda"
+            gpu = engine.device.torch_device.type == "cuda"
             numerics, steps = engine.workload.numerics, batches.steps
             found = past.differences(settings, numerics, steps=steps, on_gpu=gpu)
             if found:

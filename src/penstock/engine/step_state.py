@@ -1,0 +1,91 @@
+"""The state of one step while the lanes and the computing thread carry it out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.engine.pending_update import PendingUpdate
+from penstock.engine.program import Program
+from penstock.engine.ticket_board import TicketBoard
+from penstock.model.split import MicroBatch
+from penstock.ticket import Ticket
+
+Part = int | tuple[int, int]
+"""An operation, by its index in the program; or (index, micro-batch) for a part of one."""
+
+
+@dataclass(slots=True)
+class StepState:
+    """One execution of a program: a training step, an evaluation pass or a sweep alone.
+
+    Fields without a note about threads are constant, or belong to the computing thread. What the
+    computing thread writes for other threads, it writes before it posts the ticket that they wait
+    for, so they need no lock.
+    """
+
+    program: Program
+    rounds: Sequence[Sequence[MicroBatch]]
+    pending: PendingUpdate | None
+    """The optimizer update whose sweeps this program makes."""
+    batch_number: int
+    """Number of batches before this one; dropout depends on it."""
+    items: int = 1
+    """Number of trained tokens in the whole step."""
+    scale: float = 1.0
+    """Loss scale, for fp16."""
+    fresh: bool = True
+    """Whether gradients start from zero."""
+    tickets: TicketBoard = field(default_factory=TicketBoard)
+    """Tickets of operations and of their micro-batches. Shared by all threads."""
+    origin: Ticket[None] | None = None
+    """Recorded when the step began, with nothing else running on the device."""
+    started: dict[Part, Ticket[object]] = field(default_factory=dict)
+    """When each operation had everything it needs; for operations that move one micro-batch after
+    another, with waits in between, one entry per micro-batch. Each key is written by one thread."""
+    hidden_slots: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """By round, block and micro-batch: the slot of the ring that holds the block's input. Written
+    by the computing thread, read by the lane that offloads activations."""
+    outgoing_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By block: the bytes of its gradient on the device. Written by the computing thread, read by
+    the lane that offloads gradients."""
+    activation_slots: dict[int, Sequence[int]] = field(default_factory=dict)
+    """By round: the slots of the ring through which activations return for backward. Written by the
+    computing thread at the end of forward, read by the lane that fetches activations."""
+    loss: torch.Tensor | None = None
+    """Sum of the loss over trained tokens."""
+    device_sweeps: list[Ticket[object]] = field(default_factory=list)
+    """Sweeps on the device; waiting for one raises if it refused an element."""
+    swept_on_cpu: set[tuple[int, int | None]] = field(default_factory=set)
+    """Blocks and pieces that the CPU swept in this step. Written by the sweep lane, read after it
+    has ended."""
+    activations_used: Counter[int] = field(default_factory=Counter)
+    """By round: how many fetched activations backward has used. Computing thread only."""
+    activation_users: dict[int, list[Hashable]] = field(default_factory=dict)
+    """By round: ticket keys of the backward parts that use the fetched activations, in order.
+    Only the lane that fetches activations touches it."""
+
+    def shapes(self, round: int) -> list[tuple[int, int]]:
+        """Return sequences and tokens of each micro-batch of a round."""
+        return [micro.shape for micro in self.rounds[round]]
+
+    def use_activation_slot(self, round: int) -> int:
+        """Return the slot of the next fetched activation; they are used in the order of arrival."""
+        number = self.activations_used[round]
+        self.activations_used[round] += 1
+        slots = self.activation_slots[round]
+        return slots[number % len(slots)]
+
+    def reserve_activation_slot(self, round: int, user: Hashable) -> tuple[int, Hashable | None]:
+        """Return the slot for the next activation to fetch, and who must finish with it first.
+
+        `user` is the ticket key of the backward part that will use the activation.
+        """
+        slots, users = self.activation_slots[round], self.activation_users.setdefault(round, [])
+        number = len(users)
+        users.append(user)
+        previous = users[number - len(slots)] if number >= len(slots) else None
+        return slots[number % len(slots)], previous
