@@ -21,7 +21,7 @@ Block::~Block() {
 
 Block Arena::take(std::size_t bytes, std::size_t align) {
   const std::lock_guard hold{state_};
-  // Offsets are aligned, and the region starts on a 2 MiB boundary, so addresses are too.
+  // Offsets are aligned and the region starts on a 2 MiB boundary, so addresses are aligned too.
   const std::size_t start = (used_ + align - 1) / align * align;
   if (start > capacity() || bytes > capacity() - start) {
     throw ArenaFull{start - used_ + bytes, capacity() - used_};

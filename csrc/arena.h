@@ -1,4 +1,4 @@
-// One region handed out front to back, block by block, and taken back as a whole.
+// An arena: allocates blocks from one region, front to back, and releases all of them together.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace penstock {
 struct ArenaFull : std::runtime_error {
   ArenaFull(std::size_t wanted, std::size_t free)
       : std::runtime_error{"arena full"}, wanted{wanted}, free{free} {}
-  const std::size_t wanted;  // padding before the block included
+  const std::size_t wanted;  // including padding before the block
   const std::size_t free;
 };
 
@@ -24,7 +24,8 @@ struct ArenaBusy : std::runtime_error {
 
 class Arena;
 
-// Bytes that keep their owner mapped: the contract with Python is pointer, length, keep-alive.
+// A range of bytes that keeps its owner mapped. The contract with Python is pointer, length and
+// keep-alive.
 class Block {
  public:
   Block(std::shared_ptr<Region> region, std::size_t offset, std::size_t bytes,
@@ -42,8 +43,7 @@ class Block {
 
  private:
   std::shared_ptr<Region> region_;
-  std::shared_ptr<Arena>
-      arena_;  // null for a block that has its region to itself, or was moved from
+  std::shared_ptr<Arena> arena_;  // null for a block that is a whole region, or was moved from
   std::size_t offset_;
   std::size_t bytes_;
 };
@@ -53,21 +53,21 @@ class Arena : public std::enable_shared_from_this<Arena> {
   explicit Arena(std::shared_ptr<Region> region) : region_{std::move(region)} {}
 
   Block take(std::size_t bytes, std::size_t align);
-  void reset();  // throws ArenaBusy while a block is alive
+  void reset();  // throws ArenaBusy while any block is alive
 
   const std::shared_ptr<Region>& region() const noexcept { return region_; }
   std::size_t capacity() const noexcept { return region_->bytes(); }
-  std::size_t used() const;     // padding included
-  std::size_t padding() const;  // of that, lost to alignment
-  std::size_t peak() const;     // most ever used
-  std::size_t live() const;     // blocks alive
+  std::size_t used() const;     // including padding
+  std::size_t padding() const;  // bytes of used() lost to alignment
+  std::size_t peak() const;     // the largest value of used() so far
+  std::size_t live() const;     // number of blocks alive
 
  private:
   friend class Block;
   void let_go() noexcept;
 
   const std::shared_ptr<Region> region_;
-  mutable std::mutex state_;  // guards all below
+  mutable std::mutex state_;  // guards the fields below
   std::size_t used_ = 0;
   std::size_t padding_ = 0;
   std::size_t peak_ = 0;

@@ -1,5 +1,5 @@
-// With bind_store.cpp, the only file that knows Python. It converts, drops the GIL and translates
-// errors: no logic.
+// Python bindings of memory, arenas and probes. Like the other bind*.cpp files, this one contains
+// no logic: it converts arguments, releases the GIL and translates exceptions.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
@@ -24,7 +24,7 @@ namespace {
 
 using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
-nb::handle arena_full;  // each a Python exception whose args are numbers; Python adds the names
+nb::handle arena_full;  // Python exceptions whose args are numbers; Python code adds the names
 nb::handle arena_busy;
 nb::handle cuda_error;
 
@@ -44,8 +44,8 @@ void translate(const std::exception_ptr& error, void*) {
   }
 }
 
-// torch.frombuffer and memoryview read a block in place; the view keeps the block, and so the
-// memory.
+// Lets torch.frombuffer and memoryview read a block in place. The view keeps the block alive, and
+// the block keeps the memory mapped.
 int block_getbuffer(PyObject* self, Py_buffer* view, int flags) {
   auto* block = nb::inst_ptr<Block>(nb::handle{self});
   return PyBuffer_FillInfo(view, self, block->data(), static_cast<Py_ssize_t>(block->bytes()),
@@ -57,7 +57,8 @@ PyType_Slot block_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(block_get
 
 std::uintptr_t address(const void* at) { return reinterpret_cast<std::uintptr_t>(at); }
 
-// Giving back gigabytes takes seconds, and pinned ones wait for the GPU: other threads go on.
+// Releasing gigabytes takes seconds, and releasing pinned memory waits for the GPU, so other Python
+// threads must be able to run meanwhile.
 void free_without_gil(Region* region) {
   if (nb::is_alive() && PyGILState_Check() != 0) {
     const nb::gil_scoped_release no_gil;
@@ -214,8 +215,8 @@ void bind_sweep(nb::module_& m);   // bind_sweep.cpp
 void bind_paging(nb::module_& m);  // bind_paging.cpp
 
 NB_MODULE(_native, m) {
-  // A tensor that lives until the process ends keeps its block until then: no leak, and not to be
-  // reported as one on every exit.
+  // A tensor that lives until the process exits keeps its block until then. nanobind would report
+  // this as a leak on every exit, although it is none.
   nb::set_leak_warnings(false);
   m.attr("UNIT_NBYTES") = kUnitBytes;
   arena_full = nb::exception<ArenaFull>(m, "ArenaFull", PyExc_MemoryError).release();

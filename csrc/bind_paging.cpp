@@ -1,4 +1,5 @@
-// Pages and ranges, as Python sees them. Like bind.cpp it converts and drops the GIL: no logic.
+// Python bindings of pages and address ranges. Contains no logic: it converts arguments and
+// releases the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -13,9 +14,9 @@ namespace {
 
 using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
-// Nothing is asked of the address, which may have no memory yet: torch asks a driver for the device
-// of a bare pointer, and would be told that there is none. Nor does the view own anything: None
-// stands for an owner, without which the bytes would be copied.
+// Makes a view without a check of the address, which may have no memory yet: torch would ask the
+// driver for the device of a bare pointer and get an error. The view owns nothing: None stands for
+// an owner, because without one nanobind would copy the bytes.
 nb::ndarray<std::uint8_t> bytes_at(std::uintptr_t at, std::size_t nbytes, int device_type,
                                    int device) {
   return {reinterpret_cast<void*>(at), {nbytes},    nb::none(), {},

@@ -1,5 +1,6 @@
-// The storage engines for Python: converts, drops the GIL and translates errors, no logic. Buffers
-// are addresses here; the Python ticket keeps what they point into.
+// Python bindings of the storage engines. Contains no logic: it converts arguments, releases the
+// GIL and translates exceptions. Buffers are plain addresses here; the Python ticket keeps the
+// objects alive that own them.
 #include "bind_store.h"
 
 #include <nanobind/stl/optional.h>
@@ -24,7 +25,7 @@ namespace {
 
 using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
-class BufferView {  // a contiguous buffer, held while its address is read
+class BufferView {  // a contiguous buffer, held while its address is in use
  public:
   BufferView(nb::handle object, bool writable) {
     if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {

@@ -2,5 +2,5 @@
 
 #include <nanobind/nanobind.h>
 
-// The storage engines, added to the module that bind.cpp makes.
+// Adds the storage engines to the module that bind.cpp creates.
 void bind_store(nanobind::module_& m);

@@ -1,4 +1,5 @@
-// The sweep, as Python sees it. Like bind.cpp it converts and drops the GIL: no logic.
+// Python bindings of the optimizer sweep. Contains no logic: it converts arguments and releases the
+// GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
@@ -33,7 +34,7 @@ T* pointer(std::uintptr_t at) {
   return reinterpret_cast<T*>(at);
 }
 
-// As Python's time.perf_counter has it: both are the monotonic clock.
+// Seconds on the clock of Python's time.perf_counter: both are the monotonic clock.
 double seconds_of(Job::Clock::time_point when) {
   return std::chrono::duration<double>{when.time_since_epoch()}.count();
 }

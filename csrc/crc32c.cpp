@@ -13,7 +13,7 @@ constexpr std::uint32_t kPolynomial = 0x82f63b78;  // reflected
 
 using Table = std::array<std::uint32_t, 256>;
 
-// Slicing by eight: table k advances a byte by k further zero bytes.
+// Slicing by eight: table k advances a byte by k more zero bytes.
 constexpr std::array<Table, 8> make_tables() {
   std::array<Table, 8> tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -38,13 +38,14 @@ std::uint64_t load(const std::byte* at) {
 }
 
 #ifdef PENSTOCK_X86
-// The instruction has a latency of three cycles and a throughput of one, so three streams run side
-// by side; their remainders are joined by advancing one over the bytes of the next.
+// The instruction has a latency of three cycles and a throughput of one per cycle, so three streams
+// run interleaved. Their remainders are combined by advancing each over the bytes of the next
+// stream.
 constexpr std::size_t kStream = 4096;
 
 using Advance = std::array<Table, 4>;
 
-// Advancing over `kStream` zero bytes is linear, so one table per byte of the remainder does it.
+// Advancing over `kStream` zero bytes is linear, so one table per byte of the remainder is enough.
 Advance make_advance() {
   Advance advance{};
   for (std::size_t place = 0; place < 4; ++place) {

@@ -1,4 +1,4 @@
-// CRC-32C (Castagnoli), the checksum that processors compute by themselves.
+// CRC-32C (Castagnoli), the checksum for which processors have an instruction.
 #pragma once
 
 #include <cstddef>
@@ -6,10 +6,11 @@
 
 namespace penstock {
 
-// The checksum of `bytes` at `at`, continuing one computed over what came before (0 at the start).
+// Returns the checksum of `bytes` bytes at `at`, continuing the checksum `before` of preceding
+// bytes (0 at the start).
 std::uint32_t crc32c(const std::byte* at, std::size_t bytes, std::uint32_t before = 0) noexcept;
 
-// Without the processor's help, for those that have none and for comparing.
+// The same in software, for processors without the instruction and for tests.
 std::uint32_t crc32c_table(const std::byte* at, std::size_t bytes,
                            std::uint32_t before = 0) noexcept;
 

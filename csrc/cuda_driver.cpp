@@ -7,7 +7,7 @@
 namespace penstock {
 namespace {
 
-// The few driver names used here, declared by hand: the ABI of each has been stable since CUDA 11.
+// The few driver functions used here, declared by hand. Their ABI has been stable since CUDA 11.
 using Result = int;
 using Device = int;
 using Context = struct CudaContext*;
@@ -59,7 +59,7 @@ std::string name_of(const Driver& d, Result code) {
 
 Driver look() {
   Driver d;
-  // Never closed: the driver keeps threads of its own until the process ends.
+  // Never closed: the driver has threads that run until the process exits.
   void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     d.found.why_none = "no CUDA driver (libcuda.so.1 not found)";
@@ -79,8 +79,8 @@ const Driver& driver() {
   return found;
 }
 
-// A context for the length of a scope: the caller's if there is one, else device 0's primary one,
-// which is also the one torch uses.
+// Makes a context current for a scope: the caller's if there is one, otherwise device 0's primary
+// context, which torch uses too.
 class WithContext {
  public:
   explicit WithContext(const Driver& d) : d_{d} {
@@ -119,7 +119,7 @@ class DriverRegistrar final : public Registrar {
     }
   }
 
-  // Errors are ignored: at process exit the driver may be gone, and the memory with it.
+  // Errors are ignored: at process exit the driver, and with it the memory, may already be gone.
   void remove(void* at) noexcept override {
     wait_for_copies();
     try {
@@ -131,8 +131,8 @@ class DriverRegistrar final : public Registrar {
   }
 
  private:
-  // Torch's own pinned allocator remembers an event per stream; we do not see the streams, so we
-  // wait for every device that has a context.
+  // torch's pinned allocator records an event per stream. This code does not know the streams, so
+  // it waits for every device that has a context.
   void wait_for_copies() noexcept {
     for (Device device = 0; device < d_.found.num_devices; ++device) {
       unsigned flags = 0;

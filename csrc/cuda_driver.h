@@ -1,5 +1,5 @@
-// CUDA's driver, found at run time. Absent is an answer: no header and no library is needed to
-// build or import, and the only file that names CUDA is cuda_driver.cpp.
+// CUDA's driver, loaded at run time. Its absence is a valid result: building and importing need no
+// CUDA header or library. Only cuda_driver.cpp uses CUDA.
 #pragma once
 
 #include <cstddef>
@@ -14,23 +14,23 @@ class CudaError : public std::runtime_error {
   const int code;
 };
 
-// Makes host memory reachable by the GPU's copy engines.
+// Registers host memory, so that the GPU's copy engines can access it directly.
 struct Registrar {
   virtual ~Registrar() = default;
   virtual void add(void* at, std::size_t bytes) = 0;  // throws CudaError
-  // Waits for copies that still use the range, then lets it go.
+  // Waits for copies that still use the range, then unregisters it.
   virtual void remove(void* at) noexcept = 0;
 };
 
 struct Cuda {
   int num_devices = 0;
-  std::string why_none;  // why there is no device, for doctor; empty when there is one
+  std::string why_none;  // why there is no device, for penstock doctor; empty if there is one
 };
 
-// Looks once; later calls give the same answer. Creates no context.
+// Searches once; later calls return the same result. Creates no context.
 const Cuda& find_cuda();
 
-// Throws CudaError where find_cuda() has no device.
+// Throws CudaError if find_cuda() found no device.
 Registrar& cuda_registrar();
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// System calls on files. No policy here: retries and continuations are transfer.cpp's.
+// System calls on files. Contains no policy: transfer.cpp decides about retries and continuations.
 #include <fcntl.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -30,7 +30,8 @@ class LinuxDisk final : public Disk {
       if (::fallocate(fd, 0, 0, static_cast<off_t>(bytes)) == 0) return 0;
       if (errno == EINTR) continue;
       if (errno != EOPNOTSUPP) return errno;
-      // The C library then writes a byte per block: slow, once, and the space is as surely taken.
+      // The C library then writes a byte per block, which is slow but happens once and allocates
+      // the space too.
       return ::posix_fallocate(fd, 0, static_cast<off_t>(bytes));
     }
   }

@@ -10,13 +10,13 @@ namespace penstock {
 namespace {
 
 auto deadline_in(double seconds) {
-  // A year at most: chrono's arithmetic overflows on "forever".
+  // At most a year: chrono's arithmetic overflows for "forever".
   return std::chrono::steady_clock::now() +
          std::chrono::duration_cast<std::chrono::steady_clock::duration>(
              std::chrono::duration<double>(std::clamp(seconds, 0.0, 3.15e7)));
 }
 
-// A full second for EAGAIN to pass, at no cost when the first retry does.
+// Backs off for up to a second in total while EAGAIN persists. The first retry is immediate.
 void pause_before(unsigned stalls) {
   if (stalls > 1) std::this_thread::sleep_for(std::chrono::microseconds{std::min(stalls, 100U)});
 }
@@ -136,7 +136,8 @@ void Queue::release(Slot& slot, bool failed) {
     (request.transfer->op == Op::read ? counters_.read_bytes : counters_.written_bytes) +=
         request.piece.bytes;
   }
-  // Under the lock, so that a waiter cannot look between the count and the call.
+  // Notify under the lock, so that a waiter cannot check its condition between the count and the
+  // notification.
   if (request.transfer->finish_one() || taken_ == 0) settled_.notify_all();
 }
 
@@ -156,17 +157,17 @@ void Engine::launch(std::function<void(Queue&)> serve) {
   try {
     team_.emplace_back([queue = queue_, serve = std::move(serve)] { serve(*queue); });
   } catch (const std::system_error&) {
-    if (team_.empty()) throw;  // a process limit: fewer threads do the same work
+    if (team_.empty()) throw;  // a limit on threads: fewer threads can do the same work
   }
 }
 
 std::vector<Hanging> Engine::close(double seconds) {
-  // A forked child has the memory but not the threads: there is nobody to wait for, and a lock may
-  // have been copied while held.
+  // A forked child has the memory but not the threads: there is nothing to wait for, and a lock may
+  // have been copied while it was held.
   const bool is_ours = owner_ == linux_os().process();
   std::vector<Hanging> hanging;
   if (is_ours) {
-    // Workers asleep in the kernel must see that it is over before anybody waits for them.
+    // Close the queue before joining: workers that sleep in the kernel must see that it is closed.
     queue_->close(0);
     wake();
     hanging = queue_->close(seconds);
@@ -177,7 +178,8 @@ std::vector<Hanging> Engine::close(double seconds) {
       worker.detach();
       continue;
     }
-    // One that is stuck in the kernel cannot be ended; it keeps the queue and touches nothing else.
+    // A worker that is stuck in the kernel cannot be stopped. It keeps the queue alive and touches
+    // nothing else.
     hanging.empty() ? worker.join() : worker.detach();
   }
   if (is_ours && hanging.empty()) let_go();

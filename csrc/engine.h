@@ -1,6 +1,6 @@
-// Storage engines: start a transfer, get a ticket, wait for it. Two of them behind one interface;
-// what they share (the queue, the tickets, closing) is here, what differs is how a request reaches
-// the kernel.
+// Storage engines: start a transfer, get a ticket, wait for it. There are two engines behind one
+// interface. The common parts (the queue, the tickets, closing) are here; the engines differ in how
+// a request reaches the kernel.
 #pragma once
 
 #include <atomic>
@@ -26,11 +26,12 @@ struct EngineClosed : std::runtime_error {
 };
 
 struct EngineOptions {
-  std::vector<int> files;  // descriptors, owned by the caller, open until close() says none hangs
+  std::vector<int>
+      files;  // descriptors, owned by the caller, open until close() returns that nothing hangs
   std::size_t align = 4096;
   std::size_t request_bytes = std::size_t{1} << 20;
-  unsigned depth = 16;   // requests with the kernel at once, over all workers
-  unsigned workers = 1;  // threads that serve the ring; the threads engine has one per request
+  unsigned depth = 16;   // maximum number of requests in the kernel, over all workers
+  unsigned workers = 1;  // ring threads; the threads engine has one per request instead
   Retries retries;
 };
 
@@ -38,10 +39,10 @@ struct Counters {
   std::uint64_t read_bytes = 0;
   std::uint64_t written_bytes = 0;
   std::uint64_t requests = 0;
-  std::uint64_t again = 0;  // continuations and retries: 0 on a healthy disk
+  std::uint64_t again = 0;  // number of continuations and retries; 0 on a healthy disk
 };
 
-// A request that the kernel has had for too long.
+// A request that has been in the kernel for too long.
 struct Hanging {
   Op op;
   unsigned file;
@@ -49,40 +50,41 @@ struct Hanging {
   std::size_t bytes;
 };
 
-// Requests waiting for a worker, and those that are with the kernel. Outlives the engine if a
-// device hangs: the stuck thread keeps it.
+// Requests that wait for a worker, and requests in the kernel. If a device hangs, the queue
+// outlives the engine: the stuck thread keeps it alive.
 class Queue {
  public:
-  struct Slot {  // what one request occupies from when a worker takes it to when it is done
+  struct Slot {  // holds one request from when a worker takes it until it is done
     Request request;
     bool busy = false;
-    std::atomic<bool> with_kernel{false};  // set by the worker around the kernel's part
+    std::atomic<bool> with_kernel{false};  // set by the worker while the kernel has the request
   };
 
   Queue(EngineOptions options, std::size_t slots);
 
   const EngineOptions options;
 
-  // Callers.
+  // For callers.
   std::shared_ptr<Transfer> start(Op op, std::span<const Piece> pieces,
                                   std::shared_ptr<Checksums> checksums);
-  // False if the time ran out first. With `all` false, one of them is enough.
+  // Returns false on a timeout. With `all` false, one finished transfer is enough.
   bool wait(std::span<const std::shared_ptr<Transfer>> transfers, bool all, double seconds);
-  // Fails what no worker has taken yet and waits for the rest. Returns what still hangs.
+  // Fails the requests that no worker has taken yet and waits for the others. Returns those that
+  // still hang.
   std::vector<Hanging> close(double seconds);
   Counters counters() const;
-  std::size_t taken() const;  // by workers, and not done
+  std::size_t taken() const;  // requests taken by workers and not done
 
-  // Workers. A slot belongs to one of them, which alone touches its request.
+  // For workers. A slot belongs to one worker, and only that worker touches its request.
   Slot& slot(std::size_t index) { return slots_[index]; }
-  bool take(Slot& slot);      // waits; false when closing
-  bool try_take(Slot& slot);  // false when there is nothing to do now
+  bool take(Slot& slot);      // waits for a request; false when closing
+  bool try_take(Slot& slot);  // false if there is no request
   bool closing() const;
-  // Takes the kernel's answer. True if the request must be issued again.
+  // Processes the kernel's answer. Returns true if the request must be issued again.
   bool answer(Slot& slot, ssize_t answer);
-  // Ends a request that a worker has taken but will not issue.
+  // Fails a request that a worker has taken but will not issue.
   void drop(Slot& slot, int error);
-  // The kernel takes no more requests: fails this one and, from now on, every other.
+  // The kernel accepts no more requests: fails this one and, from now on, every other one.
   void broken(Slot& slot, int error);
 
  private:
@@ -90,9 +92,9 @@ class Queue {
   void release(Slot& slot, bool failed);
   void drop_waiting(int error);  // state_ held
 
-  mutable std::mutex state_;         // guards all below
-  std::condition_variable work_;     // something waits, or closing
-  std::condition_variable settled_;  // a transfer is done, or no worker has anything
+  mutable std::mutex state_;         // guards the fields below
+  std::condition_variable work_;     // a request waits, or the queue is closing
+  std::condition_variable settled_;  // a transfer is done, or no worker has a request
   std::deque<Request> waiting_;
   std::vector<Slot> slots_;
   std::size_t taken_ = 0;
@@ -113,21 +115,22 @@ class Engine {
                                           std::shared_ptr<Checksums> checksums) {
     return queue_->start(op, pieces, std::move(checksums));
   }
-  // Lets the kernel keep this memory mapped for I/O. 0 or an errno: work goes on without.
+  // Registers memory for I/O with the kernel. Returns 0 or an errno; transfers work without
+  // registration too.
   virtual int register_memory(std::byte* at, std::size_t bytes);
-  // May be called again, to ask whether what hung still does. Nothing is left of an engine that
-  // closed well: no thread, no descriptor.
+  // May be called again, to check whether requests still hang. An engine that closed without
+  // hanging requests leaves no thread and no descriptor behind.
   std::vector<Hanging> close(double seconds);
 
   Queue& queue() noexcept { return *queue_; }
 
  protected:
-  // Runs `serve` on a thread of its own until it returns.
+  // Runs `serve` on a new thread until it returns.
   void launch(std::function<void(Queue&)> serve);
   virtual void wake() {}
-  virtual void let_go() {}  // nothing runs any more
+  virtual void let_go() {}  // called when no worker runs any more
 
-  static constexpr double kLastChance = 5.0;  // seconds a destructor waits for a disk
+  static constexpr double kLastChance = 5.0;  // seconds that the destructor waits for a disk
 
   const std::shared_ptr<Queue> queue_;
 
@@ -136,11 +139,11 @@ class Engine {
   std::vector<std::thread> team_;
 };
 
-// One thread per request that may be with the kernel.
+// The engine with one thread per request in flight.
 std::unique_ptr<Engine> make_thread_engine(EngineOptions options, Disk& disk);
 
-// One or a few threads, each with a ring of its own. Throws std::system_error where the kernel
-// gives no ring.
+// The engine with one or a few threads, each with its own ring. Throws std::system_error if the
+// kernel provides no ring.
 std::unique_ptr<Engine> make_ring_engine(EngineOptions options, const RingMaker& make_ring);
 
 }  // namespace penstock

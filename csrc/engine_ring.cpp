@@ -1,5 +1,5 @@
-// The io_uring engine. Each worker owns a ring and a share of the slots; it alone submits, because
-// the kernel cancels the requests of a thread that ends.
+// The io_uring engine. Each worker owns a ring and a share of the slots, and is the only thread
+// that submits to the ring: the kernel cancels the requests of a thread that exits.
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -9,7 +9,8 @@
 namespace penstock {
 namespace {
 
-// Memory the rings know. Filled front to back and only ever added to, so readers need no lock.
+// Memory that is registered with the rings. Entries are only ever appended, so readers need no
+// lock.
 class Buffers {
  public:
   int find(const std::byte* at, std::size_t bytes) const noexcept {
@@ -47,10 +48,11 @@ class Buffers {
   std::atomic<unsigned> count_{0};
 };
 
-// One thread's loop. The disk comes first: a request that needs a checksum is prepared while others
-// are with the kernel, and an answer is looked at only after the disk has got new work. So there
-// are twice as many slots as requests with the kernel; with fewer, a burst of answers would leave
-// the disk idle for as long as their checksums take (a third of the rate, as measured).
+// The loop of one worker. The disk comes first: requests that need a checksum are prepared while
+// others are in the kernel, and answers are processed only after the disk has new work. Therefore
+// there are twice as many slots as requests in the kernel. With fewer, a burst of answers would
+// leave the disk idle while their checksums are computed, which was measured to cost a third of the
+// rate.
 class RingWorker {
  public:
   RingWorker(Queue& queue, Ring& ring, const Buffers& buffers, unsigned first, unsigned depth)
@@ -72,7 +74,8 @@ class RingWorker {
         if (with_kernel_ == 0) return;
       }
       const int error = -ring_.enter(/*wait=*/true);
-      // EAGAIN and EBUSY: the kernel wants its answers collected first. EINTR: a signal.
+      // EAGAIN and EBUSY: the kernel wants its answers to be collected first. EINTR: a signal
+      // arrived.
       if (error > 0 && error != EINTR && error != EAGAIN && error != EBUSY) give_up(error);
     }
   }
@@ -137,7 +140,8 @@ class RingWorker {
     ready_.clear();
   }
 
-  // The ring is of no use any more. What it held may still move bytes, but nobody can know.
+  // The ring is unusable. Requests that it held may still move bytes, but nothing reports when they
+  // are done.
   void give_up(int error) {
     for (unsigned index = first_; index < first_ + kSlotsEach * depth_; ++index) {
       if (std::find(idle_.begin(), idle_.end(), index) != idle_.end()) continue;
@@ -156,8 +160,8 @@ class RingWorker {
   const unsigned depth_;
   unsigned with_kernel_ = 0;
   std::vector<unsigned> idle_;
-  std::deque<unsigned> ready_;      // taken, and prepared for the kernel
-  std::deque<Completion> answers_;  // from the kernel, not yet looked at
+  std::deque<unsigned> ready_;      // taken and prepared, but not submitted yet
+  std::deque<Completion> answers_;  // received from the kernel, not processed yet
 };
 
 class RingEngine final : public Engine {
@@ -166,7 +170,8 @@ class RingEngine final : public Engine {
       : Engine{options, RingWorker::kSlotsEach * options.depth} {
     const EngineOptions& set = queue_->options;
     const unsigned share = set.depth / set.workers;
-    // All rings before any thread: a refusal then has nothing to undo.
+    // Create all rings before any thread, so that there is nothing to undo if the kernel refuses
+    // one.
     for (unsigned i = 0; i < set.workers; ++i) rings_.push_back(make_ring(share, set.files));
     for (unsigned i = 0; i < set.workers; ++i) {
       launch([ring = rings_[i], buffers = buffers_, first = i * RingWorker::kSlotsEach * share,

@@ -1,4 +1,4 @@
-// The engine for kernels and containers without io_uring: a thread per request in flight.
+// The engine for kernels and containers without io_uring, with one thread per request in flight.
 #include <algorithm>
 
 #include "engine.h"

@@ -7,7 +7,7 @@
 namespace penstock {
 namespace {
 
-constexpr Isa kIsas[] = {Isa::baseline, Isa::avx2, Isa::avx512};  // worst first
+constexpr Isa kIsas[] = {Isa::baseline, Isa::avx2, Isa::avx512};  // slowest first
 
 bool runs_here(Isa isa) {
 #ifdef PENSTOCK_X86
@@ -59,7 +59,8 @@ std::vector<Isa> usable_isas() {
 }
 
 Isa best_isa() {
-  // One that throws is tried again at the next call: the complaint does not go away.
+  // If the initializer throws, the next call runs it again, so that the error is reported every
+  // time.
   static const Isa best = [] {
     const char* asked = std::getenv("PENSTOCK_ISA");
     const bool free = asked == nullptr || *asked == '\0';

@@ -1,5 +1,5 @@
-// Which of the compiled instruction sets to use. Every kernel gives the same bits on each of them,
-// so the choice is about speed alone.
+// Selection of the instruction set. Every kernel gives the same bits on each of them, so the choice
+// affects only speed.
 #pragma once
 
 #include <string>
@@ -9,13 +9,13 @@ namespace penstock {
 
 enum class Isa { baseline, avx2, avx512 };
 
-// The best one that was compiled in, that this processor has, and that is no better than the
-// environment variable PENSTOCK_ISA allows: baseline, avx2 or avx512, capitals or not. Read once.
-// Any other name is a std::invalid_argument: with the best one in its place a person would measure,
-// without a word, what was not asked for.
+// Returns the best instruction set that was compiled, that this processor supports, and that the
+// environment variable PENSTOCK_ISA allows as a maximum: baseline, avx2 or avx512, in upper or
+// lower case. The variable is read once. Any other value throws std::invalid_argument: silently
+// using the best one would make a person measure something else than requested.
 Isa best_isa();
 
-// Those that can run here, worst first.
+// Returns the instruction sets that can run here, slowest first.
 std::vector<Isa> usable_isas();
 
 const char* name_of(Isa isa) noexcept;

@@ -1,5 +1,5 @@
-// The only file that makes system calls. No policy here: one call, one check, one name in the
-// error.
+// System calls for memory and threads. Contains no policy: each function makes one call, checks it,
+// and names it in the error.
 #include <linux/io_uring.h>
 #include <linux/mempolicy.h>
 #include <malloc.h>
@@ -19,10 +19,10 @@
 namespace penstock {
 namespace {
 
-constexpr int kPopulateWrite = 23;    // MADV_POPULATE_WRITE, Linux 5.14; older headers lack it
-constexpr int kHugeShift = 21 << 26;  // MAP_HUGE_2MB, spelled out for the same reason
+constexpr int kPopulateWrite = 23;    // MADV_POPULATE_WRITE, Linux 5.14; missing in older headers
+constexpr int kHugeShift = 21 << 26;  // MAP_HUGE_2MB; missing in older headers
 constexpr std::size_t kHugeBytes = std::size_t{2} << 20;
-constexpr int kMaxNodes = 1024;  // CONFIG_NODES_SHIFT is 10 at most
+constexpr int kMaxNodes = 1024;  // CONFIG_NODES_SHIFT is at most 10
 
 [[noreturn]] void fail(const char* call) {
   throw std::system_error{errno, std::generic_category(), call};
@@ -44,7 +44,7 @@ class NodeMask {
     }
   }
   const unsigned long* data() const { return words_.data(); }
-  // The kernel reads one bit fewer than it is told: its oldest quirk.
+  // The kernel reads one bit fewer than the length passed to it.
   static constexpr unsigned long bits() { return kMaxNodes + 1; }
 
  private:
@@ -66,7 +66,8 @@ int mode_of(Policy policy) {
 
 void touch_by_hand(void* at, std::size_t bytes, std::size_t page) {
   auto* byte = static_cast<volatile unsigned char*>(at);
-  // Reading and writing back keeps what is there: populate may be called on a range in use.
+  // Writing back the byte that was read preserves the contents: populate may be called on a range
+  // in use.
   for (std::size_t i = 0; i < bytes; i += page) byte[i] = byte[i];
 }
 
@@ -91,7 +92,7 @@ class LinuxOs final : public Os {
       errno = why;
       fail("mmap");
     }
-    // Advice may be refused where the kernel was built without huge pages: then there are none.
+    // A kernel without huge pages refuses this advice. Then there are no huge pages.
     if (huge == Huge::transparent) ::madvise(at, bytes, MADV_HUGEPAGE);
     if (huge == Huge::none) ::madvise(at, bytes, MADV_NOHUGEPAGE);
     return mapping;
@@ -150,7 +151,7 @@ class LinuxOs final : public Os {
     if (CPU_COUNT(&set) > 0) ::sched_setaffinity(0, sizeof set, &set);
   }
 
-  // Of a thread, not of the process: Linux keeps it so, whatever POSIX says.
+  // On Linux, this affects a single thread and not the process, unlike in POSIX.
   void be_nice(int nice) noexcept override {
     ::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), nice);
   }
@@ -173,7 +174,8 @@ Os& linux_os() noexcept {
 void map_blocks_from([[maybe_unused]] std::size_t bytes) noexcept {
 #ifdef __GLIBC__
   ::mallopt(M_MMAP_THRESHOLD, static_cast<int>(bytes));
-  // With the first set it learns the second no more, and every block at the top would be new pages.
+  // Setting the first option disables the automatic adjustment of the second, and then every block
+  // at the top of the heap would need new pages.
   ::mallopt(M_TRIM_THRESHOLD, static_cast<int>(2 * bytes));
 #endif
 }

@@ -1,5 +1,5 @@
-// System calls on pages of an anonymous file. No policy here: one call, one check, one name in the
-// error.
+// System calls on pages of an anonymous file. Contains no policy: each function makes one call,
+// checks it, and names it in the error.
 #include "paging.h"
 
 #include <fcntl.h>
@@ -52,7 +52,8 @@ std::uintptr_t reserve_range(std::size_t bytes, std::size_t align) {
   if (taken == MAP_FAILED) fail("mmap");
   const auto first = reinterpret_cast<std::uintptr_t>(taken);
   const std::uintptr_t at = (first + align - 1) / align * align;
-  // What alignment left over on either side goes back: release_range knows of the middle alone.
+  // Unmap what is left over on both sides of the aligned range: release_range knows only the
+  // middle.
   if (at > first) ::munmap(taken, at - first);
   if (first + align > at) ::munmap(pointer(at + bytes), first + align - at);
   return at;
@@ -69,7 +70,8 @@ void map_pages(std::uintptr_t at, std::size_t bytes, int fd, std::size_t offset,
 }
 
 void unmap_pages(std::uintptr_t at, std::size_t bytes) {
-  // Mapped over, not unmapped: another thread's mmap must not find room inside the range.
+  // Map over the pages instead of unmapping them: another thread's mmap must not be placed inside
+  // the range.
   if (::mmap(pointer(at), bytes, PROT_NONE, kReserve | MAP_FIXED, -1, 0) == MAP_FAILED) {
     fail("mmap");
   }

@@ -7,8 +7,9 @@
 
 namespace penstock {
 
-// Long runs while there is much left, since each start costs a trip to a shared line and a cold
-// prefetch; single blocks at the end, so that all threads end together.
+// Returns long runs while many blocks are left, because each start costs an access to a shared
+// cache line and a cold prefetcher, and single blocks at the end, so that all threads finish
+// together.
 Blocks::Run Blocks::next() noexcept {
   constexpr std::size_t kLongest = 16;
   std::size_t begin = job_.next_.load(std::memory_order_relaxed);
@@ -63,8 +64,8 @@ void Pool::start(std::shared_ptr<Job> job, bool beside) {
   changed_.notify_all();
 }
 
-// The oldest job with a block that nobody took. A finished one is not in the queue any more, so one
-// that is not at its front has others before it that some thread still works on.
+// Returns the oldest job with a block that no thread has taken. Finished jobs are removed from the
+// queue, so a job that is not at its front has jobs before it that some thread still works on.
 std::shared_ptr<Job> Pool::open_job() const noexcept {
   for (const Started& each : queue_) {
     if (!each.beside && &each != &queue_.front()) break;
@@ -73,7 +74,8 @@ std::shared_ptr<Job> Pool::open_job() const noexcept {
   return nullptr;
 }
 
-// What to work on next; sleeps until there is something. Null: the pool is closed and all is done.
+// Returns the next job to work on, and sleeps until there is one. Returns null when the pool is
+// closed and all jobs are done.
 std::shared_ptr<Job> Pool::take() {
   std::unique_lock hold{lock_};
   std::shared_ptr<Job> job;
@@ -98,7 +100,8 @@ void Pool::finish(Job& job) noexcept {
 }
 
 void Pool::member(unsigned threads) noexcept {
-  // A thread inherits the mode its maker had: torch.set_flush_denormal would change results.
+  // A thread inherits the floating-point mode of its creator, and torch.set_flush_denormal would
+  // change results.
   std::fesetenv(FE_DFL_ENV);
   if (!cpus_.empty()) os_.run_on(cpus_);
   if (nice_ > 0) os_.be_nice(nice_);

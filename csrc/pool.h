@@ -1,5 +1,6 @@
-// The threads of the sweep: few, long-lived, confined to chosen CPUs, asleep between jobs. Apart
-// from torch's own, so that a sweep in the background neither takes them nor waits for them.
+// The threads of the optimizer sweep: few, long-lived, restricted to chosen CPUs, asleep between
+// jobs. They are separate from torch's threads, so that a sweep in the background neither uses nor
+// waits for those.
 #pragma once
 
 #include <atomic>
@@ -18,7 +19,7 @@ namespace penstock {
 
 class Blocks;
 
-// Work cut in blocks. Which thread runs a block, and when, must not matter to the result.
+// Work that is split into blocks. The result must not depend on which thread runs a block, or when.
 class Job {
  public:
   explicit Job(std::size_t blocks) noexcept : blocks_{blocks} {}
@@ -26,15 +27,16 @@ class Job {
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  // One thread's part: runs what `mine` gives it, until that is empty. What threads share is best
-  // left alone until then: sixteen of them that add up their results after every block wait for
-  // each other more than for memory.
+  // Runs one thread's part: the blocks that `mine` returns, until there are none. Touch shared data
+  // only at the end: sixteen threads that add up their results after every block wait for each
+  // other more than for memory.
   virtual void work(Blocks& mine) noexcept = 0;
 
   void wait() const noexcept { done_.wait(false, std::memory_order_acquire); }
   bool done() const noexcept { return done_.load(std::memory_order_acquire); }
 
-  // When the first thread came to it and when the last block was finished. For jobs that are done.
+  // When the first thread started the job and when the last block was finished. Valid once the job
+  // is done.
   using Clock = std::chrono::steady_clock;
   Clock::time_point began() const noexcept { return began_; }
   Clock::time_point ended() const noexcept { return ended_; }
@@ -46,13 +48,13 @@ class Job {
   Clock::time_point ended_ = began_;        // written before done_
   bool begun_ = false;                      // guarded by the pool's lock_
   const std::size_t blocks_;
-  // On a line of its own: it is all that threads share while they work.
-  alignas(64) std::atomic<std::size_t> next_{0};      // the first block that nobody took
-  alignas(64) std::atomic<std::size_t> finished_{0};  // who finishes the last block ends the job
+  // On a separate cache line: this is all that threads share while they work.
+  alignas(64) std::atomic<std::size_t> next_{0};      // the first block that no thread has taken
+  alignas(64) std::atomic<std::size_t> finished_{0};  // finishing the last block ends the job
   std::atomic<bool> done_{false};
 };
 
-// The blocks that one thread takes from a job, a run at a time.
+// The blocks that one thread takes from a job, one run at a time.
 class Blocks {
  public:
   struct Run {
@@ -61,7 +63,7 @@ class Blocks {
   };
 
   Blocks(Job& job, unsigned threads) noexcept : job_{job}, threads_{threads} {}
-  // The next ones; none, if all are taken.
+  // Returns the next blocks, or an empty run if all are taken.
   Run next() noexcept;
   std::size_t taken() const noexcept { return taken_; }
 
@@ -75,17 +77,17 @@ class Pool {
  public:
   static constexpr unsigned kMaxThreads = 512;
 
-  // Threads may run on `cpus` (anywhere if empty) and yield to others by `nice` (0 to 19). Throws
-  // std::invalid_argument, or std::system_error where the system refuses a thread.
+  // Threads run on `cpus` (anywhere if empty) with their priority lowered by `nice` (0 to 19).
+  // Throws std::invalid_argument, or std::system_error if the system refuses a thread.
   Pool(Os& os, unsigned threads, std::vector<int> cpus, int nice);
-  // Finishes what was started.
+  // Finishes all jobs that were started.
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Jobs run one after the other, in the order of their start: one may use what the last one wrote.
-  // One that is said to run `beside` those before it shares no memory with them: threads that find
-  // no block left begin with it, instead of waiting for the slowest among them.
+  // Jobs run one after the other, in the order in which they were started: a job may use results of
+  // the previous one. A job that is started with `beside` shares no memory with the jobs before it:
+  // threads that find no block left start with it, instead of waiting for the slowest thread.
   void start(std::shared_ptr<Job> job, bool beside = false);
 
   unsigned threads() const noexcept { return static_cast<unsigned>(members_.size()); }
@@ -107,7 +109,7 @@ class Pool {
   const int nice_;
   std::mutex lock_;  // guards queue_ and closed_
   std::condition_variable changed_;
-  std::deque<Started> queue_;  // those that are not finished
+  std::deque<Started> queue_;  // jobs that are not finished
   bool closed_ = false;
   std::vector<std::thread> members_;
 };

@@ -11,25 +11,24 @@
 namespace penstock {
 namespace {
 
-constexpr std::size_t kPiece = std::size_t{4} << 20;  // one thread's share of a touch at a time
+constexpr std::size_t kPiece = std::size_t{4} << 20;  // bytes that a thread touches at a time
 
 // [Note: stripes and the kernel's map count]
-// A bound stripe is one kernel mapping per run of units, and a process may have about 65,530 of
-// them: 128 GiB of 2 MiB units. So a stripe is bound and touched window by window, and each window
-// is then given one policy for all its nodes, without moving pages, upon which the kernel merges it
-// into its neighbour. The kernel merges only mappings that share one reverse-map root, hence the
-// page that is touched before the first split.
+// A bound stripe is one kernel mapping per run of units, and a process may have about 65,530
+// mappings, which is 128 GiB of 2 MiB units. Therefore a stripe is bound and touched window by
+// window, and each window then gets a single policy for all nodes of the stripe, without moving
+// pages, so that the kernel merges it with its neighbour. The kernel merges only mappings that
+// share one reverse-map root, which is why one page is touched before the first split.
 constexpr std::size_t kWindow = 1024 * kUnitBytes;
 
-// Every living region by its first address, so that a tensor's address leads back to its region.
+// All living regions by their first address, to find the region of a tensor by its address.
 struct Living {
   std::mutex using_it;  // guards `regions`
   std::map<const std::byte*, Region*> regions;
 };
 
 Living& living() {
-  static Living* all =
-      new Living;  // never destroyed: the last tensor may die after static objects do
+  static Living* all = new Living;  // never destroyed: the last tensor may outlive static objects
   return *all;
 }
 
@@ -47,7 +46,7 @@ std::shared_ptr<Region> Region::at(const void* address) {
   if (next == all.regions.begin()) return nullptr;
   Region* region = std::prev(next)->second;
   if (byte >= region->data() + region->mapped_bytes()) return nullptr;
-  return region->weak_from_this().lock();  // null once its destruction has begun
+  return region->weak_from_this().lock();  // null once its destruction has started
 }
 
 Region::Region(RegionSpec spec, Os& os) : os_{os}, spec_{std::move(spec)}, made_by_{os.process()} {
@@ -76,7 +75,8 @@ bool Region::is_ours() const noexcept { return made_by_ == os_.process(); }
 void Region::place(std::size_t offset, std::size_t bytes, const Placement& placement, bool move) {
   if (!placement.pattern.empty()) return place_stripe(offset, bytes, placement, move);
   std::byte* at = data() + offset;
-  // To the kernel a page on any node of an interleave is in place already, so those are dealt.
+  // For the kernel, a page on any node of an interleave is in place already, so these pages are
+  // distributed explicitly.
   const bool deal = move && placement.policy == Policy::interleave;
   if (move || placement.policy != Policy::local) {
     os_.bind(at, bytes, placement.policy, placement.nodes, move && !deal);
@@ -104,7 +104,7 @@ void Region::place_stripe(std::size_t offset, std::size_t bytes, const Placement
     for (const Run& run : runs_of(placement, offset + done, window)) {
       os_.bind(data() + run.offset, run.bytes, Policy::bind, std::span{&run.node, 1}, move);
     }
-    if (!spec_.prefault) continue;  // pages are still to come: each unit needs its own policy
+    if (!spec_.prefault) continue;  // untouched pages need the policy of their unit
     if (!move) touch(offset + done, window, placement);
     os_.bind(at + done, window, Policy::bind, placement.nodes, /*move=*/false);
   }
@@ -115,7 +115,8 @@ void Region::touch(std::size_t offset, std::size_t bytes, const Placement& place
   for (const Run& piece : cut(runs_of(placement, offset, bytes), kPiece)) {
     by_node[piece.node].push_back(piece);
   }
-  // Every node's own threads at once: a stripe is touched at the sum of its nodes' rates.
+  // The threads of all nodes run concurrently, so that a stripe is touched at the sum of its nodes'
+  // rates.
   std::vector<Team> teams;
   for (const auto& [node, pieces] : by_node) {
     const auto cpus = spec_.cpus.find(node);
@@ -157,7 +158,7 @@ void Region::move(std::size_t offset, std::size_t bytes, Placement to) {
   Registrar* registrar = registrar_;
   const bool was_registered = pin_ == Pin::registered;
   if (was_registered) drop_pin();
-  // Registered again whether or not the pages moved: a failed move must not cost the pin.
+  // Register the memory again whether or not the pages moved: a failed move must not unpin it.
   const auto restore = [&] {
     if (!was_registered || !is_ours()) return;
     registrar->add(mapping_.at, mapping_.bytes);

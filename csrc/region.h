@@ -1,5 +1,5 @@
-// A range of host memory with a placement: mapped, bound, given its pages, perhaps pinned; undone
-// in reverse by the destructor. A constructor that throws leaves nothing behind.
+// A range of host memory with a placement. The constructor maps, binds, touches and possibly pins
+// it; the destructor undoes this in reverse order. A constructor that throws leaves nothing behind.
 #pragma once
 
 #include <atomic>
@@ -17,8 +17,8 @@ namespace penstock {
 
 enum class Pin {
   none,
-  locked,      // mlock: cannot be swapped out; the GPU's copies are still staged by the driver
-  registered,  // known to CUDA: copies run at the speed of the link
+  locked,      // mlock: not swapped out, but the driver still stages copies to the GPU
+  registered,  // registered with CUDA: copies run at the speed of the link
 };
 
 struct RegionSpec {
@@ -26,14 +26,14 @@ struct RegionSpec {
   Placement placement;
   Huge huge = Huge::none;
   bool prefault = true;
-  unsigned threads = 1;  // for the first touch, per node
+  unsigned threads = 1;  // threads per node for the first touch
   NodeCpus cpus;
 };
 
 class Region : public std::enable_shared_from_this<Region> {
  public:
   static std::shared_ptr<Region> take(RegionSpec spec, Os& os);
-  // The living region that holds this address, if one of ours does.
+  // Returns the living region that contains this address, or null.
   static std::shared_ptr<Region> at(const void* address);
 
   Region(RegionSpec spec, Os& os);
@@ -49,11 +49,12 @@ class Region : public std::enable_shared_from_this<Region> {
   void lock();
   void register_with(Registrar& registrar);
 
-  // Migrates [offset, offset + bytes), widened to whole pages. Registered memory cannot migrate, so
-  // it is let go and registered anew: no copy may be in flight.
+  // Migrates [offset, offset + bytes), extended to whole pages. Registered memory cannot migrate,
+  // so it is unregistered and registered again: no copy may be in flight.
   void move(std::size_t offset, std::size_t bytes, Placement to);
 
-  // True in the process that made the region: a forked child must not talk to its parent's driver.
+  // Returns true in the process that created the region: a forked child must not use its parent's
+  // driver.
   bool is_ours() const noexcept;
 
  private:
@@ -65,10 +66,10 @@ class Region : public std::enable_shared_from_this<Region> {
   Os& os_;
   RegionSpec spec_;
   Mapping mapping_;
-  std::atomic<Pin> pin_{Pin::none};  // changed under pinning_, read by anyone
-  Registrar* registrar_ = nullptr;   // set while pin_ is registered
-  std::mutex pinning_;               // one of lock, register_with and move at a time
-  const long made_by_;               // process id
+  std::atomic<Pin> pin_{Pin::none};  // written under pinning_, read without it
+  Registrar* registrar_ = nullptr;   // not null while pin_ is registered
+  std::mutex pinning_;               // serializes lock, register_with and move
+  const long made_by_;               // id of the process that created the region
 };
 
 }  // namespace penstock

@@ -11,7 +11,7 @@
 namespace penstock {
 namespace {
 
-constexpr std::size_t kBatch = 4096;  // pages per system call: 16 MiB, 48 KiB of lists
+constexpr std::size_t kBatch = 4096;  // pages per system call: 16 MiB of memory, 48 KiB of lists
 
 struct Pages {
   std::byte* first;
@@ -32,8 +32,9 @@ struct Pages {
   }
 };
 
-// Moves until every page is on its target, or three times. What the kernel answers per page is not
-// to be trusted for huge ones: it moves them by their first page and says so of no other.
+// Moves pages until every page is on its target, at most three times. The kernel's status of single
+// pages is unreliable for huge pages: it moves them by their first page and reports only that one
+// as moved.
 std::size_t settle(Os& os, const std::vector<void*>& list, const std::vector<int>& targets) {
   std::vector<int> status(list.size());
   std::size_t wrong = 0;

@@ -1,4 +1,4 @@
-// Where pages are, asked from the kernel page by page, and moving pages that are not ours.
+// Where pages are, according to the kernel, and migration of pages that do not belong to a region.
 #pragma once
 
 #include <cstddef>
@@ -9,15 +9,15 @@
 
 namespace penstock {
 
-inline constexpr int kUnmapped = -1;  // the key for pages without memory of their own
+inline constexpr int kUnmapped = -1;  // key of pages without memory
 
-// Pages per node over every page that [at, at + bytes) touches.
+// Counts the pages per node over every page that [at, at + bytes) touches.
 std::map<int, std::size_t> count_pages(Os& os, void* at, std::size_t bytes, unsigned threads);
 
-// Moves every page that the range touches, leaving the range's policy alone. Pages are dealt by
-// `grain`, a multiple of the page size, counted from address 0: a huge page moves as a whole, so a
-// grain below 2 MiB is for ranges without them. Returns how many pages are not where they should be
-// afterwards; pages without memory do not count.
+// Migrates every page that the range touches, without changing the range's policy. Pages are
+// distributed in units of `grain`, a multiple of the page size, counted from address 0. A huge page
+// moves as a whole, so a grain below 2 MiB is only for ranges without huge pages. Returns the
+// number of pages that are not on their target afterwards; pages without memory do not count.
 std::size_t migrate_pages(Os& os, void* at, std::size_t bytes, const Placement& to,
                           std::size_t grain, unsigned threads);
 

@@ -1,5 +1,5 @@
-// io_uring through the raw system calls: three of them and three mappings, which is less than a
-// dependency on liburing would cost (docs/decisions/0020).
+// io_uring through raw system calls: three calls and three mappings, which is less work than a
+// dependency on liburing (docs/decisions/0020).
 #include <linux/io_uring.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -19,7 +19,7 @@
 namespace penstock {
 namespace {
 
-constexpr std::uint64_t kWake = ~std::uint64_t{0};  // the tag of the read that wake() ends
+constexpr std::uint64_t kWake = ~std::uint64_t{0};  // tag of the read that wake() completes
 
 [[noreturn]] void fail(const char* call) {
   throw std::system_error{errno, std::generic_category(), call};
@@ -39,7 +39,7 @@ class Descriptor {
   const int fd_;
 };
 
-class Shared {  // memory that the kernel reads and writes too
+class Shared {  // memory shared with the kernel
  public:
   Shared(int ring, std::size_t bytes, off_t what) : bytes_{bytes} {
     at_ = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring, what);
@@ -93,8 +93,8 @@ class LinuxRing final : public Ring {
     push_wake();
   }
 
-  // The kernel takes a ring down in its own time; files it still knew would stay open until then,
-  // and a raw device claimed.
+  // The kernel destroys a ring asynchronously. Files that are still registered would stay open
+  // until then, and a raw device would stay claimed.
   ~LinuxRing() override { call_register(IORING_UNREGISTER_FILES, nullptr, 0); }
 
   void push(const Submission& submission) noexcept override {
@@ -116,7 +116,7 @@ class LinuxRing final : public Ring {
   }
 
   int enter(bool wait) noexcept override {
-    // What the kernel has not consumed, also from an earlier call that it refused.
+    // Entries that the kernel has not consumed, including those of an earlier call that it refused.
     const unsigned pending = tail_ - load(sq_.at<unsigned>(params_.sq_off.head));
     if (pending == 0 && !wait) return 0;
     const long done = ::syscall(SYS_io_uring_enter, static_cast<int>(ring_), pending, wait ? 1 : 0,
@@ -143,7 +143,7 @@ class LinuxRing final : public Ring {
 
   void wake() noexcept override {
     const std::uint64_t one = 1;
-    // Can only fail when 2^64 wakes are pending.
+    // Fails only if 2^64 wakes are pending.
     [[maybe_unused]] const ssize_t written = ::write(wake_, &one, sizeof one);
   }
 
@@ -187,7 +187,7 @@ class LinuxRing final : public Ring {
   Descriptor wake_;
   unsigned tail_ = 0;
   std::uint64_t wakes_ = 0;  // written by the kernel
-  int no_buffers_ = 0;       // why memory cannot be registered
+  int no_buffers_ = 0;       // the errno if memory cannot be registered
 };
 
 }  // namespace

@@ -32,7 +32,7 @@ std::size_t round_up(std::size_t value, std::size_t unit) {
   return (value + unit - 1) / unit * unit;
 }
 
-std::atomic<std::uint64_t> sink;  // where sums go, so that no compiler may leave the reads out
+std::atomic<std::uint64_t> sink;  // receives sums, so that the compiler cannot remove the reads
 
 void run_once(const StreamKernels& kernels, const StreamSpec& spec, std::size_t offset,
               std::size_t bytes) {
@@ -47,9 +47,9 @@ void run_once(const StreamKernels& kernels, const StreamSpec& spec, std::size_t 
   }
 }
 
-// Waits awake: a thread that sleeps at a barrier starts tens of microseconds after the others, and
-// on a large machine a whole pass is not much longer. It yields after a while, for the case of more
-// threads than processors.
+// A barrier that spins. A thread that sleeps at a barrier starts tens of microseconds after the
+// others, and on a large machine a whole pass takes not much longer. After a while it yields, in
+// case there are more threads than processors.
 class SpinBarrier {
  public:
   explicit SpinBarrier(unsigned threads) : threads_{threads} {}
@@ -78,8 +78,8 @@ struct Lap {
   Clock::time_point finish;
 };
 
-// A team that starts whole or not at all: members wait at a gate until the last one is there, so
-// that a thread the system refuses does not leave the others at a barrier for ever.
+// Threads that start all together or not at all: they wait at a gate until the last one exists, so
+// that a thread that the system refuses does not leave the others waiting at a barrier forever.
 class Team {
  public:
   Team(Os& os, const StreamSpec& spec, const StreamKernels& kernels)
@@ -115,7 +115,7 @@ class Team {
     if (!spec_.cpus.empty()) os_.run_on(spec_.cpus);
     gate_.wait(Gate::closed);
     if (gate_ == Gate::give_up) return;
-    // Parts end on whole pages, so that no two threads share a line.
+    // Parts end on page boundaries, so that no two threads share a cache line.
     const std::size_t page = os_.page_bytes();
     const std::size_t part = round_up(round_up(spec_.bytes, spec_.threads) / spec_.threads, page);
     const std::size_t first = std::min(spec_.bytes, index * part);
@@ -133,10 +133,10 @@ class Team {
   const StreamKernels& kernels_;
   std::atomic<Gate> gate_{Gate::closed};
   SpinBarrier together_;
-  std::vector<std::vector<Lap>> laps_;  // by thread; each written by its thread alone
+  std::vector<std::vector<Lap>> laps_;  // one list per thread, written only by that thread
 };
 
-// Fixed, so that two probes of one machine walk the same way (splitmix64).
+// A fixed sequence (splitmix64), so that two probes of a machine follow the same path.
 class Dice {
  public:
   std::size_t below(std::size_t bound) {
@@ -192,8 +192,8 @@ void lay_chase(std::byte* at, std::size_t bytes) {
     throw std::invalid_argument{"a chase must begin on a cache line"};
   }
   for (std::size_t i = 0; i < stops; ++i) next_of(at, i * kChaseStep) = i * kChaseStep;
-  // Sattolo's shuffle: unlike a plain one it leaves a single cycle, so no chase is caught in a
-  // short one.
+  // Sattolo's shuffle makes a single cycle. An ordinary shuffle could trap the chase in a short
+  // one.
   Dice dice;
   for (std::size_t i = stops - 1; i > 0; --i) {
     std::swap(next_of(at, i * kChaseStep), next_of(at, dice.below(i) * kChaseStep));
@@ -203,7 +203,7 @@ void lay_chase(std::byte* at, std::size_t bytes) {
 std::pair<double, std::size_t> chase(Os& os, const std::byte* at, std::size_t stop,
                                      std::size_t hops, const std::vector<int>& cpus) {
   double seconds = 0;
-  // Not the calling thread: its affinity is the caller's business.
+  // On a new thread, because the affinity of the calling thread must not change.
   std::jthread{[&] {
     if (!cpus.empty()) os.run_on(cpus);
     const auto start = Clock::now();

@@ -1,5 +1,5 @@
-// How fast memory is: passes over a range at the speed of the memory, and a chase through it that
-// is as slow as its latency. For the probe; the step has its own kernels.
+// Measurements of memory: passes over a range for bandwidth, and a pointer chase for latency. Only
+// the probe uses them; the optimizer step has its own kernels.
 #pragma once
 
 #include <cstddef>
@@ -14,18 +14,18 @@ namespace penstock {
 
 enum class StreamOp { read, write, copy };
 
-// One set per instruction set (stream_kernels.cpp). Ranges may have any length and start anywhere;
-// all sets give the same bytes and the same sums.
+// The kernels of one instruction set (stream_kernels.cpp). Ranges may have any length and
+// alignment. All sets give the same bytes and the same sums.
 struct StreamKernels {
-  // Exclusive or of the range's 8-byte words, the last one padded with zeros.
+  // Returns the exclusive or of the range's 8-byte words, with the last word padded with zeros.
   std::uint64_t (*read)(const std::byte* at, std::size_t bytes) noexcept;
-  // Both go round the caches where the processor can (non-temporal stores), as a copy of more than
-  // the caches hold should.
+  // Both bypass the caches where the processor can (non-temporal stores), as for a copy that is
+  // larger than the caches.
   void (*write)(std::byte* at, std::size_t bytes, std::byte value) noexcept;
   void (*copy)(std::byte* to, const std::byte* from, std::size_t bytes) noexcept;
 };
 
-// One this processor has; else std::invalid_argument.
+// Throws std::invalid_argument if this processor does not support the instruction set.
 const StreamKernels& stream_kernels(Isa isa);
 
 struct StreamSpec {
@@ -34,26 +34,28 @@ struct StreamSpec {
   const std::byte* source = nullptr;  // unused by write
   std::size_t bytes = 0;
   unsigned threads = 1;
-  std::vector<int> cpus;  // where the threads may run; anywhere if empty
+  std::vector<int> cpus;  // CPUs for the threads; any CPU if empty
   unsigned passes = 1;
 };
 
-inline constexpr std::byte kStreamFill{0xA5};  // what a write pass leaves behind
+inline constexpr std::byte kStreamFill{0xA5};  // the byte that a write pass writes
 
-// Seconds of each pass, from the first thread's start to the last one's finish. The threads start
-// once, each keeps its part of the range, and all wait for each other between passes. Nothing can
-// stop it midway: a caller that must stay interruptible asks for few passes at a time.
+// Returns the seconds of each pass, from the start of the first thread to the end of the last one.
+// The threads are started once, each keeps its part of the range, and all wait for each other
+// between passes. A pass cannot be interrupted: a caller that must stay interruptible requests few
+// passes at a time.
 std::vector<double> stream(Os& os, const StreamSpec& spec, Isa isa);
 
-inline constexpr std::size_t kChaseStep = 64;  // bytes from one stop to the next: a cache line
+inline constexpr std::size_t kChaseStep = 64;  // bytes between two positions: a cache line
 
-// Makes one random cycle of all cache lines in the range, the same each time. Needs two lines at
-// least and an address that is a multiple of kChaseStep; else std::invalid_argument.
+// Writes one random cycle over all cache lines of the range, which is the same each time. Throws
+// std::invalid_argument unless there are at least two lines and the address is a multiple of
+// kChaseStep.
 void lay_chase(std::byte* at, std::size_t bytes);
 
-// Follows the cycle for `hops` loads, each of which has to wait for the one before. `stop` is where
-// to begin (0 at first). Gives the seconds for all hops and where it ended: begin the next one
-// there, or it finds its lines in the cache.
+// Follows the cycle for `hops` loads, each of which depends on the previous one. `stop` is the
+// position to start from (0 at first). Returns the seconds of all hops and the final position, from
+// which the next call should start: otherwise it would find its lines in the cache.
 std::pair<double, std::size_t> chase(Os& os, const std::byte* at, std::size_t stop,
                                      std::size_t hops, const std::vector<int>& cpus);
 

@@ -1,6 +1,6 @@
 // Compiled once per instruction set. Nothing here may use an inline function of another header: the
-// linker keeps one copy of such a function for the whole program, and it could be the one compiled
-// for AVX-512, on a processor without.
+// linker keeps one copy of such a function for the whole program, which could be the one compiled
+// for AVX-512, and would crash on a processor without it.
 #include "stream.h"
 
 #if defined(__SSE2__)
@@ -53,10 +53,10 @@ inline void settle() {}
 #endif
 
 constexpr std::size_t kVec = sizeof(Vec);
-constexpr std::size_t kUnroll = 8;  // loads in flight that do not wait for each other
+constexpr std::size_t kUnroll = 8;  // number of independent loads in flight
 constexpr std::size_t kStep = kUnroll * kVec;
 
-// Bytes up to the first address where a whole vector may be stored past the cache.
+// Returns the bytes up to the first address that is aligned for a non-temporal vector store.
 inline std::size_t lead_of(const std::byte* at, std::size_t bytes) {
   const std::size_t lead = -reinterpret_cast<std::uintptr_t>(at) & (kVec - 1);
   return lead < bytes ? lead : bytes;

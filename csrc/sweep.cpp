@@ -78,12 +78,13 @@ bool is_finite(const void* grad, GradType type, std::size_t i) noexcept {
 }  // namespace
 
 void ExactSum::add(double nonnegative) noexcept {
-  constexpr int kLowest = 352;  // the last bit of the smallest square, 2^-298, as a double
+  constexpr int kLowest =
+      352;  // position of the last bit of the smallest square, 2^-298, as a double
   if (nonnegative == 0) return;
   const auto bits = std::bit_cast<std::uint64_t>(nonnegative);
   const std::uint64_t mantissa = (bits & 0xFFFFFFFFFFFFF) | 0x10000000000000;
   const int shift = static_cast<int>(bits >> 52) - 1075 + kLowest;
-  // Up to 31 bits further left a 53-bit mantissa reaches into three limbs.
+  // Shifted left by up to 31 bits, a 53-bit mantissa spans three limbs.
   const std::uint64_t low = (mantissa & 0xFFFFFFFF) << (shift % 32);
   const std::uint64_t high = (mantissa >> 32) << (shift % 32);
   const auto limb = static_cast<std::size_t>(shift / 32);

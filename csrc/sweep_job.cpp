@@ -1,4 +1,4 @@
-// The step itself: tile by tile, decode the moments, apply the rule, encode.
+// The optimizer step: tile by tile, decode the moments, apply the rule, encode the moments.
 #include <algorithm>
 
 #include "sweep.h"
@@ -6,7 +6,7 @@
 namespace penstock {
 namespace {
 
-// On the stack of the thread, and so in its caches.
+// On the stack of the thread, so that they stay in its caches.
 struct Buffers {
   alignas(64) float first[kTile];
   alignas(64) float second[kTile];
@@ -39,7 +39,7 @@ Moment moment_at(void* stored, std::int16_t* bases, MomentType type, std::size_t
           bases == nullptr ? nullptr : bases + begin / kMomentBlock};
 }
 
-// fp32 moments are stepped where they lie.
+// fp32 moments are updated in place.
 float* read(const SweepKernels& k, const Moment& moment, MomentType type, std::size_t count,
             SweepKernels::Decode8 decode, float* buffer) noexcept {
   if (type == MomentType::fp32) return static_cast<float*>(moment.stored);
@@ -61,7 +61,8 @@ SweepJob::SweepJob(std::vector<Segment> segments, SweepFormat format, bool stats
 void SweepJob::run(const Piece& here, SweepResult& into) noexcept {
   for (std::size_t leaf = here.begin; leaf < here.end; leaf += kLeaf) {
     const std::size_t end = std::min(leaf + kLeaf, here.end);
-    // Before the step and leaf by leaf: the step then finds the gradient in the cache.
+    // Compute the norm before the step, leaf by leaf: the step then finds the gradient in the
+    // cache.
     if (stats_) look(here, leaf, end, into);
     for (std::size_t i = leaf; i < end; i += kTile) {
       const std::size_t count = std::min(kTile, end - i);
@@ -126,7 +127,7 @@ std::optional<Overlap> find_overlap(const std::vector<Segment>& segments, SweepF
   }
   std::sort(ranges.begin(), ranges.end(),
             [](const Range& a, const Range& b) { return a.begin < b.begin; });
-  // The range that reaches furthest so far, and the written one that does.
+  // The range with the highest end so far, and the written range with the highest end.
   const Range* far = nullptr;
   const Range* written = nullptr;
   for (const Range& next : ranges) {

@@ -1,6 +1,6 @@
 // Compiled once per instruction set. Nothing here may use an inline function of another header: the
-// linker keeps one copy of such a function for the whole program, and it could be the one compiled
-// for AVX-512, on a processor without.
+// linker keeps one copy of such a function for the whole program, which could be the one compiled
+// for AVX-512, and would crash on a processor without it.
 #include "sweep_kernels.h"
 
 #if defined(__AVX2__)
@@ -18,7 +18,8 @@ namespace {
 #include "sweep_norm.h"
 // clang-format on
 
-// Elements past 2^32 of one tensor get other keys. A tile never straddles that line: it is aligned.
+// Elements beyond 2^32 of a tensor use other keys. A tile never crosses that boundary, because it
+// is aligned.
 void draw(Draw at, std::uint32_t* __restrict random, std::size_t count) noexcept {
   const auto index = static_cast<std::uint32_t>(at.index);
   const auto high = static_cast<std::uint32_t>(at.index >> 32);
@@ -44,8 +45,8 @@ void round(const float* __restrict from, std::uint16_t* __restrict bf16, std::si
   }
 }
 
-// 8-bit moments. Both encoders go over a block twice: first onto the grid, then, once the largest
-// is known, to codes.
+// 8-bit moments. Both encoders pass over a block twice: first they round to the grid and find the
+// largest element, then they compute the codes relative to it.
 
 void decode_first(const void* codes, const std::int16_t* bases, float* __restrict to,
                   std::size_t count) noexcept {
@@ -74,7 +75,7 @@ void decode_second(const void* codes, const std::int16_t* bases, float* __restri
   }
 }
 
-// Gives the largest place on the grid that one of the block has.
+// Returns the largest grid position in the block.
 std::uint32_t grid_block(const float* __restrict from, std::size_t count,
                          const std::uint32_t* __restrict random, unsigned shift,
                          std::uint32_t* __restrict place) {
@@ -86,7 +87,8 @@ std::uint32_t grid_block(const float* __restrict from, std::size_t count,
   return top;
 }
 
-// Values below the stretch become its lowest or zero, again with the odds that keep the mean.
+// Values below the block's range become its lowest value or zero, with probabilities that preserve
+// the mean.
 void encode_first(const float* __restrict from, void* codes, std::int16_t* bases, std::size_t count,
                   const std::uint32_t* __restrict random) noexcept {
   auto* __restrict code = static_cast<std::uint8_t*>(codes);
@@ -107,8 +109,8 @@ void encode_first(const float* __restrict from, void* codes, std::int16_t* bases
   }
 }
 
-// Values below the stretch become its lowest, never zero: a second moment that is zero where the
-// exact one is not would divide by eps alone.
+// Values below the block's range become its lowest value, never zero: a second moment of zero where
+// the exact one is not zero would make the step divide by eps alone.
 void encode_second(const float* __restrict from, void* codes, std::int16_t* bases,
                    std::size_t count, const std::uint32_t* __restrict random) noexcept {
   auto* __restrict code = static_cast<std::uint8_t*>(codes);

@@ -1,9 +1,10 @@
-// What one instruction set must be able to do for the sweep: decode a tile, step it, encode it.
+// The kernels that each instruction set provides for the sweep: decode a tile, update it, encode
+// it.
 //
-// A tile is at most kTile consecutive elements of one tensor. A rule's loop reads gradient and
-// master as they are stored; compressed moments are widened to fp32 before it and narrowed after,
-// in buffers that stay in the first-level cache. docs/sweep.md has the arithmetic;
-// penstock/optim/reference.py is the same in torch.
+// A tile has at most kTile consecutive elements of one tensor. A rule's loop reads gradient and
+// master as they are stored. Compressed moments are converted to fp32 before the loop and back
+// after it, in buffers that stay in the first-level cache. docs/sweep.md describes the arithmetic,
+// and penstock/optim/reference.py is the same in torch.
 #pragma once
 
 #include <cstddef>
@@ -11,29 +12,31 @@
 
 namespace penstock {
 
-inline constexpr std::size_t kTile = 1024;         // elements stepped at a time, in L1
-inline constexpr std::size_t kLeaf = 4096;         // elements under one partial sum of squares
-inline constexpr std::size_t kLanes = 32;          // running sums inside a leaf
-inline constexpr std::size_t kMomentBlock = 256;   // elements under one base of 8-bit moments
+inline constexpr std::size_t kTile = 1024;         // elements updated at a time, in the L1 cache
+inline constexpr std::size_t kLeaf = 4096;         // elements per partial sum of squares
+inline constexpr std::size_t kLanes = 32;          // number of running sums in a leaf
+inline constexpr std::size_t kMomentBlock = 256;   // elements per base of 8-bit moments
 inline constexpr std::size_t kSweepBlock = 16384;  // elements a thread takes at a time
 
-// A group's constants for one step, worked out in double by the caller and rounded once.
+// The constants of a parameter group for one step, computed in double by the caller and rounded
+// once.
 struct Coefficients {
-  float scale = 1;   // on the gradient as read: unscale x clip, negative to maximize
+  float scale = 1;   // factor for the gradient as read: unscale x clip, negative to maximize
   float l2 = 0;      // weight decay added to the gradient
-  float decay = 0;   // lr x weight decay taken off the master
-  float rate = 0;    // lr, for AdamW with both bias corrections folded in
-  float fresh1 = 1;  // share of the new gradient in the first moment: 1 - beta1
-  float fresh2 = 1;  // AdamW: in the second moment; Lion: in the moment (fresh1 in the sign)
-  float eps = 0;     // AdamW: with the second bias correction folded in
+  float decay = 0;   // lr x weight decay, subtracted from the master
+  float rate = 0;    // lr; for AdamW including both bias corrections
+  float fresh1 = 1;  // weight of the new gradient in the first moment: 1 - beta1
+  float fresh2 = 1;  // AdamW: second moment; Lion: moment (fresh1: sign)
+  float eps = 0;     // AdamW: including the second bias correction
   float keep = 0;    // SGD: momentum
-  float look = 0;    // SGD: 1 with Nesterov's look ahead, else 0
+  float look = 0;    // SGD: 1 for Nesterov momentum, else 0
 };
 
-// Where a tile lies among the draws of stochastic rounding: never a matter of threads or chunks.
+// Position of a tile in the random numbers of stochastic rounding. It does not depend on threads or
+// chunks.
 struct Draw {
-  std::uint64_t key = 0;    // of seed, step and tensor
-  std::uint64_t index = 0;  // of the tile's first element in its tensor
+  std::uint64_t key = 0;    // derived from seed, step and tensor
+  std::uint64_t index = 0;  // index of the tile's first element in its tensor
 };
 
 // Consecutive elements of one tensor: gradient and master as stored, moments as fp32.
@@ -56,11 +59,12 @@ inline constexpr std::size_t kGrads = 3;    // in the order of GradType
 inline constexpr std::size_t kMasters = 3;  // in the order of MasterType
 
 struct SweepKernels {
-  // Takes a step in place; gives the index of the first element whose new weight would not be
+  // Runs a step in place. Returns the index of the first element whose new weight would not be
   // finite, or `count`. Such elements keep their master and moments.
   using Step = std::size_t (*)(const Tile& on, const Coefficients& by) noexcept;
   using Stats = LeafStats (*)(const void* grad, std::size_t count) noexcept;
-  // The first moment is rounded by the upper halves of the random words, the second by the lower.
+  // The first moment is rounded with the upper halves of the random words, the second with the
+  // lower halves.
   using Encode8 = void (*)(const float* from, void* codes, std::int16_t* bases, std::size_t count,
                            const std::uint32_t* random) noexcept;
   using Decode8 = void (*)(const void* codes, const std::int16_t* bases, float* to,
@@ -74,8 +78,8 @@ struct SweepKernels {
                 const std::uint32_t* random, unsigned shift) noexcept;
   Decode8 decode_first, decode_second;
   Encode8 encode_first, encode_second;
-  // The exact format's reads and writes with next to no arithmetic: what the memory allows. Its
-  // `rest` is the master's low half. Twice in a row gives the first bytes back.
+  // The exact format's reads and writes with almost no arithmetic: the upper bound set by memory.
+  // `rest` is the low half of the master. Two calls in a row restore the original bytes.
   void (*mix)(const std::uint16_t* grad, std::uint16_t* weight, std::int16_t* rest,
               std::uint32_t* first, std::uint32_t* second, std::size_t count) noexcept;
 };

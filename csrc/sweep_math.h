@@ -1,6 +1,6 @@
-// The arithmetic, for sweep_kernels.cpp alone: included inside its namespace, so that each
+// The arithmetic, for sweep_kernels.cpp only: included inside its namespace, so that each
 // instruction set has its own copy (see the note there). Every instruction set gives the same bits:
-// each operation is rounded once (IEEE, no contraction) and conversions are integer arithmetic.
+// each operation is rounded once (IEEE, no contraction), and conversions are integer arithmetic.
 
 constexpr std::uint32_t kSign = 0x80000000;
 constexpr std::uint32_t kMagnitude = 0x7FFFFFFF;
@@ -13,8 +13,8 @@ inline std::uint32_t most(std::uint32_t a, std::uint32_t b) { return a > b ? a :
 
 inline float from_bf16(std::uint16_t x) { return float_of(std::uint32_t{x} << 16); }
 
-// A half's exponent is rebased by a multiplication, which is exact and gets its denormals right.
-// For words and for vectors of them.
+// Rebases the exponent of a half by a multiplication, which is exact and handles denormals
+// correctly. For words and for vectors of words.
 template <class Bits>
 inline Bits widen_fp16(Bits half) {
   const Bits shifted = (half & 0x7FFF) << 13;
@@ -27,8 +27,8 @@ inline float from_fp16(std::uint16_t x) { return float_of(widen_fp16(std::uint32
 inline Floats from_bf16(Halves x) { return float_of(widen(x) << 16); }
 inline Floats from_fp16(Halves x) { return float_of(widen_fp16(widen(x))); }
 
-// To nearest, ties to even, for finite results. Denormal halves are aligned by adding 0.5, whose
-// last bit weighs as much as theirs: the addition itself rounds.
+// Rounds to nearest, ties to even, for finite results. Denormal halves are aligned by adding 0.5,
+// whose last bit has the same weight as theirs, so that the addition itself rounds.
 inline Halves to_fp16(Floats x) {
   const Words magnitude = bits_of(x) & kMagnitude;
   const Words odd = (magnitude >> 13) & 1;
@@ -38,8 +38,9 @@ inline Halves to_fp16(Floats x) {
   return narrow((bits_of(x) & kSign) >> 16 | finite);
 }
 
-// The gradient as every rule sees it. One whose square does not fit fp32 counts as the largest
-// whose square does: torch's second moment becomes infinite there and the weight never moves again.
+// The gradient as every rule uses it. A gradient whose square does not fit fp32 is clamped to the
+// largest one whose square does. With torch, the second moment becomes infinite there and the
+// weight never changes again.
 constexpr float kGradLimit = 0x1.fffffep+63F;
 
 inline Floats gradient(Floats raw, Floats master, const Coefficients& by) {
@@ -48,11 +49,11 @@ inline Floats gradient(Floats raw, Floats master, const Coefficients& by) {
   return at_least(all(-kGradLimit), at_most(all(kGradLimit), g));
 }
 
-// Old and new in one rounding of the difference: in steady state this is exact, where
-// old * beta + new * (1 - beta) drifts by what the two rounded factors lack to one.
+// Blends old and new values, rounding their difference once. In a steady state this is exact, while
+// old * beta + new * (1 - beta) drifts, because the two rounded factors do not add up to one.
 inline Floats blend(Floats old, Floats fresh, float share) { return old + share * (fresh - old); }
 
-// Thirty-two random bits for an element: a bijection of its index, keyed at both ends.
+// Returns 32 random bits for an element: a bijection of its index, with a key before and after.
 inline std::uint32_t draw_bits(std::uint32_t index, std::uint32_t key0, std::uint32_t key1) {
   std::uint32_t x = index ^ key0;
   x = (x ^ (x >> 16)) * 0x7FEB352D;
@@ -60,12 +61,13 @@ inline std::uint32_t draw_bits(std::uint32_t index, std::uint32_t key0, std::uin
   return x ^ (x >> 16);
 }
 
-// The 8-bit moments lie on one grid, the same for all blocks: floats with three bits of mantissa,
-// numbered by their leading bits. A block's base says which stretch of the grid its codes count.
+// The 8-bit moments are on one grid, which is the same for all blocks: floats with three bits of
+// mantissa, numbered by their leading bits. The base of a block selects the range of the grid that
+// its codes cover.
 constexpr int kGridShift = 20;
-constexpr std::uint32_t kGridTop = 0x7F7;  // the largest finite one
+constexpr std::uint32_t kGridTop = 0x7F7;  // the largest finite position
 
-// Rounds a magnitude up or down the grid with the odds that make the mean right, from 16 random
+// Rounds a magnitude up or down the grid with probabilities that preserve the mean, using 16 random
 // bits.
 inline std::uint32_t onto_grid(std::uint32_t magnitude, std::uint32_t random) {
   return least((magnitude + (random << (kGridShift - 16))) >> kGridShift, kGridTop);

@@ -1,9 +1,10 @@
-// Norm and overflow of a leaf in one read, for sweep_kernels.cpp alone (see sweep_math.h). The
-// order of additions is part of the format: docs/sweep.md has it, and the GPU keeps it too.
+// Norm and overflow check of a leaf in one read, for sweep_kernels.cpp only (see sweep_math.h). The
+// order of additions is part of the format: docs/sweep.md defines it, and the GPU kernels use the
+// same order.
 
-constexpr std::size_t kRows = 4;  // rows of kLanes whose squares are added in fp32
+constexpr std::size_t kRows = 4;  // rows of kLanes elements whose squares are added in fp32
 
-// Adds the upper half of the lanes to the lower, until one is left.
+// Adds the upper half of the lanes to the lower half until one lane is left.
 template <std::size_t count>
 inline double fold(double* lanes) {
   for (std::size_t j = 0; j < count / 2; ++j) lanes[j] += lanes[j + count / 2];
@@ -11,8 +12,8 @@ inline double fold(double* lanes) {
   return lanes[0];
 }
 
-// Everything in fp64, where squares of fp32 numbers are exact: lane j adds the squares of elements
-// j, j + 32, ... A tail counts as if zeros came after it.
+// Sums in fp64, in which squares of fp32 numbers are exact: lane j adds the squares of elements j,
+// j + 32, and so on. A tail is padded with zeros.
 template <class Grad>
 LeafStats wide_leaf(const typename Grad::Stored* __restrict x, std::size_t count) {
   double sums[kLanes] = {};
@@ -34,9 +35,9 @@ LeafStats wide_leaf(const typename Grad::Stored* __restrict x, std::size_t count
   return {fold<kLanes>(sums), tops[0]};
 }
 
-// 16-bit gradients have squares that are exact in fp32, so four rows are squared and added there
-// before they meet fp64, which is the dearer part. Two neighbours share a word: lanes are held as
-// even and odd ones.
+// Squares of 16-bit gradients are exact in fp32, so four rows are squared and added in fp32 before
+// they are added in fp64, which is more expensive. Two neighbours share a word: even and odd lanes
+// are separate.
 constexpr std::size_t kWords = kLanes / 2;
 constexpr std::size_t kVectors = kWords / kWide;
 
@@ -98,8 +99,8 @@ LeafStats narrow_leaf(const std::uint16_t* x, std::size_t count) {
   return {fold_narrow(sums), bits_of(Grad::one(static_cast<std::uint16_t>(top)))};
 }
 
-// fp32's range is too small for squares of bf16: a leaf whose largest element is beyond 2^48, or
-// below 2^-48 so that the others' squares may vanish, is summed in fp64 throughout.
+// The range of fp32 is too small for squares of bf16. A leaf whose largest element is above 2^48,
+// or below 2^-48 so that other squares could vanish, is summed in fp64.
 constexpr std::uint32_t kNarrowLeast = 0x27800000;
 constexpr std::uint32_t kNarrowMost = 0x57800000;
 

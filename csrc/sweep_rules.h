@@ -1,12 +1,12 @@
-// The rules, for sweep_kernels.cpp alone (see sweep_math.h): how a gradient and a master are
-// stored, what one element's step is, and the loop over a tile.
+// The update rules, for sweep_kernels.cpp only (see sweep_math.h): how a gradient and a master are
+// stored, the step of one element, and the loop over a tile.
 
 struct Bf16Grad {
   using Stored = std::uint16_t;
   static float one(Stored x) { return from_bf16(x); }
   static Floats many(const Stored* at) { return from_bf16(load<Halves>(at)); }
-  // Of words that hold two each, the first and the second. Signs may be lost, and what becomes of
-  // an infinity does not matter: the norm wants their squares, and looks for infinities apart.
+  // The first and the second value of words that hold two. Signs may be lost, and infinities may
+  // become anything: the norm uses only the squares and detects infinities separately.
   static Floats even(Words two) { return float_of(two << 16); }
   static Floats odd(Words two) { return float_of(two & 0xFFFF0000); }
 };
@@ -23,9 +23,10 @@ struct Fp32Grad {
   static Floats many(const Stored* at) { return load<Floats>(at); }
 };
 
-// kLimit: the bits of the largest master whose weight is finite.
+// kLimit contains the bits of the largest master whose weight is finite.
 
-// A bf16 weight and what it lacks. Ties go away from zero: then the remainder fits sixteen bits.
+// A bf16 weight and the remainder to its master. Ties round away from zero, so that the remainder
+// fits 16 bits.
 struct SplitMaster {
   using Weight = std::uint16_t;
   using Rest = std::int16_t;
@@ -36,13 +37,13 @@ struct SplitMaster {
   }
   static void write(Floats master, Weight* weight, Rest* rest) {
     store(weight, narrow((bits_of(master) + 0x8000) >> 16));
-    store(rest, narrow(bits_of(master)));  // master - weight, of which only the low half counts
+    store(rest, narrow(bits_of(master)));  // master - weight; only the low half matters
   }
 };
 
 struct SingleMaster {
   using Weight = float;
-  using Rest = float;  // never touched
+  using Rest = float;  // never accessed
   static constexpr std::uint32_t kLimit = 0x7F7FFFFF;
   static Floats read(const Weight* weight, const Rest*) { return load<Floats>(weight); }
   static void write(Floats master, Weight* weight, Rest*) { store(weight, master); }
@@ -89,7 +90,7 @@ struct LionRule {
   static Elements step(const Elements& old, Floats raw, const Coefficients& by) {
     const Floats g = gradient(raw, old.master, by);
     const Floats lean = blend(old.first, g, by.fresh1);
-    // Zero leans nowhere, and NaN stays NaN.
+    // Zero stays zero, and NaN stays NaN.
     const Floats toward = lean > 0 ? all(by.rate) : (lean < 0 ? all(-by.rate) : lean);
     return {old.master - (toward + by.decay * old.master), blend(old.first, g, by.fresh2),
             Floats{}};
@@ -98,11 +99,11 @@ struct LionRule {
 
 struct Kept {
   Floats master, first, second;
-  std::size_t bad;  // the first that was refused
+  std::size_t bad;  // index of the first refused element
 };
 
-// A refused element keeps all it had. Out of line and with plain arguments: the loop's own vectors
-// then stay in registers.
+// Restores refused elements. Out of line and with plain arguments, so that the vectors of the loop
+// stay in registers.
 [[gnu::noinline, gnu::cold]] void keep_refused(Floats old_master, Floats old_first,
                                                Floats old_second, Floats master, Floats first,
                                                Floats second, std::uint32_t limit, Kept* kept) {
@@ -145,7 +146,7 @@ inline void copy(T* to, const T* from, std::size_t count) {
   if (from != nullptr && to != nullptr) __builtin_memcpy(to, from, count * sizeof(T));
 }
 
-// The last few, by way of a whole vector's worth of memory.
+// The last few elements, through a buffer of a whole vector.
 template <class Rule, class Grad, class Master>
 inline std::size_t step_rest(const Tile& on, std::size_t at, const Coefficients& by) {
   typename Grad::Stored grad[kWide] = {};

@@ -1,6 +1,6 @@
-// Vectors as wide as the instruction set has them, for sweep_kernels.cpp alone (see sweep_math.h).
-// Arithmetic on them is the compiler's own; here is what it has no operator for, or no good
-// instruction. Each gives the bits that the plain expression gives.
+// Vectors as wide as the instruction set supports, for sweep_kernels.cpp only (see sweep_math.h).
+// The compiler provides the arithmetic; this file contains what it has no operator or no good
+// instruction for. Each function gives the bits of the plain expression.
 
 #if defined(__AVX512F__)
 constexpr std::size_t kWide = 16;
@@ -15,13 +15,13 @@ typedef std::uint32_t Words __attribute__((vector_size(4 * kWide)));
 typedef std::int32_t Ints __attribute__((vector_size(4 * kWide)));
 typedef std::uint16_t Halves __attribute__((vector_size(2 * kWide)));
 typedef std::int16_t Shorts __attribute__((vector_size(2 * kWide)));
-typedef std::int16_t Pairs __attribute__((vector_size(4 * kWide)));  // two for each word
-typedef double Doubles __attribute__((vector_size(4 * kWide)));      // one for every second float
+typedef std::int16_t Pairs __attribute__((vector_size(4 * kWide)));  // two elements per word
+typedef double Doubles __attribute__((vector_size(4 * kWide)));      // one element per two floats
 
 inline Words bits_of(Floats x) { return reinterpret_cast<Words>(x); }
 inline Floats float_of(Words bits) { return reinterpret_cast<Floats>(bits); }
 
-// From any address.
+// Loads from any address.
 template <class Vector, class T>
 inline Vector load(const T* at) {
   Vector v;
@@ -33,7 +33,7 @@ inline void store(T* at, Vector v) {
   __builtin_memcpy(at, &v, sizeof v);
 }
 
-#if defined(__AVX512F__)  // where GCC would go by way of two halves
+#if defined(__AVX512F__)  // GCC would split this into two halves
 inline Words widen(Halves x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }
 inline Ints widen(Shorts x) { return (Ints)_mm512_cvtepi16_epi32((__m256i)x); }
 inline Halves narrow(Words x) { return (Halves)_mm512_cvtepi32_epi16((__m512i)x); }
@@ -43,8 +43,8 @@ inline Ints widen(Shorts x) { return __builtin_convertvector(x, Ints); }
 inline Halves narrow(Words x) { return __builtin_convertvector(x, Halves); }
 #endif
 
-// The larger of the bound and x, or x if that is no number; the smaller likewise. What the hardware
-// does with its operands in this order.
+// Returns the larger (or smaller) of the bound and x, or x if it is NaN, as the hardware does with
+// its operands in this order.
 #if defined(__AVX512F__)
 inline Floats at_least(Floats bound, Floats x) { return (Floats)_mm512_max_ps(bound, x); }
 inline Floats at_most(Floats bound, Floats x) { return (Floats)_mm512_min_ps(bound, x); }
@@ -75,7 +75,7 @@ inline bool any_above(Words x, Words limit) {
 
 inline Pairs larger(Pairs a, Pairs b) { return a > b ? a : b; }
 
-// The first half of the floats, and the second.
+// Converts the first and the second half of the floats.
 #if defined(__AVX512F__)
 inline Doubles low_doubles(Floats x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
 inline Doubles high_doubles(Floats x) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }
@@ -90,8 +90,8 @@ inline Doubles high_doubles(Floats x) { return Doubles{x[2], x[3]}; }
 inline Floats all(float x) { return x - Floats{}; }
 inline Words all(std::uint32_t x) { return x - Words{}; }
 
-// Asks for what the loop will want 2 KiB further on. The hardware's own prefetchers stop at the end
-// of each 4 KiB page; this does not. It may point past the end: a prefetch never faults.
+// Prefetches what the loop needs 2 KiB later. The hardware's prefetchers stop at the end of each 4
+// KiB page, and this does not. The address may be past the end: a prefetch never faults.
 template <class T>
 inline void prefetch(const T* at, std::size_t count) {
   const auto begin = reinterpret_cast<std::uintptr_t>(at) + 2048;

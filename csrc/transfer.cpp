@@ -8,8 +8,8 @@
 namespace penstock {
 namespace {
 
-// What NVMe and SCSI report for sectors and links that failed. ENODATA is NVMe's "unrecovered read
-// error"; EILSEQ its protection information not matching.
+// Errors that NVMe and SCSI drives report for failed sectors and links. ENODATA is NVMe's
+// "unrecovered read error", EILSEQ a mismatch of its protection information.
 bool is_media_error(int error) {
   switch (error) {
     case EIO:
@@ -38,7 +38,8 @@ Next retry_stalled(Request& request, int error, const Retries& retries) {
   return ++request.stalls <= retries.stalled ? Next::again : fail(request, error);
 }
 
-// Whole again after a read: a flipped bit may be the link's and gone on a second try.
+// Checks the checksums of a complete read. A flipped bit may come from the link and be gone on a
+// second attempt.
 Next check_whole(Request& request, const Retries& retries) {
   const Transfer& transfer = *request.transfer;
   if (transfer.op == Op::write || !transfer.checksums) return Next::finished;
@@ -46,7 +47,7 @@ Next check_whole(Request& request, const Retries& retries) {
   std::uint64_t wrong = 0;
   if (transfer.checksums->matches(piece.at, piece.bytes, piece.place, wrong)) return Next::finished;
   const auto into = static_cast<std::size_t>(wrong - piece.place);
-  request.moved = into;  // only for the report, if this was the last try
+  request.moved = into;  // only for the report, if this was the last attempt
   const Next next = retry_media(request, kBadChecksum, retries);
   request.moved = 0;
   return next;
@@ -98,9 +99,11 @@ Next settle(Request& request, ssize_t answer, std::size_t align, const Retries& 
   const auto moved = std::min(static_cast<std::size_t>(answer), request.bytes());
   if (moved == request.bytes()) return check_whole(request, retries);
   if (moved == 0 && request.transfer->op == Op::read) return fail(request, kEndOfFile);
-  // The rest starts on a block again, or O_DIRECT refuses it; bytes before it move twice, unharmed.
+  // The rest must start on a block boundary, or O_DIRECT refuses it. Bytes before that position
+  // move twice, which is harmless.
   const std::size_t reached = (request.moved + moved) / align * align;
-  if (reached <= request.moved) {  // a read that keeps stopping inside a block is at the file's end
+  if (reached <=
+      request.moved) {  // a read that keeps stopping inside a block is at the end of the file
     return retry_stalled(request, request.transfer->op == Op::read ? kEndOfFile : EIO, retries);
   }
   request.moved = reached;

@@ -1,5 +1,5 @@
-// One read or write of an extent: the ticket, the requests it is cut into, and what to do with each
-// answer of the kernel. Pure policy: no system calls, no threads.
+// One read or write of an extent: the ticket, the requests that it is split into, and the reaction
+// to each answer of the kernel. Contains only policy, no system calls and no threads.
 #pragma once
 
 #include <sys/types.h>
@@ -16,22 +16,22 @@ namespace penstock {
 
 enum class Op : std::uint8_t { read, write };
 
-// Failures that have no errno of their own; outside the range of errno.
-constexpr int kEndOfFile = -1;    // the file is shorter than the store that was laid in it
-constexpr int kBadChecksum = -2;  // what was read is not what was written
+// Failures without an errno, outside the range of errno values.
+constexpr int kEndOfFile = -1;    // the file is shorter than the store in it
+constexpr int kBadChecksum = -2;  // the bytes read are not those written
 
-// What lies together on one file and in memory.
+// A range that is contiguous in one file and in memory.
 struct Piece {
-  unsigned file;         // which of the engine's files
-  std::uint64_t offset;  // in that file
-  std::byte* at;         // in memory
+  unsigned file;         // index of the engine's file
+  std::uint64_t offset;  // offset in that file
+  std::byte* at;         // address in memory
   std::size_t bytes;
-  std::uint64_t place;  // in the extent: says which checksums are its own
+  std::uint64_t place;  // offset in the extent, which determines its checksums
 };
 
-// The checksums of one extent, one for each unit of it. A unit's checksum says what should be
-// there, from the moment a write of it starts; so a write that failed half-way is found by the next
-// read. Two transfers over the same unit at once are the caller's mistake.
+// The checksums of one extent, one per unit. A checksum is set when a write of its unit starts, so
+// that the next read detects a write that failed halfway. Two concurrent transfers of the same unit
+// are an error of the caller.
 class Checksums {
  public:
   Checksums(std::uint64_t bytes, std::size_t unit);
@@ -39,7 +39,8 @@ class Checksums {
   Checksums& operator=(const Checksums&) = delete;
 
   void note(const std::byte* at, std::size_t bytes, std::uint64_t place) noexcept;
-  // The place of the first unit that does not match, or none. Units never written match anything.
+  // Returns the offset of the first unit that does not match, or none. A unit that was never
+  // written matches anything.
   bool matches(const std::byte* at, std::size_t bytes, std::uint64_t place,
                std::uint64_t& wrong) const noexcept;
 
@@ -51,12 +52,13 @@ class Checksums {
 struct Failure {
   int error = 0;  // an errno, or one of the constants above
   unsigned file = 0;
-  std::uint64_t offset = 0;  // in the file
-  std::uint64_t place = 0;   // in the extent
-  std::size_t bytes = 0;     // that were left to move
+  std::uint64_t offset = 0;  // offset in the file
+  std::uint64_t place = 0;   // offset in the extent
+  std::size_t bytes = 0;     // bytes that were left to move
 };
 
-// The ticket. Done once every request has been answered for good: no I/O touches the buffer after.
+// The ticket. It is done once every request has its final answer; no I/O touches the buffer after
+// that.
 class Transfer {
  public:
   Transfer(Op op, std::size_t requests, std::shared_ptr<Checksums> checksums)
@@ -66,10 +68,10 @@ class Transfer {
   const std::shared_ptr<Checksums> checksums;  // may be null
 
   bool done() const noexcept { return left_.load(std::memory_order_acquire) == 0; }
-  // The first failure, or error 0. Settled only when done.
+  // Returns the first failure, or error 0. Final only when the transfer is done.
   Failure failure() const;
   void fail(const Failure& failure);
-  // True for the one call that finished the transfer.
+  // Returns true for the call that finishes the transfer.
   bool finish_one() noexcept { return left_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
 
  private:
@@ -78,13 +80,13 @@ class Transfer {
   Failure failure_;
 };
 
-// A piece small enough for one system call, and how far it has come.
+// A piece that is small enough for one system call, and its progress.
 struct Request {
   std::shared_ptr<Transfer> transfer;
   Piece piece{};
   std::size_t moved = 0;
-  unsigned tries = 0;   // media errors so far
-  unsigned stalls = 0;  // answers without progress so far
+  unsigned tries = 0;   // number of media errors so far
+  unsigned stalls = 0;  // number of answers without progress so far
 
   std::byte* at() const noexcept { return piece.at + moved; }
   std::uint64_t offset() const noexcept { return piece.offset + moved; }
@@ -94,15 +96,15 @@ struct Request {
 enum class Next { again, finished, failed };
 
 struct Retries {
-  unsigned media = 3;         // further attempts after EIO and its kin
-  unsigned stalled = 10'000;  // EINTR, EAGAIN, or a transfer of less than one block
+  unsigned media = 3;         // retries after EIO and similar errors
+  unsigned stalled = 10'000;  // retries after EINTR, EAGAIN, or less than one block
 };
 
-// Reads one answer (bytes moved, or a negative errno) into the request. On `failed` the failure is
-// noted in the transfer. `align` is what O_DIRECT asks of offsets.
+// Processes one answer (bytes moved, or a negative errno). On `failed`, the failure is recorded in
+// the transfer. `align` is the alignment that O_DIRECT requires of offsets.
 Next settle(Request& request, ssize_t answer, std::size_t align, const Retries& retries);
 
-// Cuts pieces into requests of at most `bytes` each, a multiple of every unit of checksums.
+// Splits pieces into requests of at most `bytes` each, a multiple of the checksum unit.
 std::vector<Request> cut(const std::shared_ptr<Transfer>& transfer, std::span<const Piece> pieces,
                          std::size_t bytes);
 std::size_t count_requests(std::span<const Piece> pieces, std::size_t bytes) noexcept;

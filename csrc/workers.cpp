@@ -48,8 +48,8 @@ void run_teams(Os& os, std::span<const Team> teams) {
     }
   };
 
-  // Nobody works before everybody is there. Making a thread needs the process's memory map for
-  // itself, and threads that fault pages in hold it: started one by one, sixteen of them touched
+  // No thread works before all exist. Creating a thread needs exclusive access to the process's
+  // memory map, which threads that fault pages in hold: started one by one, sixteen threads touched
   // memory at a third of the speed.
   std::latch everybody{1};
   const auto member = [&](std::size_t t) {
@@ -58,22 +58,22 @@ void run_teams(Os& os, std::span<const Team> teams) {
     drain(t);
   };
 
-  std::vector<std::size_t> alone;  // teams that got no thread
+  std::vector<std::size_t> alone;  // teams without a thread
   {
     std::vector<std::jthread> threads;
-    const Release when_all_are_made{everybody};  // goes before `threads` joins, also on a throw
+    const Release when_all_are_made{everybody};  // runs before `threads` joins, also on a throw
     for (std::size_t t = 0; t < teams.size(); ++t) {
       for (std::size_t i = 0; i < size_of(teams[t]); ++i) {
         try {
           threads.emplace_back(member, t);
-        } catch (const std::system_error&) {  // a limit on threads: fewer do the same work
+        } catch (const std::system_error&) {  // a limit on threads: fewer can do the work
           if (i == 0) alone.push_back(t);
           break;
         }
       }
     }
   }
-  for (const std::size_t t : alone) drain(t);  // here, with the caller's affinity as it is
+  for (const std::size_t t : alone) drain(t);  // on this thread, with the caller's affinity
   if (failure.error) std::rethrow_exception(failure.error);
 }
 

@@ -1,4 +1,5 @@
-// Short-lived threads for set-up work: first touch, residency counts, the probe. Not for the step.
+// Short-lived threads for setup: first touch, residency counts, the probe. The training step does
+// not use them.
 #pragma once
 
 #include <cstddef>
@@ -11,21 +12,21 @@
 
 namespace penstock {
 
-// The CPUs to use for memory of each node; -1 holds those for memory of no particular node.
+// The CPUs to use for memory of each node. Key -1 has the CPUs for memory of no particular node.
 using NodeCpus = std::map<int, std::vector<int>>;
 
-// Threads that share one list of work: each index in [0, count) is worked on once.
+// Threads that share one list of work. Each index in [0, count) is processed once.
 struct Team {
   std::size_t count = 0;
-  unsigned threads = 1;   // at most; never more than there is work or there are CPUs for
-  std::vector<int> cpus;  // where they run; empty: anywhere
+  unsigned threads = 1;   // maximum; also limited by the amount of work and of CPUs
+  std::vector<int> cpus;  // CPUs for the threads; any CPU if empty
   std::function<void(std::size_t)> work;
 };
 
-// Runs every team to its end. The first exception stops the rest and is rethrown here.
+// Runs all teams to the end. The first exception stops the others and is rethrown.
 void run_teams(Os& os, std::span<const Team> teams);
 
-// One team, anywhere.
+// Runs one team on any CPUs.
 void in_parallel(Os& os, std::size_t count, unsigned threads,
                  const std::function<void(std::size_t)>& work);
 

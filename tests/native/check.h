@@ -1,5 +1,5 @@
-// As much of a test framework as this needs: named cases, checks that say what they saw, one
-// process per case (tests/test_native.py runs each), so that a sanitizer's abort names its case.
+// A minimal test framework: named cases and checks that print what they saw. tests/test_native.py
+// runs each case in its own process, so that the abort of a sanitizer names its case.
 #pragma once
 
 #include <functional>

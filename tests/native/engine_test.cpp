@@ -1,4 +1,4 @@
-// What both engines promise, each case run on each of them.
+// Behaviour that both engines share. Each case runs on each of them.
 #include "engine.h"
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kBlock = 4096;
 constexpr std::size_t kDiskBytes = 64 * kBlock;
-constexpr double kLong = 30.0;  // seconds: never reached, unless the promise is broken
+constexpr double kLong = 30.0;  // seconds; reached only if the test fails
 
 EngineOptions options_of(unsigned depth = 4) {
   return {
@@ -90,7 +90,7 @@ ON_BOTH_ENGINES("the n-th request that fails names its place, and the others go 
     for (std::size_t at = 0; at < 16 * kBlock; at += 2 * kBlock) {
       CHECK(bench.holds(at, 2 * kBlock) == (at != bad));
     }
-    CHECK(bench.disk.asked() == 8 + 3);  // three more tries of the bad one
+    CHECK(bench.disk.asked() == 8 + 3);  // three retries of the failing request
     CHECK(bench.finish(Op::write, 32 * kBlock, kBlock).error == 0);
   }
 }
@@ -137,7 +137,7 @@ ON_BOTH_ENGINES("short transfers of every length class are continued on a block"
     for (const Op op : {Op::read, Op::write}) {
       Bench bench{rings};
       for (std::size_t i = 0; i < kDiskBytes; ++i) bench.disk.bytes()[i] = std::byte(i % 253);
-      bool cut_once = false;  // each offset asked for is a multiple of the block
+      bool cut_once = false;  // every requested offset is a multiple of the block
       bool aligned = true;
       bench.disk.fault = [&](const Asked& asked) {
         aligned = aligned && asked.offset % kBlock == 0 && asked.bytes % kBlock == 0;
@@ -279,7 +279,7 @@ TEST_CASE("io_uring: memory that was registered is used as such, and only that")
   CHECK(bench.engine->register_memory(bench.buffer.data(), 8 * kBlock) == 0);
   CHECK(bench.finish(Op::write, 0, 8 * kBlock).error == 0);
   CHECK(bench.ring->fixed == 4);
-  CHECK(bench.finish(Op::write, 7 * kBlock, 2 * kBlock).error == 0);  // reaches beyond it
+  CHECK(bench.finish(Op::write, 7 * kBlock, 2 * kBlock).error == 0);  // extends beyond it
   CHECK(bench.ring->fixed == 4);
 }
 

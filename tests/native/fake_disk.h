@@ -1,5 +1,5 @@
-// A disk in memory that breaks on cue, for both engines: threads call it, and FakeRing answers from
-// it. Faults are told by the number of the request (from 1) or by where it goes.
+// A disk in memory that fails on demand, for both engines: threads call it, and FakeRing answers
+// from it. Faults are defined by the number of the request (from 1) or by its offset.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +27,8 @@ class FakeDisk final : public Disk {
  public:
   explicit FakeDisk(std::size_t bytes) : bytes_(bytes) {}
 
-  // Answers a request instead of the disk: bytes to move (as a short transfer) or a negative errno.
-  // kPass lets the disk answer.
+  // Answers a request instead of the disk: with a number of bytes to move (a short transfer) or a
+  // negative errno. kPass lets the disk answer.
   static constexpr ssize_t kPass = 1 << 30;
   std::function<ssize_t(const Asked&)> fault = [](const Asked&) { return kPass; };
   std::function<void(std::byte*, std::size_t)> after_read = [](std::byte*, std::size_t) {};
@@ -36,7 +36,7 @@ class FakeDisk final : public Disk {
   std::vector<std::byte>& bytes() { return bytes_; }
   int asked() const { return asked_; }
 
-  // Requests wait in here until release().
+  // Requests block until release().
   void hang() { hanging_ = true; }
   void release() {
     {
@@ -45,7 +45,7 @@ class FakeDisk final : public Disk {
     }
     released_.notify_all();
   }
-  // For a ring, which must not block: true while requests should stay unanswered.
+  // For a ring, which must not block: true while requests must stay unanswered.
   bool hangs() const { return hanging_; }
 
   ssize_t read(int, std::byte* at, std::size_t bytes, std::uint64_t offset) noexcept override {
@@ -81,14 +81,14 @@ class FakeDisk final : public Disk {
   std::vector<std::byte> bytes_;
 };
 
-// Answers in another order than it was asked: last pushed, first answered.
+// Answers in reverse order: last pushed, first answered.
 class FakeRing final : public Ring {
  public:
   explicit FakeRing(FakeDisk& disk) : disk_{disk} {}
 
-  std::atomic<int> enter_error{0};  // what enter() answers from now on, if not 0
+  std::atomic<int> enter_error{0};  // result of enter() from now on, if not 0
   int refuse_buffers = 0;
-  std::atomic<int> fixed{0};  // submissions that named a registered buffer
+  std::atomic<int> fixed{0};  // submissions that used a registered buffer
 
   void push(const Submission& submission) noexcept override { pushed_.push_back(submission); }
   int enter(bool wait) noexcept override {

@@ -1,6 +1,6 @@
-// Machines that lie. FakeOs serves real heap memory, so a stray write is the sanitizer's business,
-// keeps a node for every page as the kernel would, counts what is out, and fails the n-th call of a
-// kind.
+// Simulated machines. FakeOs returns real heap memory, so that a sanitizer detects stray writes. It
+// records a node for every page as the kernel would, counts what is mapped, and fails the n-th call
+// of a kind.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,7 @@ class FakeOs final : public Os {
   // Fails the `nth` call (from 1) of `call` with `error`.
   void fail(const std::string& call, int nth, int error) { plans_[call] = {nth, error}; }
 
-  // Memory of another allocator: every page of the range on `node`.
+  // Simulates memory of another allocator, with every page of the range on `node`.
   void give(std::uintptr_t at, std::size_t bytes, int node) {
     for (std::uintptr_t page = at; page < at + bytes; page += page_bytes()) pages[page] = node;
   }
@@ -43,12 +43,13 @@ class FakeOs final : public Os {
   std::size_t locked = 0;
   std::vector<Bound> bound;
   std::map<std::size_t, int> touched_under;  // page offset -> node it was bound to when touched
-  std::map<std::size_t, std::vector<int>> touched_from;  // page offset -> CPUs of the toucher
-  std::map<std::uintptr_t, int> pages;                   // page address -> node it is on
-  std::set<std::uintptr_t> stuck;                        // pages that the kernel does not let go
-  // As with transparent huge pages: 2 MiB move as one, and no page but the first is said to have.
+  std::map<std::size_t, std::vector<int>>
+      touched_from;                     // page offset -> CPUs of the touching thread
+  std::map<std::uintptr_t, int> pages;  // page address -> node it is on
+  std::set<std::uintptr_t> stuck;       // pages that the kernel does not move
+  // Simulates transparent huge pages: 2 MiB move as a whole, and only the first page reports it.
   bool moves_whole_units = false;
-  std::vector<std::vector<int>> ran_on;  // what each thread was confined to
+  std::vector<std::vector<int>> ran_on;  // the CPUs that each thread was restricted to
   std::function<void()> when_confined;   // called by each such thread
   long process_id = 100;
 
@@ -76,7 +77,7 @@ class FakeOs final : public Os {
     if (!move) return;
     const auto first = reinterpret_cast<std::uintptr_t>(at);
     for (auto page = pages.lower_bound(first); page != pages.lower_bound(first + bytes); ++page) {
-      // To the kernel a page on any node of the list is in place.
+      // For the kernel, a page on any node of the list is in place.
       const bool in_place = std::find(nodes.begin(), nodes.end(), page->second) != nodes.end();
       if (!in_place) page->second = nodes.front();
     }
@@ -149,7 +150,7 @@ class FakeOs final : public Os {
     if (plan == plans_.end() || --plan->second.nth != 0) return;
     throw std::system_error{plan->second.error, std::generic_category(), call};
   }
-  // The single node that the last binding of this page names, or -1.
+  // Returns the single node of the last binding of this page, or -1.
   int node_for(std::size_t page) const {
     for (auto b = bound.rbegin(); b != bound.rend(); ++b) {
       if (page < b->offset || page >= b->offset + b->bytes) continue;
@@ -158,15 +159,15 @@ class FakeOs final : public Os {
     return -1;
   }
 
-  static inline thread_local std::vector<int> confined_to;  // of this thread; empty: anywhere
-  std::mutex state_;  // guards everything that two touching threads may reach
+  static inline thread_local std::vector<int> confined_to;  // CPUs of this thread; any CPU if empty
+  std::mutex state_;  // guards everything that two touching threads share
   std::map<std::string, Plan> plans_;
   std::byte* base_ = nullptr;
 };
 
 class FakeRegistrar final : public Registrar {
  public:
-  int fail_nth = 0;  // the n-th add fails; 0: none
+  int fail_nth = 0;  // number of the add() that fails; 0: none
   int registered = 0;
   int adds = 0;
   int removes = 0;

@@ -2,7 +2,7 @@
 
 #include "check.h"
 
-// --list prints the cases; a name runs that one; nothing runs all.
+// --list prints the cases, a name runs that case, and no argument runs all.
 int main(int count, char** arguments) {
   const std::string wanted = count > 1 ? arguments[1] : "";
   int failures = 0;

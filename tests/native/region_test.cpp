@@ -19,7 +19,7 @@ RegionSpec striped(std::vector<int> pattern, std::vector<int> nodes, std::size_t
   return {bytes, {Policy::bind, std::move(nodes), std::move(pattern)}, Huge::none, true, 2, {}};
 }
 
-// Every way the making of a region can fail leaves nothing mapped.
+// Checks that a region whose constructor fails leaves nothing mapped.
 void leaves_nothing(const char* call, int nth, const RegionSpec& spec) {
   FakeOs os;
   os.fail(call, nth, ENOMEM);

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::byte kUntouched{0x11};
 
-// Bytes no two of which near each other are the same, so that one out of place is seen.
+// Bytes of which no two close to each other are equal, so that a misplaced byte is detected.
 std::vector<std::byte> pattern(std::size_t bytes) {
   std::vector<std::byte> made(bytes);
   for (std::size_t i = 0; i < bytes; ++i) made[i] = static_cast<std::byte>(i * 37 + (i >> 8));

@@ -13,8 +13,8 @@ using namespace penstock;
 
 namespace {
 
-// The memory of one tensor in the exact format. Exactly as long as it must be, so that a sanitizer
-// sees an overrun.
+// The memory of one tensor in the exact format. It is exactly as long as needed, so that a
+// sanitizer detects an overrun.
 struct Exact {
   explicit Exact(std::size_t n) : grad(n), weight(n, 0x3F80), low(n), first(n), second(n) {
     for (std::size_t i = 0; i < n; ++i) {
@@ -82,7 +82,7 @@ class CountJob final : public Job {
   const std::atomic<int>* before_;
 };
 
-// One block that ends when somebody lets it; counts as a hundred.
+// A job of one block that ends when the test releases it, and counts as a hundred.
 class GateJob final : public Job {
  public:
   explicit GateJob(const std::atomic<bool>& open) : Job{1}, open_{open} {}
@@ -131,7 +131,7 @@ TEST_CASE("a job may run beside those before it, and the next one after all of t
       pool.start(slow);
       pool.start(beside, /*beside=*/true);
       pool.start(after);
-      beside->wait();  // for ever, if it had to wait for the slow one
+      beside->wait();  // would never return if it had to wait for the slow one
       CHECK(!slow->done());
       CHECK(after->total == 0);
       open = true;
@@ -255,7 +255,7 @@ TEST_CASE("stats of 16 bits read what is there and no more") {
     for (const std::size_t count : {1UL, 31UL, 33UL, 127UL, 129UL, 4095UL, 4097UL, 8192UL + 39}) {
       for (const auto& [type, one] : {std::pair{GradType::bf16, std::uint16_t{0xBF80}},
                                       std::pair{GradType::fp16, std::uint16_t{0xBC00}}}) {
-        const std::vector<std::uint16_t> grad(count, one);  // exactly as long: see Exact
+        const std::vector<std::uint16_t> grad(count, one);  // exactly as long as needed: see Exact
         Segment s;
         s.count = count;
         s.grad = grad.data();

@@ -122,7 +122,7 @@ TEST_CASE("a failing question reaches the caller") {
 
 TEST_CASE("a stripe over another allocator's memory counts units from aligned addresses") {
   FakeOs os;
-  const std::uintptr_t first = 5 * kUnitBytes + 3 * kPage;  // batches then end inside units
+  const std::uintptr_t first = 5 * kUnitBytes + 3 * kPage;  // so that batches end inside units
   os.give(first, 20 * kUnitBytes, 0);
   CHECK(migrate_pages(os, at(first), 20 * kUnitBytes, kStripe, kUnitBytes, 2) == 0);
   for (const auto& [page, node] : os.pages) {
@@ -159,7 +159,7 @@ TEST_CASE("only the range asked for moves") {
 TEST_CASE("pages that stay are counted, unless they were in place or are not there") {
   FakeOs os;
   os.give(kPage, 5'000 * kPage, 0);
-  os.pages[2 * kPage] = 1;    // in place already, and held there
+  os.pages[2 * kPage] = 1;    // in place already, and cannot move
   os.pages.erase(3 * kPage);  // never touched
   os.stuck = {2 * kPage, 5 * kPage, 4'990 * kPage};
   const Placement node{Policy::bind, {1}, {}};
