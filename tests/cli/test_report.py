@@ -22,8 +22,8 @@ def test_a_report_is_written_into_the_run_and_told_in_short(
     assert main.run(["report", str(run)]) == 0
 
     said = capsys.readouterr().out
-    assert "Nothing was busy throughout" in said
-    assert "GPU waited 600 ms a step for the CPU sweep" in said
+    assert "No single bottleneck" in said
+    assert "GPU idle for 600 ms per step during the CPU optimizer sweep" in said
     html = (run / "report.html").read_text()
     assert html.startswith("<!doctype html>")
     assert sorted(path.name for path in run.iterdir()) == [
@@ -56,7 +56,7 @@ def test_a_report_needs_neither_torch_nor_a_gpu(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
     assert ran.returncode == 0, ran.stderr
-    assert "The CPU bound the step" in ran.stdout
+    assert "Bottleneck: the CPU" in ran.stdout
 
 
 def test_a_killed_programs_run_is_shown_up_to_then(
@@ -70,7 +70,7 @@ def test_a_killed_programs_run_is_shown_up_to_then(
 
     said = capsys.readouterr().out
     assert "samples.jsonl: the last line was cut off" in said
-    assert "cut off, or still going on" in (run / "report.html").read_text()
+    assert "cut off, or is still running" in (run / "report.html").read_text()
 
 
 @pytest.mark.parametrize("make", [lambda: make_run([], [], []), hostile])
@@ -146,7 +146,7 @@ def test_a_comparison_is_a_table_words_and_a_page(
 
     assert "B is 1.33 times as fast as A" in said
     assert out.read_text().count("<figure") >= 8
-    step = next(row for row in told["rows"] if row["name"] == "a step")
+    step = next(row for row in told["rows"] if row["name"] == "step time")
     assert step["ratio"] == pytest.approx(0.75)
     assert told["words"][0].startswith("B is 1.33 times")
 

@@ -66,13 +66,13 @@ def test_a_sweep_apart_is_recorded_to_the_byte_and_changes_no_step(
 
 def assert_same_steps(run: RecordedRun, other: RecordedRun) -> None:
     one, two = measure(run), measure(other)
-    assert (one.steps, one.uses, one.links, one.waits) == (
+    assert (one.steps, one.usages, one.links, one.waits) == (
         two.steps,
-        two.uses,
+        two.usages,
         two.links,
         two.waits,
     )
-    assert (one.busy, one.bound, one.shown) == (two.busy, two.bound, two.shown)
+    assert (one.busy, one.bottleneck, one.shown) == (two.busy, two.bottleneck, two.shown)
 
 
 def swept(step: int, nbytes: int = 7) -> Event:
@@ -103,9 +103,9 @@ def test_a_sweep_apart_is_told_beside_the_steps() -> None:
         return [f.text for f in find(measure(run)) if f.kind == "swept-apart"]
 
     assert told(one) == [
-        "what was swept apart from steps took 300 ms, with 3.00 kB of reads from vda"
+        "1 optimizer sweep ran outside steps and took 300 ms, with 3.00 kB of reads from vda"
     ]
-    assert told(two) == ["2 sweeps apart from steps were recorded, each of 300 ms"]
+    assert told(two) == ["2 optimizer sweeps ran outside steps and took 300 ms each"]
     assert told(once) == []  # a run that did not record it
     every = finishing(streamed(), *range(8))
     assert told(replace(every, events=(*every.events, swept(7)))) == []

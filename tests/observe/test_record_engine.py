@@ -13,7 +13,7 @@ from penstock.engine import step_records
 from penstock.observe.hardware import disk_name
 from penstock.observe.records import OBSERVING, RecordedRun
 from penstock.observe.run_files import read_run
-from penstock.observe.steps import steps_of
+from penstock.observe.steps import find_steps
 from penstock.plan.build_schedule import step_schedule
 from penstock.plan.traffic import step_traffic
 from penstock.tiers import Tier
@@ -66,7 +66,7 @@ def test_an_exact_step_is_kept_and_its_profilers_time_is_no_steps(tmp_path: Path
     assert {e.track for e in run.events if e.step == 6 and e.link} >= {"h2d", "d2h"}
     pauses = [phase for phase in run.phases if phase.name == OBSERVING]
     assert len(pauses) == 2
-    step = {step.number: step for step in steps_of(run)}
+    step = {step.number: step for step in find_steps(run)}
     assert step[5].end <= pauses[0].start < pauses[0].end <= step[6].start
     assert step[6].end <= pauses[1].start < pauses[1].end <= step[7].start
 

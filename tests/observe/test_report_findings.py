@@ -49,12 +49,12 @@ def texts(run: RecordedRun) -> list[str]:
 @pytest.mark.parametrize(
     "said",
     [
-        "GPU waited 600 ms a step for the CPU sweep",
-        "GPU waited 200 ms a step for copies to the GPU",
-        "pageable copies: 3.00 GB per step from `optimizer.step`",
-        "40 % of copy time hidden behind compute: 300 ms a step is not",
-        "PCIe idle during 100 % of forward, 63 % of backward and 75 % of update",
-        "GPU memory trough of 18.0 GiB during update",
+        "GPU idle for 600 ms per step during the CPU optimizer sweep",
+        "GPU idle for 200 ms per step during copies to the GPU",
+        "pageable memory: 3.00 GB per step copied by `optimizer.step`",
+        "40 % of copy time hidden behind compute; 300 ms per step not hidden",
+        "PCIe idle for 100 % of forward, 63 % of backward and 75 % of update",
+        "GPU memory: 18.0 GiB unused during update",
     ],
 )
 def test_an_offloaded_run_shows_what_the_study_saw(said: str) -> None:
@@ -65,7 +65,7 @@ def test_a_streamed_run_shows_none_of_it() -> None:
     kinds = found(streamed())
 
     assert not {"waiting", "overlap", "pageable", "link-idle", "plan-bytes", "serial"} & set(kinds)
-    assert "beside compute" in kinds["sweep"].text
+    assert "hidden behind compute" in kinds["sweep"].text
 
 
 def test_what_costs_most_comes_first() -> None:
@@ -82,11 +82,10 @@ def test_samples_alone_show_the_idle_gpu_and_its_cores() -> None:
     kinds = found(sampled())
 
     assert kinds["gpu-idle"].text == (
-        "GPU idle during 100 % of update, which takes 40 % of a step; "
-        "the CPU's cores were 100 % busy"
+        "GPU idle for 100 % of update, which takes 40 % of a step; CPU cores 100 % busy"
     )
-    assert kinds["link-idle"].text.startswith("PCIe idle during 100 % of forward")
-    assert "trough of 18.0 GiB" in kinds["trough"].text
+    assert kinds["link-idle"].text.startswith("PCIe idle for 100 % of forward")
+    assert "18.0 GiB unused" in kinds["trough"].text
 
 
 def test_more_than_planned_is_bad_and_bytes_are_compared_to_the_byte() -> None:
@@ -117,7 +116,7 @@ def test_the_drivers_count_of_an_exact_step_is_set_beside_the_engines() -> None:
     said = [finding for finding in find(measure(exact)) if finding.kind == "driver-bytes"]
 
     assert [finding.level for finding in said] == ["note", "note"]
-    assert "+1,000 bytes beside the engine's" in said[0].text
+    assert "+1,000 bytes compared with the engine's" in said[0].text
     assert "+0 bytes" in said[1].text
     assert measure(exact).links == measure(run).links
     lost = replace(exact, events=(*run.events, *again[: len(again) // 2]))
@@ -168,11 +167,14 @@ def test_steps_far_slower_than_the_rest_are_counted() -> None:
 @pytest.mark.parametrize(
     ("run", "said"),
     [
-        (offloaded(), "Nothing was busy throughout: GPU compute, the busiest, worked 50 % of"),
-        (streamed(), "GPU compute bound the step: busy 98 % of 1.50 s"),
-        (on_cpu(), "The CPU bound the step: busy 70 % of 200 ms"),
-        (make_run([], [], []), "No step was recorded"),
-        (make_run([Phase("x", 0, 0.0, 1.0)], [], []), "A step took 1.00 s; nothing tells"),
+        (offloaded(), "No single bottleneck: GPU compute, the busiest, takes 50 % of"),
+        (streamed(), "Bottleneck: GPU compute, busy for 98 % of the 1.50 s step"),
+        (on_cpu(), "Bottleneck: the CPU, busy for 70 % of the 200 ms step"),
+        (make_run([], [], []), "No steps were recorded"),
+        (
+            make_run([Phase("x", 0, 0.0, 1.0)], [], []),
+            "Step time 1.00 s; the bottleneck is not known",
+        ),
     ],
 )
 def test_the_verdict_is_one_sentence(run: RecordedRun, said: str) -> None:
@@ -183,19 +185,19 @@ def test_a_comparison_says_which_is_faster_and_why() -> None:
     made = compare(measure(offloaded()), measure(streamed()))
     rows = {row.name: row for row in made.rows}
 
-    assert made.words[0].startswith("B is 1.33 times as fast as A: 1.50 s a step")
-    assert "Update takes 800 ms less: 800 ms to none." in made.words
-    assert rows["a step"].ratio == pytest.approx(0.75)
-    assert rows["a step"].judged == "better"
+    assert made.words[0].startswith("B is 1.33 times as fast as A: 1.50 s per step")
+    assert "Update takes 800 ms less in B: none instead of 800 ms." in made.words
+    assert rows["step time"].ratio == pytest.approx(0.75)
+    assert rows["step time"].judged == "better"
     assert rows["copies hidden behind compute"].change == "+58 points"
-    assert rows["Host to GPU (h2d), a step"].ratio == 8.0
+    assert rows["Host to GPU (h2d), per step"].ratio == 8.0
     assert rows["GPU 0, tensors"].judged == "better"
 
 
 def test_a_comparison_with_itself_finds_nothing() -> None:
     made = compare(measure(offloaded()), measure(offloaded()))
 
-    assert made.words == ("Both are as fast: B takes 2.00 s a step where A takes 2.00 s.",)
+    assert made.words == ("A and B are equally fast: 2.00 s and 2.00 s per step.",)
     assert {row.judged for row in made.rows} == {""}
 
 
@@ -204,7 +206,7 @@ def test_a_comparison_of_different_machines_or_of_nothing_says_so() -> None:
     nothing = compare(measure(make_run([], [], [])), measure(offloaded()))
 
     assert any("different hardware" in word for word in other.words)
-    assert nothing.words[0] == "No step was recorded in A: speeds cannot be compared."
+    assert nothing.words[0] == "No steps were recorded in A: speeds cannot be compared."
 
 
 def test_without_a_gpu_nothing_is_said_of_pcie_or_of_pinning() -> None:
@@ -223,7 +225,7 @@ def test_many_causes_of_pageable_copies_are_summed() -> None:
     said = [text for text in texts(replace(run, events=(*run.events, *more))) if "pageable" in text]
 
     assert len(said) == 4
-    assert "pageable copies: 28.0 MB per step from 7 other places" in said
+    assert "pageable memory: 28.0 MB per step copied by 7 other callers" in said
 
 
 def test_a_memory_node_is_never_what_is_waited_for() -> None:
@@ -233,7 +235,7 @@ def test_a_memory_node_is_never_what_is_waited_for() -> None:
     m = measure(replace(run, events=(*run.events, *nodes)))
 
     assert m.waits == pytest.approx(measure(run).waits)
-    assert m.bound == measure(run).bound
+    assert m.bottleneck == measure(run).bottleneck
     assert m.links["node0"].nbytes == 10**9
 
 
@@ -243,4 +245,4 @@ def test_a_disks_plan_is_of_both_directions() -> None:
     missed = streamed(planned=replace(PLANNED, links={"disk:nvme0n1": both + 1}))
 
     assert "plan-bytes" not in found(kept)
-    assert found(missed)["plan-bytes"].text.startswith("Disk nvme0n1 carried 900 MB a step")
+    assert found(missed)["plan-bytes"].text.startswith("Disk nvme0n1 carried 900 MB per step")

@@ -74,7 +74,7 @@ def test_a_run_that_moves_only_token_numbers_is_told_nothing_of_copies() -> None
     html = page(measure(read_run(KEPT / "plain")))
 
     assert "Copies hidden" not in html
-    assert "Next is" not in html
+    assert "The next busiest is" not in html
     assert "PCIe idle" not in html
 
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.observe.intervals import common, length, union, within, without
+from penstock.observe.intervals import clip, difference, intersection, total_length, union
 from penstock.observe.measures import measure
 from penstock.observe.page import page
-from penstock.observe.page_plots import BINS, binned
+from penstock.observe.page_plots import BINS, bin_traffic
 from penstock.observe.records import Event, Phase, Sample
-from penstock.observe.series import by_phase, thinned, unbroken
-from penstock.observe.steps import UNNAMED, Segment, flatten, steps_of, typical
-from penstock.observe.usage import step_uses
+from penstock.observe.series import split_at_gaps, stats_by_phase, thin
+from penstock.observe.steps import UNNAMED, Segment, find_steps, flatten_phases, typical_step
+from penstock.observe.usage import step_usages
 from penstock.units import GiB
 from tests.observe.made_runs import GB, make_run, offloaded, on_cpu, sampled, streamed
 
@@ -35,10 +35,10 @@ def test_sets_of_time_are_what_counting_gives(left: list, right: list) -> None: 
     assert ticks(a) == ticks(left)
     assert a == sorted(a)
     assert all(a[i][1] < a[i + 1][0] for i in range(len(a) - 1))
-    assert length(a) == len(ticks(left))
-    assert ticks(common(a, b)) == ticks(left) & ticks(right)
-    assert ticks(without(a, b)) == ticks(left) - ticks(right)
-    assert ticks(within(left, 5, 20)) == ticks(left) & set(range(5, 20))
+    assert total_length(a) == len(ticks(left))
+    assert ticks(intersection(a, b)) == ticks(left) & ticks(right)
+    assert ticks(difference(a, b)) == ticks(left) - ticks(right)
+    assert ticks(clip(left, 5, 20)) == ticks(left) & set(range(5, 20))
 
 
 @given(SPANS, SPANS, SPANS)
@@ -49,14 +49,14 @@ def test_busy_hidden_idle_and_waits_are_what_counting_gives(
     events += [Event("h2d", "copy", "c", a, b, 0, link="h2d", nbytes=1) for a, b in copies]
     events += [Event("cpu sweep", "sweep", "s", a, b, 0) for a, b in sweeps]
     run = make_run([Phase("forward", 0, 0, 10), Phase("update", 0, 10, 25)], events, [])
-    (use,) = step_uses(steps_of(run), run.events)
+    (use,) = step_usages(find_steps(run), run.events)
     whole = set(range(25))
     computing, copying, sweeping = (ticks(s) & whole for s in (gpu, copies, sweeps))
 
     assert use.seconds("gpu") == len(computing)
     assert use.hidden("h2d") == len(computing & copying)
     assert use.idle(["h2d"], "update") == (len(set(range(10, 25)) - copying), 15)
-    waits = {names: length(spans) for names, spans in use.waits().items() if spans}
+    waits = {names: total_length(spans) for names, spans in use.waits().items() if spans}
     idle = whole - computing
     counted = {
         (): len(idle - copying - sweeping),
@@ -71,7 +71,7 @@ def test_busy_hidden_idle_and_waits_are_what_counting_gives(
 def test_phases_that_overlap_share_no_moment_and_lose_none(spans: list) -> None:  # type: ignore[type-arg]
     phases = [Phase(str(at), 0, a, b) for at, (a, b) in enumerate(spans)]
 
-    segments = flatten(phases)
+    segments = flatten_phases(phases)
 
     assert sum(s.end - s.start for s in segments) == len(ticks(spans))
     for segment in segments:
@@ -98,7 +98,7 @@ def test_an_offloaded_run_gives_the_figures_it_was_made_with() -> None:
     assert m.floor == pytest.approx(1.0)
     assert (m.links["h2d"].nbytes, m.links["d2h"].nbytes) == (3 * GB, 6 * GB)
     assert m.links["h2d"].rate == pytest.approx(15 * GB)
-    assert (m.bound.resource, m.bound.holds) == ("gpu", False)
+    assert (m.bottleneck.resource, m.bottleneck.limits_step) == ("gpu", False)
     peaks = {peak.key: peak for peak in m.peaks}
     assert peaks["gpu0.allocated"].measured == 20 * GiB
     assert peaks["gpu0.allocated"].phase == "backward"
@@ -108,9 +108,9 @@ def test_an_offloaded_run_gives_the_figures_it_was_made_with() -> None:
 def test_a_streamed_run_is_bound_by_compute_and_keeps_its_plan() -> None:
     m = measure(streamed())
 
-    assert m.bound.resource == "gpu"
-    assert m.bound.holds
-    assert m.bound.share == pytest.approx(1 - 12 * 0.002 / 1.5)
+    assert m.bottleneck.resource == "gpu"
+    assert m.bottleneck.limits_step
+    assert m.bottleneck.share == pytest.approx(1 - 12 * 0.002 / 1.5)
     planned = m.run.observation.planned
     assert planned is not None
     assert {link: m.links[link].nbytes for link in planned.links} == planned.links
@@ -124,9 +124,9 @@ def test_samples_alone_tell_less_and_say_so() -> None:
 
     assert m.hidden is None
     assert m.waits == {}
-    assert not m.bound.exact
-    assert m.bound.resource == "gpu"
-    assert m.bound.share == pytest.approx(0.5)
+    assert not m.bottleneck.exact
+    assert m.bottleneck.resource == "gpu"
+    assert m.bottleneck.share == pytest.approx(0.5)
     assert not m.links["h2d"].exact
     assert m.links["h2d"].nbytes == pytest.approx(3 * GB)
 
@@ -134,8 +134,8 @@ def test_samples_alone_tell_less_and_say_so() -> None:
 def test_a_run_without_gpu_is_bound_by_its_cores() -> None:
     m = measure(on_cpu())
 
-    assert m.bound.resource == "cpu"
-    assert m.bound.share == pytest.approx(0.7)
+    assert m.bottleneck.resource == "cpu"
+    assert m.bottleneck.share == pytest.approx(0.7)
     assert [peak.key for peak in m.peaks] == ["host.rss"]
 
 
@@ -144,7 +144,7 @@ def test_a_step_ends_where_the_next_begins_or_where_saving_does() -> None:
         Phase("forward", 0, 0.0, 1.0), Phase("save", 0, 2.0, 9.0), Phase("forward", 1, 10.0, 11.0),
         Phase("forward", 2, 12.0, 13.0), Phase("forward", 9, 50.0, 51.0),
     ]  # fmt: skip
-    steps = steps_of(make_run(phases, [], []))
+    steps = find_steps(make_run(phases, [], []))
 
     assert [(s.number, s.start, s.end) for s in steps] == [
         (0, 0.0, 2.0), (1, 10.0, 12.0), (2, 12.0, 13.0), (9, 50.0, 51.0),
@@ -156,8 +156,8 @@ def test_steps_come_from_events_or_samples_where_no_phase_has_one() -> None:
     events = [Event("gpu", "kernel", "k", float(n), n + 0.5, n) for n in range(3)]
     samples = [Sample(t=float(n), step=n // 2) for n in range(6)]
 
-    assert len(steps_of(make_run([], events, samples))) == 3
-    assert [s.start for s in steps_of(make_run([], [], samples))] == [0.0, 2.0, 4.0]
+    assert len(find_steps(make_run([], events, samples))) == 3
+    assert [s.start for s in find_steps(make_run([], [], samples))] == [0.0, 2.0, 4.0]
 
 
 def test_the_typical_step_is_neither_the_first_nor_the_slowest() -> None:
@@ -167,7 +167,7 @@ def test_the_typical_step_is_neither_the_first_nor_the_slowest() -> None:
         phases.append(Phase("forward", number, at, at + seconds))
         at += seconds
 
-    shown = typical(steps_of(make_run(phases, [], [])))
+    shown = typical_step(find_steps(make_run(phases, [], [])))
     assert shown is not None
     assert shown.number in (2, 4)
 
@@ -176,7 +176,7 @@ def test_an_event_that_reaches_into_the_next_step_is_busy_in_both_and_counted_on
     phases = [Phase("forward", n, float(n), n + 1.0) for n in range(2)]
     copy = Event("h2d", "copy", "w", 0.5, 1.25, 0, link="h2d", nbytes=8)
     late = Event("d2h", "copy", "g", 1.5, 1.75, 0, link="d2h", nbytes=3)
-    first, second = step_uses(steps_of(make_run(phases, [], [])), [copy, late])
+    first, second = step_usages(find_steps(make_run(phases, [], [])), [copy, late])
 
     assert (first.seconds("h2d"), second.seconds("h2d")) == (0.5, 0.25)
     assert (first.seconds("d2h"), second.seconds("d2h")) == (0.0, 0.25)
@@ -187,7 +187,7 @@ def test_an_event_that_reaches_into_the_next_step_is_busy_in_both_and_counted_on
 def test_thinning_keeps_every_extreme_and_both_ends(values: list[int], buckets: int) -> None:
     points = [(float(t), float(v)) for t, v in enumerate(values)]
 
-    kept = thinned(points, buckets)
+    kept = thin(points, buckets)
 
     assert len(kept) <= max(4 * buckets, 1)
     assert set(kept) <= set(points)
@@ -200,7 +200,7 @@ def test_thinning_keeps_every_extreme_and_both_ends(values: list[int], buckets: 
 def test_a_plot_of_traffic_holds_exactly_the_bytes(spans: list) -> None:  # type: ignore[type-arg]
     events = [Event("h2d", "copy", "c", a, b, nbytes=1000) for a, b in spans if b >= a]
 
-    points = binned(events, 0.0, 31.0)
+    points = bin_traffic(events, 0.0, 31.0)
 
     assert len(points) == 2 * BINS
     assert sum(rate for _, rate in points[::2]) * 31.0 / BINS == pytest.approx(1000 * len(events))
@@ -209,12 +209,12 @@ def test_a_plot_of_traffic_holds_exactly_the_bytes(spans: list) -> None:  # type
 def test_a_line_is_not_drawn_over_a_hole() -> None:
     points = [(0.0, 1.0), (0.05, 1.0), (5.0, 2.0), (5.05, 2.0)]
 
-    assert [len(stretch) for stretch in unbroken(points, 0.05)] == [2, 2]
+    assert [len(stretch) for stretch in split_at_gaps(points, 0.05)] == [2, 2]
 
 
 def test_a_moment_on_an_edge_is_the_next_phases() -> None:
     segments = [Segment("forward", 0.0, 1.0), Segment("update", 1.0, 2.0)]
-    stats = by_phase([(0.5, 1.0), (1.0, 3.0), (2.0, 9.0)], segments)
+    stats = stats_by_phase([(0.5, 1.0), (1.0, 3.0), (2.0, 9.0)], segments)
 
     assert (stats["forward"].high, stats["update"].high) == (1.0, 3.0)
 
@@ -237,8 +237,8 @@ def test_records_without_a_time_are_left_out_and_counted() -> None:
     m = measure(replace(run, events=(*run.events, *events)))
 
     assert m.busy == measure(run).busy
-    assert m.run.notes == ("3 records have no time that can be, and were left out",)
-    assert "3 records have no time" in page(m)
+    assert m.run.notes == ("3 records have invalid times and were left out",)
+    assert "3 records have invalid times" in page(m)
 
 
 def test_what_the_system_writes_to_a_disk_meanwhile_is_no_traffic_of_the_run() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.observe.measures import Measures, measure
 from penstock.observe.page import page
-from penstock.observe.page_plots import memory_plots, shown_window
+from penstock.observe.page_plots import memory_plots, step_window
 from penstock.observe.records import Event, GpuSample, HostSample, Phase, RecordedRun, Sample
 from penstock.units import GiB
 from tests.observe.made_runs import make_run, offloaded, streamed
@@ -119,8 +119,8 @@ def test_what_an_engine_sets_aside_in_hbm_is_not_taken_for_what_it_held() -> Non
     held = max(sample.gpu[0].allocated or 0 for sample in run.samples)
     tier = next(peak for peak in m.peaks if peak.key == "tier.hbm")
     assert (tier.planned, tier.measured) == (7 * GiB, held)
-    window = shown_window(m)
+    window = step_window(m)
     assert window is not None
     drawn = memory_plots(m, window)[0]
-    assert [line.name for line in drawn.lines] == ["tensors", "torch's allocator", "whole card"]
-    assert "budget of hbm" in [level.name for level in drawn.levels]
+    assert [line.name for line in drawn.lines] == ["tensors", "reserved by torch", "whole device"]
+    assert "budget of hbm" in [level.name for level in drawn.references]

@@ -20,7 +20,7 @@ from penstock.observe.compare_page import compare_page
 from penstock.observe.measures import measure
 from penstock.observe.page import page
 from penstock.observe.records import Event, GpuSample, Phase, RecordedRun, Sample
-from penstock.observe.timeline import BOXES
+from penstock.observe.timeline import MAX_BOXES
 from tests.observe.made_runs import hostile, make_run, offloaded, on_cpu, sampled, streamed
 
 CSS = Path(page_module.__file__).with_name("page.css").read_text()
@@ -117,10 +117,10 @@ def test_a_page_reads_top_down(pages: dict[str, str]) -> None:
     titles = re.findall(r"<h2>(.*?)</h2>", pages["streamed"])
 
     assert titles == [
-        "Findings", "Memory, step 1", "Traffic, step 1", "Overlap", "Time line", "Peaks",
-        "The whole run", "About this run",
+        "Findings", "Memory, step 1", "Traffic, step 1", "Overlap", "Timeline", "Peaks",
+        "Whole run", "About this run",
     ]  # fmt: skip
-    assert "GPU compute bound the step" in pages["streamed"]
+    assert "Bottleneck: GPU compute" in pages["streamed"]
     assert "planned for backward 7.00 GiB" in pages["streamed"]
     assert "ceiling 25.0 GB/s" in pages["streamed"]
 
@@ -128,8 +128,8 @@ def test_a_page_reads_top_down(pages: dict[str, str]) -> None:
 def test_what_is_missing_is_said(pages: dict[str, str]) -> None:
     assert "no samples: memory over time is not shown" in pages["nothing"]
     assert "no steps: figures per step are not shown" in pages["nothing"]
-    assert "no events: overlap, waiting and the time line are not shown" in pages["sampled"]
-    assert "no GPU was there" in pages["on_cpu"]
+    assert "no events: overlap, waits and the timeline are not shown" in pages["sampled"]
+    assert "the machine has no GPU" in pages["on_cpu"]
 
 
 def test_several_processes_are_listed() -> None:
@@ -158,7 +158,7 @@ def test_a_long_run_gives_a_small_page_that_keeps_its_extremes() -> None:
     html = page(measure(long_run()))
 
     assert len(html) < 3_000_000
-    assert html.count('class="box') <= BOXES
+    assert html.count('class="box') <= MAX_BOXES
     assert "30,000 events are drawn as" in html
     data = json.loads(re.search(r'id="data">(.*?)</script>', html, re.DOTALL)[1])  # type: ignore[index]
     (whole,) = (plot for name, plot in data["plots"].items() if name == "run-gpu0")

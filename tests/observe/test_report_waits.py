@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.observe.findings import Finding, cores_at_work, find, unseen
+from penstock.observe.findings import Finding, busy_cores, find, unexplained_idle
 from penstock.observe.measures import measure
 from penstock.observe.records import RecordedRun
 from tests.observe.made_runs import offloaded
@@ -34,10 +34,10 @@ def test_a_wait_for_what_was_not_recorded_says_its_phase_and_what_the_cores_did(
 
     # Of each step: 0.1 s before backward's first kernel, 0.6 of update.
     assert found.text == (
-        "GPU waited 700 ms a step for something that was not recorded, 600 ms in update, "
-        "while 13 of 16 cores worked"
+        "GPU idle for 700 ms per step, cause not recorded: 600 ms in update, "
+        "with 13 of 16 CPU cores busy"
     )
-    assert found.advice.startswith("An optimizer on the CPU")
+    assert found.advice.startswith("Probably an optimizer on the CPU")
     assert found.seconds == pytest.approx(0.7)
 
 
@@ -45,10 +45,10 @@ def test_few_cores_and_no_figure_of_cores_are_told_apart() -> None:
     alone, unknown = unswept(busy=0.1), unswept()
     blind = replace(unknown, samples=tuple(replace(s, cpu=()) for s in unknown.samples))
 
-    assert "while 2 of 16 cores worked" in said(alone, "waiting")[0].text
-    assert "own thread" in said(alone, "waiting")[0].advice
+    assert "with 2 of 16 CPU cores busy" in said(alone, "waiting")[0].text
+    assert "main thread" in said(alone, "waiting")[0].advice
     assert said(blind, "waiting")[0].text.endswith("600 ms in update")
-    assert said(blind, "waiting")[0].advice.startswith("The program itself")
+    assert said(blind, "waiting")[0].advice.startswith("Possible causes: Python code")
 
 
 def test_a_figure_of_the_cores_counts_only_for_the_phase_that_it_is_of() -> None:
@@ -63,10 +63,10 @@ def test_a_figure_of_the_cores_counts_only_for_the_phase_that_it_is_of() -> None
             last, busy = sample.t, 0.0
     m = measure(replace(run, samples=tuple(sparse)))
 
-    cores = cores_at_work(m, "update")
+    cores = busy_cores(m, "update")
     assert cores is not None
     assert 0.8 * 0.8 * 16 <= cores <= 0.8 * 16 + 1e-6
-    assert cores_at_work(m, "forward") is None
+    assert busy_cores(m, "forward") is None
 
 
 def test_two_phases_that_share_a_wait_are_both_named() -> None:
@@ -74,10 +74,10 @@ def test_two_phases_that_share_a_wait_are_both_named() -> None:
     events = tuple(e for e in run.events if e.phase != "forward")
     m = measure(replace(run, events=events))
 
-    assert unseen(m) == pytest.approx({"update": 0.6, "forward": 0.4, "backward": 0.1})
+    assert unexplained_idle(m) == pytest.approx({"update": 0.6, "forward": 0.4, "backward": 0.1})
     text = said(replace(run, events=events), "waiting")[0].text
     assert text.endswith(
-        "600 ms in update and 400 ms in forward, while in update 13 of 16 cores worked"
+        "600 ms in update and 400 ms in forward, with 13 of 16 CPU cores busy in update"
     )
 
 
@@ -91,8 +91,8 @@ def test_copies_beside_a_sweep_that_is_waited_for_are_told_apart_and_cost_nothin
     found = said(replace(run, events=tuple(events)), "overlap")[0]
 
     assert found.text == (
-        "40 % of copy time hidden behind compute: 300 ms a step is not, "
-        "of which 200 ms ran beside the CPU sweep"
+        "40 % of copy time hidden behind compute; 300 ms per step not hidden, "
+        "of which 200 ms during the CPU optimizer sweep"
     )
     assert (found.level, found.seconds) == ("warn", pytest.approx(0.1))
     quick = [replace(e, end=e.start + 0.2) if e.name == "gradients" else e for e in events]

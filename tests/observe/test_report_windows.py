@@ -10,11 +10,11 @@ import pytest
 from penstock.observe.measures import Measures, measure
 from penstock.observe.page import page
 from penstock.observe.page_plots import (
-    laid_window,
     memory_plots,
+    overlay_steps,
     points_in,
-    shown_window,
-    wide_window,
+    step_window,
+    widened_window,
 )
 from penstock.observe.records import GpuSample, HostSample, Phase, Sample
 from penstock.units import GiB
@@ -44,9 +44,9 @@ def sparse(gap_after: int | None = None) -> Measures:
 
 def test_an_iteration_of_few_samples_is_drawn_from_those_of_all_settled_steps() -> None:
     m = sparse()
-    window = shown_window(m)
+    window = step_window(m)
     assert window is not None
-    laid = laid_window(m, window, ["gpu0.allocated"])
+    laid = overlay_steps(m, window, ["gpu0.allocated"])
 
     points = points_in(m.memory["gpu0.allocated"], laid)
 
@@ -60,7 +60,7 @@ def test_an_iteration_of_few_samples_is_drawn_from_those_of_all_settled_steps() 
 
 def test_only_gpu_memory_is_laid_over_itself() -> None:
     m = sparse()
-    window = shown_window(m)
+    window = step_window(m)
     assert window is not None
     gpu, host = memory_plots(m, window)
 
@@ -72,19 +72,19 @@ def test_only_gpu_memory_is_laid_over_itself() -> None:
 def test_an_iteration_of_many_samples_is_drawn_from_its_own() -> None:
     for run in (offloaded(), streamed()):
         m = measure(run)
-        window = shown_window(m)
+        window = step_window(m)
         assert window is not None
-        assert laid_window(m, window, ["gpu0.allocated"]) is window
+        assert overlay_steps(m, window, ["gpu0.allocated"]) is window
 
 
 def test_a_wide_window_has_neither_the_first_step_nor_what_lies_between_steps() -> None:
-    whole = wide_window(sparse())
+    whole = widened_window(sparse())
     assert whole is not None
     assert whole.title == "steps 1 to 7"
 
     for shown, title in ((2, "steps 1 to 3"), (6, "steps 4 to 7")):
         m = sparse(gap_after=3)
-        parted = wide_window(replace(m, shown=m.steps[shown]))
+        parted = widened_window(replace(m, shown=m.steps[shown]))
         assert parted is not None
         assert parted.title == title
         assert {segment.name for segment in parted.segments} == {"forward", "backward"}
@@ -96,8 +96,8 @@ def test_a_step_that_warms_up_is_told_and_not_drawn() -> None:
 
     html = page(measure(make_run(phases, [], [Sample(t=-20.0), Sample(t=4.0)])))
 
-    assert "a step up to 1.00 s" in html
-    assert "Step 0, not drawn, took 20.0 s." in html
+    assert "step time up to 1.00 s" in html
+    assert "Step 0 (warm-up, not drawn) took 20.0 s." in html
 
 
 def test_a_phase_has_the_same_colour_in_bars_and_plots() -> None:

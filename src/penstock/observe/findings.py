@@ -1,7 +1,7 @@
-"""What a run shows, in words, each with its figures. Room: show.
+"""Findings: sentences about what a run shows, with figures and advice.
 
-A finder is a pure function of the measures. It says nothing where nothing is worth saying, and
-names the step's time that is at stake where that is known.
+Each finder is a pure function of the measures. It yields nothing if there is nothing worth
+reporting, and gives the step time at stake if that is known.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.observe.intervals import common, length, union, within
+from penstock.observe.intervals import clip, intersection, total_length, union
 from penstock.observe.labels import (
+    join_words,
     link_title,
-    list_of,
     memory_title,
     moved_text,
     nbytes_text,
@@ -24,37 +24,65 @@ from penstock.observe.labels import (
     rate_text,
     resource_name,
     seconds_text,
-    tidy,
+    shorten,
 )
 from penstock.observe.measures import Measures
 from penstock.observe.records import DRIVER
-from penstock.observe.series import Series
-from penstock.observe.steps import OUTSIDE, UNNAMED, UPDATE, settled
-from penstock.observe.usage import GPU, GPU_LINKS, SWEEP, is_node, link_of, mean
+from penstock.observe.series import GPU_LINKS, Series
+from penstock.observe.steps import OUTSIDE, UNNAMED, UPDATE, without_warmup
+from penstock.observe.usage import GPU, SWEEP, is_node, link_of, mean
 from penstock.units import GiB, MiB
 
-Level = Literal["bad", "warn", "note"]
+Severity = Literal["bad", "warn", "note"]
 
-LEVELS: tuple[Level, ...] = ("bad", "warn", "note")
+SEVERITIES: tuple[Severity, ...] = ("bad", "warn", "note")
+"""In the order in which findings are listed."""
 
 LONG_PHASE = 0.1
-"""Of a step. What happens in shorter phases matters little."""
+"""Share of a step from which a phase is long enough to be reported."""
+
+SIGNIFICANT = 0.05
+"""Share of the step time from which a wait is reported."""
 
 IDLE = 0.5
-WORTH_SAYING = 0.05
-"""Of a step's time."""
+"""Share of a phase, or of the copy time, from which a link is idle or copies count as hidden."""
 
-CAUSES = 3
-"""Of pageable copies, each of which is told; the others are told together."""
+MIN_NBYTES = 1e6
+"""Bytes per step from which traffic is reported. Token ids are fewer and can come from anywhere."""
 
-MUCH = 1e6
-"""Bytes a step. Token numbers are less, and come from anywhere."""
+MAX_CALLERS = 3
+"""Number of callers of pageable copies that are listed. The others are summed."""
 
-QUIET = 0.02
-"""Of its ceiling: a sampled link below this carries nothing to speak of."""
+QUIET_SHARE = 0.02
+"""Share of its ceiling below which a sampled link counts as idle."""
 
 QUIET_RATE = 100e6
-"""Bytes a second, where the ceiling is not known."""
+"""Bytes per second below which a sampled link counts as idle if its ceiling is not known."""
+
+MIN_OVERLAP = 0.8
+"""Share of a sample's interval that must lie in a phase for its CPU load to count for the phase."""
+
+MANY_CORES = 0.25
+"""Share of the cores from which an update probably runs an optimizer on the CPU."""
+
+FEW_CORES = 2.0
+"""Number of busy cores below which the program's main thread probably is the cause of a wait."""
+
+MIN_PART = 0.2
+"""Share of a wait from which a phase, or something else that was running, is named."""
+
+TROUGH = 0.25
+"""Share of the peak from which unused memory is reported."""
+
+MIN_SAMPLES = 10
+"""Samples in a phase below which its peak may well lie between them."""
+
+LOW_HOST_MEMORY = 0.05
+"""Share of the host's memory below which the kernel may start to kill processes."""
+
+SAME_BYTES = 0.01
+"""Relative difference up to which the driver's and the engine's counts agree. Batches, losses and
+norms are less than this, and are not part of the schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,108 +90,183 @@ class Finding:
     """One thing that the run shows."""
 
     kind: str
-    """The same word for the same thing in every run."""
+    """Identifier that is the same for the same finding in every run."""
 
-    level: Level
-    """`bad` broke a promise or ended the run, `warn` costs time or room, `note` is good to know."""
+    level: Severity
+    """`bad`: the plan was exceeded or the run failed; `warn`: costs time or memory; `note`: good to
+    know."""
 
     text: str
-    """What was found, with the figures."""
+    """What was found, with figures."""
 
     advice: str = ""
     """What it means, or what to try."""
 
     seconds: float = 0.0
-    """Of each step, where it is known what is at stake: no promise that all of it can be had."""
+    """Seconds per step that are at stake, if known. Not all of them may be recoverable."""
 
 
 Finder = Callable[[Measures], Iterator[Finding]]
 
 
-def idle_links(m: Measures) -> Iterator[Finding]:
-    """PCIe carries nothing for most of a long phase. Where all is on the GPU, nothing has to."""
-    if not m.run.observation.hardware.gpus or m.pcie_nbytes < MUCH:
+def find(m: Measures) -> tuple[Finding, ...]:
+    """Return all findings: most severe first, and among equals the most expensive first."""
+    found = [finding for finder in FINDERS for finding in finder(m)]
+    return tuple(sorted(found, key=lambda f: (SEVERITIES.index(f.level), -f.seconds)))
+
+
+# Waits of the GPU, and copies that were not hidden.
+
+
+def gpu_waits(m: Measures) -> Iterator[Finding]:
+    """Report the time in which the GPU was idle, by what else was running."""
+    if m.seconds is None:
         return
-    said, whole = [], 0.0
-    for phase, seconds in m.phases.items():
-        if m.seconds is None or seconds < LONG_PHASE * m.seconds or phase in (UNNAMED, *OUTSIDE):
+    gpu = "GPU" if m.run.observation.hardware.gpus else "Compute"
+    for names, seconds in m.waits.items():
+        if seconds < SIGNIFICANT * m.seconds:
             continue
-        share = _idle_share(m, phase)
-        if share is not None and share >= IDLE:
-            said.append(f"{percent(share)} of {tidy(phase)}")
-            whole += share * seconds
-    if said:
-        yield Finding(
-            "link-idle", "note",
-            f"PCIe idle during {list_of(said)}",
-            f"{seconds_text(whole)} a step in which bytes for another phase could have moved.",
-        )  # fmt: skip
+        text = f"{gpu} idle for {seconds_text(seconds)} per step"
+        if names:
+            running = join_words([resource_name(name, m) for name in names])
+            advice = (
+                "Nothing else was running at that time."
+                if len(names) == 1
+                else "All of these were running at that time."
+            )
+            yield Finding("waiting", "warn", f"{text} during {running}", advice, seconds)
+        else:
+            yield _unexplained_wait(m, f"{text}, cause not recorded", seconds)
 
 
-def _idle_share(m: Measures, phase: str) -> float | None:
-    """By events where a copy was ever seen, else by samples."""
-    if any(link in m.links and m.links[link].exact for link in GPU_LINKS):
-        pairs = [use.idle(GPU_LINKS, phase) for use in m.uses]
-        whole = sum(length for _, length in pairs)
-        return sum(idle for idle, _ in pairs) / whole if whole else None
-    stats = []
-    for link in GPU_LINKS:
-        if link not in m.traffic:
-            return None
-        ceiling = m.run.observation.ceilings.get(link)
-        stats.append((m.traffic[link], QUIET * ceiling if ceiling else QUIET_RATE))
-    moments = [
-        [rate < quiet for step in settled(m.steps) for start, end in step.during(phase)
-         for _, rate in series.between(start, end)]
-        for series, quiet in stats
-    ]  # fmt: skip
-    both = list(zip(*moments, strict=False))
-    return sum(all(pair) for pair in both) / len(both) if both else None
+def _unexplained_wait(m: Measures, text: str, seconds: float) -> Finding:
+    """Name the phases, and how many CPU cores were busy, which usually reveals the cause."""
+    advice = "Possible causes: Python code, data loading, or a synchronization."
+    phases = [(name, part) for name, part in unexplained_idle(m).items()
+              if part >= MIN_PART * seconds]  # fmt: skip
+    if phases:
+        parts = [f"{seconds_text(part)} in {shorten(name, 40)}" for name, part in phases]
+        text += f": {join_words(parts)}"
+        main_phase = phases[0][0]
+        cores, all_cores = busy_cores(m, main_phase), m.run.observation.hardware.cpus
+        if cores is not None:
+            where = f" in {shorten(main_phase, 40)}" * (len(phases) > 1)
+            text += f", with {cores:.0f} of {all_cores} CPU cores busy{where}"
+            if main_phase == UPDATE and cores >= MANY_CORES * all_cores:
+                advice = "Probably an optimizer on the CPU, which leaves no GPU events."
+            elif cores < FEW_CORES:
+                advice = (
+                    "Possible causes: the program's main thread, data loading, or a "
+                    "synchronization."
+                )
+    return Finding("waiting", "warn", text, advice, seconds)
+
+
+def unexplained_idle(m: Measures) -> dict[str, float]:
+    """Return the seconds per step in which nothing was busy, by phase, longest first."""
+    found: dict[str, float] = {}
+    for usage in m.usages:
+        idle = usage.waits().get((), [])
+        for name in {segment.name for segment in usage.step.segments}:
+            seconds = total_length(intersection(idle, usage.step.during(name)))
+            found[name] = found.get(name, 0.0) + seconds / len(m.usages)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def busy_cores(m: Measures, phase: str) -> float | None:
+    """Return the mean number of busy cores in a phase, or None if it is not known.
+
+    A sample's CPU load covers the time since the previous sample, so only samples whose interval
+    lies (almost) entirely in the phase count.
+    """
+    series, cores = m.load.get("cpu"), m.run.observation.hardware.cpus
+    if series is None or not cores:
+        return None
+    spans = union(span for step in without_warmup(m.steps) for span in step.during(phase))
+    shares = [
+        share
+        for (before, _), (t, share) in itertools.pairwise(series.points)
+        if t > before and total_length(clip(spans, before, t)) >= MIN_OVERLAP * (t - before)
+    ]
+    return cores * mean(shares) if shares else None
+
+
+def exposed_copies(m: Measures) -> Iterator[Finding]:
+    """Report copies that ran while the GPU was idle: because of them, or because of something else
+    that ran at the same time."""
+    if m.hidden is None or m.exposed is None or m.seconds is None:
+        return
+    if m.exposed < SIGNIFICANT * m.seconds:
+        return
+    alone = sum(s for names, s in m.waits.items() if names and set(names) <= set(GPU_LINKS))
+    others = {
+        name: None
+        for names, seconds in m.waits.items()
+        if set(names) & set(GPU_LINKS) and seconds >= MIN_PART * m.exposed
+        for name in names
+        if name not in GPU_LINKS
+    }
+    text = (
+        f"{percent(m.hidden)} of copy time hidden behind compute; {seconds_text(m.exposed)} per "
+        f"step not hidden"
+    )
+    advice = "To hide copies, start them earlier, on separate streams and from pinned memory."
+    if others:
+        running = join_words([resource_name(name, m) for name in others])
+        text += f", of which {seconds_text(m.exposed - alone)} during {running}"
+        advice = "Copies during another wait cost no extra time: the GPU is idle anyway."
+    costs = m.hidden < IDLE and alone >= SIGNIFICANT * m.seconds
+    yield Finding("overlap", "warn" if costs else "note", text, advice, alone)
+
+
+# Time: links, copies, idle GPUs and slow steps.
 
 
 def pageable_copies(m: Measures) -> Iterator[Finding]:
-    """Copies that the driver must stage: slow, and never beside compute."""
+    """Report copies from or to pageable memory, by their caller."""
     if not m.run.observation.hardware.gpus:
         return
-    numbers = {use.step.number for use in m.uses}
+    numbers = {usage.step.number for usage in m.usages}
     sums: dict[str, tuple[int, float]] = {}
     for event in m.run.events:
         if event.pinned is False and event.link in GPU_LINKS and event.step in numbers:
-            cause = event.where or event.phase or event.name
-            nbytes, seconds = sums.get(cause, (0, 0.0))
-            sums[cause] = (nbytes + (event.nbytes or 0), seconds + event.seconds)
+            caller = event.where or event.phase or event.name
+            nbytes, seconds = sums.get(caller, (0, 0.0))
+            sums[caller] = (nbytes + (event.nbytes or 0), seconds + event.seconds)
     ranked = sorted(sums.items(), key=lambda item: -item[1][0])
-    told = [(f"`{tidy(cause)}`", *moved) for cause, moved in ranked[:CAUSES]]
-    if rest := [moved for _, moved in ranked[CAUSES:]]:
-        places = f"{len(rest)} other place{'s' if len(rest) > 1 else ''}"
-        told.append((places, sum(n for n, _ in rest), sum(s for _, s in rest)))
-    for cause, nbytes, seconds in told:
-        much = nbytes / len(numbers) >= MUCH
+    callers = [(f"`{shorten(caller)}`", *moved) for caller, moved in ranked[:MAX_CALLERS]]
+    if rest := [moved for _, moved in ranked[MAX_CALLERS:]]:
+        others = f"{len(rest)} other caller{'s' if len(rest) > 1 else ''}"
+        callers.append((others, sum(n for n, _ in rest), sum(s for _, s in rest)))
+    for caller, nbytes, seconds in callers:
+        significant = nbytes / len(numbers) >= MIN_NBYTES
         yield Finding(
-            "pageable", "warn" if much else "note",
-            f"pageable copies: {moved_text(nbytes / len(numbers))} per step from {cause}",
-            "The driver copies pageable memory twice and cannot overlap it with compute; pin it.",
+            "pageable", "warn" if significant else "note",
+            f"pageable memory: {moved_text(nbytes / len(numbers))} per step copied by {caller}",
+            "The driver copies pageable memory twice and cannot overlap it with compute. Use "
+            "pinned memory.",
             seconds / len(numbers),
         )  # fmt: skip
 
 
 def slow_links(m: Measures) -> Iterator[Finding]:
-    """Busy for long, and far below what the link can carry."""
-    for link, use in m.links.items():
-        if not (use.ceiling and use.busy and m.seconds):
+    """Report links that are busy for long, and far below the rate they can carry."""
+    for link, usage in m.links.items():
+        if not (usage.ceiling and usage.busy and m.seconds):
             continue
-        if use.rate < 0.6 * use.ceiling and use.busy >= LONG_PHASE * m.seconds:
+        if usage.rate < 0.6 * usage.ceiling and usage.busy >= LONG_PHASE * m.seconds:
             yield Finding(
                 "slow-link", "warn",
-                f"{link_title(link)} ran at {rate_text(use.rate)} while busy, "
-                f"{percent(use.rate / use.ceiling)} of its {rate_text(use.ceiling)}",
-                "Small or pageable copies, or two users of one link.",
-                use.busy - use.nbytes / use.ceiling,
+                f"{link_title(link)} ran at {rate_text(usage.rate)} while busy, "
+                f"{percent(usage.rate / usage.ceiling)} of the {rate_text(usage.ceiling)} that it "
+                f"can carry",
+                "Possible causes: small copies, pageable memory, or another user of the link.",
+                usage.busy - usage.nbytes / usage.ceiling,
             )  # fmt: skip
 
 
 def idle_gpu(m: Measures) -> Iterator[Finding]:
-    """By samples, where no event tells who waited for whom."""
+    """Report phases in which samples show an idle GPU, if no event shows why."""
     series = m.load.get("gpu0.utilisation")
     if m.waits or series is None or m.seconds is None:
         return
@@ -172,98 +275,151 @@ def idle_gpu(m: Measures) -> Iterator[Finding]:
         seconds = m.phases.get(phase, 0.0)
         if seconds < LONG_PHASE * m.seconds or stat.mean > 0.2:
             continue
-        with_cpu = f"; the CPU's cores were {percent(cores[phase].mean)} busy" * (phase in cores)
+        with_cpu = f"; CPU cores {percent(cores[phase].mean)} busy" if phase in cores else ""
         yield Finding(
             "gpu-idle", "warn",
-            f"GPU idle during {percent(1 - stat.mean)} of {tidy(phase)}, which takes "
+            f"GPU idle for {percent(1 - stat.mean)} of {shorten(phase)}, which takes "
             f"{percent(seconds / m.seconds)} of a step{with_cpu}",
-            "What runs there runs on the host.",
+            "The work of this phase runs on the host.",
             (1 - stat.mean) * seconds,
         )  # fmt: skip
 
 
+def idle_links(m: Measures) -> Iterator[Finding]:
+    """Report long phases during most of which PCIe is idle, if the program uses PCIe at all."""
+    if not m.run.observation.hardware.gpus or m.pcie_nbytes < MIN_NBYTES:
+        return
+    parts, idle_seconds = [], 0.0
+    for phase, seconds in m.phases.items():
+        if m.seconds is None or seconds < LONG_PHASE * m.seconds or phase in (UNNAMED, *OUTSIDE):
+            continue
+        share = _pcie_idle_share(m, phase)
+        if share is not None and share >= IDLE:
+            parts.append(f"{percent(share)} of {shorten(phase)}")
+            idle_seconds += share * seconds
+    if parts:
+        yield Finding(
+            "link-idle", "note",
+            f"PCIe idle for {join_words(parts)}",
+            f"Transfers for other phases could use these {seconds_text(idle_seconds)} per step.",
+        )  # fmt: skip
+
+
+def _pcie_idle_share(m: Measures, phase: str) -> float | None:
+    """Return the share of a phase in which PCIe is idle: from events if there are any."""
+    if any(link in m.links and m.links[link].exact for link in GPU_LINKS):
+        pairs = [usage.idle(GPU_LINKS, phase) for usage in m.usages]
+        whole = sum(length for _, length in pairs)
+        return sum(idle for idle, _ in pairs) / whole if whole else None
+    limits = []
+    for link in GPU_LINKS:
+        if link not in m.traffic:
+            return None
+        ceiling = m.run.observation.ceilings.get(link)
+        limits.append((m.traffic[link], QUIET_SHARE * ceiling if ceiling else QUIET_RATE))
+    quiet_samples = [
+        [rate < limit for step in without_warmup(m.steps) for start, end in step.during(phase)
+         for _, rate in series.between(start, end)]
+        for series, limit in limits
+    ]  # fmt: skip
+    both = list(zip(*quiet_samples, strict=False))
+    return sum(all(pair) for pair in both) / len(both) if both else None
+
+
+def missing_overlap(m: Measures) -> Iterator[Finding]:
+    """Report what full overlap would give, if every resource waits for others."""
+    if m.bottleneck.limits_step or m.floor is None or len(m.busy) < 2:
+        return
+    if m.bottleneck.resource is None:
+        return
+    assert m.seconds is not None
+    resources = [(name, share) for name, share in m.busy.items() if not is_node(name)]
+    shares = ", ".join(
+        f"{resource_name(name, m)} {percent(share)}" for name, share in resources[:4]
+    )
+    yield Finding(
+        "serial", "note",
+        f"no resource is busy throughout the step ({shares}); with full overlap a step would "
+        f"take at least {seconds_text(m.floor)}",
+        "This is the busy time of the busiest resource. It may not be reachable.",
+        m.seconds - m.floor,
+    )  # fmt: skip
+
+
+def hidden_sweep(m: Measures) -> Iterator[Finding]:
+    """Report how much of the CPU optimizer sweep is hidden, if that is most of it."""
+    if not (m.usages and SWEEP in m.busy and GPU in m.busy):
+        return
+    busy = sum(usage.seconds(SWEEP) for usage in m.usages)
+    hidden = sum(usage.hidden(SWEEP) for usage in m.usages) / busy
+    if hidden < IDLE:  # `gpu_waits` reports it
+        return
+    yield Finding(
+        "sweep", "note",
+        f"{percent(hidden)} of the CPU optimizer sweep ({seconds_text(busy / len(m.usages))} per "
+        f"step) hidden behind compute",
+    )  # fmt: skip
+
+
 def slow_steps(m: Measures) -> Iterator[Finding]:
-    steps = settled(m.steps)
+    """Report steps that took more than twice the median."""
+    steps = without_warmup(m.steps)
     if m.seconds is None or len(steps) < 5:
         return
     slow = [step for step in steps if step.seconds > 2 * m.seconds]
     if not slow:
         return
-    worst = max(slow, key=lambda step: step.seconds)
+    slowest = max(slow, key=lambda step: step.seconds)
     yield Finding(
         "slow-steps", "note",
-        f"{len(slow)} of {len(steps)} steps took more than twice the median; step {worst.number} "
-        f"took {seconds_text(worst.seconds)}",
-        "The time line can show it where its events were kept.",
+        f"{len(slow)} of {len(steps)} steps took more than twice the median; step "
+        f"{slowest.number} took {seconds_text(slowest.seconds)}",
+        "If its events were kept, select the step in the timeline.",
         sum(step.seconds - m.seconds for step in slow) / len(steps),
     )  # fmt: skip
 
 
-def unoverlapped_work(m: Measures) -> Iterator[Finding]:
-    """Everything waits for everything: what full overlap would give."""
-    if m.bound.holds or m.floor is None or len(m.busy) < 2 or m.bound.resource is None:
-        return
-    assert m.seconds is not None
-    working = [(name, share) for name, share in m.busy.items() if not is_node(name)]
-    shares = ", ".join(f"{resource_name(name, m)} {percent(share)}" for name, share in working[:4])
-    yield Finding(
-        "serial", "note",
-        f"each waits for another ({shares}): with everything overlapped a step could still not "
-        f"take less than {seconds_text(m.floor)}",
-        "That is the busiest one's own time, and no promise.",
-        m.seconds - m.floor,
-    )  # fmt: skip
+# Memory, and how the run ended.
 
 
-def sweep_hidden(m: Measures) -> Iterator[Finding]:
-    if not (m.uses and SWEEP in m.busy and GPU in m.busy):
-        return
-    busy = sum(use.seconds(SWEEP) for use in m.uses)
-    hidden = sum(use.hidden(SWEEP) for use in m.uses) / busy
-    if hidden < IDLE:  # told as waiting
-        return
-    yield Finding(
-        "sweep", "note",
-        f"{percent(hidden)} of the CPU sweep's {seconds_text(busy / len(m.uses))} a step ran "
-        f"beside compute",
-    )  # fmt: skip
+def ending(m: Measures) -> Iterator[Finding]:
+    """Report a program that was killed or failed."""
+    observation = m.run.observation
+    advice = "The report covers the run up to that point."
+    if observation.ended_by is not None and observation.ended_by.startswith("signal"):
+        after = "" if observation.ended is None else f" after {seconds_text(observation.ended)}"
+        step = f", in step {m.steps[-1].number}" if m.steps else ""
+        text = f"the program was ended by {shorten(observation.ended_by)}{after}{step}"
+        yield Finding("killed", "bad", text, advice)
+    elif observation.exit_code:
+        text = f"the program ended with exit code {observation.exit_code}"
+        yield Finding("failed", "bad", text, advice)
 
 
-TIME_FINDERS: tuple[Finder, ...] = (
-    pageable_copies,
-    slow_links,
-    idle_gpu,
-    idle_links,
-    unoverlapped_work,
-    sweep_hidden,
-    slow_steps,
-)
+def peaks_against_plan(m: Measures) -> Iterator[Finding]:
+    """Report tiers that exceed their planned peak, or stay far below it."""
+    for peak in m.peaks:
+        if peak.planned is None or peak.measured is None:
+            continue
+        title = memory_title(peak.key)
+        if peak.measured > peak.planned:
+            yield Finding(
+                "plan-peak", "bad",
+                f"{title} used {nbytes_text(peak.measured)}, {peak.measured - peak.planned:,} "
+                f"bytes above the planned {nbytes_text(peak.planned)}",
+                "Plans are exact to the byte, so this is a bug. Please report it.",
+            )  # fmt: skip
+        elif peak.planned - peak.measured > TROUGH * peak.planned:
+            yield Finding(
+                "plan-peak", "note",
+                f"{title} used at most {nbytes_text(peak.measured)} of the planned "
+                f"{nbytes_text(peak.planned)}",
+                "Samples can miss a peak between them.",
+            )  # fmt: skip
 
 
-def find(m: Measures) -> tuple[Finding, ...]:
-    """All findings: the worst level first and, within it, what costs most time."""
-    # which know Finding
-
-    finders = (*WAIT_FINDERS, *TIME_FINDERS, *MEMORY_FINDERS, *PLAN_FINDERS)
-    found = [finding for finder in finders for finding in finder(m)]
-    return tuple(sorted(found, key=lambda f: (LEVELS.index(f.level), -f.seconds)))
-
-
-# --------
-# What a run shows of memory, and of its end. Room: show.
-
-TROUGH = 0.25
-"""Of the peak. A shallower one is no room to speak of."""
-
-FEW = 10
-"""Samples in a phase. With fewer its peak may well have been between them."""
-
-LOW_HOST = 0.05
-"""Of the host's memory, below which the kernel starts to kill."""
-
-
-def troughs(m: Measures) -> Iterator[Finding]:
-    """GPU memory that nobody uses during a whole phase: the study's trough."""
+def unused_gpu_memory(m: Measures) -> Iterator[Finding]:
+    """Report GPU memory that is unused throughout a long phase."""
     for index in range(len(m.run.observation.hardware.gpus) or 1):
         series = m.memory.get(f"gpu{index}.allocated") or m.memory.get(f"gpu{index}.used")
         if series is None or m.seconds is None:
@@ -274,7 +430,7 @@ def troughs(m: Measures) -> Iterator[Finding]:
             phase: stat.high
             for phase, stat in stats.items()
             if m.phases.get(phase, 0.0) >= LONG_PHASE * m.seconds
-            and stat.count >= FEW
+            and stat.count >= MIN_SAMPLES
             and phase not in (UNNAMED, *OUTSIDE)
         }
         if long and highest - min(long.values()) >= TROUGH * highest:
@@ -282,53 +438,34 @@ def troughs(m: Measures) -> Iterator[Finding]:
             which = f"GPU {index} memory" if index else "GPU memory"
             yield Finding(
                 "trough", "note",
-                f"{which} trough of {nbytes_text(highest - high)} during {tidy(phase)}",
-                f"At most {nbytes_text(high)} of the step's {nbytes_text(highest)} are used "
-                f"then: room for optimizer states, or for what the next phase fetches.",
+                f"{which}: {nbytes_text(highest - high)} unused during {shorten(phase)}",
+                f"At most {nbytes_text(high)} of the step's peak of {nbytes_text(highest)} is in "
+                f"use then, which leaves room for optimizer states or for prefetching the next "
+                f"phase.",
             )  # fmt: skip
 
 
-def peaks_beside_plan(m: Measures) -> Iterator[Finding]:
-    for peak in m.peaks:
-        if peak.planned is None or peak.measured is None:
-            continue
-        title = memory_title(peak.key)
-        if peak.measured > peak.planned:
-            yield Finding(
-                "plan-peak", "bad",
-                f"{title} held {nbytes_text(peak.measured)}, {peak.measured - peak.planned:,} "
-                f"bytes above the plan's {nbytes_text(peak.planned)}",
-                "Plans are kept to the byte: please report it.",
-            )  # fmt: skip
-        elif peak.planned - peak.measured > TROUGH * peak.planned:
-            yield Finding(
-                "plan-peak", "note",
-                f"{title} held {nbytes_text(peak.measured)} at most, of "
-                f"{nbytes_text(peak.planned)} planned",
-                "A peak between two samples is not seen.",
-            )  # fmt: skip
-
-
-def growing(m: Measures) -> Iterator[Finding]:
-    """Each step's peak is above the last one's: something is kept."""
-    steps = settled(m.steps)
+def growing_memory(m: Measures) -> Iterator[Finding]:
+    """Report memory whose peak grows from step to step."""
+    steps = without_warmup(m.steps)
     if len(steps) < 8:
         return
     quarter = len(steps) // 4
     for key in ("gpu0.allocated", "host.rss"):
         if key not in m.memory:
             continue
-        highs = [_highest(m.memory[key], step.start, step.end) for step in steps]
-        known = [high for high in highs if high is not None]
+        peaks = [_highest(m.memory[key], step.start, step.end) for step in steps]
+        known = [peak for peak in peaks if peak is not None]
         if len(known) < 8:
             continue
         first, last = statistics.median(known[:quarter]), statistics.median(known[-quarter:])
         if last - first > max(64 * MiB, 0.02 * first):
             yield Finding(
                 "growth", "warn",
-                f"{memory_title(key)}: each step's peak grew from {nbytes_text(first)} to "
+                f"{memory_title(key)}: the peak of a step grew from {nbytes_text(first)} to "
                 f"{nbytes_text(last)} over {len(steps)} steps",
-                "Something is kept from step to step: losses with their graphs, or caches.",
+                "The program keeps something from step to step, such as losses with their graphs, "
+                "or a cache.",
             )  # fmt: skip
 
 
@@ -336,86 +473,58 @@ def _highest(series: Series, start: float, end: float) -> float | None:
     return max((value for _, value in series.between(start, end)), default=None)
 
 
-def held_back(m: Measures) -> Iterator[Finding]:
-    """The caching allocator holds what no tensor was seen to need."""
+def fragmented_memory(m: Measures) -> Iterator[Finding]:
+    """Report memory that torch's caching allocator holds although no tensor used it."""
     measured = {peak.key: peak.measured for peak in m.peaks}
     reserved, tensors = measured.get("gpu0.reserved"), measured.get("gpu0.allocated")
     if reserved is None or tensors is None:
         return
     if reserved - tensors > max(GiB, 0.2 * reserved):
-        known = any(gpu.peak for sample in m.run.samples for gpu in sample.gpu)
+        peak_known = any(gpu.peak for sample in m.run.samples for gpu in sample.gpu)
         yield Finding(
             "fragmentation", "note",
-            f"torch's allocator holds {nbytes_text(reserved - tensors)} more than tensors took "
-            f"{'at their peak' if known else 'in any sample'} "
+            f"torch's caching allocator holds {nbytes_text(reserved - tensors)} more than tensors "
+            f"used {'at their peak' if peak_known else 'in any sample'} "
             f"({percent((reserved - tensors) / reserved)})",
-            f"{'Fragments' if known else 'A peak between two samples, or fragments'}: "
-            "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` often gives fragments back.",
+            f"{'Fragmentation' if peak_known else 'Fragmentation, or a peak between two samples'}. "
+            "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` often reduces fragmentation.",
         )  # fmt: skip
 
 
-def short_host(m: Measures) -> Iterator[Finding]:
+def low_host_memory(m: Measures) -> Iterator[Finding]:
+    """Report that the host almost ran out of memory."""
     series = m.memory.get("host.available")
     whole = sum(node.nbytes or 0 for node in m.run.observation.hardware.nodes)
     if series is None or not whole:
         return
     t, least = min(series.points, key=lambda point: point[1])
-    if least < LOW_HOST * whole:
+    if least < LOW_HOST_MEMORY * whole:
         yield Finding(
             "host-memory", "warn",
-            f"host memory was down to {nbytes_text(least)} of {nbytes_text(whole)} at "
+            f"available host memory was down to {nbytes_text(least)} of {nbytes_text(whole)} at "
             f"{seconds_text(t)}",
-            "The kernel ends programs there: lower the DRAM budget, or end what else runs.",
+            "The kernel may kill the program. Lower the DRAM budget, or stop other programs.",
         )  # fmt: skip
 
 
-def ending(m: Measures) -> Iterator[Finding]:
-    told = m.run.observation
-    if told.ended_by is not None and told.ended_by.startswith("signal"):
-        last = f", in step {m.steps[-1].number}" if m.steps else ""
-        at = f" after {seconds_text(told.ended)}" if told.ended is not None else ""
-        yield Finding(
-            "killed", "bad",
-            f"the program was ended by {tidy(told.ended_by)}{at}{last}",
-            "What is shown reaches up to then.",
-        )  # fmt: skip
-    elif told.exit_code:
-        text = f"the program ended with exit code {told.exit_code}"
-        yield Finding("failed", "bad", text, "What is shown reaches up to then.")
-
-
-MEMORY_FINDERS: tuple[Finder, ...] = (
-    ending,
-    peaks_beside_plan,
-    troughs,
-    growing,
-    held_back,
-    short_host,
-)
-
-
-# --------
-# What a run of Penstock's own shows beside its plan, and beside the driver. Room: show.
-
-SAME = 0.01
-"""Of a link's bytes: batches, losses and norms are less, and are in no schedule."""
+# Penstock runs: the plan, and the driver's count.
 
 
 def missed_plan(m: Measures) -> Iterator[Finding]:
-    """Time and bytes beside the plan's."""
+    """Report a step time or traffic that differs from the plan."""
     planned = m.run.observation.planned
     if planned is None:
         return
     if planned.step_seconds and m.seconds:
         ratio = m.seconds / planned.step_seconds
         if not 0.85 <= ratio <= 1.15:
-            off = f"{percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'}"
+            difference = f"{percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'}"
             yield Finding(
                 "plan-time", "warn" if ratio > 1 else "note",
-                f"a step took {seconds_text(m.seconds)}; the plan said "
+                f"step time {seconds_text(m.seconds)}, planned "
                 f"{seconds_text(planned.step_seconds)} "
-                f"({off if ratio < 2 else f'{ratio:.1f} times as long'})",
-                "The machine file may be of another machine, or of one with other work to do.",
+                f"({difference if ratio < 2 else f'{ratio:.1f} times as long'})",
+                "The machine file may describe another machine, or other programs were running.",
                 max(0.0, m.seconds - planned.step_seconds),
             )  # fmt: skip
     for link, nbytes in planned.links.items():
@@ -423,36 +532,40 @@ def missed_plan(m: Measures) -> Iterator[Finding]:
         if moved is not None and round(moved) != nbytes:
             yield Finding(
                 "plan-bytes", "warn",
-                f"{link_title(link)} carried {moved_text(moved)} a step; the schedule says "
+                f"{link_title(link)} carried {moved_text(moved)} per step, planned "
                 f"{moved_text(nbytes)} ({moved - nbytes:+,.0f} bytes)",
-                "A sweep apart, before the next forward wants it, has weights on disk read twice."
+                "An optimizer sweep before the next forward reads weights on disk twice."
                 if UPDATE in m.phases
                 else "Something else used the link, or events were lost.",
             )  # fmt: skip
 
 
 def driver_count(m: Measures) -> Iterator[Finding]:
-    """In exact steps of an engine: its own count of bytes beside the driver's."""
+    """Compare the engine's count of bytes with the driver's, in exact steps."""
     driver = [event for event in m.run.events if event.track.startswith(DRIVER)]
-    exact = {event.step for event in driver} & {use.step.number for use in m.uses}
+    exact = {event.step for event in driver} & {usage.step.number for usage in m.usages}
     for link in GPU_LINKS:
-        told = sum(use.nbytes.get(link, 0) for use in m.uses if use.step.number in exact)
-        own = (event for event in driver if event.track == DRIVER + link and event.step in exact)
-        counted = sum(event.nbytes or 0 for event in own)
-        if not told or not counted:
+        by_engine = sum(
+            usage.nbytes.get(link, 0) for usage in m.usages if usage.step.number in exact
+        )
+        on_link = (e for e in driver if e.track == DRIVER + link and e.step in exact)
+        by_driver = sum(event.nbytes or 0 for event in on_link)
+        if not by_engine or not by_driver:
             continue
-        off = (counted - told) / told
-        near = abs(off) <= SAME
+        relative = (by_driver - by_engine) / by_engine
+        agree = abs(relative) <= SAME_BYTES
         yield Finding(
-            "driver-bytes", "note" if near else "warn",
-            f"{link_title(link)}: the driver counted {counted - told:+,} bytes beside the "
-            f"engine's {told:,} in exact steps ({off:+.3%})",
-            "Batches, losses and norms are in no schedule." if near else "Events were lost.",
+            "driver-bytes", "note" if agree else "warn",
+            f"{link_title(link)}: the driver counted {by_driver - by_engine:+,} bytes compared "
+            f"with the engine's {by_engine:,} in exact steps ({relative:+.3%})",
+            "Batches, losses and norms are not part of the schedule."
+            if agree
+            else "Events were lost.",
         )  # fmt: skip
 
 
-def swept_apart(m: Measures) -> Iterator[Finding]:
-    """Before a save and after the last step: in no step's figures, so it is told here."""
+def separate_sweeps(m: Measures) -> Iterator[Finding]:
+    """Report optimizer sweeps before a save and after the last step, which no step includes."""
     if m.run.observation.planned is None or UPDATE in m.phases:
         return
     events = [e for e in m.run.events if e.step is None and e.phase == UPDATE]
@@ -467,122 +580,41 @@ def swept_apart(m: Measures) -> Iterator[Finding]:
     for event in events:
         if event.link and not is_node(event.link):
             carried[link_of(event)] += event.nbytes or 0
-    each = {link: moved_text(n / len(sweeps)) for link, n in sorted(carried.items())}
-    told = list_of([f"{much} of {resource_name(link, m)}" for link, much in each.items()] or [""])
-    many = f"{len(sweeps)} sweeps apart from steps were recorded, each of"
-    one = "what was swept apart from steps took"
-    seconds = sum(sweep.seconds for sweep in sweeps) / len(sweeps)
+    moved = [
+        f"{moved_text(nbytes / len(sweeps))} of {resource_name(link, m)}"
+        for link, nbytes in sorted(carried.items())
+    ]
+    with_moved = f", with {join_words(moved)}" if moved else ""
+    seconds = seconds_text(sum(sweep.seconds for sweep in sweeps) / len(sweeps))
+    text = (
+        f"1 optimizer sweep ran outside steps and took {seconds}"
+        if len(sweeps) == 1
+        else f"{len(sweeps)} optimizer sweeps ran outside steps and took {seconds} each"
+    )
     yield Finding(
-        "swept-apart", "note",
-        f"{one if len(sweeps) == 1 else many} {seconds_text(seconds)}{told and ', with '}{told}",
-        "A save, and the end of a run, wait for what the last step left to sweep.",
+        "swept-apart", "note", text + with_moved,
+        "Before a save, and at the end of a run, the sweep of the last step must finish.",
     )  # fmt: skip
 
 
-PLAN_FINDERS: tuple[Finder, ...] = (missed_plan, driver_count, swept_apart)
-
-
-# --------
-# What the GPU waited for, and which copies it did not hide. Room: show.
-
-INSIDE = 0.8
-"""Of the stretch that a figure of the cores is of, which may be longer than a phase."""
-
-MANY_CORES = 0.25
-FEW_CORES = 2.0
-PART = 0.2
-"""Of a wait: a phase with less of it is not named."""
-
-
-def waiting(m: Measures) -> Iterator[Finding]:
-    """The GPU does nothing while something else is under way."""
-    if m.seconds is None:
-        return
-    gpu = "GPU" if m.run.observation.hardware.gpus else "Compute"
-    for names, seconds in m.waits.items():
-        if seconds < WORTH_SAYING * m.seconds:
-            continue
-        said = f"{gpu} waited {seconds_text(seconds)} a step for "
-        if names:
-            what = list_of([resource_name(name, m) for name in names])
-            advice = "Only that was under way then." if len(names) == 1 else "All were under way."
-            yield Finding("waiting", "warn", said + what, advice, seconds)
-        else:
-            yield _not_recorded(m, said, seconds)
-
-
-def _not_recorded(m: Measures, said: str, seconds: float) -> Finding:
-    """In which phase, and what the cores did: most often that tells what it was."""
-    said += "something that was not recorded"
-    advice = "The program itself, loading of data, or a synchronisation."
-    named = [(name, part) for name, part in unseen(m).items() if part >= PART * seconds]
-    if named:
-        parts = [f"{seconds_text(part)} in {tidy(name, 40)}" for name, part in named]
-        said += f", {list_of(parts)}"
-        where = named[0][0]
-        cores, all_ = cores_at_work(m, where), m.run.observation.hardware.cpus
-        if cores is not None:
-            then = f"in {tidy(where, 40)} " * (len(named) > 1)
-            said += f", while {then}{cores:.0f} of {all_} cores worked"
-            if where == UPDATE and cores >= MANY_CORES * all_:
-                advice = "An optimizer on the CPU: what it does is none of the GPU's events."
-            elif cores < FEW_CORES:
-                advice = "The program's own thread, loading of data, or a synchronisation."
-    return Finding("waiting", "warn", said, advice, seconds)
-
-
-def unseen(m: Measures) -> dict[str, float]:
-    """Seconds a step in which nothing at all was seen to be under way, by phase, longest first."""
-    found: dict[str, float] = {}
-    for use in m.uses:
-        idle = use.waits().get((), [])
-        for name in {segment.name for segment in use.step.segments}:
-            seconds = length(common(idle, use.step.during(name)))
-            found[name] = found.get(name, 0.0) + seconds / len(m.uses)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def cores_at_work(m: Measures, phase: str) -> float | None:
-    """How many cores were busy in a phase, on average over the samples that are of it alone: each
-    says what the cores did since the one before."""
-    series, cores = m.load.get("cpu"), m.run.observation.hardware.cpus
-    if series is None or not cores:
-        return None
-    spans = union(span for step in settled(m.steps) for span in step.during(phase))
-    shares = [
-        share
-        for (before, _), (t, share) in itertools.pairwise(series.points)
-        if t > before and length(within(spans, before, t)) >= INSIDE * (t - before)
-    ]
-    return cores * mean(shares) if shares else None
-
-
-def little_overlap(m: Measures) -> Iterator[Finding]:
-    """Copies that ran while the GPU did nothing: because of them, or beside something else that it
-    had to wait for."""
-    if m.hidden is None or m.exposed is None or m.seconds is None:
-        return
-    if m.exposed < WORTH_SAYING * m.seconds:
-        return
-    alone = sum(s for names, s in m.waits.items() if names and set(names) <= set(GPU_LINKS))
-    others = {
-        name: None
-        for names, seconds in m.waits.items()
-        if set(names) & set(GPU_LINKS) and seconds >= PART * m.exposed
-        for name in names
-        if name not in GPU_LINKS
-    }
-    said = (
-        f"{percent(m.hidden)} of copy time hidden behind compute: {seconds_text(m.exposed)} a step "
-        f"is not"
-    )
-    advice = "Copies that start earlier, on streams of their own and from pinned memory, hide."
-    if others:
-        beside = list_of([resource_name(name, m) for name in others])
-        said += f", of which {seconds_text(m.exposed - alone)} ran beside {beside}"
-        advice = "What runs beside that costs no time of its own: the GPU had to wait anyway."
-    costs = m.hidden < IDLE and alone >= WORTH_SAYING * m.seconds
-    yield Finding("overlap", "warn" if costs else "note", said, advice, alone)
-
-
-WAIT_FINDERS: tuple[Finder, ...] = (waiting, little_overlap)
+FINDERS: tuple[Finder, ...] = (
+    gpu_waits,
+    exposed_copies,
+    pageable_copies,
+    slow_links,
+    idle_gpu,
+    idle_links,
+    missing_overlap,
+    hidden_sweep,
+    slow_steps,
+    ending,
+    peaks_against_plan,
+    unused_gpu_memory,
+    growing_memory,
+    fragmented_memory,
+    low_host_memory,
+    missed_plan,
+    driver_count,
+    separate_sweeps,
+)
+"""In the order of their findings where severity and cost are equal."""

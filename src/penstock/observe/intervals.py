@@ -1,6 +1,6 @@
-"""Stretches of time as sets: when at least one of many things went on. Room: show.
+"""Sets of time intervals: when at least one of several things was happening.
 
-A set is a list of (start, end), sorted, apart from each other and none of them empty.
+A set is a sorted list of (start, end) pairs that neither overlap nor touch; none of them is empty.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ Interval = tuple[float, float]
 
 
 def union(spans: Iterable[Interval]) -> list[Interval]:
-    """The moments that lie in any of the spans, which may overlap, touch or be empty."""
-    found: list[Interval] = []
-    for start, end in sorted(span for span in spans if _is_real(span)):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+    """Return the set covered by spans that may overlap, touch, or be empty."""
+    merged: list[Interval] = []
+    for start, end in sorted(span for span in spans if _is_valid(span)):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
-def _is_real(span: Interval) -> bool:
+def _is_valid(span: Interval) -> bool:
     start, end = span
     return math.isfinite(start) and math.isfinite(end) and end > start
 
 
-def common(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """The moments in both sets."""
+def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """Return the intervals that are in both sets."""
     found, i, j = [], 0, 0
     while i < len(left) and j < len(right):
         start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
@@ -41,8 +41,8 @@ def common(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval
     return found
 
 
-def without(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """The moments of the first set that are not in the second."""
+def difference(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """Return the intervals of the first set that are not in the second."""
     found, j = [], 0
     for start, end in left:
         while j < len(right) and right[j][1] <= start:
@@ -58,11 +58,11 @@ def without(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interva
     return found
 
 
-def within(spans: Iterable[Interval], start: float, end: float) -> list[Interval]:
-    """What lies between two moments, as a set."""
+def clip(spans: Iterable[Interval], start: float, end: float) -> list[Interval]:
+    """Return the part of the spans between two times, as a set."""
     return union((max(a, start), min(b, end)) for a, b in spans)
 
 
-def length(spans: Iterable[Interval]) -> float:
-    """Seconds that a set covers."""
+def total_length(spans: Iterable[Interval]) -> float:
+    """Return the seconds that a set covers."""
     return math.fsum(end - start for start, end in spans)

@@ -1,4 +1,4 @@
-"""HTML and SVG as text, escaped where it is made. Room: show."""
+"""Build HTML and SVG as text. All text is escaped where the markup is made."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 
-from penstock.observe.labels import fit
+from penstock.observe.labels import sanitize
 
 COLOURS = 8
-"""Lines and boxes of the page's palette: c0 to c7 in page.css."""
+"""Number of colours for lines and boxes: c0 to c7 in page.css."""
 
-_COLOUR = {"gpu": 0, "h2d": 1, "d2h": 2, "cpu sweep": 3}
+_COLOURS = {"gpu": 0, "h2d": 1, "d2h": 2, "cpu sweep": 3}
 
 
 def colour_of(resource: str) -> int:
-    """The same colour for the same thing on all of a page."""
-    if resource in _COLOUR:
-        return _COLOUR[resource]
+    """Return the colour of a resource, which is the same everywhere on a page."""
+    if resource in _COLOURS:
+        return _COLOURS[resource]
     if resource.startswith("disk:"):
         return 6 if resource.endswith(":write") else 4
     return 5 if resource.startswith("node") else 7
 
 
 def text(value: str) -> str:
-    """Text of anybody's, safe within an element or an attribute's quotes."""
-    return html.escape(fit(value), quote=True)
+    """Escape any text for use in an element or in a quoted attribute."""
+    return html.escape(sanitize(value), quote=True)
 
 
 def tag(name: str, *children: str, **attributes: object) -> str:
-    """An element. Children are markup already; attributes are text. `class_` is class, an
-    underscore is a hyphen, and None leaves an attribute out."""
+    """Return an element. Children are markup; attributes are text and are escaped.
+
+    `class_` becomes `class`, underscores become hyphens, and attributes that are None are left out.
+    """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(_plain(value))}"'
         for key, value in attributes.items()
@@ -44,14 +46,14 @@ def _plain(value: object) -> str:
 
 
 def number(value: float) -> str:
-    """Short, and without an exponent: a plot needs no more than three digits after the point."""
+    """Format a number without an exponent; three digits after the point are enough for a plot."""
     return f"{value:.3f}".rstrip("0").rstrip(".") if value % 1 else f"{value:.0f}"
 
 
 def table(
     head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str, class_: str | None = None
 ) -> str:
-    """Cells are text. The first of each row is its heading."""
+    """Return a table. Cells are text, and the first cell of a row is the row's heading."""
     titles = "".join(tag("th", text(cell), scope="col") for cell in head)
     body = "".join(
         tag(
@@ -62,18 +64,19 @@ def table(
         for row in rows
     )
     inner = tag("caption", text(caption)) + tag("thead", tag("tr", titles)) + tag("tbody", body)
-    # Wider than a phone: the table scrolls, not the page.
-    made = tag("table", inner)
-    return tag("div", made, class_=f"scroll {class_ or ''}".strip(), tabindex="0", role="region",
-               aria_label=caption)  # fmt: skip
+    # On a narrow screen the table scrolls, not the page.
+    return tag("div", tag("table", inner), class_=f"scroll {class_ or ''}".strip(), tabindex="0",
+               role="region", aria_label=caption)  # fmt: skip
 
 
-def folded(summary: str, inner: str) -> str:
+def details(summary: str, inner: str) -> str:
+    """Return markup that is collapsed until the reader opens it."""
     return tag("details", tag("summary", text(summary)), inner)
 
 
 def data_block(data: object) -> str:
-    """JSON that no name in it can break out of: `<` never stands there."""
+    """Return JSON data for the page's script. `<`, `>` and `&` are escaped, so that no name in the
+    data can end the element."""
     written = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":
         written = written.replace(sign, f"\\u{ord(sign):04x}")

@@ -1,7 +1,8 @@
-"""The figures of a run that its page, its findings and a comparison are made from. Room: show.
+"""Compute the figures of a run that its report, its findings and a comparison are based on.
 
-Figures "a step" are means over the steps that have settled: for what comes from events, over those
-whose events were kept. Exact figures come from events; where there are none, samples stand in.
+Figures "per step" are means over all steps without the warm-up step; figures from events are means
+over those steps whose events were kept. Exact figures come from events. If there are no events,
+samples are used instead.
 """
 
 from __future__ import annotations
@@ -11,65 +12,82 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.observe.intervals import length, without
-from penstock.observe.peaks import Peak, peaks_of
+from penstock.observe.intervals import difference, total_length
 from penstock.observe.records import RecordedRun
-from penstock.observe.series import Series, Stat, by_phase, load_series, memory_series
-from penstock.observe.series import traffic_series as sampled_traffic
-from penstock.observe.steps import Step, phase_seconds, recorded, settled, steps_of, typical
-from penstock.observe.usage import GPU, GPU_LINKS, StepUse, is_node, mean, step_uses
+from penstock.observe.series import (
+    GPU_LINKS,
+    Peak,
+    Series,
+    Stat,
+    find_peaks,
+    load_series,
+    memory_series,
+    stats_by_phase,
+    traffic_series,
+)
+from penstock.observe.steps import (
+    Step,
+    find_steps,
+    phase_seconds,
+    steps_with_events,
+    typical_step,
+    without_warmup,
+)
+from penstock.observe.usage import GPU, StepUsage, is_node, mean, step_usages
 
-BUSY = 0.6
-"""A resource that works for less of a step than this does not bound it: waiting does."""
+MIN_BOTTLENECK_SHARE = 0.6
+"""A resource that is busy for a smaller share of the step does not limit it; waiting does."""
 
-
-FAINT = 1e6
-"""Bytes a second. What samples see of a disk below that is the system's own logging."""
+MIN_DISK_RATE = 1e6
+"""Bytes per second. Sampled disk traffic below this is the system's own logging."""
 
 
 @dataclass(frozen=True, slots=True)
-class LinkUse:
-    """One link, per step."""
+class LinkUsage:
+    """Usage of one link, per step."""
 
     nbytes: float
-    """Bytes a step."""
+    """Bytes per step."""
 
     busy: float | None
-    """Seconds a step with a copy under way; None where only samples tell."""
+    """Seconds per step with a copy running; None if only samples are known."""
 
     hidden: float | None
-    """Of them, seconds in which the GPU computed."""
+    """Seconds of `busy` in which the GPU computed."""
 
     ceiling: float | None
-    """Bytes a second that the link can carry."""
+    """Bytes per second that the link can carry."""
 
     rate: float
-    """Bytes a second: while busy, or over the step where only samples tell."""
+    """Bytes per second while busy, or over the whole step if only samples are known."""
 
     @property
     def exact(self) -> bool:
+        """Whether the figures come from events."""
         return self.busy is not None
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """What a step's time is made of, most of all."""
+class Bottleneck:
+    """The busiest resource of a step, and the second busiest."""
 
     resource: str | None
-    """The one that was busiest; None where nothing tells."""
+    """The busiest resource; None if nothing is known."""
 
     share: float
-    """The part of the step in which it worked."""
+    """Share of the step in which it was busy."""
 
     runner_up: str | None = None
     second: float = 0.0
+    """Share of the step in which the runner-up was busy."""
+
     exact: bool = True
-    """Whether events tell, or samples."""
+    """Whether this comes from events, or from samples."""
 
     @property
-    def holds(self) -> bool:
-        """Whether it binds the step, or is only the busiest of many that wait for each other."""
-        return self.resource is not None and self.share >= BUSY
+    def limits_step(self) -> bool:
+        """Whether it limits the step, or is only the busiest of many that wait for each other."""
+        return self.resource is not None and self.share >= MIN_BOTTLENECK_SHARE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,183 +97,186 @@ class Measures:
     run: RecordedRun
     steps: tuple[Step, ...]
     shown: Step | None
-    """The step that plots show: one whose time is typical, with events where there are any."""
+    """The step that plots show: a typical one, with events if possible."""
 
     seconds: float | None
-    """A step's time: the median."""
+    """Median step time."""
 
     phases: Mapping[str, float]
-    """Seconds a step."""
+    """Seconds per step of each phase."""
 
-    uses: tuple[StepUse, ...]
-    """The settled steps whose events were kept."""
+    usages: tuple[StepUsage, ...]
+    """Steps whose events were kept, without the warm-up step."""
 
     busy: Mapping[str, float]
-    """Per resource, the share of a step in which it worked, by events."""
+    """Share of a step in which each resource was busy, from events."""
 
     waits: Mapping[tuple[str, ...], float]
-    """Seconds a step in which the GPU did nothing, by what else was under way."""
+    """Seconds per step in which the GPU was idle, by what else was busy at that time."""
 
-    links: Mapping[str, LinkUse]
+    links: Mapping[str, LinkUsage]
     hidden: float | None
-    """The share of the time of copies to and from the GPU that hid behind compute."""
+    """Share of the copy time to and from the GPU that was hidden behind compute."""
 
     exposed: float | None
-    """Seconds a step of such copies that did not."""
+    """Seconds per step of copies to and from the GPU that were not hidden."""
 
     peaks: tuple[Peak, ...]
     memory: Mapping[str, Series]
     traffic: Mapping[str, Series]
     load: Mapping[str, Series]
-    bound: Bound
+    bottleneck: Bottleneck
 
     @property
     def floor(self) -> float | None:
-        """Seconds of the busiest resource in the median step: no order of the same work makes one
-        shorter."""
-        if self.seconds is None or not self.uses or not self.bound.exact:
+        """Busy seconds of the busiest resource in the median step: a lower bound of the step time
+        for any order of the same work."""
+        if self.seconds is None or not self.usages or not self.bottleneck.exact:
             return None
-        return self.bound.share * self.seconds
+        return self.bottleneck.share * self.seconds
 
     @property
     def pcie_nbytes(self) -> float:
-        """Bytes a step to and from the GPU."""
+        """Bytes per step to and from the GPU."""
         return sum(self.links[link].nbytes for link in GPU_LINKS if link in self.links)
 
     def carried(self, link: str) -> float | None:
-        """Bytes a step over a link as plans name it: a disk's two directions together. None where
-        events do not tell."""
+        """Return the bytes per step over a link as plans name it, or None without events.
+
+        A plan counts both directions of a disk as one link.
+        """
         parts = [f"{link}:read", f"{link}:write"] if link.startswith("disk:") else [link]
-        told = [self.links[part].nbytes for part in parts if part in self.links
-                and self.links[part].exact]  # fmt: skip
-        return sum(told) if told else None
+        usages = [self.links[part] for part in parts if part in self.links]
+        exact = [usage.nbytes for usage in usages if usage.exact]
+        return sum(exact) if exact else None
 
     def stats(self, series: Series) -> dict[str, Stat]:
-        """A quantity in each phase of the settled steps."""
-        segments = [s for step in settled(self.steps) for s in step.segments]
-        return by_phase(series.points, segments, series.told)
+        """Return the statistics of a series in each phase, without the warm-up step."""
+        segments = [s for step in without_warmup(self.steps) for s in step.segments]
+        return stats_by_phase(series.points, segments, series.host_phases)
 
 
 def measure(run: RecordedRun) -> Measures:
-    """All figures. Pure: the same run gives the same ones."""
-    run = _timed(run)
-    steps = steps_of(run)
-    steady = settled(steps)
-    kept = recorded(steps, run.events)
-    uses = step_uses(settled(kept), run.events)
-    memory, load, traffic = memory_series(run), load_series(run), sampled_traffic(run)
-    busy = _busy(uses)
-    links = _links(run, uses, steady, traffic)
-    copying = sum(length(use.copying()) for use in uses)
-    exposed = sum(_exposed(use) for use in uses)
+    """Compute all figures of a run."""
+    run = _without_invalid_times(run)
+    steps = find_steps(run)
+    steady = without_warmup(steps)
+    kept = steps_with_events(steps, run.events)
+    usages = step_usages(without_warmup(kept), run.events)
+    memory, load, traffic = memory_series(run), load_series(run), traffic_series(run)
+    busy = _busy_shares(usages)
+    links = _link_usages(run, usages, steady, traffic)
+    copying = sum(total_length(usage.copying()) for usage in usages)
+    exposed = sum(_exposed(usage) for usage in usages)
     has_compute = GPU in busy
     return Measures(
         run=run,
         steps=steps,
-        shown=typical(kept) or typical(steps),
+        shown=typical_step(kept) or typical_step(steps),
         seconds=statistics.median(step.seconds for step in steady) if steady else None,
         phases=phase_seconds(steady),
-        uses=uses,
+        usages=usages,
         busy=busy,
-        waits=_waits(uses) if has_compute else {},
+        waits=_mean_waits(usages) if has_compute else {},
         links=links,
         hidden=1 - exposed / copying if copying and has_compute else None,
-        exposed=exposed / len(uses) if copying and has_compute else None,
-        peaks=peaks_of(run, memory, steps),
+        exposed=exposed / len(usages) if copying and has_compute else None,
+        peaks=find_peaks(run, memory, steps),
         memory=memory,
         traffic=traffic,
         load=load,
-        bound=_bound(busy, load, links, steady),
+        bottleneck=_find_bottleneck(busy, load, links, steady),
     )
 
 
-def _timed(run: RecordedRun) -> RecordedRun:
-    """Without records whose times are none: a file may say NaN, or an end before its start."""
+def _without_invalid_times(run: RecordedRun) -> RecordedRun:
+    """Leave out records with impossible times: a file can contain NaN, or an end before a start."""
     samples = tuple(s for s in run.samples if math.isfinite(s.t))
     phases = tuple(p for p in run.phases if math.isfinite(p.seconds) and p.end >= p.start)
     events = tuple(e for e in run.events if math.isfinite(e.seconds) and e.end >= e.start)
     kept = len(samples) + len(phases) + len(events)
-    lost = len(run.samples) + len(run.phases) + len(run.events) - kept
-    if not lost:
+    dropped = len(run.samples) + len(run.phases) + len(run.events) - kept
+    if not dropped:
         return run
-    notes = (*run.notes, f"{lost} records have no time that can be, and were left out")
+    notes = (*run.notes, f"{dropped} records have invalid times and were left out")
     return replace(run, samples=samples, phases=phases, events=events, notes=notes)
 
 
-def _exposed(use: StepUse) -> float:
-    return length(without(use.copying(), use.busy.get(GPU, ())))
+def _exposed(usage: StepUsage) -> float:
+    return total_length(difference(usage.copying(), usage.busy.get(GPU, ())))
 
 
-def _busy(uses: tuple[StepUse, ...]) -> dict[str, float]:
-    """Largest first."""
-    names = sorted({name for use in uses for name in use.busy})
-    whole = sum(use.step.seconds for use in uses)
-    shares = {name: sum(use.seconds(name) for use in uses) / whole for name in names}
+def _busy_shares(usages: tuple[StepUsage, ...]) -> dict[str, float]:
+    """Return the share of step time in which each resource was busy, largest first."""
+    names = sorted({name for usage in usages for name in usage.busy})
+    whole = sum(usage.step.seconds for usage in usages)
+    shares = {name: sum(usage.seconds(name) for usage in usages) / whole for name in names}
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
-def _waits(uses: tuple[StepUse, ...]) -> dict[tuple[str, ...], float]:
-    """Longest first."""
+def _mean_waits(usages: tuple[StepUsage, ...]) -> dict[tuple[str, ...], float]:
+    """Return the mean waits per step, longest first."""
     total: dict[tuple[str, ...], float] = {}
-    for use in uses:
-        for names, spans in use.waits().items():
-            total[names] = total.get(names, 0.0) + length(spans) / len(uses)
+    for usage in usages:
+        for names, spans in usage.waits().items():
+            total[names] = total.get(names, 0.0) + total_length(spans) / len(usages)
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
-def _links(
+def _link_usages(
     run: RecordedRun,
-    uses: tuple[StepUse, ...],
+    usages: tuple[StepUsage, ...],
     steps: tuple[Step, ...],
     traffic: Mapping[str, Series],
-) -> dict[str, LinkUse]:
+) -> dict[str, LinkUsage]:
+    """Return the usage of each link: from events, or from samples if there are none for it."""
     ceilings = run.observation.ceilings
-    exact = sorted({link for use in uses for link in use.nbytes}, key=_order)
+    exact = sorted({link for usage in usages for link in usage.nbytes}, key=_link_order)
     found = {}
     for link in exact:
-        nbytes = mean([use.nbytes.get(link, 0) for use in uses])
-        busy = mean([use.seconds(link) for use in uses])
-        hidden = mean([use.hidden(link) for use in uses])
+        nbytes = mean([usage.nbytes.get(link, 0) for usage in usages])
+        busy = mean([usage.seconds(link) for usage in usages])
+        hidden = mean([usage.hidden(link) for usage in usages])
         rate = nbytes / busy if busy else 0.0
-        found[link] = LinkUse(nbytes, busy, hidden, ceilings.get(link), rate)
-    for link in sorted(traffic, key=_order):
+        found[link] = LinkUsage(nbytes, busy, hidden, ceilings.get(link), rate)
+    for link in sorted(traffic, key=_link_order):
         inside = [
             value for step in steps for _, value in traffic[link].between(step.start, step.end)
         ]
         rate = mean(inside) if inside else 0.0
-        if link not in found and rate > (FAINT if link.startswith("disk:") else 0.0):
+        if link not in found and rate > (MIN_DISK_RATE if link.startswith("disk:") else 0.0):
             seconds = mean([step.seconds for step in steps])
-            found[link] = LinkUse(rate * seconds, None, None, ceilings.get(link), rate)
+            found[link] = LinkUsage(rate * seconds, None, None, ceilings.get(link), rate)
     return found
 
 
-def _order(link: str) -> tuple[int, str]:
+def _link_order(link: str) -> tuple[int, str]:
     return (GPU_LINKS.index(link) if link in GPU_LINKS else len(GPU_LINKS), link)
 
 
-def _bound(
+def _find_bottleneck(
     busy: Mapping[str, float],
     load: Mapping[str, Series],
-    links: Mapping[str, LinkUse],
+    links: Mapping[str, LinkUsage],
     steps: tuple[Step, ...],
-) -> Bound:
+) -> Bottleneck:
     if busy:
-        workers = {name: share for name, share in busy.items() if not is_node(name)}
-        return _first_two(workers, exact=True)
+        resources = {name: share for name, share in busy.items() if not is_node(name)}
+        return _busiest(resources, exact=True)
     shares = {}
     for key, series in load.items():
         inside = [v for step in steps for _, v in series.between(step.start, step.end)]
         if inside:
             shares[GPU if key == "gpu0.utilisation" else key.split(".")[0]] = mean(inside)
-    for link, use in links.items():
-        if use.ceiling:
-            shares[link] = min(1.0, use.rate / use.ceiling)
-    return _first_two(shares, exact=False)
+    for link, usage in links.items():
+        if usage.ceiling:
+            shares[link] = min(1.0, usage.rate / usage.ceiling)
+    return _busiest(shares, exact=False)
 
 
-def _first_two(shares: Mapping[str, float], *, exact: bool) -> Bound:
+def _busiest(shares: Mapping[str, float], *, exact: bool) -> Bottleneck:
     ranked = sorted(shares.items(), key=lambda item: -item[1])
     if not ranked:
-        return Bound(None, 0.0, exact=exact)
+        return Bottleneck(None, 0.0, exact=exact)
     second: tuple[str | None, float] = ranked[1] if len(ranked) > 1 else (None, 0.0)
-    return Bound(ranked[0][0], ranked[0][1], second[0], second[1], exact)
+    return Bottleneck(ranked[0][0], ranked[0][1], second[0], second[1], exact)

@@ -1,20 +1,20 @@
-// Zoom, phases and the cursor. The page is whole without it: this only adds to what is drawn.
+// Zooming, phase toggles and the cursor. The page can be read without this script.
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const WIDE = 1000, LANE = 24, LEAST = 0.2;
+  const WIDTH = 1000, LANE_HEIGHT = 24, MIN_WIDTH = 0.2; // as in plots.py and timeline.py
   const figures = [...document.querySelectorAll("figure.plot")];
-  const views = new Map(); // what part of 0..1000 each window of time shows
+  const views = new Map(); // the visible part of 0..1000 of each time window
   let active = document.getElementById("timeline") || figures[0];
 
-  // Words, as the page's own.
+  // Formatting, the same as in labels.py.
 
-  function three(value) {
+  function threeDigits(value) {
     const whole = String(Math.trunc(Math.abs(value))).length;
     return value.toFixed(Math.max(0, 3 - whole));
   }
   function scaled(value, units) {
-    for (const [unit, scale] of units) if (Math.abs(value) >= scale) return three(value / scale) + " " + unit;
+    for (const [unit, scale] of units) if (Math.abs(value) >= scale) return threeDigits(value / scale) + " " + unit;
     const [unit, scale] = units[units.length - 1];
     return (value / scale).toFixed(0) + " " + unit;
   }
@@ -29,15 +29,15 @@
     seconds: (v) => (v === 0 ? "0 s" : scaled(v, TIME)),
   };
 
-  // Zoom: plots of the same window of time move together.
+  // Zooming: plots of the same time window move together.
 
   const windowOf = (figure) => figure.dataset.start + "|" + figure.dataset.end;
-  const viewOf = (figure) => views.get(windowOf(figure)) || [0, WIDE];
+  const viewOf = (figure) => views.get(windowOf(figure)) || [0, WIDTH];
 
   function show(figure, a, b) {
-    const wide = Math.min(WIDE, Math.max(LEAST, b - a));
-    a = Math.min(WIDE - wide, Math.max(0, a));
-    views.set(windowOf(figure), [a, a + wide]);
+    const width = Math.min(WIDTH, Math.max(MIN_WIDTH, b - a));
+    a = Math.min(WIDTH - width, Math.max(0, a));
+    views.set(windowOf(figure), [a, a + width]);
     for (const other of figures) if (windowOf(other) === windowOf(figure)) redraw(other);
   }
 
@@ -55,7 +55,7 @@
     const seconds = figure.dataset.end - figure.dataset.start;
     const labels = [...figure.querySelectorAll(".x span")];
     labels.forEach((label, k) => {
-      label.textContent = say.seconds((seconds * (a + ((b - a) * k) / (labels.length - 1))) / WIDE);
+      label.textContent = say.seconds((seconds * (a + ((b - a) * k) / (labels.length - 1))) / WIDTH);
     });
   }
 
@@ -70,13 +70,13 @@
   const actions = {
     in: (figure) => zoom(figure, 0.5), out: (figure) => zoom(figure, 2),
     left: (figure) => move(figure, -0.25), right: (figure) => move(figure, 0.25),
-    all: (figure) => show(figure, 0, WIDE),
+    all: (figure) => show(figure, 0, WIDTH),
   };
   const keys = {
     "+": "in", "=": "in", "-": "out", _: "out", 0: "all", ArrowLeft: "left", ArrowRight: "right",
   };
 
-  // The cursor and what it reads off.
+  // The cursor and the values under it.
 
   const part = (area, event) => {
     const box = area.getBoundingClientRect();
@@ -84,18 +84,18 @@
   };
 
   function mark(area, name, left, width) {
-    let found = area.querySelector("." + name);
-    if (!found) {
-      found = document.createElement("div");
-      found.className = name;
-      area.append(found);
+    let overlay = area.querySelector("." + name);
+    if (!overlay) {
+      overlay = document.createElement("div");
+      overlay.className = name;
+      area.append(overlay);
     }
-    found.style.left = 100 * left + "%";
-    if (width !== undefined) found.style.width = 100 * width + "%";
+    overlay.style.left = 100 * left + "%";
+    if (width !== undefined) overlay.style.width = 100 * width + "%";
   }
   const unmark = (area, name) => area.querySelector("." + name)?.remove();
 
-  function before(list, value) { // the last place whose x is not above value
+  function before(list, value) { // index of the last x that is not above value
     let low = 0, high = list.length;
     while (low < high) {
       const middle = (low + high) >> 1;
@@ -104,38 +104,38 @@
     return low - 1;
   }
 
-  function read(figure, x, target) {
-    const seconds = ((figure.dataset.end - figure.dataset.start) * x) / WIDE;
-    const told = ["at " + say.seconds(seconds)];
+  function showReadout(figure, x, target) {
+    const seconds = ((figure.dataset.end - figure.dataset.start) * x) / WIDTH;
+    const parts = ["at " + say.seconds(seconds)];
     if (figure.id === "timeline") {
-      const step = data.steps[chosen], box = step.boxes[target?.dataset?.i];
-      if (box) told.push(describe(step, box));
+      const step = data.steps[selected], box = step.boxes[target?.dataset?.i];
+      if (box) parts.push(describe(step, box));
     } else {
       for (const line of data.plots[figure.id]?.lines || []) {
         const at = before(line.x, x);
-        if (at >= 0) told.push(line.name + " " + say[figure.dataset.unit](line.y[at]));
+        if (at >= 0) parts.push(line.name + " " + say[figure.dataset.unit](line.y[at]));
       }
     }
-    figure.querySelector(".readout").textContent = told.join(" · ");
+    figure.querySelector(".readout").textContent = parts.join(" · ");
   }
 
   function describe(step, [track, a, b, name, phase, nbytes, count]) {
-    const seconds = (step.seconds * (b - a)) / WIDE;
-    const told = [step.tracks[track], step.names[name] + (count > 1 ? " and " + (count - 1) + " more" : "")];
-    told.push(say.seconds(seconds));
-    if (nbytes) told.push(scaled(nbytes, MOVED) + (count === 1 && seconds > 0 ? ", " + say.rate(nbytes / seconds) : ""));
-    if (phase >= 0) told.push(data.phases[phase]);
-    return told.join(" · ");
+    const seconds = (step.seconds * (b - a)) / WIDTH;
+    const parts = [step.tracks[track], step.names[name] + (count > 1 ? " and " + (count - 1) + " more" : "")];
+    parts.push(say.seconds(seconds));
+    if (nbytes) parts.push(scaled(nbytes, MOVED) + (count === 1 && seconds > 0 ? ", " + say.rate(nbytes / seconds) : ""));
+    if (phase >= 0) parts.push(data.phases[phase]);
+    return parts.join(" · ");
   }
 
-  // One figure's gestures.
+  // Mouse and keyboard input of one figure.
 
   function listen(figure) {
     const area = figure.querySelector(".area");
     let from = null;
     area.tabIndex = 0;
     area.setAttribute("role", "group");
-    area.setAttribute("aria-label", "Plot: plus and minus zoom, arrows move, 0 shows all of it");
+    area.setAttribute("aria-label", "Plot: plus and minus zoom, arrow keys move, 0 shows everything");
     const toX = (share) => { const [a, b] = viewOf(figure); return a + share * (b - a); };
     area.addEventListener("focus", () => { active = figure; });
     area.addEventListener("keydown", (event) => {
@@ -143,7 +143,7 @@
       if (action) { event.preventDefault(); action(figure); }
     });
     area.addEventListener("wheel", (event) => {
-      // A page must scroll: the wheel zooms a plot only once it was clicked, or with a key held.
+      // The wheel must scroll the page: it zooms only a plot that has been clicked, or with a key held.
       if (document.activeElement !== area && !event.ctrlKey && !event.shiftKey) return;
       event.preventDefault();
       zoom(figure, (event.deltaY || event.deltaX) > 0 ? 1.25 : 0.8, part(area, event));
@@ -159,7 +159,7 @@
       const at = part(area, event);
       if (from !== null) mark(area, "chosen", Math.min(from, at), Math.abs(at - from));
       mark(area, "cursor", at);
-      read(figure, toX(at), document.elementFromPoint(event.clientX, event.clientY));
+      showReadout(figure, toX(at), document.elementFromPoint(event.clientX, event.clientY));
     });
     area.addEventListener("pointerup", (event) => {
       const at = part(area, event), a = Math.min(from ?? at, at), b = Math.max(from ?? at, at);
@@ -171,43 +171,43 @@
     area.addEventListener("pointerleave", () => { if (from === null) unmark(area, "cursor"); });
   }
 
-  // Another step on the time line.
+  // Selecting another step in the timeline.
 
-  let chosen = 0;
+  let selected = 0;
   function svgElement(name, attributes) {
-    const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-    return made;
+    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    return element;
   }
-  function choose(at) {
+  function selectStep(at) {
     const figure = document.getElementById("timeline"), step = data.steps[at];
     const svg = figure.querySelector(".area svg"), [lanes, boxes] = svg.querySelectorAll("g");
-    chosen = at;
+    selected = at;
     lanes.replaceChildren(...step.tracks.map((_, k) =>
-      svgElement("rect", { x: 0, y: LANE * k, width: WIDE, height: LANE - 2, class: "lane" })));
+      svgElement("rect", { x: 0, y: LANE_HEIGHT * k, width: WIDTH, height: LANE_HEIGHT - 2, class: "lane" })));
     boxes.replaceChildren(...step.boxes.map(([track, a, b, , phase], i) => svgElement("rect", {
-      x: a, y: LANE * track, width: Math.max(0.3, b - a), height: LANE - 2,
+      x: a, y: LANE_HEIGHT * track, width: Math.max(0.3, b - a), height: LANE_HEIGHT - 2,
       class: "box c" + step.colours[track] + " p" + phase, "data-i": i,
     })));
-    const tall = LANE * step.tracks.length;
-    svg.setAttribute("viewBox", "0 0 " + WIDE + " " + tall);
-    svg.style.height = tall + "px";
-    svg.setAttribute("aria-label", "Time line of step " + step.number + ", " + step.boxes.length + " boxes.");
-    const span = (text) => { const made = document.createElement("span"); made.textContent = text; return made; };
+    const height = LANE_HEIGHT * step.tracks.length;
+    svg.setAttribute("viewBox", "0 0 " + WIDTH + " " + height);
+    svg.style.height = height + "px";
+    svg.setAttribute("aria-label", "Timeline of step " + step.number + ", " + step.boxes.length + " boxes.");
+    const span = (text) => { const element = document.createElement("span"); element.textContent = text; return element; };
     figure.querySelector(".tracks").replaceChildren(...step.tracks.map(span));
     figure.querySelector(".band").replaceChildren(...step.segments.map(([phase, a, b]) => {
-      const made = span(data.phases[phase]);
-      made.className = "phase p" + phase;
-      made.dataset.a = a;
-      made.dataset.b = b;
-      return made;
+      const label = span(data.phases[phase]);
+      label.className = "phase p" + phase;
+      label.dataset.a = a;
+      label.dataset.b = b;
+      return label;
     }));
-    figure.querySelector(".fewer").textContent = step.fewer;
-    figure.querySelector("details").hidden = at !== 0; // its table is of the first choice
+    figure.querySelector(".merged").textContent = step.merged;
+    figure.querySelector("details").hidden = at !== 0; // its table describes the step that was shown first
     figure.dataset.start = step.start;
     figure.dataset.end = step.start + step.seconds;
     figure.dataset.step = step.number;
-    show(figure, 0, WIDE);
+    show(figure, 0, WIDTH);
   }
 
   for (const hidden of document.querySelectorAll(".tools")) hidden.hidden = false;
@@ -219,6 +219,6 @@
       const off = document.body.classList.toggle("off" + toggle.dataset.phase);
       toggle.setAttribute("aria-pressed", String(!off));
     });
-  document.getElementById("step")?.addEventListener("change", (event) => choose(+event.target.value));
+  document.getElementById("step")?.addEventListener("change", (event) => selectStep(+event.target.value));
   document.documentElement.dataset.ready = "true";
 })();

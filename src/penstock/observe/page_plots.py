@@ -1,4 +1,4 @@
-"""Which stretch of time a plot shows, and which points lie in it. Room: show."""
+"""Choose the plots of a report page: their time windows, their lines, and the points in them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,32 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.observe.labels import link_title, memory_title, seconds_text, tidy
+from penstock.observe.labels import link_title, memory_title, seconds_text, shorten
 from penstock.observe.markup import colour_of
 from penstock.observe.measures import Measures
-from penstock.observe.peaks import holds_hbm
-from penstock.observe.plots import Level, Line, Plot, line
+from penstock.observe.plots import Line, Plot, ReferenceLine, make_line
 from penstock.observe.records import Event
-from penstock.observe.series import Point, Series, by_phase
-from penstock.observe.steps import Segment, Step, segments_between, settled
+from penstock.observe.series import Point, Series, stats_by_phase, tensors_are_hbm_tier
+from penstock.observe.steps import PhaseTimeline, Segment, Step, without_warmup
 from penstock.observe.usage import link_of
 
-FEW = 12
-"""Samples in a window, below which it is widened: a line needs points."""
+FEW_SAMPLES = 12
+"""Number of samples below which a window is widened: a line needs points."""
 
-ENOUGH = 40
+ENOUGH_SAMPLES = 40
+"""Number of samples up to which a window is widened."""
 
-WHOLE = 30
-"""Points of GPU memory that make a picture of an iteration: it rises and falls within moments."""
+MIN_MEMORY_POINTS = 30
+"""Points of GPU memory that show a step: it rises and falls within moments. With fewer, the
+samples of all steps are overlaid."""
+
+BINS = 240
+"""Number of bins over which the bytes of copies are spread."""
+
+COLOURS_OF = {"allocated": 0, "reserved": 1, "used": 2, "rss": 0, "pinned": 1, "tier": 3}
+
+
+# Time windows.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,42 +44,48 @@ class Window:
     end: float
     title: str
     segments: tuple[Segment, ...]
-    laid: tuple[Step, ...] = ()
-    """Steps whose points are laid over each other here: one has too few."""
+    overlaid: tuple[Step, ...] = ()
+    """Steps whose points are all drawn in this window, because one step has too few."""
 
     @property
     def note(self) -> str:
-        """What a reader must know of it."""
-        if not self.laid:
+        """Sentence about the window for the reader, or an empty string."""
+        if not self.overlaid:
             return ""
-        return f"Samples of {len(self.laid)} steps, laid over each other phase by phase."
+        return f"Samples of {len(self.overlaid)} steps, overlaid phase by phase."
 
 
-def shown_window(m: Measures) -> Window | None:
-    """The shown step; all of the run where no step is known."""
+def step_window(m: Measures) -> Window | None:
+    """Return the window of the shown step, or of the whole run if no step is known."""
     if m.shown is None:
-        return whole_window(m)
+        return run_window(m)
     return _window(m, m.shown, m.shown)
 
 
-def laid_window(m: Measures, window: Window, keys: Sequence[str]) -> Window:
-    """The same with the points of all settled steps, where those of one are too few."""
+def overlay_steps(m: Measures, window: Window, keys: Sequence[str]) -> Window:
+    """Overlay the points of all steps in the window, if one step has too few of these series."""
     points = max(len(m.memory[key].between(window.start, window.end)) for key in keys)
-    steps = settled(m.steps)
-    if m.shown not in steps or len(steps) < 2 or points >= WHOLE:
+    steps = without_warmup(m.steps)
+    if m.shown not in steps or len(steps) < 2 or points >= MIN_MEMORY_POINTS:
         return window
-    return replace(window, laid=steps)
+    return replace(window, overlaid=steps)
 
 
-def wide_window(m: Measures) -> Window | None:
-    """The shown step or, where samples are too few for it, as many steps around it as it takes.
-    Only steps that follow each other: what lies between others is none of theirs."""
-    one = shown_window(m)
-    if one is None or m.shown is None or not m.run.samples or _count(m, one) >= FEW:
-        return one
-    steps = m.steps if m.shown not in settled(m.steps) else settled(m.steps)
+def widened_window(m: Measures) -> Window | None:
+    """Return the window of the shown step and, if it has too few samples, of steps around it.
+
+    Only steps that directly follow each other are joined: what lies between others (a save, say)
+    belongs to neither.
+    """
+    window = step_window(m)
+    if window is None or m.shown is None or not m.run.samples:
+        return window
+    if _sample_count(m, window) >= FEW_SAMPLES:
+        return window
+    steady = without_warmup(m.steps)
+    steps = steady if m.shown in steady else m.steps
     first = last = steps.index(m.shown)
-    while _count(m, _window(m, steps[first], steps[last])) < ENOUGH:
+    while _sample_count(m, _window(m, steps[first], steps[last])) < ENOUGH_SAMPLES:
         before = first - (first > 0 and steps[first - 1].end == steps[first].start)
         after = last + (last + 1 < len(steps) and steps[last].end == steps[last + 1].start)
         if (before, after) == (first, last):
@@ -79,51 +94,51 @@ def wide_window(m: Measures) -> Window | None:
     return _window(m, steps[first], steps[last])
 
 
-def whole_window(m: Measures) -> Window | None:
-    """All of the run."""
-    moments = [sample.t for sample in m.run.samples]
-    moments += [t for event in m.run.events for t in (event.start, event.end)]
-    moments = [t for t in moments if math.isfinite(t)]
-    if not moments or max(moments) <= min(moments):
+def run_window(m: Measures) -> Window | None:
+    """Return the window of the whole run, or None if nothing was recorded."""
+    times = [sample.t for sample in m.run.samples]
+    times += [t for event in m.run.events for t in (event.start, event.end)]
+    times = [t for t in times if math.isfinite(t)]
+    if not times or max(times) <= min(times):
         return None
-    start, end = min(moments), max(moments)
-    return Window(start, end, "the whole run", segments_between(m.run.phases, start, end))
+    start, end = min(times), max(times)
+    return Window(start, end, "whole run", PhaseTimeline(m.run.phases).between(start, end))
 
 
 def _window(m: Measures, first: Step, last: Step) -> Window:
     title = f"step {first.number}"
     if last is not first:
         title = f"steps {first.number} to {last.number}"
-    segments = segments_between(m.run.phases, first.start, last.end)
+    segments = PhaseTimeline(m.run.phases).between(first.start, last.end)
     return Window(first.start, last.end, title, segments)
 
 
-def _count(m: Measures, window: Window) -> int:
-    times = [sample.t for sample in m.run.samples]  # by time
+def _sample_count(m: Measures, window: Window) -> int:
+    times = [sample.t for sample in m.run.samples]  # samples are sorted by time
     return bisect.bisect_left(times, window.end) - bisect.bisect_left(times, window.start)
 
 
 def points_in(series: Series, window: Window) -> tuple[Point, ...]:
-    """Of the window, and one more at either side; or of all the steps that are laid there."""
-    if not window.laid:
+    """Return a series' points in a window and one on each side, or those of all overlaid steps."""
+    if not window.overlaid:
         return series.around(window.start, window.end)
-    places = _places(window.segments)
+    targets = _by_occurrence(window.segments)
     found: list[Point] = []
-    for step in window.laid:
-        for key, segment in _places(step.segments).items():
-            onto = places.get(key)
-            if onto is None:
+    for step in window.overlaid:
+        for key, segment in _by_occurrence(step.segments).items():
+            target = targets.get(key)
+            if target is None:
                 continue
-            scale = (onto.end - onto.start) / (segment.end - segment.start)
+            scale = (target.end - target.start) / (segment.end - segment.start)
             found += [
-                (onto.start + (t - segment.start) * scale, value)
+                (target.start + (t - segment.start) * scale, value)
                 for t, value in series.between(segment.start, segment.end)
             ]
     return tuple(sorted(found))
 
 
-def _places(segments: Sequence[Segment]) -> dict[tuple[str, int], Segment]:
-    """By name, and by which of that name it is: steps may have several forwards."""
+def _by_occurrence(segments: Sequence[Segment]) -> dict[tuple[str, int], Segment]:
+    """Index segments by name and occurrence: a step can have several forwards."""
     seen: Counter[str] = Counter()
     found = {}
     for segment in segments:
@@ -132,42 +147,36 @@ def _places(segments: Sequence[Segment]) -> dict[tuple[str, int], Segment]:
     return found
 
 
-# --------
-# Which plots a run's page has, and what is on each. Room: show.
-
-BINS = 240
-"""Stretches of the window over which a copy's bytes are spread."""
-
-COLOUR_OF = {"allocated": 0, "reserved": 1, "used": 2, "rss": 0, "pinned": 1, "tier": 3}
+# Memory.
 
 
 def memory_plots(m: Measures, window: Window) -> list[Plot]:
-    """Each GPU, the host, each tier that is neither, and the nodes."""
+    """Return the plots of each GPU, the host, the tiers that are in neither, and the nodes."""
     groups: dict[str, list[str]] = {}
     for key in m.memory:
         if key != "host.available":
-            groups.setdefault(_group(key, m), []).append(key)
+            groups.setdefault(_memory_group(key, m), []).append(key)
     plots: list[Plot] = []
     for group, keys in groups.items():
-        own = [key for key in keys if key != "tier.hbm" or not holds_hbm(m.run, m.memory)]
-        # The host's memory changes from step to step, the GPU's within one.
-        seen = laid_window(m, window, own) if own[0].startswith("gpu") else window
-        lines = tuple(_memory_line(m, key, at, seen) for at, key in enumerate(own))
-        lines = tuple(drawn for drawn in lines if drawn.points)
+        own = [k for k in keys if k != "tier.hbm" or not tensors_are_hbm_tier(m.run, m.memory)]
+        # Only GPU memory repeats in every step; host memory changes from step to step.
+        shown = overlay_steps(m, window, own) if own[0].startswith("gpu") else window
+        lines = tuple(_memory_line(m, key, at, shown) for at, key in enumerate(own))
+        lines = tuple(line for line in lines if line.points)
         if lines:
             plots.append(
                 Plot(
                     id=f"memory-{len(plots)}", title=group, unit="bytes", lines=lines,
-                    levels=_planned(m, keys, window), start=window.start, end=window.end,
-                    segments=window.segments, interval=m.run.observation.interval,
-                    note=seen.note,
+                    references=_planned_lines(m, keys, window), start=window.start,
+                    end=window.end, segments=window.segments,
+                    interval=m.run.observation.interval, note=shown.note,
                 )
             )  # fmt: skip
     return plots
 
 
-def _group(key: str, m: Measures) -> str:
-    """A tier is drawn with the memory that it lies in, where that is one."""
+def _memory_group(key: str, m: Measures) -> str:
+    """Return the title of a series' plot. A tier is drawn with the memory that contains it."""
     gpus = m.run.observation.hardware.gpus
     if key == "tier.hbm" and len(gpus) == 1:
         key = "gpu0.tier"
@@ -184,103 +193,114 @@ def _group(key: str, m: Measures) -> str:
 def _memory_line(m: Measures, key: str, at: int, window: Window) -> Line:
     series = m.memory[key]
     what = "tier" if key.startswith("tier.") else key.rpartition(".")[2]
-    colour = COLOUR_OF.get(what, at)
+    colour = COLOURS_OF.get(what, at)
     title = memory_title(key).split(", ")
     name = title[-1] if len(title) > 1 and not key.startswith("node") else title[0]
-    return line(name, points_in(series, window), colour, m.stats(series))
+    return make_line(name, points_in(series, window), colour, m.stats(series))
 
 
-def _planned(m: Measures, keys: Sequence[str], window: Window) -> tuple[Level, ...]:
-    """Budget and planned peak of the tiers in a plot; the peak by phase where the plan has it."""
+def _planned_lines(m: Measures, keys: Sequence[str], window: Window) -> tuple[ReferenceLine, ...]:
+    """Return the budget and the planned peak of the tiers in a plot, by phase if possible."""
     planned = m.run.observation.planned
     if planned is None:
         return ()
     found = []
-    for tier in (key.removeprefix("tier.") for key in keys if key.startswith("tier.")):
-        said = planned.tiers.get(tier)
-        if said is None:
+    for name in (key.removeprefix("tier.") for key in keys if key.startswith("tier.")):
+        tier = planned.tiers.get(name)
+        if tier is None:
             continue
-        found.append(Level(f"budget of {tidy(tier)}", said.budget, "limit"))
-        phases = {name: most[tier] for name, most in planned.phases.items() if tier in most}
-        for name, most in phases.items():
-            spans = tuple((s.start, s.end) for s in window.segments if s.name == name)
+        found.append(ReferenceLine(f"budget of {shorten(name)}", tier.budget, "limit"))
+        peaks = {phase: most[name] for phase, most in planned.phases.items() if name in most}
+        for phase, peak in peaks.items():
+            spans = tuple((s.start, s.end) for s in window.segments if s.name == phase)
             if spans:
-                found.append(Level(f"planned for {tidy(name)}", most, "planned", spans))
-        if not phases:
-            found.append(Level("planned peak", said.peak, "planned"))
+                title = f"planned for {shorten(phase)}"
+                found.append(ReferenceLine(title, peak, "planned", spans))
+        if not peaks:
+            found.append(ReferenceLine("planned peak", tier.peak, "planned"))
     return tuple(found)
 
 
+# Traffic and load.
+
+
 def traffic_plots(m: Measures, window: Window) -> list[Plot]:
-    """Each link against its ceiling: from events where the window has any, else from samples."""
+    """Return a plot of each link and its ceiling: from events if there are any."""
     plots: list[Plot] = []
-    for link, use in m.links.items():
-        if use.exact:
+    for link, usage in m.links.items():
+        if usage.exact:
             moved = [e for e in m.run.events if e.link and link_of(e) == link]
-            points = binned(moved, window.start, window.end)
-            stats = by_phase(points, window.segments)
+            points = bin_traffic(moved, window.start, window.end)
+            stats = stats_by_phase(points, window.segments)
             note = ""
         else:
             series = m.traffic[link]
             points, stats = series.around(window.start, window.end), m.stats(series)
-            note = "From samples: what moved between two of them is a mean."
-        levels = (Level("ceiling", use.ceiling, "limit"),) if use.ceiling else ()
+            note = "From samples: each point is the mean since the previous one."
+        ceiling = (ReferenceLine("ceiling", usage.ceiling, "limit"),) if usage.ceiling else ()
         plots.append(
             Plot(
                 id=f"traffic-{len(plots)}", title=link_title(link), unit="rate",
-                lines=(line("carried", points, colour_of(link), stats),), levels=levels,
-                start=window.start, end=window.end, segments=window.segments, note=note,
+                lines=(make_line("traffic", points, colour_of(link), stats),),
+                references=ceiling, start=window.start, end=window.end,
+                segments=window.segments, note=note,
             )
         )  # fmt: skip
     return plots
 
 
-def binned(events: Sequence[Event], start: float, end: float) -> tuple[Point, ...]:
-    """Bytes a second in each of BINS stretches, a copy's bytes spread evenly over its time. Drawn
-    as stairs, so two points a stretch. The sum over the stretches is the bytes, exactly."""
+def bin_traffic(events: Sequence[Event], start: float, end: float) -> tuple[Point, ...]:
+    """Return the bytes per second in each of BINS bins.
+
+    The bytes of a copy are spread evenly over its time, so the sum over all bins is exactly the
+    bytes that were copied. Each bin has two points, because it is drawn as a step.
+    """
     width = (end - start) / BINS
-    held = [0.0] * BINS
+    nbytes_in = [0.0] * BINS
     for event in events:
         if not event.nbytes or event.end < start or event.start >= end:
             continue
         seconds = event.seconds
-        if seconds <= 0:  # shorter than the clock can tell
-            held[min(BINS - 1, int((event.start - start) / width))] += event.nbytes
+        if seconds <= 0:  # shorter than the clock's resolution
+            nbytes_in[min(BINS - 1, int((event.start - start) / width))] += event.nbytes
             continue
         first = max(0, int((event.start - start) / width))
         for k in range(first, min(BINS, int((event.end - start) / width) + 1)):
             low, high = start + k * width, start + (k + 1) * width
             share = max(0.0, min(event.end, high) - max(event.start, low)) / seconds
-            held[k] += event.nbytes * share
+            nbytes_in[k] += event.nbytes * share
     found = []
-    for k, nbytes in enumerate(held):
+    for k, nbytes in enumerate(nbytes_in):
         rate = nbytes / width
         found += [(start + k * width, rate), (start + (k + 0.999) * width, rate)]
     return tuple(found)
 
 
 def load_plot(m: Measures, window: Window) -> Plot | None:
-    """GPUs and cores: how busy."""
+    """Return a plot of the load of GPUs and CPU cores, or None if it was not sampled."""
     names = {"cpu": "CPU cores, mean"}
     lines = tuple(
-        line(
+        make_line(
             names.get(key, f"GPU {key.split('.')[0].removeprefix('gpu')}"),
             series.around(window.start, window.end), at, m.stats(series),
         )
         for at, (key, series) in enumerate(m.load.items())
     )  # fmt: skip
-    lines = tuple(drawn for drawn in lines if drawn.points)
+    lines = tuple(line for line in lines if line.points)
     if not lines:
         return None
     return Plot(
-        id="load", title="Processors, busy", unit="share", lines=lines, start=window.start,
+        id="load", title="Processor load", unit="share", lines=lines, start=window.start,
         end=window.end, segments=window.segments, interval=m.run.observation.interval,
     )  # fmt: skip
 
 
+# The whole run.
+
+
 def whole_run_plots(m: Measures) -> list[Plot]:
-    """Memory from the first sample to the last, and how long each step took."""
-    window = whole_window(m)
+    """Return plots of memory over the whole run, and of the time of each step."""
+    window = run_window(m)
     if window is None:
         return []
     plots = []
@@ -296,19 +316,22 @@ def whole_run_plots(m: Measures) -> list[Plot]:
             )
         )  # fmt: skip
     if len(m.steps) > 1:
-        steps = settled(m.steps)
-        points = tuple((step.start, step.seconds) for step in steps)
-        first = m.steps[0]
-        warm = f" Step {first.number}, not drawn, took {seconds_text(first.seconds)}."
-        plots.append(
-            Plot(
-                id="run-steps", title="Time of each step", unit="seconds", start=window.start,
-                end=max(window.end, m.steps[-1].start), lines=(line("a step", points, 0),),
-                note=f"Median {seconds_text(m.seconds)}.{warm * (first is not steps[0])}",
-            )
-        )  # fmt: skip
+        plots.append(_step_time_plot(m, window))
     return plots
 
 
+def _step_time_plot(m: Measures, window: Window) -> Plot:
+    steps, first = without_warmup(m.steps), m.steps[0]
+    points = tuple((step.start, step.seconds) for step in steps)
+    note = f"Median {seconds_text(m.seconds)}."
+    if first is not steps[0]:
+        note += f" Step {first.number} (warm-up, not drawn) took {seconds_text(first.seconds)}."
+    return Plot(
+        id="run-steps", title="Step time", unit="seconds", start=window.start,
+        end=max(window.end, m.steps[-1].start), lines=(make_line("step time", points, 0),),
+        note=note,
+    )  # fmt: skip
+
+
 def _run_line(series: Series, at: int) -> Line:
-    return line(memory_title(series.key).split(", ")[-1], series.points, at)
+    return make_line(memory_title(series.key).split(", ")[-1], series.points, at)

@@ -1,9 +1,9 @@
-"""The steps of a run, and the phases in them. Room: show.
+"""Find the steps of a run, and the phases in each step.
 
-A step lasts until the next one begins: what happens in between (loading data, logging) is part of
-what a step takes. Evaluating and saving are not: a step ends where they begin. Nor is what an
-engine of Penstock's own sweeps apart, before a save or at the end: its steps sweep in their
-forward, each what the one before has left.
+A step lasts until the next one begins, so it includes data loading and logging. Evaluation and
+saving are not part of a step: a step ends where they begin. Neither is an optimizer sweep that a
+Penstock engine runs outside its steps, before a save or at the end of a run; normally such an
+engine runs the sweep of one step during the forward of the next.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ OUTSIDE = ("evaluate", "save", OBSERVING)
 
 UPDATE = "update"
 UNNAMED = "between phases"
-"""Time of a step that no phase claims."""
+"""Name of the segments of a step that no phase covers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch in which one phase went on. Segments do not overlap."""
+    """A time span with one phase. Segments do not overlap."""
 
     name: str
     start: float
@@ -51,42 +51,45 @@ class Step:
         return self.end - self.start
 
     def during(self, name: str) -> list[Interval]:
-        """When the phase went on; with UNNAMED, when none did."""
+        """Return the intervals of a phase, or with UNNAMED those without any phase."""
         return union((s.start, s.end) for s in self.segments if s.name == name)
 
 
-def steps_of(run: RecordedRun) -> tuple[Step, ...]:
-    """Every step, by its start: from phases or, where none has a step, from events or samples."""
+def find_steps(run: RecordedRun) -> tuple[Step, ...]:
+    """Return all steps in order: from phases or, if no phase has a step, from events or samples."""
     spans = _spans(run)
     starts = sorted((start, number) for number, (start, _) in spans.items())
-    names = _outside(run, len(spans))
-    outside = sorted(p.start for p in run.phases if p.name in names)
-    phases = _Phases(run.phases)
+    outside_names = _outside(run, len(spans))
+    outside = sorted(p.start for p in run.phases if p.name in outside_names)
+    timeline = PhaseTimeline(run.phases)
     found = []
     for at, (start, number) in enumerate(starts):
-        last = spans[number][1]
-        # A step that was not kept leaves a hole, which is not this step's time.
+        # If the next step was not kept, the gap after this step is not part of it.
         follows = at + 1 < len(starts) and starts[at + 1][1] == number + 1
-        end = starts[at + 1][0] if follows else last
-        # What the GPU still does of this step may reach into the next one.
+        # The GPU may still be working on this step when the next one begins on the host; the time
+        # after that belongs to the next step.
+        end = starts[at + 1][0] if follows else spans[number][1]
         cut = bisect.bisect_left(outside, start)
         if cut < len(outside) and outside[cut] < end:
             end = outside[cut]
         if end > start:
-            found.append(Step(number, start, end, phases.between(start, end)))
+            found.append(Step(number, start, end, timeline.between(start, end)))
     return tuple(found)
 
 
 def _outside(run: RecordedRun, steps: int) -> tuple[str, ...]:
-    """Phases that belong to no step of this run."""
+    """Return the phases that belong to no step of this run.
+
+    In a Penstock run, updates are outside steps if fewer than half of the steps have one.
+    """
     if run.observation.planned is None:
         return OUTSIDE
-    swept = {phase.step for phase in run.phases if phase.name == UPDATE}
-    return (*OUTSIDE, UPDATE) if 2 * len(swept) < steps else OUTSIDE
+    updated = {phase.step for phase in run.phases if phase.name == UPDATE}
+    return (*OUTSIDE, UPDATE) if 2 * len(updated) < steps else OUTSIDE
 
 
 def _spans(run: RecordedRun) -> dict[int, Interval]:
-    """First and last moment of each step."""
+    """Return the first and last recorded time of each step."""
     inside = [p for p in run.phases if p.step is not None and p.name not in OUTSIDE]
     marks: Iterable[tuple[int | None, float, float]]
     if inside:
@@ -104,15 +107,15 @@ def _spans(run: RecordedRun) -> dict[int, Interval]:
     return found
 
 
-class _Phases:
-    """Phases by time. They may nest or, in threads, overlap: the one begun last has the moment."""
+class PhaseTimeline:
+    """The phases of a run as segments, for lookup by time."""
 
     def __init__(self, phases: Iterable[Phase]) -> None:
-        self.segments = flatten(phases)
+        self.segments = flatten_phases(phases)
         self.starts = [segment.start for segment in self.segments]
 
     def between(self, start: float, end: float) -> tuple[Segment, ...]:
-        """Segments that cover all of the time, with UNNAMED between those that have a name."""
+        """Return segments that cover a time window without gaps; UNNAMED ones fill the gaps."""
         at = max(0, bisect.bisect_right(self.starts, start) - 1)
         found, reached = [], start
         for segment in itertools.islice(self.segments, at, None):
@@ -130,30 +133,27 @@ class _Phases:
         return tuple(found)
 
 
-def segments_between(phases: Iterable[Phase], start: float, end: float) -> tuple[Segment, ...]:
-    """The phases of any window of time, as segments that cover all of it."""
-    return _Phases(phases).between(start, end)
-
-
-def flatten(phases: Iterable[Phase]) -> list[Segment]:
-    """Phases that may overlap as segments that do not: the one begun last has the moment."""
-    real = sorted(
+def flatten_phases(phases: Iterable[Phase]) -> list[Segment]:
+    """Turn phases, which may nest or overlap, into segments that do not: at any time, the phase
+    that began last wins."""
+    valid = sorted(
         (p for p in phases if math.isfinite(p.start) and math.isfinite(p.end) and p.end > p.start),
         key=lambda p: p.start,
     )
-    edges = sorted({edge for p in real for edge in (p.start, p.end)})
+    edges = sorted({edge for p in valid for edge in (p.start, p.end)})
     found: list[Segment] = []
-    open_: list[tuple[float, float, str]] = []
-    coming = 0
+    open_phases: list[tuple[float, float, str]] = []  # a heap, latest start first
+    upcoming = 0
     for start, end in itertools.pairwise(edges):
-        while coming < len(real) and real[coming].start <= start:
-            heapq.heappush(open_, (-real[coming].start, real[coming].end, real[coming].name))
-            coming += 1
-        while open_ and open_[0][1] <= start:
-            heapq.heappop(open_)
-        if not open_:
+        while upcoming < len(valid) and valid[upcoming].start <= start:
+            phase = valid[upcoming]
+            heapq.heappush(open_phases, (-phase.start, phase.end, phase.name))
+            upcoming += 1
+        while open_phases and open_phases[0][1] <= start:
+            heapq.heappop(open_phases)
+        if not open_phases:
             continue
-        name = open_[0][2]
+        name = open_phases[0][2]
         if found and found[-1].name == name and found[-1].end == start:
             found[-1] = Segment(name, found[-1].start, end)
         else:
@@ -161,22 +161,22 @@ def flatten(phases: Iterable[Phase]) -> list[Segment]:
     return found
 
 
-def settled(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Without the first, which warms up, where there are enough others."""
+def without_warmup(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Leave out the first step, which warms up, if there are at least two others."""
     return tuple(steps[1:] if len(steps) >= 3 else steps)
 
 
-def typical(steps: Sequence[Step]) -> Step | None:
-    """The step whose time is nearest to the median of those that have settled."""
-    steps = settled(steps)
+def typical_step(steps: Sequence[Step]) -> Step | None:
+    """Return the step whose time is closest to the median, without the warm-up step."""
+    steps = without_warmup(steps)
     if not steps:
         return None
-    middle = statistics.median(step.seconds for step in steps)
-    return min(steps, key=lambda step: (abs(step.seconds - middle), step.start))
+    median = statistics.median(step.seconds for step in steps)
+    return min(steps, key=lambda step: (abs(step.seconds - median), step.start))
 
 
 def phase_seconds(steps: Sequence[Step]) -> dict[str, float]:
-    """Seconds of a step that each phase takes, on average, by when they first come."""
+    """Return the mean seconds per step of each phase, in order of first occurrence."""
     total: dict[str, float] = defaultdict(float)
     for step in steps:
         for segment in step.segments:
@@ -184,16 +184,16 @@ def phase_seconds(steps: Sequence[Step]) -> dict[str, float]:
     return {name: seconds / len(steps) for name, seconds in total.items()}
 
 
-def recorded(steps: Sequence[Step], events: Sequence[Event]) -> tuple[Step, ...]:
-    """The steps whose events were kept."""
+def steps_with_events(steps: Sequence[Step], events: Sequence[Event]) -> tuple[Step, ...]:
+    """Return the steps whose events were kept."""
     numbers = {event.step for event in events if event.step is not None}
     if numbers:
         return tuple(step for step in steps if step.number in numbers)
     busy = union((event.start, event.end) for event in events)
     starts = [start for start, _ in busy]
-    kept = []
+    found = []
     for step in steps:
         at = bisect.bisect_left(starts, step.end) - 1
         if at >= 0 and busy[at][1] > step.start:
-            kept.append(step)
-    return tuple(kept)
+            found.append(step)
+    return tuple(found)
