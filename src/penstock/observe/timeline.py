@@ -130,7 +130,8 @@ def draw_timeline(drawing: StepDrawing, phases: PhaseIndex) -> str:
         for track, seconds in zip(drawing.tracks, drawing.busy, strict=True)
     )
     svg = tag("svg", tag("g", lanes), tag("g", boxes, class_="boxes"), role="img",
-              viewBox=f"0 0 {WIDTH} {height}", preserveAspectRatio="none", style=f"height:{height}px",
+              viewBox=f"0 0 {WIDTH} {height}", preserveAspectRatio="none",
+              style=f"height:{height}px",
               aria_label=f"Timeline of step {step.number}: {busy}.")  # fmt: skip
     names = "".join(
         tag("span", text(shorten(track, 24)), title=shorten(track)) for track in drawing.tracks

@@ -67,7 +67,7 @@ class StepUsage:
         return union(span for link in GPU_LINKS for span in self.busy.get(link, ()))
 
     def idle(self, links: Sequence[str], phase: str) -> tuple[float, float]:
-        """Return the seconds of a phase in which none of the links was busy, and all its seconds."""
+        """Return the seconds of a phase in which no link was busy, and the phase's seconds."""
         whole = self.step.during(phase)
         used = union(span for link in links for span in self.busy.get(link, ()))
         return total_length(difference(whole, used)), total_length(whole)
