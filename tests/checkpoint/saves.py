@@ -1,4 +1,4 @@
-"""A small save with everything a real one has, and a disk that fails at the n-th call."""
+"""A small save with all kinds of files, and a hook at its n-th call that changes the disk."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from penstock.checkpoint.writer import ShardWriter
 from tests.support.safetensors_files import read, same_bits, tensor_out
 
 CALLS = ("open", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
-"""Of the module os: what changes a disk, or makes a change last."""
+"""Functions of `os` that change a disk or make a change durable."""
 
 STATE = TrainingState(software=Software())
 
 
 def tensors_of(step: int, stem: str) -> dict[str, torch.Tensor]:
-    chance = torch.Generator().manual_seed(step)
-    return {f"{stem}.{i}": torch.randn(64, generator=chance) for i in range(3)}
+    generator = torch.Generator().manual_seed(step)
+    return {f"{stem}.{i}": torch.randn(64, generator=generator) for i in range(3)}
 
 
 def fill(folder: Path, step: int, *, optimizer: bool = True) -> None:
@@ -42,27 +42,27 @@ def save(out: Path, step: int, *, keep: int = 2, optimizer: bool = True) -> None
         fill(folder, step, optimizer=optimizer)
 
 
-def check_contents(found: Checkpoint) -> None:
-    for stem in ("model", "optimizer") if found.resumable else ("model",):
-        with ShardReader(found.path, stem) as reader:
-            for name, tensor in tensors_of(found.step, stem).items():
+def check_contents(checkpoint: Checkpoint) -> None:
+    for stem in ("model", "optimizer") if checkpoint.resumable else ("model",):
+        with ShardReader(checkpoint.path, stem) as reader:
+            for name, tensor in tensors_of(checkpoint.step, stem).items():
                 assert same_bits(read(reader, name), tensor)
-    assert TrainingState.load(found.path) == STATE
+    assert TrainingState.load(checkpoint.path) == STATE
 
 
 @contextmanager
 def acting_at(number: int, act: Callable[[str, tuple[object, ...]], None]) -> Iterator[list[str]]:
-    """`act` before the call of that number, counted from 1. The list has the calls that came."""
-    came: list[str] = []
+    """Call `act` before the call of that number, counted from 1. Yield the list of calls so far."""
+    calls: list[str] = []
 
-    def watch(name: str, real: Callable[..., object]) -> Callable[..., object]:
+    def wrap(name: str, real: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **more: object) -> object:
-            came.append(name)
-            if len(came) == number:
+            calls.append(name)
+            if len(calls) == number:
                 act(name, args)
             return real(*args, **more)
 
         return call
 
-    with patch.multiple(os, **{name: watch(name, getattr(os, name)) for name in CALLS}):
-        yield came
+    with patch.multiple(os, **{name: wrap(name, getattr(os, name)) for name in CALLS}):
+        yield calls

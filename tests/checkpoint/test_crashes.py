@@ -1,4 +1,4 @@
-"""Kills and full disks during a save: the last whole checkpoint is always there."""
+"""Kills and full disks during a save: a complete checkpoint is always there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REPO = Path(__file__).parents[2]
 
 @pytest.fixture
 def quick_disk(tmp_path: Path) -> Iterator[Path]:
-    """In memory where that can be had: a kill, unlike a power cut, asks nothing of the disk."""
+    """A directory in memory if possible: unlike a power cut, a kill loses nothing there."""
     shared = "/dev/shm"
     if not os.access(shared, os.W_OK):
         yield tmp_path
@@ -40,18 +40,19 @@ def quick_disk(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_killed_at_any_call_a_save_leaves_a_whole_checkpoint_to_resume_from(
+def test_a_save_killed_at_any_call_leaves_a_checkpoint_to_resume_from(
     quick_disk: Path,
 ) -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.killed", str(quick_disk)],
+        [sys.executable, "-m", "tests.checkpoint.kill_saves", str(quick_disk)],
         cwd=REPO,
         capture_output=True,
         text=True,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout) > 60  # kills
+    kills = int(ran.stdout)
+    assert kills > 60
 
 
 def refuse(code: int, name: str, args: tuple[object, ...]) -> None:
@@ -59,7 +60,7 @@ def refuse(code: int, name: str, args: tuple[object, ...]) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_refused_at_any_call_a_save_is_whole_or_changes_nothing(
+def test_a_save_that_fails_at_any_call_is_complete_or_changes_nothing(
     quick_disk: Path, code: int
 ) -> None:
     before, out = quick_disk / "before", quick_disk / "out"
@@ -69,22 +70,22 @@ def test_refused_at_any_call_a_save_is_whole_or_changes_nothing(
     for number in count(1):
         shutil.copytree(before, out)
         try:
-            with acting_at(number, lambda *call: refuse(code, *call)) as came:
+            with acting_at(number, lambda *call: refuse(code, *call)) as calls:
                 save(out, 3)  # warnings are errors here
-            assert len(came) < number  # it was over before the call came
+            assert len(calls) < number  # the save ended before that call
             break
-        except (CheckpointSpaceError, CheckpointWriteError) as failed:
-            kinds.add(type(failed))
-        except CheckpointWarning as warned:
-            kinds.add(type(warned))
+        except (CheckpointSpaceError, CheckpointWriteError) as error:
+            kinds.add(type(error))
+        except CheckpointWarning as warning:
+            kinds.add(type(warning))
             assert latest_checkpoint(out).step == 3  # type: ignore[union-attr]
-        left_as_it_was(out)
+        check_unharmed(out)
         shutil.rmtree(out)
     full = code in (errno.ENOSPC, errno.EDQUOT)
     assert kinds == {CheckpointSpaceError if full else CheckpointWriteError, CheckpointWarning}
 
 
-def left_as_it_was(out: Path) -> None:
+def check_unharmed(out: Path) -> None:
     newest = latest_checkpoint(out)
     assert newest is not None
     assert newest.step in (2, 3)
@@ -93,11 +94,11 @@ def left_as_it_was(out: Path) -> None:
         check_contents(found)
     if newest.step == 2:
         assert sorted(os.listdir(out)) == ["checkpoint-000001", "checkpoint-000002"]
-    save(out, 4)  # and training goes on
+    save(out, 4)  # training can continue
     assert latest_checkpoint(out).step == 4  # type: ignore[union-attr]
 
 
-def test_a_disk_that_stays_full_leaves_nothing_of_the_new_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_nothing_of_the_new_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1)
     real = os.pwrite
 
@@ -111,10 +112,12 @@ def test_a_disk_that_stays_full_leaves_nothing_of_the_new_checkpoint(tmp_path: P
         full_after = [calls]
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(os, "pwrite", full)
-            with pytest.raises(CheckpointSpaceError, match="Earlier checkpoints are whole") as told:
+            with pytest.raises(
+                CheckpointSpaceError, match="Earlier checkpoints are complete"
+            ) as caught:
                 save(tmp_path, 2)
-        assert told.value.saving
-        assert told.value.errno == errno.ENOSPC
+        assert caught.value.saving
+        assert caught.value.errno == errno.ENOSPC
         assert os.listdir(tmp_path) == ["checkpoint-000001"]
     check_contents(latest_checkpoint(tmp_path))  # type: ignore[arg-type]
 
@@ -140,7 +143,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", disk], check=True)
 
 
-def test_a_disk_that_is_really_full_keeps_the_checkpoint_before(small_disk: Path) -> None:
+def test_a_full_file_system_keeps_the_previous_checkpoint(small_disk: Path) -> None:
     def write(step: int, nbytes: int) -> None:
         outs = [
             tensor_out(f"t{i}", torch.full((nbytes // 4,), step, dtype=torch.uint8), 64 * KiB)
@@ -151,21 +154,21 @@ def test_a_disk_that_is_really_full_keeps_the_checkpoint_before(small_disk: Path
             writer.write(folder)
 
     write(1, MiB)
-    with pytest.raises(CheckpointSpaceError, match=r"needed 6\.00 MiB and .* are free") as told:
+    with pytest.raises(CheckpointSpaceError, match=r"needed 6\.00 MiB, and .* are free") as caught:
         write(2, 6 * MiB)
 
-    assert told.value.wanted > 6 * MiB
-    assert 2 * MiB < told.value.free < 3 * MiB  # as it is now that the parts are gone again
+    assert caught.value.wanted > 6 * MiB
+    assert 2 * MiB < caught.value.free < 3 * MiB  # measured after the parts were removed
     assert os.listdir(small_disk) == ["checkpoint-000001"]
     assert latest_checkpoint(small_disk).step == 1  # type: ignore[union-attr]
     write(3, MiB)
     assert latest_checkpoint(small_disk).step == 3  # type: ignore[union-attr]
 
 
-def test_everything_is_on_the_disk_before_it_has_its_name_and_after_it_the_old_go(
+def test_files_are_synced_before_the_rename_and_old_ones_removed_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a power cut may take is decided by this order."""
+    """This order decides what a power cut can destroy."""
     out = tmp_path.resolve()
     save(out, 1)
     log: list[tuple[str, str]] = []
@@ -180,18 +183,20 @@ def test_everything_is_on_the_disk_before_it_has_its_name_and_after_it_the_old_g
         monkeypatch.setattr(os, name, call)
     save(out, 2)
 
-    (named,) = [i for i, (name, at) in enumerate(log) if name == "rename" and ".tmp-" in at]
-    draft = log[named][1]
+    (renamed,) = [i for i, (name, at) in enumerate(log) if name == "rename" and ".tmp-" in at]
+    draft = log[renamed][1]
     files = {f"{draft}/{name}" for name in os.listdir(out / "checkpoint-000002")}
-    synced = [at for name, at in log[:named] if name == "fsync"]
+    synced = [at for name, at in log[:renamed] if name == "fsync"]
     written = [i for i, (name, at) in enumerate(log) if name == "pwrite" and at.startswith(draft)]
     assert files <= set(synced)
     assert synced[-1] == draft
     for path in {log[i][1] for i in written}:
         last = max(i for i in written if log[i][1] == path)
-        assert ("fsync", path) in log[last:named]
-    assert log[named + 1 :][[name for name, _ in log[named + 1 :]].index("fsync")][1] == str(out)
+        assert ("fsync", path) in log[last:renamed]
+    assert log[renamed + 1 :][[name for name, _ in log[renamed + 1 :]].index("fsync")][1] == str(
+        out
+    )
     changes = [i for i, (name, _) in enumerate(log) if name in ("unlink", "replace")]
     old = [i for i in changes if "checkpoint-000001" in log[i][1]]
     assert old
-    assert min(old) > log.index(("fsync", str(out)), named)
+    assert min(old) > log.index(("fsync", str(out)), renamed)

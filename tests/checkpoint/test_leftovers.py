@@ -1,4 +1,4 @@
-"""What killed runs leave is swept away; what living ones are writing is not."""
+"""Drafts of killed runs are removed; drafts of live runs are not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.checkpoint.run_directory import latest_checkpoint, new_checkpoint,
 from tests.checkpoint.saves import save
 
 GONE = 2**22 + 1
-"""No pid: beyond the kernel's largest."""
+"""Larger than any pid."""
 
 
 def leftover(out: Path, pid: int) -> Path:
@@ -26,7 +26,7 @@ def leftover(out: Path, pid: int) -> Path:
     return path
 
 
-def test_what_a_dead_run_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+def test_only_drafts_of_dead_runs_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     left = leftover(tmp_path, GONE)
     others = [tmp_path / ".checkpoint-000009.tmp-x", tmp_path / ".hidden", tmp_path / "tmp-1-2"]
@@ -39,13 +39,13 @@ def test_what_a_dead_run_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
     assert remove_leftovers(tmp_path) == ()
 
 
-def test_a_draft_of_this_very_process_is_not_swept(tmp_path: Path) -> None:
+def test_a_draft_of_this_process_is_not_removed(tmp_path: Path) -> None:
     with new_checkpoint(tmp_path, 1) as folder:
         assert remove_leftovers(tmp_path) == ()
         assert folder.is_dir()
 
 
-def test_a_draft_of_a_living_process_is_not_swept_until_it_is_killed(tmp_path: Path) -> None:
+def test_a_draft_of_another_process_is_removed_only_after_its_death(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom penstock.checkpoint.run_directory import new_checkpoint\n"
         "with new_checkpoint(sys.argv[1], 1) as folder:\n"
@@ -67,46 +67,46 @@ def test_a_draft_of_a_living_process_is_not_swept_until_it_is_killed(tmp_path: P
     assert remove_leftovers(tmp_path) == (draft,)
 
 
-def test_the_same_pid_after_a_restart_is_another_process(tmp_path: Path) -> None:
-    """In a container every run has the same pid."""
+def test_a_draft_with_this_pid_of_an_earlier_process_is_removed(tmp_path: Path) -> None:
+    """In a container every run may have the same pid."""
     left = leftover(tmp_path, os.getpid())
 
     assert remove_leftovers(tmp_path) == (left,)
 
 
 def test_without_locks_the_pid_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object) -> None:
+    def no_locks(*_: object) -> None:
         raise OSError(9, "Bad file descriptor")
 
-    monkeypatch.setattr(fcntl, "flock", none)
-    living = leftover(tmp_path, os.getppid())
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    live = leftover(tmp_path, os.getppid())
     left = [leftover(tmp_path, GONE), leftover(tmp_path, 9_999_999_999)]
 
     with new_checkpoint(tmp_path, 1) as folder:
         assert remove_leftovers(tmp_path) == tuple(sorted(left))
         assert folder.is_dir()
-    assert living.is_dir()
+    assert live.is_dir()
 
 
-def test_a_draft_swept_before_it_was_locked_is_made_again(
+def test_a_draft_removed_before_it_was_locked_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, swept = run_directory._try_lock, []
+    lock, removed = run_directory._try_lock, []
 
-    def late(fd: int) -> bool | None:
-        if not swept:
-            swept.append(os.readlink(f"/proc/self/fd/{fd}"))
-            os.rmdir(swept[0])
+    def remove_and_lock(fd: int) -> bool | None:
+        if not removed:
+            removed.append(os.readlink(f"/proc/self/fd/{fd}"))
+            os.rmdir(removed[0])
         return lock(fd)
 
-    monkeypatch.setattr(run_directory, "_try_lock", late)
+    monkeypatch.setattr(run_directory, "_try_lock", remove_and_lock)
     save(tmp_path, 1)
 
-    assert swept
+    assert removed
     assert latest_checkpoint(tmp_path).step == 1  # type: ignore[union-attr]
 
 
-def test_a_leftover_that_cannot_be_removed_is_told_and_does_not_stop_the_run(
+def test_a_leftover_that_cannot_be_removed_causes_a_warning_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leftover(tmp_path, GONE)

@@ -1,4 +1,4 @@
-"""Large tensors are read past the page cache, with the same answers."""
+"""Direct reads of large tensors return the same bytes as buffered ones."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PIECE = 1 << 16
 
 @pytest.fixture
 def tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """On disk, and reads small enough for there to be many."""
-    monkeypatch.setattr(module, "_DIRECT", PIECE)
-    monkeypatch.setattr(module, "_scratch", threading.local())
-    made = {f"t{i}": torch.arange(i, i + COUNT, dtype=torch.int32) for i in range(3)}
-    ShardWriter([tensor_out(name, tensor) for name, tensor in made.items()]).write(tmp_path)
-    return made
+    """Three tensors on disk, with direct reads small enough that each needs many."""
+    monkeypatch.setattr(module, "_DIRECT_NBYTES", PIECE)
+    monkeypatch.setattr(module, "_thread", threading.local())
+    tensors = {f"t{i}": torch.arange(i, i + COUNT, dtype=torch.int32) for i in range(3)}
+    ShardWriter([tensor_out(name, tensor) for name, tensor in tensors.items()]).write(tmp_path)
+    return tensors
 
 
 def part(reader: ShardReader, name: str, low: int, high: int) -> torch.Tensor:
@@ -38,29 +38,29 @@ def part(reader: ShardReader, name: str, low: int, high: int) -> torch.Tensor:
     return out
 
 
-def test_any_part_by_any_thread(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    drawn = random.Random(0)
+def test_any_part_is_read_by_any_thread(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    rng = random.Random(0)
     wanted = [("t0", 0, COUNT), ("t2", COUNT - 4096, COUNT), ("t1", 1, COUNT)]
     for _ in range(60):
-        low = drawn.randrange(COUNT)
-        wanted.append((f"t{drawn.randrange(3)}", low, drawn.randrange(low, COUNT) + 1))
+        low = rng.randrange(COUNT)
+        wanted.append((f"t{rng.randrange(3)}", low, rng.randrange(low, COUNT) + 1))
     with ShardReader(tmp_path) as reader, ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda each: part(reader, *each), wanted))
     for (name, low, high), values in zip(wanted, found, strict=True):
         assert same_bits(values, tensors[name][low:high]), (name, low, high)
 
 
-def test_no_page_stays_in_the_page_cache_where_the_file_system_can(
+def test_large_reads_do_not_use_the_page_cache(
     tmp_path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ShardReader(tmp_path) as reader:
-        if next(iter(reader._tensors.values()))[0].direct is None:
-            pytest.skip("this file system knows no O_DIRECT")
-        monkeypatch.setattr(module, "_read", None)  # the other way is not taken
+        if next(iter(reader._tensors.values()))[0].direct_fd is None:
+            pytest.skip("this file system has no O_DIRECT")
+        monkeypatch.setattr(module, "_read", None)  # a buffered read would fail
         assert same_bits(part(reader, "t1", 0, COUNT), tensors["t1"])
 
 
-def test_short_answers_are_continued(
+def test_short_reads_are_continued(
     tmp_path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = os.preadv
@@ -69,7 +69,7 @@ def test_short_answers_are_continued(
         assert same_bits(part(reader, "t2", 3, COUNT), tensors["t2"][3:])
 
 
-def test_a_file_system_that_refuses_only_the_read_goes_through_the_page_cache(
+def test_a_refused_direct_read_falls_back_to_the_page_cache(
     tmp_path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = os.preadv
@@ -85,7 +85,7 @@ def test_a_file_system_that_refuses_only_the_read_goes_through_the_page_cache(
 
 
 @pytest.mark.usefixtures("tensors")
-def test_a_file_that_shrinks_and_a_disk_that_fails_are_told(
+def test_truncation_and_read_errors_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> int:
@@ -100,7 +100,7 @@ def test_a_file_that_shrinks_and_a_disk_that_fails_are_told(
             part(reader, "t0", 0, COUNT)
 
 
-def test_without_it_the_page_cache_will_do(
+def test_a_refused_direct_open_falls_back_to_the_page_cache(
     tmp_path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = os.open

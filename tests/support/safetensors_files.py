@@ -1,4 +1,4 @@
-"""Safetensors files for tests, and a fuzzer of them that both `make test` and `make fuzz` use."""
+"""Safetensors files for tests, and the fuzzer that `make test` and `make fuzz` share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHERS = (None, True, False, "", "F4", "f32", 1.5, 1.0, [], {}, [1], "\x00", "é
 
 
 def tensor_out(name: str, tensor: torch.Tensor, part: int | None = None) -> TensorOut:
-    """In parts of that many bytes, through one buffer that each of them overwrites."""
+    """Describe a tensor to write, in parts of that many bytes that share one buffer."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
 
     def parts() -> Iterator[torch.Tensor]:
@@ -49,10 +49,10 @@ def read(reader: ShardReader, name: str) -> torch.Tensor:
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Any bits at all, NaNs too; but a bool is 0 or 1."""
-    chance = torch.Generator().manual_seed(seed)
+    """Return a tensor of random bits, which may be NaNs. Booleans are 0 or 1."""
+    rng = torch.Generator().manual_seed(seed)
     count = torch.empty(shape, dtype=dtype).nbytes
-    bits = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=chance)
+    bits = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=rng)
     if dtype == torch.bool:
         return (bits % 2).bool().reshape(shape)
     return bits.view(dtype).reshape(shape)
@@ -64,7 +64,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def file_of(header: object, data: bytes = b"") -> bytes:
-    """A file with whatever header; text stays as it is."""
+    """Build a file from a header, valid or not. Bytes are used as they are."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(raw)) + raw + data
 
@@ -74,7 +74,7 @@ def tensor(dtype: str = "U8", shape: object = (4,), offsets: object = (0, 4)) ->
 
 
 def corpus() -> list[bytes]:
-    """Good files."""
+    """Return a few valid files."""
     kinds = list(DTYPES.items())
     many, start = [], 0
     for i, (_, dtype) in enumerate(sorted(kinds, key=lambda kind: -kind[1].itemsize)):
@@ -89,86 +89,91 @@ def corpus() -> list[bytes]:
     ]
 
 
-def mutate(good: bytes, chance: random.Random) -> bytes:
-    """Bytes changed, cut or grown; or the header taken apart, changed where it hurts, and put
-    together again with a length that fits, so that what lies behind the JSON is reached."""
-    if chance.random() < 0.4:
-        return _mutate_bytes(bytearray(good), chance)
-    (length,) = struct.unpack_from("<Q", good)
-    header, data = json.loads(good[8 : 8 + length]), good[8 + length :]
-    for _ in range(chance.choice((1, 1, 1, 2, 3))):
-        _mutate_header(header, chance)
-    if chance.random() < 0.2:
-        data = data[: chance.randrange(len(data) + 1)] + bytes(chance.choice((0, 0, 1, 9)))
+def mutate(valid: bytes, rng: random.Random) -> bytes:
+    """Change a valid file at random.
+
+    Either change or truncate its bytes, or change fields of the header and rebuild the file with a
+    matching length, so that the checks behind the JSON parser are reached.
+    """
+    if rng.random() < 0.4:
+        return _mutate_bytes(bytearray(valid), rng)
+    (length,) = struct.unpack_from("<Q", valid)
+    header, data = json.loads(valid[8 : 8 + length]), valid[8 + length :]
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        _mutate_header(header, rng)
+    if rng.random() < 0.2:
+        data = data[: rng.randrange(len(data) + 1)] + bytes(rng.choice((0, 0, 1, 9)))
     return file_of(header, data)
 
 
-def _mutate_bytes(block: bytearray, chance: random.Random) -> bytes:
-    for _ in range(chance.choice((1, 1, 2, 4))):
-        at = chance.randrange(8 if chance.random() < 0.1 else len(block))
-        block[at] = chance.choice((0, 0x22, 0x2C, 0x5B, 0x7B, 0x7D, 0xFF, chance.randrange(256)))
-    if chance.random() < 0.1:
-        del block[chance.randrange(len(block)) :]
+def _mutate_bytes(block: bytearray, rng: random.Random) -> bytes:
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at = rng.randrange(8 if rng.random() < 0.1 else len(block))
+        block[at] = rng.choice((0, 0x22, 0x2C, 0x5B, 0x7B, 0x7D, 0xFF, rng.randrange(256)))
+    if rng.random() < 0.1:
+        del block[rng.randrange(len(block)) :]
     return bytes(block)
 
 
-def _mutate_header(header: dict[str, object], chance: random.Random) -> None:
+def _mutate_header(header: dict[str, object], rng: random.Random) -> None:
     names = [name for name in header if name != "__metadata__"]
-    odd = copy.deepcopy(chance.choice((*EDGES, *OTHERS)))  # it may be changed in its turn
-    if not names or chance.random() < 0.1:
-        header[chance.choice(("__metadata__", "x", "", "\ud800"))] = chance.choice(
+    odd = copy.deepcopy(rng.choice((*EDGES, *OTHERS)))  # a later mutation may change it
+    if not names or rng.random() < 0.1:
+        header[rng.choice(("__metadata__", "x", "", "\ud800"))] = rng.choice(
             (odd, {"format": odd}, tensor(), tensor("F32", [0], [0, 0]))
         )
         return
-    name = chance.choice(names)
+    name = rng.choice(names)
     fields = header[name]
-    if not isinstance(fields, dict) or chance.random() < 0.1:
+    if not isinstance(fields, dict) or rng.random() < 0.1:
         header[name] = odd
         return
-    field = chance.choice(("dtype", "shape", "data_offsets", "data_offsets", "more"))
+    field = rng.choice(("dtype", "shape", "data_offsets", "data_offsets", "more"))
     value = fields.get(field)
     if field == "dtype":
-        fields[field] = chance.choice((*DTYPES, odd))
-    elif isinstance(value, list) and value and chance.random() < 0.7:
-        value[chance.randrange(len(value))] = chance.choice((odd, chance.randrange(64)))
-    elif isinstance(value, list) and chance.random() < 0.5:
-        value.append(chance.choice((odd, 1)))
-    elif chance.random() < 0.5:
+        fields[field] = rng.choice((*DTYPES, odd))
+    elif isinstance(value, list) and value and rng.random() < 0.7:
+        value[rng.randrange(len(value))] = rng.choice((odd, rng.randrange(64)))
+    elif isinstance(value, list) and rng.random() < 0.5:
+        value.append(rng.choice((odd, 1)))
+    elif rng.random() < 0.5:
         fields.pop(field, None)
     else:
         fields[field] = odd
 
 
 def check_one(block: bytes) -> str:
-    """Whatever the bytes, the tensors that the safetensors library finds, or a CorruptShardError
-    where that refuses too. Returns which."""
+    """Parse any bytes and compare the outcome with the safetensors library. Return the outcome.
+
+    Either both find the same tensors, or both refuse the file.
+    """
     try:
         length = header_nbytes(block[:PREFIX_NBYTES], len(block), "f")
         start = PREFIX_NBYTES + length
         entries = parse_header(block[PREFIX_NBYTES:start], len(block) - start, "f")
     except CorruptShardError as refused:
         message = str(refused)
-        message.encode()  # it can be printed
+        message.encode()  # must be printable
         assert message.startswith("f: "), message
         assert len(message) < 1000
         if not _only_we_refuse(message):
             assert _library(block) is None, f"refused what the library reads: {message}"
-        return "cut short" if isinstance(refused, TruncatedShardError) else "refused"
-    theirs = _library(block)
-    assert theirs is not None, "accepted what the library refuses"
-    assert set(theirs) == set(entries)
+        return "truncated" if isinstance(refused, TruncatedShardError) else "refused"
+    expected = _library(block)
+    assert expected is not None, "accepted what the library refuses"
+    assert set(expected) == set(entries)
     for name, entry in entries.items():
-        assert theirs[name]["dtype"] == next(k for k, v in DTYPES.items() if v == entry.dtype)
-        assert tuple(theirs[name]["shape"]) == entry.shape  # type: ignore[arg-type]
+        assert expected[name]["dtype"] == next(k for k, v in DTYPES.items() if v == entry.dtype)
+        assert tuple(expected[name]["shape"]) == entry.shape  # type: ignore[arg-type]
         first = start + entry.start
-        assert theirs[name]["data"] == block[first : first + entry.nbytes]
+        assert expected[name]["data"] == block[first : first + entry.nbytes]
     return "accepted" if entries else "empty"
 
 
 def _only_we_refuse(message: str) -> bool:
-    """A name twice, and dtypes and sizes that torch has not."""
-    ours = ("is given twice", "dtype must be one of", "is beyond any memory")
-    return any(problem in message for problem in ours)
+    """Return whether the reason is one that only Penstock's parser has."""
+    reasons = ("is given twice", "dtype must be one of", "is too large")
+    return any(problem in message for problem in reasons)
 
 
 def _library(block: bytes) -> Mapping[str, dict[str, object]] | None:

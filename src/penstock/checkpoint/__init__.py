@@ -1,4 +1,4 @@
-"""Checkpoints: whole files or none. Room: keep.
+"""Checkpoints: safetensors files and directories that are complete or absent.
 
-Knows safetensors files and directories; knows nothing of training, plans or where bytes rest.
+This package knows nothing of training, of plans, or of the tier that a tensor lives in.
 """

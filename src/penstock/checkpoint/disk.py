@@ -1,4 +1,4 @@
-"""What a save asks of the disk: room, order and honest errors. Room: keep."""
+"""Disk operations of a save: free space, syncing, and translation of OS errors."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_room(out: str | Path, nbytes_needed: int) -> None:
-    """CheckpointSpaceError if the disk of `out`, which need not be there yet, has less free."""
+    """Raise CheckpointSpaceError if the disk of `out` has less free space.
+
+    `out` does not have to exist yet.
+    """
     free = free_nbytes(out)
     if free < nbytes_needed:
         raise CheckpointSpaceError(str(out), wanted=nbytes_needed, free=free)
 
 
 def free_nbytes(path: str | Path) -> int:
-    """What this user may still write where `path` is, or would be."""
-    at = Path(path).absolute()
-    while not os.path.exists(at) and at != at.parent:
-        at = at.parent
-    room = os.statvfs(at)
-    return room.f_bavail * room.f_frsize
+    """Return how many bytes this user may still write on the disk of `path`."""
+    existing = Path(path).absolute()
+    while not os.path.exists(existing) and existing != existing.parent:
+        existing = existing.parent
+    usage = os.statvfs(existing)
+    return usage.f_bavail * usage.f_frsize
 
 
 def sync(path: str | Path) -> None:
-    """A file's bytes, or a directory's names, are on the disk when this returns."""
+    """Wait until a file's bytes, or a directory's entries, are on stable storage."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -43,56 +46,59 @@ def sync(path: str | Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """All files below a directory, then the directories, the inner ones first."""
-    for at, _, files in os.walk(folder, topdown=False, onerror=_raise):
+    """Sync all files below a directory, then the directories, the inner ones first."""
+    for directory, _, files in os.walk(folder, topdown=False, onerror=_raise):
         for name in files:
-            sync(os.path.join(at, name))
-        sync(at)
+            sync(os.path.join(directory, name))
+        sync(directory)
 
 
 def sizes_below(folder: Path) -> dict[str, int]:
-    """Every file below a directory, by its name from there."""
-    found = {}
-    for at, _, files in os.walk(folder, onerror=_raise):
-        for path in (Path(at, name) for name in files):
-            about = path.lstat()
-            assert stat.S_ISREG(about.st_mode), f"{path} is not a plain file"
-            found[path.relative_to(folder).as_posix()] = about.st_size
-    return dict(sorted(found.items()))
+    """Return the size of every file below a directory, by its relative path."""
+    sizes = {}
+    for directory, _, files in os.walk(folder, onerror=_raise):
+        for path in (Path(directory, name) for name in files):
+            status = path.lstat()
+            assert stat.S_ISREG(status.st_mode), f"{path} is not a regular file"
+            sizes[path.relative_to(folder).as_posix()] = status.st_size
+    return dict(sorted(sizes.items()))
 
 
 @contextlib.contextmanager
-def told(path: str | Path, wanted: int) -> Iterator[None]:
-    """What the kernel says while `wanted` bytes are being saved at `path`, as errors of ours.
+def translate_write_errors(path: str | Path, needed: int) -> Iterator[None]:
+    """Turn OS errors while `needed` bytes are saved at `path` into checkpoint errors.
 
-    Also what it said to somebody who made another error of it.
+    An OS error that was already wrapped in a PenstockError is translated as well.
     """
     try:
         yield
-    except Exception as failed:
-        refused = _refusal(failed)
-        if refused is None:
+    except Exception as error:
+        cause = _os_error_behind(error)
+        if cause is None:
             raise
-        if refused.errno in _FULL:
+        if cause.errno in _FULL:
             free = free_nbytes(path)
-            raise CheckpointSpaceError(str(path), wanted=wanted, free=free, saving=True) from failed
-        at = refused.filename if isinstance(refused.filename, str) else str(path)
-        raise CheckpointWriteError(at, refused.errno or 0) from failed
-
-
-def _refusal(failed: BaseException | None) -> OSError | None:
-    """The kernel's own error behind this one. Errors of ours that are OSErrors say it already."""
-    while isinstance(failed, PenstockError) and not isinstance(failed, OSError):
-        failed = failed.__cause__
-    ours = isinstance(failed, PenstockError)
-    return failed if isinstance(failed, OSError) and not ours else None
-
-
-def _raise(failed: OSError) -> None:
-    raise failed
+            raise CheckpointSpaceError(str(path), wanted=needed, free=free, saving=True) from error
+        failed_path = cause.filename if isinstance(cause.filename, str) else str(path)
+        raise CheckpointWriteError(failed_path, cause.errno or 0) from error
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not a copy."""
+    """Return the bytes of a contiguous CPU tensor without copying them."""
     data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
     return data
+
+
+def _os_error_behind(error: BaseException | None) -> OSError | None:
+    """Return the OS error that caused this one.
+
+    Return None for a PenstockError that is itself an OSError: it has the right message already.
+    """
+    while isinstance(error, PenstockError) and not isinstance(error, OSError):
+        error = error.__cause__
+    translated = isinstance(error, PenstockError)
+    return error if isinstance(error, OSError) and not translated else None
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -1,4 +1,4 @@
-"""The small files that make a folder of weights a model. Room: keep."""
+"""Copy or write the small files that a directory of weights needs to be a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_KEPT = (
+_PATTERNS = (
     "config.json",
     "generation_config.json",
     "tokenizer*",
@@ -25,20 +25,20 @@ _KEPT = (
     "chat_template*",
     "additional_chat_templates/*.jinja",
 )
-_CODE = "*.py"
+_CODE_PATTERN = "*.py"
 
 
 def copy_model_files(
     source: str | Path, folder: str | Path, *, trust_remote_code: bool = False
 ) -> tuple[str, ...]:
-    """Config, tokenizer and chat templates of a model's directory; the names of those copied.
+    """Copy config, tokenizer and chat templates of a model, and return the names copied.
 
-    What is there already is left as it is. The model's own code goes with them only if it is
-    trusted. Links, as a download cache has them, are followed.
+    Existing files are not overwritten. The model's own code is copied only if it is trusted.
+    Symbolic links, such as those of a download cache, are followed.
     """
-    patterns = (*_KEPT, _CODE) if trust_remote_code else _KEPT
+    patterns = (*_PATTERNS, _CODE_PATTERN) if trust_remote_code else _PATTERNS
     copied = []
-    for name in sorted(_names(Path(source))):
+    for name in sorted(_file_names(Path(source))):
         target = Path(folder, name)
         if any(_matches(name, pattern) for pattern in patterns) and not target.exists():
             target.parent.mkdir(exist_ok=True)
@@ -50,29 +50,29 @@ def copy_model_files(
 def write_config(
     config: Any, folder: str | Path, *, dtype: torch.dtype, architecture: str = ""
 ) -> None:
-    """`config.json` of a transformers config, saying the dtype that the weights are written in.
+    """Write `config.json` of a transformers config with the dtype of the saved weights.
 
-    `architecture` is the model's class name, where the config does not say it.
+    `architecture` is the model's class name, used if the config does not name one.
     """
-    told = copy.deepcopy(config)
-    for part in (told, *(getattr(told, name, None) for name in told.sub_configs)):
+    config = copy.deepcopy(config)
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if part is not None:
             part.dtype = dtype
-    if architecture and not told.architectures:
-        told.architectures = [architecture]
+    if architecture and not config.architectures:
+        config.architectures = [architecture]
     path = Path(folder, "config.json")
     with open(path, "w", encoding="utf-8") as file:
-        file.write(told.to_json_string(use_diff=True))
+        file.write(config.to_json_string(use_diff=True))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _names(source: Path) -> set[str]:
-    """Files directly in the directory, and one level below it."""
-    found = [path for pattern in ("*", "*/*") for path in source.glob(pattern)]
-    return {path.relative_to(source).as_posix() for path in found if path.is_file()}
+def _file_names(source: Path) -> set[str]:
+    """List the files in the directory and one level below it, as relative paths."""
+    paths = [path for pattern in ("*", "*/*") for path in source.glob(pattern)]
+    return {path.relative_to(source).as_posix() for path in paths if path.is_file()}
 
 
 def _matches(name: str, pattern: str) -> bool:
-    # fnmatch lets * cross a slash: tokenizer* must not take a whole directory.
+    # fnmatch lets * match a slash, but "tokenizer*" must not match files in a subdirectory.
     return name.count("/") == pattern.count("/") and fnmatch(name, pattern)

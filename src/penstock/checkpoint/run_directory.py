@@ -1,9 +1,10 @@
-"""Directories that are not checkpoints yet, or no more. Room: keep.
+"""The checkpoints in a run's output directory: create, list and thin them out.
 
-Their names begin with a dot and say whose they are: `.checkpoint-000123.tmp-<pid>-<random>`. The
-maker holds the kernel's lock on the directory, which ends with the process however that ends; a
-pid alone may be another process by now, or one of another container. Where the file system has no
-such locks, the pid decides.
+A checkpoint is written to a hidden directory, a draft, and renamed when it is complete. The name of
+a draft, `.checkpoint-000123.tmp-<pid>-<random>`, says which process writes it. That process holds
+the kernel's lock (`flock`) on the directory, which ends with the process however it ends. The lock,
+not the pid, decides whether a draft is in use: the pid may belong to another process by now, or to
+a process of another container. Only on file systems without such locks does the pid decide.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.checkpoint.disk import sizes_below, sync, sync_tree, told
+from penstock.checkpoint.disk import sizes_below, sync, sync_tree, translate_write_errors
 from penstock.checkpoint.errors import (
     CheckpointExistsError,
     CheckpointWarning,
@@ -36,82 +37,145 @@ from penstock.checkpoint.manifest import (
 )
 from penstock.errors import RecordError
 
-_NAME = re.compile(r"\.checkpoint-[0-9]{6,18}\.tmp-([0-9]{1,10})-[0-9a-f]{8}")
+_DRAFT_NAME = re.compile(r"\.checkpoint-[0-9]{6,18}\.tmp-([0-9]{1,10})-[0-9a-f]{8}")
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
-_held: set[Path] = set()
-"""Drafts of this process: where there are no locks, its own pid says nothing."""
+_own_drafts: set[Path] = set()
+"""Drafts of this process. Where there are no locks, its own pid does not tell a live draft from one
+that an earlier process with the same pid left behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointList:
+    """The checkpoints in a run's directory, newest first."""
+
+    whole: tuple[Checkpoint, ...]
+    """The complete checkpoints."""
+
+    damaged: tuple[DamagedCheckpointError, ...]
+    """Why each of the other directories is not a complete checkpoint."""
+
+
+def list_checkpoints(out: str | Path) -> CheckpointList:
+    """List every checkpoint of a run. A directory that does not exist has none."""
+    whole, damaged = [], []
+    for folder in _checkpoint_folders(Path(out)):
+        try:
+            whole.append(read_checkpoint(folder))
+        except DamagedCheckpointError as error:
+            damaged.append(error)
+    return CheckpointList(tuple(whole), tuple(damaged))
+
+
+def latest_checkpoint(out: str | Path) -> Checkpoint | None:
+    """Return the newest complete checkpoint. `list_checkpoints` says which ones are damaged."""
+    return next(iter(list_checkpoints(out).whole), None)
 
 
 @contextlib.contextmanager
-def draft_of(final: Path) -> Iterator[Path]:
-    """A new directory beside `final`, removed at the end unless it has been renamed by then."""
-    path, fd = _make(final)
-    _held.add(path)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        _held.discard(path)
-        os.close(fd)
+def new_checkpoint(out: str | Path, step: int, *, keep: int = 2, nbytes: int = 0) -> Iterator[Path]:
+    """Yield an empty directory, which becomes `out/checkpoint-<step>` when the block ends.
 
-
-def discard(folder: Path) -> None:
-    """Remove a checkpoint: first its name, at once, then its files."""
-    gone = draft_name(folder)
-    os.rename(folder, gone)
-    sync(folder.parent)
-    shutil.rmtree(gone)
+    Until then, and if the block or the disk fails, earlier checkpoints stay as they are. After
+    that, all but the `keep` newest checkpoints are removed, and optimizer states stay only in the
+    newest checkpoint that has them. `nbytes` is the expected size, for the message when the disk
+    is full.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be 1 or more, got {keep}")
+    final = Path(out) / folder_name(step)
+    with translate_write_errors(out, nbytes):
+        _make_directory(Path(out))
+        _refuse_to_overwrite(final, step)
+        with draft_of(final) as folder:
+            yield folder
+            write_manifest(folder, step, sizes_below(folder))
+            # Everything must be on stable storage before the rename, and the rename itself after
+            # it: a power cut then leaves either the whole checkpoint or none.
+            sync_tree(folder)
+            _move_aside(final)
+            os.rename(folder, final)
+            sync(out)
+    _thin_out(Path(out), final, keep)
 
 
 def remove_leftovers(out: str | Path) -> tuple[Path, ...]:
-    """Remove the drafts of processes that are gone; those removed. Call it when a run starts."""
+    """Remove the drafts of processes that are gone, and return their paths.
+
+    Call this when a run starts.
+    """
     folder = Path(out)
     entries = sorted(os.scandir(folder), key=lambda e: e.name) if folder.is_dir() else []
     removed = []
     for entry in entries:
-        match = _NAME.fullmatch(entry.name)
+        match = _DRAFT_NAME.fullmatch(entry.name)
         if not match or not entry.is_dir(follow_symlinks=False):
             continue
         path = folder / entry.name
         try:
-            if _remove_if_left(path, int(match[1])):
+            if _remove_if_abandoned(path, int(match[1])):
                 removed.append(path)
-        except OSError as failed:
-            message = f"{path}: what a killed run left could not be removed: {failed.strerror}"
+        except OSError as error:
+            message = f"{path}: the leftover of a killed run could not be removed: {error.strerror}"
             warnings.warn(message, CheckpointWarning, stacklevel=2)
     return tuple(removed)
 
 
+@contextlib.contextmanager
+def draft_of(final: Path) -> Iterator[Path]:
+    """Yield a new, locked directory next to `final`. Remove it at the end unless it was renamed."""
+    path, fd = _make_draft(final)
+    _own_drafts.add(path)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        _own_drafts.discard(path)
+        os.close(fd)
+
+
+def discard(folder: Path) -> None:
+    """Remove a checkpoint.
+
+    The rename is atomic, so the checkpoint never appears under its name with some files missing.
+    """
+    hidden = draft_name(folder)
+    os.rename(folder, hidden)
+    sync(folder.parent)
+    shutil.rmtree(hidden)
+
+
 def draft_name(final: Path) -> Path:
+    """Return a hidden, unique path next to `final` that names this process."""
     return final.with_name(f".{final.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def _make(final: Path) -> tuple[Path, int]:
+def _make_draft(final: Path) -> tuple[Path, int]:
+    """Create and lock a draft. Return its path and the descriptor that holds the lock."""
     while True:
         path = draft_name(final)
         os.mkdir(path)
         try:
-            fd = os.open(path, _DIRECTORY)
+            fd = os.open(path, _OPEN_DIRECTORY)
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
             raise
         _try_lock(fd)
-        # Before it was locked, a run that was starting could take it for a leftover.
+        # Another run that was starting may have removed the draft before it was locked.
         if os.path.exists(path):
             return path, fd
         os.close(fd)
 
 
-def _remove_if_left(path: Path, pid: int) -> bool:
+def _remove_if_abandoned(path: Path, pid: int) -> bool:
     try:
-        fd = os.open(path, _DIRECTORY)
-    except FileNotFoundError:  # somebody else was quicker
+        fd = os.open(path, _OPEN_DIRECTORY)
+    except FileNotFoundError:  # another process removed it first
         return False
     try:
         locked = _try_lock(fd)
-        if locked is False or (locked is None and (path in _held or _lives(pid))):
+        if locked is False or (locked is None and (path in _own_drafts or _is_alive(pid))):
             return False
         shutil.rmtree(path)
         return True
@@ -120,16 +184,19 @@ def _remove_if_left(path: Path, pid: int) -> bool:
 
 
 def _try_lock(fd: int) -> bool | None:
-    """Whether it is ours now; None where the file system has no locks on directories."""
+    """Try to lock a directory. Return None if the file system has no locks on directories."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as failed:
-        return False if failed.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
     return True
 
 
-def _lives(pid: int) -> bool:
-    """Another process of that pid. Ours would have the draft among those it holds."""
+def _is_alive(pid: int) -> bool:
+    """Return whether another process has this pid.
+
+    A draft with this process's own pid is in `_own_drafts` unless an earlier process left it.
+    """
     if pid == os.getpid():
         return False
     try:
@@ -141,67 +208,13 @@ def _lives(pid: int) -> bool:
     return True
 
 
-# --------
-# Checkpoints in a run's directory: made whole, found, thinned out. Room: keep.
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointList:
-    """What a run's directory holds, the newest first."""
-
-    whole: tuple[Checkpoint, ...]
-
-    damaged: tuple[DamagedCheckpointError, ...]
-    """Why each of the others was passed over."""
-
-
-def list_checkpoints(out: str | Path) -> CheckpointList:
-    """Every checkpoint of a run. A directory that is not there holds none."""
-    whole, damaged = [], []
-    for folder in _folders(Path(out)):
-        try:
-            whole.append(read_checkpoint(folder))
-        except DamagedCheckpointError as reason:
-            damaged.append(reason)
-    return CheckpointList(tuple(whole), tuple(damaged))
-
-
-def latest_checkpoint(out: str | Path) -> Checkpoint | None:
-    """The newest whole checkpoint. `list_checkpoints` says what was passed over, and why."""
-    return next(iter(list_checkpoints(out).whole), None)
-
-
-@contextlib.contextmanager
-def new_checkpoint(out: str | Path, step: int, *, keep: int = 2, nbytes: int = 0) -> Iterator[Path]:
-    """An empty directory to fill, which becomes `out/checkpoint-<step>` when the block ends.
-
-    Until then, and if the block or the disk fails, what was there before is all that is there. Then
-    all but the `keep` newest are removed, and optimizer state from all but the newest that has it.
-    `nbytes` is what the checkpoint is expected to take, for the message when the disk is full.
-    """
-    if keep < 1:
-        raise ValueError(f"keep must be 1 or more, got {keep}")
-    final = Path(out) / folder_name(step)
-    with told(out, nbytes):
-        _make_out(Path(out))
-        _refuse_whole(final, step)
-        with draft_of(final) as folder:
-            yield folder
-            write_manifest(folder, step, sizes_below(folder))
-            sync_tree(folder)
-            _set_aside(final)
-            os.rename(folder, final)
-            sync(out)
-    _thin_out(Path(out), final, keep)
-
-
-def _make_out(out: Path) -> None:
+def _make_directory(out: Path) -> None:
     if not out.is_dir():
         os.makedirs(out, exist_ok=True)
         sync(out.absolute().parent)
 
 
-def _folders(out: Path) -> list[Path]:
+def _checkpoint_folders(out: Path) -> list[Path]:
     try:
         entries = [(step_of(e.name), out / e.name) for e in os.scandir(out) if e.is_dir()]
     except FileNotFoundError:
@@ -210,46 +223,53 @@ def _folders(out: Path) -> list[Path]:
     return [path for _, path in sorted(steps, reverse=True)]
 
 
-def _refuse_whole(final: Path, step: int) -> None:
+def _refuse_to_overwrite(final: Path, step: int) -> None:
     with contextlib.suppress(DamagedCheckpointError):
         read_checkpoint(final)
         raise CheckpointExistsError(str(final), step)
 
 
-def _set_aside(final: Path) -> None:
-    """A directory of that name that is no whole checkpoint keeps its files under another name."""
+def _move_aside(final: Path) -> None:
+    """Rename a damaged checkpoint of the same step instead of overwriting its files."""
     if os.path.lexists(final):
         aside = final.with_name(f"{final.name}.damaged-{secrets.token_hex(4)}")
         os.rename(final, aside)
-        message = f"{final} was there and is no whole checkpoint; it is {aside.name} now"
+        message = (
+            f"{final} already existed and was not a complete checkpoint; it was renamed to "
+            f"{aside.name}"
+        )
         warnings.warn(message, CheckpointWarning, stacklevel=5)
 
 
 def _thin_out(out: Path, newest: Path, keep: int) -> None:
-    """Of whole checkpoints only: what else lies there may be somebody's."""
-    whole = {found.path: found for found in list_checkpoints(out).whole}
-    carried = whole.pop(newest).resumable
-    for rank, found in enumerate(whole.values(), start=1):
+    """Remove old checkpoints and old optimizer states.
+
+    Only complete checkpoints are touched: other directories may not belong to Penstock.
+    """
+    older = {checkpoint.path: checkpoint for checkpoint in list_checkpoints(out).whole}
+    has_newer_states = older.pop(newest).resumable
+    for rank, checkpoint in enumerate(older.values(), start=1):
         try:
             if rank >= keep:
-                discard(found.path)
-            elif carried:
-                _drop_optimizer(found)
-        except (OSError, RecordError) as failed:
+                discard(checkpoint.path)
+            elif has_newer_states:
+                _drop_optimizer_states(checkpoint)
+        except (OSError, RecordError) as error:
             warnings.warn(
-                f"the new checkpoint is whole, but {found.path} could not be thinned out: "
-                f"{failed}; remove what you can spare of it by hand",
+                f"the new checkpoint is complete, but {checkpoint.path} could not be thinned out: "
+                f"{error}; remove the files that you do not need by hand",
                 CheckpointWarning,
                 stacklevel=4,
             )
-        carried = carried or found.resumable
+        has_newer_states = has_newer_states or checkpoint.resumable
 
 
-def _drop_optimizer(found: Checkpoint) -> None:
-    """The list first: a checkpoint may have more files than it lists, never fewer."""
-    names = [name for name in os.listdir(found.path) if is_optimizer(name)]
-    if found.resumable:
-        rest = {name: nbytes for name, nbytes in found.files.items() if not is_optimizer(name)}
-        write_manifest(found.path, found.step, rest)
+def _drop_optimizer_states(checkpoint: Checkpoint) -> None:
+    """Remove the optimizer states of a checkpoint and keep its weights."""
+    names = [name for name in os.listdir(checkpoint.path) if is_optimizer(name)]
+    if checkpoint.resumable:
+        rest = {name: nbytes for name, nbytes in checkpoint.files.items() if not is_optimizer(name)}
+        # The manifest first: a checkpoint may have more files than it lists, never fewer.
+        write_manifest(checkpoint.path, checkpoint.step, rest)
     for name in names:
-        os.unlink(found.path / name)
+        os.unlink(checkpoint.path / name)

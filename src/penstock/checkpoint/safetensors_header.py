@@ -1,12 +1,13 @@
-"""The header of a safetensors file, read without trust and written. Room: keep. Pure.
+"""Parse and build the header of a safetensors file.
 
-  0  length  u64, little-endian, of the JSON that follows
+  0  length  u64, little-endian: size of the JSON that follows
   8  JSON    {"__metadata__": {"format": "pt"},
               "name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}
-  .. data    the tensors' bytes one after the other; offsets count from here
+  .. data    the tensors' bytes, without gaps; data_offsets are relative to its start
 
-What the safetensors library refuses is refused here, and besides: a name given twice (of which that
-library takes the last), and dtypes and sizes that torch does not have.
+The parser does not trust the file. It refuses everything that the safetensors library refuses, and
+in addition duplicate names (of which that library silently keeps the last) and dtypes and sizes
+that torch does not support.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from penstock.units import round_up
 
 PREFIX_NBYTES = 8
 MAX_HEADER_NBYTES = 100_000_000
-"""The limit of the format itself."""
+"""Limit of the safetensors format."""
 
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
@@ -41,16 +42,18 @@ _NAMES = {
 }  # fmt: skip
 
 DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, ours) for name, ours in _NAMES.items() if hasattr(torch, ours)
+    name: getattr(torch, torch_name)
+    for name, torch_name in _NAMES.items()
+    if hasattr(torch, torch_name)
 }
-"""By their names in a file. The last to come to torch are not in every version of it."""
+"""Torch dtypes by their names in a file. Older versions of torch lack the most recent ones."""
 
 _FILE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a tensor's bytes lie, counted from the start of the data."""
+    """A tensor in a file. `start` is relative to the start of the data."""
 
     name: str
     dtype: torch.dtype
@@ -60,7 +63,7 @@ class Entry:
 
 
 def header_nbytes(prefix: bytes, file_nbytes: int, path: str) -> int:
-    """How long the JSON is, from the first 8 bytes of a file of that size."""
+    """Return the size of the JSON, from the first 8 bytes of a file of `file_nbytes`."""
     if file_nbytes < PREFIX_NBYTES or len(prefix) < PREFIX_NBYTES:
         raise TruncatedShardError(path, wanted=PREFIX_NBYTES, had=file_nbytes)
     (length,) = _LENGTH.unpack_from(prefix)
@@ -68,7 +71,7 @@ def header_nbytes(prefix: bytes, file_nbytes: int, path: str) -> int:
         raise CorruptShardError(
             path,
             f"is not a safetensors file: its header would have {length} B, and the format allows "
-            f"{MAX_HEADER_NBYTES}",
+            f"at most {MAX_HEADER_NBYTES} B",
         )
     if PREFIX_NBYTES + length > file_nbytes:
         raise TruncatedShardError(path, wanted=PREFIX_NBYTES + length, had=file_nbytes)
@@ -76,22 +79,25 @@ def header_nbytes(prefix: bytes, file_nbytes: int, path: str) -> int:
 
 
 def parse_header(raw: bytes, data_nbytes: int, path: str) -> dict[str, Entry]:
-    """The tensors by name, as they lie in `data_nbytes` of data. `path` is for messages."""
+    """Return the tensors by name, checked against `data_nbytes` of data.
+
+    `path` is used in messages only.
+    """
     if not raw.startswith(b"{"):
-        raise CorruptShardError(path, f"its header must start with {{, and starts {raw[:8]!r}")
+        raise CorruptShardError(path, f"its header must start with {{, but starts with {raw[:8]!r}")
     try:
         header = parse(raw)
-    except RecordError as problem:
-        raise CorruptShardError(path, f"its header {problem}") from None
-    assert isinstance(header, dict)  # it starts with a brace
+    except RecordError as error:
+        raise CorruptShardError(path, f"its header {error}") from None
+    assert isinstance(header, dict)  # JSON that starts with a brace
     _check_metadata(header.pop(_METADATA, None), path)
-    entries = {name: _entry(name, fields, path) for name, fields in header.items()}
+    entries = {name: _parse_entry(name, fields, path) for name, fields in header.items()}
     _check_cover(entries.values(), data_nbytes, PREFIX_NBYTES + len(raw), path)
     return entries
 
 
 def build_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
-    """Prefix and JSON, padded with spaces so that the data starts at a multiple of 8."""
+    """Build prefix and JSON, padded with spaces so that the data starts at a multiple of 8."""
     document: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     for entry in entries:
         document[entry.name] = {
@@ -101,64 +107,69 @@ def build_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes
         }
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     length = round_up(len(text), 8)
-    assert length <= MAX_HEADER_NBYTES, f"a header of {length} B for {len(document)} tensors"
+    assert length <= MAX_HEADER_NBYTES, f"the header of {len(document)} tensors has {length} B"
     return _LENGTH.pack(length) + text.ljust(length)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the file spells it: BF16."""
+    """Return the name of a dtype in a file, such as `BF16`."""
     return _FILE_NAMES.get(dtype, str(dtype))
 
 
 def _check_metadata(metadata: object, path: str) -> None:
     if metadata is None:
         return
-    texts = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
-    if not texts:
-        raise CorruptShardError(path, f"its {_METADATA} must be an object of texts")
+    valid = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    if not valid:
+        raise CorruptShardError(path, f"its {_METADATA} must be an object of strings")
 
 
-def _entry(name: str, fields: object, path: str) -> Entry:
-    def wrong(problem: str) -> CorruptShardError:
-        return CorruptShardError(path, problem, tensor=name or "(without a name)")
+def _parse_entry(name: str, fields: object, path: str) -> Entry:
+    def invalid(problem: str) -> CorruptShardError:
+        return CorruptShardError(path, problem, tensor=name or "(unnamed)")
 
     try:
         name.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, written as an escape
-        raise CorruptShardError(path, f"the name {name!r} is not text") from None
+    except UnicodeEncodeError:  # an unpaired surrogate, written as an escape
+        raise CorruptShardError(path, f"the name {name!r} is not valid Unicode") from None
     if not isinstance(fields, dict):
-        raise wrong("must have dtype, shape and data_offsets")
+        raise invalid("must have dtype, shape and data_offsets")
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise wrong(f"its dtype must be one of {', '.join(DTYPES)}, got {_short(dtype)}")
+        raise invalid(f"its dtype must be one of {', '.join(DTYPES)}, got {_short(dtype)}")
     if not _are_counts(shape):
-        raise wrong(f"its shape must be a list of whole numbers, got {_short(shape)}")
+        raise invalid(f"its shape must be a list of non-negative integers, got {_short(shape)}")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise wrong(f"its data_offsets must be [start, stop], got {_short(offsets)}")
+        raise invalid(f"its data_offsets must be [start, stop], got {_short(offsets)}")
     elements = 1
     for size in shape:
         elements *= size
-        if max(size, elements) >= _LARGEST:  # beside a 0 it would be no elements, and no shape
-            raise wrong(f"its shape {_short(shape)} is beyond any memory")
+        # Check each size as well: next to a size of 0, the product would hide a huge one.
+        if max(size, elements) >= _LARGEST:
+            raise invalid(f"its shape {_short(shape)} is too large")
     nbytes, wanted = offsets[1] - offsets[0], elements * DTYPES[dtype].itemsize
     if nbytes != wanted:
-        raise wrong(f"{dtype} of shape {_short(shape)} has {wanted} B, the file gives it {nbytes}")
+        raise invalid(
+            f"{dtype} of shape {_short(shape)} needs {wanted} B, its data_offsets span {nbytes} B"
+        )
     return Entry(name, DTYPES[dtype], tuple(shape), offsets[0], nbytes)
 
 
 def _are_counts(value: object) -> TypeGuard[list[int]]:
-    # By type: True is an int to Python and not a number to JSON.
+    # Compare types: True is an int in Python, but not a number in JSON.
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
 
 
 def _check_cover(entries: Iterable[Entry], data_nbytes: int, start: int, path: str) -> None:
-    """Every byte of the data, which starts at `start` in the file, belongs to one tensor."""
+    """Check that every byte of the data, which starts at `start` in the file, has one tensor."""
     end, beyond = 0, ""
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
         if entry.start != end:
-            what = "overlaps the one before it" if entry.start < end else "leaves a gap before it"
+            what = "overlaps the previous tensor" if entry.start < end else "leaves a gap"
             raise CorruptShardError(
-                path, f"starts at {entry.start}, which {what} (ends at {end})", tensor=entry.name
+                path,
+                f"starts at {entry.start}, which {what} (the previous one ends at {end})",
+                tensor=entry.name,
             )
         end += entry.nbytes
         beyond = beyond or (entry.name if end > data_nbytes else "")
@@ -166,10 +177,13 @@ def _check_cover(entries: Iterable[Entry], data_nbytes: int, start: int, path: s
         had = start + data_nbytes
         raise TruncatedShardError(path, wanted=start + end, had=had, tensor=beyond)
     if end < data_nbytes:
-        raise CorruptShardError(path, f"{data_nbytes - end} B after the last tensor are nobody's")
+        raise CorruptShardError(
+            path, f"{data_nbytes - end} B after the last tensor belong to no tensor"
+        )
 
 
 def _short(value: object) -> str:
+    """Return a value from a file for a message, at most 60 characters long."""
     try:
         text = repr(value)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Safetensors shards, written part by part in bounded memory. Room: keep."""
+"""Write safetensors shards part by part, in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.disk import bytes_of, sync, told
+from penstock.checkpoint.disk import bytes_of, sync, translate_write_errors
 from penstock.checkpoint.safetensors_header import Entry, build_header
 from penstock.storage.direct_file import DirectWriter
 
 MAX_SHARD_NBYTES = 5_000_000_000
-"""Of tensors in one file, as transformers has it."""
+"""Maximum size of the tensors in one file; the default of transformers."""
 
 Progress = Callable[[int, int, str], None]
-"""Bytes done, bytes in all, the tensor that they are of."""
+"""Called with the bytes written, the total, and the name of the tensor being written."""
 
 _METADATA = {"format": "pt"}
-"""Without it transformers does not know whose tensors these are."""
+"""Tells transformers that the tensors are PyTorch tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,8 @@ class TensorOut:
     shape: tuple[int, ...]
 
     parts: Callable[[], Iterator[torch.Tensor]]
-    """Contiguous CPU tensors whose bytes, in this order, are the tensor's bytes. Each is taken
-    before the next is asked for, so all of them may be one buffer."""
+    """Yields contiguous CPU tensors whose bytes, in this order, are the tensor's bytes. Each part
+    is copied before the next one is requested, so all of them may be views of one buffer."""
 
     @property
     def nbytes(self) -> int:
@@ -46,20 +46,21 @@ class TensorOut:
 @dataclass(frozen=True, slots=True)
 class _Shard:
     name: str
-    head: bytes
+    header: bytes
     tensors: tuple[TensorOut, ...]
 
     @property
     def nbytes(self) -> int:
-        return len(self.head) + sum(tensor.nbytes for tensor in self.tensors)
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
 
 
 class ShardWriter:
-    """Lays out the shards when made; `write` writes them.
+    """Lay out the shards of a set of tensors; `write` writes them.
 
-    One shard is `<stem>.safetensors`; several are `<stem>-0000x-of-0000y.safetensors` and an index,
-    as transformers writes them. Tensors go to shards in the order given, and within a shard the
-    wider dtypes come first, so that each lies at a multiple of its element's size.
+    One shard is named `<stem>.safetensors`. Several are named
+    `<stem>-0000x-of-0000y.safetensors` and have an index, as transformers writes them. Tensors are
+    assigned to shards in the order given. Within a shard the wider dtypes come first, so that every
+    tensor starts at a multiple of its element size.
     """
 
     def __init__(
@@ -71,52 +72,51 @@ class ShardWriter:
         private: bool = False,
     ) -> None:
         names = {tensor.name for tensor in tensors}
-        assert len(names) == len(tensors), "two tensors of one name"
-        assert "__metadata__" not in names, "__metadata__ is no name for a tensor"
+        assert len(names) == len(tensors), "two tensors have the same name"
+        assert "__metadata__" not in names, "__metadata__ is not a valid tensor name"
         self.mode = 0o600 if private else 0o666
         groups = _split(tensors, max_shard_nbytes)
         self._shards = [
             _Shard(_shard_name(stem, i, len(groups)), *_lay_out(group))
             for i, group in enumerate(groups)
         ]
-        self._index = _index(self._shards) if len(groups) > 1 else b""
+        self._index = _build_index(self._shards) if len(groups) > 1 else b""
         self._index_name = f"{stem}.safetensors.index.json"
 
     @property
     def nbytes(self) -> int:
-        """Of all files together, to the byte, known before anything is written."""
+        """Exact size of all files, known before anything is written."""
         return sum(shard.nbytes for shard in self._shards) + len(self._index)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the files."""
+        """Names of the files."""
         shards = tuple(shard.name for shard in self._shards)
         return (*shards, self._index_name) if self._index else shards
 
     def write(self, directory: str | Path, progress: Progress | None = None) -> None:
-        """All files into an existing directory, synced; or, with the error raised, none of them."""
-        folder, count = Path(directory), _Count(self.nbytes, progress)
-        with told(folder, self.nbytes), contextlib.ExitStack() as undo:
+        """Write and sync all files in an existing directory. A failure leaves none behind."""
+        folder, counter = Path(directory), _ProgressCounter(self.nbytes, progress)
+        with translate_write_errors(folder, self.nbytes), contextlib.ExitStack() as undo:
             for shard in self._shards:
                 with _new_file(folder / shard.name, self.mode, undo) as file:
-                    file.write(memoryview(shard.head))
-                    count.add(len(shard.head), "")
+                    file.write(memoryview(shard.header))
+                    counter.add(len(shard.header), "")
                     for tensor in shard.tensors:
-                        _write_tensor(tensor, file, count)
+                        _write_tensor(tensor, file, counter)
             if self._index:
                 with _new_file(folder / self._index_name, self.mode, undo) as file:
                     file.write(memoryview(self._index))
-                    count.add(len(self._index), "")
+                    counter.add(len(self._index), "")
             sync(folder)
             undo.pop_all()
 
 
-# The layout.
-
-
 def _split(tensors: Sequence[TensorOut], limit: int) -> list[list[TensorOut]]:
-    """In order, a new shard where the next tensor would not fit. One larger than the limit has a
-    shard of its own. No tensors at all make one empty shard."""
+    """Assign tensors to shards in order, with a new shard when the next tensor does not fit.
+
+    A tensor larger than the limit gets its own shard. Without tensors there is one empty shard.
+    """
     groups: list[list[TensorOut]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -129,7 +129,7 @@ def _split(tensors: Sequence[TensorOut], limit: int) -> list[list[TensorOut]]:
 
 
 def _lay_out(group: list[TensorOut]) -> tuple[bytes, tuple[TensorOut, ...]]:
-    ordered = sorted(group, key=lambda tensor: -tensor.dtype.itemsize)  # stable
+    ordered = sorted(group, key=lambda tensor: -tensor.dtype.itemsize)  # a stable sort
     entries, start = [], 0
     for tensor in ordered:
         entries.append(Entry(tensor.name, tensor.dtype, tensor.shape, start, tensor.nbytes))
@@ -138,38 +138,33 @@ def _lay_out(group: list[TensorOut]) -> tuple[bytes, tuple[TensorOut, ...]]:
 
 
 def _shard_name(stem: str, number: int, total: int) -> str:
-    return (
-        f"{stem}-{number + 1:05d}-of-{total:05d}.safetensors"
-        if total > 1
-        else (f"{stem}.safetensors")
-    )
+    if total == 1:
+        return f"{stem}.safetensors"
+    return f"{stem}-{number + 1:05d}-of-{total:05d}.safetensors"
 
 
-def _index(shards: Sequence[_Shard]) -> bytes:
+def _build_index(shards: Sequence[_Shard]) -> bytes:
     weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
     total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
-# The writing.
-
-
 @dataclass(slots=True)
-class _Count:
+class _ProgressCounter:
     total: int
     progress: Progress | None
     done: int = 0
 
-    def add(self, nbytes: int, what: str) -> None:
+    def add(self, nbytes: int, tensor: str) -> None:
         self.done += nbytes
         if self.progress is not None:
-            self.progress(self.done, self.total, what)
+            self.progress(self.done, self.total, tensor)
 
 
 @contextlib.contextmanager
 def _new_file(path: Path, mode: int, undo: contextlib.ExitStack) -> Iterator[DirectWriter]:
-    """A file that was not there before, synced at the end; `undo` will remove it."""
+    """Create a file, and sync it at the end. `undo` removes it again."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     undo.callback(_remove, path)
     try:
@@ -181,18 +176,18 @@ def _new_file(path: Path, mode: int, undo: contextlib.ExitStack) -> Iterator[Dir
 
 
 def _remove(path: Path) -> None:
-    # What went wrong before is what is to be told.
+    # Do not hide the error that led here.
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
-def _write_tensor(tensor: TensorOut, file: DirectWriter, count: _Count) -> None:
+def _write_tensor(tensor: TensorOut, file: DirectWriter, counter: _ProgressCounter) -> None:
     left = tensor.nbytes
     for part in tensor.parts():
         assert part.device.type == "cpu", f"{tensor.name}: a part is on {part.device}"
         assert part.is_contiguous(), f"{tensor.name}: a part is not contiguous"
-        assert part.nbytes <= left, f"{tensor.name}: parts of more than {tensor.nbytes} B"
+        assert part.nbytes <= left, f"{tensor.name}: parts have more than {tensor.nbytes} B"
         file.write(bytes_of(part))
         left -= part.nbytes
-        count.add(part.nbytes, tensor.name)
-    assert left == 0, f"{tensor.name}: parts of {tensor.nbytes - left} B for {tensor.nbytes} B"
+        counter.add(part.nbytes, tensor.name)
+    assert left == 0, f"{tensor.name}: parts have {tensor.nbytes - left} of {tensor.nbytes} B"

@@ -1,4 +1,4 @@
-"""A checkpoint's folder is a model that plain transformers loads."""
+"""transformers loads a checkpoint's directory as a model."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def tiny(*, tied: bool, dtype: torch.dtype) -> LlamaForCausalLM:
 @pytest.mark.parametrize(
     ("tied", "dtype"), [(False, torch.bfloat16), (True, torch.float16), (True, torch.float32)]
 )
-def test_transformers_loads_what_is_written(
+def test_transformers_loads_a_checkpoint(
     tmp_path: Path, tied: bool, dtype: torch.dtype, limit: int
 ) -> None:
     model = tiny(tied=tied, dtype=dtype)
-    weights = dict(model.named_parameters())  # a tied head is not among them
+    weights = dict(model.named_parameters())  # without a tied head
     outs = [tensor_out(name, w.detach(), 1000) for name, w in weights.items()]
     states = ShardWriter([tensor_out("exp_avg", torch.zeros(9))], stem="optimizer", private=True)
     with new_checkpoint(tmp_path, 1) as folder:
@@ -52,16 +52,16 @@ def test_transformers_loads_what_is_written(
 
     found = latest_checkpoint(tmp_path)
     assert found is not None
-    loaded, told = AutoModelForCausalLM.from_pretrained(found.path, output_loading_info=True)
+    loaded, info = AutoModelForCausalLM.from_pretrained(found.path, output_loading_info=True)
     assert type(loaded) is LlamaForCausalLM
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for name, weight in loaded.named_parameters():
         assert same_bits(weight.detach(), weights[name].detach()), name
     tokens = torch.arange(8)[None]
     assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
 
 
-def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
+def test_files_written_by_transformers_are_read(tmp_path: Path) -> None:
     model = tiny(tied=False, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     with ShardReader(tmp_path) as reader:
@@ -72,7 +72,7 @@ def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
             assert same_bits(read(reader, name), weight.detach())
 
 
-def test_a_config_says_the_dtype_of_the_weights_and_is_otherwise_as_it_was(tmp_path: Path) -> None:
+def test_a_config_gets_the_dtype_of_the_weights_and_is_otherwise_unchanged(tmp_path: Path) -> None:
     config = tiny(tied=False, dtype=torch.float32).config
     config.dtype = torch.float32
     write_config(config, tmp_path, dtype=torch.bfloat16, architecture="LlamaForCausalLM")
@@ -84,7 +84,7 @@ def test_a_config_says_the_dtype_of_the_weights_and_is_otherwise_as_it_was(tmp_p
     assert LlamaConfig.from_pretrained(tmp_path).intermediate_size == 48
 
 
-def test_the_parts_of_a_config_say_the_dtype_too(tmp_path: Path) -> None:
+def test_sub_configs_get_the_dtype_too(tmp_path: Path) -> None:
     from transformers import Gemma3Config
 
     config = Gemma3Config(text_config={"num_hidden_layers": 2})
@@ -96,62 +96,65 @@ def test_the_parts_of_a_config_say_the_dtype_too(tmp_path: Path) -> None:
     assert written["architectures"] == ["Gemma3ForConditionalGeneration"]
 
 
-KEPT = {
+COPIED = {
     *("config.json", "generation_config.json", "chat_template.jinja", "vocab.json", "merges.txt"),
     *("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "added_tokens.json"),
     "additional_chat_templates/tool.jinja",
 }
-LEFT = (
+NOT_COPIED = (
     *("modeling_own.py", "README.md", "model.safetensors", "pytorch_model.bin"),
     *("training_args.bin", "tokenizer_old/tokenizer.json"),
 )
 
 
-def source_of(folder: Path) -> Path:
+def make_source(folder: Path) -> Path:
     source, blobs = folder / "source", folder / "blobs"
     for path in (source / "additional_chat_templates", source / "tokenizer_old", blobs):
         path.mkdir(parents=True)
     vocabulary = {"<unk>": 0, "a": 1, "b": 2}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     FastTokenizer(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(source)
-    for name in (*KEPT - {"tokenizer.json", "tokenizer_config.json", "added_tokens.json"}, *LEFT):
+    for name in (
+        *COPIED - {"tokenizer.json", "tokenizer_config.json", "added_tokens.json"},
+        *NOT_COPIED,
+    ):
         (source / name).write_text("{}")
     (blobs / "1").write_text("{}")
-    (source / "added_tokens.json").symlink_to(blobs / "1")  # as a download cache has them
+    (source / "added_tokens.json").symlink_to(blobs / "1")  # as in a download cache
     return source
 
 
-def test_config_tokenizer_and_templates_go_with_the_weights(tmp_path: Path) -> None:
-    source = source_of(tmp_path)
+def test_config_tokenizer_and_templates_are_copied(tmp_path: Path) -> None:
+    source = make_source(tmp_path)
     plain, trusted = tmp_path / "plain", tmp_path / "trusted"
     plain.mkdir()
     trusted.mkdir()
 
-    assert set(copy_model_files(source, plain)) == KEPT
+    assert set(copy_model_files(source, plain)) == COPIED
     assert set(copy_model_files(source, trusted, trust_remote_code=True)) == {
-        *KEPT,
+        *COPIED,
         "modeling_own.py",
     }
     assert not (plain / "added_tokens.json").is_symlink()
-    assert set(os.listdir(plain)) == {name.split("/")[0] for name in KEPT}
+    assert set(os.listdir(plain)) == {name.split("/")[0] for name in COPIED}
     assert AutoTokenizer.from_pretrained(plain)("a")["input_ids"] == [1]
 
 
-def test_what_was_written_for_this_checkpoint_is_not_replaced(tmp_path: Path) -> None:
-    source = source_of(tmp_path)
+def test_existing_files_are_not_replaced(tmp_path: Path) -> None:
+    source = make_source(tmp_path)
     folder = tmp_path / "folder"
     folder.mkdir()
-    (folder / "config.json").write_text("mine")
+    (folder / "config.json").write_text("existing")
 
     assert "config.json" not in copy_model_files(source, folder)
-    assert (folder / "config.json").read_text() == "mine"
+    assert (folder / "config.json").read_text() == "existing"
 
 
-def test_copies_of_links_make_a_whole_checkpoint(tmp_path: Path) -> None:
-    source = source_of(tmp_path)
+def test_copied_links_become_regular_files_of_the_checkpoint(tmp_path: Path) -> None:
+    source = make_source(tmp_path)
     with new_checkpoint(tmp_path / "out", 1) as folder:
         copy_model_files(source, folder)
 
     found = latest_checkpoint(tmp_path / "out")
     assert found is not None
-    assert set(found.files) == KEPT
+    assert set(found.files) == COPIED

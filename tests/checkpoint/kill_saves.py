@@ -1,6 +1,7 @@
-"""Kills a save with SIGKILL at every call in turn and looks at what is left.
+"""Kill a save with SIGKILL at every call in turn, and check what is left on disk.
 
-A program of its own: it forks, which a test runner with threads should not. Prints how many kills.
+This is a separate program because it forks, which a test runner with threads should not do. It
+prints the number of kills.
 """
 
 from __future__ import annotations
@@ -24,23 +25,25 @@ def main() -> None:
     before, out = root / "before", root / "out"
     for step in (1, 2):
         save(before, step)
-    seen: list[int] = []
+    newest_steps: list[int] = []
     for number in count(1):
         shutil.copytree(before, out)
-        killed = dies(out, number)
-        if not killed:
+        if not kill_save(out, number):
             break
-        seen.append(examine(out))
+        newest_steps.append(examine(out))
         shutil.rmtree(out)
-    assert seen == sorted(seen), f"a later kill lost more: {seen}"
-    assert set(seen) == {2, 3}, f"kills left {set(seen)} as the newest"
-    print(len(seen))
+    assert newest_steps == sorted(newest_steps), (
+        f"a later kill left an older checkpoint: {newest_steps}"
+    )
+    assert set(newest_steps) == {2, 3}, f"the newest checkpoints are {set(newest_steps)}"
+    print(len(newest_steps))
 
 
-def dies(out: Path, number: int) -> bool:
+def kill_save(out: Path, number: int) -> bool:
+    """Kill a save at its call of that number. Return False if it ends before that."""
     pid = os.fork()
     if pid == 0:
-        with acting_at(number, die):
+        with acting_at(number, tear_and_die):
             save(out, 3)
         os._exit(0)
     _, status = os.waitpid(pid, 0)
@@ -51,8 +54,8 @@ def dies(out: Path, number: int) -> bool:
     return False
 
 
-def die(name: str, args: tuple[object, ...]) -> None:
-    """A write is torn: half of it has been done."""
+def tear_and_die(name: str, args: tuple[object, ...]) -> None:
+    """Die. If the call is a write, do half of it first, as a torn write would."""
     if name == "pwrite":
         fd, data, offset = args
         assert isinstance(fd, int)
@@ -63,13 +66,13 @@ def die(name: str, args: tuple[object, ...]) -> None:
 
 
 def examine(out: Path) -> int:
-    """Whatever the moment: the newest whole one can be resumed from, and the next run cleans up."""
+    """Check that the newest checkpoint can be resumed from and that the next run cleans up."""
     newest = latest_checkpoint(out)
     assert newest is not None
     assert newest.resumable
     step = newest.step
-    for found in list_checkpoints(out).whole:
-        check_contents(found)
+    for checkpoint in list_checkpoints(out).whole:
+        check_contents(checkpoint)
     remove_leftovers(out)
     assert not list_checkpoints(out).damaged
     assert {name[:10] for name in os.listdir(out)} == {"checkpoint"}

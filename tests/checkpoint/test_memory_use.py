@@ -1,4 +1,4 @@
-"""A tensor of any size passes through a little memory."""
+"""Tensors of any size are written and read in little memory."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def read(stem):
         for start in range(0, reader.spec("t").shape[0], len(into)):
             reader.read_into("t", into, start)
 
-def growth(act, *args):
-    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+def growth(action, *args):
+    open("/proc/self/clear_refs", "w").write("5")  # reset the peak
     before = rss("VmRSS")
-    act(*args)
+    action(*args)
     return rss("VmHWM") - before
 
 write(8 << 20, "small")
-read("small")  # what is loaded on first use is loaded now
+read("small")  # load everything that is loaded on first use
 print(json.dumps([growth(write, 1 << 30, "large"), growth(read, "large")]))
 """
 
 
-def test_a_gibibyte_is_written_and_read_in_a_few_mebibytes(tmp_path: Path) -> None:
+def test_one_gib_is_written_and_read_in_less_than_32_mib(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False
     )
@@ -68,15 +68,15 @@ def test_a_gibibyte_is_written_and_read_in_a_few_mebibytes(tmp_path: Path) -> No
 
 
 def cached(path: Path) -> int:
-    """Bytes of a file in the page cache."""
+    """Return how many bytes of a file are in the page cache."""
     nbytes = path.stat().st_size
     pages = -(-nbytes // mmap.PAGESIZE)
     seen = (ctypes.c_ubyte * pages)()
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as view:
-        at = ctypes.c_char.from_buffer(view)
-        address, length = ctypes.c_void_p(ctypes.addressof(at)), ctypes.c_size_t(nbytes)
+        first = ctypes.c_char.from_buffer(view)
+        address, length = ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(nbytes)
         assert ctypes.CDLL(None, use_errno=True).mincore(address, length, seen) == 0
-        del at
+        del first
     return sum(page & 1 for page in seen) * mmap.PAGESIZE
 
 
@@ -89,12 +89,12 @@ def test_neither_writing_nor_reading_fills_the_page_cache(tmp_path: Path) -> Non
     with open(path, "rb") as file:
         while file.read(MiB):
             pass
-        assert cached(path) > 60 * MiB  # so it would, and it is seen
+        assert cached(path) > 60 * MiB  # the measurement works
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     with ShardReader(tmp_path) as reader:
         reader.read_into("t", torch.empty(64 * MiB, dtype=torch.uint8))
-        for start in range(0, 64 * MiB, MiB // 4):  # and by parts that are too small for O_DIRECT
+        for start in range(0, 64 * MiB, MiB // 4):  # parts too small for O_DIRECT
             reader.read_into("t", torch.empty(MiB // 4, dtype=torch.uint8), start)
     assert cached(path) < 4 * MiB
     os.unlink(path)

@@ -1,4 +1,4 @@
-"""What is written comes back bit for bit, through our reader and through others'."""
+"""Written shards are read back bit for bit, by Penstock and by the safetensors library."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
     at=st.floats(0, 1),
 )
 @settings(max_examples=150, deadline=None)
-def test_what_is_written_comes_back_bit_for_bit(
+def test_tensors_are_read_back_bit_for_bit(
     specs: dict[str, tuple[torch.dtype, tuple[int, ...]]], part: int, limit: int, at: float
 ) -> None:
     tensors = {n: random_tensor(d, s, seed) for seed, (n, (d, s)) in enumerate(specs.items())}
@@ -68,7 +68,7 @@ def test_what_is_written_comes_back_bit_for_bit(
     limit=st.integers(1, 200),
 )
 @settings(max_examples=50, deadline=None)
-def test_the_safetensors_library_reads_it(dtypes: list[torch.dtype], limit: int) -> None:
+def test_the_safetensors_library_reads_the_files(dtypes: list[torch.dtype], limit: int) -> None:
     tensors = {f"t{i}": random_tensor(d, (3, i), i) for i, d in enumerate(dtypes)}
     writer = ShardWriter([tensor_out(n, t) for n, t in tensors.items()], max_shard_nbytes=limit)
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +97,7 @@ def test_one_shard_has_a_plain_name_and_no_index(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "optimizer.safetensors"]
 
 
-def test_several_shards_are_named_and_indexed_as_transformers_does(tmp_path: Path) -> None:
+def test_several_shards_have_the_names_and_index_of_transformers(tmp_path: Path) -> None:
     four(max_shard_nbytes=80).write(tmp_path)
 
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -107,11 +107,11 @@ def test_several_shards_are_named_and_indexed_as_transformers_does(tmp_path: Pat
     assert index["weight_map"] == {f"t{i}": shards[i // 2] for i in range(4)}
 
 
-def test_a_tensor_above_the_limit_has_a_shard_of_its_own() -> None:
+def test_a_tensor_above_the_limit_gets_its_own_shard() -> None:
     assert len(four(max_shard_nbytes=1).names) == 5
 
 
-def test_optimizer_state_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_private_shards_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         four().write(tmp_path)
@@ -125,7 +125,7 @@ def test_optimizer_state_is_for_its_owner_alone(tmp_path: Path) -> None:
     assert set(modes.values()) == {0o600}
 
 
-def test_progress_counts_every_byte_to_the_end(tmp_path: Path) -> None:
+def test_progress_counts_every_byte(tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
     writer = four(max_shard_nbytes=80)
     writer.write(tmp_path, progress=lambda *now: seen.append(now))
@@ -136,8 +136,8 @@ def test_progress_counts_every_byte_to_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [8, 3_000_001, direct_file.BUFFER_NBYTES])
-def test_all_parts_may_be_one_buffer(tmp_path: Path, size: int) -> None:
-    """Each has been taken before the next is asked for."""
+def test_all_parts_may_share_one_buffer(tmp_path: Path, size: int) -> None:
+    """Each part is copied before the next one is requested."""
     part = torch.empty(size, dtype=torch.uint8)
 
     def parts() -> Iterator[torch.Tensor]:
@@ -152,7 +152,7 @@ def test_all_parts_may_be_one_buffer(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("had", [0, 39, 41, 80])
-def test_parts_that_do_not_add_up_are_our_mistake_and_leave_no_file(
+def test_parts_of_the_wrong_size_fail_an_assertion_and_leave_no_file(
     tmp_path: Path, had: int
 ) -> None:
     good = tensor_out("good", torch.zeros(10))
@@ -162,13 +162,13 @@ def test_parts_that_do_not_add_up_are_our_mistake_and_leave_no_file(
         shape=(10,),
         parts=lambda: iter(torch.zeros(had, dtype=torch.uint8).split(16)),
     )
-    with pytest.raises(AssertionError, match=r"^layers\.3\.up: parts of"):
+    with pytest.raises(AssertionError, match=r"^layers\.3\.up: parts have"):
         ShardWriter([good, bad], max_shard_nbytes=40).write(tmp_path)
 
     assert os.listdir(tmp_path) == []
 
 
-def test_parts_that_are_not_plain_memory_are_our_mistake(tmp_path: Path) -> None:
+def test_parts_must_be_contiguous_cpu_tensors(tmp_path: Path) -> None:
     for part, problem in (
         (torch.zeros(4, 4).t()[:2], "not contiguous"),
         (torch.zeros(8, device="meta"), "on meta"),
@@ -178,7 +178,7 @@ def test_parts_that_are_not_plain_memory_are_our_mistake(tmp_path: Path) -> None
             ShardWriter([out]).write(tmp_path)
 
 
-def test_names_that_cannot_be_kept_apart_are_our_mistake() -> None:
+def test_duplicate_and_reserved_names_fail_an_assertion() -> None:
     tensor = tensor_out("t", torch.zeros(1))
     with pytest.raises(AssertionError, match="two tensors"):
         ShardWriter([tensor, tensor])
@@ -186,7 +186,7 @@ def test_names_that_cannot_be_kept_apart_are_our_mistake() -> None:
         ShardWriter([tensor_out("__metadata__", torch.zeros(1))])
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     old = tmp_path / "model-00002-of-00002.safetensors"
     old.write_text("precious")
     with pytest.raises(CheckpointWriteError, match="File exists") as caught:
@@ -197,7 +197,7 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [old.name]
 
 
-def test_every_tensor_lies_at_a_multiple_of_its_elements_size(tmp_path: Path) -> None:
+def test_every_tensor_starts_at_a_multiple_of_its_element_size(tmp_path: Path) -> None:
     outs = [tensor_out(f"t{i}", random_tensor(d, (3,))) for i, d in enumerate(DTYPES.values())]
     outs.reverse()  # bytes before words
     ShardWriter(outs).write(tmp_path)
@@ -219,7 +219,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert same_bits(read(reader, f"t{i}"), torch.full((10,), i, dtype=torch.float32))
 
 
-def test_a_file_system_that_refuses_only_the_write_goes_through_the_page_cache(
+def test_a_refused_direct_write_falls_back_to_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, refused = os.pwrite, threading.Barrier(3, timeout=5)
@@ -227,23 +227,23 @@ def test_a_file_system_that_refuses_only_the_write_goes_through_the_page_cache(
     def refusing(fd: int, data: memoryview, at: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             with contextlib.suppress(threading.BrokenBarrierError):
-                refused.wait()  # several are told at the same time
+                refused.wait()  # several threads find out at the same time
             raise OSError(22, "Invalid argument")
         return whole(fd, data, at)
 
     monkeypatch.setattr(os, "pwrite", refusing)
-    tensor = torch.arange(direct_file.BUFFER_NBYTES, dtype=torch.int32)  # four buffers of it
+    tensor = torch.arange(direct_file.BUFFER_NBYTES, dtype=torch.int32)  # fills four buffers
     ShardWriter([tensor_out("t", tensor)]).write(tmp_path)
 
     with ShardReader(tmp_path) as reader:
         assert torch.equal(read(reader, "t"), tensor)
 
 
-def test_requests_may_end_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, drawn = os.pwrite, random.Random(5)
+def test_requests_may_finish_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, rng = os.pwrite, random.Random(5)
 
     def late(fd: int, data: memoryview, at: int) -> int:
-        time.sleep(drawn.random() / 50)
+        time.sleep(rng.random() / 50)
         return whole(fd, data, at)
 
     monkeypatch.setattr(os, "pwrite", late)
@@ -255,7 +255,7 @@ def test_requests_may_end_in_any_order(tmp_path: Path, monkeypatch: pytest.Monke
         assert torch.equal(read(reader, "t"), tensor)
 
 
-def test_what_was_reserved_and_not_needed_is_given_back(tmp_path: Path) -> None:
+def test_preallocated_space_that_is_not_needed_is_released(tmp_path: Path) -> None:
     size = direct_file.BUFFER_NBYTES // 4 * 3
     ShardWriter([tensor_out("t", torch.zeros(size, dtype=torch.int32))]).write(tmp_path)
 
@@ -264,9 +264,7 @@ def test_what_was_reserved_and_not_needed_is_given_back(tmp_path: Path) -> None:
     assert found.st_blocks * 512 <= direct_file.BUFFER_NBYTES * 4
 
 
-def test_a_request_that_fails_in_the_middle_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_request_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = os.pwrite
 
     def failing(fd: int, data: memoryview, at: int) -> int:

@@ -1,4 +1,4 @@
-"""Which checkpoints a run's directory has, keeps and cleans away."""
+"""Creating, listing and thinning out the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def steps(out: Path) -> list[tuple[int, bool]]:
     return [(found.step, found.resumable) for found in list_checkpoints(out).whole]
 
 
-def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_gets_its_name_only_when_it_is_complete(tmp_path: Path) -> None:
     out = tmp_path / "runs" / "out"
     with new_checkpoint(out, 123) as folder:
         assert folder.parent == out
@@ -52,16 +52,16 @@ def save_and_raise(out: Path, failure: BaseException) -> None:
         raise failure
 
 
-def test_a_failed_save_leaves_nothing_and_tells_what_failed(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_nothing_and_raises_the_original_error(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    for failure in (KeyError("mine"), KeyboardInterrupt()):
+    for failure in (KeyError("unrelated"), KeyboardInterrupt()):
         with pytest.raises(type(failure)) as caught:
             save_and_raise(tmp_path, failure)
         assert caught.value is failure
         assert os.listdir(tmp_path) == ["checkpoint-000001"]
 
 
-def test_an_error_of_a_disk_that_is_not_ours_stays_what_it_is(tmp_path: Path) -> None:
+def test_a_checkpoint_error_that_is_an_os_error_is_not_translated(tmp_path: Path) -> None:
     class StoreError(CheckpointError, OSError):
         pass
 
@@ -69,7 +69,7 @@ def test_an_error_of_a_disk_that_is_not_ours_stays_what_it_is(tmp_path: Path) ->
         raise StoreError(5, "a store's read")
 
 
-def test_the_newest_are_kept_and_the_newest_alone_carries_optimizer_state(tmp_path: Path) -> None:
+def test_the_newest_are_kept_and_only_the_newest_has_optimizer_states(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step, keep=3)
 
@@ -80,33 +80,33 @@ def test_the_newest_are_kept_and_the_newest_alone_carries_optimizer_state(tmp_pa
     assert steps(tmp_path) == [(5, True)]
 
 
-def test_weights_alone_do_not_cost_an_older_checkpoint_its_optimizer_state(tmp_path: Path) -> None:
+def test_a_checkpoint_without_optimizer_states_leaves_older_ones_theirs(tmp_path: Path) -> None:
     for step, optimizer in ((1, True), (2, True), (3, False)):
         save(tmp_path, step, keep=3, optimizer=optimizer)
 
     assert steps(tmp_path) == [(3, False), (2, True), (1, False)]
 
 
-def test_a_step_beyond_six_digits_is_still_the_newest(tmp_path: Path) -> None:
+def test_a_step_of_seven_digits_sorts_as_the_newest(tmp_path: Path) -> None:
     for step in (999_999, 1_000_000):
         save(tmp_path, step)
 
     assert [step for step, _ in steps(tmp_path)] == [1_000_000, 999_999]
 
 
-def test_saving_a_step_again_leaves_the_whole_one_as_it_is(tmp_path: Path) -> None:
+def test_saving_a_step_again_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    with pytest.raises(CheckpointExistsError, match="whole checkpoint of step 7"):
+    with pytest.raises(CheckpointExistsError, match="complete checkpoint of step 7"):
         save(tmp_path, 7)
 
     assert steps(tmp_path) == [(7, True)]
     assert len(os.listdir(tmp_path)) == 1
 
 
-def test_a_damaged_one_of_the_same_step_keeps_its_files_under_another_name(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_of_the_same_step_is_renamed(tmp_path: Path) -> None:
     save(tmp_path, 7)
     os.unlink(tmp_path / "checkpoint-000007" / "config.json")
-    with pytest.warns(CheckpointWarning, match="no whole checkpoint; it is checkpoint-000007.dam"):
+    with pytest.warns(CheckpointWarning, match="renamed to checkpoint-000007.dam"):
         save(tmp_path, 7)
 
     assert steps(tmp_path) == [(7, True)]
@@ -115,7 +115,7 @@ def test_a_damaged_one_of_the_same_step_keeps_its_files_under_another_name(tmp_p
     assert (tmp_path / aside / "complete.json").exists()
 
 
-def test_what_is_not_ours_is_neither_found_nor_removed(tmp_path: Path) -> None:
+def test_foreign_directories_are_neither_listed_nor_removed(tmp_path: Path) -> None:
     for name in ("checkpoint-500", "checkpoint-0000001", "checkpoint-000001x", "runs"):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-000001").write_text("a file")
@@ -140,20 +140,20 @@ def damage_grown(folder: Path) -> None:
         file.write(" ")
 
 
-def damage_unlisted(folder: Path) -> None:
+def damage_no_manifest(folder: Path) -> None:
     os.unlink(folder / "complete.json")
 
 
-def damage_list(folder: Path) -> None:
+def damage_manifest(folder: Path) -> None:
     os.truncate(folder / "complete.json", 10)
 
 
-def damage_moved(folder: Path) -> None:
+def damage_step(folder: Path) -> None:
     text = (folder / "complete.json").read_text()
     (folder / "complete.json").write_text(text.replace('"step": 2', '"step": 9'))
 
 
-def damage_future(folder: Path) -> None:
+def damage_version(folder: Path) -> None:
     text = (folder / "complete.json").read_text()
     (folder / "complete.json").write_text(text.replace('"version": 1', '"version": 2'))
 
@@ -169,14 +169,14 @@ def damage_escape(folder: Path) -> None:
         (damage_missing, "config.json: No such file"),
         (damage_short, "model-00001-of-00002.safetensors has 10 B and was written with"),
         (damage_grown, "config.json has 3 B and was written with 2 B"),
-        (damage_unlisted, "has no complete.json"),
-        (damage_list, "its complete.json cannot be used: .* is not JSON"),
-        (damage_moved, "its complete.json is of step 9"),
-        (damage_future, "version is 2, but this Penstock reads versions up to 1"),
-        (damage_escape, "files must lie in the directory"),
+        (damage_no_manifest, "has no complete.json"),
+        (damage_manifest, "its complete.json is invalid: .* is not JSON"),
+        (damage_step, "its complete.json belongs to step 9"),
+        (damage_version, "version is 2, but this Penstock reads versions up to 1"),
+        (damage_escape, "files must be inside the directory"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_with_its_reason(
+def test_a_damaged_checkpoint_is_skipped_with_the_reason(
     tmp_path: Path,
     damage,  # type: ignore[no-untyped-def]
     reason: str,
@@ -186,26 +186,26 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_reason(
     damage(tmp_path / "checkpoint-000002")
 
     assert latest_checkpoint(tmp_path).step == 1  # type: ignore[union-attr]
-    (told,) = list_checkpoints(tmp_path).damaged
-    assert told.path == str(tmp_path / "checkpoint-000002")
+    (error,) = list_checkpoints(tmp_path).damaged
+    assert error.path == str(tmp_path / "checkpoint-000002")
     with pytest.raises(CheckpointError, match=reason):
-        raise told
+        raise error
 
 
-def test_a_directory_that_is_not_there_holds_no_checkpoint(tmp_path: Path) -> None:
+def test_a_directory_that_does_not_exist_has_no_checkpoints(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "nowhere") is None
     assert remove_leftovers(tmp_path / "nowhere") == ()
 
 
-def test_keeping_none_is_refused(tmp_path: Path) -> None:
+def test_keeping_zero_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep must be 1"), new_checkpoint(tmp_path, 1, keep=0):
         pass
 
 
-def test_too_little_room_is_found_before_the_first_step(tmp_path: Path) -> None:
+def test_too_little_free_space_is_found_before_the_first_step(tmp_path: Path) -> None:
     out = tmp_path / "not" / "yet"
     check_room(out, free_nbytes(out) // 2)
-    with pytest.raises(CheckpointSpaceError, match=r"need .* and .* are free") as caught:
+    with pytest.raises(CheckpointSpaceError, match=r"need .*, and .* are free") as caught:
         check_room(out, 1 << 60)
 
     assert caught.value.wanted == 1 << 60
