@@ -18,7 +18,7 @@ std::shared_ptr<Arena> arena_of(std::size_t bytes, FakeOs& os) {
 
 }  // namespace
 
-TEST_CASE("an arena holds what it was made for to the byte") {
+TEST_CASE("an arena holds exactly its capacity") {
   FakeOs os;
   const auto arena = arena_of(3 * 4096 + 5, os);
   const Block first = arena->take(3 * 4096, 256);
@@ -27,7 +27,7 @@ TEST_CASE("an arena holds what it was made for to the byte") {
   CHECK_THROWS_AS(arena->take(1, 1), ArenaFull);
 }
 
-TEST_CASE("a full arena says wanted and free, padding included") {
+TEST_CASE("a full arena reports wanted and free bytes, including padding") {
   FakeOs os;
   const auto arena = arena_of(1000, os);
   const Block first = arena->take(1, 1);
@@ -58,7 +58,7 @@ TEST_CASE("an arena in use cannot be reset") {
   CHECK(arena->used() == 0 && arena->peak() == 16);
 }
 
-TEST_CASE("the peak outlives a reset and a smaller second round") {
+TEST_CASE("the peak survives a reset and a smaller second round") {
   FakeOs os;
   const auto arena = arena_of(4096, os);
   {
@@ -69,7 +69,7 @@ TEST_CASE("the peak outlives a reset and a smaller second round") {
   CHECK(arena->used() == 10 && arena->peak() == 1000);
 }
 
-TEST_CASE("padding is counted, and forgotten by a reset") {
+TEST_CASE("padding is counted, and cleared by a reset") {
   FakeOs os;
   const auto arena = arena_of(4096, os);
   {
@@ -94,7 +94,7 @@ TEST_CASE("a block outlives its arena and frees it last") {
   CHECK(os.mapped == 0);
 }
 
-TEST_CASE("a block moved from is not let go twice") {
+TEST_CASE("a moved-from block is not released twice") {
   FakeOs os;
   const auto arena = arena_of(4096, os);
   {

@@ -18,7 +18,7 @@ std::vector<std::byte> pattern(std::size_t bytes) {
 
 }  // namespace
 
-TEST_CASE("crc32c gives the published check value and RFC 3720's examples") {
+TEST_CASE("crc32c matches the published check value and the examples of RFC 3720") {
   const char* digits = "123456789";
   CHECK(crc32c(reinterpret_cast<const std::byte*>(digits), 9) == 0xe3069283);
   const std::vector<std::byte> zeros(32);
@@ -27,7 +27,7 @@ TEST_CASE("crc32c gives the published check value and RFC 3720's examples") {
   CHECK(crc32c(ones.data(), ones.size()) == 0x62a8ab43);
 }
 
-TEST_CASE("crc32c by hardware and by table agree on every length and start") {
+TEST_CASE("crc32c in hardware and by table agree for every length and start") {
   const auto bytes = pattern(40'000);
   for (std::size_t length = 0; length < 100; ++length) {
     for (std::size_t start = 0; start < 9; ++start) {
@@ -39,7 +39,7 @@ TEST_CASE("crc32c by hardware and by table agree on every length and start") {
   }
 }
 
-TEST_CASE("crc32c in parts is crc32c of the whole") {
+TEST_CASE("crc32c of parts equals crc32c of the whole") {
   const auto bytes = pattern(30'000);
   const std::uint32_t whole = crc32c(bytes.data(), bytes.size());
   for (const std::size_t at : {0UL, 1UL, 4096UL, 12'288UL, 29'999UL}) {
@@ -47,7 +47,7 @@ TEST_CASE("crc32c in parts is crc32c of the whole") {
   }
 }
 
-TEST_CASE("crc32c sees every single flipped bit of a block") {
+TEST_CASE("crc32c detects every single flipped bit of a block") {
   auto bytes = pattern(4096);
   const std::uint32_t whole = crc32c(bytes.data(), bytes.size());
   for (std::size_t bit = 0; bit < 8 * bytes.size(); ++bit) {

@@ -63,7 +63,7 @@ struct Bench {  // one engine over one disk
       "io_uring: " name, [] { CHECK_JOIN(body_, __LINE__)(true); }}; \
   static void CHECK_JOIN(body_, __LINE__)(bool rings)
 
-ON_BOTH_ENGINES("what is written is on the disk and comes back") {
+ON_BOTH_ENGINES("written bytes are on the disk and are read back") {
   Bench bench{rings};
   const auto before = bench.buffer;
   CHECK(bench.finish(Op::write, kBlock, 31 * kBlock).error == 0);
@@ -77,7 +77,7 @@ ON_BOTH_ENGINES("what is written is on the disk and comes back") {
   CHECK(counters.requests == 32 && counters.again == 0);
 }
 
-ON_BOTH_ENGINES("the n-th request that fails names its place, and the others go through") {
+ON_BOTH_ENGINES("a failing request reports its position, and the others succeed") {
   for (int nth = 1; nth <= 8; ++nth) {
     Bench bench{rings};
     std::uint64_t bad = ~std::uint64_t{0};
@@ -95,7 +95,7 @@ ON_BOTH_ENGINES("the n-th request that fails names its place, and the others go 
   }
 }
 
-ON_BOTH_ENGINES("a media error that passes is not an error") {
+ON_BOTH_ENGINES("a transient media error is not reported") {
   for (const int error : {EIO, ENODATA, EILSEQ, EREMOTEIO, ETIMEDOUT}) {
     Bench bench{rings};
     bench.disk.fault = [&](const Asked& asked) {
@@ -106,7 +106,7 @@ ON_BOTH_ENGINES("a media error that passes is not an error") {
   }
 }
 
-ON_BOTH_ENGINES("an error that no retry mends fails at once") {
+ON_BOTH_ENGINES("a permanent error fails immediately") {
   for (const int error : {ENXIO, ENODEV, ENOSPC, EINVAL, EROFS, EBADF}) {
     Bench bench{rings};
     bench.disk.fault = [&](const Asked&) { return -error; };
@@ -115,7 +115,7 @@ ON_BOTH_ENGINES("an error that no retry mends fails at once") {
   }
 }
 
-ON_BOTH_ENGINES("interruptions are retried and never seen") {
+ON_BOTH_ENGINES("interruptions are retried and not reported") {
   Bench bench{rings};
   bench.disk.fault = [&](const Asked& asked) {
     if (asked.number < 50) return asked.number % 2 != 0 ? ssize_t{-EINTR} : ssize_t{-EAGAIN};
@@ -124,7 +124,7 @@ ON_BOTH_ENGINES("interruptions are retried and never seen") {
   CHECK(bench.finish(Op::write, 0, 2 * kBlock).error == 0 && bench.holds(0, 2 * kBlock));
 }
 
-ON_BOTH_ENGINES("a disk that is never ready fails in the end") {
+ON_BOTH_ENGINES("a disk that is never ready fails eventually") {
   EngineOptions options = options_of();
   options.retries.stalled = 20;
   Bench bench{rings, options};
@@ -132,7 +132,7 @@ ON_BOTH_ENGINES("a disk that is never ready fails in the end") {
   CHECK(bench.finish(Op::read, 0, 2 * kBlock).error == EAGAIN);
 }
 
-ON_BOTH_ENGINES("short transfers of every length class are continued on a block") {
+ON_BOTH_ENGINES("short transfers of any length continue on a block boundary") {
   for (const ssize_t cut : {1L, 511L, 512L, 4095L, 4096L, 4097L, 8191L}) {
     for (const Op op : {Op::read, Op::write}) {
       Bench bench{rings};
@@ -149,14 +149,14 @@ ON_BOTH_ENGINES("short transfers of every length class are continued on a block"
   }
 }
 
-ON_BOTH_ENGINES("a file that ends early is told from a broken disk") {
+ON_BOTH_ENGINES("a file that ends early is distinguished from a failing disk") {
   Bench bench{rings};
   bench.disk.bytes().resize(5 * kBlock);
   const Failure failure = bench.finish(Op::read, 4 * kBlock, 2 * kBlock);
   CHECK(failure.error == kEndOfFile && failure.offset == 5 * kBlock && failure.bytes == kBlock);
 }
 
-ON_BOTH_ENGINES("a file that ends inside a block too") {
+ON_BOTH_ENGINES("a file that ends inside a block is distinguished too") {
   EngineOptions options = options_of();
   options.retries.stalled = 20;
   Bench bench{rings, options};
@@ -164,7 +164,7 @@ ON_BOTH_ENGINES("a file that ends inside a block too") {
   CHECK(bench.finish(Op::read, 4 * kBlock, 2 * kBlock).error == kEndOfFile);
 }
 
-ON_BOTH_ENGINES("a device that vanishes fails what is asked and keeps the engine whole") {
+ON_BOTH_ENGINES("a removed device fails its requests and keeps the engine usable") {
   Bench bench{rings};
   bench.disk.fault = [&](const Asked& asked) {
     return asked.number > 5 ? ssize_t{-ENODEV} : FakeDisk::kPass;
@@ -180,7 +180,7 @@ ON_BOTH_ENGINES("a device that vanishes fails what is asked and keeps the engine
   CHECK(bench.engine->close(kLong).empty());
 }
 
-ON_BOTH_ENGINES("a failed transfer leaves its neighbours alone") {
+ON_BOTH_ENGINES("a failed transfer does not affect others") {
   Bench bench{rings};
   bench.disk.fault = [&](const Asked& asked) {
     return asked.offset == 8 * kBlock ? ssize_t{-EIO} : FakeDisk::kPass;
@@ -194,7 +194,7 @@ ON_BOTH_ENGINES("a failed transfer leaves its neighbours alone") {
   CHECK(bad->failure().error == EIO && bad->failure().place == 8 * kBlock);
 }
 
-ON_BOTH_ENGINES("one of many is enough for wait any") {
+ON_BOTH_ENGINES("wait any returns when one transfer is done") {
   Bench bench{rings};
   bench.disk.hang();
   const auto slow = bench.start(Op::write, 0, kBlock);
@@ -205,7 +205,7 @@ ON_BOTH_ENGINES("one of many is enough for wait any") {
   CHECK(bench.engine->queue().wait(all, false, kLong) && slow->done());
 }
 
-ON_BOTH_ENGINES("a flipped bit is found, and a second read may mend it") {
+ON_BOTH_ENGINES("a flipped bit is detected, and a second read may succeed") {
   for (const int flips : {1, 100}) {
     Bench bench{rings};
     const auto sums = std::make_shared<Checksums>(kDiskBytes, 2 * kBlock);
@@ -220,7 +220,7 @@ ON_BOTH_ENGINES("a flipped bit is found, and a second read may mend it") {
   }
 }
 
-ON_BOTH_ENGINES("a write that failed is not taken for what was there before") {
+ON_BOTH_ENGINES("a failed write is detected by the next read") {
   Bench bench{rings};
   const auto sums = std::make_shared<Checksums>(kDiskBytes, 2 * kBlock);
   CHECK(bench.finish(Op::write, 0, 2 * kBlock, sums).error == 0);
@@ -230,7 +230,7 @@ ON_BOTH_ENGINES("a write that failed is not taken for what was there before") {
   CHECK(bench.finish(Op::read, 0, 2 * kBlock, sums).error == kBadChecksum);
 }
 
-ON_BOTH_ENGINES("closing ends what has not begun and finishes what has") {
+ON_BOTH_ENGINES("closing fails waiting requests and finishes started ones") {
   Bench bench{rings, options_of(/*depth=*/1)};
   bench.disk.hang();
   const auto begun = bench.start(Op::write, 0, 2 * kBlock);
@@ -246,7 +246,7 @@ ON_BOTH_ENGINES("closing ends what has not begun and finishes what has") {
   CHECK_THROWS_AS(bench.start(Op::read, 0, kBlock), EngineClosed);
 }
 
-ON_BOTH_ENGINES("closing over a hung device returns and says what hangs") {
+ON_BOTH_ENGINES("closing on a hung device returns the requests that hang") {
   Bench bench{rings, options_of(/*depth=*/2)};
   bench.disk.hang();
   const auto stuck = bench.start(Op::write, 4 * kBlock, 4 * kBlock);
@@ -264,7 +264,7 @@ ON_BOTH_ENGINES("closing over a hung device returns and says what hangs") {
   CHECK(bench.wait(stuck) && bench.engine->close(kLong).empty());
 }
 
-TEST_CASE("io_uring: a ring that breaks fails everything, now and later") {
+TEST_CASE("io_uring: a broken ring fails all current and later requests") {
   Bench bench{true};
   bench.ring->enter_error = ENXIO;
   bench.ring->wake();
@@ -274,7 +274,7 @@ TEST_CASE("io_uring: a ring that breaks fails everything, now and later") {
   CHECK(bench.wait(second) && second->failure().error == ENXIO);
 }
 
-TEST_CASE("io_uring: memory that was registered is used as such, and only that") {
+TEST_CASE("io_uring: only registered memory is used as registered") {
   Bench bench{true};
   CHECK(bench.engine->register_memory(bench.buffer.data(), 8 * kBlock) == 0);
   CHECK(bench.finish(Op::write, 0, 8 * kBlock).error == 0);
@@ -283,14 +283,14 @@ TEST_CASE("io_uring: memory that was registered is used as such, and only that")
   CHECK(bench.ring->fixed == 4);
 }
 
-TEST_CASE("io_uring: memory that cannot be registered is used all the same") {
+TEST_CASE("io_uring: memory that cannot be registered is still usable") {
   Bench bench{true};
   bench.ring->refuse_buffers = ENOMEM;
   CHECK(bench.engine->register_memory(bench.buffer.data(), 8 * kBlock) == ENOMEM);
   CHECK(bench.finish(Op::write, 0, 8 * kBlock).error == 0 && bench.ring->fixed == 0);
 }
 
-TEST_CASE("io_uring: a kernel without rings is an error, not a thread left behind") {
+TEST_CASE("io_uring: a kernel without rings raises an error and leaves no thread behind") {
   const auto refuse = [](unsigned, std::span<const int>) -> std::shared_ptr<Ring> {
     throw std::system_error{EPERM, std::generic_category(), "io_uring_setup"};
   };

@@ -39,26 +39,26 @@ std::map<std::size_t, int> nodes_of(const Region& region, const FakeOs& os) {
 
 }  // namespace
 
-TEST_CASE("a region that cannot be mapped leaves nothing") {
+TEST_CASE("a region that cannot be mapped leaves nothing behind") {
   leaves_nothing("map", 1, on_node(2, 4096));
 }
 
-TEST_CASE("a region that cannot be bound leaves nothing") {
+TEST_CASE("a region that cannot be bound leaves nothing behind") {
   leaves_nothing("bind", 1, on_node(2, 4096));
 }
 
-TEST_CASE("a region that cannot be touched leaves nothing") {
+TEST_CASE("a region that cannot be touched leaves nothing behind") {
   leaves_nothing("populate", 1, on_node(2, 4096));
 }
 
-TEST_CASE("a stripe that fails half way leaves nothing") {
+TEST_CASE("a stripe that fails halfway leaves nothing behind") {
   for (int nth = 1; nth <= 5; ++nth) {
     leaves_nothing("bind", nth, striped({1, 2}, {1, 2}, 4 * kUnit));
     leaves_nothing("populate", nth, striped({1, 2}, {1, 2}, 4 * kUnit));
   }
 }
 
-TEST_CASE("the second of two regions failing leaves the first whole") {
+TEST_CASE("a failure of the second region leaves the first one intact") {
   FakeOs os;
   os.fail("map", 2, ENOMEM);
   {
@@ -92,7 +92,7 @@ TEST_CASE("each node's pages are touched from its own CPUs") {
   CHECK(std::count(os.ran_on.begin(), os.ran_on.end(), spec.cpus[2]) == 1);
 }
 
-TEST_CASE("memory of no one node is touched from the CPUs for that") {
+TEST_CASE("memory of no particular node is touched from the CPUs for such memory") {
   FakeOs os;
   RegionSpec spec = on_node(0, 8 * kUnit);
   spec.placement = {Policy::interleave, {0, 1}, {}};
@@ -101,7 +101,7 @@ TEST_CASE("memory of no one node is touched from the CPUs for that") {
   for (const auto& [page, cpus] : os.touched_from) CHECK(cpus == std::vector<int>({6, 7}));
 }
 
-TEST_CASE("a touched stripe ends as one policy over all its nodes") {
+TEST_CASE("a touched stripe ends with one policy over all its nodes") {
   FakeOs os;
   const Region region{striped({1, 2}, {1, 2}, 4 * kUnit), os};
   const Bound& last = os.bound.back();
@@ -109,7 +109,7 @@ TEST_CASE("a touched stripe ends as one policy over all its nodes") {
   CHECK(last.nodes == std::vector<int>({1, 2}) && !last.move);
 }
 
-TEST_CASE("an untouched stripe keeps a policy per unit and takes no page") {
+TEST_CASE("an untouched stripe keeps a policy per unit and allocates no page") {
   FakeOs os;
   RegionSpec spec = striped({1, 2}, {1, 2}, 4 * kUnit);
   spec.prefault = false;
@@ -131,7 +131,7 @@ TEST_CASE("a failed registration leaves the region usable and unpinned") {
   CHECK(os.mapped == 0 && cuda.removes == 0);
 }
 
-TEST_CASE("a registered region is let go once, before it is unmapped") {
+TEST_CASE("a registered region is unregistered once, before it is unmapped") {
   FakeOs os;
   FakeRegistrar cuda;
   {
@@ -143,7 +143,7 @@ TEST_CASE("a registered region is let go once, before it is unmapped") {
   CHECK(cuda.registered == 0 && cuda.removes == 1 && os.mapped == 0);
 }
 
-TEST_CASE("a forked child does not talk to its parent's driver") {
+TEST_CASE("a forked child does not call its parent's driver") {
   FakeOs os;
   FakeRegistrar cuda;
   {
@@ -167,7 +167,7 @@ TEST_CASE("a failed lock leaves the region unlocked") {
   CHECK(os.locked == 0 && os.mapped == 0);
 }
 
-TEST_CASE("moving registered memory lets it go and registers it again") {
+TEST_CASE("moving registered memory unregisters it and registers it again") {
   FakeOs os;
   FakeRegistrar cuda;
   Region region{on_node(0, 3 * 4096), os};
@@ -188,7 +188,7 @@ TEST_CASE("a failed move keeps the pin") {
   CHECK(cuda.registered == 1 && region.pinned() == Pin::registered);
 }
 
-TEST_CASE("a pin that cannot be taken back is not remembered") {
+TEST_CASE("memory that cannot be registered again is not reported as pinned") {
   FakeOs os;
   FakeRegistrar cuda;
   cuda.fail_nth = 2;
@@ -201,7 +201,7 @@ TEST_CASE("a pin that cannot be taken back is not remembered") {
   CHECK(cuda.removes == 1 && cuda.registered == 0);
 }
 
-TEST_CASE("an untouched region moved to a stripe keeps its units apart") {
+TEST_CASE("an untouched region moved to a stripe keeps one policy per unit") {
   FakeOs os;
   RegionSpec spec = on_node(1, 4 * kUnit);
   spec.prefault = false;
@@ -212,7 +212,7 @@ TEST_CASE("an untouched region moved to a stripe keeps its units apart") {
   for (const auto& [page, node] : os.touched_under) CHECK(node == (page / kUnit % 2 ? 2 : 1));
 }
 
-TEST_CASE("a touched region moved to a stripe lies unit by unit under one policy") {
+TEST_CASE("a touched region moved to a stripe is distributed by unit under one policy") {
   FakeOs os;
   Region region{on_node(0, 5 * kUnit), os};
   region.move(kUnit, 4 * kUnit, {Policy::bind, {1, 2}, {1, 2}});
@@ -223,7 +223,7 @@ TEST_CASE("a touched region moved to a stripe lies unit by unit under one policy
   CHECK(os.bound.back().nodes == std::vector<int>({1, 2}) && !os.bound.back().move);
 }
 
-TEST_CASE("moving to an interleave deals also the pages of one of its own nodes") {
+TEST_CASE("moving to an interleave also distributes pages of its own nodes") {
   FakeOs os;
   Region region{on_node(1, 3 * kUnit), os};
   region.move(0, 3 * kUnit, {Policy::interleave, {1, 2}, {}});
@@ -239,7 +239,7 @@ TEST_CASE("moving to an interleave deals also the pages of one of its own nodes"
   CHECK(last.policy == Policy::interleave && last.nodes == std::vector<int>({1, 2}));
 }
 
-TEST_CASE("huge pages are dealt whole when moved to an interleave") {
+TEST_CASE("huge pages are moved whole to an interleave") {
   for (const Huge huge : {Huge::transparent, Huge::reserved}) {
     FakeOs os;
     os.moves_whole_units = true;
@@ -253,7 +253,7 @@ TEST_CASE("huge pages are dealt whole when moved to an interleave") {
   }
 }
 
-TEST_CASE("a page that stays where it was when dealt is an error") {
+TEST_CASE("a page that does not move to its node is an error") {
   FakeOs os;
   Region region{on_node(0, kUnit), os};
   os.stuck = {reinterpret_cast<std::uintptr_t>(region.data()) + 4096};
@@ -271,7 +271,7 @@ TEST_CASE("a forked child's move does not register with its parent's driver") {
   CHECK(nodes_of(region, os) == std::map<std::size_t, int>{{0, 1}});
 }
 
-TEST_CASE("an address leads to its living region and to nothing after") {
+TEST_CASE("an address finds its region only while the region is alive") {
   FakeOs os;
   std::byte* inside = nullptr;
   {

@@ -51,7 +51,7 @@ TEST_CASE("every instruction set sums every byte") {
   }
 }
 
-TEST_CASE("every instruction set writes its range and no byte beside it") {
+TEST_CASE("every instruction set writes its range and no other byte") {
   for (const Isa isa : usable_isas()) {
     for_odd_ranges([&](std::size_t offset, std::size_t bytes) {
       std::vector<std::byte> target(20'000, kUntouched);
@@ -64,7 +64,7 @@ TEST_CASE("every instruction set writes its range and no byte beside it") {
   }
 }
 
-TEST_CASE("every instruction set copies its range and no byte beside it") {
+TEST_CASE("every instruction set copies its range and no other byte") {
   const std::vector<std::byte> source = pattern(20'000);
   for (const Isa isa : usable_isas()) {
     for_odd_ranges([&](std::size_t offset, std::size_t bytes) {
@@ -78,7 +78,7 @@ TEST_CASE("every instruction set copies its range and no byte beside it") {
   }
 }
 
-TEST_CASE("threads share a copy without a gap, pass after pass") {
+TEST_CASE("threads share a copy without gaps in every pass") {
   FakeOs os;
   for (const std::size_t bytes : {1, 4096, 8193, 100'003}) {
     const std::vector<std::byte> source = pattern(bytes);
@@ -93,7 +93,7 @@ TEST_CASE("threads share a copy without a gap, pass after pass") {
   }
 }
 
-TEST_CASE("no thread starts a pass before the last one is there") {
+TEST_CASE("no thread starts a pass before all threads exist") {
   FakeOs os;
   std::atomic<int> started{0};
   os.when_confined = [&] {
@@ -104,14 +104,14 @@ TEST_CASE("no thread starts a pass before the last one is there") {
   CHECK(stream(os, spec, best_isa()).front() < 0.3);
 }
 
-TEST_CASE("a stream without threads is refused") {
+TEST_CASE("a stream without threads is rejected") {
   FakeOs os;
   StreamSpec spec;
   spec.threads = 0;
   CHECK_THROWS_AS(stream(os, spec, best_isa()), std::invalid_argument);
 }
 
-TEST_CASE("a chase comes by every line once before it is back") {
+TEST_CASE("a chase visits every line once before it returns to the start") {
   FakeOs os;
   constexpr std::size_t kStops = 1000;
   struct alignas(kChaseStep) Line {
@@ -130,7 +130,7 @@ TEST_CASE("a chase comes by every line once before it is back") {
   CHECK(chase(os, at, 0, kStops, {}).second == 0);
 }
 
-TEST_CASE("a chase needs two lines, and to begin on one") {
+TEST_CASE("a chase needs two lines and an aligned start") {
   alignas(kChaseStep) std::byte lines[4 * kChaseStep];
   CHECK_THROWS_AS((lay_chase(lines, 2 * kChaseStep - 1)), std::invalid_argument);
   CHECK_THROWS_AS((lay_chase(lines + 8, 3 * kChaseStep)), std::invalid_argument);

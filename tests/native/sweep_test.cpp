@@ -119,7 +119,7 @@ TEST_CASE("a pool runs each block once and jobs one after the other") {
   }
 }
 
-TEST_CASE("a job may run beside those before it, and the next one after all of them") {
+TEST_CASE("an independent job may overlap with earlier ones, and the next job waits for all") {
   FakeOs os;
   for (const unsigned threads : {2U, 9U}) {
     Pool pool{os, threads, {}, 0};
@@ -143,7 +143,7 @@ TEST_CASE("a job may run beside those before it, and the next one after all of t
   }
 }
 
-TEST_CASE("a pool finishes what was started before it goes") {
+TEST_CASE("a pool finishes started jobs before it is destroyed") {
   FakeOs os;
   auto job = std::make_shared<CountJob>(1000, nullptr);
   {
@@ -153,7 +153,7 @@ TEST_CASE("a pool finishes what was started before it goes") {
   CHECK(job->done() && job->total == 1000);
 }
 
-TEST_CASE("a job without blocks is done at once") {
+TEST_CASE("a job without blocks is done immediately") {
   FakeOs os;
   Pool pool{os, 1, {}, 0};
   auto job = std::make_shared<CountJob>(0, nullptr);
@@ -161,7 +161,7 @@ TEST_CASE("a job without blocks is done at once") {
   job->wait();
 }
 
-TEST_CASE("a pool is bounded") {
+TEST_CASE("a pool rejects invalid numbers of threads and nice values") {
   FakeOs os;
   CHECK_THROWS_AS((Pool{os, 0, {}, 0}), std::invalid_argument);
   CHECK_THROWS_AS((Pool{os, Pool::kMaxThreads + 1, {}, 0}), std::invalid_argument);
@@ -169,7 +169,7 @@ TEST_CASE("a pool is bounded") {
   CHECK_THROWS_AS((Pool{os, 1, {}, -1}), std::invalid_argument);
 }
 
-TEST_CASE("neither instruction set, threads nor cuts change a bit") {
+TEST_CASE("instruction set, threads and chunks do not change the result") {
   FakeOs os;
   const std::size_t n = 3 * kSweepBlock + 77;
   Exact whole{n};
@@ -197,7 +197,7 @@ TEST_CASE("neither instruction set, threads nor cuts change a bit") {
   }
 }
 
-TEST_CASE("an element whose weight would not be finite keeps all it had, the others move") {
+TEST_CASE("an element whose weight would not be finite keeps its state, the others are updated") {
   FakeOs os;
   Pool pool{os, 2, {}, 0};
   const std::size_t n = kSweepBlock + 100;
@@ -217,7 +217,7 @@ TEST_CASE("an element whose weight would not be finite keeps all it had, the oth
   }
 }
 
-TEST_CASE("an exact sum has no order") {
+TEST_CASE("an exact sum does not depend on the order") {
   const std::vector<double> values{0x1p-298, 0x1p-149, 0.1, 1e30, 0x1.fffffffffffffp+200, 3, 0};
   ExactSum forth, back, halves, other;
   for (const double value : values) forth.add(value);
@@ -231,7 +231,7 @@ TEST_CASE("an exact sum has no order") {
   CHECK(value_of(tiny) == 0x1p-298);
 }
 
-TEST_CASE("stats of odd lengths at odd places") {
+TEST_CASE("statistics of odd lengths at odd offsets are correct") {
   FakeOs os;
   Pool pool{os, 2, {}, 0};
   std::vector<float> grad(2 * kLeaf + 40, 1.0F);
@@ -248,7 +248,7 @@ TEST_CASE("stats of odd lengths at odd places") {
   }
 }
 
-TEST_CASE("stats of 16 bits read what is there and no more") {
+TEST_CASE("statistics of 16-bit gradients do not read beyond the end") {
   FakeOs os;
   Pool pool{os, 2, {}, 0};
   for (const Isa isa : usable_isas()) {
@@ -267,7 +267,7 @@ TEST_CASE("stats of 16 bits read what is there and no more") {
   }
 }
 
-TEST_CASE("the ceiling's traffic undoes itself") {
+TEST_CASE("running the traffic of the upper bound twice restores the bytes") {
   FakeOs os;
   Pool pool{os, 2, {}, 0};
   const Exact before{kSweepBlock + 1000};
@@ -280,7 +280,7 @@ TEST_CASE("the ceiling's traffic undoes itself") {
   }
 }
 
-TEST_CASE("shared memory is found, side by side is not") {
+TEST_CASE("overlapping buffers are found, adjacent ones are not") {
   Exact one{100}, two{100};
   Segment a = one.segment(), b = two.segment();
   CHECK(!find_overlap({a, b}, {}));

@@ -22,7 +22,7 @@ void* at(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
 }  // namespace
 
-TEST_CASE("every item is worked on once, whatever the threads") {
+TEST_CASE("every item is processed once with any number of threads") {
   FakeOs os;
   for (const unsigned threads : {1U, 2U, 7U, 64U}) {
     std::vector<std::atomic<int>> seen(1000);
@@ -31,7 +31,7 @@ TEST_CASE("every item is worked on once, whatever the threads") {
   }
 }
 
-TEST_CASE("every team works through its own list") {
+TEST_CASE("every team processes its own list") {
   FakeOs os;
   std::vector<std::atomic<int>> first(100), second(7);
   const std::vector<Team> teams{
@@ -43,7 +43,7 @@ TEST_CASE("every team works through its own list") {
   for (const auto& count : second) CHECK(count == 1);
 }
 
-TEST_CASE("one team's failure stops the others") {
+TEST_CASE("a failure in one team stops the others") {
   FakeOs os;
   std::atomic<bool> failing{false};
   std::atomic<int> done{0};
@@ -61,7 +61,7 @@ TEST_CASE("one team's failure stops the others") {
   CHECK(done < 1000);
 }
 
-TEST_CASE("as many threads as asked for work at once") {
+TEST_CASE("the requested number of threads runs concurrently") {
   FakeOs os;
   std::atomic<int> there{0};
   std::atomic<int> met{0};
@@ -74,7 +74,7 @@ TEST_CASE("as many threads as asked for work at once") {
   CHECK(met == 4);
 }
 
-TEST_CASE("a team runs on its CPUs, with no more threads than it has of them") {
+TEST_CASE("a team runs on its CPUs, with at most one thread per CPU") {
   FakeOs os;
   const auto nothing = [](std::size_t) {};
   const std::vector<Team> teams{{50, 9, {4, 5}, nothing}, {50, 3, {6, 7, 8, 9}, nothing}};
@@ -84,12 +84,12 @@ TEST_CASE("a team runs on its CPUs, with no more threads than it has of them") {
   CHECK(os.ran_on.size() == 5);
 }
 
-TEST_CASE("nothing to do is done") {
+TEST_CASE("a team without work finishes") {
   FakeOs os;
   in_parallel(os, 0, 4, [](std::size_t) { throw std::runtime_error{"called"}; });
 }
 
-TEST_CASE("an exception in a worker reaches the caller and stops the rest") {
+TEST_CASE("an exception in a worker reaches the caller and stops the others") {
   FakeOs os;
   std::atomic<bool> failing{false};
   std::atomic<int> done{0};
@@ -106,7 +106,7 @@ TEST_CASE("an exception in a worker reaches the caller and stops the rest") {
   CHECK(done < 999);
 }
 
-TEST_CASE("pages are counted over all batches, partial pages included") {
+TEST_CASE("pages are counted over all batches, including partial pages") {
   FakeOs os;
   os.give(10 * kPage, 6'000 * kPage, 0);
   os.give(6'010 * kPage, 3'000 * kPage, 3);
@@ -114,13 +114,13 @@ TEST_CASE("pages are counted over all batches, partial pages included") {
   CHECK(counts == std::map<int, std::size_t>{{0, 6'000}, {3, 3'000}, {kUnmapped, 1'001}});
 }
 
-TEST_CASE("a failing question reaches the caller") {
+TEST_CASE("a failing page query reaches the caller") {
   FakeOs os;
   os.fail("page_nodes", 2, EPERM);
   CHECK_THROWS_AS(count_pages(os, at(kPage), 10'000 * kPage, 2), std::system_error);
 }
 
-TEST_CASE("a stripe over another allocator's memory counts units from aligned addresses") {
+TEST_CASE("a stripe over memory of another allocator counts units from aligned addresses") {
   FakeOs os;
   const std::uintptr_t first = 5 * kUnitBytes + 3 * kPage;  // so that batches end inside units
   os.give(first, 20 * kUnitBytes, 0);
@@ -130,7 +130,7 @@ TEST_CASE("a stripe over another allocator's memory counts units from aligned ad
   }
 }
 
-TEST_CASE("pages dealt one by one go round the nodes") {
+TEST_CASE("pages distributed one by one alternate between nodes") {
   FakeOs os;
   os.give(7 * kPage, 9'000 * kPage, 1);
   const Placement deal{Policy::interleave, {1, 2, 5}, {}};
@@ -145,7 +145,7 @@ TEST_CASE("pages dealt one by one go round the nodes") {
   CHECK(counts == std::map<int, int>{{1, 3'000}, {2, 3'000}, {5, 3'000}});
 }
 
-TEST_CASE("only the range asked for moves") {
+TEST_CASE("only the requested range moves") {
   FakeOs os;
   os.give(0x10000, 10 * kPage, 0);
   const Placement node{Policy::bind, {1}, {}};
@@ -156,7 +156,7 @@ TEST_CASE("only the range asked for moves") {
   }
 }
 
-TEST_CASE("pages that stay are counted, unless they were in place or are not there") {
+TEST_CASE("pages that did not move are counted, unless they are in place or unmapped") {
   FakeOs os;
   os.give(kPage, 5'000 * kPage, 0);
   os.pages[2 * kPage] = 1;    // in place already, and cannot move
@@ -166,7 +166,7 @@ TEST_CASE("pages that stay are counted, unless they were in place or are not the
   CHECK(migrate_pages(os, at(kPage), 5'000 * kPage, node, kUnitBytes, 2) == 2);
 }
 
-TEST_CASE("huge pages that moved count as moved, whatever the kernel says of each small one") {
+TEST_CASE("moved huge pages count as moved, whatever status the kernel returns for small pages") {
   FakeOs os;
   os.moves_whole_units = true;
   const std::uintptr_t first = 5 * kUnitBytes + 3 * kPage;
