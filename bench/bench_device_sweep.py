@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.certificate import percentiles, save
 from penstock.optim import device_sweep, rules, sweep
-from penstock.optim.device_backend import pick
+from penstock.optim.device_backend import choose_backend
 from penstock.optim.formats import StateFormat, num_blocks
 from penstock.optim.sweep import Segment
 
@@ -86,9 +86,9 @@ def seconds(work: Callable[[], object]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000)
-    begin.record()
+    begin.record_event()
     work()
-    end.record()
+    end.record_event()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
 
@@ -142,7 +142,7 @@ def main() -> None:
     for _ in range(args.rounds):
         for name, (run, _) in work.items():
             times[name].append(seconds(run))
-    results: dict[str, Any] = {"params": args.params, "engine": pick(), "arms": {}}
+    results: dict[str, Any] = {"params": args.params, "engine": choose_backend(), "arms": {}}
     copies = [work["copy"][1] / t for t in times["copy"]]
     for name, (_, nbytes) in work.items():
         rates = [nbytes / t for t in times[name]]

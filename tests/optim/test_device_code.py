@@ -1,4 +1,4 @@
-"""The GPU's sweep on a machine without one: interpreted, and its compiled code read."""
+"""Tests of the GPU kernels on a machine without a GPU: interpreted, and as compiled PTX."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ pytestmark = quiet
 
 @needs_triton
 @pytest.mark.timeout(900)
-def test_the_interpreter_keeps_every_promise() -> None:
+def test_the_kernels_pass_their_tests_in_the_interpreter() -> None:
     files = [str(Path(__file__).with_name(f"test_device_{name}.py")) for name in ("sweep", "norms")]
     assert count_interpreted(*files, "-m", "not gpu") > 100
 
 
-def test_without_triton_torch_takes_over_and_says_so() -> None:
+def test_without_triton_the_backend_is_torch() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from penstock.optim import device_backend as device_engine\n"
-        "print(device_engine.pick())\n"
-        "try: device_engine.pick('triton')\n"
-        "except ValueError as refused: print(refused)"
+        "from penstock.optim.device_backend import choose_backend\n"
+        "print(choose_backend())\n"
+        "try: choose_backend('triton')\n"
+        "except ValueError as error: print(error)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
@@ -36,8 +36,8 @@ def test_without_triton_torch_takes_over_and_says_so() -> None:
     assert "pip install triton" in run.stdout
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
-    """PTX for Hopper, by Triton's compiler alone."""
+def compile_ptx(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
+    """Return the PTX for Hopper. Triton's compiler does not need a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -64,7 +64,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> s
     ],
 )
 @pytest.mark.parametrize("count", ["i32", "i64", "1"])
-def test_compiled_code_rounds_once(
+def test_compiled_arithmetic_rounds_once(
     rule: str, grad: str, master: str, moments: str, count: str
 ) -> None:
     from penstock.optim import device_kernels
@@ -82,7 +82,7 @@ def test_compiled_code_rounds_once(
     if count == "1":
         types["n"] = "constexpr"
         constants["n"] = 1
-    ptx = compiled(device_kernels.sweep_kernel, types, constants)
+    ptx = compile_ptx(device_kernels.sweep_kernel, types, constants)
     arithmetic = set(re.findall(r"\b((?:mul|add|sub|div|sqrt|fma|mad)\.[a-z.]*f32)\b", ptx))
 
     assert arithmetic <= {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
@@ -94,14 +94,14 @@ def test_compiled_code_rounds_once(
 
 @needs_triton
 @pytest.mark.parametrize("grad", DTYPES)
-def test_compiled_norm_compiles(grad: str) -> None:
+def test_the_norm_kernels_compile_without_fused_operations(grad: str) -> None:
     from penstock.optim import norm_kernels
 
     types = {"grad": "*fp32" if grad == "fp32" else "*i16", "leaf_sums": "*fp64"}
     types |= {"top_bits": "*i64", "first_bad": "*i64", "n": "i64"}
-    ptx = compiled(norm_kernels.leaf_kernel, types, {"GRAD": grad, "LEAVES": 8})
+    ptx = compile_ptx(norm_kernels.leaf_kernel, types, {"GRAD": grad, "LEAVES": 8})
     limbs = {"leaf_sums": "*fp64", "limbs": "*i64", "num_leaves": "i32"}
 
     assert ".ftz" not in ptx
     assert "fma." not in ptx
-    assert "atom" in compiled(norm_kernels.limb_kernel, limbs, {"LEAVES": 128})
+    assert "atom" in compile_ptx(norm_kernels.limb_kernel, limbs, {"LEAVES": 128})

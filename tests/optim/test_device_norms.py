@@ -1,4 +1,4 @@
-"""The GPU's norm against the host's, to the bit, and what its sweep refuses."""
+"""Norms on the GPU give the same bits as on the host; invalid inputs are rejected."""
 
 from __future__ import annotations
 
@@ -34,17 +34,19 @@ def device() -> torch.device:
 
 
 @on_device
-@pytest.mark.parametrize("engine", ["triton", "torch"])
+@pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("n", [1, 33, LEAF, 9 * LEAF + 1234])
-def test_stats_are_the_hosts(n: int, kind: str, engine: Any, device: torch.device) -> None:
+def test_stats_equal_those_of_the_host(
+    n: int, kind: str, backend: Any, device: torch.device
+) -> None:
     grad = grad_of(n, DTYPES[kind], n)
 
-    assert device_sweep.grad_stats(grad.to(device), engine=engine) == sweep.grad_stats(grad)
+    assert device_sweep.grad_stats(grad.to(device), backend=backend) == sweep.grad_stats(grad)
 
 
 @on_device
-def test_stats_of_many_leaves(device: torch.device) -> None:
+def test_stats_of_many_leaves_equal_those_of_the_host(device: torch.device) -> None:
     n = 20 * LEAF + 7 if INTERPRETED else 3000 * LEAF + 7
     grad = (torch.randn(n) * torch.exp2(torch.randn(n) * 8)).bfloat16()
 
@@ -52,31 +54,31 @@ def test_stats_of_many_leaves(device: torch.device) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("engine", ["triton", "torch"])
+@pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_kind_of_leaf_has_the_hosts_sum(
-    dtype: torch.dtype, engine: Any, device: torch.device
+def test_every_kind_of_leaf_has_the_same_sum_as_on_the_host(
+    dtype: torch.dtype, backend: Any, device: torch.device
 ) -> None:
     grad = leaves_of_every_kind(dtype)
-    # Side by side in one launch, and each alone.
+    # All leaves in one launch, and each alone.
     for part in (grad, *grad.split(LEAF)):
-        there = device_sweep.grad_stats(part.to(device), engine=engine)
+        there = device_sweep.grad_stats(part.to(device), backend=backend)
 
         assert there == sweep.grad_stats(part)
 
 
 @on_device
-@pytest.mark.parametrize("engine", ["triton", "torch"])
+@pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("kind", DTYPES)
 def test_the_first_bad_element_is_named(
-    bad: float, kind: str, engine: Any, device: torch.device
+    bad: float, kind: str, backend: Any, device: torch.device
 ) -> None:
     grads = [grad_of(3 * LEAF, DTYPES[kind], seed) for seed in range(3)]
     grads[2][5] = bad
     grads[1][2 * LEAF + 17 :: 100] = bad
     host = sweep.grad_stats(grads)
-    there = device_sweep.grad_stats([grad.to(device) for grad in grads], engine=engine)
+    there = device_sweep.grad_stats([grad.to(device) for grad in grads], backend=backend)
 
     assert there.first_bad == host.first_bad == (1, 2 * LEAF + 17)
     assert there.units == host.units
@@ -84,7 +86,7 @@ def test_the_first_bad_element_is_named(
 
 
 @on_device
-def test_a_step_brings_stats_if_asked(device: torch.device) -> None:
+def test_a_step_returns_stats_if_requested(device: torch.device) -> None:
     grad = torch.randn(5000).bfloat16()
     state = to(state_of(5000, "adamw", "bf16", "fp32"), device)
     one = Segment(name="x", by=RULES["adamw"][1], grad=grad.to(device), **state)
@@ -92,9 +94,6 @@ def test_a_step_brings_stats_if_asked(device: torch.device) -> None:
 
     assert ticket.wait() == sweep.grad_stats(grad) == ticket.wait()
     assert ticket.done()
-
-
-# What is refused, and what it leaves.
 
 
 def segment(device: torch.device, **changes: Any) -> Segment:
@@ -105,13 +104,13 @@ def segment(device: torch.device, **changes: Any) -> Segment:
 
 
 BAD = {
-    "shorter grad": ({"grad": torch.ones(999)}, "weight of layer has 1000 elements .* 999"),
+    "shorter grad": ({"grad": torch.ones(999)}, "weight of layer has 1000 elements.* 999"),
     "dtype of grad": ({"grad": torch.ones(1000, dtype=torch.float64)}, "is torch.float64"),
-    "dtype of rest": ({"rest": torch.zeros(1000)}, "int16 is needed"),
-    "moments differ": ({"second": torch.zeros(1000).bfloat16()}, "float32 is needed"),
+    "dtype of rest": ({"rest": torch.zeros(1000)}, "expected int16"),
+    "moments differ": ({"second": torch.zeros(1000).bfloat16()}, "expected float32"),
     "no remainder": ({"rest": None}, "rest of layer is missing"),
     "no second": ({"second": None}, "second of layer is missing"),
-    "a base too many": ({"first_base": torch.zeros(4, dtype=torch.int16)}, "has no use"),
+    "a base too many": ({"first_base": torch.zeros(4, dtype=torch.int16)}, "is not used"),
     "strided": ({"grad": torch.ones(2000).bfloat16()[::2]}, "not contiguous"),
     "between leaves": ({"first_index": 100}, "begins at element 100"),
 }
@@ -136,23 +135,23 @@ def test_bad_input_is_named_and_changes_nothing(name: str, device: torch.device)
 
 
 @on_device
-def test_memory_may_not_be_shared(device: torch.device) -> None:
-    room = torch.zeros(1500, device=device)
+def test_shared_memory_is_rejected(device: torch.device) -> None:
+    memory = torch.zeros(1500, device=device)
     with pytest.raises(SweepInputError, match="shares memory with first of layer"):
-        device_sweep.start("adamw", [segment(device, first=room[:1000], second=room[500:])])
+        device_sweep.start("adamw", [segment(device, first=memory[:1000], second=memory[500:])])
     one = segment(device)
     with pytest.raises(SweepInputError, match="shares memory"):
         device_sweep.start("adamw", [one, one])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes host tensors")
-def test_a_host_tensor_is_refused() -> None:
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter accepts host tensors")
+def test_a_host_tensor_is_rejected() -> None:
     with pytest.raises(SweepInputError, match="on cpu; it must be a dense cuda tensor"):
         device_sweep.start("adamw", [segment(torch.device("cpu"))])
     with pytest.raises(SweepInputError, match="on cpu; it must be a dense cuda tensor"):
         device_sweep.grad_stats(torch.ones(5))
 
 
-def test_nothing_to_do_is_done() -> None:
+def test_an_empty_job_finishes() -> None:
     assert device_sweep.start("adamw", []).wait() is None
     assert device_sweep.grad_stats([]).sum_squares == 0.0

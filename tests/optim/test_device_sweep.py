@@ -1,4 +1,4 @@
-"""The GPU's sweep against the host's, to the bit."""
+"""The optimizer sweep on the GPU gives the same bits as on the host."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def device() -> torch.device:
 
 
 def cases() -> list[tuple[str, str, str, str]]:
-    """Rule, weight, gradient and moments: all of AdamW's, and a spread of the others'.
+    """Return rule, weight, gradient and moments: every format of AdamW, some of the others.
 
     Each is a kernel to compile, or, interpreted, a second to wait: then a spread of all.
     """
@@ -55,12 +55,9 @@ def cases() -> list[tuple[str, str, str, str]]:
     return every[::5] if INTERPRETED else every
 
 
-# To the bit.
-
-
 @on_device
 @pytest.mark.parametrize(("name", "weight", "grad_type", "moments"), cases())
-def test_every_format_gives_the_hosts_bits(
+def test_every_format_gives_the_same_bits_as_the_host(
     name: str, weight: str, grad_type: str, moments: str, device: torch.device
 ) -> None:
     rule, by = RULES[name]
@@ -79,7 +76,7 @@ def test_every_format_gives_the_hosts_bits(
 @on_device
 @pytest.mark.parametrize("n", [1, 2, 16, 255, 256, 257, 1023, 1024, 1025, LEAF + 1])
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_sizes_change_no_bit(n: int, moments: str, device: torch.device) -> None:
+def test_the_size_changes_no_bit(n: int, moments: str, device: torch.device) -> None:
     host = state_of(n, "adamw", "bf16", moments)
     there = to(host, device)
     grad = torch.randn(n).bfloat16()
@@ -109,7 +106,9 @@ def test_alignment_changes_no_bit(moments: str, device: torch.device) -> None:
 
 @on_device
 @pytest.mark.parametrize("first_index", [0, LEAF, 2**31, 2**32 - LEAF, 2**32, 2**35 + LEAF])
-def test_draws_depend_on_the_place_in_the_tensor(first_index: int, device: torch.device) -> None:
+def test_random_bits_depend_on_the_index_in_the_tensor(
+    first_index: int, device: torch.device
+) -> None:
     host = state_of(LEAF, "adamw", "bf16", "bf16")
     there = to(host, device)
     grad = torch.randn(LEAF).bfloat16()
@@ -122,7 +121,9 @@ def test_draws_depend_on_the_place_in_the_tensor(first_index: int, device: torch
 
 @on_device
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_segments_of_several_groups_and_chunks(moments: str, device: torch.device) -> None:
+def test_segments_of_several_groups_and_chunks_give_the_same_bits(
+    moments: str, device: torch.device
+) -> None:
     plain = rules.adamw(step=1, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
     n, grad = LEAF + 300, grad_of(LEAF + 300, torch.bfloat16, 9)
     hosts = [state_of(n, "adamw", "bf16", moments, seed) for seed in (1, 2)]
@@ -146,7 +147,7 @@ def test_segments_of_several_groups_and_chunks(moments: str, device: torch.devic
 
 
 @on_device
-def test_a_state_may_move_between_sides(device: torch.device) -> None:
+def test_a_state_may_move_between_host_and_device(device: torch.device) -> None:
     rule, by = RULES["adamw"]
     stays = state_of(2000, rule, "bf16", "int8")
     moves = {role: tensor.clone() for role, tensor in stays.items()}
@@ -164,7 +165,7 @@ def test_a_state_may_move_between_sides(device: torch.device) -> None:
 
 
 @on_device
-def test_a_learning_rate_of_zero_keeps_zeros_signs(device: torch.device) -> None:
+def test_a_learning_rate_of_zero_keeps_the_sign_of_zero(device: torch.device) -> None:
     for name in ("adamw", "sgd", "lion"):
         rule, _ = RULES[name]
         host = state_of(600, rule, "fp32", "fp32")
@@ -188,14 +189,14 @@ def test_plain_torch_on_the_device_gives_the_same_bits(
         there = to(host, device)
         grad = grad_of(3000, DTYPES[weight], 1)
         refused = step_on_host(rule, host, grad, by=by, key=KEY)
-        got = step_on_device(rule, there, grad.to(device), by=by, key=KEY, engine="torch")
+        got = step_on_device(rule, there, grad.to(device), by=by, key=KEY, backend="torch")
 
         assert got == refused
         assert differing(there, host) == {}, name
 
 
 @on_device
-def test_bad_gradients_are_bounded_or_refused_alike(device: torch.device) -> None:
+def test_bad_gradients_are_bounded_or_refused_as_on_the_host(device: torch.device) -> None:
     for name, (rule, by) in RULES.items():
         host = state_of(700, rule, "bf16", "int8")
         there = to(host, device)
@@ -208,8 +209,8 @@ def test_bad_gradients_are_bounded_or_refused_alike(device: torch.device) -> Non
 
 
 @pytest.mark.gpu
-def test_more_than_two_billion_elements(device: torch.device) -> None:
-    n = 2**31 + 8192  # ends where a leaf ends: the host's leaves of both ends are the device's
+def test_more_than_two_billion_elements_are_updated(device: torch.device) -> None:
+    n = 2**31 + 8192  # a multiple of the leaf, so that host and device split both ends alike
     if torch.cuda.mem_get_info()[0] < 8 * n:
         pytest.skip("needs 8 bytes of GPU memory an element, 16 GiB in all")
     rule, by = RULES["nesterov"]

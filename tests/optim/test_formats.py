@@ -1,4 +1,4 @@
-"""The formats: what is stored is what was meant, to the bit where the format promises it."""
+"""Storage formats: exact where they promise it, and unbiased otherwise."""
 
 from __future__ import annotations
 
@@ -23,19 +23,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-# The master.
-
-
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=200))
 @settings(deadline=None)
-def test_any_finite_master_survives_the_split(patterns: list[int]) -> None:
+def test_splitting_and_joining_any_finite_master_is_lossless(patterns: list[int]) -> None:
     bits = torch.tensor([p for p in patterns if (p & 0x7FFFFFFF) < FINITE] or [0])
     master = floats(bits)
 
     assert same_bits(formats.join(*formats.split(master)), master)
 
 
-def test_all_low_halves_survive_under_a_spread_of_high_halves() -> None:
+def test_all_low_halves_are_lossless_with_many_high_halves() -> None:
     low = torch.arange(1 << 16, dtype=torch.int64)
     highs = [0, 1, 0x7F, 0x80, 0x3F7F, 0x3F80, 0x3FFF, 0x4000, 0x7F7E, 0x7F7F]
     highs += list(range(37, 0x7F7F, 1009))
@@ -62,15 +59,12 @@ def test_the_weight_is_the_nearest_bf16_with_ties_away_from_zero() -> None:
     ]
 
 
-# The moments.
-
-
 def halves(count: int, seed: int) -> torch.Tensor:
     key = draw_key(seed, step=1, tensor_id=0)
     return formats.draw_bits(key, 0, count, torch.device("cpu")) >> 16
 
 
-def test_draws_are_uniform_and_depend_on_key_and_index_alone() -> None:
+def test_random_bits_are_uniform_and_depend_only_on_key_and_index() -> None:
     whole = formats.draw_bits(9, 0, 1 << 16, torch.device("cpu"))
     part = formats.draw_bits(9, 5000, 100, torch.device("cpu"))
     other = formats.draw_bits(10, 0, 1 << 16, torch.device("cpu"))
@@ -85,7 +79,7 @@ def test_draws_are_uniform_and_depend_on_key_and_index_alone() -> None:
 
 
 @pytest.mark.parametrize("value", [1.0, 1.001, -3.3e-5, 2.0**-130])
-def test_stochastic_rounding_to_bf16_is_right_on_average(value: float) -> None:
+def test_stochastic_rounding_to_bf16_is_unbiased(value: float) -> None:
     x = torch.full((1 << 16,), value)
     rounded = formats.round_bf16(x, halves(x.numel(), 3)).double()
 
@@ -94,7 +88,7 @@ def test_stochastic_rounding_to_bf16_is_right_on_average(value: float) -> None:
 
 
 @pytest.mark.parametrize("octaves", [1, 8, 15])
-def test_int8_moments_are_right_on_average_and_near_each_time(octaves: int) -> None:
+def test_int8_moments_are_unbiased_and_close(octaves: int) -> None:
     torch.manual_seed(0)
     x = torch.exp2(octaves * torch.rand(BLOCK)) * torch.randn(BLOCK).sign()
     for encode, decode, value in (
@@ -108,8 +102,8 @@ def test_int8_moments_are_right_on_average_and_near_each_time(octaves: int) -> N
         assert float((draws[0] / value - 1).abs().max()) <= 0.125
 
 
-def test_int8_moments_do_not_move_when_only_the_block_grows() -> None:
-    """The grid is the same for all blocks: a new largest element rounds nobody else anew."""
+def test_int8_moments_do_not_change_when_another_element_grows() -> None:
+    """All blocks use the same grid, so a new largest element does not round the others again."""
     x = torch.rand(BLOCK) + 1
     code, base = formats.encode_second(x, halves(BLOCK, 1))
     on_grid = formats.decode_second(code, base)
@@ -120,7 +114,7 @@ def test_int8_moments_do_not_move_when_only_the_block_grows() -> None:
     assert torch.equal(again[1:], on_grid[1:])
 
 
-def test_a_second_moment_is_zero_only_where_the_exact_one_is() -> None:
+def test_an_int8_second_moment_is_zero_only_if_the_exact_one_is() -> None:
     value = torch.tensor([0.0, 2.0**-149, 1e-30, 1e-12, 1.0, 3e38] * 100)
     for seed in range(20):
         stored = formats.decode_second(*formats.encode_second(value, halves(value.numel(), seed)))
@@ -129,7 +123,7 @@ def test_a_second_moment_is_zero_only_where_the_exact_one_is() -> None:
         assert bool(torch.isfinite(stored).all())
 
 
-def test_a_first_moment_far_below_its_block_is_kept_on_average() -> None:
+def test_a_first_moment_far_below_its_block_is_unbiased() -> None:
     value = torch.full((BLOCK,), 1e-7)
     value[0] = 1.0
     stored = [
@@ -139,7 +133,7 @@ def test_a_first_moment_far_below_its_block_is_kept_on_average() -> None:
     assert abs(float(torch.stack(stored)[:, 1:].double().mean()) / 1e-7 - 1) < 0.1
 
 
-def test_blocks_end_with_the_tensor() -> None:
+def test_the_last_block_may_be_partial() -> None:
     for numel in (1, BLOCK - 1, BLOCK, BLOCK + 1):
         code, base = formats.encode_second(torch.ones(numel), halves(numel, 0))
 
@@ -149,7 +143,7 @@ def test_blocks_end_with_the_tensor() -> None:
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("second", [False, True])
-def test_a_moment_written_twice_is_the_same(moments: formats.Moments, second: bool) -> None:
+def test_writing_a_moment_again_changes_nothing(moments: formats.Moments, second: bool) -> None:
     value = torch.randn(3, 700).abs() if second else torch.randn(3, 700)
     once = formats.write_moment(value, "m", moments, second=second)
     back = formats.read_moment(once, "m", second=second)
@@ -157,9 +151,6 @@ def test_a_moment_written_twice_is_the_same(moments: formats.Moments, second: bo
 
     assert torch.allclose(back.view(3, 700), value, rtol=0.07, atol=0)
     assert all(same_bits(once[key], twice[key]) for key in once)
-
-
-# Bytes.
 
 
 @pytest.mark.parametrize(
@@ -172,11 +163,11 @@ def test_a_moment_written_twice_is_the_same(moments: formats.Moments, second: bo
         (torch.float32, "fp32", 14),
     ],
 )
-def test_bytes_a_parameter(weight: torch.dtype, moments: formats.Moments, total: float) -> None:
+def test_bytes_per_parameter(weight: torch.dtype, moments: formats.Moments, total: float) -> None:
     assert StateFormat(weight=weight, moments=moments).bytes_per_parameter(torch.bfloat16) == total
 
 
-def test_bytes_of_a_tensor_are_those_of_its_roles() -> None:
+def test_nbytes_lists_the_bytes_of_each_role() -> None:
     roles = StateFormat(moments="int8").nbytes(1000)
 
     assert roles == {
@@ -189,7 +180,7 @@ def test_bytes_of_a_tensor_are_those_of_its_roles() -> None:
     }
 
 
-def test_formats_that_do_not_exist() -> None:
+def test_unknown_formats_are_rejected() -> None:
     with pytest.raises(SweepInputError, match="'fp8'"):
         StateFormat(moments="fp8")  # type: ignore[arg-type]
     with pytest.raises(SweepInputError, match="float64"):

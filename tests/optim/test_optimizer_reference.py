@@ -1,4 +1,4 @@
-"""The optimizers against fp64, against torch and against the papers."""
+"""The optimizers compared with fp64, with torch and with the papers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def denormal(step: int) -> torch.Tensor:
 
 
 def tiny(step: int) -> torch.Tensor:
-    """Their squares are denormal, or nothing."""
+    """Return gradients whose squares are denormal or zero."""
     return randomly(step) * 1e-19
 
 
 def huge(step: int) -> torch.Tensor:
-    """Their squares are not finite in fp32."""
+    """Return gradients whose squares are not finite in fp32."""
     return randomly(step).clamp(-10, 10) * 1e36
 
 
@@ -46,7 +46,7 @@ def alternating(step: int) -> torch.Tensor:
 
 
 def mostly_quiet(step: int) -> torch.Tensor:
-    """A spike each hundred steps: the second moment lives by its tail."""
+    """Return gradients with a spike every hundred steps, which only the second moment remembers."""
     return randomly(step) * (1e3 if step % 100 == 0 else 1e-3)
 
 
@@ -71,7 +71,7 @@ HARD = (randomly, with_zeros, denormal, tiny, huge, alternating, mostly_quiet)
         *((grads, torch.bfloat16) for grads in (randomly, huge, alternating)),
     ],
 )
-def test_adamw_is_no_further_from_the_truth_than_torch_is(grads: Grads, dtype: torch.dtype) -> None:
+def test_the_error_of_adamw_is_no_larger_than_torchs(grads: Grads, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     begin = torch.randn(N).to(dtype)
     all_grads = [grads(step).to(dtype) for step in range(1, STEPS + 1)]
@@ -105,7 +105,7 @@ def test_adamw_is_no_further_from_the_truth_than_torch_is(grads: Grads, dtype: t
         (SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.5, "weight_decay": 0.1}),
     ],
 )
-def test_the_same_as_torch_in_other_settings(
+def test_other_settings_agree_with_torch(
     mine: type[torch.optim.Optimizer], torchs: type[torch.optim.Optimizer], settings: dict
 ) -> None:
     ours = torch.linspace(-1, 1, N).requires_grad_()
@@ -117,7 +117,7 @@ def test_the_same_as_torch_in_other_settings(
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_l2_decay_is_adams() -> None:
+def test_l2_decay_agrees_with_adam() -> None:
     ours = torch.linspace(-1, 1, N).requires_grad_()
     theirs = ours.detach().clone().requires_grad_()
     run(AdamW([ours], weight_decay=0.3, decoupled_weight_decay=False), ours, alternating, 20)
@@ -126,7 +126,7 @@ def test_l2_decay_is_adams() -> None:
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_lion_is_the_papers() -> None:
+def test_lion_agrees_with_the_paper() -> None:
     ours = torch.linspace(-1, 1, N).requires_grad_()
     wanted, moment = ours.detach().double(), torch.zeros(N, dtype=torch.float64)
     run(Lion([ours], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1), ours, randomly, 50)
@@ -140,8 +140,8 @@ def test_lion_is_the_papers() -> None:
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 def test_small_changes_of_the_second_moment_are_not_lost(moments: formats.Moments) -> None:
-    """A tenth of the gradient from step 500 on. Rounded to nearest, bf16 would not move at all:
-    each step takes 0.1 % off, and half its spacing is 0.2 to 0.4 %."""
+    """From step 500 on, the gradient is a tenth. Rounded to nearest, bf16 would not change at all:
+    each step subtracts 0.1 %, and half the spacing of bf16 is 0.2 to 0.4 %."""
     param = torch.zeros(N).requires_grad_()
     optimizer = AdamW([param], moments=moments)
     run(optimizer, param, lambda step: torch.full((N,), 1.0 if step <= 500 else 0.1), 1500)
@@ -156,7 +156,7 @@ def test_small_changes_of_the_second_moment_are_not_lost(moments: formats.Moment
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_it_learns(dtype: torch.dtype, moments: formats.Moments) -> None:
+def test_a_small_model_learns(dtype: torch.dtype, moments: formats.Moments) -> None:
     torch.manual_seed(0)
     target = torch.randn(40, 30)
     param = torch.zeros(40, 30, dtype=dtype).requires_grad_()

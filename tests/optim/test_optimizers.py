@@ -1,4 +1,4 @@
-"""The optimizers: torch.optim in every respect but speed, size and error."""
+"""The optimizers behave like those in torch.optim, except for speed, size and error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) 
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
-def test_a_resumed_run_is_the_same_run(moments: formats.Moments) -> None:
+def test_a_resumed_run_gives_the_same_result(moments: formats.Moments) -> None:
     straight, broken = model(), model()
     first = AdamW(groups_of(straight), lr=1e-2, moments=moments, seed=4)
     train(straight, first, range(10))
@@ -57,7 +57,7 @@ def test_a_resumed_run_is_the_same_run(moments: formats.Moments) -> None:
     assert [g["lr"] for g in after.param_groups] == [1e-2, 1e-3]
 
 
-def test_states_go_to_torch_and_back() -> None:
+def test_states_can_be_loaded_into_torch_and_back() -> None:
     params = [torch.linspace(-1, 1, N).requires_grad_() for _ in range(3)]
     ours, theirs = AdamW([params[0]], lr=1e-2), torch.optim.AdamW([params[1]], lr=1e-2)
     run(ours, params[0], alternating, 5)
@@ -95,7 +95,7 @@ def test_moments_are_converted_on_load(since: formats.Moments, to: formats.Momen
     run(new, param, alternating, 1)
 
 
-def test_a_state_as_small_as_promised() -> None:
+def test_states_have_the_documented_size() -> None:
     param = torch.zeros(100, 256, dtype=torch.bfloat16).requires_grad_()
     for moments, wanted in (("fp32", 12), ("bf16", 8), ("int8", 6 + 4 / 256)):
         optimizer = AdamW([param], moments=moments)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def test_a_state_as_small_as_promised() -> None:
         assert (held + param.nbytes) / param.numel() == wanted
 
 
-def test_groups_may_be_added_and_named() -> None:
+def test_groups_can_be_added_and_parameters_named() -> None:
     net = model()
     optimizer = AdamW([("head", next(net.parameters()))], lr=1e-2)
     optimizer.add_param_group({"params": [("tail", p) for p in list(net.parameters())[-1:]]})
@@ -116,7 +116,7 @@ def test_groups_may_be_added_and_named() -> None:
         optimizer.step()
 
 
-def test_a_closure_is_called_with_gradients_on() -> None:
+def test_a_closure_is_called_with_gradients_enabled() -> None:
     param = torch.ones(5).requires_grad_()
     optimizer = SGD([param], lr=0.1)
 
@@ -130,11 +130,8 @@ def test_a_closure_is_called_with_gradients_on() -> None:
     assert torch.allclose(param, torch.full((5,), 0.9))
 
 
-# What is refused, and what it leaves.
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_gradient_changes_nothing_unless_asked(bad: float) -> None:
+def test_a_bad_gradient_changes_nothing_unless_trusted(bad: float) -> None:
     net = model()
     optimizer = AdamW(net.parameters())
     train(net, optimizer, range(2))
@@ -168,7 +165,7 @@ def test_a_bad_gradient_changes_nothing_unless_asked(bad: float) -> None:
         (torch.ones(4, device="meta"), "on meta"),
     ],
 )
-def test_parameters_that_will_not_do(param: torch.Tensor, message: str) -> None:
+def test_unsupported_parameters_are_rejected(param: torch.Tensor, message: str) -> None:
     good = AdamW([torch.ones(3).requires_grad_()])
     with pytest.raises(SweepInputError, match=message):
         good.add_param_group({"params": [param.requires_grad_()]})
@@ -176,7 +173,7 @@ def test_parameters_that_will_not_do(param: torch.Tensor, message: str) -> None:
     assert len(good.param_groups) == 1
 
 
-def test_gradients_that_will_not_do() -> None:
+def test_unsupported_gradients_are_rejected() -> None:
     params = [torch.ones(4, 6).requires_grad_() for _ in range(2)]
     optimizer = AdamW(params)
     params[0].grad = torch.ones(4, 6)
@@ -204,12 +201,12 @@ def test_gradients_that_will_not_do() -> None:
         (Lion, {"betas": (0.9, 1.5)}),
     ],
 )
-def test_settings_that_make_no_sense(make: type[torch.optim.Optimizer], settings: dict) -> None:
+def test_invalid_settings_are_rejected(make: type[torch.optim.Optimizer], settings: dict) -> None:
     with pytest.raises(SweepInputError, match=next(iter(settings)).split("_")[0]):
         make([torch.ones(3).requires_grad_()], **settings)
 
 
-def test_amsgrad_states_are_refused() -> None:
+def test_amsgrad_states_are_rejected() -> None:
     param = torch.ones(3).requires_grad_()
     theirs = torch.optim.AdamW([param], amsgrad=True)
     with pytest.raises(SweepInputError, match="amsgrad"):

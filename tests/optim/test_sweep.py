@@ -1,4 +1,4 @@
-"""The sweep against its specification, to the bit."""
+"""The optimizer sweep on the CPU gives the bits of its specification."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.support.sweeps import (
     RULES,
     State,
     copy_of,
-    cut,
     leaves_of_every_kind,
     rough_grad,
     same,
+    split_segments,
     state_of,
 )
 
@@ -33,14 +33,11 @@ def pools() -> dict[int, Pool]:
     return {threads: Pool(threads) for threads in (1, 3)}
 
 
-# To the bit.
-
-
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("weight", FLOATS, ids=str)
 @pytest.mark.parametrize("rule", RULES)
-def test_every_format_is_the_specification(
+def test_every_format_gives_the_specified_bits(
     rule: RuleName,
     weight: torch.dtype,
     grad_dtype: torch.dtype,
@@ -54,7 +51,9 @@ def test_every_format_is_the_specification(
         grad = rough_grad(n, grad_dtype, step)
         refused = reference.sweep(rule, wanted, grad, RULES[rule], key=77)
         for isa, state in got.items():
-            ticket = start(rule, cut(state, grad, RULES[rule], []), pool=pools[3], isa=isa)
+            ticket = start(
+                rule, split_segments(state, grad, RULES[rule], []), pool=pools[3], isa=isa
+            )
             if refused is None:
                 ticket.wait()
             else:
@@ -70,10 +69,12 @@ def test_threads_and_chunks_change_no_bit(moments: str, pools: dict[int, Pool]) 
     grad = rough_grad(n, torch.bfloat16, 1).clamp(-1e3, 1e3)
     by = RULES["adamw"]
     whole = state_of(n, "adamw", torch.bfloat16, moments)
-    stats = start("adamw", cut(whole, grad, by, []), pool=pools[1], stats=True).wait()
+    stats = start("adamw", split_segments(whole, grad, by, []), pool=pools[1], stats=True).wait()
     for at in ([LEAF], [3 * LEAF, 4 * LEAF, 17 * LEAF], list(range(LEAF, n, LEAF))):
         parts = state_of(n, "adamw", torch.bfloat16, moments)
-        again = start("adamw", cut(parts, grad, by, at), pool=pools[3], stats=True).wait()
+        again = start(
+            "adamw", split_segments(parts, grad, by, at), pool=pools[3], stats=True
+        ).wait()
 
         assert same(parts, whole)
         assert again == stats
@@ -88,19 +89,19 @@ def test_alignment_changes_no_bit(pools: dict[int, Pool]) -> None:
         room = torch.empty(n + 3, dtype=tensor.dtype)
         shifted[role] = room[3:].copy_(tensor)
     for state in (whole, shifted):
-        start("adamw", cut(state, grad, RULES["adamw"], []), pool=pools[3]).wait()
+        start("adamw", split_segments(state, grad, RULES["adamw"], []), pool=pools[3]).wait()
 
     assert same(shifted, whole)
 
 
-def test_segments_of_several_groups_step_as_if_alone(pools: dict[int, Pool]) -> None:
+def test_segments_of_several_groups_do_not_affect_each_other(pools: dict[int, Pool]) -> None:
     n = 2000
     plain = rules.adamw(step=1, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
     grad = rough_grad(n, torch.bfloat16, 1)
     together = [state_of(n, "adamw", torch.bfloat16, "fp32") for _ in range(2)]
     segments = [
-        *cut(together[0], grad, RULES["adamw"], []),
-        *cut(together[1], grad.clone(), plain, []),
+        *split_segments(together[0], grad, RULES["adamw"], []),
+        *split_segments(together[1], grad.clone(), plain, []),
     ]
     start("adamw", segments, pool=pools[3]).wait()
     for state, by in zip(together, (RULES["adamw"], plain), strict=True):
@@ -126,12 +127,11 @@ def test_a_process_that_flushes_denormals_gets_the_same_bits() -> None:
     assert int(run.stdout) == -(2**31) + tiny.view(torch.int32).item() != -(2**31)
 
 
-# Norm and overflow.
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("isa", _native.isa_names())
-def test_stats_are_the_specification(dtype: torch.dtype, isa: str, pools: dict[int, Pool]) -> None:
+def test_stats_equal_the_specification(
+    dtype: torch.dtype, isa: str, pools: dict[int, Pool]
+) -> None:
     for n in (1, 31, LEAF, 7 * LEAF + 1234):
         grad = rough_grad(n, dtype, n)
         for pool in pools.values():
@@ -144,7 +144,7 @@ def test_stats_are_the_specification(dtype: torch.dtype, isa: str, pools: dict[i
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("isa", _native.isa_names())
-def test_every_kind_of_leaf_is_the_specification(dtype: torch.dtype, isa: str) -> None:
+def test_every_kind_of_leaf_has_the_specified_sum(dtype: torch.dtype, isa: str) -> None:
     grad = leaves_of_every_kind(dtype)
     wanted = reference.leaf_sums(grad).tolist()
     got = [grad_stats(leaf, isa=isa) for leaf in grad.split(LEAF)]
@@ -154,10 +154,10 @@ def test_every_kind_of_leaf_is_the_specification(dtype: torch.dtype, isa: str) -
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_norm_is_right_to_half_a_bit_of_fp32(dtype: torch.dtype) -> None:
+def test_a_norm_is_accurate_to_half_a_bit_of_fp32(dtype: torch.dtype) -> None:
     for leaf in leaves_of_every_kind(dtype).split(LEAF):
         exact = math.fsum(x * x for x in leaf.tolist())
-        # Two roundings in fp32 at most, and what is lost of squares that fp32 cannot hold.
+        # At most two roundings in fp32, and the loss of squares that fp32 cannot represent.
         assert abs(grad_stats(leaf).sum_squares - exact) <= 2.0**-23 * exact
 
 
@@ -182,7 +182,7 @@ def test_the_first_bad_element_is_named(bad: float, dtype: torch.dtype) -> None:
     assert math.isnan(stats.sum_squares)
 
 
-def test_stats_take_no_memory_that_grows_with_the_gradient() -> None:
+def test_stats_need_a_constant_amount_of_memory() -> None:
     code = (
         "import torch; from penstock.optim.sweep import grad_stats\n"
         "from pathlib import Path\n"

@@ -1,7 +1,7 @@
-"""States, gradients and marks for the tests of the GPU's sweep.
+"""States, gradients and marks for tests of the optimizer sweep on the GPU.
 
-Without a GPU they run in Triton's interpreter, in a process of its own (`test_device_code.py`),
-since Triton decides when it is imported whether it compiles or interprets.
+Without a GPU, these tests run in Triton's interpreter in a separate process
+(`test_device_code.py`), because Triton decides at import whether it compiles or interprets.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ on_device = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 quiet = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.*"),
-    # numpy, of infinities that are meant
+    # numpy warns about infinities that are intended
     *([pytest.mark.filterwarnings("ignore::RuntimeWarning")] if INTERPRETED else []),
 ]
 
 
 def count_interpreted(*words: str) -> int:
-    """Run tests in Triton's interpreter; how many passed, none having failed."""
+    """Run tests in Triton's interpreter, assert that none fails, and return how many passed."""
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -85,7 +85,7 @@ def find_device() -> torch.device:
 
 
 def hard_floats(n: int, seed: int) -> torch.Tensor:
-    """fp32: random bit patterns, all octaves alike; zeros of both signs, denormals, ties, ends."""
+    """Return fp32 values with random bit patterns, signed zeros, denormals, ties and extremes."""
     torch.manual_seed(seed)
     value = torch.randn(n)
     wild = torch.randint(-(2**31), 2**31 - 1, (n,), dtype=torch.int32).view(torch.float32)
@@ -105,7 +105,7 @@ def as_type(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def grad_of(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     grad = hard_floats(n, seed)
     if dtype == torch.float16:
-        # as a loss scale would have it: mostly inside fp16's narrow range, denormals included
+        # As with a loss scale: mostly within the narrow range of fp16, including denormals.
         grad = torch.where(grad.abs() > 1e6, grad.sign(), grad)
         grad[5::17] *= 2.0**-20
     return as_type(grad, dtype)
@@ -139,12 +139,12 @@ def to(state: State, device: torch.device) -> State:
 
 
 def differing(a: State, b: State) -> dict[str, int]:
-    """How many bytes of each role differ; empty if none does."""
-    found = {
+    """Return the number of differing bytes of each role; empty if none differ."""
+    counts = {
         role: int((a[role].cpu().view(torch.uint8) != b[role].cpu().view(torch.uint8)).sum())
         for role in a
     }
-    return {role: count for role, count in found.items() if count}
+    return {role: count for role, count in counts.items() if count}
 
 
 def step_on_host(rule: RuleName, state: State, grad: torch.Tensor, **more: Any) -> int | None:
@@ -152,15 +152,15 @@ def step_on_host(rule: RuleName, state: State, grad: torch.Tensor, **more: Any) 
 
 
 def step_on_device(rule: RuleName, state: State, grad: torch.Tensor, **more: Any) -> int | None:
-    engine = more.pop("engine", None)
+    backend = more.pop("backend", None)
     segments = [Segment(name="x", grad=grad, **state, **more)]
-    return outcome(device_sweep.start(rule, segments, engine=engine))
+    return outcome(device_sweep.start(rule, segments, backend=backend))
 
 
 def outcome(ticket: Any) -> int | None:
-    """The first refused element, if there is one."""
+    """Wait for a sweep and return the first refused element, or None."""
     try:
         ticket.wait()
-    except NonFiniteMasterError as refused:
-        return refused.index
+    except NonFiniteMasterError as error:
+        return error.index
     return None

@@ -1,6 +1,7 @@
-"""Character devices of the tests' own.
+"""Character devices for tests.
 
-Never the machine's: root's save over /dev/null, should it go wrong again, takes it from everyone.
+Tests never use the machine's own devices: a bug that replaces /dev/null as root would break the
+machine.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ _MINORS = {"null": 3, "full": 7}
 
 
 def make_device(directory: Path, name: str) -> Path:
-    """A device like /dev/`name`, below `directory`; skips where none can be made and used."""
+    """Create a device like /dev/`name` in `directory`; skip the test if that is not possible."""
     path = directory / name
     try:
         os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, _MINORS[name]))
         path.open("wb").close()
-    except OSError as refused:
-        pytest.skip(f"no device can be made here: {refused}")
+    except OSError as error:
+        pytest.skip(f"no device can be created here: {error}")
     return path

@@ -1,4 +1,4 @@
-"""States and gradients for the sweep's tests."""
+"""States and gradients for tests of the optimizer sweep."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def state_of(n: int, rule: RuleName, weight: torch.dtype, moments: str) -> State
 
 
 def rough_grad(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Over many octaves, with zeros, denormals of its type and neighbours of overflow."""
+    """Return a gradient over many octaves, with zeros, denormals and values close to overflow."""
     torch.manual_seed(seed)
     grad = torch.randn(n) * torch.exp2(torch.randn(n) * 6)
     grad[::7] = 0
@@ -47,7 +47,7 @@ def rough_grad(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def leaves_of_every_kind(dtype: torch.dtype) -> torch.Tensor:
-    """Leaves whose squares fit fp32, leaves whose squares do not, and those at the border."""
+    """Return leaves whose squares fit in fp32, do not fit, and are at the limit."""
     torch.manual_seed(1)
     leaves = []
     for top in (0.0, 1.0, 2.0**-48, 2.0**-49, 2.0**-120, 255 * 2.0**40, 2.0**48, 2.0**120):
@@ -66,8 +66,10 @@ def same(a: State, b: State) -> bool:
     return all(torch.equal(a[k].view(torch.uint8), b[k].view(torch.uint8)) for k in a)
 
 
-def cut(state: State, grad: torch.Tensor, by: Coefficients, at: list[int]) -> list[Segment]:
-    """The same tensor as several segments."""
+def split_segments(
+    state: State, grad: torch.Tensor, by: Coefficients, at: list[int]
+) -> list[Segment]:
+    """Split a tensor into several segments."""
     ends = [*at, grad.numel()]
     segments = []
     for begin, end in zip([0, *at], ends, strict=True):

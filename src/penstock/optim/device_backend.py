@@ -1,7 +1,7 @@
-"""Which code steps states in GPU memory: Triton's kernels, or plain torch. Room: update.
+"""The backend of the optimizer sweep on the GPU: Triton kernels, or plain torch operations.
 
-Where Triton is missing, `reference` itself runs on the GPU: each of torch's operations rounds once,
-so its bits are the same, but it is slow and takes temporaries.
+Without Triton, `reference` runs on the GPU. Each torch operation rounds once, so the bits are the
+same, but it is slow and needs temporaries. This module also checks the inputs of both backends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from penstock.optim.formats import num_blocks
 from penstock.optim.rules import NUM_MOMENTS, RuleName
 from penstock.optim.sweep import LEAF, Segment
 
-Engine = Literal["triton", "torch"]
+Backend = Literal["triton", "torch"]
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
+_REST = {torch.bfloat16: (torch.int16,), torch.float16: (torch.float32,), torch.float32: ()}
+
+_Dtypes = tuple[torch.dtype, ...]
 
 T = TypeVar("T")
 
@@ -35,7 +41,7 @@ class DeviceTicket(Generic[T]):
 
     def __init__(self, device: torch.device, tensors: object, read: Callable[[], T]) -> None:
         self._tensors, self._read = tensors, read
-        self._event = record(device)
+        self._event = record_event(device)
 
     def done(self) -> bool:
         return self._event is None or bool(self._event.query())
@@ -52,87 +58,80 @@ class DeviceTicket(Generic[T]):
 
 
 @functools.cache
-def kernels(module: str) -> Any:
-    """A module of kernels, or None where Triton is not there."""
+def load_kernels(module: str) -> Any:
+    """Import a module of Triton kernels; return None if Triton is not installed."""
     try:
         return importlib.import_module(f"penstock.optim.{module}")
-    except ImportError as missing:
-        if (missing.name or "").partition(".")[0] != "triton":
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "triton":
             raise
         return None
 
 
-def pick(wanted: Engine | None = None) -> Engine:
-    """The engine that runs: the one wanted, else Triton where it can be imported."""
-    found: Engine = "torch" if kernels("device_kernels") is None else "triton"
-    if wanted == "triton" and found != "triton":
-        raise SweepInputError("engine", "'triton' cannot be imported here; pip install triton")
-    if wanted not in (None, "triton", "torch"):
-        raise SweepInputError("engine", f"is 'triton' or 'torch', not {wanted!r}")
-    return found if wanted is None else wanted
+def choose_backend(requested: Backend | None = None) -> Backend:
+    """Return the requested backend, or by default Triton if it can be imported."""
+    found: Backend = "torch" if load_kernels("device_kernels") is None else "triton"
+    if requested == "triton" and found != "triton":
+        raise SweepInputError("backend", "'triton' cannot be imported; pip install triton")
+    if requested not in (None, "triton", "torch"):
+        raise SweepInputError("backend", f"must be 'triton' or 'torch', got {requested!r}")
+    return found if requested is None else requested
 
 
-def interpreted() -> bool:
-    """Triton's own interpreter runs kernels on host tensors: for tests, on machines with no GPU."""
+def is_interpreted() -> bool:
+    """Return whether Triton's interpreter runs the kernels on host tensors, as some tests do."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Kernels are launched on the current device."""
+def use_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make `device` current: Triton launches kernels on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def record(device: torch.device) -> Any:
-    """An event on the current stream; on the host there is nothing to wait for: None."""
-    cuda: Any = torch.cuda  # whose events have no types
+def record_event(device: torch.device) -> Any:
+    """Record an event on the current stream; return None on the host, which needs none."""
+    cuda: Any = torch.cuda  # its events are untyped
     return cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """16-bit floats as int16: the kernels convert them themselves."""
+def raw_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View 16-bit floats as int16. The kernels convert them with integer arithmetic."""
     plain = tensor.detach()
     return plain.view(torch.int16) if plain.dtype in (torch.bfloat16, torch.float16) else plain
 
 
-# --------
-# What a step on the GPU refuses, before a byte changes. Room: update.
-
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
-_REST = {torch.bfloat16: (torch.int16,), torch.float16: (torch.float32,), torch.float32: ()}
-
-_Dtypes = tuple[torch.dtype, ...]
+# Checks. A step starts only after all of its inputs were checked.
 
 
 def check_segments(rule: RuleName, segments: Sequence[Segment]) -> None:
-    """Raise SweepInputError unless every segment is whole, on one device and in its own memory."""
+    """Raise SweepInputError if a segment is incomplete, on another device, or shares memory."""
     if rule not in NUM_MOMENTS:
-        raise SweepInputError("rule", f"is one of {', '.join(NUM_MOMENTS)}, not {rule!r}")
+        raise SweepInputError("rule", f"must be one of {', '.join(NUM_MOMENTS)}, got {rule!r}")
     device = segments[0].grad.device
     for segment in segments:
         _check_segment(rule, segment, device)
-    _check_apart(segments)
+    _check_no_overlap(segments)
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtypes: _Dtypes, device: torch.device) -> None:
-    kind = "cpu" if interpreted() else "cuda"
+    kind = "cpu" if is_interpreted() else "cuda"
     if tensor.device.type != kind or tensor.layout != torch.strided:
         raise SweepInputError(
             name, f"is {tensor.layout} on {tensor.device}; it must be a dense {kind} tensor"
         )
     if tensor.device != device:
-        raise SweepInputError(name, f"is on {tensor.device} where others are on {device}")
+        raise SweepInputError(name, f"is on {tensor.device}, but the others are on {device}")
     if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise SweepInputError(name, f"is {tensor.dtype}; {wanted} is needed")
+        expected = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise SweepInputError(name, f"is {tensor.dtype}, expected {expected}")
     if not tensor.is_contiguous():
         raise SweepInputError(
-            name, f"is not contiguous (strides {tensor.stride()}); pass it .contiguous()"
+            name, f"is not contiguous (strides {tensor.stride()}); make it .contiguous()"
         )
 
 
 def buffers(s: Segment) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Each role with its tensor, the gradient aside."""
+    """Yield each role with its tensor, except for the gradient."""
     for role in ("weight", "rest", "first", "second", "first_base", "second_base"):
         yield role, getattr(s, role)
 
@@ -142,26 +141,26 @@ def _check_segment(rule: RuleName, s: Segment, device: torch.device) -> None:
     check_tensor(f"grad of {s.name}", s.grad, FLOATS, device)
     check_tensor(f"weight of {s.name}", s.weight, FLOATS, device)
     for role, tensor in buffers(s):
-        dtypes = _wanted(rule, s, role)
+        dtypes = _expected_dtypes(rule, s, role)
         name = f"{role} of {s.name}"
         if tensor is None and dtypes:
             raise SweepInputError(name, "is missing")
         if tensor is not None and not dtypes:
-            raise SweepInputError(name, "has no use in this format; leave it out")
+            raise SweepInputError(name, "is not used in this format; leave it out")
         if tensor is None:
             continue
         check_tensor(name, tensor, dtypes, device)
         numel = num_blocks(n) if role.endswith("_base") else n
         if tensor.numel() != numel:
-            raise SweepInputError(name, f"has {tensor.numel()} elements where {numel} are needed")
+            raise SweepInputError(name, f"has {tensor.numel()} elements, expected {numel}")
     if s.first_index < 0 or s.first_index % LEAF:
         raise SweepInputError(
-            s.name, f"begins at element {s.first_index}, which is no multiple of {LEAF}"
+            s.name, f"begins at element {s.first_index}, which is not a multiple of {LEAF}"
         )
 
 
-def _wanted(rule: RuleName, s: Segment, role: str) -> _Dtypes:
-    """The types a role may have; none if it must be empty."""
+def _expected_dtypes(rule: RuleName, s: Segment, role: str) -> _Dtypes:
+    """Return the types that a role may have; empty if it must be None."""
     if role == "weight":
         return FLOATS
     if role == "rest":
@@ -176,20 +175,21 @@ def _wanted(rule: RuleName, s: Segment, role: str) -> _Dtypes:
     return (torch.int16,) if stored == torch.uint8 else ()
 
 
-def _check_apart(segments: Sequence[Segment]) -> None:
-    """What is written shares memory with nothing. Gradients are only read, and may be shared."""
+def _check_no_overlap(segments: Sequence[Segment]) -> None:
+    """Check that no written tensor shares memory with another. Gradients are only read."""
     ranges = []
     for s in segments:
         for role, tensor in (("grad", s.grad), *buffers(s)):
             if tensor is not None and tensor.numel():
                 at = tensor.data_ptr()
                 ranges.append((at, at + tensor.nbytes, f"{role} of {s.name}", role != "grad"))
+    # In order of address, it is enough to compare with the range that extends furthest so far.
     far = far_written = (0, 0, "", False)
-    for one in sorted(ranges):
-        begin, _, name, written = one
+    for current in sorted(ranges):
+        begin, _, name, written = current
         other = far if written else far_written
         if begin < other[1]:
-            raise SweepInputError(name, f"shares memory with {other[2]}; each needs its own")
-        far = max(far, one, key=lambda r: r[1])
+            raise SweepInputError(name, f"shares memory with {other[2]}; each needs its own memory")
+        far = max(far, current, key=lambda r: r[1])
         if written:
-            far_written = one
+            far_written = current

@@ -1,15 +1,19 @@
-"""Single elements of the GPU's sweep, in Triton. Room: update.
+"""The Triton kernel of the optimizer sweep: one kernel for every rule and format.
 
-[Note: one rounding] A kernel gives the host's bits if every operation is rounded once, to nearest,
-and keeps denormals:
+It computes what `reference` specifies, element for element. `device_sweep` imports this module only
+if Triton is installed.
 
-- products and sums: kernels are launched with `enable_fp_fusion=False`, so that the PTX says
-  `mul.rn`, `add.rn` and `sub.rn`, which no later stage may contract, and never `.ftz`;
-- division and square root: written as PTX, so that no version of Triton has a say in what `div_rn`
-  and `sqrt_rn` become. Its interpreter has no PTX; there (`PTX=False`) numpy's are right;
-- everything else is integer arithmetic on the bits.
+[Note: rounding] A kernel gives the same bits as the host if every operation rounds once, to
+nearest, and keeps denormals:
 
-`tests/test_device_code.py` reads the PTX for the first two.
+- Products and sums: kernels are launched with `enable_fp_fusion=False`, so that the PTX contains
+  `mul.rn`, `add.rn` and `sub.rn`, which no later stage may contract, and never `.ftz`.
+- Division and square root are written as PTX, so that they do not depend on how a version of Triton
+  compiles `div_rn` and `sqrt_rn`. Triton's interpreter has no PTX; there (`PTX=False`), numpy
+  rounds correctly.
+- Everything else is integer arithmetic on the bits.
+
+`tests/optim/test_device_code.py` checks the PTX for the first two.
 """
 
 from __future__ import annotations
@@ -23,10 +27,16 @@ from penstock import _native
 # ruff: noqa: N803
 
 
+COLUMNS = tl.constexpr(_native.SWEEP_MOMENT_BLOCK)
 SIGN = tl.constexpr(0x80000000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITY = tl.constexpr(0x7F800000)
 _GRAD_LIMIT = tl.constexpr(0x5F7FFFFF)
+_GRID_TOP = tl.constexpr(0x7F7)
+_FAR = tl.constexpr(0x7FFFFFFF)
+
+
+# Arithmetic of single elements.
 
 
 @triton.jit
@@ -61,7 +71,10 @@ def root(x, PTX: tl.constexpr):
 
 @triton.jit
 def half_bits(x):
-    """fp32 to fp16, to nearest, ties to even. Adding 0.5 aligns and rounds denormal halves."""
+    """Convert fp32 to fp16, to nearest, ties to even.
+
+    Adding 0.5 aligns and rounds denormal results.
+    """
     magnitude = bits_of(x) & MAGNITUDE
     normal = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13
     denormal = bits_of(float_of(magnitude) + 0.5) - 0x3F000000
@@ -73,7 +86,7 @@ def half_bits(x):
 
 @triton.jit
 def widen(stored, KIND: tl.constexpr):
-    """A gradient as loaded (16 bits as int16) to fp32, exactly."""
+    """Convert a gradient as loaded (16-bit types as int16) to fp32, exactly."""
     if KIND == "fp32":
         return stored
     elif KIND == "bf16":
@@ -103,7 +116,7 @@ def gradient(raw, master, scale, l2):
 
 @triton.jit
 def draw(at, local, key0, key1):
-    """Thirty-two random bits for each element. A tile never straddles 2^32: it is aligned."""
+    """Return 32 random bits per element. Tiles are aligned, so none crosses a multiple of 2^32."""
     low = (at & 0xFFFFFFFF).to(tl.uint32)
     high = ((at >> 32) & 0xFFFFFFFF).to(tl.uint32)
     key = key0.to(tl.uint32, bitcast=True) ^ (high * 0x9E3779B1)
@@ -113,22 +126,7 @@ def draw(at, local, key0, key1):
     return x ^ (x >> 16)
 
 
-# --------
-# The GPU's step in Triton: one kernel for every rule and format. Room: update.
-#
-# Element for element what `reference` says; `device_math` has the arithmetic and the note on
-# rounding. Imported by `device_sweep` only where Triton is there.
-
-# mypy: ignore-errors
-# ruff: noqa: N803
-
-
-COLUMNS = tl.constexpr(_native.SWEEP_MOMENT_BLOCK)
-_GRID_TOP = tl.constexpr(0x7F7)
-_FAR = tl.constexpr(0x7FFFFFFF)
-
-
-# How masters and moments are stored. A tile is ROWS x COLUMNS, and a row has one base.
+# Loading and storing of masters and moments. A tile is ROWS x COLUMNS, and each row has one base.
 
 
 @triton.jit
@@ -217,7 +215,7 @@ def _store_moment(
         tl.store(base + row, low.to(tl.int16), mask=row_mask)
 
 
-# The step.
+# The kernel.
 
 
 @triton.jit(do_not_specialize=["first_index", "key0", "key1"])
@@ -251,7 +249,7 @@ def sweep_kernel(
     ROWS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """One tile. Pointers to roles that the format lacks are never touched."""
+    """Update one tile. Pointers to roles that the format lacks are never accessed."""
     begin = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     left = n - begin
     row = tl.arange(0, ROWS)
@@ -282,7 +280,8 @@ def sweep_kernel(
         toward = (g + new1 * keep) * rate if LOOK else new1 * rate
     else:
         lean = blend(old1, g, fresh1)
-        # Zero leans nowhere, and NaN stays NaN. Not a minus: Triton's is 0 - x, which loses -0.
+        # Zero and NaN stay as they are. Multiply by -1: Triton computes -x as 0 - x, which loses
+        # the sign of zero.
         ahead = tl.where((lean > 0) | (lean < 0), rate, lean)
         toward = tl.where(lean < 0, ahead * -1.0, ahead)
         new1 = blend(old1, g, fresh2)

@@ -1,6 +1,6 @@
-"""Norm and overflow of gradients still in GPU memory: the host's figures, to the bit. Room: update.
+"""Norm and overflow of gradients in GPU memory, bit for bit the same as on the host.
 
-`start_stats(...) -> Ticket[GradStats]`, `ticket.wait()`; `grad_stats` does both.
+`start_stats(...)` returns a `Ticket[GradStats]`; `grad_stats` also waits for it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from penstock.optim import reference
 from penstock.optim.device_backend import (
     FLOATS,
+    Backend,
     DeviceTicket,
-    Engine,
     check_tensor,
-    kernels,
-    on,
-    pick,
-    raw,
+    choose_backend,
+    load_kernels,
+    raw_bits,
+    use_device,
 )
 from penstock.optim.norms import GradStats
 from penstock.optim.sweep import LEAF
@@ -31,40 +31,41 @@ _KIND = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _NOWHERE = 2**63 - 1
 
 _LEAVES = 8
-"""Leaves that one warp sums side by side: 16 bytes of bf16 a thread."""
+"""Number of leaves that one warp sums concurrently: 16 bytes of bf16 per thread."""
 _LIMB_LEAVES = 128
 
 
 def grad_stats(
-    grads: torch.Tensor | Sequence[torch.Tensor], *, engine: Engine | None = None
+    grads: torch.Tensor | Sequence[torch.Tensor], *, backend: Backend | None = None
 ) -> GradStats:
-    """As `sweep.grad_stats`, for gradients on one GPU; waits for them."""
+    """Return the stats of gradients on one GPU, like `sweep.grad_stats`."""
     tensors = [grads] if isinstance(grads, torch.Tensor) else grads
-    return start_stats(tensors, engine=engine).wait()
+    return start_stats(tensors, backend=backend).wait()
 
 
 def start_stats(
-    grads: Sequence[torch.Tensor], *, engine: Engine | None = None
+    grads: Sequence[torch.Tensor], *, backend: Backend | None = None
 ) -> Ticket[GradStats]:
     """Queue one read of the gradients on the current stream.
 
-    Triton's takes 8 bytes for every 4096 elements; torch's takes copies, and waits.
+    The Triton kernels need 8 bytes of memory for every 4096 elements. The torch fallback needs
+    temporary copies, and blocks.
     """
     tensors = list(grads)
     for i, tensor in enumerate(tensors):
         check_tensor(f"gradient {i}", tensor, FLOATS, tensors[0].device)
     full = [tensor for tensor in tensors if tensor.numel()]
     if not full:
-        return Finished(_nothing())
-    with on(full[0].device):
-        if pick(engine) == "torch":
-            done = _by_torch(tensors)
+        return Finished(_no_stats())
+    with use_device(full[0].device):
+        if choose_backend(backend) == "torch":
+            done = _run_torch(tensors)
             return DeviceTicket(full[0].device, tensors, lambda: done)
-        return DeviceTicket(full[0].device, tensors, _by_triton(tensors))
+        return DeviceTicket(full[0].device, tensors, _run_triton(tensors))
 
 
-def _by_triton(grads: Sequence[torch.Tensor]) -> Callable[[], GradStats]:
-    norm, device = kernels("norm_kernels"), grads[0].device
+def _run_triton(grads: Sequence[torch.Tensor]) -> Callable[[], GradStats]:
+    norm, device = load_kernels("norm_kernels"), grads[0].device
     limbs = torch.zeros(norm.NUM_LIMBS, dtype=torch.int64, device=device)
     tops = torch.zeros(len(grads), dtype=torch.int64, device=device)
     bads = torch.full((len(grads),), _NOWHERE, dtype=torch.int64, device=device)
@@ -74,7 +75,7 @@ def _by_triton(grads: Sequence[torch.Tensor]) -> Callable[[], GradStats]:
             continue
         sums = torch.empty(leaves, dtype=torch.float64, device=device)
         norm.leaf_kernel[(-(-leaves // _LEAVES),)](
-            *(raw(grad), sums, tops[i:], bads[i:], n),
+            *(raw_bits(grad), sums, tops[i:], bads[i:], n),
             GRAD=_KIND[grad.dtype],
             LEAVES=_LEAVES,
             num_warps=1,
@@ -93,8 +94,8 @@ def _read(limbs: torch.Tensor, tops: torch.Tensor, bads: torch.Tensor) -> GradSt
     return GradStats(units, max_abs, bad)
 
 
-def _by_torch(grads: Sequence[torch.Tensor]) -> GradStats:
-    total = _nothing()
+def _run_torch(grads: Sequence[torch.Tensor]) -> GradStats:
+    total = _no_stats()
     for i, grad in enumerate(grads):
         if not grad.numel():
             continue
@@ -108,10 +109,10 @@ def _by_torch(grads: Sequence[torch.Tensor]) -> GradStats:
 
 
 def _units(value: float) -> int:
-    """A leaf's sum in the units of `GradStats`: a whole number of them."""
+    """Convert the sum of a leaf to the units of `GradStats`, which is exact."""
     numerator, denominator = value.as_integer_ratio()
     return (numerator << 352) // denominator
 
 
-def _nothing() -> GradStats:
+def _no_stats() -> GradStats:
     return GradStats(0, 0.0, None)

@@ -1,9 +1,9 @@
-"""The sweep for states in GPU memory: the host's bits. Room: update.
+"""The optimizer sweep on the GPU, bit for bit the same as on the CPU.
 
-`start(...) -> Ticket` takes the segments of `sweep.start`, with all tensors on one CUDA
-device, refuses the same inputs and gives the same bits: a state may move between sides freely.
-Kernels are queued on the current stream, one for each segment, and only `wait` waits for them.
-`device_engine` says what runs where Triton is missing.
+`start(...)` accepts the same segments as `sweep.start`, with all tensors on one CUDA device. It
+rejects the same inputs and gives the same bits, so a state may move between CPU and GPU. Kernels
+are queued on the current stream, one for each segment, and only `wait` blocks. `device_backend`
+chooses what runs if there is no Triton.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from penstock import _native
 from penstock.errors import NonFiniteMasterError
 from penstock.optim import reference
 from penstock.optim.device_backend import (
+    Backend,
     DeviceTicket,
-    Engine,
     buffers,
     check_segments,
-    interpreted,
-    kernels,
-    on,
-    pick,
-    raw,
+    choose_backend,
+    is_interpreted,
+    load_kernels,
+    raw_bits,
+    use_device,
 )
 from penstock.optim.device_norms import grad_stats, start_stats
 from penstock.optim.norms import GradStats
@@ -39,7 +39,8 @@ _MOMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "int8"}
 _NOWHERE = 2**63 - 1
 
 _ROWS = 4
-"""Rows of one base each in a kernel's tile: with four warps, eight elements a thread."""
+"""Number of rows in a kernel's tile, each with one base: eight elements per thread with four
+warps."""
 _TILE = _ROWS * _native.SWEEP_MOMENT_BLOCK
 
 
@@ -48,19 +49,20 @@ def start(
     segments: Sequence[Segment],
     *,
     stats: bool = False,
-    engine: Engine | None = None,
+    backend: Backend | None = None,
 ) -> Ticket[GradStats | None]:
-    """Queue one step. Formats may differ between segments. `stats` reads the gradients once more.
+    """Queue one step on the current stream. Segments may have different formats.
 
-    The caller keeps the tensors' memory from being reused by other streams until `wait`.
+    With `stats`, the gradients are read once more for their norm. The caller must keep the memory
+    of the tensors from being reused by other streams until `wait` returns.
     """
     if not segments:
         return Finished(start_stats(()).wait() if stats else None)
     check_segments(rule, segments)
-    run = _by_triton if pick(engine) == "triton" else _by_torch
+    run = _run_triton if choose_backend(backend) == "triton" else _run_torch
     device = segments[0].grad.device
-    with on(device):
-        found = start_stats([s.grad for s in segments], engine=engine) if stats else None
+    with use_device(device):
+        found = start_stats([s.grad for s in segments], backend=backend) if stats else None
         refused = torch.full((len(segments),), _NOWHERE, dtype=torch.int64, device=device)
         for i, segment in enumerate(segments):
             if segment.grad.numel():
@@ -81,12 +83,12 @@ def _read(
     return None if stats is None else stats.wait()
 
 
-def _by_triton(rule: RuleName, s: Segment, refused: torch.Tensor) -> None:
+def _run_triton(rule: RuleName, s: Segment, refused: torch.Tensor) -> None:
     n, by = s.grad.numel(), s.by
-    # A role that the format lacks is never touched; any pointer will do.
-    roles = [raw(s.grad if tensor is None else tensor) for _, tensor in buffers(s)]
-    kernels("device_kernels").sweep_kernel[(-(-n // _TILE),)](
-        *(raw(s.grad), *roles, refused),
+    # The kernel never accesses roles that the format lacks, so any pointer will do for them.
+    roles = [raw_bits(s.grad if tensor is None else tensor) for _, tensor in buffers(s)]
+    load_kernels("device_kernels").sweep_kernel[(-(-n // _TILE),)](
+        *(raw_bits(s.grad), *roles, refused),
         *(n, s.first_index, _signed(s.key), _signed(s.key >> 32)),
         *(by.scale, by.l2, by.decay, by.rate, by.fresh1, by.fresh2, by.eps, by.keep),
         RULE=rule,
@@ -96,19 +98,19 @@ def _by_triton(rule: RuleName, s: Segment, refused: torch.Tensor) -> None:
         LIMIT=reference.WEIGHT_LIMIT[s.weight.dtype],
         MOMENTS="none" if s.first is None else _MOMENTS[s.first.dtype],
         ROWS=_ROWS,
-        PTX=not interpreted(),
+        PTX=not is_interpreted(),
         num_warps=4,
-        enable_fp_fusion=False,  # see the note on rounding in device_math
+        enable_fp_fusion=False,  # see the note on rounding in device_kernels
     )
 
 
 def _signed(word: int) -> int:
-    """The low 32 bits as an int32, so that no kernel is compiled anew for large ones."""
+    """Return the low 32 bits as an int32, so that Triton does not recompile for large values."""
     low = word & 0xFFFFFFFF
     return low - (1 << 32) if low >= 1 << 31 else low
 
 
-def _by_torch(rule: RuleName, s: Segment, refused: torch.Tensor) -> None:
+def _run_torch(rule: RuleName, s: Segment, refused: torch.Tensor) -> None:
     state = {role: t.detach().view(-1) for role, t in buffers(s) if t is not None}
     grad = s.grad.detach().view(-1)
     at = reference.sweep(rule, state, grad, s.by, key=s.key, first_index=s.first_index)

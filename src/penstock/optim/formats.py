@@ -1,7 +1,7 @@
-"""How weights and moments are stored. Room: update. `docs/sweep.md` explains each.
+"""Storage formats of weights and moments. `docs/sweep.md` explains each.
 
-Everything here is plain torch, works on any device, and defines the bits: the native sweep and the
-GPU's must agree with it.
+Everything here is plain torch and works on any device. It defines the exact bits: the sweeps on the
+CPU and on the GPU must agree with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.errors import SweepInputError
 Moments = Literal["fp32", "bf16", "int8"]
 
 BLOCK = _native.SWEEP_MOMENT_BLOCK
-"""Elements of one tensor under one base of 8-bit moments."""
+"""Number of elements of a tensor that share one base of 8-bit moments."""
 
 _GRID_SHIFT = 20
 _GRID_TOP = 0x7F7
@@ -32,22 +32,27 @@ _REST = {torch.bfloat16: ("low", torch.int16), torch.float16: ("master", torch.f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateFormat:
-    """What is kept for each parameter, the gradient aside."""
+    """The state stored for each parameter, without its gradient."""
 
     weight: torch.dtype = torch.bfloat16
-    """bf16: with a remainder, together the fp32 master; fp16: beside the master; fp32: itself."""
+    """Type of the weight. A bf16 weight and its remainder form the fp32 master; an fp16 weight is
+    stored in addition to the master; an fp32 weight is its own master."""
     moments: Moments = "fp32"
+    """Storage format of the moments."""
     num_moments: int = 2
+    """Number of moments."""
 
     def __post_init__(self) -> None:
         if self.weight not in (torch.float32, torch.bfloat16, torch.float16):
-            raise SweepInputError("weight", f"is fp32, bf16 or fp16, not {self.weight}")
+            raise SweepInputError("weight", f"must be fp32, bf16 or fp16, got {self.weight}")
         if self.moments not in _MOMENT_DTYPE:
-            raise SweepInputError("moments", f"are 'fp32', 'bf16' or 'int8', not {self.moments!r}")
+            raise SweepInputError(
+                "moments", f"must be 'fp32', 'bf16' or 'int8', got {self.moments!r}"
+            )
 
     @property
     def rest(self) -> tuple[str, torch.dtype] | None:
-        """Name and type of what the weight lacks of its master."""
+        """Name and type of the rest of the master weight; None for fp32."""
         return _REST.get(self.weight)
 
     @property
@@ -55,7 +60,7 @@ class StateFormat:
         return _MOMENT_DTYPE[self.moments]
 
     def nbytes(self, numel: int) -> dict[str, int]:
-        """Bytes of each role for a tensor of `numel` elements."""
+        """Return the bytes of each role for a tensor of `numel` elements."""
         roles = {"weight": numel * self.weight.itemsize}
         if self.rest is not None:
             roles[self.rest[0]] = numel * self.rest[1].itemsize
@@ -66,23 +71,24 @@ class StateFormat:
         return roles
 
     def bytes_per_parameter(self, grad: torch.dtype | None = None) -> float:
-        """Of a large tensor; with a gradient of that type at rest beside it, if given."""
-        held = sum(self.nbytes(BLOCK).values()) / BLOCK
-        return held + (grad.itemsize if grad is not None else 0)
+        """Return the bytes per parameter of a large tensor, including a gradient of type `grad`."""
+        state = sum(self.nbytes(BLOCK).values()) / BLOCK
+        return state + (grad.itemsize if grad is not None else 0)
 
 
 def num_blocks(numel: int) -> int:
+    """Return the number of bases for `numel` elements."""
     return -(-numel // BLOCK)
 
 
-# The master.
+# Master weights.
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A finite fp32 master as bf16 weight and signed 16-bit remainder, losslessly.
+    """Split a finite fp32 master into a bf16 weight and a signed 16-bit remainder, without loss.
 
-    The weight is the nearest, ties away from zero: to nearest even, half the ties would leave a
-    remainder of +32768, which does not fit.
+    The weight is rounded to nearest with ties away from zero. With ties to even, half of the ties
+    would leave a remainder of +32768, which does not fit into 16 bits.
     """
     bits = _bits(master)
     high = (bits + 0x8000) >> 16
@@ -91,30 +97,30 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The fp32 master of a bf16 weight and its remainder."""
+    """Return the fp32 master of a bf16 weight and its remainder."""
     high = weight.view(torch.int16).to(torch.int32) << 16
     return (high + low.to(torch.int32)).view(torch.float32)
 
 
 def read_master(weight: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
-    """The fp32 master, wherever it is."""
+    """Return the fp32 master of a weight in any format."""
     if weight.dtype == torch.bfloat16 and rest is not None:
         return join(weight, rest)
     return weight if rest is None else rest
 
 
 def fresh_rest(weight: torch.Tensor) -> torch.Tensor | None:
-    """What makes the master equal to the weight."""
+    """Return the rest for a master that equals the weight; None for fp32."""
     if weight.dtype == torch.bfloat16:
         return torch.zeros(weight.shape, dtype=torch.int16, device=weight.device)
     return weight.detach().float() if weight.dtype == torch.float16 else None
 
 
-# The moments.
+# Moments.
 
 
 def draw_bits(key: int, first_index: int, count: int, device: torch.device) -> torch.Tensor:
-    """Thirty-two random bits for each element, as int64: of key and index, and nothing else."""
+    """Return 32 random bits per element as int64, which depend only on the key and the index."""
     index = torch.arange(first_index, first_index + count, dtype=torch.int64, device=device)
     key0 = (key & _MASK32) ^ (((index >> 32) * 0x9E3779B1) & _MASK32)
     x = (index & _MASK32) ^ key0
@@ -124,7 +130,7 @@ def draw_bits(key: int, first_index: int, count: int, device: torch.device) -> t
 
 
 def round_bf16(value: torch.Tensor, random16: torch.Tensor) -> torch.Tensor:
-    """To one of the two neighbours in bf16, with the odds that make the mean right."""
+    """Round to bf16 stochastically: up or down with probabilities that preserve the mean."""
     bits = _bits(value)
     top = ((bits & _MAGNITUDE) + random16.to(torch.int32)) >> 16
     top = top.clamp(max=0x7F7F)
@@ -132,7 +138,7 @@ def round_bf16(value: torch.Tensor, random16: torch.Tensor) -> torch.Tensor:
 
 
 def encode_first(value: torch.Tensor, random16: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 to a sign and 7 bits each, and a base for every block."""
+    """Encode fp32 as a sign and 7 bits per element, and a base per block."""
     bits, place, base = _onto_grid(value, random16, codes=127)
     unit = ((base + 1) << _GRID_SHIFT).view(torch.float32) * 2.0**-16
     dart = random16.to(torch.float32) * _spread(unit, value.numel())
@@ -144,24 +150,26 @@ def encode_first(value: torch.Tensor, random16: torch.Tensor) -> tuple[torch.Ten
 
 
 def encode_second(value: torch.Tensor, random16: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Non-negative fp32 to 8 bits each, and a base for every block. Only zero becomes zero."""
+    """Encode non-negative fp32 as 8 bits per element and a base per block. Only zero becomes 0."""
     bits, place, base = _onto_grid(value, random16, codes=255)
     size = (place - _spread(base, value.numel())).clamp(min=1)
     return torch.where(bits == 0, 0, size).to(torch.uint8), base.to(torch.int16)
 
 
 def decode_first(code: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Decode codes of `encode_first` to fp32."""
     wide = code.to(torch.int32)
     magnitude = _off_grid(wide & 0x7F, base)
     return torch.where(wide >= 0x80, -magnitude, magnitude)
 
 
 def decode_second(code: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Decode codes of `encode_second` to fp32."""
     return _off_grid(code.to(torch.int32), base)
 
 
 def read_moment(state: Mapping[str, torch.Tensor], name: str, *, second: bool) -> torch.Tensor:
-    """A moment as flat fp32, from whichever form `state` holds under `name`."""
+    """Return the moment `name` of a state as flat fp32, whatever its format."""
     if f"{name}_code" not in state:
         return state[name].reshape(-1).float()
     decode = decode_second if second else decode_first
@@ -171,7 +179,7 @@ def read_moment(state: Mapping[str, torch.Tensor], name: str, *, second: bool) -
 def write_moment(
     value: torch.Tensor, name: str, moments: Moments, *, second: bool
 ) -> dict[str, torch.Tensor]:
-    """State entries for an fp32 moment of any shape, rounded to nearest."""
+    """Return the state entries for an fp32 moment of any shape, rounded to nearest."""
     if moments != "int8":
         return {name: value.to(_MOMENT_DTYPE[moments]).clone()}
     encode = encode_second if second else encode_first
@@ -191,7 +199,7 @@ def _spread(per_block: torch.Tensor, numel: int) -> torch.Tensor:
 def _onto_grid(
     value: torch.Tensor, random16: torch.Tensor, *, codes: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bits and place of each element, and the base of each block."""
+    """Return the bits and the grid index of each element, and the base of each block."""
     bits = _bits(value)
     draw = random16.to(torch.int32) << (_GRID_SHIFT - 16)
     place = (((bits & _MAGNITUDE) + draw) >> _GRID_SHIFT).clamp(max=_GRID_TOP)

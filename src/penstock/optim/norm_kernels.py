@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 # ruff: noqa: N803
-"""Norm and overflow of gradients on the GPU, in Triton. Room: update.
+"""Triton kernels for the norm and overflow of gradients.
 
-The tree is the host's. Imported by `device_stats` only where Triton is there.
+They add in the same order as the host. `device_norms` imports this module only if Triton is
+installed.
 """
 
 import triton
@@ -12,7 +13,7 @@ from penstock import _native
 from penstock.optim.device_kernels import INFINITY, MAGNITUDE, bits_of, widen
 
 NUM_LIMBS = 21
-"""As many as `ExactSum` of the native core has."""
+"""Number of limbs, the same as in `ExactSum` of the native core."""
 
 _LEAF = tl.constexpr(_native.SWEEP_LEAF)
 _LANES = tl.constexpr(_native.SWEEP_LANES)
@@ -25,14 +26,14 @@ _NARROW_MOST = tl.constexpr(0x57800000)
 
 @triton.jit
 def square(grad, at, left, GRAD: tl.constexpr):
-    """One row of each leaf: its squares, and the bits of its magnitudes."""
+    """Return the squares of one row of each leaf, and the bits of its magnitudes."""
     x = widen(tl.load(grad + at, mask=at < left, other=0), GRAD)
     return x * x, (bits_of(x) & MAGNITUDE).to(tl.int32)
 
 
 @triton.jit
 def narrow_sums(grad, local, left, tops, GRAD: tl.constexpr, LEAVES: tl.constexpr):
-    """Four rows at a time are added in fp32, where squares of 16-bit numbers are exact."""
+    """Add four rows at a time in fp32, where squares of 16-bit numbers are exact."""
     sums = tl.zeros([LEAVES, _LANES], dtype=tl.float64)
     for i in tl.range(0, _LEAF, 4 * _LANES):
         a, top_a = square(grad, local + i, left, GRAD)
@@ -46,7 +47,7 @@ def narrow_sums(grad, local, left, tops, GRAD: tl.constexpr, LEAVES: tl.constexp
 
 @triton.jit
 def wide_sums(grad, local, left, tops, GRAD: tl.constexpr, LEAVES: tl.constexpr):
-    """All in fp64, where squares of fp32 numbers are exact."""
+    """Add all rows in fp64, where squares of fp32 numbers are exact."""
     sums = tl.zeros([LEAVES, _LANES], dtype=tl.float64)
     for i in tl.range(0, _LEAF, _LANES, loop_unroll_factor=4):
         x = widen(tl.load(grad + local + i, mask=local + i < left, other=0), GRAD)
@@ -58,7 +59,7 @@ def wide_sums(grad, local, left, tops, GRAD: tl.constexpr, LEAVES: tl.constexpr)
 
 @triton.jit
 def fold(sums, LEAVES: tl.constexpr):
-    """Halves are added to halves: two numbers at a time, so no order is left open."""
+    """Add halves to halves: two numbers at a time, so that the order is fully specified."""
     half = tl.sum(tl.reshape(sums, [LEAVES, 2, _LANES // 2]), axis=1)
     half = tl.sum(tl.reshape(half, [LEAVES, 2, _LANES // 4]), axis=1)
     half = tl.sum(tl.reshape(half, [LEAVES, 2, _LANES // 8]), axis=1)
@@ -68,7 +69,7 @@ def fold(sums, LEAVES: tl.constexpr):
 
 @triton.jit
 def leaf_kernel(grad, leaf_sums, top_bits, first_bad, n, GRAD: tl.constexpr, LEAVES: tl.constexpr):
-    """Sums of squares of LEAVES leaves, each in the one order that counts."""
+    """Compute the sums of squares of LEAVES leaves, each in the specified order."""
     leaf = tl.arange(0, LEAVES)
     lane = tl.arange(0, _LANES)
     first_leaf = tl.program_id(0).to(tl.int64) * LEAVES
@@ -102,10 +103,10 @@ def leaf_kernel(grad, leaf_sums, top_bits, first_bad, n, GRAD: tl.constexpr, LEA
 
 @triton.jit
 def limb_kernel(leaf_sums, limbs, num_leaves, LEAVES: tl.constexpr):
-    """Adds leaf sums without rounding: integers, so that neither order nor atomics matter.
+    """Add leaf sums as integers, without rounding, so that neither order nor atomics matter.
 
-    Limb i counts units of 2^(32 i - 352), as in the native core. Leaves that are not finite are
-    left out, as there.
+    Limb i counts units of 2^(32 i - 352). Leaves that are not finite are skipped. Both are the
+    same in the native core.
     """
     at = tl.program_id(0) * LEAVES + tl.arange(0, LEAVES)
     bits = tl.load(leaf_sums + at, mask=at < num_leaves, other=0.0).to(tl.int64, bitcast=True)

@@ -1,4 +1,4 @@
-"""Norm and overflow of gradients at rest in host memory, in one read. Room: update."""
+"""Norm and overflow of gradients, and their exact sum."""
 
 from __future__ import annotations
 
@@ -14,31 +14,36 @@ _UNIT_BITS = 352
 
 @dataclass(frozen=True, slots=True)
 class GradStats:
-    """What one pass over gradients found. Stats of parts add up to the stats of the whole, exactly:
-    neither chunks nor threads nor their order can change a norm."""
+    """Result of one pass over gradients.
+
+    Stats of parts add up exactly to the stats of the whole, so neither chunks nor threads nor their
+    order can change a norm.
+    """
 
     units: int
-    """The sum of squares in units of 2^-352, unrounded; meaningless if not `finite`."""
+    """Exact sum of squares in units of 2^-352; meaningless if not `finite`."""
     max_abs: float
-    """The largest absolute value; infinite or NaN if one is."""
+    """Largest absolute value; infinite or NaN if an element is."""
     first_bad: tuple[int, int] | None
-    """Which tensor, and which of its elements, is the first that is not finite."""
+    """Index of the tensor and of its element that is the first that is not finite."""
 
     @property
     def finite(self) -> bool:
+        """Whether all elements are finite."""
         return self.first_bad is None
 
     @property
     def sum_squares(self) -> float:
-        """Rounded once, to nearest; NaN unless all is finite."""
+        """Sum of squares, rounded once to nearest; NaN if an element is not finite."""
         return self.units / (1 << _UNIT_BITS) if self.finite else math.nan
 
     @property
     def norm(self) -> float:
+        """Euclidean norm."""
         return math.sqrt(self.sum_squares)
 
     def __add__(self, other: GradStats) -> GradStats:
-        """Both together. `first_bad` stays that of the first operand that has one."""
+        """Combine two results. `first_bad` is that of the first operand that has one."""
         return GradStats(
             self.units + other.units,
             max(self.max_abs, other.max_abs)
@@ -49,12 +54,12 @@ class GradStats:
 
 
 def read_stats(job: _native.SweepJob) -> GradStats:
-    """The stats of a finished native job."""
+    """Return the stats of a finished native job."""
     units = sum(limb << (32 * i) for i, limb in enumerate(job.sum_squares_limbs))
     max_abs: float = struct.unpack("<f", struct.pack("<I", job.max_bits))[0]
     return GradStats(units, max_abs, job.bad_grad)
 
 
 def clip_scale(norm: float, max_norm: float) -> float:
-    """The factor that brings `norm` down to `max_norm`, as torch's `clip_grad_norm_` has it."""
+    """Return the factor that clips `norm` to `max_norm`, as in torch's `clip_grad_norm_`."""
     return min(1.0, max_norm / (norm + 1e-6))

@@ -1,4 +1,9 @@
-"""A `torch.optim.Optimizer` whose step is the sweep: what all three share. Room: update."""
+"""`torch.optim` optimizers for parameters in host memory: `AdamW`, `SGD` and `Lion`.
+
+They are drop-in replacements for torch's optimizers on the CPU, with the same arguments, parameter
+groups and state keys. They are faster, and smaller with compressed `moments`. `SweepOptions` lists
+the additional arguments.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +22,33 @@ from penstock.optim.sweep import Pool, Segment, SweepTicket, grad_stats, start
 
 NonFinite = Literal["refuse", "trust"]
 _Entry = tuple[str, torch.Tensor, dict[str, Any]]
-"""A parameter with its name for messages and its group."""
+"""A parameter with its name for messages, and its group."""
 
 
 class SweepOptions(TypedDict, total=False):
-    """What every optimizer takes by keyword."""
+    """Keyword arguments that every optimizer accepts in addition to its own."""
 
     moments: Moments
-    """How they are stored: "fp32" (exact, the default), "bf16" (stochastic rounding) or "int8"."""
+    """Storage format of the moments: "fp32" (exact, the default), "bf16" or "int8". The last two
+    use stochastic rounding."""
     maximize: bool
-    """Step uphill."""
+    """Whether to maximize the objective instead of minimizing it."""
     nonfinite: NonFinite
-    """Whether to look at all gradients first: "refuse" (the default) does, "trust" does not."""
+    """Whether to check all gradients first: "refuse" (the default) raises if one is not finite,
+    "trust" skips the check."""
     seed: int
-    """What stochastic rounding draws from."""
+    """Seed of stochastic rounding."""
     pool: Pool | None
-    """The threads; by default those of `default_pool()`."""
+    """Threads to use; by default, those of `default_pool()`."""
 
 
 class SweepOptimizer(torch.optim.Optimizer):
-    """Steps parameters in host memory: fp32, bf16 or fp16, contiguous, in any mix of groups.
+    """Base class of the optimizers.
 
-    bf16 weights keep a 16-bit remainder (`low`) and fp16 weights an fp32 `master` in the state, so
-    that small updates are not lost. Moments have torch's names, or `<name>_code` and `<name>_base`
-    where they are 8-bit.
+    Parameters are contiguous host tensors in fp32, bf16 or fp16; a group may mix them. The state
+    of a bf16 weight includes a 16-bit remainder (`low`), and that of an fp16 weight an fp32
+    `master`, so that small updates are not lost. Moments have the same names as in torch, or
+    `<name>_code` and `<name>_base` if they are 8-bit.
     """
 
     rule: ClassVar[RuleName]
@@ -58,27 +66,28 @@ class SweepOptimizer(torch.optim.Optimizer):
         pool: Pool | None = None,
     ) -> None:
         if nonfinite not in ("refuse", "trust"):
-            raise SweepInputError("nonfinite", f"is 'refuse' or 'trust', not {nonfinite!r}")
-        StateFormat(moments=moments)  # says so if there is no such format
+            raise SweepInputError("nonfinite", f"must be 'refuse' or 'trust', got {nonfinite!r}")
+        StateFormat(moments=moments)  # raises if there is no such format
         self.moments, self.nonfinite, self.pool = moments, nonfinite, pool
         super().__init__(params, {**defaults, "maximize": maximize, "seed": seed})
 
     @abstractmethod
     def coefficients(self, group: dict[str, Any], step: int) -> Coefficients:
-        """The group's constants for its step number `step`, from 1."""
+        """Return the group's constants for step number `step`, counted from 1."""
 
     def keeps_moments(self, group: dict[str, Any]) -> bool:
+        """Return whether parameters of this group have moments."""
         return True
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise SweepInputError unless the group's settings make sense."""
+        """Raise SweepInputError if a setting of the group is invalid."""
         lr = group["lr"]
         if not float(lr) >= 0:
             raise SweepInputError("lr", f"must be 0 or more, got {lr}")
         if not group["weight_decay"] >= 0:
             raise SweepInputError("weight_decay", f"must be 0 or more, got {group['weight_decay']}")
 
-    # The step.
+    # Stepping.
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -86,10 +95,11 @@ class SweepOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step for every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
-        With `nonfinite="refuse"` all gradients are looked at first, for 2 to 4 bytes of reading a
-        parameter, and a bad one raises before anything changes. "trust" leaves that out.
+        With `nonfinite="refuse"`, all gradients are checked first, which reads 2 to 4 bytes per
+        parameter, and a gradient that is not finite raises before anything changes. "trust" skips
+        the check.
         """
         loss = None
         if closure is not None:
@@ -116,7 +126,7 @@ class SweepOptimizer(torch.optim.Optimizer):
             raise NonFiniteGradientError(entries[stats.first_bad[0]][0], stats.first_bad[1])
 
     def _start(self, entries: list[_Entry]) -> list[SweepTicket]:
-        """One job for each way parameters are stored. Step counts go up only if all can start."""
+        """Start one job for each storage format. Step counts increase only if all jobs started."""
         ids = {param: i for i, (_, param, _) in enumerate(self._entries())}
         jobs: dict[tuple[Any, ...], list[Segment]] = {}
         for name, param, group in entries:
@@ -146,7 +156,7 @@ class SweepOptimizer(torch.optim.Optimizer):
             buffers[f"{role}_base"] = state.get(f"{name}_base")
         return buffers
 
-    # The state.
+    # State.
 
     def _fresh_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         state = {"step": torch.tensor(0.0, dtype=torch.float32)}
@@ -163,10 +173,10 @@ class SweepOptimizer(torch.optim.Optimizer):
         return formats.write_moment(value, name, self.moments, second=second)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this class's own state or torch's, whatever format its moments are in.
+        """Load a state of this class or of torch's optimizer, with moments in any format.
 
-        The same format is taken bit for bit; another is converted through fp32. Where no master
-        was saved, the weight as it is now becomes it.
+        Moments in the same format are loaded bit for bit; others are converted through fp32. If
+        the state has no master weight, the current weight is used.
         """
         current = self.param_groups
         saved = state_dict["param_groups"]
@@ -204,9 +214,8 @@ class SweepOptimizer(torch.optim.Optimizer):
         return state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, after a look at the parameters: nothing is added if one will not do."""
-        full = {**self.defaults, **param_group}
-        self.check_group(full)
+        """Add a parameter group after checking all its parameters, as in torch."""
+        self.check_group({**self.defaults, **param_group})
         given = param_group["params"]
         params = [given] if isinstance(given, torch.Tensor) else list(given)
         group_number = len(self.param_groups)
@@ -217,39 +226,8 @@ class SweepOptimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, "params": params})
 
 
-def _grad(param: torch.Tensor) -> torch.Tensor:
-    assert param.grad is not None
-    return param.grad
-
-
-def _check_param(name: str, param: torch.Tensor) -> None:
-    if param.device.type != "cpu":
-        raise SweepInputError(name, f"is on {param.device}; this optimizer steps host tensors")
-    if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise SweepInputError(name, f"is {param.dtype}; fp32, bf16 and fp16 can be stepped")
-    if not param.is_contiguous():
-        raise SweepInputError(name, f"is not contiguous (strides {param.stride()})")
-
-
-def _check_grad(name: str, param: torch.Tensor) -> None:
-    grad = _grad(param)
-    if grad.is_sparse:
-        raise SweepInputError(f"grad of {name}", "is sparse; only dense gradients can be stepped")
-    if grad.shape != param.shape:
-        raise SweepInputError(
-            f"grad of {name}", f"is {tuple(grad.shape)} where {tuple(param.shape)} is needed"
-        )
-
-
-# --------
-# `AdamW`, `SGD` and `Lion` for parameters in host memory. Room: update.
-#
-# Drop-in for torch's own on the CPU: same arguments, same groups, same state keys; faster, and
-# smaller where `moments` says so. What all three take besides is in `SweepOptions`.
-
-
 class AdamW(SweepOptimizer):
-    """AdamW; with `decoupled_weight_decay=False`, Adam with L2 decay."""
+    """AdamW, or Adam with L2 regularization if `decoupled_weight_decay=False`."""
 
     rule = "adamw"
     moment_names = ("exp_avg", "exp_avg_sq")
@@ -280,7 +258,7 @@ class AdamW(SweepOptimizer):
         if not group["eps"] >= 0:
             raise SweepInputError("eps", f"must be 0 or more, got {group['eps']}")
         if group.get("amsgrad"):
-            raise SweepInputError("amsgrad", "is not supported: it would need a third moment")
+            raise SweepInputError("amsgrad", "is not supported; it would need a third moment")
 
     def coefficients(self, group: dict[str, Any], step: int) -> Coefficients:
         return rules.adamw(
@@ -295,7 +273,7 @@ class AdamW(SweepOptimizer):
 
 
 class SGD(SweepOptimizer):
-    """torch's SGD with momentum, dampening, L2 decay and Nesterov's variant."""
+    """SGD as in torch, with momentum, dampening, L2 regularization and Nesterov momentum."""
 
     rule = "sgd"
     moment_names = ("momentum_buffer",)
@@ -327,14 +305,14 @@ class SGD(SweepOptimizer):
         if not group["momentum"] >= 0:
             raise SweepInputError("momentum", f"must be 0 or more, got {group['momentum']}")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-            raise SweepInputError("nesterov", "needs momentum above 0 and dampening 0")
+            raise SweepInputError("nesterov", "requires a momentum above 0 and a dampening of 0")
 
     def coefficients(self, group: dict[str, Any], step: int) -> Coefficients:
         return rules.sgd(
             step=step,
             lr=float(group["lr"]),
             momentum=group["momentum"],
-            # Without momentum torch ignores dampening.
+            # torch ignores dampening without momentum.
             dampening=group["dampening"] if self.keeps_moments(group) else 0.0,
             weight_decay=group["weight_decay"],
             nesterov=group["nesterov"],
@@ -343,7 +321,7 @@ class SGD(SweepOptimizer):
 
 
 class Lion(SweepOptimizer):
-    """Lion (Chen et al., 2023): one moment, and steps of one size. 10 bytes a bf16 parameter."""
+    """Lion (Chen et al., 2023): one moment, steps of equal size, 10 bytes per bf16 parameter."""
 
     rule = "lion"
     moment_names = ("exp_avg",)
@@ -378,4 +356,32 @@ class Lion(SweepOptimizer):
 
 def check_betas(betas: tuple[float, float]) -> None:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise SweepInputError("betas", f"are two numbers from 0 to below 1, got {betas}")
+        raise SweepInputError("betas", f"must be two numbers, at least 0 and below 1, got {betas}")
+
+
+def _grad(param: torch.Tensor) -> torch.Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+def _check_param(name: str, param: torch.Tensor) -> None:
+    if param.device.type != "cpu":
+        raise SweepInputError(
+            name, f"is on {param.device}; this optimizer only updates host tensors"
+        )
+    if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise SweepInputError(name, f"is {param.dtype}; it must be fp32, bf16 or fp16")
+    if not param.is_contiguous():
+        raise SweepInputError(
+            name, f"is not contiguous (strides {param.stride()}); make it .contiguous()"
+        )
+
+
+def _check_grad(name: str, param: torch.Tensor) -> None:
+    grad = _grad(param)
+    if grad.is_sparse:
+        raise SweepInputError(f"grad of {name}", "is sparse; only dense gradients are supported")
+    if grad.shape != param.shape:
+        raise SweepInputError(
+            f"grad of {name}", f"has shape {tuple(grad.shape)}, expected {tuple(param.shape)}"
+        )

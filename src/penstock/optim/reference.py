@@ -1,7 +1,7 @@
-"""What every step must give, to the bit: the specification, in plain torch. Room: update.
+"""The specification of every step, bit by bit, in plain torch operations.
 
-One operation a line, each rounded once. No `addcmul`, `lerp` or `alpha=`: torch may contract those
-to fused multiply-adds. It runs on any device, slowly, and with temporaries.
+Every operation rounds once, so this module does not use `addcmul`, `lerp` or `alpha=`: torch may
+contract those to fused multiply-adds. It runs on any device, but slowly and with temporaries.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ LEAF = _native.SWEEP_LEAF
 LANES = _native.SWEEP_LANES
 
 GRAD_LIMIT = 0x5F7FFFFF
-"""Bits of the largest fp32 number whose square is finite."""
+"""Bit pattern of the largest fp32 number whose square is finite."""
 
 WEIGHT_LIMIT = {
     torch.bfloat16: 0x7F7F7FFF,
     torch.float32: 0x7F7FFFFF,
     torch.float16: 0x477FEFFF,
 }
-"""Bits of the largest master whose weight is finite."""
+"""Bit pattern of the largest master whose weight is finite, for each type of weight."""
 
 
 def gradient(raw: torch.Tensor, master: torch.Tensor, by: Coefficients) -> torch.Tensor:
-    """Scaled, with L2 decay, and no larger than what has a finite square."""
+    """Scale the gradient, add L2 regularization, and limit it to values with a finite square."""
     g = raw.float() * by.scale
     g = g if by.l2 == 0 else g + master * by.l2
     bits = g.view(torch.int32)
@@ -39,18 +39,21 @@ def gradient(raw: torch.Tensor, master: torch.Tensor, by: Coefficients) -> torch
 
 
 def blend(old: torch.Tensor, fresh: torch.Tensor, share: float) -> torch.Tensor:
+    """Move `old` towards `fresh` by `share` of their difference."""
     return old + (fresh - old) * share
 
 
 def root(value: torch.Tensor) -> torch.Tensor:
-    """The correctly rounded fp32 square root, through fp64.
+    """Return the correctly rounded fp32 square root, computed in fp64.
 
-    `torch.sqrt` of fp32 is not: with AVX-512, torch 2.13 misses the last bit of one in 200.
+    `torch.sqrt` of fp32 is not correctly rounded: with AVX-512, torch 2.13 gets the last bit of
+    one in 200 results wrong.
     """
     return torch.sqrt(value.double()).float()
 
 
 Step = tuple[torch.Tensor, list[torch.Tensor]]
+"""The new master and the new moments."""
 
 
 def adamw_step(
@@ -92,10 +95,11 @@ def sweep(
     key: int = 0,
     first_index: int = 0,
 ) -> int | None:
-    """One step over flat tensors, in place; gives the index of the first refused element.
+    """Update flat tensors in place; return the index of the first refused element, or None.
 
-    `state` holds `weight`, `rest` (unless fp32) and the moments `first` and `second`: plain, or
-    codes with `first_base` and `second_base`. An SGD without momentum has no `first`.
+    `state` contains `weight`, `rest` (unless fp32) and the moments `first` and `second`, either
+    plain or as codes with `first_base` and `second_base`. SGD without momentum has no `first`. An
+    element is refused, and keeps its state, if its new weight would not be finite.
     """
     weight, rest = state["weight"], state.get("rest")
     master = formats.read_master(weight, rest)
@@ -148,19 +152,19 @@ def _write_master(weight: torch.Tensor, rest: torch.Tensor | None, master: torch
 
 
 NARROW_LEAST, NARROW_MOST = 2.0**-48, 2.0**48
-"""Between these a leaf's largest element must lie for its squares to be at home in fp32."""
+"""Range of a leaf's largest element in which the squares of a 16-bit gradient fit in fp32."""
 
 ROWS = 4
-"""Rows of `LANES` whose squares are added in fp32."""
+"""Number of rows of `LANES` elements whose squares are added in fp32."""
 
 
 def leaf_sums(grad: torch.Tensor) -> torch.Tensor:
-    """fp64 sum of squares of every `LEAF` elements, in the one order that counts.
+    """Return the fp64 sum of squares of every `LEAF` elements, in the specified order.
 
-    Lane j has elements j, j + 32, j + 64, ... of its leaf, the last of which is padded with zeros.
-    It adds their squares in fp64; if the gradient has 16 bits, and so exact squares in fp32, it
-    adds four at a time there, and these sums in fp64. Then the upper half of the lanes is added to
-    the lower, until one is left.
+    Lane j has elements j, j + 32, j + 64, ... of its leaf. The last leaf is padded with zeros. A
+    lane adds its squares in fp64. Squares of 16-bit gradients are exact in fp32, so there a lane
+    adds four at a time in fp32, and these sums in fp64. Then the upper half of the lanes is added
+    to the lower half, until one is left.
     """
     leaves = -(-grad.numel() // LEAF)
     padded = torch.zeros(leaves * LEAF, dtype=torch.float32, device=grad.device)
@@ -178,7 +182,7 @@ def leaf_sums(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _fold(rows: torch.Tensor) -> torch.Tensor:
-    """Rows added one after the other, then lanes by halves."""
+    """Add rows one after the other, then lanes by halves."""
     lanes = torch.zeros_like(rows[:, 0])
     for i in range(rows.shape[1]):
         lanes = lanes + rows[:, i]
@@ -189,5 +193,5 @@ def _fold(rows: torch.Tensor) -> torch.Tensor:
 
 
 def sum_squares(grad: torch.Tensor) -> float:
-    """The leaves added without rounding, so that their order does not matter; then rounded once."""
+    """Add the leaves without rounding, so that their order does not matter, then round once."""
     return math.fsum(leaf_sums(grad).tolist())

@@ -1,7 +1,8 @@
-"""The update rules' constants for one step. Room: update.
+"""Constants of the update rules for one step.
 
-Each is worked out here, in double, and rounded to fp32 once; native, GPU and reference code all
-take these same numbers, so that none of them can differ by how it computes a bias correction.
+Each constant is computed here in double precision and rounded to fp32 once. The native core, the
+GPU kernels and the reference use these numbers, so that none of them can differ in how it computes
+a bias correction.
 """
 
 from __future__ import annotations
@@ -16,30 +17,33 @@ from penstock import _native
 RuleName = Literal["adamw", "sgd", "lion"]
 
 NUM_MOMENTS: dict[RuleName, int] = {"adamw": 2, "sgd": 1, "lion": 1}
+"""Number of moments of each rule."""
+
+_MASK64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coefficients:
-    """What multiplies what. `docs/sweep.md` has the formulas."""
+    """Constants of one step. `docs/sweep.md` has the formulas."""
 
     scale: float = 1.0
-    """On the gradient as read: unscale times clip; negative to maximize."""
+    """Factor on the gradient: loss unscaling times clipping; negative to maximize."""
     l2: float = 0.0
-    """Weight decay that is added to the gradient."""
+    """L2 regularization: weight decay that is added to the gradient."""
     decay: float = 0.0
-    """Learning rate times weight decay, taken off the master."""
+    """Decoupled weight decay: learning rate times weight decay, subtracted from the master."""
     rate: float = 0.0
-    """Learning rate; for AdamW with both bias corrections folded in."""
+    """Learning rate; for AdamW, including both bias corrections."""
     fresh1: float = 1.0
     """Share of the new gradient in the first moment."""
     fresh2: float = 1.0
-    """AdamW: share of its square in the second. Lion: share in the stored moment."""
+    """AdamW: share of its square in the second moment. Lion: its share in the stored moment."""
     eps: float = 0.0
-    """AdamW: with the second bias correction folded in."""
+    """AdamW: epsilon, including the second bias correction."""
     keep: float = 0.0
     """SGD: momentum."""
     look: bool = False
-    """SGD: Nesterov's look ahead."""
+    """SGD: whether to use Nesterov momentum."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -47,10 +51,11 @@ class Coefficients:
                 object.__setattr__(self, field.name, to_fp32(getattr(self, field.name)))
 
     def scaled(self, scale: float) -> Coefficients:
-        """The same step with another scale on the gradient."""
+        """Return the same constants with another factor on the gradient."""
         return replace(self, scale=scale)
 
     def native(self) -> _native.Coefficients:
+        """Return the constants for the native core."""
         return _native.Coefficients(**{f.name: getattr(self, f.name) for f in fields(self)})
 
 
@@ -64,10 +69,10 @@ def adamw(
     decoupled: bool = True,
     scale: float = 1.0,
 ) -> Coefficients:
-    """AdamW's step number `step` (from 1), or Adam's with L2 decay.
+    """Return the constants of AdamW for step number `step` (from 1), or of Adam with L2.
 
     `m_hat / (sqrt(v_hat) + eps)` equals `c m / (sqrt(v) + eps c2)` with `c2 = sqrt(1 - beta2^t)`
-    and `c = c2 / (1 - beta1^t)`: one division, and no rounding of the corrected moments.
+    and `c = c2 / (1 - beta1^t)`. This needs one division and does not round corrected moments.
     """
     beta1, beta2 = betas
     correction2 = math.sqrt(1 - beta2**step)
@@ -92,7 +97,7 @@ def sgd(
     nesterov: bool,
     scale: float = 1.0,
 ) -> Coefficients:
-    """torch's SGD: its first step takes the gradient undamped."""
+    """Return the constants of SGD. As in torch, the first step does not dampen the gradient."""
     return Coefficients(
         scale=scale,
         l2=weight_decay,
@@ -106,7 +111,7 @@ def sgd(
 def lion(
     *, lr: float, betas: tuple[float, float], weight_decay: float, scale: float = 1.0
 ) -> Coefficients:
-    """Lion (Chen et al., 2023): the sign of one average, and another one kept."""
+    """Return the constants of Lion: it steps by the sign of one average and stores another."""
     beta1, beta2 = betas
     return Coefficients(
         scale=scale, decay=lr * weight_decay, rate=lr, fresh1=1 - beta1, fresh2=1 - beta2
@@ -114,7 +119,7 @@ def lion(
 
 
 def draw_key(seed: int, step: int, tensor_id: int) -> int:
-    """Sixty-four bits for one tensor in one step (splitmix64 over the three)."""
+    """Return a 64-bit key for one tensor in one step (splitmix64 over the arguments)."""
     state = 0
     for word in (seed, step, tensor_id):
         state = (state + (word & _MASK64) + 0x9E3779B97F4A7C15) & _MASK64
@@ -124,11 +129,8 @@ def draw_key(seed: int, step: int, tensor_id: int) -> int:
     return state
 
 
-_MASK64 = (1 << 64) - 1
-
-
 def to_fp32(value: float) -> float:
-    """To the nearest fp32, ties to even; beyond its range an infinity."""
+    """Round to the nearest fp32, ties to even. Values beyond its range become infinite."""
     try:
         rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     except OverflowError:

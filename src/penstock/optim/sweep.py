@@ -1,8 +1,8 @@
-"""One optimizer step over a chunk of host memory: `start(...) -> SweepTicket`, `ticket.wait()`.
+"""The optimizer sweep on the CPU: `start(...)` returns a `SweepTicket` to wait for.
 
-Room: update. A chunk is a row of segments, each a run of one tensor's elements with its own group's
-constants, so decay and no decay, or several tensors, go in one job. Inputs are checked before a
-byte changes.
+A job updates a list of segments. Each is a range of one tensor's elements with the constants of its
+group, so one job can contain several tensors, with and without weight decay. All inputs are checked
+before anything changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.optim.rules import Coefficients, RuleName
 from penstock.optim.threads import Pool, default_pool
 
 LEAF = _native.SWEEP_LEAF
-"""A tensor may be cut into chunks at multiples of this many elements."""
+"""A tensor may be split into segments at multiples of this many elements."""
 
 _GRAD = {
     torch.bfloat16: _native.GradType.bf16,
@@ -47,31 +47,39 @@ _RULE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A run of one tensor's elements. All tensors are contiguous, on the host, and equally long."""
+    """A range of one tensor's elements.
+
+    Except for the bases, all tensors have the same number of elements. All are contiguous.
+    """
 
     name: str
-    """For messages."""
+    """Name for messages."""
     by: Coefficients
+    """Constants of the step."""
     grad: torch.Tensor
+    """Gradient: bf16, fp16 or fp32."""
     weight: torch.Tensor
+    """Weight: bf16, fp16 or fp32."""
     rest: torch.Tensor | None = None
-    """bf16 weight: the int16 remainder; fp16: the fp32 master; fp32: none."""
+    """Rest of the master weight: the int16 remainder for bf16, the fp32 master for fp16, or
+    None."""
     first: torch.Tensor | None = None
-    """Moment, or its 8-bit codes. Only SGD without momentum has none."""
+    """First moment, or its 8-bit codes. Only SGD without momentum has none."""
     second: torch.Tensor | None = None
-    """AdamW's second moment, stored like the first."""
+    """Second moment of AdamW, in the same format as the first."""
     first_base: torch.Tensor | None = None
+    """Bases of 8-bit codes: one int16 for every `BLOCK` elements."""
     second_base: torch.Tensor | None = None
-    """With codes: one int16 for every `BLOCK` elements."""
+    """Bases of the second moment's codes."""
     first_index: int = 0
-    """Where the run begins in its tensor: a multiple of `LEAF`."""
+    """Index in the tensor of the first element of the range: a multiple of `LEAF`."""
     key: int = 0
-    """`rules.draw_key(seed, step, tensor_id)`: what stochastic rounding depends on."""
+    """`rules.draw_key(seed, step, tensor_id)`: the key of stochastic rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What the segments of a job share, since one kernel serves them all."""
+    """Formats that all segments of a job share, because one kernel processes them all."""
 
     rule: RuleName
     grad: _native.GradType
@@ -97,12 +105,12 @@ class SweepTicket:
 
     @property
     def began(self) -> float:
-        """When the pool's threads began with it, by `time.perf_counter`. Valid once finished."""
+        """Time at which the threads began, by `time.perf_counter`. Valid once finished."""
         return self._job.began
 
     @property
     def ended(self) -> float:
-        """When the last element was written, by `time.perf_counter`. Valid once finished."""
+        """Time at which the last element was written, like `began`. Valid once finished."""
         return self._job.ended
 
     def wait(self) -> GradStats | None:
@@ -137,14 +145,14 @@ def start(
     isa: str = "",
     independent: bool = False,
 ) -> SweepTicket:
-    """Begin one step. With `stats`, the gradients' norm comes with it, for no extra traffic.
+    """Start one step. With `stats`, also compute the gradients' norm, without extra traffic.
 
     The pool runs sweeps in the order of their start. An `independent` sweep shares no tensor with
     any unfinished sweep, so threads that are idle at the end of the previous one begin with it.
 
-    Whether gradients are finite is the caller's business (`grad_stats`, or what the GPU found):
-    here an infinity counts as the largest usable gradient, and an element whose weight would not be
-    finite is left as it was and reported by `wait`.
+    The caller checks whether gradients are finite, with `grad_stats` or on the GPU. Here, an
+    infinity counts as the largest usable gradient. An element whose weight would not be finite
+    keeps its state, and `wait` reports it.
     """
     pool = default_pool() if pool is None else pool
     if not segments:
@@ -155,7 +163,7 @@ def start(
     if (hit := _native.sweep_overlap(native, *code)) is not None:
         raise SweepInputError(
             f"{hit[1]} of {segments[hit[0]].name}",
-            f"shares memory with {hit[3]} of {segments[hit[2]].name}; each needs its own",
+            f"shares memory with {hit[3]} of {segments[hit[2]].name}; each needs its own memory",
         )
     job = pool.native.sweep(native, *code, stats, isa, beside=independent)
     return SweepTicket(job, segments, stats)
@@ -164,7 +172,7 @@ def start(
 def grad_stats(
     grads: torch.Tensor | Sequence[torch.Tensor], *, pool: Pool | None = None, isa: str = ""
 ) -> GradStats:
-    """Sum of squares, largest absolute value and first non-finite element, in one read."""
+    """Read gradients once: sum of squares, largest magnitude and first non-finite element."""
     tensors = [grads] if isinstance(grads, torch.Tensor) else list(grads)
     pool = default_pool() if pool is None else pool
     total = GradStats(0, 0.0, None)
@@ -172,32 +180,32 @@ def grad_stats(
     for tensor, name in zip(tensors, names, strict=True):
         _check_tensor(name, tensor, None, tuple(_GRAD))
     for dtype in dict.fromkeys(t.dtype for t in tensors):
-        places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-        job = pool.native.stats([_grad_only(tensors[i]) for i in places], _GRAD[dtype], isa)
+        indices = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        job = pool.native.stats([_grad_only(tensors[i]) for i in indices], _GRAD[dtype], isa)
         job.wait()
-        found = read_stats(job)
-        bad = found.first_bad
-        here = None if bad is None else (places[bad[0]], bad[1])
+        stats = read_stats(job)
+        bad = stats.first_bad
+        here = None if bad is None else (indices[bad[0]], bad[1])
         earlier = min((b for b in (total.first_bad, here) if b is not None), default=None)
-        both = total + found
+        both = total + stats
         total = GradStats(both.units, both.max_abs, earlier)
     return total
 
 
-# Checks. All of a job's come before its start.
+# Checks. A job starts only after all of its inputs were checked.
 
 
 def _check_all(rule: RuleName, segments: Sequence[Segment]) -> _Kind:
     if rule not in _RULE:
-        raise SweepInputError("rule", f"is one of {', '.join(_RULE)}, not {rule!r}")
+        raise SweepInputError("rule", f"must be one of {', '.join(_RULE)}, got {rule!r}")
     kinds = [_check(rule, s) for s in segments]
     for kind, segment in zip(kinds, segments, strict=True):
         if kind != kinds[0]:
             raise SweepInputError(
                 segment.name,
-                f"is stored otherwise than {segments[0].name}: gradient {segment.grad.dtype} and "
+                f"has another format than {segments[0].name}: gradient {segment.grad.dtype} and "
                 f"{segments[0].grad.dtype}, weight {segment.weight.dtype} and "
-                f"{segments[0].weight.dtype}; one job takes one format",
+                f"{segments[0].weight.dtype}; all segments of a job must have the same format",
             )
     return kinds[0]
 
@@ -221,7 +229,7 @@ def _check(rule: RuleName, s: Segment) -> _Kind:
     _check_role(s, "second_base", s.second_base, blocks, base if rule == "adamw" else ())
     if s.first_index < 0 or s.first_index % LEAF:
         raise SweepInputError(
-            s.name, f"begins at element {s.first_index}, which is no multiple of {LEAF}"
+            s.name, f"begins at element {s.first_index}, which is not a multiple of {LEAF}"
         )
     return _Kind(rule, _GRAD[s.grad.dtype], _MASTER[s.weight.dtype], moments)
 
@@ -229,11 +237,11 @@ def _check(rule: RuleName, s: Segment) -> _Kind:
 def _check_role(
     s: Segment, role: str, tensor: torch.Tensor | None, numel: int, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """A role must be filled if it has types, and empty if it has none."""
+    """Check one role. It is required if it has allowed types, and must be None if not."""
     if tensor is None and dtypes:
         raise SweepInputError(f"{role} of {s.name}", "is missing")
     if tensor is not None and not dtypes:
-        raise SweepInputError(f"{role} of {s.name}", "has no use in this format; leave it out")
+        raise SweepInputError(f"{role} of {s.name}", "is not used in this format; leave it out")
     if tensor is not None:
         _check_tensor(f"{role} of {s.name}", tensor, numel, dtypes)
 
@@ -246,17 +254,17 @@ def _check_tensor(
             name, f"is {tensor.layout} on {tensor.device}; it must be a dense host tensor"
         )
     if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise SweepInputError(name, f"is {tensor.dtype}; {wanted} is needed")
+        expected = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise SweepInputError(name, f"is {tensor.dtype}, expected {expected}")
     if not tensor.is_contiguous():
         raise SweepInputError(
-            name, f"is not contiguous (strides {tensor.stride()}); pass it .contiguous()"
+            name, f"is not contiguous (strides {tensor.stride()}); make it .contiguous()"
         )
     if numel is not None and tensor.numel() != numel:
-        raise SweepInputError(name, f"has {tensor.numel()} elements where {numel} are needed")
+        raise SweepInputError(name, f"has {tensor.numel()} elements, expected {numel}")
 
 
-def _at(tensor: torch.Tensor | None) -> int:
+def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -265,13 +273,13 @@ def _to_native(s: Segment) -> _native.Segment:
         count=s.grad.numel(),
         first_index=s.first_index,
         key=s.key,
-        grad=_at(s.grad),
-        weight=_at(s.weight),
-        rest=_at(s.rest),
-        first=_at(s.first),
-        second=_at(s.second),
-        first_bases=_at(s.first_base),
-        second_bases=_at(s.second_base),
+        grad=_address(s.grad),
+        weight=_address(s.weight),
+        rest=_address(s.rest),
+        first=_address(s.first),
+        second=_address(s.second),
+        first_bases=_address(s.first_base),
+        second_bases=_address(s.second_base),
         by=s.by.native(),
     )
 

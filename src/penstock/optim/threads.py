@@ -1,4 +1,4 @@
-"""The sweep's threads. Room: update. Apart from torch's own, asleep between jobs."""
+"""Threads of the optimizer sweep. They are separate from torch's threads and sleep between jobs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from penstock.machine.sysfs import System
 
 
 class Pool:
-    """A bounded team of threads, confined to chosen CPUs or to those nearest a memory node.
+    """A fixed number of threads, optionally confined to given CPUs or to those nearest a node.
 
-    Jobs run one after the other, in the order of their start, but for those that are said to share
-    nothing with the ones before. `nice` (0 to 19) lets other threads go first, as while the GPU is
-    being fed; a thread cannot take it back.
+    Jobs run one after the other in the order they were started. Only an independent job (see
+    `sweep.start`) may begin before the previous one has ended. With `nice` above 0 (up to 19),
+    other threads get the CPU first, such as the one that launches GPU kernels. A thread cannot
+    lower its own nice value again.
     """
 
     def __init__(
@@ -28,25 +29,29 @@ class Pool:
         nice: int = 0,
     ) -> None:
         if cpus is not None and node is not None:
-            raise SweepInputError("cpus", "and node both say where threads run; give one of them")
+            raise SweepInputError("cpus", "and node cannot both be given; give one of them")
         if node is not None:
             cpus = System().nearest_cpus(node)
         usable = sorted(os.sched_getaffinity(0))
         self.cpus = tuple(usable if cpus is None else cpus)
         if not self.cpus or not set(self.cpus) <= set(usable):
-            raise SweepInputError("cpus", f"are {self.cpus}, but this process may use {usable}")
+            raise SweepInputError(
+                "cpus", f"are {self.cpus}, but this process may only use {usable}"
+            )
         self.nice = nice
         try:
-            # Confined only where asked: without, threads may follow the process to other CPUs.
-            where = [] if cpus is None else list(self.cpus)
+            # An empty list does not confine the threads, so that they follow the process if its
+            # affinity changes.
+            confined_to = [] if cpus is None else list(self.cpus)
             self.native = _native.SweepPool(
-                len(self.cpus) if threads is None else threads, where, nice
+                len(self.cpus) if threads is None else threads, confined_to, nice
             )
-        except (ValueError, TypeError) as refused:
-            raise SweepInputError("pool", f"cannot be made: {refused}") from None
+        except (ValueError, TypeError) as error:
+            raise SweepInputError("pool", f"cannot be created: {error}") from None
 
     @property
     def threads(self) -> int:
+        """Number of threads."""
         return self.native.threads
 
 
@@ -55,16 +60,16 @@ _lock = threading.Lock()
 
 
 def default_pool() -> Pool:
-    """One pool for the process, as wide as its CPUs, made when first needed."""
+    """Return the pool that the process shares, with a thread per CPU, created on first use."""
     with _lock:
         if not _shared:
             _shared.append(Pool())
         return _shared[0]
 
 
-def _forget_pool() -> None:
-    # A child of fork has the object but not its threads. It is leaked on purpose: joining threads
-    # that are not there would never end.
+def _reset_after_fork() -> None:
+    # A forked child inherits the object but not its threads. Leak it on purpose: joining threads
+    # that do not exist would never return. The lock may have been held during the fork, too.
     global _lock  # noqa: PLW0603
     _lock = threading.Lock()
     _leaked.extend(_shared)
@@ -72,4 +77,4 @@ def _forget_pool() -> None:
 
 
 _leaked: list[Pool] = []
-os.register_at_fork(after_in_child=_forget_pool)
+os.register_at_fork(after_in_child=_reset_after_fork)
