@@ -15,7 +15,7 @@ pass is enough. Bytes per parameter:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.model.inventory import Inventory
@@ -89,9 +89,9 @@ class ZeroStep:
                     t.elements for b in blocks for t in b.tensors if t.name in block.borrows
                 )
                 fetch = Demands(self.rates, self.gpus)
-                fetch.copy_in(self._shares("weight", 2 * elements))
+                self._copy(fetch.copy_in, "weight", 2 * elements)
                 if backward and block.kind == "layer" and self.offload_activations:
-                    fetch.copy_in(self._shares("activation", self._input()))
+                    self._copy(fetch.copy_in, "activation", self._input_nbytes())
                 jobs.append(Job("fetch", fetch.total(), _after(computed, len(jobs))))
                 verb = Verb.BACKWARD if backward else Verb.FORWARD
                 each = token_seconds(self.inventory, block, self.workload.context, verb, self.rates)
@@ -105,11 +105,11 @@ class ZeroStep:
     def _drain(self, backward: bool, elements: int, kind: str) -> dict[str, float]:
         out = Demands(self.rates, self.gpus)
         if backward:
-            out.copy_out(self._shares("gradient", 2 * elements))
-            out.copy_in(self._shares("gradient", 2 * elements))
-            out.copy_out(self._shares("master gradient", 4 * elements))
+            self._copy(out.copy_out, "gradient", 2 * elements)
+            self._copy(out.copy_in, "gradient", 2 * elements)
+            self._copy(out.copy_out, "master gradient", 4 * elements)
         elif kind == "layer" and self.offload_activations:
-            out.copy_out(self._shares("activation", self._input()))
+            self._copy(out.copy_out, "activation", self._input_nbytes())
         return out.total()
 
     def _adam(self) -> dict[str, float]:
@@ -122,7 +122,11 @@ class ZeroStep:
                 total.sweep(share, read=reads, write=writes)
         return total.total()
 
-    def _input(self) -> int:
+    def _copy(self, copy: Callable[[Share, float], None], name: str, nbytes: int) -> None:
+        for share in self._shares(name, nbytes):
+            copy(share, share.nbytes)
+
+    def _input_nbytes(self) -> int:
         return self.workload.tokens * self.inventory.hidden * 2
 
     def _shares(self, name: str, nbytes: int) -> list[Share]:

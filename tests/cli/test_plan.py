@@ -39,7 +39,7 @@ def test_the_table_the_time_line_and_what_bounds_it(penstock: Callable[..., Resu
     done = penstock("plan", GPT2, *SMALL, "--dram", "1GiB", "--nvme", "/mnt/nvme:4GiB")
 
     assert done.exit_code == 0, done.output
-    for words in ("hbm", "dram", "GPU computes", "tokens/s; bound by", "14.00 bytes a parameter",
+    for words in ("hbm", "dram", "GPU compute", "tokens/s; limited by", "14.00 bytes per parameter",
                   "What would help most"):  # fmt: skip
         assert words in done.output
 
@@ -50,7 +50,7 @@ def test_a_disk_that_was_not_measured_is_assumed_and_said_so(
     done = penstock("plan", GPT2, *SMALL, "--dram", "1GiB", "--nvme", "/data/scratch:4GiB")
 
     assert done.exit_code == 0, done.output
-    assert "/data/scratch: not measured, taken to be like" in done.output
+    assert "/data/scratch: not measured, assumed to be as fast as" in done.output
 
 
 def test_a_plan_for_a_path_the_machine_lacks_is_refused_by_name() -> None:
@@ -108,7 +108,7 @@ def test_explain_shows_one_block(penstock: Callable[..., Result]) -> None:
 
     assert "transformer.h.3: 7,087,872 parameters" in done.output
     assert "backward" in done.output
-    assert "in use at most" in done.output
+    assert "peak memory in" in done.output
 
 
 def test_vary_draws_a_curve(
@@ -132,7 +132,7 @@ def test_machines_are_listed_with_their_source(penstock: Callable[..., Result]) 
     ("args", "message"),
     [
         (["--dram", "many"], "^dram: 'many' is not a size"),
-        (["--context", "4096"], "^context: is 4096, but the positions of .* cover 1024"),
+        (["--context", "4096"], "^context: is 4096, but the position embeddings of .* cover 1024"),
         (["--machine", "nowhere"], "^machine: nowhere is neither a machine file nor a preset"),
         (["--moments", "fp8"], '^moments: must be "fp32" or "bf16" or "int8", got "fp8"'),
         (["--dram", "4GiB", "--vary", "cpu=1..2"], "^vary: must have the form dram=16GiB..128GiB"),

@@ -139,15 +139,15 @@ def test_nothing_is_lent_where_gradients_stay() -> None:
     for rounds, accumulate in ((2, False), (1, True)):
         evaluator = evaluator_for(layers=4, tied=False, accumulate=accumulate)
         candidate = replace(all_on(evaluator, Location.DRAM), rounds=rounds)
-        assert not evaluator.lent(candidate)[Tier.DRAM]
+        assert not evaluator.overlaid_nbytes(candidate)[Tier.DRAM]
 
 
 def test_inputs_smaller_than_gradients_take_nothing() -> None:
     evaluator = evaluator_for(layers=4, tied=False)
     candidate = all_on(evaluator, Location.DRAM)
     plan = plan_result(evaluator, candidate).plan
-    inputs = 4 * evaluator.nbytes(1, "input", 1)
+    inputs = 4 * evaluator.group_nbytes(1, "input", 1)
 
     assert overlaid_nbytes(evaluator.placement(candidate).blocks)[Tier.DRAM] == inputs
-    assert plan.inputs(Tier.DRAM) == 0
-    assert plan.peak(Tier.DRAM) == evaluator.needs(candidate)[Tier.DRAM]
+    assert plan.activations(Tier.DRAM) == 0
+    assert plan.peak(Tier.DRAM) == evaluator.total_nbytes(candidate)[Tier.DRAM]

@@ -50,7 +50,7 @@ def test_a_newer_version_is_refused_by_that_reason(plan: Plan, tmp_path: Path) -
 
 def test_a_plan_that_breaks_its_own_budget_is_refused(plan: Plan, tmp_path: Path) -> None:
     budget = {"hbm": "1GiB", "dram": "1GiB", "cxl": "1GiB"}
-    with pytest.raises(PlanError, match=r"budget\.hbm: is 1\.00 GiB, but the plan takes"):
+    with pytest.raises(PlanError, match=r"budget\.hbm: is 1\.00 GiB, but the plan needs"):
         Plan.load(altered(plan, tmp_path, budget=budget))
 
 
@@ -67,9 +67,9 @@ def test_a_machine_that_cannot_hold_it_is_refused(plan: Plan) -> None:
     plan.check(box)
 
     small = replace(box.nodes[0], capacity=256 * MiB)
-    with pytest.raises(PlanError, match=r"^node 0: is to hold .* but node 0 has 256 MiB"):
+    with pytest.raises(PlanError, match=r"^node 0: needs .* but node 0 has 256 MiB"):
         plan.check(replace(box, nodes=(small, *box.nodes[1:])))
-    with pytest.raises(PlanError, match=r"^hbm: is to hold .* the GPU has 1\.00 GiB"):
+    with pytest.raises(PlanError, match=r"^hbm: needs .* the GPU has 1\.00 GiB"):
         plan.check(replace(box, gpus=(replace(box.gpus[0], memory=GiB),)))
 
 
@@ -127,7 +127,7 @@ def test_every_bundled_machine_loads_says_its_source_and_can_be_planned_for() ->
     ("break_it", "message"),
     [
         (lambda d: d["gpus"][0].update(name="?"), r"^gpus\[0\]\.matmul_flops: is missing"),
-        (lambda d: d["storage"][0].pop("rates"), r"^storage\[0\]\.rates: must have a read rate"),
+        (lambda d: d["storage"][0].pop("rates"), r"^storage\[0\]\.rates: must contain a read rate"),
     ],
 )
 def test_a_machine_file_without_a_needed_figure_names_the_field(

@@ -209,6 +209,6 @@ def test_each_round_streams_the_weights_once_more(rounds: int) -> None:
 
 def test_bytes_on_a_tier_follow_the_spot() -> None:
     evaluator = evaluator_for(layers=2, tied=False)
-    demand = evaluator.demand(all_on(evaluator, Location.NVME))
+    demand = evaluator.stored_nbytes(all_on(evaluator, Location.NVME))
 
     assert set(demand) == {Tier.NVME}

@@ -118,7 +118,7 @@ def test_a_phase_never_uses_more_than_is_taken_and_one_of_them_nearly_all() -> N
     table = evaluator()
     for location in (Location.HBM, Location.DRAM, Location.NVME):
         candidate = everything_at(location)
-        taken = table.needs(candidate)
+        taken = table.total_nbytes(candidate)
         found = phases(candidate)
         for tier in Tier:
             most = max(found[phase][tier] for phase in PHASES)
@@ -127,7 +127,7 @@ def test_a_phase_never_uses_more_than_is_taken_and_one_of_them_nearly_all() -> N
 
 def test_staging_is_in_use_while_sweeping_and_gradients_in_backward() -> None:
     found = phases(everything_at(Location.NVME))
-    rests = evaluator().demand(everything_at(Location.NVME))
+    rests = evaluator().stored_nbytes(everything_at(Location.NVME))
 
     assert found["sweep"][Tier.DRAM] > rests[Tier.DRAM] + 3 * 12 * (1 << 18)
     # On the way back only weights pass through staging, once the last sweep is done with it.
@@ -142,8 +142,8 @@ def test_all_inputs_of_a_round_are_there_at_the_turn(rounds: int) -> None:
     table = evaluator()
     found = phases(replace(everything_at(Location.DRAM), rounds=rounds))
     groups = itertools.product(range(8), ("weight", "state", "gradient"))
-    rests = sum(table.nbytes(i, group, rounds) for i, group in groups)
-    inputs = 6 * table.nbytes(1, "input", rounds)
+    rests = sum(table.group_nbytes(i, group, rounds) for i, group in groups)
+    inputs = 6 * table.group_nbytes(1, "input", rounds)
 
     assert found["backward"][Tier.DRAM] == rests + (inputs if rounds > 1 else 0)
 
@@ -154,7 +154,7 @@ def test_input_bytes_of_the_issue() -> None:
         inventory, work(inventory, 32768, 32), machine(), Budget(hbm=TiB, dram=TiB)
     )
 
-    assert 32 * evaluator.nbytes(1, "input", rounds=1) == 256 * GiB
+    assert 32 * evaluator.group_nbytes(1, "input", rounds=1) == 256 * GiB
     assert Role.INPUT not in TRAINED
 
 

@@ -52,9 +52,9 @@ def test_quick_bytes_are_close_and_quick_times_are_a_bound(seed: int, tied: bool
     table = evaluator(tied=tied)
     candidate = some_choice(random.Random(seed), len(table.inventory.blocks))
     placement = table.placement(candidate)
-    exact = table.needs(candidate)
-    quick = table.demand(candidate)
-    quick.update(table._quick.of(candidate))
+    exact = table.total_nbytes(candidate)
+    quick = table.stored_nbytes(candidate)
+    quick.update(table._sizer.nbytes(candidate))
     watch = StepTimer(table.inventory, table.workload, table.rates)
     cost = table.cost(candidate)
 
@@ -63,7 +63,7 @@ def test_quick_bytes_are_close_and_quick_times_are_a_bound(seed: int, tied: bool
     assert quick[Tier.HBM] == pytest.approx(exact[Tier.HBM], rel=0.01)
     assert quick[Tier.DRAM] == pytest.approx(exact[Tier.DRAM], rel=0.10)
     assert watch.seconds(placement, cost.schedule) == cost.step_seconds
-    assert watch.at_least(placement) <= cost.step_seconds * (1 + 1e-9)
+    assert watch.lower_bound(placement) <= cost.step_seconds * (1 + 1e-9)
 
 
 def test_a_stopwatch_used_before_says_the_same() -> None:
@@ -88,7 +88,7 @@ def test_coarse_pieces_tell_the_time_of_fine_ones() -> None:
     )
     placement = fine.placement(candidate)
 
-    assert placement.piece_elements < fine._coarse
+    assert placement.piece_elements < fine._coarse_elements
     exact = estimate(fine.inventory, fine.workload, placement, fine.rates).step_seconds
     assert fine.seconds(candidate) == pytest.approx(exact, rel=0.05)
 
@@ -101,19 +101,19 @@ def test_what_is_handed_out_fits_to_the_byte_however_tight() -> None:
         if candidate is not None:
             found += 1
             budget = {tier: table.budget.of(tier) for tier in Tier}
-            assert all(table.needs(candidate)[tier] <= budget[tier] for tier in Tier)
+            assert all(table.total_nbytes(candidate)[tier] <= budget[tier] for tier in Tier)
     assert found > 5
 
 
 def test_room_that_packing_takes_is_left_free_for_the_next_candidate() -> None:
     table = evaluator()
     candidate = some_choice(random.Random(3), 8)
-    exact = table.needs(candidate)
+    exact = table.total_nbytes(candidate)
     table = evaluator(hbm=exact[Tier.HBM] - 1, dram=exact[Tier.DRAM], cxl=64 * GiB)
 
-    assert table.lacks(candidate) == {Tier.HBM: 1}
+    assert table.exact_shortage(candidate) == {Tier.HBM: 1}
     assert table.capacity(Tier.HBM) == exact[Tier.HBM] - 2
-    assert table.lacks(replace(candidate, slots=candidate.slots)) == {Tier.HBM: 2}
+    assert table.exact_shortage(replace(candidate, slots=candidate.slots)) == {Tier.HBM: 2}
 
 
 def test_a_question_asked_with_a_memory_has_the_same_answer() -> None:

@@ -151,7 +151,7 @@ def every_choice(evaluator: PlanEvaluator) -> list[Candidate]:
 def plausible(evaluator: PlanEvaluator, *trios: tuple[Location, Location, Location]) -> bool:
     """A quick look at the bytes that rest, so that only what may fit is timed."""
     locations = tuple(BlockLocations(*trio, None) for trio in trios)
-    demand = evaluator.demand(Candidate(locations))
+    demand = evaluator.stored_nbytes(Candidate(locations))
     return all(demand[tier] <= evaluator.capacity(tier) for tier in Tier)
 
 
@@ -202,7 +202,7 @@ def test_rounds_where_inputs_would_not_fit() -> None:
     # 256 GiB of inputs in one round, and fp32 gradients in several.
     assert plan.placement.rounds > 1
     assert plan.bytes_per_parameter == pytest.approx(16, rel=1e-3)
-    assert sum(plan.inputs(tier) for tier in Tier) <= 128 * GiB
+    assert sum(plan.activations(tier) for tier in Tier) <= 128 * GiB
 
 
 def test_no_amount_of_budget_changes_the_numerics() -> None:

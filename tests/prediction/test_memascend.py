@@ -57,4 +57,4 @@ def test_ours_takes_less_host_memory_than_either(name: str) -> None:
     candidate = first_fit(evaluator)
 
     assert candidate is not None
-    assert evaluator.needs(candidate)[Tier.DRAM] < (paper.total - paper.common) / 7
+    assert evaluator.total_nbytes(candidate)[Tier.DRAM] < (paper.total - paper.common) / 7

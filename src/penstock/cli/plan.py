@@ -21,7 +21,7 @@ from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, with_paths
 from penstock.plan.workload import Workload
 from penstock.planner import make_plan
-from penstock.planner.advice import Advice, Point, Question, advise, plot, vary
+from penstock.planner.advice import Advice, Point, WhatIf, advise, plot, vary
 from penstock.planner.plan_view import explain, infeasible_json, plan_json, plan_view
 from penstock.probe.this_machine import machine_for_plan, plan_uses_kernels
 from penstock.settings import Settings
@@ -93,13 +93,13 @@ class _Output:
             print(json.dumps(plan_json(planned)))
             return
         console.print(plan_view(planned, machine))
-        question = Question(inventory, workload, budget, machine, planned)
+        what_if = WhatIf(inventory, workload, budget, machine, planned)
         if self.block:
             console.print(explain(planned, inventory, self.block))
         elif self.curve:
-            _show_curve(console, question, self.curve)
+            _show_curve(console, what_if, self.curve)
         else:
-            console.print(advice_text(advise(question)))
+            console.print(advice_text(advise(what_if)))
 
 
 def advice_text(advices: list[Advice]) -> str:
@@ -141,9 +141,9 @@ def curve_table(points: list[Point], tier: Tier) -> Table:
     return table
 
 
-def _show_curve(console: Console, question: Question, text: str) -> None:
+def _show_curve(console: Console, what_if: WhatIf, text: str) -> None:
     tier, sizes = parse_vary(text)
-    points = vary(question, tier, sizes)
+    points = vary(what_if, tier, sizes)
     console.print(curve_table(points, tier))
     path = Path(f"plan-{tier.value}.png")
     plot(points, tier, path)

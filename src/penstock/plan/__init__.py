@@ -1,1 +1,1 @@
-"""The plan: what is stored where, and the order of a step."""
+"""The plan: what is stored where, and the schedule of a step."""

@@ -1,10 +1,13 @@
-"""Inputs that rest where gradients leave room. Room: decide.
+"""Store saved activations in the memory of gradients that do not exist yet.
 
-A gradient is used up by its block's sweep, before the block's forward, and comes again with its
-backward. Between the two its bytes are free, and that is when block inputs need a place: the input
-of a block exists from the forward of the block before to its own backward, which comes before the
-backward of every earlier block. So an input may rest in the gradients of earlier blocks, and takes
-no memory of its own. With several rounds, or where calls add to gradients, those are never free.
+A block's gradient is consumed by its optimizer sweep, before the block's forward, and exists again
+only after the block's backward. Between the two, its memory is free, and that is when activations
+need memory: the saved input of a block exists from the forward of the previous block to the block's
+own backward, which comes before the backward of every earlier block. So the input can be stored in
+the gradients of earlier blocks, and needs no memory of its own.
+
+With several rounds, or when calls accumulate gradients, gradients exist all the time and nothing
+can be overlaid.
 """
 
 from __future__ import annotations
@@ -18,21 +21,22 @@ from penstock.roles import Role
 from penstock.tiers import Tier
 
 HOST = (Tier.DRAM, Tier.CXL)
-"""What lies in HBM is not lent: an evaluation writes inputs there too, and may come at any time."""
+"""Tiers in which activations are overlaid. HBM is not one of them: an evaluation also writes
+activations there, and may run at any time."""
 
 
 class OverlaidActivation(NamedTuple):
-    """Where an input rests."""
+    """Where an overlaid activation is stored."""
 
     node: int
-    """The memory node."""
+    """The NUMA node."""
 
     offset: int
-    """The first byte, counted through the gradients of that node in the order of the row."""
+    """Offset in bytes, counted through the gradients on that node in block order."""
 
 
 def node_of(home: Home | None) -> int | None:
-    """The one node of the host that all of it lies on; None if there is no such."""
+    """Return the one NUMA node that holds all of a home, or None if there is no such node."""
     if home is None or len(home.shares) != 1 or home.shares[0].tier not in HOST:
         return None
     return home.shares[0].node
@@ -41,32 +45,33 @@ def node_of(home: Home | None) -> int | None:
 def overlaid_activations(
     blocks: Sequence[BlockPlacement], *, rounds: int = 1, accumulate: bool = False
 ) -> dict[int, OverlaidActivation]:
-    """By block, the inputs that take no memory of their own."""
-    found: dict[int, OverlaidActivation] = {}
+    """Return, by block, the saved inputs that need no memory of their own."""
+    overlaid: dict[int, OverlaidActivation] = {}
     if rounds > 1 or accumulate:
-        return found
-    free: Counter[int] = Counter()  # by node: bytes of earlier blocks' gradients
+        return overlaid
+    available: Counter[int] = Counter()  # by node: bytes of earlier blocks' gradients
     used: Counter[int] = Counter()
     for index, block in enumerate(blocks):
-        given = block.home(Role.INPUT)
-        node = node_of(given)
-        if given is not None and node is not None and used[node] + given.nbytes <= free[node]:
-            found[index] = OverlaidActivation(node, used[node])
-            used[node] += given.nbytes
+        home = block.home(Role.INPUT)
+        node = node_of(home)
+        if home is not None and node is not None and used[node] + home.nbytes <= available[node]:
+            overlaid[index] = OverlaidActivation(node, used[node])
+            used[node] += home.nbytes
+        # Only later blocks may use this block's gradient, so it is added last.
         gradient = block.home(Role.GRADIENT)
         node = node_of(gradient)
         if gradient is not None and node is not None:
-            free[node] += gradient.nbytes
-    return found
+            available[node] += gradient.nbytes
+    return overlaid
 
 
 def overlaid_nbytes(
     blocks: Sequence[BlockPlacement], *, rounds: int = 1, accumulate: bool = False
 ) -> Counter[Tier]:
-    """What those inputs would take, by tier."""
-    found: Counter[Tier] = Counter()
+    """Return the bytes that overlaying saves, by tier."""
+    saved: Counter[Tier] = Counter()
     for index in overlaid_activations(blocks, rounds=rounds, accumulate=accumulate):
         home = blocks[index].home(Role.INPUT)
         assert home is not None
-        found[home.shares[0].tier] += home.nbytes
-    return found
+        saved[home.shares[0].tier] += home.nbytes
+    return saved

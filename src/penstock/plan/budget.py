@@ -1,4 +1,4 @@
-"""What each tier may give. Room: decide."""
+"""Memory budgets: how much of each tier a plan may use."""
 
 from __future__ import annotations
 
@@ -13,61 +13,67 @@ from penstock.tiers import Tier
 from penstock.units import GiB, MiB, parse_bytes
 
 HBM_RESERVE = 0.02
-"""Of a GPU's memory, left for the display and for other programs where the budget is `auto`."""
+"""Fraction of the GPU's memory that an `auto` budget leaves for the display and other programs."""
 
 HOST_RESERVE = 2 * GiB
-"""Of DRAM, left for the system and for this program's own code and libraries, with `HOST_SHARE`."""
+"""Bytes of DRAM that an `auto` budget leaves for the system and for Penstock's own code and
+libraries, in addition to `HOST_SHARE`."""
 
 HOST_SHARE = 0.05
+"""Fraction of DRAM that an `auto` budget leaves free, in addition to `HOST_RESERVE`."""
 
 CPU_SHARE = 0.25
-"""Of free DRAM, for what the CPU computes with where there is no GPU."""
+"""Fraction of free DRAM that an `auto` budget uses as device memory on a machine without a GPU."""
+
+ASSUMED_DRIVE: Mapping[Literal["read", "write"], float] = {"read": 5.0e9, "write": 3.0e9}
+"""Bytes per second assumed for an unmeasured drive: a PCIe 4.0 drive, below its data sheet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PathBudget:
-    """What one directory or device may give."""
+    """How much of one directory or device a plan may use."""
 
     path: str
-    """Where."""
+    """The directory or device."""
 
     nbytes: Bytes
-    """How much."""
+    """Budget in bytes."""
 
     def __post_init__(self) -> None:
-        _check("nvme", self.nbytes)
+        _check_not_negative("nvme", self.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """The most each tier may hold at any moment."""
+    """The maximum that each tier may hold at any time."""
 
     hbm: Bytes
-    """Of the GPU, the driver's own share included."""
+    """GPU memory budget in bytes. It includes the CUDA context."""
 
     dram: Bytes
-    """Of memory with CPUs."""
+    """DRAM budget in bytes."""
 
     cxl: Bytes = 0
-    """Of memory without CPUs."""
+    """CXL memory budget in bytes."""
 
     nvme: tuple[PathBudget, ...] = ()
-    """Of each path."""
+    """Budget of each directory or device."""
 
     def __post_init__(self) -> None:
         for name in ("hbm", "dram", "cxl"):
-            _check(name, getattr(self, name))
+            _check_not_negative(name, getattr(self, name))
         paths = [path.path for path in self.nvme]
         if len(set(paths)) < len(paths):
             raise PlanError("nvme", f"names a path twice: {', '.join(paths)}")
 
     def of(self, tier: Tier) -> int:
+        """Return the budget of a tier in bytes; for NVMe, the sum over all paths."""
         if tier is Tier.NVME:
             return sum(path.nbytes for path in self.nvme)
         return int(getattr(self, tier.value))
 
     def changed(self, tier: Tier, nbytes: int) -> Budget:
-        """The same with another size of one tier; paths keep their proportions."""
+        """Return a copy with another budget for one tier. Paths keep their proportions."""
         match tier:
             case Tier.HBM:
                 return replace(self, hbm=nbytes)
@@ -84,23 +90,24 @@ def parse_budget(
     machine: Machine, *, hbm: str = "auto", dram: str = "auto", cxl: str = "auto",
     nvme: tuple[str, ...] = (),
 ) -> Budget:  # fmt: skip
-    """A budget from what a user types. PlanError names the tier.
+    """Parse budgets such as `40GiB`, `auto` or, for NVMe, `/mnt/nvme:400GiB`.
 
-    Where the CPU computes, HBM is a part of DRAM: what one takes, the other does not have.
+    On a machine without a GPU, the HBM budget is a part of DRAM, so an `auto` DRAM budget does not
+    include it. Raises PlanError naming the tier.
     """
-    fast = _size("hbm", hbm, auto_hbm(machine))
-    left = auto_dram(machine) - (0 if machine.gpus else fast)
+    hbm_nbytes = _parse_size("hbm", hbm, auto_hbm(machine))
+    dram_left = auto_dram(machine) - (0 if machine.gpus else hbm_nbytes)
+    cxl_free = sum(n.capacity if n.free is None else n.free for n in machine.cxl_nodes)
     return Budget(
-        hbm=fast,
-        dram=_size("dram", dram, max(0, left)),
-        cxl=_size("cxl", cxl, sum(n.capacity if n.free is None else n.free
-                                  for n in machine.cxl_nodes)),
-        nvme=tuple(_path_budget(machine, text) for text in nvme),
-    )  # fmt: skip
+        hbm=hbm_nbytes,
+        dram=_parse_size("dram", dram, max(0, dram_left)),
+        cxl=_parse_size("cxl", cxl, cxl_free),
+        nvme=tuple(_parse_path_budget(machine, text) for text in nvme),
+    )
 
 
 def auto_hbm(machine: Machine) -> int:
-    """What the first GPU has free, less the reserve; of a machine without one, a part of DRAM."""
+    """Return the free memory of the first GPU less a reserve; without a GPU, a share of DRAM."""
     if not machine.gpus:
         return int(CPU_SHARE * auto_dram(machine))
     for gpu in machine.gpus:
@@ -111,21 +118,19 @@ def auto_hbm(machine: Machine) -> int:
 
 
 def auto_dram(machine: Machine) -> int:
-    """What is free on all nodes with CPUs, less the reserve."""
+    """Return the free memory of all nodes with CPUs, less a reserve."""
     nodes = machine.dram_nodes
     free = sum(node.capacity if node.free is None else node.free for node in nodes)
     reserve = HOST_RESERVE + int(HOST_SHARE * sum(node.capacity for node in nodes))
     return max(0, free - reserve)
 
 
-ASSUMED_DRIVE: Mapping[Literal["read", "write"], float] = {"read": 5.0e9, "write": 3.0e9}
-"""Bytes per second of a PCIe 4.0 drive, for paths that nobody measured. Data sheets say more."""
-
-
 def with_paths(machine: Machine, budget: Budget) -> tuple[Machine, str]:
-    """The machine with every path of the budget, and what had to be assumed for new ones.
+    """Add the budget's unmeasured paths to the machine.
 
-    A path that was not measured is taken to be like the first one that was.
+    An unmeasured path is assumed to be as fast as the first measured one, or else as fast as
+    `ASSUMED_DRIVE`. Returns the machine and a sentence about the assumption; the sentence is empty
+    if all paths are measured.
     """
     known = {storage.path: storage for storage in machine.storage}
     new = [p.path for p in budget.nvme if p.path not in known or not known[p.path].rates]
@@ -137,15 +142,18 @@ def with_paths(machine: Machine, budget: Budget) -> tuple[Machine, str]:
                     bytes_per_second=Figure(median=rate, low=rate, high=rate, samples=0))
         for operation, rate in ASSUMED_DRIVE.items()
     )  # fmt: skip
-    like = f"like {measured.path}" if measured else "a PCIe 4.0 drive"
+    like = measured.path if measured else "a PCIe 4.0 drive"
     added = (replace(known.get(path, StoragePath(path=path)), rates=rates) for path in new)
-    kept = (storage for storage in machine.storage if storage.path not in new)
-    told = f"{', '.join(new)}: not measured, taken to be {like}; `penstock probe --storage` tells."
-    return replace(machine, storage=(*kept, *added)), told
+    others = (storage for storage in machine.storage if storage.path not in new)
+    note = (
+        f"{', '.join(new)}: not measured, assumed to be as fast as {like}. "
+        f"Run `penstock probe --storage` to measure."
+    )
+    return replace(machine, storage=(*others, *added)), note
 
 
 def check_paths(machine: Machine, budget: Budget) -> None:
-    """Raise PlanError unless the machine knows every path of the budget."""
+    """Raise PlanError unless the machine lists every path of the budget."""
     known = [storage.path for storage in machine.storage]
     for path in budget.nvme:
         if path.path not in known:
@@ -153,8 +161,8 @@ def check_paths(machine: Machine, budget: Budget) -> None:
             raise PlanError("nvme", f"{path.path} is not in the machine's storage ({listed})")
 
 
-def _path_budget(machine: Machine, text: str) -> PathBudget:
-    """`/mnt/nvme:400GiB`, or `400GiB` on the machine's first path."""
+def _parse_path_budget(machine: Machine, text: str) -> PathBudget:
+    """Parse `/mnt/nvme:400GiB`, or `400GiB` on the machine's first path."""
     path, _, size = text.rpartition(":")
     if not path:
         if not machine.storage:
@@ -162,13 +170,15 @@ def _path_budget(machine: Machine, text: str) -> PathBudget:
         path = machine.storage[0].path
     known = {s.path: s for s in machine.storage}.get(path)
     free = (known.free if known.free is not None else known.capacity) if known else None
-    return PathBudget(path=path, nbytes=_size("nvme", size, free))
+    return PathBudget(path=path, nbytes=_parse_size("nvme", size, free))
 
 
-def _size(name: str, text: str, auto: int | None) -> int:
+def _parse_size(name: str, text: str, auto: int | None) -> int:
     if text.strip().lower() == "auto":
         if auto is None:
-            raise PlanError(name, "cannot be auto: the machine file does not say what is free")
+            raise PlanError(
+                name, "cannot be auto: the machine file does not state how much is free"
+            )
         return auto
     if text.strip().startswith("-"):
         raise PlanError(name, f"must be 0 or more, got {text}")
@@ -178,6 +188,6 @@ def _size(name: str, text: str, auto: int | None) -> int:
         raise PlanError(name, str(wrong)) from None
 
 
-def _check(name: str, nbytes: int) -> None:
+def _check_not_negative(name: str, nbytes: int) -> None:
     if nbytes < 0:
         raise PlanError(name, f"must be 0 or more, got {nbytes}")

@@ -1,8 +1,8 @@
-"""What a step needs beside what rests: buffers, working memory, the driver's share. Room: decide.
+"""Size the memory that a step needs in addition to what is stored: buffers and working memory.
 
-Taken once, before step 1, and held for the run. The constants are measurements; their source is
-`bench/results/block_memory_h200_2026-11-15.json` (one layer, forward and backward, two sizes; the
-fit is exact for both) and docs/planner.md.
+All of it is allocated once, before the first step, and held for the whole run. The constants are
+measurements. Their sources are `bench/results/block_memory_h200_2026-11-15.json` (forward and
+backward of one layer in two sizes; the fit is exact for both) and docs/planner.md.
 """
 
 from __future__ import annotations
@@ -28,77 +28,85 @@ from penstock.tiers import Tier
 from penstock.units import KiB, MiB, round_up
 
 CUDA_CONTEXT = 704 * MiB
-"""Context, cuBLAS, cuDNN and their kernels: 693 MiB seen by the driver after first use."""
+"""Bytes of the CUDA context, cuBLAS, cuDNN and their kernels. The driver reported 693 MiB after
+first use."""
 
 CONTEXT = "CUDA context"
-"""How its pool is called."""
+"""Name of the pool that stands for the CUDA context."""
 
 SLACK = 0.20
-"""Of working memory, for the caching allocator's gaps. A prototype that left everything to the
-allocator reserved 19 to 39 % more than it used; fixed buffers, which are most of it, have none."""
+"""Fraction of working memory to add for gaps in the caching allocator. A prototype that left
+everything to the allocator reserved 19 to 39 % more than it used. Most memory here is in fixed
+buffers, which have no gaps."""
 
 GRAINS = 3 * (20 + 2) * MiB
-"""What a GPU's caching allocator may take beyond that, however small the model: 20 MiB at a time,
-and 2 for what is small, for each stream by itself; those of fixed buffers, computing and copies."""
+"""Bytes that the CUDA caching allocator may reserve beyond that, however small the model. It
+reserves 20 MiB at a time, and 2 MiB for small tensors, separately for each of three streams: the
+one that allocates the fixed buffers, compute, and copies."""
 
 LIBRARIES = (2 * 32 + 64) * MiB
-"""What libraries take from torch's allocator: a cuBLAS workspace for the thread that computes and
-one for the thread that goes backward, 32 MiB each from Hopper on; and a buffer as large as the L2
-cache, over which the compiler times the kernels that it chooses from."""
+"""Bytes that libraries allocate from PyTorch's allocator: one cuBLAS workspace each for the forward
+and the backward thread (32 MiB each from Hopper on), and a buffer as large as the L2 cache, which
+the compiler uses to time candidate kernels."""
 
 PIPE_HALF = 16 * MiB
-"""Of a pipe between device and NVMe, for inputs or gradients: while one half is copied, the other
-is written or read."""
+"""Maximum size of one half of a pipe between the device and NVMe. While one half is copied, the
+other is written or read."""
 
 PIPE_UNIT = 64 * KiB
-"""What halves are multiples of: a store's unit."""
+"""Halves of a pipe are multiples of this: the unit of a store."""
 
-# Elements alive at once per token besides the layer's input, as multiples of the hidden width, of
-# the width inside the MLP, and of queries, keys and values together.
+# Elements alive at the same time per token in addition to the layer's input, as multiples of the
+# hidden size, of the MLP's intermediate size, and of queries, keys and values together.
 FORWARD_HIDDEN, FORWARD_MLP = 2, 3
 BACKWARD_HIDDEN, BACKWARD_MLP, BACKWARD_ATTENTION = 9, 6, 1
 
 LOGIT_NBYTES = {"torch": 12, "fused": 2}
-"""One logit in its chunk: 16 bit, fp32, and the gradient of both; or all in one place."""
+"""Bytes per logit of a chunk, by loss kernel. PyTorch needs the 16-bit logit, its fp32 copy and the
+gradients of both; the fused kernel works in place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pool:
-    """Memory of one tier that is taken for the run, and what for."""
+class BufferPool:
+    """Memory of one tier that is allocated once and held for the run."""
 
     tier: Tier
-    """Where."""
+    """The tier."""
 
     what: str
-    """What for."""
+    """What the memory is used for."""
 
     nbytes: int
-    """How much."""
+    """Size in bytes."""
 
     def __post_init__(self) -> None:
         if self.nbytes < 0:
             raise PlanError("nbytes", f"must be 0 or more, got {self.nbytes}")
 
 
-def pools(
+def plan_pools(
     inventory: Inventory,
     workload: Workload,
     placement: Placement,
     schedule: Schedule,
     *,
     context_nbytes: int = CUDA_CONTEXT,
-) -> tuple[Pool, ...]:
-    """Everything that is not at rest, in the order the table shows it."""
+) -> tuple[BufferPool, ...]:
+    """List all pools that a step needs, in the order in which `penstock plan` shows them.
+
+    `context_nbytes` is the size of the CUDA context, or 0 on a machine without a GPU.
+    """
     formats = workload.formats(placement.rounds)
     working = working_nbytes(inventory, workload)
     schedules = [schedule]
     if workload.accumulate:
         schedules.append(step_schedule(inventory, placement, pending=False, adds=True))
-    weights = _packed(weight_lifetimes(schedule, placement))
+    weights = _packed_nbytes(weight_lifetimes(schedule, placement))
     gradients = max(
-        _packed(gradient_lifetimes(inventory, each, placement, formats)) for each in schedules
+        _packed_nbytes(gradient_lifetimes(inventory, each, placement, formats))
+        for each in schedules
     )
-    staging = _packed(staging_lifetimes(inventory, schedule, placement, formats))
+    staging = _packed_nbytes(staging_lifetimes(inventory, schedule, placement, formats))
     on_gpu = context_nbytes > 0
     hbm = {
         CONTEXT: context_nbytes,
@@ -114,37 +122,43 @@ def pools(
         "NVMe staging": staging,
         "NVMe pipes": len(pipes) * pipe_nbytes(inventory, workload, placement),
     }
-    made = [Pool(tier=Tier.HBM, what=k, nbytes=v) for k, v in hbm.items()]
-    made += [Pool(tier=Tier.DRAM, what=k, nbytes=v) for k, v in dram.items()]
-    return tuple(pool for pool in made if pool.nbytes)
+    pools = [BufferPool(tier=Tier.HBM, what=k, nbytes=v) for k, v in hbm.items()]
+    pools += [BufferPool(tier=Tier.DRAM, what=k, nbytes=v) for k, v in dram.items()]
+    return tuple(pool for pool in pools if pool.nbytes)
+
+
+# Activations.
 
 
 def round_micro_batches(workload: Workload, rounds: int) -> int:
-    """Micro-batches of the largest round."""
+    """Return the number of micro-batches of the largest round."""
     return -(-workload.micro_batches // rounds)
 
 
 def micro_nbytes(inventory: Inventory, workload: Workload) -> int:
-    """One block's input, for one micro-batch."""
+    """Return the bytes of one block's input for one micro-batch."""
     tokens = workload.numerics.micro_batch * workload.context
     return round_up(tokens * inventory.hidden * 2, EXTENT)
 
 
 def input_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
-    """One block's input, for all micro-batches of a round."""
+    """Return the bytes of one block's input for all micro-batches of a round."""
     return round_micro_batches(workload, rounds) * micro_nbytes(inventory, workload)
 
 
 def hidden_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
-    """What passes from block to block for a whole round, two micro-batches on their way out or in,
-    and the token ids and labels."""
+    """Return the bytes of hidden states in HBM, with token ids and labels.
+
+    The hidden states of a whole round pass from block to block, and two micro-batches more are on
+    their way out or in.
+    """
     passing = round_micro_batches(workload, rounds) + 2
     tokens = round_up(16 * workload.tokens, EXTENT)
     return passing * micro_nbytes(inventory, workload) + tokens
 
 
 def working_nbytes(inventory: Inventory, workload: Workload) -> int:
-    """The most that computing one micro-batch of any block takes."""
+    """Return the most bytes that the computation of one micro-batch of any block needs."""
     numerics = workload.numerics
     tokens = numerics.micro_batch * workload.context
     tile = min(tokens, numerics.mlp_tile)
@@ -153,11 +167,12 @@ def working_nbytes(inventory: Inventory, workload: Workload) -> int:
     logit = LOGIT_NBYTES[numerics.loss_kernel]
     head = chunk * (inventory.vocabulary * logit + 4 * inventory.hidden)
     tables = inventory.vocabulary * inventory.hidden
-    return round_up(max(layers + 2 * _largest(inventory.layers), head + 2 * tables), EXTENT)
+    # A block's 16-bit gradients of one micro-batch exist until they are added to the fp32 sum.
+    layer_gradients = 2 * _largest_parameters(inventory.layers)
+    return round_up(max(layers + layer_gradients, head + 2 * tables), EXTENT)
 
 
-def _largest(blocks: Iterable[Block]) -> int:
-    """Elements of the largest block: its gradients of one micro-batch, until they are added up."""
+def _largest_parameters(blocks: Iterable[Block]) -> int:
     return max((block.parameters(True) for block in blocks), default=0)
 
 
@@ -169,13 +184,17 @@ def _layer_nbytes(block: Block, hidden: int, tokens: int, tile: int) -> int:
     return 2 * max(forward, backward)
 
 
-def _packed(lifetimes: list[BufferLifetime]) -> int:
-    """Not mended: the search asks for thousands of these."""
+def _packed_nbytes(lifetimes: list[BufferLifetime]) -> int:
+    # Without refinements, because the search packs thousands of candidates. The engine must pack
+    # with the same effort (engine/program.py), or its pools could be larger than planned.
     return pack(lifetimes, refinements=0).nbytes
 
 
+# Pipes between the device and NVMe, for activations and gradients.
+
+
 def pipe_lanes(workload: Workload, placement: Placement) -> tuple[str, ...]:
-    """Lanes that have a pipe of their own between device and NVMe."""
+    """Return the lanes that need a pipe of their own between the device and NVMe."""
     inputs, gradients = (
         any(block.touches(role, Tier.NVME) for block in placement.blocks)
         for role in (Role.INPUT, Role.GRADIENT)
@@ -188,7 +207,10 @@ def pipe_lanes(workload: Workload, placement: Placement) -> tuple[str, ...]:
 
 
 def pipe_nbytes(inventory: Inventory, workload: Workload, placement: Placement) -> int:
-    """Both halves: no larger than what passes through them, nor than pieces are."""
+    """Return the bytes of both halves of a pipe.
+
+    A half is no larger than what passes through it, and no larger than a piece.
+    """
     gradient = max(4 * block.flat_elements(True) for block in inventory.blocks)
     largest = max(micro_nbytes(inventory, workload), gradient)
     half = min(PIPE_HALF, largest, 2 * placement.piece_elements)
@@ -196,7 +218,10 @@ def pipe_nbytes(inventory: Inventory, workload: Workload, placement: Placement) 
 
 
 def role_nbytes(block: Block, role: Role, formats: Formats, step: int) -> int:
-    """What a role of a block takes at rest: each piece whole pages, as a disk needs it."""
+    """Return the bytes that a role of a block needs at rest, in pieces of `step` elements.
+
+    Each piece occupies whole pages, because a disk requires it.
+    """
     spans = block.pieces(step)
     if role is Role.WEIGHT:
         spans += block.pieces(step, trainable=False)

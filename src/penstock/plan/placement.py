@@ -1,4 +1,4 @@
-"""Homes: which bytes of which block rest where. Room: decide."""
+"""Placement: which bytes of which block are stored where."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from penstock.tiers import Tier
 from penstock.units import MiB
 
 STRIPE_UNIT = 2 * MiB
-"""Stripes are whole huge pages; what does not fill one goes to the last share."""
+"""Stripes consist of whole huge pages. What does not fill a page goes to the last share."""
 
 SweepSide = Literal["cpu", "gpu", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """Bytes in one place."""
+    """A number of bytes in one location."""
 
     tier: Tier
-    """The kind of place."""
+    """The tier."""
 
     nbytes: int
-    """How many."""
+    """Number of bytes."""
 
     node: int | None = None
-    """The memory node, for DRAM and CXL."""
+    """The NUMA node, for DRAM and CXL memory."""
 
     path: str = ""
     """The directory or device, for NVMe."""
@@ -37,42 +37,46 @@ class Share:
         if self.nbytes < 0:
             raise PlanError("nbytes", f"must be 0 or more, got {self.nbytes}")
         if (self.node is not None) != (self.tier in (Tier.DRAM, Tier.CXL)):
-            raise PlanError("node", f"belongs to dram and cxl, and {self.tier} has {self.node}")
+            raise PlanError(
+                "node", f"is required for dram and cxl only, got {self.node} for {self.tier}"
+            )
         if bool(self.path) != (self.tier is Tier.NVME):
-            raise PlanError("path", f'belongs to nvme, and {self.tier} has "{self.path}"')
+            raise PlanError("path", f'is required for nvme only, got "{self.path}" for {self.tier}')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Home:
-    """Where one role of one block rests, whole or striped."""
+    """Where one role of one block is stored, in one location or striped over several."""
 
     role: Role
-    """What rests there."""
+    """The role."""
 
     shares: tuple[Share, ...]
-    """The places, in the order of the bytes."""
+    """The locations, in the order of the bytes."""
 
     @property
     def nbytes(self) -> int:
+        """Total number of bytes."""
         return sum(share.nbytes for share in self.shares)
 
     def on(self, tier: Tier) -> int:
-        """Bytes of it in one tier."""
+        """Return the number of bytes in one tier."""
         return sum(share.nbytes for share in self.shares if share.tier is tier)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockPlacement:
-    """Where one block's roles rest, and who sweeps it."""
+    """Where one block's roles are stored, and which processor updates it."""
 
     block: str
     """The block's name."""
 
     homes: tuple[Home, ...]
-    """One per role that it has."""
+    """One home for each role that the block has."""
 
     sweep: SweepSide = "cpu"
-    """Who updates it: the GPU if its states rest in HBM. `none` if all of it is frozen."""
+    """Which processor runs the block's optimizer sweep: the GPU if the states are in HBM, else the
+    CPU. `none` if the whole block is frozen."""
 
     def __post_init__(self) -> None:
         roles = [home.role for home in self.homes]
@@ -80,42 +84,46 @@ class BlockPlacement:
             raise PlanError("homes", f"{self.block} has a role twice: {', '.join(roles)}")
 
     def home(self, role: Role) -> Home | None:
+        """Return where a role is stored, or None if the block does not have it."""
         for home in self.homes:
             if home.role is role:
                 return home
         return None
 
     def all_on(self, role: Role, tier: Tier) -> bool:
-        """It has that role, and all of it rests in that tier."""
+        """Return whether the block has the role and stores all of it in the tier."""
         home = self.home(role)
         return home is not None and all(share.tier is tier for share in home.shares)
 
     def touches(self, role: Role, tier: Tier) -> bool:
+        """Return whether the block has the role and stores any of it in the tier."""
         home = self.home(role)
         return home is not None and any(share.tier is tier for share in home.shares)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """What a plan may choose: none of it can change a bit of the result."""
+    """Everything that a plan may choose. None of it can change a bit of the result."""
 
     rounds: int = 1
-    """Groups of micro-batches that pass all blocks one after the other."""
+    """Number of groups into which a step's micro-batches are divided. One group after the other
+    runs forward and backward through all blocks."""
 
     slots: int = 2
-    """Layers whose streamed weights HBM holds at once."""
+    """Number of layers whose streamed weights fit in HBM at the same time."""
 
     ahead: int = 1
-    """Blocks fetched while one computes."""
+    """Number of blocks to prefetch while one computes."""
 
     pieces_staged: int = 3
-    """Pieces of a sweep in host staging at once: one read, one swept, one written back."""
+    """Number of pieces in host staging at the same time: one is read, one is swept and one is
+    written back."""
 
     piece_elements: int = 1 << 26
-    """Parameters that a sweep over states on NVMe takes at a time."""
+    """Number of parameters per piece of an optimizer sweep over states on NVMe."""
 
     blocks: tuple[BlockPlacement, ...]
-    """In the order of forward."""
+    """The blocks, in the order of forward."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "slots", "ahead", "pieces_staged", "piece_elements"):
@@ -128,14 +136,15 @@ class Placement:
 
 
 def stripe(nbytes: int, weights: Iterable[tuple[Share, float]]) -> tuple[Share, ...]:
-    """Cut `nbytes` in proportion to the weights, in whole units but for the last share.
+    """Divide `nbytes` in proportion to the weights.
 
-    The shares given say where; their own bytes do not matter.
+    All shares but the last are multiples of `STRIPE_UNIT`. The given shares only say where; their
+    own sizes are ignored.
     """
     places = [(share, weight) for share, weight in weights if weight > 0]
-    assert places or not nbytes, "bytes with no place to go"
+    assert places or not nbytes, "there are bytes to store but no location to store them in"
     total = sum(weight for _, weight in places)
-    made: list[Share] = []
+    shares: list[Share] = []
     left = nbytes
     for i, (share, weight) in enumerate(places):
         exact = nbytes * weight / total
@@ -143,5 +152,5 @@ def stripe(nbytes: int, weights: Iterable[tuple[Share, float]]) -> tuple[Share, 
         part = min(part, left)
         left -= part
         if part:
-            made.append(Share(tier=share.tier, nbytes=part, node=share.node, path=share.path))
-    return tuple(made)
+            shares.append(Share(tier=share.tier, nbytes=part, node=share.node, path=share.path))
+    return tuple(shares)

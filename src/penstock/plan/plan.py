@@ -1,8 +1,8 @@
-"""The plan: what rests where. Room: decide.
+"""The plan: what is stored where.
 
-One frozen value, JSON on disk. It allocates nothing and measures nothing; it is all that the
-planner hands the engine, and the engine obtains bytes only from it. Nothing in it can change a bit
-of the result: what can is in the workload it is for.
+A plan is one frozen value, saved as JSON. It allocates and measures nothing. It is all that the
+planner hands to the engine, and the engine allocates memory only as the plan says. Nothing in it
+can change a bit of the result: everything that can is part of its workload.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.activation_overlay import OverlaidActivation, overlaid_activations
 from penstock.plan.budget import Budget
-from penstock.plan.buffers import CONTEXT, Pool
+from penstock.plan.buffers import CONTEXT, BufferPool
 from penstock.plan.placement import Placement, Share
 from penstock.plan.workload import Workload
 from penstock.roles import Role
@@ -29,88 +29,89 @@ from penstock.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What rests where, for one model, one workload and one set of budgets."""
+    """What is stored where, for one model, one workload and one set of budgets."""
 
     FORMAT: ClassVar[int] = 1
 
     version: int = FORMAT
-    """The version of the file's form."""
+    """Version of the file format."""
 
     model: str
-    """What the user called the model."""
+    """The model's name, as the user gave it."""
 
     fingerprint: str
-    """Of the model's blocks and tensors: a plan is good for no other."""
+    """Fingerprint of the model's blocks and tensors. A plan is valid for no other model."""
 
     parameters: int
-    """Of the model, tied and shared ones once."""
+    """Number of parameters of the model. Tied and shared ones count once."""
 
     machine: str = ""
-    """The machine it was made for."""
+    """Name of the machine that the plan was made for."""
 
     workload: Workload
-    """What is to be done."""
+    """What to train."""
 
     budget: Budget
-    """What each tier may give."""
+    """How much of each tier the plan may use."""
 
     placement: Placement
-    """Where everything rests, and how it streams."""
+    """Where everything is stored, and how it is streamed."""
 
-    pools: tuple[Pool, ...] = ()
-    """What is taken beside what rests."""
+    pools: tuple[BufferPool, ...] = ()
+    """Memory that is allocated in addition to what is stored."""
 
     note: str = ""
-    """What the user should know, such as that training refuses the model for now."""
+    """A remark for the user, such as why the model cannot be trained yet."""
 
     _shares: tuple[tuple[Role, Share], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.version != self.FORMAT:
             raise PlanError("version", f"must be {self.FORMAT}, got {self.version}")
-        lent = self.overlaid_activations()
+        overlaid = self.overlaid_activations()
         shares = tuple(
             (home.role, share)
             for index, block in enumerate(self.placement.blocks)
             for home in block.homes
             for share in home.shares
-            if home.role is not Role.INPUT or index not in lent
+            if home.role is not Role.INPUT or index not in overlaid
         )
         object.__setattr__(self, "_shares", shares)
         for tier in Tier:
             if self.peak(tier) > self.budget.of(tier):
                 raise PlanError(
                     f"budget.{tier}",
-                    f"is {format_bytes(self.budget.of(tier))}, but the plan takes "
+                    f"is {format_bytes(self.budget.of(tier))}, but the plan needs "
                     f"{format_bytes(self.peak(tier))}",
                 )
 
     # Bytes.
 
     def overlaid_activations(self) -> dict[int, OverlaidActivation]:
-        """By block, the inputs that rest where gradients leave room, and so take none."""
+        """Return, by block, the activations that are stored in the memory of gradients."""
         accumulate, placement = self.workload.accumulate, self.placement
         return overlaid_activations(
             placement.blocks, rounds=placement.rounds, accumulate=accumulate
         )
 
     def at_rest(self, tier: Tier) -> int:
-        """Weights, states and gradients between two steps."""
+        """Return the bytes of weights, optimizer states and gradients stored between steps."""
         return sum(s.nbytes for r, s in self._shares if s.tier is tier and r is not Role.INPUT)
 
-    def inputs(self, tier: Tier) -> int:
-        """Block inputs, from forward to backward, but for those that are lent a place."""
+    def activations(self, tier: Tier) -> int:
+        """Return the bytes of saved activations, without those stored in gradients' memory."""
         return sum(s.nbytes for role, s in self._shares if s.tier is tier and role is Role.INPUT)
 
-    def pooled(self, tier: Tier) -> int:
+    def pool_nbytes(self, tier: Tier) -> int:
+        """Return the bytes of all buffer pools."""
         return sum(pool.nbytes for pool in self.pools if pool.tier is tier)
 
     def peak(self, tier: Tier) -> int:
-        """The most it ever takes: the sum of its parts."""
-        return self.at_rest(tier) + self.inputs(tier) + self.pooled(tier)
+        """Return the most bytes in use at any time: the sum of all parts."""
+        return self.at_rest(tier) + self.activations(tier) + self.pool_nbytes(tier)
 
     def parts(self, tier: Tier) -> Iterator[tuple[str, int]]:
-        """What the peak is made of, by name."""
+        """Yield the name and the bytes of each part of the peak."""
         by_role: Counter[Role] = Counter()
         for role, share in self._shares:
             if share.tier is tier:
@@ -120,19 +121,19 @@ class Plan:
 
     @property
     def allocator_nbytes(self) -> int:
-        """Of HBM's budget, what torch's allocator may take: the driver's context is not its."""
+        """Bytes of the HBM budget that PyTorch's allocator may use: all but the CUDA context."""
         context = sum(pool.nbytes for pool in self.pools if pool.what == CONTEXT)
         return self.budget.of(Tier.HBM) - context
 
     @property
     def bytes_per_parameter(self) -> float:
-        """At rest in all tiers together: 14 in exact mode."""
+        """Bytes per parameter at rest, over all tiers: 14 with fp32 moments."""
         return sum(self.at_rest(tier) for tier in Tier) / self.parameters
 
-    # Whether it can be.
+    # Checks.
 
     def check_model(self, inventory: Inventory) -> None:
-        """Raise PlanError if it is a plan for another model."""
+        """Raise PlanError if the plan was made for another model."""
         if self.fingerprint != inventory.fingerprint:
             raise PlanError(
                 "fingerprint",
@@ -141,10 +142,10 @@ class Plan:
             )
 
     def check(self, machine: Machine) -> None:
-        """Raise PlanError unless the machine has what the plan takes."""
-        gpus = [gpu.memory for gpu in machine.gpus if gpu.memory is not None]
-        if machine.gpus and gpus:
-            _check_room("hbm", "the GPU", self.peak(Tier.HBM), max(gpus))
+        """Raise PlanError unless the machine has the memory that the plan needs."""
+        memories = [gpu.memory for gpu in machine.gpus if gpu.memory is not None]
+        if machine.gpus and memories:
+            _check_capacity("hbm", "the GPU", self.peak(Tier.HBM), max(memories))
         by_node: Counter[int] = Counter()
         by_path: Counter[str] = Counter()
         for _, share in self._shares:
@@ -152,38 +153,43 @@ class Plan:
                 by_node[share.node] += share.nbytes
             elif share.path:
                 by_path[share.path] += share.nbytes
-        # Buffers of the host go to the first node, where the GPU's driver finds them soonest.
-        by_node[machine.dram_nodes[0].id] += self.pooled(Tier.DRAM)
-        if not machine.gpus:  # the CPU computes, and what is called HBM is memory of that node
-            by_node[machine.dram_nodes[0].id] += self.peak(Tier.HBM)
+        # Host buffers count for the machine's first DRAM node. That is one of four decisions
+        # about where they are; see `traffic.lowest_dram_node`.
+        host_buffer_node = machine.dram_nodes[0].id
+        by_node[host_buffer_node] += self.pool_nbytes(Tier.DRAM)
+        if not machine.gpus:  # the CPU computes, and the HBM tier is memory of that node
+            by_node[host_buffer_node] += self.peak(Tier.HBM)
         capacities = {node.id: node.capacity for node in machine.nodes}
         for node, wanted in sorted(by_node.items()):
-            _check_room(f"node {node}", f"node {node}", wanted, capacities.get(node, 0))
-        rooms = {s.path: s.free if s.free is not None else s.capacity for s in machine.storage}
+            _check_capacity(f"node {node}", f"node {node}", wanted, capacities.get(node, 0))
+        self._check_paths(machine, by_path)
+
+    def _check_paths(self, machine: Machine, by_path: Counter[str]) -> None:
+        free = {s.path: s.free if s.free is not None else s.capacity for s in machine.storage}
         for path, wanted in sorted(by_path.items()):
-            if path not in rooms:
-                listed = ", ".join(rooms) or "none"
+            if path not in free:
+                listed = ", ".join(free) or "none"
                 raise PlanError("nvme", f"{path} is not on this machine; it has {listed}")
-            room = rooms[path]
-            if room is not None:
-                _check_room("nvme", path, wanted, room)
+            available = free[path]
+            if available is not None:
+                _check_capacity("nvme", path, wanted, available)
 
     # Files.
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan. PlanError names the field that is wrong."""
+        """Read a plan. Raises PlanError naming the field that is wrong."""
         return records.load(cls, path, error=PlanError)
 
     def save(self, path: str | Path) -> None:
-        """Write it whole, or leave what was there."""
+        """Write the plan. On failure, a previous file stays as it was."""
         records.save(self, path)
 
 
-def _check_room(field_name: str, place: str, wanted: int, room: int) -> None:
-    if wanted > room:
+def _check_capacity(field_name: str, place: str, wanted: int, available: int) -> None:
+    if wanted > available:
         raise PlanError(
             field_name,
-            f"is to hold {format_bytes(wanted)} ({wanted} B), but {place} has "
-            f"{format_bytes(room)}; plan again with a smaller budget",
+            f"needs {format_bytes(wanted)} ({wanted} B), but {place} has "
+            f"{format_bytes(available)}; plan again with a smaller budget",
         )

@@ -1,13 +1,16 @@
-"""The order of one optimizer step, as data. Room: decide.
+"""The schedule of one optimizer step, as data.
 
-A pure function yields the operations; the engine carries them out, the cost model times them, and
-`explain` and the tests read the same list. Two operations run in the order listed if they share a
-lane (one stream of work, such as the copies into HBM) or if the later one names the earlier in
-`after`; otherwise they may overlap. Sweeps on the CPU begin in that order, and the next may begin
-before the last has ended: what needs one ended names it.
+A pure function builds the list of operations (see `build_schedule`). The engine executes it, the
+cost model times it, and `penstock plan --explain` and the tests read it.
 
-The step begins where the last gradient of the step before has left the GPU. So the sweep of a block
-comes just before its forward, which is exact with clipping and hides behind compute.
+Ordering: two operations run in the listed order if they share a lane (one stream of work, such as
+the copies into HBM), or if the later one names the earlier in `after`. Otherwise they may overlap.
+CPU sweeps are the exception: they start in the listed order, but the next may start before the
+previous one has ended, so whatever needs a sweep to have ended must name it.
+
+A step starts when the last gradient of the previous step has left the GPU. A block's optimizer
+sweep therefore runs just before the block's forward. That is exact even with clipping, which needs
+the norm of all gradients, and it hides the sweep behind compute.
 """
 
 from __future__ import annotations
@@ -22,75 +25,80 @@ Phase = Literal["forward", "backward"]
 
 
 class Verb(StrEnum):
-    """What is done."""
+    """What an operation does."""
 
     READ = "read"
-    """From NVMe into host staging."""
+    """Read from NVMe into host staging."""
 
     SWEEP = "sweep"
-    """The optimizer's pass over a block, or over a piece of it."""
+    """Run the optimizer over a block, or over a piece of it."""
 
     WRITE = "write"
-    """From host staging to NVMe."""
+    """Write from host staging to NVMe."""
 
     RELEASE = "release"
-    """Host staging is free again."""
+    """Mark a host staging buffer as free."""
 
     FETCH = "fetch"
-    """Into HBM."""
+    """Copy into HBM."""
 
     FORWARD = "forward"
-    """All micro-batches of the round."""
+    """Run forward on all micro-batches of the round."""
 
     LOSS = "loss"
-    """The head, forward and backward at once, so that logits live for one chunk only."""
+    """Run the head forward and backward in one operation, so that only one chunk's logits exist."""
 
     BACKWARD = "backward"
-    """Recompute from the block's input, then differentiate, all micro-batches of the round."""
+    """Recompute from the block's saved input, then run backward, on all micro-batches of the
+    round."""
 
     DRAIN = "drain"
-    """Out of HBM: gradients, and inputs that backward will need. To NVMe they go through the host
-    in small pieces, as one operation, and so they come back."""
+    """Offload from HBM: gradients, and activations that backward needs. On the way to NVMe they
+    pass through host memory in small pieces within this one operation. FETCH is its inverse."""
 
     DROP = "drop"
-    """HBM is free again."""
+    """Mark a buffer in HBM as free."""
 
 
 COMPUTE = (Verb.FORWARD, Verb.LOSS, Verb.BACKWARD)
+"""Verbs that run the model."""
 
 
 class Operation(NamedTuple):
-    """One thing done. Its number is its place in the schedule."""
+    """One operation of a schedule. Other operations refer to it by its index in the list."""
 
     verb: Verb
-    """What is done."""
+    """What to do."""
 
     block: int
-    """To which block, by its place in the row."""
+    """Index of the block."""
 
     roles: tuple[Role, ...]
-    """To which of its roles."""
+    """The block's roles that are moved or updated; empty for compute."""
 
     phase: Phase
-    """In which half of the step."""
+    """The half of the step."""
 
     round: int = 0
-    """In which round."""
+    """The round."""
 
     piece: int | None = None
-    """Which piece of the block, where it passes through staging: those that are swept come first,
-    then those of frozen weights."""
+    """Index of the piece, if the block passes through staging in pieces. Pieces of trainable
+    tensors are numbered first, then those of frozen weights."""
 
     gpu: bool = False
-    """A sweep that the GPU does, over states that rest in HBM."""
+    """Whether this is a sweep that runs on the GPU, over states stored in HBM."""
 
     after: tuple[int, ...] = ()
-    """Operations that must have ended."""
+    """Operations that must have ended before this one starts."""
 
     @property
     def lane(self) -> str:
-        """Operations of one lane begin in the order listed, and but for sweeps each after the one
-        before has ended; "" for instant."""
+        """Name of the lane, or "" for an operation that takes no time.
+
+        Operations of one lane start in the listed order. Except for sweeps, each starts after the
+        previous one has ended.
+        """
         match self.verb:
             case Verb.FETCH:
                 return "fetch inputs" if Role.INPUT in self.roles else "fetch"
@@ -108,10 +116,10 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The operations of one step, in the order they are issued."""
+    """The operations of one step, in the order in which they are issued."""
 
     operations: tuple[Operation, ...]
-    """Each refers only to earlier ones."""
+    """The operations. Each refers only to earlier ones."""
 
     def __post_init__(self) -> None:
         for i, operation in enumerate(self.operations):

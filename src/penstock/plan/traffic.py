@@ -1,8 +1,15 @@
-"""What each operation of a schedule moves, over which link, to the byte. Room: decide.
+"""The bytes that each operation of a schedule moves: the one source for cost, wear and reports.
 
-The engine moves exactly these bytes, so what is planned per step can be laid beside what was seen.
-Links are `h2d` and `d2h`, a disk by its path, and each memory node, whose traffic is counted where
-something else passes through it: sums make sense per link, not over links.
+There are two levels of detail:
+
+- `Traffic.transfers` is exact for given micro-batch shapes. The engine moves exactly these bytes,
+  so the report can compare what was planned with what was recorded, and the drive-wear estimate
+  counts the writes among them.
+- `Traffic.stored_parts` is what the cost model times. It counts whole pages of what is stored, for
+  a full round, so that it depends on the placement only and equal blocks share one result.
+
+Links are `h2d`, `d2h`, `disk:<path>` and `node<n>`. The traffic of a memory node also contains what
+passes through it on the way to another link, so sums make sense per link, not over links.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.model.inventory import Inventory
 from penstock.plan.buffers import round_micro_batches
@@ -18,22 +25,25 @@ from penstock.plan.lifetimes import piece_span
 from penstock.plan.placement import Placement, Share
 from penstock.plan.schedule import Operation, Schedule, Verb
 from penstock.plan.workload import Workload
-from penstock.roles import EXTENT, TRAINED, Formats, Role
+from penstock.roles import EXTENT, STATE, TRAINED, Formats, Role
 from penstock.tiers import Tier
 from penstock.units import round_up
 
 Place = Literal["gpu", "host", "disk"]
 
 DISK = "disk:"
-"""What the link to a disk begins with; its path follows."""
+"""Prefix of a disk's link. The disk's path follows."""
 
 Shape = tuple[int, int]
-"""Sequences and tokens of one micro-batch."""
+"""Number of sequences of one micro-batch, and their length in tokens."""
+
+_H2D: tuple[Place, Place] = ("host", "gpu")
+_D2H: tuple[Place, Place] = ("gpu", "host")
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes over one link."""
+    """Bytes that move over one link."""
 
     link: str
     nbytes: int
@@ -41,9 +51,18 @@ class Transfer:
     target: Place
 
 
+class StoredPart(NamedTuple):
+    """Bytes of one role in one location that an operation moves or updates."""
+
+    role: Role
+    share: Share
+    nbytes: float
+    """Number of bytes. A piece's part of a share need not be whole bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Everything that the bytes of an operation depend on."""
+    """Computes the bytes of operations for one model, workload and placement."""
 
     inventory: Inventory
     placement: Placement
@@ -51,42 +70,49 @@ class Traffic:
 
     @classmethod
     def of(cls, inventory: Inventory, workload: Workload, placement: Placement) -> Traffic:
+        """Take the formats from the workload."""
         return cls(inventory, placement, workload.formats(placement.rounds))
 
+    # Exact.
+
     def transfers(self, operation: Operation, shapes: Sequence[Shape]) -> tuple[Transfer, ...]:
-        """`shapes` are of the micro-batches of its round. A sweep's are its memory traffic."""
+        """Return an operation's transfers, to the byte.
+
+        `shapes` are those of the micro-batches of the operation's round. The transfers of a CPU
+        sweep are its reads and writes of memory.
+        """
         match operation.verb:
             case Verb.FETCH | Verb.DRAIN:
-                found = self._copies(operation, shapes)
+                transfers = self._copy_transfers(operation, shapes)
             case Verb.READ | Verb.WRITE:
-                found = self._staged(operation)
+                transfers = self._staging_transfers(operation)
             case Verb.SWEEP if not operation.gpu:
-                found = self._swept(operation)
+                transfers = self._sweep_transfers(operation)
             case _:
                 return ()
-        return tuple(transfer for transfer in found if transfer.nbytes)
+        return tuple(transfer for transfer in transfers if transfer.nbytes)
 
-    # Between the host and the GPU.
-
-    def _copies(self, operation: Operation, shapes: Sequence[Shape]) -> Iterator[Transfer]:
+    def _copy_transfers(self, operation: Operation, shapes: Sequence[Shape]) -> Iterator[Transfer]:
+        """Yield the transfers of a copy between the host and the GPU."""
         fetches = operation.verb is Verb.FETCH
-        parts = self._copied(operation, shapes)
+        parts = self._copied_nbytes(operation, shapes)
         nbytes = sum(parts)
-        link, ends = ("h2d", _IN) if fetches else ("d2h", _OUT)
+        link, ends = ("h2d", _H2D) if fetches else ("d2h", _D2H)
         yield Transfer(link, nbytes, *ends)
         (role,) = operation.roles
         shares = self._shares(operation.block, role)
         through_disk = any(share.path for share in shares)
-        if through_disk and role is not Role.WEIGHT:  # weights were read by an operation before
+        # Weights on disk have a READ operation of their own, which counts their disk traffic.
+        if through_disk and role is not Role.WEIGHT:
             pages = sum(round_up(part, EXTENT) for part in parts)
-            yield from _disks(shares, pages, reads=fetches)
+            yield from _disk_transfers(shares, pages, reads=fetches)
         if through_disk:
-            yield from self._nodes([(None, nbytes)])
+            yield from self._node_transfers([(None, nbytes)])
         else:
-            yield from self._nodes(_clipped(shares, nbytes))
+            yield from self._node_transfers(_without_padding(shares, nbytes))
 
-    def _copied(self, operation: Operation, shapes: Sequence[Shape]) -> list[int]:
-        """Bytes of each part that is one extent, where a disk holds it."""
+    def _copied_nbytes(self, operation: Operation, shapes: Sequence[Shape]) -> list[int]:
+        """Return the bytes of each part that is one extent if it is on disk."""
         (role,) = operation.roles
         block = self.inventory.blocks[operation.block]
         if role is Role.INPUT:
@@ -104,9 +130,8 @@ class Traffic:
             elements = stop - start
         return [self.formats.nbytes(role, elements)]
 
-    # Between the host and disks, a piece at a time.
-
-    def _staged(self, operation: Operation) -> Iterator[Transfer]:
+    def _staging_transfers(self, operation: Operation) -> Iterator[Transfer]:
+        """Yield the transfers of one piece between a disk and host staging."""
         assert operation.piece is not None
         block = self.inventory.blocks[operation.block]
         start, stop, _ = piece_span(block, operation.piece, self.placement)
@@ -114,17 +139,19 @@ class Traffic:
         by_link: Counter[str] = Counter()
         for role in operation.roles:
             moved = self.formats.at_rest(role, stop - start)
-            for transfer in _disks(self._shares(operation.block, role), moved, reads=reads):
+            shares = self._shares(operation.block, role)
+            for transfer in _disk_transfers(shares, moved, reads=reads):
                 by_link[transfer.link] += transfer.nbytes
             nbytes += moved
         ends: tuple[Place, Place] = ("disk", "host") if reads else ("host", "disk")
         yield from (Transfer(link, moved, *ends) for link, moved in by_link.items())
-        yield from self._nodes([(None, nbytes)])
+        yield from self._node_transfers([(None, nbytes)])
 
-    # Over memory, by the CPU.
+    def _sweep_transfers(self, operation: Operation) -> Iterator[Transfer]:
+        """Yield the memory traffic of a CPU sweep.
 
-    def _swept(self, operation: Operation) -> Iterator[Transfer]:
-        """What is read and what is written back: all but the gradient."""
+        The sweep reads every role, and writes back all of them but the gradient.
+        """
         block = self.inventory.blocks[operation.block]
         start, stop = 0, block.flat_elements(True)
         if operation.piece is not None:
@@ -136,28 +163,65 @@ class Traffic:
             nbytes *= 1 if role is Role.GRADIENT else 2
             whole = max(1, sum(share.nbytes for share in shares))
             touched += [(share.node, nbytes * share.nbytes // whole) for share in shares]
-        yield from self._nodes(touched)
+        yield from self._node_transfers(touched)
 
-    # Places.
+    def _node_transfers(self, moved: Sequence[tuple[int | None, int]]) -> Iterator[Transfer]:
+        """Sum bytes by node. A node of None stands for host staging."""
+        by_node: Counter[int] = Counter()
+        for node, nbytes in moved:
+            by_node[lowest_dram_node(self.placement) if node is None else node] += nbytes
+        for node, nbytes in sorted(by_node.items()):
+            yield Transfer(f"node{node}", nbytes, "host", "host")
+
+    # For the cost model.
+
+    def stored_parts(self, operation: Operation) -> Iterator[StoredPart]:
+        """Yield the stored bytes that a copy, a disk operation or a CPU sweep covers.
+
+        Bytes count once, whether they are read, written or both.
+        """
+        fraction = self._piece_fraction(operation)
+        block = self.inventory.blocks[operation.block]
+        trained = block.flat_elements(True)
+        whole = trained + block.flat_elements(False)
+        sweeps = operation.verb is Verb.SWEEP
+        for role in TRAINED if sweeps else operation.roles:
+            # A sweep touches the trainable part of the weights only.
+            scale = trained / whole if sweeps and role is Role.WEIGHT else 1.0
+            for share in self._shares(operation.block, role):
+                yield StoredPart(role, share, fraction * scale * share.nbytes)
+
+    def gpu_sweep_nbytes(self, block: int) -> int:
+        """Return the bytes of HBM that a sweep on the GPU reads and writes."""
+        at = self.placement.blocks[block]
+        updated = sum(2 * home.nbytes for r in (Role.WEIGHT, *STATE) if (home := at.home(r)))
+        gradient = at.home(Role.GRADIENT)
+        return updated + (gradient.nbytes if gradient else 0)
+
+    def _piece_fraction(self, operation: Operation) -> float:
+        """Return the fraction of the block's buffer that the operation's piece is."""
+        if operation.piece is None:
+            return 1.0
+        block = self.inventory.blocks[operation.block]
+        start, stop, trained = piece_span(block, operation.piece, self.placement)
+        if operation.roles == (Role.WEIGHT,):  # the stored weights include frozen tensors
+            return (stop - start) / (block.flat_elements(True) + block.flat_elements(False))
+        assert trained
+        return (stop - start) / block.flat_elements(True)
 
     def _shares(self, block: int, role: Role) -> tuple[Share, ...]:
         home = self.placement.blocks[block].home(role)
         return home.shares if home is not None else ()
 
-    def _nodes(self, moved: Sequence[tuple[int | None, int]]) -> Iterator[Transfer]:
-        """None is for staging, which is on the first node of DRAM that the plan uses."""
-        by_node: Counter[int] = Counter()
-        for node, nbytes in moved:
-            by_node[staging_node(self.placement) if node is None else node] += nbytes
-        for node, nbytes in sorted(by_node.items()):
-            yield Transfer(f"node{node}", nbytes, "host", "host")
 
+def lowest_dram_node(placement: Placement) -> int:
+    """Return the lowest DRAM node that the placement uses, where the engine puts host staging.
 
-_IN: tuple[Place, Place] = ("host", "gpu")
-_OUT: tuple[Place, Place] = ("gpu", "host")
-
-
-def staging_node(placement: Placement) -> int:
+    Four places decide where host staging is, and they can disagree: this function and
+    `engine.allocate` take the lowest DRAM node that the placement uses; `Plan.check` takes the
+    machine's first DRAM node; the cost model (`Rates.staging_node`) takes the DRAM node nearest to
+    the GPU. They agree on a machine with one DRAM node.
+    """
     nodes = {
         share.node
         for block in placement.blocks
@@ -168,29 +232,46 @@ def staging_node(placement: Placement) -> int:
     return min(nodes, default=0)
 
 
+# Whole steps.
+
+
 def step_traffic(
     inventory: Inventory, workload: Workload, placement: Placement, schedule: Schedule
 ) -> dict[str, int]:
-    """Bytes over each link in one step with a full batch."""
-    traffic = Traffic.of(inventory, workload, placement)
-    shapes = planned_shapes(workload, placement)
+    """Return the bytes over each link in one step with a full batch."""
     total: Counter[str] = Counter()
-    for operation in schedule.operations:
-        for transfer in traffic.transfers(operation, shapes[operation.round]):
-            total[transfer.link] += transfer.nbytes
+    for transfer in _step_transfers(inventory, workload, placement, schedule):
+        total[transfer.link] += transfer.nbytes
     return dict(sorted(total.items()))
 
 
+def step_disk_writes(
+    inventory: Inventory, workload: Workload, placement: Placement, schedule: Schedule
+) -> int:
+    """Return the bytes that one step with a full batch writes to disks."""
+    transfers = _step_transfers(inventory, workload, placement, schedule)
+    return sum(transfer.nbytes for transfer in transfers if transfer.target == "disk")
+
+
+def _step_transfers(
+    inventory: Inventory, workload: Workload, placement: Placement, schedule: Schedule
+) -> Iterator[Transfer]:
+    traffic = Traffic.of(inventory, workload, placement)
+    shapes = planned_shapes(workload, placement)
+    for operation in schedule.operations:
+        yield from traffic.transfers(operation, shapes[operation.round])
+
+
 def planned_shapes(workload: Workload, placement: Placement) -> list[list[Shape]]:
-    """By round, the micro-batches of a full batch."""
+    """Return the shapes of a full batch's micro-batches, by round."""
     size, length = workload.numerics.micro_batch, workload.context
     micros = [(min(size, workload.batch - at), length) for at in range(0, workload.batch, size)]
     count = round_micro_batches(workload, placement.rounds)
     return [micros[r * count : (r + 1) * count] for r in range(placement.rounds)]
 
 
-def _disks(shares: Sequence[Share], nbytes: int, *, reads: bool) -> Iterator[Transfer]:
-    """Over several paths they are dealt as the shares are."""
+def _disk_transfers(shares: Sequence[Share], nbytes: int, *, reads: bool) -> Iterator[Transfer]:
+    """Divide bytes over several paths in proportion to the shares."""
     on_disk = [share for share in shares if share.path]
     whole, left = sum(share.nbytes for share in on_disk), nbytes
     for number, share in enumerate(on_disk):
@@ -200,11 +281,11 @@ def _disks(shares: Sequence[Share], nbytes: int, *, reads: bool) -> Iterator[Tra
         yield Transfer(f"{DISK}{share.path}", part, *ends)
 
 
-def _clipped(shares: Sequence[Share], nbytes: int) -> list[tuple[int | None, int]]:
-    """Of what rests in pages, what is moved: the last page's padding is not."""
-    found: list[tuple[int | None, int]] = []
+def _without_padding(shares: Sequence[Share], nbytes: int) -> list[tuple[int | None, int]]:
+    """Return the bytes moved on each node: the padding of the last page is not moved."""
+    moved: list[tuple[int | None, int]] = []
     for share in shares:
         part = min(share.nbytes, nbytes)
         nbytes -= part
-        found.append((share.node, part))
-    return found
+        moved.append((share.node, part))
+    return moved

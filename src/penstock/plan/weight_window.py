@@ -1,4 +1,4 @@
-"""What the schedule must know of a placement: who streams, who stays. Room: decide."""
+"""Decide which streamed weights are in HBM at each point of a step."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from penstock.tiers import Tier
 
 @dataclass(frozen=True, slots=True)
 class PlacementIndex:
-    """Answers by block number."""
+    """Answers, by block index, what the schedule must know about a placement."""
 
     placement: Placement
-    """Where everything rests."""
+    """Where everything is stored."""
 
     owned: tuple[tuple[int, ...], ...]
-    """Per block, the blocks that own the weights it computes with."""
+    """For each block, the blocks that own the weights it computes with."""
 
     pieces: tuple[int, ...]
-    """Per block, how many pieces its sweep is cut into."""
+    """For each block, the number of pieces its optimizer sweep is divided into."""
 
     frozen_pieces: tuple[int, ...]
-    """Per block, how many more there are of weights that are not trained."""
+    """For each block, the number of additional pieces of frozen weights."""
 
     @classmethod
     def of(cls, inventory: Inventory, placement: Placement) -> PlacementIndex:
+        """Build the index of a model's placement."""
         owner = {t.name: i for i, b in enumerate(inventory.blocks) for t in b.tensors}
         owned = tuple(
             tuple(sorted({owner[name] for name in b.borrows} | ({i} if b.tensors else set())))
@@ -41,39 +42,50 @@ class PlacementIndex:
 
     @property
     def count(self) -> int:
+        """Number of blocks."""
         return len(self.owned)
 
     def owners(self, block: int) -> tuple[int, ...]:
+        """Return the blocks that own the weights this block computes with."""
         return self.owned[block]
 
     def users(self, block: int) -> tuple[int, ...]:
+        """Return the blocks that compute with this block's weights."""
         return tuple(i for i, owners in enumerate(self.owned) if block in owners)
 
     def is_layer(self, block: int) -> bool:
+        """Return whether the block is a layer, not the embedding or the head."""
         return 0 < block < self.count - 1
 
     def weight_in_hbm(self, block: int) -> bool:
+        """Return whether the block's weights are resident in HBM."""
         return self._at(block).all_on(Role.WEIGHT, Tier.HBM)
 
     def weight_on_nvme(self, block: int) -> bool:
+        """Return whether any of the block's weights are stored on NVMe."""
         return self._at(block).touches(Role.WEIGHT, Tier.NVME)
 
     def adds_to(self, block: int) -> tuple[int, ...]:
-        """Blocks whose gradients its backward adds to: its own, and that of a tied embedding."""
+        """Return the blocks whose gradients this block's backward adds to.
+
+        That is the block itself and, for a tied head, also the embedding.
+        """
         owners = (*self.owned[block], block) if block == self.count - 1 else (block,)
         trained = (o for o in owners if self._at(o).home(Role.GRADIENT) is not None)
         return tuple(sorted(set(trained)))
 
     def offloads_input(self, block: int) -> bool:
+        """Return whether the block's saved input is stored outside HBM."""
         home = self._at(block).home(Role.INPUT)
         return home is not None and not self._at(block).all_on(Role.INPUT, Tier.HBM)
 
     def gradient_leaves(self, block: int) -> bool:
+        """Return whether the block's gradient is stored outside HBM."""
         home = self._at(block).home(Role.GRADIENT)
         return home is not None and not self._at(block).all_on(Role.GRADIENT, Tier.HBM)
 
     def staged_roles(self, block: int) -> tuple[Role, ...]:
-        """What the sweep must have in host staging because it rests on NVMe."""
+        """Return the roles that a CPU sweep must read from NVMe into host staging."""
         at = self._at(block)
         return tuple(
             role
@@ -86,66 +98,73 @@ class PlacementIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class WeightUse:
     """One computation that needs weights."""
 
     block: int
-    """The block computed."""
+    """The block that computes."""
 
     backward: bool
-    """Whether it differentiates: the head does so at the turn."""
+    """Whether the computation includes backward. The head's always does in training."""
 
     round: int
-    """In which round."""
+    """The round."""
 
     owners: tuple[int, ...]
-    """Whose weights it needs. The embedding's backward needs none."""
+    """The blocks whose weights it needs. The embedding's backward needs none."""
 
 
 class WeightWindow:
-    """Which weights are in HBM when: a window that slides along the uses, forth and back.
+    """A window of weights in HBM that slides forward through the blocks and back.
 
-    Near the turn, and between rounds, the blocks still in a slot are the next ones needed, so they
-    are kept: what is needed furthest in the future goes first.
+    When backward begins, and between rounds, the blocks that are still in a slot are the next ones
+    needed, so they stay. Eviction follows Belady's rule, since all uses are known in advance: the
+    block whose next use is furthest in the future goes first.
     """
 
-    def __init__(self, facts: PlacementIndex, *, backward: bool = True) -> None:
-        self.facts = facts
-        rounds = facts.placement.rounds if backward else 1
-        self.uses = [use for round in range(rounds) for use in _uses(facts, round, backward)]
-        self._needed: dict[int, list[int]] = {}
+    def __init__(self, index: PlacementIndex, *, backward: bool = True) -> None:
+        self.index = index
+        rounds = index.placement.rounds if backward else 1
+        self.uses = [use for round in range(rounds) for use in _uses(index, round, backward)]
+        self._used_at: dict[int, list[int]] = {}
         for k, use in enumerate(self.uses):
             for owner in use.owners:
-                self._needed.setdefault(owner, []).append(k)
+                self._used_at.setdefault(owner, []).append(k)
 
-    def next_uses(self, at: int) -> list[Use]:
-        return self.uses[at : at + self.facts.placement.ahead + 1]
+    def next_uses(self, at: int) -> list[WeightUse]:
+        """Return use `at` and the uses to prefetch for while it computes."""
+        return self.uses[at : at + self.index.placement.ahead + 1]
 
     def evict(self, owner: int, at: int, fetched: Iterable[tuple[int, Role]]) -> list[int]:
-        """The blocks to drop so that `owner` can come in while use `at` is computed."""
-        soon = {o for use in self.next_uses(at) for o in use.owners}
-        layer = self.facts.is_layer(owner)
+        """Return the blocks to drop so that `owner` can be fetched while use `at` computes."""
+        needed_soon = {o for use in self.next_uses(at) for o in use.owners}
+        layer = self.index.is_layer(owner)
         rivals = [
-            b for b, role in fetched if role is Role.WEIGHT and self.facts.is_layer(b) == layer
+            b for b, role in fetched if role is Role.WEIGHT and self.index.is_layer(b) == layer
         ]
-        idle = sorted((b for b in rivals if b not in soon), key=lambda b: (-self._next(b, at), b))
+        idle = sorted(
+            (b for b in rivals if b not in needed_soon), key=lambda b: (-self._next(b, at), b)
+        )
         if not layer:
-            # They are large: kept within a round, as a tied embedding is for the head, not beyond.
+            # The embedding and the head are large. They stay only within a round, as a tied
+            # embedding does for the head.
             return [b for b in idle if self._round(self._next(b, at)) > self._round(at)]
-        return idle[: max(0, len(rivals) + 1 - self.facts.placement.slots)]
+        return idle[: max(0, len(rivals) + 1 - self.index.placement.slots)]
 
     def _round(self, at: int) -> int:
         return self.uses[at].round if at < len(self.uses) else self.uses[-1].round + 1
 
     def _next(self, block: int, at: int) -> int:
-        return next((k for k in self._needed.get(block, ()) if k >= at), len(self.uses))
+        """Return the index of the block's next use, or one past the last use if there is none."""
+        return next((k for k in self._used_at.get(block, ()) if k >= at), len(self.uses))
 
 
-def _uses(facts: PlacementIndex, round: int, backward: bool) -> list[Use]:
-    last = facts.count - 1
-    forth = [Use(i, False, round, facts.owners(i)) for i in range(last)]
-    turn = [Use(last, backward, round, facts.owners(last))]
+def _uses(index: PlacementIndex, round: int, backward: bool) -> list[WeightUse]:
+    """Return the uses of one round: forward, the head and, in training, backward."""
+    last = index.count - 1
+    forward_uses = [WeightUse(i, False, round, index.owners(i)) for i in range(last)]
+    head_use = [WeightUse(last, backward, round, index.owners(last))]
     if not backward:
-        return [*forth, *turn]
-    back = [Use(i, True, round, facts.owners(i)) for i in range(last - 1, 0, -1)]
-    return [*forth, *turn, *back, Use(0, True, round, ())]
+        return [*forward_uses, *head_use]
+    backward_uses = [WeightUse(i, True, round, index.owners(i)) for i in range(last - 1, 0, -1)]
+    return [*forward_uses, *head_use, *backward_uses, WeightUse(0, True, round, ())]

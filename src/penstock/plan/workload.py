@@ -1,8 +1,8 @@
-"""What is to be done, and everything that can change a bit of its result. Room: decide.
+"""The workload: what to train, and every setting that can change a bit of the result.
 
-Numerics follow from the model, the context and what the user asks for by name; never from budgets
-or timings. They are stored in checkpoints and kept by a resume. Where bytes rest is the plan's
-matter, and no plan can change a result.
+Numerics follow from the model, the context length and explicit user settings, never from budgets
+or timings. Checkpoints store them, and a resumed run keeps them. Where bytes are stored is decided
+by the plan, and no plan can change a result.
 """
 
 from __future__ import annotations
@@ -19,44 +19,47 @@ Attention = Literal["sdpa", "varlen", "eager"]
 LossKernel = Literal["torch", "fused"]
 
 MICRO_BATCH_TOKENS = 16384
-"""Enough tokens to keep a large GPU busy: a layer reaches its full rate here (docs/planner.md)."""
+"""Default number of tokens per micro-batch. A layer reaches its full rate on a large GPU with this
+many tokens (docs/planner.md)."""
 
 LOGITS_NBYTES = 512 * MiB
-"""The most that one chunk of logits may take in fp32."""
+"""Maximum size of one chunk of fp32 logits."""
 
 MLP_TILE_NBYTES = 512 * MiB
-"""The most that one tensor inside the MLP may take."""
+"""Maximum size of one tensor inside the MLP."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numerics:
-    """Whatever can change a bit of the result."""
+    """Every setting that can change a bit of the result."""
 
     micro_batch: int
-    """Sequences computed at once. Gradients of micro-batches sum in fp32, in their order."""
+    """Number of sequences per micro-batch. Gradients of micro-batches are summed in fp32, in the
+    order of the batch."""
 
     loss_chunk: int
-    """Tokens whose logits exist at once."""
+    """Number of tokens per chunk of the loss. Only one chunk's logits exist at a time."""
 
     mlp_tile: int
-    """Tokens that pass the MLP at once."""
+    """Number of tokens that the MLP processes at a time."""
 
     attention: Attention = "sdpa"
-    """The attention kernel. With `varlen`, packed rows pass through one variable-length call and
-    rows that are one document each through torch's own; with `sdpa`, each document through the
-    latter."""
+    """The attention kernel. With `sdpa`, each document of a packed row is a separate call to
+    PyTorch's scaled dot-product attention. With `varlen`, a packed row is one variable-length call,
+    and a row that is a single document uses PyTorch's."""
 
     loss_kernel: LossKernel = "torch"
-    """Whether a chunk's loss and its gradient are torch's own operations or one kernel."""
+    """Whether PyTorch operations (`torch`) or one Triton kernel (`fused`) compute a chunk's loss
+    and its gradient."""
 
     compiled: bool = False
-    """Whether the block's body is compiled."""
+    """Whether layers are compiled."""
 
     deterministic: bool = False
     """Whether kernels that may differ from run to run are ruled out."""
 
     master_rounding: Literal["ties_away"] = "ties_away"
-    """How the fp32 master is cut in two; see DESIGN, "Few bytes"."""
+    """How fp32 master weights are split into a high and a low half; see DESIGN, "Few bytes"."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "loss_chunk", "mlp_tile"):
@@ -66,41 +69,42 @@ class Numerics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """One optimizer step, as the user asks for it."""
+    """One optimizer step, as the user requests it."""
 
     context: int
-    """Tokens in a sequence."""
+    """Number of tokens per sequence."""
 
     batch: int
-    """Sequences per optimizer step."""
+    """Number of sequences per optimizer step."""
 
     dtype: Dtype = "bf16"
-    """What the GPU computes in."""
+    """Data type that the GPU computes in."""
 
     optimizer: Literal["adamw"] = "adamw"
-    """What the sweep does."""
+    """The optimizer."""
 
     moments: Moments = "fp32"
-    """How the moments rest: fp32 is exact."""
+    """Storage format of the optimizer's moments. `fp32` is exact."""
 
     clip: float | None = 1.0
-    """The largest norm of the whole gradient, or none. Clipping makes every sweep wait for the
-    last gradient."""
+    """Maximum norm of the whole gradient, or None for no clipping. With clipping, every optimizer
+    sweep waits for the last gradient."""
 
     accumulate: bool = False
-    """Whether several calls may add to one step's gradients: they then rest in fp32."""
+    """Whether several calls may add to the gradients of one step. Gradients are then stored in
+    fp32."""
 
     steps: int | None = None
-    """Optimizer steps of the whole run, where known: for the bytes written to disk."""
+    """Number of optimizer steps of the whole run, if known. Used to estimate drive wear."""
 
     rank: int = 0
-    """Which of the processes that share the work this is."""
+    """Rank of this process."""
 
     world: int = 1
-    """How many processes share the work."""
+    """Number of processes."""
 
     numerics: Numerics
-    """Whatever else can change a bit."""
+    """Every other setting that can change a bit of the result."""
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "world"):
@@ -115,38 +119,41 @@ class Workload:
         if self.numerics.micro_batch > self.batch:
             raise WorkloadError(
                 "numerics.micro_batch",
-                f"must be no more than batch, which is {self.batch}, "
+                f"must not be larger than the batch of {self.batch}, "
                 f"got {self.numerics.micro_batch}",
             )
 
     @property
     def tokens(self) -> int:
-        """Tokens of one optimizer step."""
+        """Number of tokens per optimizer step."""
         return self.batch * self.context
 
     @property
     def micro_batches(self) -> int:
+        """Number of micro-batches per optimizer step; the last one may be smaller."""
         return -(-self.batch // self.numerics.micro_batch)
 
     def formats(self, rounds: int = 1) -> Formats:
+        """Return the storage formats for a step of `rounds` rounds."""
         wide = rounds > 1 or self.accumulate
         return Formats(dtype=self.dtype, moments=self.moments, wide_gradient=wide)
 
     def check(self, inventory: Inventory) -> None:
-        """Raise WorkloadError unless the model can do it."""
+        """Raise WorkloadError if the model does not support this workload."""
         limit = inventory.max_context
         if limit is not None and self.context > limit:
             raise WorkloadError(
                 "context",
-                f"is {self.context}, but the positions of {inventory.model} cover {limit}; "
-                f"ask for less, or set max_position_embeddings (and the rope scaling that goes "
-                f"with it) in the model's config",
+                f"is {self.context}, but the position embeddings of {inventory.model} cover "
+                f"{limit} tokens; use a shorter context, or set max_position_embeddings and the "
+                f"matching rope scaling in the model's config",
             )
         if self.numerics.attention == "varlen" and not inventory.plain_attention:
             raise WorkloadError(
                 "numerics.attention",
-                f"is varlen, but that kernel has no caps on scores, no dropout, and heads of at "
-                f"most 256 in steps of 8, and {inventory.model} needs more; use sdpa",
+                f"is varlen, but that kernel supports no soft-capped scores, no dropout, and only "
+                f"head sizes up to 256 that are multiples of 8, which does not cover "
+                f"{inventory.model}; use sdpa",
             )
 
 
@@ -159,9 +166,18 @@ def default_numerics(
     kernels: bool = False,
     own_loss: bool = False,
 ) -> Numerics:
-    """What follows from the model and the context alone; `kernels` says that what computes can run
-    compiled bodies and kernels of our own, as a GPU can; `own_loss`, that the loss is a function of
-    the user's, which no kernel knows."""
+    """Return the default numerics for a model and a context length.
+
+    Args:
+        inventory: The model.
+        context: Number of tokens per sequence.
+        batch: Number of sequences per optimizer step.
+        micro_batch: Number of sequences per micro-batch. By default, about
+            `MICRO_BATCH_TOKENS` tokens.
+        kernels: Whether the device can run compiled layers and Triton kernels.
+        own_loss: Whether the user supplies the loss function. The fused loss kernel is then ruled
+            out.
+    """
     if context < 1:
         raise WorkloadError("context", f"must be 1 or more, got {context}")
     wanted = micro_batch if micro_batch is not None else max(1, MICRO_BATCH_TOKENS // context)
@@ -179,5 +195,6 @@ def default_numerics(
     )
 
 
-def _power_of_two_below(value: int, least: int, most: int) -> int:
-    return max(least, min(most, 1 << max(value.bit_length() - 1, 0)))
+def _power_of_two_below(value: int, minimum: int, maximum: int) -> int:
+    """Round down to a power of two, and clamp."""
+    return max(minimum, min(maximum, 1 << max(value.bit_length() - 1, 0)))

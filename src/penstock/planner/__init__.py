@@ -1,4 +1,4 @@
-"""Budgets in, one frozen plan out. Room: decide."""
+"""The planner: from budgets to one frozen plan."""
 
 from penstock.planner.planner import (
     PlannerCache,
@@ -13,9 +13,9 @@ from penstock.planner.search import QUICK, THOROUGH, SearchEffort
 __all__ = [
     "QUICK",
     "THOROUGH",
-    "SearchEffort",
-    "PlannerCache",
     "PlanResult",
+    "PlannerCache",
+    "SearchEffort",
     "find_plan",
     "fits",
     "least_budget",

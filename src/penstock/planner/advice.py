@@ -1,4 +1,4 @@
-"""What would help most: other budgets, formats and sizes, planned and compared. Room: show."""
+"""Find out what would speed up a plan most: plan with other budgets, formats and sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.machine.machine import Machine
+from penstock.machine.machine import Figure, Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget
 from penstock.plan.workload import Workload, default_numerics
@@ -16,105 +16,108 @@ from penstock.tiers import Tier
 from penstock.units import GiB
 
 WORTH = 1.03
-"""Less than this is within what the cost model can tell."""
+"""Smallest speedup to report. The cost model cannot tell smaller differences."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """One thing that would help."""
+    """One change that would help."""
 
     what: str
-    """What to do."""
+    """The change."""
 
     speedup: float
-    """Tokens per second against the plan's; 1 where the gain is another."""
+    """Tokens per second relative to the plan's; 1 if the gain is not speed."""
 
     gain: str
-    """In words."""
+    """The gain, in words."""
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A plan, and everything needed to ask "what if"."""
+class WhatIf:
+    """A plan, and everything needed to plan again with a change."""
 
     inventory: Inventory
     """The model."""
 
     workload: Workload
-    """What is done."""
+    """What to train."""
 
     budget: Budget
-    """With what."""
+    """How much of each tier may be used."""
 
     machine: Machine
-    """On what."""
+    """The machine."""
 
-    planned: PlanResult
-    """The answer as it is."""
+    result: PlanResult
+    """The plan without a change."""
 
-    memory: PlannerCache = field(default_factory=dict, compare=False, repr=False)
-    """What the questions have in common."""
+    cache: PlannerCache = field(default_factory=dict, compare=False, repr=False)
+    """Results that all plans share."""
 
-    def ask(self, **changes: object) -> PlanResult | None:
-        """The plan with something changed, or None if that does not fit."""
-        asked = replace(self, **changes)  # type: ignore[arg-type]
-        args = (asked.inventory, asked.workload, asked.budget, asked.machine)
-        return find_plan(*args, effort=QUICK, cache=self.memory)
-
-
-def advise(question: Question, most: int = 3) -> list[Advice]:
-    """The few things that help most, best first."""
-    cost = question.planned.cost
-    computing = cost.bounds.get("gpu", 0.0) / cost.step_seconds
-    ideas = _ideas(question) if computing * WORTH < 1 else ()  # no other placement can help
-    found = [advice for advice in ideas if advice.speedup >= WORTH]
-    found.sort(key=lambda advice: (-advice.speedup, advice.what))
-    return found[:most] + _without_nvme(question)
+    def replan(self, **changes: object) -> PlanResult | None:
+        """Return the plan with some fields changed, or None if nothing fits."""
+        changed = replace(self, **changes)  # type: ignore[arg-type]
+        args = (changed.inventory, changed.workload, changed.budget, changed.machine)
+        return find_plan(*args, effort=QUICK, cache=self.cache)
 
 
-def _ideas(question: Question) -> Iterator[Advice]:
-    now = question.planned.cost.tokens_per_second
-    for what, changes in _changes(question):
-        planned = question.ask(**changes)
-        if planned is not None:
-            speedup = planned.cost.tokens_per_second / now
+def advise(what_if: WhatIf, most: int = 3) -> list[Advice]:
+    """Return the few changes that help most, best first."""
+    cost = what_if.result.cost
+    compute_share = cost.bounds.get("gpu", 0.0) / cost.step_seconds
+    # If the step is nearly all compute, no other placement can help.
+    ideas = _ideas(what_if) if compute_share * WORTH < 1 else ()
+    helpful = [advice for advice in ideas if advice.speedup >= WORTH]
+    helpful.sort(key=lambda advice: (-advice.speedup, advice.what))
+    return helpful[:most] + _longest_context_without_nvme(what_if)
+
+
+def _ideas(what_if: WhatIf) -> Iterator[Advice]:
+    now = what_if.result.cost.tokens_per_second
+    for what, changes in _changes(what_if):
+        result = what_if.replan(**changes)
+        if result is not None:
+            speedup = result.cost.tokens_per_second / now
             yield Advice(what=what, speedup=speedup, gain=f"{speedup:.2f} x")
 
 
-def _changes(question: Question) -> Iterator[tuple[str, dict[str, object]]]:
-    budget, work = question.budget, question.workload
+def _changes(what_if: WhatIf) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the changes to try, in words and as fields of `WhatIf`."""
+    budget, work = what_if.budget, what_if.workload
     for tier, more in ((Tier.DRAM, 16 * GiB), (Tier.DRAM, 64 * GiB), (Tier.HBM, 8 * GiB)):
-        if question.planned.plan.peak(tier) > 0.9 * budget.of(tier):
-            yield (
-                f"+{more // GiB} GiB {tier.value.upper()}",
-                {"budget": budget.changed(tier, budget.of(tier) + more),
-                 "machine": _with_more(question.machine, tier, more)},
-            )  # fmt: skip
-    if question.planned.plan.peak(Tier.NVME):
-        yield "a second drive like the first", {"machine": _faster_disks(question.machine)}
+        # More of a tier helps only if the plan uses nearly all of it.
+        if what_if.result.plan.peak(tier) > 0.9 * budget.of(tier):
+            changes: dict[str, object] = {
+                "budget": budget.changed(tier, budget.of(tier) + more),
+                "machine": _with_more_memory(what_if.machine, tier, more),
+            }
+            yield f"+{more // GiB} GiB {tier.value.upper()}", changes
+    if what_if.result.plan.peak(Tier.NVME):
+        yield "a second drive like the first", {"machine": _with_twice_the_disks(what_if.machine)}
     if work.moments == "fp32":
         yield "--moments bf16 (not exact)", {"workload": replace(work, moments="bf16")}
     yield f"--batch {2 * work.batch}", {"workload": replace(work, batch=2 * work.batch)}
 
 
-def _without_nvme(question: Question) -> list[Advice]:
-    """The longest context, by halves, that needs no NVMe."""
-    if not question.planned.plan.peak(Tier.NVME):
+def _longest_context_without_nvme(what_if: WhatIf) -> list[Advice]:
+    """Halve the context until the plan needs no NVMe."""
+    if not what_if.result.plan.peak(Tier.NVME):
         return []
-    context = question.workload.context // 2
-    budget = replace(question.budget, nvme=())
+    context = what_if.workload.context // 2
+    budget = replace(what_if.budget, nvme=())
     while context >= 1024:
         numerics = default_numerics(
-            question.inventory, context=context, batch=question.workload.batch
+            what_if.inventory, context=context, batch=what_if.workload.batch
         )
-        work = replace(question.workload, context=context, numerics=numerics)
-        if fits(question.inventory, work, budget, question.machine):
-            return [Advice(what=f"context {context:,}", speedup=1.0, gain="fits without NVMe")]
+        work = replace(what_if.workload, context=context, numerics=numerics)
+        if fits(what_if.inventory, work, budget, what_if.machine):
+            return [Advice(what=f"--context {context}", speedup=1.0, gain="fits without NVMe")]
         context //= 2
     return []
 
 
-def _with_more(machine: Machine, tier: Tier, more: int) -> Machine:
+def _with_more_memory(machine: Machine, tier: Tier, more: int) -> Machine:
     if tier is Tier.HBM:
         gpus = tuple(replace(g, memory=(g.memory or 0) + more) for g in machine.gpus)
         return replace(machine, gpus=gpus)
@@ -123,68 +126,74 @@ def _with_more(machine: Machine, tier: Tier, more: int) -> Machine:
     return replace(machine, nodes=tuple(larger if n is first else n for n in machine.nodes))
 
 
-def _faster_disks(machine: Machine) -> Machine:
-    def twice(value: float) -> float:
-        return 2 * value
+def _with_twice_the_disks(machine: Machine) -> Machine:
+    """Return the machine with all storage rates doubled."""
 
-    def double(rate: object) -> object:
-        figure = rate.bytes_per_second  # type: ignore[attr-defined]
-        faster = replace(
-            figure, median=twice(figure.median), low=twice(figure.low), high=twice(figure.high)
+    def double(figure: Figure) -> Figure:
+        low, high = 2 * figure.low, 2 * figure.high
+        return replace(figure, median=2 * figure.median, low=low, high=high)
+
+    storage = (
+        replace(
+            path,
+            rates=tuple(
+                replace(rate, bytes_per_second=double(rate.bytes_per_second)) for rate in path.rates
+            ),
         )
-        return replace(rate, bytes_per_second=faster)  # type: ignore[type-var]
+        for path in machine.storage
+    )
+    return replace(machine, storage=tuple(storage))
 
-    paths = (replace(s, rates=tuple(double(r) for r in s.rates)) for s in machine.storage)  # type: ignore[misc]
-    return replace(machine, storage=tuple(paths))
 
-
-# Step time against a budget.
+# Step time over a range of budgets.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One budget of a curve."""
+    """The step time with one budget."""
 
     nbytes: int
-    """The tier's budget."""
+    """Budget of the tier in bytes."""
 
     step_seconds: float | None
-    """None where it does not fit."""
+    """Seconds per step, or None if nothing fits."""
 
 
 def vary(
-    question: Question, tier: Tier, sizes: Sequence[int], effort: SearchEffort = QUICK
+    what_if: WhatIf, tier: Tier, sizes: Sequence[int], effort: SearchEffort = QUICK
 ) -> list[Point]:
-    """The step's time for each size of one tier. More is never worse: what fits in less fits."""
+    """Return the step time for each budget of one tier.
+
+    What fits in a smaller budget also fits in a larger one, so a point is never slower than the
+    point before it.
+    """
     points: list[Point] = []
     best: float | None = None
     for nbytes in sorted(sizes):
-        planned = find_plan(
-            question.inventory,
-            question.workload,
-            question.budget.changed(tier, nbytes),
-            _roomy(question.machine, tier, nbytes),
+        machine = what_if.machine
+        if tier in (Tier.DRAM, Tier.HBM):
+            # The budget may exceed what the machine has.
+            machine = _with_more_memory(machine, tier, nbytes)
+        result = find_plan(
+            what_if.inventory,
+            what_if.workload,
+            what_if.budget.changed(tier, nbytes),
+            machine,
             effort=effort,
-            cache=question.memory,
+            cache=what_if.cache,
         )
-        if planned is not None:
-            best = min(best or planned.cost.step_seconds, planned.cost.step_seconds)
+        if result is not None:
+            best = min(best or result.cost.step_seconds, result.cost.step_seconds)
         points.append(Point(nbytes=nbytes, step_seconds=best))
     return points
 
 
-def _roomy(machine: Machine, tier: Tier, nbytes: int) -> Machine:
-    if tier in (Tier.DRAM, Tier.HBM):
-        return _with_more(machine, tier, nbytes)
-    return machine
-
-
 def plot(points: Sequence[Point], tier: Tier, path: Path) -> None:
-    """The curve as a picture. Needs matplotlib: `pip install penstock[plot]`."""
+    """Save the curve as an image. Needs matplotlib: `pip install penstock[plot]`."""
     try:
         import matplotlib
     except ImportError:
-        raise PenstockError("drawing needs matplotlib: pip install 'penstock[plot]'") from None
+        raise PenstockError("plotting needs matplotlib: pip install 'penstock[plot]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -192,8 +201,8 @@ def plot(points: Sequence[Point], tier: Tier, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     seconds = [p.step_seconds or 0.0 for p in known]
     axes.plot([p.nbytes / GiB for p in known], seconds, marker="o")
-    axes.set_xlabel(f"{tier.value} budget, GiB")
-    axes.set_ylabel("step, s")
+    axes.set_xlabel(f"{tier.value} budget (GiB)")
+    axes.set_ylabel("seconds per step")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120, bbox_inches="tight")

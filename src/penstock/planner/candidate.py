@@ -1,4 +1,4 @@
-"""What the search moves: a location for each group of roles of each block. Room: decide."""
+"""Candidates: what the search varies, a location for each group of roles of each block."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ from penstock.tiers import Tier
 
 
 class Location(StrEnum):
-    """Where a group may rest."""
+    """Where a group of roles may be stored: a tier, or a mix of tiers."""
 
     HBM = "hbm"
-    """On the GPU."""
+    """In the GPU's memory."""
 
     DRAM = "dram"
-    """Over the nodes with CPUs."""
+    """Striped over the nodes with CPUs."""
 
     MIX = "mix"
-    """Over DRAM and CXL by the sweep's rate, so that both finish together. For states only."""
+    """Striped over DRAM and CXL in proportion to their sweep rates, so that the optimizer sweep
+    finishes on both at the same time. For optimizer states only."""
 
     CXL = "cxl"
-    """Over the cards, by measured bandwidth."""
+    """Striped over the CXL cards, in proportion to their measured bandwidth."""
 
     NVME = "nvme"
-    """Over the paths, by measured bandwidth."""
+    """Striped over the paths, in proportion to their budgets."""
 
 
 class BlockLocations(NamedTuple):
-    """One block. None where it has no such role."""
+    """Where one block's groups are stored. None for a group that the block does not have."""
 
     weight: Location | None
-    """Compute weights."""
+    """Location of the weights."""
 
     state: Location | None
-    """Master and moments, which the sweep reads and writes together."""
+    """Location of the master weights and moments, which the optimizer sweep uses together."""
 
     gradient: Location | None
-    """Gradient."""
+    """Location of the gradient."""
 
     input: Location | None
-    """The block's input."""
+    """Location of the saved input."""
 
     @property
     def resident(self) -> bool:
-        """All of it in HBM: nothing to fetch, and the GPU sweeps it."""
+        """Whether the whole block is in HBM: nothing is fetched, and the GPU sweeps it."""
         return self.weight is Location.HBM
 
 
@@ -56,7 +57,7 @@ GROUPS: dict[str, tuple[Role, ...]] = {
     "gradient": (Role.GRADIENT,),
     "input": (Role.INPUT,),
 }
-"""Roles that move together."""
+"""Roles that are stored in the same location."""
 
 TIERS: dict[Location, tuple[Tier, ...]] = {
     Location.HBM: (Tier.HBM,),
@@ -65,24 +66,26 @@ TIERS: dict[Location, tuple[Tier, ...]] = {
     Location.CXL: (Tier.CXL,),
     Location.NVME: (Tier.NVME,),
 }
+"""The tiers of each location."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One candidate."""
+    """One candidate of the search."""
 
     locations: tuple[BlockLocations, ...]
-    """By block."""
+    """The locations of each block."""
 
     rounds: int = 1
-    """See Placement."""
+    """See `Placement.rounds`."""
 
     slots: int = 2
-    """See Placement."""
+    """See `Placement.slots`."""
 
     ahead: int = 1
-    """See Placement."""
+    """See `Placement.ahead`."""
 
     def moved(self, changes: dict[int, BlockLocations]) -> Candidate:
-        locations = tuple(changes.get(i, location) for i, location in enumerate(self.locations))
+        """Return a copy with other locations for some blocks."""
+        locations = tuple(changes.get(i, each) for i, each in enumerate(self.locations))
         return Candidate(locations, self.rounds, self.slots, self.ahead)

@@ -1,7 +1,7 @@
-"""First candidates: tiers filled from the fastest, group by group. Room: decide.
+"""Build the first candidates of the search by filling tiers, the fastest first, group by group.
 
-Latency-critical groups come first where the fast tiers are scarce, but which groups those are
-depends on the work: so several orders are tried and the cost model judges.
+If fast tiers are scarce, the groups that are most sensitive to latency should get them. Which
+groups those are depends on the workload, so several orders are tried and the cost model decides.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from penstock.planner.evaluator import PlanEvaluator
 from penstock.tiers import Tier
 
 BLOCK = "block"
-"""State, gradient and weight of one block in one place, from the first block on. What is left for
-the slow tiers is then the end of the row, whose turn comes last, so that a disk can begin with it
-at once."""
+"""Stands for state, gradient and weight of one block together, from the first block on. The last
+blocks are then left for the slow tiers. Their sweeps come last in a step, so a disk can start to
+read them at the start of the step."""
 
 ORDERS: tuple[tuple[str, ...], ...] = (
     ("state", "gradient", "weight", "input"),
@@ -28,8 +28,8 @@ ORDERS: tuple[tuple[str, ...], ...] = (
     ("input", BLOCK),
     (BLOCK, "input"),
 )
-"""Which group gets the fast tiers first. The sweep's own comes first by default; where states must
-go to disk anyway, the others are better off in DRAM."""
+"""Orders in which groups get the fast tiers. Optimizer states are first by default. If states must
+be stored on disk anyway, DRAM is better used for the other groups."""
 
 PREFERENCES: tuple[dict[str, tuple[Location, ...]], ...] = (
     {"state": (Location.DRAM, Location.MIX, Location.CXL, Location.NVME)},
@@ -40,42 +40,45 @@ PREFERENCES: tuple[dict[str, tuple[Location, ...]], ...] = (
         "input": (Location.CXL, Location.DRAM, Location.NVME),
     },
 )
-"""Where each group looks for room, first candidate first; the last two matter with CXL only."""
+"""Locations to try for each group, in order. The last two entries differ only on machines with
+CXL memory."""
 
-OTHERS = (Location.DRAM, Location.CXL, Location.NVME)
+DEFAULT_PREFERENCE = (Location.DRAM, Location.CXL, Location.NVME)
+"""Locations to try for groups that `PREFERENCES` does not list."""
 
 
 @dataclass(frozen=True, slots=True)
 class FillStrategy:
-    """How to fill."""
+    """How to fill the tiers."""
 
     order: tuple[str, ...] = ORDERS[0]
-    """Which group first."""
+    """Order of the groups."""
 
     preference: int = 0
-    """Which of PREFERENCES."""
+    """Index into `PREFERENCES`."""
 
     resident: tuple[int, ...] = ()
-    """Blocks that live in HBM."""
+    """Blocks that are stored in HBM."""
 
     hbm_inputs: int = 0
-    """Layers, from the last, whose inputs stay in HBM: they are needed again soonest."""
+    """Number of layers, counted from the last, whose saved inputs stay in HBM. The last ones are
+    needed again soonest."""
 
     rounds: int = 1
-    """See Placement."""
+    """See `Placement.rounds`."""
 
     slots: int = 2
-    """See Placement."""
+    """See `Placement.slots`."""
 
     ahead: int = 1
-    """See Placement."""
+    """See `Placement.ahead`."""
 
 
-def fill(evaluator: PlanEvaluator, recipe: FillStrategy) -> Candidate | None:
-    """A candidate that fits, or None."""
+def fill(evaluator: PlanEvaluator, strategy: FillStrategy) -> Candidate | None:
+    """Return a candidate that fits, or None."""
     reserve: Counter[Tier] = Counter()
     for _ in range(4):
-        candidate = _fill_once(evaluator, recipe, reserve)
+        candidate = _fill_once(evaluator, strategy, reserve)
         if candidate is None:
             return None
         short = evaluator.shortage(candidate)
@@ -83,127 +86,139 @@ def fill(evaluator: PlanEvaluator, recipe: FillStrategy) -> Candidate | None:
             return candidate
         if set(short) - {Tier.DRAM}:
             return None
-        # Staging shows only when it is known what goes to NVMe: leave room for it and try again.
+        # How much staging is needed is known only once it is known what is stored on NVMe.
+        # Reserve DRAM for it and try again.
         reserve[Tier.DRAM] += short[Tier.DRAM]
     return None
 
 
 def _fill_once(
-    evaluator: PlanEvaluator, recipe: FillStrategy, reserve: Counter[Tier]
+    evaluator: PlanEvaluator, strategy: FillStrategy, reserve: Counter[Tier]
 ) -> Candidate | None:
-    room = {tier: evaluator.capacity(tier) - reserve[tier] for tier in Tier}
-    locations = [undecided(evaluator, recipe, i) for i in range(len(evaluator.inventory.blocks))]
-    for groups, blocks in _turns(recipe, locations):
-        wants = PREFERENCES[recipe.preference].get("+".join(groups), OTHERS)
-        open_blocks = [i for i in blocks if getattr(locations[i], groups[0]) is Location.DRAM]
-        if groups == ("input",):  # those that are lent a place take none
-            lent = evaluator.lendable(locations, recipe.rounds)
-            open_blocks = [i for i in open_blocks if i not in lent]
-        for location in wants:
+    free = {tier: evaluator.capacity(tier) - reserve[tier] for tier in Tier}
+    blocks = range(len(evaluator.inventory.blocks))
+    locations = [undecided(evaluator, strategy, i) for i in blocks]
+    for groups, turn in _turns(strategy, locations):
+        preference = PREFERENCES[strategy.preference].get("+".join(groups), DEFAULT_PREFERENCE)
+        open_blocks = [i for i in turn if getattr(locations[i], groups[0]) is Location.DRAM]
+        if groups == ("input",):  # overlaid activations need no memory of their own
+            overlaid = evaluator.overlaid_blocks(locations, strategy.rounds)
+            open_blocks = [i for i in open_blocks if i not in overlaid]
+        for location in preference:
             if not all(evaluator.capacity(tier) for tier in TIERS[location]):
                 continue
-            took = _take(evaluator, groups, location, open_blocks, room, recipe.rounds)
-            for i in took:
+            placed = _place_blocks(evaluator, groups, location, open_blocks, free, strategy.rounds)
+            for i in placed:
                 locations[i] = locations[i]._replace(**dict.fromkeys(groups, location))
-            open_blocks = [i for i in open_blocks if i not in took]
+            open_blocks = [i for i in open_blocks if i not in placed]
         if open_blocks:
             return None
-    return Candidate(tuple(locations), recipe.rounds, recipe.slots, recipe.ahead)
+    return Candidate(tuple(locations), strategy.rounds, strategy.slots, strategy.ahead)
 
 
 def _turns(
-    recipe: FillStrategy, locations: Sequence[BlockLocations]
+    strategy: FillStrategy, locations: Sequence[BlockLocations]
 ) -> Iterator[tuple[tuple[str, ...], Sequence[int]]]:
-    """Which groups of which blocks take room, first to last."""
-    for group in recipe.order:
+    """Yield which groups of which blocks to place, in order."""
+    for group in strategy.order:
         if group == BLOCK:
-            frozen = [i for i, location in enumerate(locations) if location.state is None]
+            frozen = [i for i, each in enumerate(locations) if each.state is None]
             yield from ((("state", "gradient", "weight"), (i,)) for i in range(len(locations)))
             yield ("weight",), frozen
         else:
             yield (group,), range(len(locations))
 
 
-def undecided(evaluator: PlanEvaluator, recipe: FillStrategy, index: int) -> BlockLocations:
-    """Everything to be placed says DRAM; what the block does not have, None."""
+def undecided(evaluator: PlanEvaluator, strategy: FillStrategy, index: int) -> BlockLocations:
+    """Return a block's initial locations: HBM where that is decided, DRAM where it is not.
+
+    Groups that the block does not have are None.
+    """
     block = evaluator.inventory.blocks[index]
     trained, layer = bool(block.parameters(True)), block.kind == "layer"
-    home = Location.HBM if index in recipe.resident else Location.DRAM
-    last = len(evaluator.inventory.blocks) - 2
-    keeps_input = index > last - recipe.hbm_inputs
+    location = Location.HBM if index in strategy.resident else Location.DRAM
+    last_layer = len(evaluator.inventory.blocks) - 2
+    keeps_input = index > last_layer - strategy.hbm_inputs
     return BlockLocations(
-        weight=home if block.tensors else None,
-        state=home if trained else None,
-        gradient=home if trained else None,
+        weight=location if block.tensors else None,
+        state=location if trained else None,
+        gradient=location if trained else None,
         input=(Location.HBM if keeps_input else Location.DRAM) if layer else None,
     )
 
 
-def _take(
+def _place_blocks(
     evaluator: PlanEvaluator, groups: tuple[str, ...], location: Location, blocks: Sequence[int],
-    room: dict[Tier, int], rounds: int,
+    free: dict[Tier, int], rounds: int,
 ) -> set[int]:  # fmt: skip
-    """As many as fit: the outer blocks, which are largest, and layers spread evenly, so that what
-    a slower tier must do is spread over the step too."""
+    """Place as many blocks as fit in a location, and return them.
+
+    The embedding and the head come first, because they are the largest. Layers are spread evenly,
+    so that the work of the slower tier is spread over the step, too.
+    """
     if not blocks:
         return set()
     layers = [i for i in blocks if evaluator.inventory.blocks[i].kind == "layer"]
     order = [i for i in blocks if i not in layers] + spread(layers)
-    taken = set()
+    placed = set()
     for i in order:
-        wanted = _by_tier(evaluator, i, groups, location, rounds)
-        if all(room[tier] >= nbytes for tier, nbytes in wanted.items()):
+        wanted = _nbytes_by_tier(evaluator, i, groups, location, rounds)
+        if all(free[tier] >= nbytes for tier, nbytes in wanted.items()):
             for tier, nbytes in wanted.items():
-                room[tier] -= nbytes
-            taken.add(i)
-    return taken
+                free[tier] -= nbytes
+            placed.add(i)
+    return placed
 
 
-def _by_tier(
+def _nbytes_by_tier(
     evaluator: PlanEvaluator, block: int, groups: tuple[str, ...], location: Location, rounds: int
 ) -> Counter[Tier]:
-    found: Counter[Tier] = Counter()
+    total: Counter[Tier] = Counter()
     for role in (role for group in groups for role in GROUPS[group]):
         for share in evaluator.home(block, role, location, rounds).shares:
-            found[share.tier] += share.nbytes
-    return found
+            total[share.tier] += share.nbytes
+    return total
 
 
 def spread(layers: Sequence[int]) -> list[int]:
-    """Any first part of the order lies evenly over the row."""
-    golden = 0.6180339887498949
-    return sorted(layers, key=lambda i: ((i * golden) % 1.0, i))
+    """Order layers such that any first part of the list is spread evenly over the model."""
+    golden_ratio = 0.6180339887498949
+    return sorted(layers, key=lambda i: ((i * golden_ratio) % 1.0, i))
 
 
-def residents(evaluator: PlanEvaluator, rounds: int) -> list[tuple[int, ...]]:
-    """Blocks to keep in HBM: as many as it holds, in two orders; half of them; none.
+def resident_sets(evaluator: PlanEvaluator, rounds: int) -> list[tuple[int, ...]]:
+    """Return sets of blocks to store in HBM: as many as fit, in two orders; half of them; none.
 
-    First layers, whose sweep would be waited for. Where disks are used also last ones: the others'
-    gradients then lend room to more inputs."""
+    The first layers are preferred, because the step would wait for their sweeps. If disks are in
+    use, a set of last layers is tried, too: more activations can then be overlaid on the gradients
+    of the earlier layers.
+    """
     count = len(evaluator.inventory.blocks)
     outer = [i for i in (0, count - 1) if evaluator.inventory.blocks[i].tensors]
     layers = list(range(1, count - 1))
-    found: list[tuple[int, ...]] = []
+    sets: list[tuple[int, ...]] = []
     for order in ([*outer, *layers], [*layers, *outer]):
-        most = _most(evaluator, FillStrategy(rounds=rounds), order)
-        found += [tuple(sorted(order[:number])) for number in (most, most // 2)]
+        most = _most_resident(evaluator, FillStrategy(rounds=rounds), order)
+        sets += [tuple(sorted(order[:number])) for number in (most, most // 2)]
     if evaluator.capacity(Tier.NVME):
-        number = max(0, len(found[0]) - len(outer))
-        found.insert(0, tuple(sorted([*outer, *layers[len(layers) - number :]])))
-    return list(dict.fromkeys([*found, ()]))
+        number = max(0, len(sets[0]) - len(outer))
+        sets.insert(0, tuple(sorted([*outer, *layers[len(layers) - number :]])))
+    return list(dict.fromkeys([*sets, ()]))
 
 
-def _most(evaluator: PlanEvaluator, base: FillStrategy, order: Sequence[int]) -> int:
-    """How many blocks HBM holds, whatever the host can do, by bisection: each more takes more."""
+def _most_resident(evaluator: PlanEvaluator, base: FillStrategy, order: Sequence[int]) -> int:
+    """Return how many blocks fit in HBM, whatever the host can hold.
+
+    Each additional block needs more HBM, so bisection finds the number.
+    """
     low, high = 0, len(order)
+    blocks = range(len(evaluator.inventory.blocks))
     while low < high:
         middle = (low + high + 1) // 2
-        resident = tuple(sorted(order[:middle]))
-        recipe = replace(base, resident=resident)
-        locations = tuple(
-            undecided(evaluator, recipe, i) for i in range(len(evaluator.inventory.blocks))
-        )
-        if evaluator.hbm_needs(Candidate(locations, base.rounds)) <= evaluator.capacity(Tier.HBM):
+        strategy = replace(base, resident=tuple(sorted(order[:middle])))
+        locations = tuple(undecided(evaluator, strategy, i) for i in blocks)
+        needed = evaluator.quick_hbm_nbytes(Candidate(locations, base.rounds))
+        if needed <= evaluator.capacity(Tier.HBM):
             low = middle
         else:
             high = middle - 1

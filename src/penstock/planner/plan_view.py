@@ -1,42 +1,44 @@
-"""A plan as people and programs read it. Room: show."""
+"""Show a plan: tables for people and JSON for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from penstock.errors import InfeasibleError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
+from penstock.plan.placement import Share
 from penstock.plan.plan import Plan
 from penstock.planner import PlanResult
 from penstock.planner.cost import Cost
-from penstock.planner.resource_names import bound_by, long_name, written_per_step
+from penstock.planner.resource_names import ROLE_NAMES, bound_by, long_name
 from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds
 
 BAR_WIDTH = 60
 SHADES = " ░▒▓█"
 
-LANES = {
-    "compute": "GPU computes",
-    "fetch": "weights in",
-    "fetch inputs": "inputs in",
-    "drain": "gradients out",
-    "drain inputs": "inputs out",
-    "sweep": "CPU sweeps",
+LANE_NAMES = {
+    "compute": "GPU compute",
+    "fetch": "weights to GPU",
+    "fetch inputs": "activations to GPU",
+    "drain": "gradients from GPU",
+    "drain inputs": "activations from GPU",
+    "sweep": "CPU optimizer sweep",
     "read": "NVMe reads",
     "write": "NVMe writes",
 }
 
+# JSON. Programs read it, so its keys must not change.
 
-def plan_json(planned: PlanResult) -> dict[str, Any]:
-    """The frozen form that programs read."""
-    plan, cost = planned.plan, planned.cost
+
+def plan_json(result: PlanResult) -> dict[str, Any]:
+    """Return a plan and its cost as JSON."""
+    plan, cost = result.plan, result.cost
     return {
         "feasible": True,
         "tiers": {
@@ -53,13 +55,16 @@ def plan_json(planned: PlanResult) -> dict[str, Any]:
         "bytes_per_parameter": plan.bytes_per_parameter,
         "phases": {
             phase: {tier.value: nbytes for tier, nbytes in most.items()}
-            for phase, most in planned.peaks.items()
+            for phase, most in result.peaks.items()
         },
     }
 
 
 def infeasible_json(problem: InfeasibleError, budgets: dict[str, int]) -> dict[str, Any]:
-    """The same form, with what each tier would need, the others being as they are."""
+    """Return the same keys for a workload that does not fit.
+
+    `least` is the smallest budget of a tier that is enough if the other budgets stay as they are.
+    """
     return {
         "feasible": False,
         "tiers": {
@@ -79,20 +84,23 @@ def infeasible_json(problem: InfeasibleError, budgets: dict[str, int]) -> dict[s
     }
 
 
-def plan_view(planned: PlanResult, machine: Machine) -> RenderableType:
-    """The table, the step's time line and the one line that sums it up."""
-    plan, cost = planned.plan, planned.cost
+# Tables and text.
+
+
+def plan_view(result: PlanResult, machine: Machine) -> RenderableType:
+    """Return the memory table, the timeline of a step and the summary."""
+    plan, cost = result.plan, result.cost
     work = plan.workload
     title = (
         f"{plan.model} ({_count(plan.parameters)} parameters) on {plan.machine or 'a machine'}"
-        f": {work.batch} x {work.context:,} tokens a step"
+        f": {work.batch} x {work.context:,} tokens per step"
     )
     parts: list[RenderableType] = [Text(title, style="bold"), tier_table(plan), Text()]
-    parts += [timeline(cost, machine), Text(), Text(summary(planned, machine))]
+    parts += [timeline(cost, machine), Text(), Text(summary(result, machine))]
     if plan.note:
-        parts.append(Text(f"Not trainable yet: {plan.note}.", style="yellow"))
-    if planned.assumed:
-        parts.append(Text(f"Assumed: {'; '.join(planned.assumed)}.", style="dim"))
+        parts.append(Text(f"This model cannot be trained yet: {plan.note}.", style="yellow"))
+    if result.assumed:
+        parts.append(Text(f"Assumed: {'; '.join(result.assumed)}.", style="dim"))
     return Group(*parts)
 
 
@@ -101,30 +109,34 @@ def _count(parameters: int) -> str:
 
 
 def tier_table(plan: Plan) -> Table:
+    """Return a table of what each tier holds."""
     table = Table(box=None, pad_edge=False)
-    for name in ("tier", "budget", "at rest", "peak", "what"):
-        table.add_column(name, justify="left" if name in ("tier", "what") else "right")
+    for name in ("tier", "budget", "at rest", "peak", "contents"):
+        table.add_column(name, justify="left" if name in ("tier", "contents") else "right")
     for tier in Tier:
         if not plan.budget.of(tier) and not plan.peak(tier):
             continue
-        what = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in plan.parts(tier))
+        contents = ", ".join(
+            f"{ROLE_NAMES.get(name, name)} {format_bytes(nbytes)}"
+            for name, nbytes in plan.parts(tier)
+        )
         table.add_row(
             tier.value,
             format_bytes(plan.budget.of(tier)),
             format_bytes(plan.at_rest(tier)),
             format_bytes(plan.peak(tier)),
-            what or "-",
+            contents or "-",
         )
     return table
 
 
 def timeline(cost: Cost, machine: Machine, width: int = BAR_WIDTH) -> Table:
-    """Each lane of work over one step; the darker, the busier."""
+    """Return a bar for each lane over one step. Darker means busier."""
     table = Table(box=None, pad_edge=False, show_header=False)
     turn = round(width * cost.phases["forward"] / cost.step_seconds)
     forward = format_seconds(cost.phases["forward"])
     table.add_row("", f"{'forward ' + forward:<{turn}}|backward".ljust(width)[:width], "busy")
-    names = LANES if machine.gpus else LANES | {"compute": "CPU computes"}
+    names = LANE_NAMES if machine.gpus else LANE_NAMES | {"compute": "CPU compute"}
     for lane, name in names.items():
         busy = lane_shares(cost, lane, width)
         if any(busy):
@@ -134,7 +146,7 @@ def timeline(cost: Cost, machine: Machine, width: int = BAR_WIDTH) -> Table:
 
 
 def lane_shares(cost: Cost, lane: str, width: int) -> list[float]:
-    """How much of each stretch of the step the lane works."""
+    """Divide the step into `width` intervals, and return how busy the lane is in each."""
     busy = [0.0] * width
     step = cost.step_seconds / width
     for operation, span in zip(cost.schedule.operations, cost.spans, strict=True):
@@ -146,80 +158,81 @@ def lane_shares(cost: Cost, lane: str, width: int) -> list[float]:
     return [min(1.0, share) for share in busy]
 
 
-def summary(planned: PlanResult, machine: Machine) -> str:
-    plan, cost = planned.plan, planned.cost
-    first = next(iter(cost.bounds))
-    share = cost.bounds[first] / cost.step_seconds
+def summary(result: PlanResult, machine: Machine) -> str:
+    """Return the step time and what limits it, bytes per parameter, and drive wear."""
+    plan, cost = result.plan, result.cost
+    limit = next(iter(cost.bounds))
+    share = cost.bounds[limit] / cost.step_seconds
     lines = [
-        f"{format_seconds(cost.step_seconds)} a step, {cost.tokens_per_second:,.0f} tokens/s; "
-        f"bound by {long_name(first, machine)} ({share:.0%} of the step)",
-        f"{plan.bytes_per_parameter:.2f} bytes a parameter at rest; "
+        f"{format_seconds(cost.step_seconds)} per step, {cost.tokens_per_second:,.0f} tokens/s; "
+        f"limited by {long_name(limit, machine)} ({share:.0%} of the step)",
+        f"{plan.bytes_per_parameter:.2f} bytes per parameter at rest; "
         f"{plan.placement.rounds} round{'s' if plan.placement.rounds > 1 else ''}, "
-        f"micro-batch {plan.workload.numerics.micro_batch}, {_sides(plan)}",
+        f"micro-batch {plan.workload.numerics.micro_batch}, {_residents(plan)}",
     ]
-    return "\n".join([*lines, *wear(plan, machine)])
+    return "\n".join([*lines, *wear(result, machine)])
 
 
-def wear(plan: Plan, machine: Machine) -> list[str]:
-    """What a run writes to NVMe, against what the drive is rated for."""
-    written = written_per_step(plan)
+def wear(result: PlanResult, machine: Machine) -> list[str]:
+    """Return what a run writes to NVMe, relative to the drives' rated endurance."""
+    written, steps = result.disk_writes, result.plan.workload.steps
     if not written:
         return []
     rated = sum(s.rated_writes or 0 for s in machine.storage)
-    text = f"writes {written / 1e9:,.0f} GB to NVMe a step"
-    if plan.workload.steps:
-        whole = written * plan.workload.steps
-        text += f", {whole / 1e12:,.1f} TB in {plan.workload.steps:,} steps"
+    text = f"{_gigabytes(written)} written to NVMe per step"
+    if steps:
+        total = written * steps
+        text += f", {total / 1e12:,.1f} TB in {steps:,} steps"
         if rated:
-            text += f": {whole / rated:.0%} of the drive's rated life ({rated / 1e12:,.0f} TB)"
+            text += f": {total / rated:.0%} of the rated endurance ({rated / 1e12:,.0f} TB)"
     elif rated:
-        text += f": {rated // written:,} steps are the drive's rated life ({rated / 1e12:,.0f} TB)"
+        text += f"; the rated endurance ({rated / 1e12:,.0f} TB) is {rated // written:,} steps"
     return [text]
 
 
-def explain(planned: PlanResult, inventory: Inventory, name: str) -> RenderableType:
-    """One block: where its roles rest, and when its operations run."""
-    block = inventory.block(name)
-    index = inventory.blocks.index(block)
-    at = planned.plan.placement.blocks[index]
-    homes = Table("role", "bytes", "where", box=None, pad_edge=False)
-    for home in at.homes:
-        places = [f"{_place(s.tier, s.node, s.path)} {format_bytes(s.nbytes)}" for s in home.shares]
-        homes.add_row(home.role, format_bytes(home.nbytes), ", ".join(places))
-    times = Table("starts", "ends", "what", "of", box=None, pad_edge=False)
-    for operation, span in zip(planned.cost.schedule.operations, planned.cost.spans, strict=True):
-        if operation.block == index and span.end > span.start:
-            piece = f" (piece {operation.piece + 1})" if operation.piece is not None else ""
-            what = f"{operation.verb}{piece}"
-            times.add_row(format_seconds(span.start) if span.start else "0",
-                          format_seconds(span.end), what, ", ".join(operation.roles))  # fmt: skip
-    sweep = {"cpu": "swept by the CPU", "gpu": "swept on the GPU", "none": "frozen"}[at.sweep]
-    title = f"{name}: {block.parameters():,} parameters, {sweep}"
-    return Group(Text(title, style="bold"), homes, Text(), times, Text(), phase_table(planned))
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.0f} GB" if nbytes >= 10e9 else f"{nbytes / 1e9:.2g} GB"
 
 
-def phase_table(planned: PlanResult) -> Table:
-    """What each phase of the step has in use, of what the plan takes."""
-    used = [tier for tier in Tier if planned.plan.peak(tier)]
-    table = Table("in use at most", *(tier.value for tier in used), box=None, pad_edge=False)
-    for phase, most in planned.peaks.items():
-        table.add_row(phase, *(format_bytes(most[tier]) for tier in used))
-    return table
-
-
-def _place(tier: Tier, node: int | None, path: str) -> str:
-    return f"{tier} node {node}" if node is not None else f"{tier} {path}".strip()
-
-
-def _sides(plan: Plan) -> str:
+def _residents(plan: Plan) -> str:
     sides = [block.sweep for block in plan.placement.blocks if block.homes]
     resident = sides.count("gpu")
     if resident == len(sides):
         return "everything in HBM"
-    return f"{resident} of {len(sides)} blocks live in HBM"
+    return f"{resident} of {len(sides)} blocks resident in HBM"
 
 
-def render(parts: Sequence[RenderableType], console: Console | None = None) -> None:
-    console = console or Console()
-    for part in parts:
-        console.print(part)
+def explain(result: PlanResult, inventory: Inventory, name: str) -> RenderableType:
+    """Return where one block's roles are stored, and when its operations run."""
+    block = inventory.block(name)
+    index = inventory.blocks.index(block)
+    at = result.plan.placement.blocks[index]
+    homes = Table("role", "size", "stored in", box=None, pad_edge=False)
+    for home in at.homes:
+        places = [f"{_place(share)} {format_bytes(share.nbytes)}" for share in home.shares]
+        homes.add_row(home.role, format_bytes(home.nbytes), ", ".join(places))
+    times = Table("start", "end", "operation", "roles", box=None, pad_edge=False)
+    for operation, span in zip(result.cost.schedule.operations, result.cost.spans, strict=True):
+        if operation.block == index and span.end > span.start:
+            piece = f" (piece {operation.piece + 1})" if operation.piece is not None else ""
+            start = format_seconds(span.start) if span.start else "0"
+            roles = ", ".join(operation.roles)
+            times.add_row(start, format_seconds(span.end), f"{operation.verb}{piece}", roles)
+    updated = {"cpu": "updated by the CPU", "gpu": "updated on the GPU", "none": "frozen"}
+    title = f"{name}: {block.parameters():,} parameters, {updated[at.sweep]}"
+    return Group(Text(title, style="bold"), homes, Text(), times, Text(), phase_table(result))
+
+
+def phase_table(result: PlanResult) -> Table:
+    """Return the most memory in use during each phase of the step."""
+    used = [tier for tier in Tier if result.plan.peak(tier)]
+    table = Table("peak memory in", *(tier.value for tier in used), box=None, pad_edge=False)
+    for phase, most in result.peaks.items():
+        table.add_row(phase, *(format_bytes(most[tier]) for tier in used))
+    return table
+
+
+def _place(share: Share) -> str:
+    if share.node is not None:
+        return f"{share.tier} node {share.node}"
+    return f"{share.tier} {share.path}".strip()

@@ -1,4 +1,4 @@
-"""The planner's face: make a plan, or say the least that would do. Room: decide."""
+"""Make a plan that fits the budgets, or report the smallest budgets that would be enough."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, PathBudget, check_paths
 from penstock.plan.plan import Plan
+from penstock.plan.traffic import step_disk_writes
 from penstock.plan.workload import Workload
 from penstock.planner.candidate import Candidate
 from penstock.planner.cost import Cost, phase_peaks
@@ -20,34 +21,38 @@ from penstock.tiers import Tier
 from penstock.units import KiB, MiB, format_bytes
 
 _CEILING = 1 << 50
-"""More than any machine has: what does not fit in this fits nowhere."""
+"""More bytes than any machine has. What does not fit in this never fits."""
 
 _GRAIN = 64 * MiB
-"""How finely the least budget is told; more finely where it is small."""
+"""Resolution of the smallest sufficient budget. It is finer for small budgets."""
 
 _FINEST = 64 * KiB
+"""Finest resolution of the smallest sufficient budget."""
 
 
 PlannerCache = dict[object, dict[Candidate, int]]
-"""What questions about one model have in common; empty at first."""
+"""Results that several plans for one model can share. Start with an empty dictionary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanResult:
-    """A plan and what it is expected to cost."""
+    """A plan and its estimated cost."""
 
     plan: Plan
-    """What rests where."""
+    """What is stored where."""
 
     cost: Cost
-    """How long a step takes, and why."""
+    """How long a step takes, and what limits it."""
 
     peaks: Mapping[str, Mapping[Tier, int]]
-    """The most bytes in use in each tier, in each of `cost.PHASES`. Never above the plan's peak,
-    which is what is taken."""
+    """The most bytes in use in each tier during each of `cost.PHASES`. They never exceed the plan's
+    peak, which is what the engine allocates."""
+
+    disk_writes: int
+    """Bytes that one step writes to NVMe."""
 
     assumed: tuple[str, ...]
-    """What the machine file did not say."""
+    """Assumptions about what the machine file does not state."""
 
 
 def make_plan(
@@ -58,15 +63,19 @@ def make_plan(
     *,
     effort: SearchEffort = THOROUGH,
 ) -> PlanResult:
-    """The best plan found. InfeasibleError says the least budgets that would do."""
-    found = find_plan(inventory, workload, budget, machine, effort=effort)
-    if found is None:
+    """Return the best plan found.
+
+    Raises InfeasibleError if nothing fits. The error contains the smallest budgets that would be
+    enough.
+    """
+    result = find_plan(inventory, workload, budget, machine, effort=effort)
+    if result is None:
         raise InfeasibleError(
             f"{inventory.model} at {workload.batch} x {workload.context} tokens does not fit in "
             + ", ".join(f"{format_bytes(budget.of(tier))} {tier}" for tier in Tier),
             least=least_budget(inventory, workload, budget, machine),
         )
-    return found
+    return result
 
 
 def find_plan(
@@ -78,13 +87,17 @@ def find_plan(
     effort: SearchEffort = THOROUGH,
     cache: PlannerCache | None = None,
 ) -> PlanResult | None:
-    """The best plan found, or None. A `memory` makes the next question about the model quicker."""
+    """Return the best plan found, or None if nothing fits.
+
+    A `cache` speeds up further calls for the same model. It does not change the result.
+    """
     workload.check(inventory)
     check_paths(machine, budget)
     for piece in piece_sizes(inventory, workload, budget):
         evaluator = PlanEvaluator(inventory, workload, machine, budget, piece_elements=piece)
         if cache is not None:
-            evaluator.remember(cache.setdefault((workload, piece, evaluator.context_nbytes), {}))
+            key = (workload, piece, evaluator.context_nbytes)
+            evaluator.use_hbm_cache(cache.setdefault(key, {}))
         candidate = search(evaluator, effort)
         if candidate is not None:
             return plan_result(evaluator, candidate)
@@ -92,23 +105,12 @@ def find_plan(
 
 
 def fits(inventory: Inventory, workload: Workload, budget: Budget, machine: Machine) -> bool:
-    """Whether any placement does, untimed."""
-    return first_fit(_frugal_desk(inventory, workload, budget, machine)) is not None
-
-
-def _frugal_desk(
-    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
-    *, unbounded: bool = False,
-) -> PlanEvaluator:  # fmt: skip
-    """With the smallest pieces, which leave the most room."""
-    piece = piece_sizes(inventory, workload, budget)[-1]
-    return PlanEvaluator(
-        inventory, workload, machine, budget, unbounded=unbounded, piece_elements=piece
-    )
+    """Return whether any placement fits, without timing it."""
+    return first_fit(_smallest_pieces_evaluator(inventory, workload, budget, machine)) is not None
 
 
 def plan_result(evaluator: PlanEvaluator, candidate: Candidate) -> PlanResult:
-    """A candidate, written out."""
+    """Return a candidate as a plan with its cost."""
     plan = Plan(
         model=evaluator.inventory.model,
         fingerprint=evaluator.inventory.fingerprint,
@@ -121,23 +123,40 @@ def plan_result(evaluator: PlanEvaluator, candidate: Candidate) -> PlanResult:
         note=evaluator.inventory.not_trainable,
     )
     cost = evaluator.cost(candidate)
-    args = (evaluator.inventory, evaluator.workload, plan.placement, cost.schedule, plan.pools)
+    args = (evaluator.inventory, evaluator.workload, plan.placement, cost.schedule)
     return PlanResult(
-        plan=plan, cost=cost, peaks=phase_peaks(*args), assumed=evaluator.rates.assumed
+        plan=plan,
+        cost=cost,
+        peaks=phase_peaks(*args, plan.pools),
+        disk_writes=step_disk_writes(*args),
+        assumed=evaluator.rates.assumed,
     )
 
 
 def least_budget(
     inventory: Inventory, workload: Workload, budget: Budget, machine: Machine
 ) -> dict[str, int | None]:
-    """Per tier, the least that makes it fit with the other budgets as they are, by bisection; None
-    where no amount of that tier alone would do."""
-    evaluator = _frugal_desk(inventory, workload, budget, machine, unbounded=True)
+    """Return, for each tier, the smallest budget that is enough, found by bisection.
+
+    The other budgets stay as they are. None means that no budget of that tier alone is enough.
+    """
+    evaluator = _smallest_pieces_evaluator(inventory, workload, budget, machine, unbounded=True)
     return {
-        tier.value: _least(evaluator, _with_paths(budget, machine, tier), tier)
+        tier.value: _least(evaluator, _offer_nvme(budget, machine, tier), tier)
         for tier in Tier
         if tier is not Tier.CXL or machine.cxl_nodes
     }
+
+
+def _smallest_pieces_evaluator(
+    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
+    *, unbounded: bool = False,
+) -> PlanEvaluator:  # fmt: skip
+    """Return an evaluator with the smallest pieces, which need the least staging memory."""
+    piece = piece_sizes(inventory, workload, budget)[-1]
+    return PlanEvaluator(
+        inventory, workload, machine, budget, unbounded=unbounded, piece_elements=piece
+    )
 
 
 def _least(evaluator: PlanEvaluator, budget: Budget, tier: Tier) -> int | None:
@@ -155,8 +174,8 @@ def _least(evaluator: PlanEvaluator, budget: Budget, tier: Tier) -> int | None:
     return high
 
 
-def _with_paths(budget: Budget, machine: Machine, tier: Tier) -> Budget:
-    """No NVMe was offered, but the machine has some: say what that would take."""
+def _offer_nvme(budget: Budget, machine: Machine, tier: Tier) -> Budget:
+    """Add the machine's first path to a budget without NVMe, if NVMe is the tier to vary."""
     if tier is Tier.NVME and not budget.of(tier) and machine.storage:
         path = PathBudget(path=machine.storage[0].path, nbytes=1)
         return Budget(hbm=budget.hbm, dram=budget.dram, cxl=budget.cxl, nvme=(path,))

@@ -1,14 +1,12 @@
-"""What the parts of a plan and of its cost are called when people read them. Room: show."""
+"""Names of resources and roles, as users and programs read them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from penstock.machine.machine import Machine
-from penstock.plan.plan import Plan
-from penstock.tiers import Tier
 
-_SHORT = {
+_SHORT_NAMES = {
     "read": "memory",
     "write": "memory",
     "disk": "nvme",
@@ -19,30 +17,40 @@ _SHORT = {
     "d2h": "pcie",
 }
 
+ROLE_NAMES = {
+    "weight": "weights",
+    "master": "master weights",
+    "first": "first moments",
+    "second": "second moments",
+    "gradient": "gradients",
+    "input": "activations",
+}
+"""Names of roles in tables for people."""
+
 
 def short_name(resource: str) -> str:
-    """For machines: `gpu`, `host`, `sweep`, `pcie`, `memory` or `nvme`."""
+    """Return the name for programs: `gpu`, `host`, `sweep`, `pcie`, `memory` or `nvme`."""
     kind = resource.split("@", maxsplit=1)[0]
-    return _SHORT.get(kind, kind)
+    return _SHORT_NAMES.get(kind, kind)
 
 
 def long_name(resource: str, machine: Machine) -> str:
-    """For people."""
+    """Return the name for people, such as "memory bandwidth of node 0 (dram)"."""
     kind, _, place = resource.partition("@")
     where = f"node {place} ({machine.node(int(place)).kind})" if place.isdigit() else place
     match kind:
         case "gpu":
-            return "GPU compute" if machine.gpus else "what the CPU computes"
+            return "GPU compute" if machine.gpus else "CPU compute"
         case "sweep":
-            return f"the CPU's sweep on {where}"
+            return f"the CPU optimizer sweep on {where}"
         case "h2d":
-            return "PCIe into the GPU"
+            return "PCIe copies to the GPU"
         case "d2h":
-            return "PCIe out of the GPU"
+            return "PCIe copies from the GPU"
         case "link":
-            return "PCIe, both ways together"
+            return "PCIe copies in both directions"
         case "host":
-            return "what the host issues"
+            return "host time to launch kernels and issue copies"
         case "disk":
             return f"NVMe at {where}"
         case "reads" | "writes":
@@ -52,27 +60,13 @@ def long_name(resource: str, machine: Machine) -> str:
 
 
 def by_short_name(bounds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of the critical path, with the parts of one thing added up, most first."""
-    found: dict[str, float] = {}
+    """Sum seconds of the critical path by short name, most first."""
+    totals: dict[str, float] = {}
     for resource, seconds in bounds.items():
-        found[short_name(resource)] = found.get(short_name(resource), 0.0) + seconds
-    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+        totals[short_name(resource)] = totals.get(short_name(resource), 0.0) + seconds
+    return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))
 
 
 def bound_by(bounds: Mapping[str, float]) -> str:
+    """Return the short name of the resource that limits most of the critical path."""
     return next(iter(by_short_name(bounds)))
-
-
-def written_per_step(plan: Plan) -> int:
-    """Bytes a step writes to NVMe: all that rests there is renewed once, inputs once a round.
-
-    A frozen weight is not; several rounds write the gradient once each."""
-    rounds = plan.placement.rounds
-    total = 0
-    for block in plan.placement.blocks:
-        for home in block.homes:
-            nbytes = home.on(Tier.NVME)
-            if home.role == "weight" and block.sweep == "none":
-                continue
-            total += nbytes * (rounds if home.role in ("input", "gradient") else 1)
-    return total

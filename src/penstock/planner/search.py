@@ -1,6 +1,7 @@
-"""From first candidates to the best found: the cost model judges every step. Room: decide.
+"""Search for the best candidate by hill climbing; the cost model scores every step.
 
-Deterministic: no clock, no random numbers, ties go to the earlier candidate.
+The search is deterministic: it uses no clock and no random numbers, and of equal candidates the
+earlier one wins.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from penstock.planner.initial_candidates import (
     PREFERENCES,
     FillStrategy,
     fill,
-    residents,
+    resident_sets,
     spread,
 )
 from penstock.tiers import Tier
@@ -25,69 +26,80 @@ from penstock.tiers import Tier
 
 @dataclass(frozen=True, slots=True)
 class SearchEffort:
-    """How many candidates are timed."""
+    """Limits of the search."""
 
     seeds: int = 60
-    """First candidates."""
+    """Maximum number of initial candidates."""
 
     starts: int = 5
-    """Of them, how many are changed at most."""
+    """Maximum number of initial candidates to improve."""
 
     moves: int = 100
-    """Changes tried on each of those."""
+    """Maximum number of changes to try on each of those."""
 
     work: int = 100_000
-    """Operations timed, after which no more of them are: small models are searched further."""
+    """Number of timed operations after which no further initial candidate is improved. Small models
+    have fewer operations, so more of their candidates are improved."""
 
     orders: int = len(ORDERS)
-    """Ways to fill."""
+    """Number of fill orders to try."""
 
     rounds: int = 3
-    """Numbers of rounds, of those that fit."""
+    """How many numbers of rounds to try, of those that fit."""
 
 
 THOROUGH = SearchEffort()
-QUICK = SearchEffort(seeds=8, starts=1, moves=12, orders=3, rounds=1)
-"""For what-if questions, of which there are many."""
+"""For plans."""
 
+QUICK = SearchEffort(seeds=8, starts=1, moves=12, orders=3, rounds=1)
+"""For what-if questions, which are many."""
 
 CLOSE = 0.005
-"""Of the time that the GPU computes: what is as close to it is as good as any."""
+"""Within this fraction of compute time, stop searching: no plan can be faster than compute."""
 
 
 def search(evaluator: PlanEvaluator, effort: SearchEffort = THOROUGH) -> Candidate | None:
-    """The best candidate found, or None if nothing fits."""
-    return _that_fits(evaluator, lambda: _search(evaluator, effort))
+    """Return the best candidate found, or None if nothing fits."""
+    return _find_exact_fit(evaluator, lambda: _search(evaluator, effort))
 
 
 def first_fit(evaluator: PlanEvaluator) -> Candidate | None:
-    """Anything that fits, untimed."""
-    return _that_fits(
-        evaluator, lambda: next(_candidates(evaluator, SearchEffort(orders=1, rounds=1)), None)
-    )
+    """Return any candidate that fits, without timing it."""
+    effort = SearchEffort(orders=1, rounds=1)
+    return _find_exact_fit(evaluator, lambda: next(_initial(evaluator, effort), None))
 
 
-def _that_fits(evaluator: PlanEvaluator, find: Callable[[], Candidate | None]) -> Candidate | None:
-    """Candidates are counted quickly; what is handed out, to the byte."""
+def _find_exact_fit(
+    evaluator: PlanEvaluator, find: Callable[[], Candidate | None]
+) -> Candidate | None:
+    """Call `find` until its candidate fits to the byte.
+
+    The search sizes candidates quickly. Each exact check that fails lowers the evaluator's
+    capacities, so the next attempt finds a smaller candidate.
+    """
     for _ in range(4):
         candidate = find()
-        if candidate is None or not evaluator.lacks(candidate):
+        if candidate is None or not evaluator.exact_shortage(candidate):
             return candidate
     return None
 
 
 def _search(evaluator: PlanEvaluator, effort: SearchEffort) -> Candidate | None:
-    """The first candidates, and the few best of them changed as long as it helps: the best of all
-    is often not the one that can be made best."""
+    """Improve the best few initial candidates, and return the best result.
+
+    The best initial candidate is often not the one that can be improved most.
+    """
     seeds: list[Candidate] = []
-    worst = math.inf  # of those that will be changed
-    for candidate in islice(_candidates(evaluator, effort), effort.seeds):
-        if _better(evaluator, candidate, worst):
+    worst = math.inf  # score to beat: that of the last seed once there are enough
+    for candidate in islice(_initial(evaluator, effort), effort.seeds):
+        if _is_better(evaluator, candidate, worst):
             seeds = sorted([*seeds, candidate], key=evaluator.score)[: effort.starts]
             worst = evaluator.score(seeds[-1]) if len(seeds) == effort.starts else math.inf
     best: Candidate | None = None
     for seed in seeds:
-        if best is not None and (evaluator.timed > effort.work or _as_good_as_any(evaluator, best)):
+        if best is not None and (
+            evaluator.operations_timed > effort.work or _is_compute_bound(evaluator, best)
+        ):
             break
         candidate = _climb(evaluator, seed, effort.moves)
         if best is None or evaluator.score(candidate) < evaluator.score(best):
@@ -95,29 +107,35 @@ def _search(evaluator: PlanEvaluator, effort: SearchEffort) -> Candidate | None:
     return best
 
 
-def _as_good_as_any(evaluator: PlanEvaluator, candidate: Candidate) -> bool:
-    return evaluator.score(candidate) < (1 + CLOSE) * evaluator.computing(candidate)
+def _is_compute_bound(evaluator: PlanEvaluator, candidate: Candidate) -> bool:
+    return evaluator.score(candidate) < (1 + CLOSE) * evaluator.compute_seconds(candidate)
 
 
-def _better(evaluator: PlanEvaluator, candidate: Candidate, score: float) -> bool:
-    """Most that are not can be told without timing them."""
-    return evaluator.at_least(candidate) < score and evaluator.score(candidate) < score
+def _is_better(evaluator: PlanEvaluator, candidate: Candidate, score: float) -> bool:
+    # The lower bound is cheap, and rules out most candidates without timing them.
+    return evaluator.score_lower_bound(candidate) < score and evaluator.score(candidate) < score
 
 
-def _candidates(evaluator: PlanEvaluator, effort: SearchEffort) -> Iterator[Candidate]:
-    """Those that fit, the most promising first: few rounds, HBM full, the sweep's states in
-    DRAM."""
-    kinds = range(len(PREFERENCES) if evaluator.capacity(Tier.CXL) else 1)
-    inputs = (0, len(evaluator.inventory.layers))
+def _initial(evaluator: PlanEvaluator, effort: SearchEffort) -> Iterator[Candidate]:
+    """Yield initial candidates that fit, the most promising first.
+
+    Those have few rounds, a full HBM and optimizer states in DRAM.
+    """
+    preferences = range(len(PREFERENCES) if evaluator.capacity(Tier.CXL) else 1)
+    hbm_inputs = (0, len(evaluator.inventory.layers))
     seen: set[Candidate] = set()
     fitting = 0
     most = evaluator.workload.micro_batches if evaluator.inventory.may_have_rounds else 1
-    for rounds in filter(evaluator.room_for_all, _rounds(most)):
+    for rounds in filter(evaluator.could_fit, _round_counts(most)):
         before = len(seen)
-        for some in residents(evaluator, rounds):
-            for order, kind, kept in product(ORDERS[: effort.orders], kinds, inputs):
-                recipe = FillStrategy(order, kind, some, hbm_inputs=kept, rounds=rounds)
-                candidate = fill(evaluator, recipe)
+        for resident in resident_sets(evaluator, rounds):
+            for order, preference, inputs in product(
+                ORDERS[: effort.orders], preferences, hbm_inputs
+            ):
+                strategy = FillStrategy(
+                    order, preference, resident, hbm_inputs=inputs, rounds=rounds
+                )
+                candidate = fill(evaluator, strategy)
                 if candidate is not None and candidate not in seen:
                     seen.add(candidate)
                     yield candidate
@@ -126,15 +144,19 @@ def _candidates(evaluator: PlanEvaluator, effort: SearchEffort) -> Iterator[Cand
             return
 
 
-def _rounds(micro_batches: int) -> list[int]:
-    found = [1]
-    while found[-1] * 2 <= micro_batches:
-        found.append(found[-1] * 2)
-    return found if found[-1] == micro_batches else [*found, micro_batches]
+def _round_counts(micro_batches: int) -> list[int]:
+    """Return the numbers of rounds to try: powers of two, and one micro-batch per round."""
+    counts = [1]
+    while counts[-1] * 2 <= micro_batches:
+        counts.append(counts[-1] * 2)
+    return counts if counts[-1] == micro_batches else [*counts, micro_batches]
+
+
+# Hill climbing.
 
 
 def _climb(evaluator: PlanEvaluator, candidate: Candidate, moves: int) -> Candidate:
-    """Take every change that helps, coarse ones first, until none does or the moves are spent."""
+    """Apply every change that helps, large ones first, until none does or moves run out."""
     tried = 0
     improved = True
     seen = {candidate}
@@ -147,7 +169,8 @@ def _climb(evaluator: PlanEvaluator, candidate: Candidate, moves: int) -> Candid
             if evaluator.shortage(other):
                 continue
             tried += 1
-            if _better(evaluator, other, evaluator.score(candidate) * (1 - 1e-4)):
+            # An improvement below 0.01 % is not worth another pass over all neighbours.
+            if _is_better(evaluator, other, evaluator.score(candidate) * (1 - 1e-4)):
                 candidate, improved = other, True
                 break
             if tried >= moves:
@@ -156,27 +179,28 @@ def _climb(evaluator: PlanEvaluator, candidate: Candidate, moves: int) -> Candid
 
 
 def _neighbours(evaluator: PlanEvaluator, candidate: Candidate) -> Iterator[Candidate]:
-    yield from _buffers(candidate)
+    """Yield changed candidates, those with many changed blocks first."""
+    yield from _change_slots(candidate)
     count = len(candidate.locations)
     size = max(1, count // 4)
     while True:
-        yield from _moves(evaluator, candidate, size)
-        yield from _swaps(evaluator, candidate, size)
+        yield from _move_groups(evaluator, candidate, size)
+        yield from _swap_groups(evaluator, candidate, size)
         if size == 1:
             return
         size = max(1, size // 4)
 
 
-def _buffers(candidate: Candidate) -> Iterator[Candidate]:
-    """More blocks in flight, or more of them kept over the turn."""
+def _change_slots(candidate: Candidate) -> Iterator[Candidate]:
+    """Yield candidates with another number of weight slots or prefetched blocks."""
     layers = len(candidate.locations) - 2
     for slots, ahead in ((3, 2), (4, 1), (8, 1), (16, 1), (2, 1)):
         if slots <= layers + 1 and (slots, ahead) != (candidate.slots, candidate.ahead):
             yield replace(candidate, slots=slots, ahead=ahead)
 
 
-def _moves(evaluator: PlanEvaluator, candidate: Candidate, size: int) -> Iterator[Candidate]:
-    """Some blocks' group to another tier."""
+def _move_groups(evaluator: PlanEvaluator, candidate: Candidate, size: int) -> Iterator[Candidate]:
+    """Yield candidates with one group of some blocks in another location."""
     for group in ("state", "weight", "gradient", "input"):
         for source in Location:
             blocks = _blocks_at(candidate, group, source)
@@ -186,66 +210,72 @@ def _moves(evaluator: PlanEvaluator, candidate: Candidate, size: int) -> Iterato
                     patterns = (spread(blocks)[:size], ordered[:size], ordered[-size:])
                     for some in dict.fromkeys(map(tuple, patterns)):
                         yield _put(candidate, group, some, target)
-    yield from _residents(candidate, size)
+    yield from _change_residents(candidate, size)
 
 
-def _swaps(evaluator: PlanEvaluator, candidate: Candidate, size: int) -> Iterator[Candidate]:
-    """Two groups trade places, about as many bytes each way."""
+def _swap_groups(evaluator: PlanEvaluator, candidate: Candidate, size: int) -> Iterator[Candidate]:
+    """Yield candidates in which two groups exchange about as many bytes."""
     locations = (Location.DRAM, Location.CXL, Location.NVME)
-    for one, other in permutations(("state", "weight", "gradient", "input"), 2):
+    rounds = candidate.rounds
+    for group, other_group in permutations(("state", "weight", "gradient", "input"), 2):
         for a, b in combinations(locations, 2):
-            first, second = _blocks_at(candidate, one, a), _blocks_at(candidate, other, b)
-            if not first or not second:
+            blocks = _blocks_at(candidate, group, a)
+            other_blocks = _blocks_at(candidate, other_group, b)
+            if not blocks or not other_blocks:
                 continue
-            some = spread(first)[:size]
-            wanted = sum(evaluator.nbytes(i, one, candidate.rounds) for i in some)
-            each = evaluator.nbytes(second[0], other, candidate.rounds)
-            back = spread(second)[: max(1, math.ceil(wanted / max(each, 1)))]
-            yield _put(_put(candidate, one, some, b), other, back, a)
+            some = spread(blocks)[:size]
+            wanted = sum(evaluator.group_nbytes(i, group, rounds) for i in some)
+            each = evaluator.group_nbytes(other_blocks[0], other_group, rounds)
+            back = spread(other_blocks)[: max(1, math.ceil(wanted / max(each, 1)))]
+            yield _put(_put(candidate, group, some, b), other_group, back, a)
 
 
-def _residents(candidate: Candidate, size: int) -> Iterator[Candidate]:
-    """Whole blocks into HBM, out of it, or in exchange for others."""
-    inside = [i for i, s in enumerate(candidate.locations) if s.resident]
-    outside = [i for i, s in enumerate(candidate.locations) if s.weight and not s.resident]
-    come = [outside[:size], outside[-size:]]
-    gone = [inside[:size], inside[-size:]]
-    yield from (_settle(candidate, some, Location.HBM) for some in come)
-    yield from (_settle(candidate, some, Location.DRAM) for some in gone)
-    for some, others in product(come, gone):
-        yield _settle(_settle(candidate, others, Location.DRAM), some, Location.HBM)
+def _change_residents(candidate: Candidate, size: int) -> Iterator[Candidate]:
+    """Yield candidates with whole blocks moved into HBM, out of it, or exchanged."""
+    inside = [i for i, each in enumerate(candidate.locations) if each.resident]
+    outside = [i for i, each in enumerate(candidate.locations) if each.weight and not each.resident]
+    enter = [outside[:size], outside[-size:]]
+    leave = [inside[:size], inside[-size:]]
+    yield from (_put_blocks(candidate, some, Location.HBM) for some in enter)
+    yield from (_put_blocks(candidate, some, Location.DRAM) for some in leave)
+    for entering, leaving in product(enter, leave):
+        without = _put_blocks(candidate, leaving, Location.DRAM)
+        yield _put_blocks(without, entering, Location.HBM)
 
 
-def _settle(candidate: Candidate, blocks: list[int], location: Location) -> Candidate:
-    """All of some blocks in one place."""
+def _put_blocks(candidate: Candidate, blocks: list[int], location: Location) -> Candidate:
+    """Put all groups of some blocks, except saved inputs, in one location."""
 
-    def settled(locations: BlockLocations) -> BlockLocations:
+    def moved(locations: BlockLocations) -> BlockLocations:
         trained = location if locations.state else None
         return locations._replace(weight=location, state=trained, gradient=trained)
 
-    return candidate.moved({i: settled(candidate.locations[i]) for i in blocks})
-
-
-def _targets(evaluator: PlanEvaluator, group: str) -> list[Location]:
-    found = [Location.DRAM]
-    if evaluator.capacity(Tier.CXL):
-        found += [Location.CXL, Location.MIX] if group == "state" else [Location.CXL]
-    if evaluator.capacity(Tier.NVME):
-        found.append(Location.NVME)
-    return [*found, Location.HBM] if group == "input" else found
-
-
-def _blocks_at(candidate: Candidate, group: str, location: Location) -> list[int]:
-    return [
-        i
-        for i, s in enumerate(candidate.locations)
-        if getattr(s, group) is location and (group == "input" or not s.resident)
-    ]
+    return candidate.moved({i: moved(candidate.locations[i]) for i in blocks})
 
 
 def _put(
     candidate: Candidate, group: str, blocks: list[int] | tuple[int, ...], location: Location
 ) -> Candidate:
+    """Put one group of some blocks in a location."""
     return candidate.moved(
         {i: candidate.locations[i]._replace(**{group: location}) for i in blocks}
     )
+
+
+def _targets(evaluator: PlanEvaluator, group: str) -> list[Location]:
+    """Return the locations that a group may move to."""
+    targets = [Location.DRAM]
+    if evaluator.capacity(Tier.CXL):
+        targets += [Location.CXL, Location.MIX] if group == "state" else [Location.CXL]
+    if evaluator.capacity(Tier.NVME):
+        targets.append(Location.NVME)
+    return [*targets, Location.HBM] if group == "input" else targets
+
+
+def _blocks_at(candidate: Candidate, group: str, location: Location) -> list[int]:
+    """Return the blocks whose group is in a location and may move on its own."""
+    return [
+        i
+        for i, each in enumerate(candidate.locations)
+        if getattr(each, group) is location and (group == "input" or not each.resident)
+    ]

@@ -1,7 +1,7 @@
-"""How large the pieces are in which a sweep passes through host staging. Room: decide.
+"""Choose the size of the pieces in which an optimizer sweep passes through host staging.
 
-A piece should be long enough for a drive's best rate, and three of them a small part of DRAM. It
-can change no result: a sweep goes element by element.
+A piece should be long enough for a drive's best rate, and three of them should be a small part of
+DRAM. The size cannot change a result, because the optimizer works element by element.
 """
 
 from __future__ import annotations
@@ -13,44 +13,48 @@ from penstock.roles import SWEEP_LEAF
 from penstock.tiers import Tier
 
 MOST = 1 << 24
-"""Parameters: 160 MiB of exact states, long enough for any drive's best rate."""
+"""Maximum number of parameters per piece: 160 MiB of fp32 states, enough for any drive's best
+rate."""
 
 LEAST = SWEEP_LEAF
-"""Also a page of the smallest role."""
+"""Minimum number of parameters per piece. It is also a page of the smallest role."""
 
 STAGED_SHARE = 1 / 32
-"""Of DRAM that three pieces may take, with every role of theirs on NVMe: what staging takes must
-rest on NVMe instead, and be read and written with every step."""
+"""Fraction of DRAM that three pieces may use if all their roles are on NVMe. What staging uses is
+missing for other data, which must then be stored on NVMe and read and written in every step."""
 
 SMALL = 1 << 22
-"""Parameters. Smaller pieces would waste requests and pages, so that three of these may take..."""
+"""Number of parameters below which pieces waste requests and pages. Pieces of up to this size may
+use `SMALL_SHARE` instead of `STAGED_SHARE`."""
 
 SMALL_SHARE = 1 / 8
-"""... this much of DRAM."""
+"""Fraction of DRAM that three small pieces may use."""
 
 PIECES = 1024
-"""Of a whole model, about the most that are worth cutting: every piece is an operation or four of
-the schedule."""
+"""Approximate maximum number of pieces per model. Every piece adds up to four operations to the
+schedule."""
 
 FEW = 4
-"""Of a layer, as many as show that reads, sweeps and writes overlap."""
+"""Number of pieces per layer that is enough to model how reads, sweeps and writes overlap."""
 
 
 def piece_sizes(inventory: Inventory, workload: Workload, budget: Budget) -> tuple[int, ...]:
-    """The size to plan with, and the least, for where that one does not fit.
+    """Return the size to plan with and, if that does not fit, a smaller one to try.
 
-    The least depends on the model alone, so that what fits into a budget fits into a larger one.
+    The smaller one depends on the model alone, so what fits into a budget also fits into a larger
+    budget.
     """
     least = max(LEAST, min(MOST, _power_of_two_below(inventory.parameters(True) // PIECES)))
     staged = 3 * workload.formats().per_parameter
-    room = budget.of(Tier.DRAM) / staged
-    small = min(SMALL, _power_of_two_below(int(SMALL_SHARE * room)))
-    right = max(least, min(MOST, max(small, _power_of_two_below(int(STAGED_SHARE * room)))))
-    return (right, least) if right > least else (least,)
+    elements_in_dram = budget.of(Tier.DRAM) / staged
+    small = min(SMALL, _power_of_two_below(int(SMALL_SHARE * elements_in_dram)))
+    preferred = max(small, _power_of_two_below(int(STAGED_SHARE * elements_in_dram)))
+    preferred = max(least, min(MOST, preferred))
+    return (preferred, least) if preferred > least else (least,)
 
 
-def coarse(inventory: Inventory, piece_elements: int) -> int:
-    """Pieces that are large enough to time candidates with: a few for each layer."""
+def coarse_piece_elements(inventory: Inventory, piece_elements: int) -> int:
+    """Return a larger piece size for timing candidates: a few pieces for each layer."""
     largest = max(block.flat_elements(True) for block in inventory.layers)
     while piece_elements * FEW < largest:
         piece_elements *= 2

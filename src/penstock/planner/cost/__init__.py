@@ -1,7 +1,8 @@
-"""How long a step takes on a machine, and what bounds it. Room: decide.
+"""The cost model: how long a step takes on a machine, and what limits it.
 
-`rates` reads the machine, `jobs` turns a schedule into timed work, `simulate` runs that work over
-shared resources, `estimate` says what came out; a `stopwatch` only how long, for many in a row.
+`rates` reads speeds from the machine file, `jobs` turns a schedule into timed jobs, `simulation`
+runs those jobs over shared resources, and `estimate` summarizes the result. `StepTimer` computes
+only the time, for many placements.
 """
 
 from penstock.planner.cost.estimate import Cost, StepTimer, estimate

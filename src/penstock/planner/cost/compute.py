@@ -1,4 +1,4 @@
-"""How long the GPU computes. Room: decide."""
+"""Estimate how long the GPU computes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from penstock.planner.cost.flops import operations, share_of, width_nbytes
 from penstock.planner.cost.rates import Rates
 
 
-class Computation:
-    """Seconds of each computation, by block and round."""
+class ComputeTime:
+    """Computes the seconds of each forward, loss and backward operation."""
 
     def __init__(self, inventory: Inventory, workload: Workload, rounds: int, rates: Rates) -> None:
         self.inventory, self.workload, self.rates = inventory, workload, rates
         sequences = sequences_by_round(workload, rounds)
         self.tokens = [n * workload.context for n in sequences]
+        """Number of tokens of each round."""
         self.micro_batches = [-(-n // workload.numerics.micro_batch) for n in sequences]
-        """Per round."""
+        """Number of micro-batches of each round."""
 
     def seconds(self, operation: Operation) -> float:
+        """Return how long an operation computes, for all micro-batches of its round."""
         block = self.inventory.blocks[operation.block]
         tokens = self.tokens[operation.round]
         if block.kind == "embedding":
@@ -34,13 +36,16 @@ class Computation:
 def token_seconds(
     inventory: Inventory, block: Block, context: int, verb: Verb, rates: Rates
 ) -> float:
-    """One token's share of the computation."""
+    """Return how long a block computes per token."""
     dense, attention = operations(block, context, verb)
     passed = width_nbytes(block, inventory.hidden) * rates.passes * share_of(verb)
     return dense / rates.block_flops + attention / rates.attention_flops + passed / rates.hbm
 
 
 def sequences_by_round(workload: Workload, rounds: int) -> list[int]:
-    """As the engine cuts them: every round as large as the first, until there are no more."""
+    """Return the number of sequences of each round.
+
+    As in the engine, every round is as large as the first until no sequences are left.
+    """
     each = workload.numerics.micro_batch * round_micro_batches(workload, rounds)
     return [max(0, min(each, workload.batch - r * each)) for r in range(rounds)]

@@ -1,4 +1,4 @@
-"""What a step costs: seconds, phases, busy shares, and what bounds it. Room: decide."""
+"""Estimate what a step costs: seconds, phases, how busy each resource is, and what limits it."""
 
 from __future__ import annotations
 
@@ -11,31 +11,38 @@ from penstock.plan.build_schedule import step_schedule
 from penstock.plan.placement import Placement
 from penstock.plan.schedule import COMPUTE, Operation, Schedule, Verb
 from penstock.plan.workload import Workload
-from penstock.planner.cost.jobs import Known, Translator
+from penstock.planner.cost.jobs import DemandCache, JobBuilder
 from penstock.planner.cost.rates import Rates
-from penstock.planner.cost.simulation import Job, Span, Speeds, critical_path, seconds, simulate
+from penstock.planner.cost.simulation import (
+    Job,
+    Span,
+    SpeedCache,
+    critical_path,
+    simulate,
+    simulate_seconds,
+)
 from penstock.roles import STATE, TRAINED, Role
 from penstock.tiers import Tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """One step, timed."""
+    """The estimated cost of one step."""
 
     step_seconds: float
-    """From one step's start to the next one's."""
+    """Seconds from the start of one step to the start of the next."""
 
     tokens_per_second: float
-    """What the step is worth."""
+    """Training throughput."""
 
     phases: Mapping[str, float]
-    """Seconds until forward, sweeps included, is over, and from then on."""
+    """Seconds of each phase. Forward includes the optimizer sweeps; backward is the rest."""
 
     busy: Mapping[str, float]
-    """The share of the step that each resource works."""
+    """Fraction of the step during which each resource is busy."""
 
     bounds: Mapping[str, float]
-    """Seconds of the critical path that each resource accounts for, most first."""
+    """Seconds of the critical path by the resource that limits them, most first."""
 
     spans: tuple[Span, ...]
     """When each operation of the schedule runs."""
@@ -45,7 +52,7 @@ class Cost:
 
     @property
     def bound_by(self) -> str:
-        """The resource that, made faster, shortens the step most."""
+        """The resource that limits most of the critical path."""
         return next(iter(self.bounds))
 
 
@@ -58,16 +65,21 @@ def estimate(
     schedule: Schedule | None = None,
     gpus: int = 1,
 ) -> Cost:
-    """Time one step. Pure, and the same for the same arguments on any machine.
+    """Estimate the cost of one step. The result depends on nothing but the arguments.
 
-    `schedule` saves writing it again; `gpus` is how many share the host and do the same.
+    Args:
+        inventory: The model.
+        workload: What to train.
+        placement: Where everything is stored.
+        rates: Speeds of the machine.
+        schedule: The schedule of the placement, if it has been built already.
+        gpus: Number of GPUs that share the host and do the same.
     """
     schedule = schedule or step_schedule(inventory, placement)
-    translator = Translator(inventory, workload, placement, rates, gpus)
-    jobs = translator.jobs(schedule)
+    jobs = JobBuilder(inventory, workload, placement, rates, gpus).jobs(schedule)
     spans = simulate(jobs)
     seconds = max(span.end for span in spans)
-    turn = max(
+    forward_end = max(
         (s.end for s, o in zip(spans, schedule.operations, strict=True)
          if o.phase == "forward" and o.verb == "forward" and o.round == 0),
         default=0.0,
@@ -75,7 +87,7 @@ def estimate(
     return Cost(
         step_seconds=seconds,
         tokens_per_second=workload.tokens / seconds,
-        phases={"forward": turn, "backward": seconds - turn},
+        phases={"forward": forward_end, "backward": seconds - forward_end},
         busy=busy_shares(jobs, seconds),
         bounds=bounds(jobs, spans),
         spans=tuple(spans),
@@ -84,6 +96,7 @@ def estimate(
 
 
 def busy_shares(jobs: Sequence[Job], seconds: float) -> dict[str, float]:
+    """Return the fraction of the step during which each resource is busy."""
     totals: dict[str, float] = defaultdict(float)
     for job in jobs:
         for resource, wanted in job.demands.items():
@@ -92,7 +105,7 @@ def busy_shares(jobs: Sequence[Job], seconds: float) -> dict[str, float]:
 
 
 def bounds(jobs: Sequence[Job], spans: Sequence[Span]) -> dict[str, float]:
-    """Each moment of the critical path counts for the resource its job needs most."""
+    """Divide the critical path among resources: each job counts for the one it needs most."""
     totals: dict[str, float] = defaultdict(float)
     for i in critical_path(spans):
         if jobs[i].demands:
@@ -104,62 +117,71 @@ def _bottleneck(demands: Mapping[str, float]) -> str:
     return max(demands, key=lambda resource: (demands[resource], resource))
 
 
-# --------
-# How long a step takes, asked of many placements in a row. Room: decide.
-
-
 @dataclass(slots=True)
 class StepTimer:
-    """Times placements of one model and work on one machine: what they have in common is worked
-    out once. It must not outlive the homes of those placements, which it knows by identity."""
+    """Times many placements of one model and workload on one machine.
+
+    It computes once what the placements have in common. It identifies homes by `id`, so it must
+    not outlive the homes of the placements it has timed.
+    """
 
     inventory: Inventory
     """The model."""
 
     workload: Workload
-    """What is done."""
+    """What to train."""
 
     rates: Rates
-    """On what."""
+    """Speeds of the machine."""
 
     issued: int = 0
-    """As the translator has it."""
+    """See `JobBuilder.issued`."""
 
-    _known: Known = field(init=False, default_factory=dict)
-    _speeds: Speeds = field(init=False, default_factory=dict)
-    _blocks: dict[tuple[int, ...], Mapping[str, float]] = field(init=False, default_factory=dict)
+    _demands: DemandCache = field(init=False, default_factory=dict)
+    _speeds: SpeedCache = field(init=False, default_factory=dict)
+    _block_totals: dict[tuple[int, ...], Mapping[str, float]] = field(
+        init=False, default_factory=dict
+    )
 
     def seconds(self, placement: Placement, schedule: Schedule) -> float:
-        """What `estimate` calls the step's seconds."""
-        return seconds(self._translator(placement).jobs(schedule), self._speeds)
+        """Return the same as `estimate(...).step_seconds`."""
+        return simulate_seconds(self._builder(placement).jobs(schedule), self._speeds)
 
-    def at_least(self, placement: Placement) -> float:
-        """What the busiest resource works: no order of the step ends sooner."""
+    def lower_bound(self, placement: Placement) -> float:
+        """Return how long the busiest resource works. No step is shorter, in whatever order."""
         totals: dict[str, float] = defaultdict(float)
-        translator = self._translator(placement)
+        builder = self._builder(placement)
         for block, at in enumerate(placement.blocks):
             key = (block, placement.rounds, *map(id, at.homes))
-            if key not in self._blocks:
-                self._blocks[key] = translator.totals(_operations(placement, block, self.inventory))
-            for resource, wanted in self._blocks[key].items():
+            if key not in self._block_totals:
+                operations = _required_operations(placement, block, self.inventory)
+                self._block_totals[key] = builder.totals(operations)
+            for resource, wanted in self._block_totals[key].items():
                 totals[resource] += wanted
         return max(totals.values())
 
-    def computing(self, placement: Placement) -> float:
-        """What the GPU computes and the host launches for it, without sweeps: wherever anything
-        rests, no step ends sooner."""
-        translator = self._translator(placement)
+    def compute_seconds(self, placement: Placement) -> float:
+        """Return how long the GPU computes and the host launches, without optimizer sweeps.
+
+        No step is shorter, wherever anything is stored.
+        """
+        builder = self._builder(placement)
         blocks = range(len(placement.blocks))
-        needed = (o for i in blocks for o in _operations(placement, i, self.inventory))
-        return max(translator.totals(o for o in needed if o.verb in COMPUTE).values())
+        required = (o for i in blocks for o in _required_operations(placement, i, self.inventory))
+        return max(builder.totals(o for o in required if o.verb in COMPUTE).values())
 
-    def _translator(self, placement: Placement) -> Translator:
+    def _builder(self, placement: Placement) -> JobBuilder:
         parts = (self.inventory, self.workload, placement, self.rates)
-        return Translator(*parts, issued=self.issued, known=self._known)
+        return JobBuilder(*parts, issued=self.issued, known=self._demands)
 
 
-def _operations(placement: Placement, block: int, inventory: Inventory) -> Iterator[Operation]:
-    """What a step cannot do without. Weights may stay over the turn: they are fetched once."""
+def _required_operations(
+    placement: Placement, block: int, inventory: Inventory
+) -> Iterator[Operation]:
+    """Yield the operations on a block that no schedule can avoid.
+
+    Weights count as fetched only once, because they may stay in HBM between forward and backward.
+    """
     at = placement.blocks[block]
     kind = inventory.blocks[block].kind
     staged = tuple(role for role in TRAINED if at.touches(role, Tier.NVME))

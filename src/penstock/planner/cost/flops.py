@@ -1,8 +1,8 @@
-"""What the GPU computes, counted. Room: decide.
+"""Count what the GPU computes per token.
 
-Two operations per weight and token in forward, as many again for each of the two products of
-backward, and the quadratic part of attention with its causal half. A layer's backward starts by
-repeating its forward.
+A matrix product takes two floating-point operations per weight and token in forward, and as many
+for each of the two products of backward. Attention adds a quadratic part, halved because it is
+causal. A layer's backward first repeats its forward.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from penstock.model.inventory import Block
 from penstock.plan.schedule import Verb
 
 ATTENTION_BACKWARD = 2.5
-"""Backward of attention against its forward: five products for two, as flash kernels do it."""
+"""Operations of attention's backward relative to its forward: flash kernels compute five products
+in backward and two in forward."""
 
 
 def operations(block: Block, context: int, verb: Verb) -> tuple[float, float]:
-    """Floating-point operations per token: in products with weights, and in attention."""
+    """Return floating-point operations per token: in products with weights, and in attention."""
     dense = 2.0 * block.matmul_elements
     attention = 4.0 * block.query_width * mean_visible(context, block.window)
     if verb is Verb.FORWARD:
@@ -26,18 +27,23 @@ def operations(block: Block, context: int, verb: Verb) -> tuple[float, float]:
 
 
 def mean_visible(context: int, window: int | None) -> float:
-    """Earlier tokens that a token attends to, on average over a sequence."""
+    """Return how many earlier tokens a token attends to, averaged over a sequence."""
     if window is None or window >= context:
         return context / 2
     return window - window * window / (2 * context)
 
 
 def width_nbytes(block: Block, hidden: int) -> int:
-    """What a layer has of a token in 16 bits, around attention and inside the MLP. Of the head
-    nothing: its loss is computed in pieces."""
+    """Return the bytes of one token's 16-bit values around attention and inside the MLP.
+
+    The head counts as 0, because its loss is computed in chunks.
+    """
     return 2 * (2 * hidden + block.mlp_width) if block.kind == "layer" else 0
 
 
 def share_of(verb: Verb) -> float:
-    """Of all that is not products: a forward, or the same again and twice as much backward."""
+    """Return an operation's share of a layer's element-wise work.
+
+    A forward is one quarter. Backward repeats the forward and does twice as much again.
+    """
     return 0.25 if verb is Verb.FORWARD else 0.75

@@ -1,4 +1,4 @@
-"""A schedule as timed work: how many seconds of what each operation asks for. Room: decide."""
+"""Turn a schedule into timed jobs: how many seconds of which resource each operation needs."""
 
 from __future__ import annotations
 
@@ -10,109 +10,121 @@ from penstock.model.inventory import Inventory
 from penstock.plan.lifetimes import piece_span
 from penstock.plan.placement import Placement, Share
 from penstock.plan.schedule import COMPUTE, Operation, Schedule, Verb
+from penstock.plan.traffic import Traffic
 from penstock.plan.workload import Workload
-from penstock.planner.cost.compute import Computation
+from penstock.planner.cost.compute import ComputeTime
 from penstock.planner.cost.rates import Rates
 from penstock.planner.cost.simulation import Job
-from penstock.roles import STATE, TRAINED, Role
+from penstock.roles import Role
 from penstock.tiers import Tier
 
-Known = dict[object, dict[str, float]]
-"""What kinds of operations ask for."""
+DemandCache = dict[object, dict[str, float]]
+"""Demands of operations computed before, by what they depend on."""
 
 ISSUING = 0.3e-3
-"""Seconds of the host to issue an operation that moves or sweeps. All threads that do share the
+"""Host seconds to issue an operation that moves or sweeps. All threads that issue share the
 interpreter's lock. Measured: 0.9 ms for a piece that is read, swept and written."""
 
 LAUNCHING = {Verb.FORWARD: 2e-3, Verb.BACKWARD: 6e-3, Verb.LOSS: 4e-3}
-"""Seconds of the host to launch a layer's kernels for a micro-batch, and the loss': what a model
-takes that is too small to keep a GPU busy."""
+"""Host seconds to launch the kernels of a layer, or of the loss, for one micro-batch. They limit
+models that are too small to keep a GPU busy."""
 
 
 class Demands:
-    """Adds up what an operation asks of a machine."""
+    """Adds up the seconds that an operation needs of each resource.
+
+    Resources are `gpu`, `host`, `h2d`, `d2h`, `link` (both directions of PCIe together), and, by
+    NUMA node or path, `read@`, `write@`, `memory@`, `h2d@`, `d2h@`, `sweep@`, `disk@`, `reads@`
+    and `writes@`.
+    """
 
     def __init__(self, rates: Rates, gpus: int = 1) -> None:
         self.rates = rates
         self.gpus = gpus
-        """GPUs that do the same at the same time and share the host's memory."""
+        """Number of GPUs that do the same at the same time and share the host's memory."""
         self.seconds: dict[str, float] = defaultdict(float)
 
     def memory(self, node: int, *, read: float = 0.0, write: float = 0.0, times: int = 1) -> None:
+        """Add reads and writes of a memory node, in bytes."""
         rates = self.rates.nodes[node]
         self.seconds[f"read@{node}"] += times * read / rates.read
         self.seconds[f"write@{node}"] += times * write / rates.write
         self.seconds[f"memory@{node}"] += times * (read + write) / rates.total
 
-    def copy_in(self, shares: Iterable[Share], part: float = 1.0) -> None:
-        """From the host to the GPU, through the host where it rests on NVMe."""
-        for share in shares:
-            nbytes = part * share.nbytes
-            if share.tier is Tier.HBM:
-                continue
-            node = share.node
-            if node is None:
-                self.disk_read(share.path, nbytes)
-                node = self.rates.staging_node
-            self.seconds["h2d"] += nbytes / self.rates.h2d
-            self.seconds["link"] += nbytes / self.rates.both
-            self.seconds[f"h2d@{node}"] += nbytes / self.rates.nodes[node].to_gpu
-            self.memory(node, read=nbytes, times=self.gpus)
+    def copy_in(self, share: Share, nbytes: float) -> None:
+        """Add a copy from a share to the GPU; from NVMe, through host memory."""
+        if share.tier is Tier.HBM:
+            return
+        node = share.node
+        if node is None:
+            self.disk_read(share.path, nbytes)
+            node = self.rates.staging_node
+        self.seconds["h2d"] += nbytes / self.rates.h2d
+        self.seconds["link"] += nbytes / self.rates.both
+        self.seconds[f"h2d@{node}"] += nbytes / self.rates.nodes[node].to_gpu
+        self.memory(node, read=nbytes, times=self.gpus)
 
-    def copy_out(self, shares: Iterable[Share], part: float = 1.0) -> None:
-        for share in shares:
-            nbytes = part * share.nbytes
-            if share.tier is Tier.HBM:
-                continue
-            node = share.node if share.node is not None else self.rates.staging_node
-            self.seconds["d2h"] += nbytes / self.rates.d2h
-            self.seconds["link"] += nbytes / self.rates.both
-            self.seconds[f"d2h@{node}"] += nbytes / self.rates.nodes[node].from_gpu
-            self.memory(node, write=nbytes, times=self.gpus)
-            if share.path:
-                self.disk_write(share.path, nbytes)
+    def copy_out(self, share: Share, nbytes: float) -> None:
+        """Add a copy from the GPU to a share; to NVMe, through host memory."""
+        if share.tier is Tier.HBM:
+            return
+        node = share.node if share.node is not None else self.rates.staging_node
+        self.seconds["d2h"] += nbytes / self.rates.d2h
+        self.seconds["link"] += nbytes / self.rates.both
+        self.seconds[f"d2h@{node}"] += nbytes / self.rates.nodes[node].from_gpu
+        self.memory(node, write=nbytes, times=self.gpus)
+        if share.path:
+            self.disk_write(share.path, nbytes)
 
     def disk_read(self, path: str, nbytes: float) -> None:
+        """Add a read from NVMe into host memory."""
         disk = self.rates.disks[path]
         self._disk(path, "reads", nbytes, disk.read)
         self.memory(self.rates.staging_node, write=nbytes)
 
     def disk_write(self, path: str, nbytes: float) -> None:
+        """Add a write from host memory to NVMe."""
         disk = self.rates.disks[path]
         self._disk(path, "writes", nbytes, disk.write)
         self.memory(self.rates.staging_node, read=nbytes)
 
-    def _disk(self, path: str, way: str, nbytes: float, alone: float) -> None:
-        """Its two directions share a drive: they take turns, or reach together what was measured
-        of both at once."""
+    def _disk(self, path: str, direction: str, nbytes: float, alone: float) -> None:
+        """Add disk traffic. Reads and writes share a drive.
+
+        If their combined rate was measured, they share that; otherwise they take turns.
+        """
         both = self.rates.disks[path].both
         self.seconds[f"disk@{path}"] += nbytes / (both or alone)
         if both is not None:
-            self.seconds[f"{way}@{path}"] += nbytes / alone
+            self.seconds[f"{direction}@{path}"] += nbytes / alone
 
     def sweep(self, share: Share, *, read: float, write: float) -> None:
-        """The CPU's pass over bytes of one place; from NVMe they are in staging by now."""
+        """Add a CPU sweep over bytes of one share. What is stored on NVMe is in staging by now."""
         node = share.node if share.node is not None else self.rates.staging_node
         self.seconds[f"sweep@{node}"] += (read + write) / self.rates.nodes[node].sweep
         self.memory(node, read=read, write=write)
 
     def total(self) -> dict[str, float]:
+        """Return the seconds of each resource that is needed at all."""
         return {resource: s for resource, s in self.seconds.items() if s > 0}
 
 
 _WEIGHT, _GRADIENT = (Role.WEIGHT,), (Role.GRADIENT,)
 
 
-class _Buffers:
-    """Who waits for a buffer. The schedule lists what is given back just before what takes its
-    place: a piece read into staging, a block's weights, the gradient that a backward makes."""
+class _BufferWaits:
+    """Finds which operation frees the buffer that another one is about to use.
+
+    The schedule lists the release or drop just before the operation that reuses the buffer: a read
+    into staging, a fetch of weights, or a backward that produces a gradient.
+    """
 
     def __init__(self) -> None:
         self.released: tuple[int, ...] = ()
         self.dropped: dict[tuple[Role, ...], tuple[int, ...]] = {}
 
     def waits(self, at: int, operation: Operation) -> tuple[int, ...]:
-        """What else it must wait for. Asked of each operation, in the order listed."""
+        """Return what an operation waits for. Call this once for each operation, in order."""
         match operation.verb:
             case Verb.RELEASE:
                 self.released = (at,)
@@ -128,40 +140,42 @@ class _Buffers:
 
 
 @dataclass(frozen=True, slots=True)
-class Translator:
-    """Everything an operation's demands depend on."""
+class JobBuilder:
+    """Builds jobs for schedules of one model, workload, placement and machine."""
 
     inventory: Inventory
     """The model."""
 
     workload: Workload
-    """What is done."""
+    """What to train."""
 
     placement: Placement
-    """Where it rests."""
+    """Where everything is stored."""
 
     rates: Rates
-    """How fast the machine is."""
+    """Speeds of the machine."""
 
     gpus: int = 1
-    """GPUs that share the host and do the same."""
+    """Number of GPUs that share the host and do the same."""
 
     issued: int = 0
-    """Elements of a piece as the engine issues them, where those of the placement stand for
-    several of them; 0: they do not."""
+    """Number of elements per piece that the engine issues, if the placement's pieces stand for
+    several of those; 0 if they do not."""
 
-    known: Known = field(default_factory=dict)
-    """Demands found before. May be kept for other placements of the same model and work, as long
-    as their homes are: equal homes are mostly one object, and are told apart by that."""
+    known: DemandCache = field(default_factory=dict)
+    """Demands computed before. May be shared with other placements of the same model and workload,
+    as long as their homes are alive: homes are compared by identity, because equal homes are mostly
+    one object and comparing values would be slow."""
 
     def jobs(self, schedule: Schedule) -> list[Job]:
-        # Layers are alike: what differs is only which block, so most demands are computed once.
+        """Return one job for each operation of the schedule."""
+        # Most layers differ only in their index, so most demands are computed once.
         known = self.known
-        compute = Computation(self.inventory, self.workload, self.placement.rounds, self.rates)
-        kinds, lengths = self._kinds(), self._lengths()
+        compute = self._compute_time()
+        kinds, lengths = self._block_kinds(), self._piece_lengths()
         lanes: dict[object, str] = {}
-        buffers = _Buffers()
-        made = []
+        buffers = _BufferWaits()
+        jobs = []
         for at, operation in enumerate(schedule.operations):
             verb, block, roles, _, round, piece, gpu, after = operation
             key: object
@@ -171,35 +185,40 @@ class Translator:
                 key = (verb, roles, gpu, piece is not None and lengths[block][piece], kinds[block])
             demands = known.get(key)
             if demands is None:
-                if verb in COMPUTE:  # of all blocks that take as long, one mapping
-                    demands = self._computed(compute, operation)
+                if verb in COMPUTE:
+                    demands = self._compute_demands(compute, operation)
+                    # Blocks that take equally long share one mapping: the simulation looks up
+                    # speeds by the identity of demands.
                     demands = known.setdefault((verb, *demands.values()), demands)
                 else:
-                    demands = self._demands(operation)
+                    demands = self._move_demands(operation)
                 known[key] = demands
             kind = (verb, roles, gpu)
             lane = lanes.get(kind)
             if lane is None:
                 lane = lanes[kind] = operation.lane
-            made.append(Job(lane, demands, after + buffers.waits(at, operation)))
-        return made
+            jobs.append(Job(lane, demands, after + buffers.waits(at, operation)))
+        return jobs
 
     def totals(self, operations: Iterable[Operation]) -> dict[str, float]:
-        """All that some operations, each on a whole block, ask for."""
-        compute = Computation(self.inventory, self.workload, self.placement.rounds, self.rates)
-        found: dict[str, float] = defaultdict(float)
+        """Return the summed demands of operations that each cover a whole block."""
+        compute = self._compute_time()
+        totals: dict[str, float] = defaultdict(float)
         for operation in operations:
             if operation.verb in COMPUTE:
-                demands = self._computed(compute, operation)
+                demands = self._compute_demands(compute, operation)
             else:
-                demands = self._demands(operation)
+                demands = self._move_demands(operation)
             for resource, seconds in demands.items():
-                found[resource] += seconds
-        return dict(found)
+                totals[resource] += seconds
+        return dict(totals)
 
-    def _computed(self, compute: Computation, operation: Operation) -> dict[str, float]:
+    def _compute_time(self) -> ComputeTime:
+        return ComputeTime(self.inventory, self.workload, self.placement.rounds, self.rates)
+
+    def _compute_demands(self, compute: ComputeTime, operation: Operation) -> dict[str, float]:
         seconds = compute.seconds(operation)
-        if not seconds:  # a round without a micro-batch is done in no time
+        if not seconds:  # a round without micro-batches takes no time
             return {}
         if not self.rates.launched:
             return {"gpu": seconds}
@@ -207,93 +226,60 @@ class Translator:
         each = ISSUING if embeds else LAUNCHING[operation.verb]
         return {"gpu": seconds, "host": compute.micro_batches[operation.round] * each}
 
-    def _kinds(self) -> list[tuple[int, ...]]:
-        """Per block, what tells its homes from others."""
+    def _block_kinds(self) -> list[tuple[int, ...]]:
+        """Return, for each block, a key that is equal for blocks with the same demands."""
         return [
             (model.flat_elements(True), *map(id, at.homes))
             for model, at in zip(self.inventory.blocks, self.placement.blocks, strict=True)
         ]
 
-    def _lengths(self) -> list[list[int]]:
-        """Per block, the elements of each piece."""
+    def _piece_lengths(self) -> list[list[int]]:
+        """Return, for each block, the number of elements of each piece."""
         step = self.placement.piece_elements
         return [
             [stop - start for t in (True, False) for start, stop in block.pieces(step, trainable=t)]
             for block in self.inventory.blocks
         ]
 
-    def _demands(self, operation: Operation) -> dict[str, float]:
-        """Nothing, where nothing has to be moved."""
-        found = self._moved(operation)
-        return found | {"host": self._issues(operation) * ISSUING} if found else found
+    def _move_demands(self, operation: Operation) -> dict[str, float]:
+        """Return the demands of an operation that does not compute; empty if it moves nothing."""
+        demands = self._traffic_demands(operation)
+        return demands | {"host": self._issues(operation) * ISSUING} if demands else demands
 
     def _issues(self, operation: Operation) -> int:
+        """Return how many pieces the engine issues for this operation."""
         if operation.piece is None or not self.issued:
             return 1
         block = self.inventory.blocks[operation.block]
         start, stop, _ = piece_span(block, operation.piece, self.placement)
         return -(-(stop - start) // self.issued)
 
-    def _moved(self, operation: Operation) -> dict[str, float]:
+    def _traffic_demands(self, operation: Operation) -> dict[str, float]:
         if operation.verb in (Verb.DROP, Verb.RELEASE):
             return {}
-        part = self._part(operation)
+        traffic = Traffic.of(self.inventory, self.workload, self.placement)
+        if operation.verb is Verb.SWEEP and operation.gpu:
+            return {"gpu": traffic.gpu_sweep_nbytes(operation.block) / self.rates.hbm}
         demands = Demands(self.rates, self.gpus)
-        if operation.verb is Verb.SWEEP:
-            if operation.gpu:
-                return {"gpu": self._gpu_sweep_seconds(operation.block)}
-            self._sweep(demands, operation, part)
-            return demands.total()
-        block = self.placement.blocks[operation.block]
-        shares = [s for r in operation.roles if (home := block.home(r)) for s in home.shares]
-        match operation.verb:
-            case Verb.FETCH if operation.piece is not None or Role.WEIGHT in operation.roles:
-                demands.copy_in([_staged(share, self.rates) for share in shares], part)
-            case Verb.FETCH:
-                demands.copy_in(shares, part)
-            case Verb.DRAIN:
-                demands.copy_out(shares, part)
-            case Verb.READ:
-                for share in (s for s in shares if s.path):
-                    demands.disk_read(share.path, part * share.nbytes)
-            case Verb.WRITE:
-                for share in (s for s in shares if s.path):
-                    demands.disk_write(share.path, part * share.nbytes)
+        for role, share, nbytes in traffic.stored_parts(operation):
+            match operation.verb:
+                case Verb.SWEEP:
+                    written = 0.0 if role is Role.GRADIENT else nbytes
+                    demands.sweep(share, read=nbytes, write=written)
+                case Verb.FETCH if operation.piece is not None or role is Role.WEIGHT:
+                    demands.copy_in(self._in_staging(share), nbytes)
+                case Verb.FETCH:
+                    demands.copy_in(share, nbytes)
+                case Verb.DRAIN:
+                    demands.copy_out(share, nbytes)
+                case Verb.READ if share.path:
+                    demands.disk_read(share.path, nbytes)
+                case Verb.WRITE if share.path:
+                    demands.disk_write(share.path, nbytes)
         return demands.total()
 
-    def _part(self, operation: Operation) -> float:
-        """The share of the block that one piece is."""
-        if operation.piece is None:
-            return 1.0
-        block = self.inventory.blocks[operation.block]
-        start, stop, trained = piece_span(block, operation.piece, self.placement)
-        if operation.roles == (Role.WEIGHT,):  # a weight's buffer holds frozen tensors too
-            return (stop - start) / (block.flat_elements(True) + block.flat_elements(False))
-        assert trained
-        return (stop - start) / block.flat_elements(True)
-
-    def _sweep(self, demands: Demands, operation: Operation, part: float) -> None:
-        block = self.placement.blocks[operation.block]
-        model = self.inventory.blocks[operation.block]
-        trained = model.flat_elements(True)
-        whole = trained + model.flat_elements(False)
-        for role in TRAINED:
-            home = block.home(role)
-            for share in home.shares if home else ():
-                scale = trained / whole if role is Role.WEIGHT else 1.0
-                nbytes = part * scale * share.nbytes
-                back = 0.0 if role is Role.GRADIENT else nbytes
-                demands.sweep(share, read=nbytes, write=back)
-
-    def _gpu_sweep_seconds(self, block: int) -> float:
-        at = self.placement.blocks[block]
-        moved = sum(2 * home.nbytes for r in (Role.WEIGHT, *STATE) if (home := at.home(r)))
-        gradient = at.home(Role.GRADIENT)
-        return (moved + (gradient.nbytes if gradient else 0)) / self.rates.hbm
-
-
-def _staged(share: Share, rates: Rates) -> Share:
-    """Weights on NVMe are fetched from staging: a read, or the sweep, has put them there."""
-    if not share.path:
-        return share
-    return Share(tier=Tier.DRAM, nbytes=share.nbytes, node=rates.staging_node)
+    def _in_staging(self, share: Share) -> Share:
+        """Return where a fetch finds a weight: a read, or the sweep, has put it into staging."""
+        if not share.path:
+            return share
+        return Share(tier=Tier.DRAM, nbytes=share.nbytes, node=self.rates.staging_node)

@@ -1,7 +1,7 @@
-"""How much of each tier is in use, phase by phase. Room: decide.
+"""Compute how much of each tier is in use in each phase of a step.
 
-Pools are taken once and held, so a plan's peak is the sum of its parts whenever it is asked. This
-says which phase needs it: where a tier is short, that is the one to look at.
+Pools are allocated once and held, so a plan's peak is the sum of its parts at any time. The figures
+here tell which phase really needs that much. If a tier is short, look at that phase first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.model.inventory import Inventory
 from penstock.plan.activation_overlay import overlaid_activations
-from penstock.plan.buffers import Pool
+from penstock.plan.buffers import BufferPool
 from penstock.plan.lifetimes import gradient_lifetimes, staging_lifetimes, weight_lifetimes
 from penstock.plan.placement import Placement
 from penstock.plan.schedule import Operation, Schedule, Verb
@@ -20,13 +20,13 @@ from penstock.roles import Role
 from penstock.tiers import Tier
 
 PHASES = ("sweep", "forward", "backward")
-"""Sweeps come between the computations of forward; a moment of theirs counts for both."""
+"""The phases. Optimizer sweeps run during forward, so their moments count for both."""
 
-PASSING = ("weight slots", "gradient buffers", "NVMe staging")
-"""Pools whose buffers come and go."""
+TEMPORARY = ("weight slots", "gradient buffers", "NVMe staging")
+"""Pools whose buffers are in use only part of the time."""
 
 _Use = tuple[Tier, int, int, int]
-"""A tier, bytes, and the first operation and the one past the last that need them."""
+"""A tier, a number of bytes, the first operation that needs them and the one past the last."""
 
 
 def phase_peaks(
@@ -34,66 +34,72 @@ def phase_peaks(
     workload: Workload,
     placement: Placement,
     schedule: Schedule,
-    pools: Iterable[Pool],
+    pools: Iterable[BufferPool],
 ) -> dict[str, dict[Tier, int]]:
-    """The most bytes in use in each tier. The clock counts the schedule's operations."""
+    """Return the most bytes in use in each tier during each phase."""
     formats = workload.formats(placement.rounds)
-    passing = [
+    temporary = [
         *((Tier.HBM, item) for item in weight_lifetimes(schedule, placement)),
         *((Tier.HBM, item) for item in gradient_lifetimes(inventory, schedule, placement, formats)),
         *((Tier.DRAM, item) for item in staging_lifetimes(inventory, schedule, placement, formats)),
     ]
-    uses: list[_Use] = [(tier, item.nbytes, item.start, item.end) for tier, item in passing]
-    lent = overlaid_activations(
+    uses: list[_Use] = [(tier, item.nbytes, item.start, item.end) for tier, item in temporary]
+    overlaid = overlaid_activations(
         placement.blocks, rounds=placement.rounds, accumulate=workload.accumulate
     )
-    uses += [use for block, use in _inputs(placement, schedule.operations) if block not in lent]
-    return _most(_steady(placement, pools), uses, schedule.operations)
+    uses += [
+        use for block, use in _activations(placement, schedule.operations) if block not in overlaid
+    ]
+    return _peaks(_permanent(placement, pools), uses, schedule.operations)
 
 
-def _steady(placement: Placement, pools: Iterable[Pool]) -> Counter[Tier]:
-    """What is there all the time."""
-    found: Counter[Tier] = Counter()
+def _permanent(placement: Placement, pools: Iterable[BufferPool]) -> Counter[Tier]:
+    """Return the bytes in use all the time, by tier."""
+    total: Counter[Tier] = Counter()
     for block in placement.blocks:
         for home in block.homes:
             for share in home.shares if home.role is not Role.INPUT else ():
-                found[share.tier] += share.nbytes
+                total[share.tier] += share.nbytes
     for pool in pools:
-        if pool.what not in PASSING:
-            found[pool.tier] += pool.nbytes
-    return found
+        if pool.what not in TEMPORARY:
+            total[pool.tier] += pool.nbytes
+    return total
 
 
-def _inputs(placement: Placement, operations: Sequence[Operation]) -> Iterator[tuple[int, _Use]]:
-    """Block inputs, and whose: from the forward that makes them to the backward that needs them
-    last."""
-    since: dict[int, int] = {}
+def _activations(
+    placement: Placement, operations: Sequence[Operation]
+) -> Iterator[tuple[int, _Use]]:
+    """Yield blocks and the use of their saved inputs.
+
+    An input is in use from the forward that produces it to the backward that needs it last.
+    """
+    produced_at: dict[int, int] = {}
     for at, operation in enumerate(operations):
         if operation.verb is Verb.FORWARD:
-            since[operation.block + 1] = at
-        elif operation.verb is Verb.BACKWARD and operation.block in since:
+            produced_at[operation.block + 1] = at
+        elif operation.verb is Verb.BACKWARD and operation.block in produced_at:
             home = placement.blocks[operation.block].home(Role.INPUT)
             for share in home.shares if home else ():
                 yield (
                     operation.block,
-                    (share.tier, share.nbytes, since[operation.block], at + 1),
+                    (share.tier, share.nbytes, produced_at[operation.block], at + 1),
                 )
 
 
-def _most(
-    steady: Mapping[Tier, int], uses: Iterable[_Use], operations: Sequence[Operation]
+def _peaks(
+    permanent: Mapping[Tier, int], uses: Iterable[_Use], operations: Sequence[Operation]
 ) -> dict[str, dict[Tier, int]]:
     changes: dict[int, Counter[Tier]] = defaultdict(Counter)
     for tier, nbytes, start, end in uses:
         changes[start][tier] += nbytes
         changes[end][tier] -= nbytes
-    live = {tier: steady.get(tier, 0) for tier in Tier}
-    most = {phase: dict.fromkeys(Tier, 0) for phase in PHASES}
+    live = {tier: permanent.get(tier, 0) for tier in Tier}
+    peaks = {phase: dict.fromkeys(Tier, 0) for phase in PHASES}
     for at, operation in enumerate(operations):
         for tier, change in changes.get(at, {}).items():
             live[tier] += change
         phases = [operation.phase, *(["sweep"] if operation.verb is Verb.SWEEP else [])]
         for phase in phases:
             for tier in Tier:
-                most[phase][tier] = max(most[phase][tier], live[tier])
-    return most
+                peaks[phase][tier] = max(peaks[phase][tier], live[tier])
+    return peaks

@@ -1,4 +1,4 @@
-"""The speeds a step depends on, read off a machine, and what had to be assumed. Room: decide."""
+"""Read the speeds that a step depends on from a machine file, and record what was assumed."""
 
 from __future__ import annotations
 
@@ -12,116 +12,137 @@ from penstock.planner.cost.flops import ATTENTION_BACKWARD
 from penstock.roles import Moments
 
 SWEEP_SHARE = 0.91
-"""A sweep's bytes per second against a copy's, reads and writes: 118 of 129 GB/s (measured)."""
+"""Bytes per second of an optimizer sweep relative to a copy, counting reads and writes. Measured:
+118 of 129 GB/s."""
 
 BOTH_WAYS = 0.915
-"""Of the two directions' sum, when a link runs both at once: 101.1 of 110.5 GB/s (measured)."""
+"""Bytes per second of a PCIe link that runs in both directions, relative to the sum of the two
+directions alone. Measured: 101.1 of 110.5 GB/s."""
 
 LANE_RATE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""Bytes per second of one PCIe lane, by generation, before packets' own overhead."""
+"""Bytes per second of one PCIe lane, by generation, including packet overhead."""
 
 PACKET_SHARE = 0.877
-"""What remains of it for copies: 55.3 of 63.0 GB/s (measured)."""
+"""Fraction of a PCIe link's rate that copies reach. Measured: 55.3 of 63.0 GB/s."""
 
 CORE_COPY = 4e9
-"""Bytes per second that each core copies in a node nobody measured, all of them at work."""
+"""Bytes per second that each core copies when all cores copy, assumed for an unmeasured node."""
 
 MOST_COPIED = {"dram": 50e9, "cxl": 10e9}
-"""However many cores: a few channels of DDR4, and a CXL card of one x8 link. Low rather than high,
-and enough to plan by; a probe replaces it."""
+"""Maximum bytes per second assumed for copies on an unmeasured node: a few channels of DDR4, and a
+CXL card with one x8 link. These are low on purpose. A probe replaces them."""
+
+CPU_FLOPS_PER_CORE = 20e9
+"""FLOP/s of one core on a machine without a GPU. One core of a 2.8 GHz Xeon ran forward and
+backward of bf16 layers at 18 GFLOP/s (hidden size 256) to 28 GFLOP/s (1,024). Only the order of
+magnitude matters."""
+
+CPU_PASSES, CPU_MEMORY_RATE = 1200.0, 20e9
+"""`Rates.passes` and `Rates.hbm` on a machine without a GPU. A layer runs hundreds of small
+operations, each of which wakes threads and waits for them. They are half the step of a model with
+hidden size 192, and a small part of a wide one's."""
+
+LAYER_DENSE = 4 * 2.0 * 218_103_808
+LAYER_QUADRATIC = (2 + ATTENTION_BACKWARD) * 4.0 * 4096 * 4096 / 2
+LAYER_NBYTES = 2 * (2 * 4096 + 14336)
+"""Operations per token and `width_nbytes` of the layer that `block_flops` and `compiled_flops` are
+measured with: that of an 8B model at a context of 4,096 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRates:
-    """One memory node, in bytes per second."""
+    """Speeds of one memory node, in bytes per second."""
 
     read: float
-    """By everyone together."""
+    """Reads by all readers together."""
 
     write: float
-    """By everyone together. CXL writes slower than it reads."""
+    """Writes by all writers together. CXL memory is slower to write than to read."""
 
     total: float
     """Reads and writes together."""
 
     sweep: float
-    """Every byte that a sweep of the workload's format reads or writes."""
+    """Bytes that an optimizer sweep reads and writes, with the workload's moments."""
 
     to_gpu: float
-    """One GPU's copies from it."""
+    """Copies from the node to one GPU."""
 
     from_gpu: float
-    """One GPU's copies to it."""
+    """Copies from one GPU to the node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskRates:
-    """One path, in bytes per second."""
+    """Speeds of one directory or device, in bytes per second."""
 
     read: float
-    """Nothing else going on."""
+    """Reads without concurrent writes."""
 
     write: float
-    """Nothing else going on."""
+    """Writes without concurrent reads."""
 
     both: float | None
-    """Reads and writes at the same time, together. None: nobody measured it, and they take turns,
-    as drives did where it was measured."""
+    """Concurrent reads and writes together. If None, it was not measured, and reads and writes
+    are assumed to take turns, as measured drives do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """All of them, for the first GPU of a machine."""
+    """All speeds that a step depends on, for the first GPU of a machine."""
 
     block_flops: float
-    """Operations per second in products with weights."""
+    """FLOP/s of matrix products with weights."""
 
     attention_flops: float
-    """Operations per second in attention's quadratic part."""
+    """FLOP/s of the quadratic part of attention."""
 
     passes: float
-    """How often a layer's computation, forward and backward, goes through what is as wide as it
-    for all else: norms, activations, sums. At the rate of the GPU's own memory."""
+    """How many times forward and backward of a layer pass over `width_nbytes` bytes per token for
+    everything but matrix products: norms, activation functions, sums. They run at the rate of the
+    GPU's memory."""
 
     hbm: float
-    """Bytes per second of the GPU's own memory."""
+    """Bytes per second of the GPU's memory."""
 
     h2d: float
-    """Bytes per second into the GPU from the best node."""
+    """Bytes per second into the GPU from the fastest node."""
 
     d2h: float
-    """Bytes per second out of the GPU to the best node."""
+    """Bytes per second out of the GPU to the fastest node."""
 
     both: float
-    """Bytes per second in both directions at once, summed."""
+    """Bytes per second of concurrent copies in both directions, summed."""
 
     nodes: Mapping[int, NodeRates]
-    """By node."""
+    """Speeds of each memory node."""
 
     disks: Mapping[str, DiskRates]
-    """By path."""
+    """Speeds of each directory or device."""
 
     launched: bool
-    """Whether what computes is launched by the host, operation by operation: a GPU."""
+    """Whether the host launches compute kernel by kernel, as it does on a GPU."""
 
     staging_node: int
-    """Where host buffers are: the DRAM node nearest to the GPU."""
+    """The node of host staging in the cost model: the DRAM node nearest to the GPU. This is one of
+    four decisions about it; see `plan.traffic.lowest_dram_node`."""
 
     assumed: tuple[str, ...] = ()
-    """What the machine file did not say."""
+    """Assumptions about what the machine file does not state."""
 
     @classmethod
     def of(cls, machine: Machine, moments: Moments = "fp32", *, compiled: bool = False) -> Rates:
-        """Raises MachineError naming the field without which nothing can be said.
+        """Read the speeds of a machine.
 
-        A sweep's rate depends on how the moments rest, a layer's on whether it is `compiled`.
+        The rate of an optimizer sweep depends on the format of the moments, and the rate of a layer
+        on whether it is compiled. Raises MachineError naming a required field that is missing.
         """
         assumed: list[str] = []
         gpu = machine.gpus[0] if machine.gpus else None
         layer, attention, passes, hbm = _gpu_rates(machine, gpu, compiled, assumed)
-        links = _links(machine, gpu, assumed)
+        link = _assumed_link_rate(machine, gpu, assumed)
         nodes = {
-            node.id: _node_rates(machine, i, moments, links, assumed)
+            node.id: _node_rates(machine, i, moments, link, assumed)
             for i, node in enumerate(machine.nodes)
         }
         h2d = max(node.to_gpu for node in nodes.values())
@@ -145,53 +166,42 @@ class Rates:
         )
 
 
-CPU_FLOPS_PER_CORE = 20e9
-"""A processor in the GPU's place: layers in bf16, forward and backward, ran at 18 (256 wide) to 28
-(1,024 wide) GFLOP/s on one core of a 2.8 GHz Xeon. Only the order of magnitude counts."""
-
-CPU_PASSES, CPU_PASSED = 1200.0, 20e9
-"""The same for all that is not products: hundreds of small operations, of which each wakes threads
-and waits for them. They are half the step of a model that is 192 wide, and little of wide ones."""
-
-
-LAYER_DENSE = 4 * 2.0 * 218_103_808
-LAYER_QUADRATIC = (2 + ATTENTION_BACKWARD) * 4.0 * 4096 * 4096 / 2
-LAYER_NBYTES = 2 * (2 * 4096 + 14336)
-"""Operations for a token and its `width_nbytes` in the layer that `block_flops` and
-`compiled_flops` are measured with: an 8B model's, at 4,096 tokens of context."""
-
-
 def _gpu_rates(
     machine: Machine, gpu: Gpu | None, compiled: bool, assumed: list[str]
 ) -> tuple[float, float, float, float]:
-    """Of products, of attention, passes, and of the GPU's own memory.
+    """Return `block_flops`, `attention_flops`, `passes` and `hbm`.
 
-    A layer's rate is known for one width. Its products run at the rate of large ones; what is left
-    of its time grows with the width only, and is most of what narrow models lose.
+    The rate of a whole layer is measured for one width only. Its matrix products run at the rate
+    of large ones. The rest of its time is proportional to the width, not to its square, which is
+    why narrow models reach fewer FLOP/s.
     """
     if gpu is None:
         cores = machine.cpu.cores or len(machine.dram_nodes[0].cpus) or 1
-        assumed.append(f"no GPU: {cores} cores compute at {CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s")
+        assumed.append(
+            f"no GPU: {cores} cores compute at {CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s each"
+        )
         flops = cores * CPU_FLOPS_PER_CORE
-        return flops, flops, CPU_PASSES, CPU_PASSED
+        return flops, flops, CPU_PASSES, CPU_MEMORY_RATE
     whole = _layer_flops(gpu, compiled, assumed)
     sheet = data_sheet(gpu.name)
-    own = gpu.memory_bandwidth.median if gpu.memory_bandwidth else sheet[1] if sheet else 0.5e12
+    hbm = gpu.memory_bandwidth.median if gpu.memory_bandwidth else sheet[1] if sheet else 0.5e12
     attention = gpu.attention_flops.median if gpu.attention_flops else whole
     left = (LAYER_DENSE + LAYER_QUADRATIC) / whole - LAYER_QUADRATIC / attention
     products = max(gpu.matmul_flops.median if gpu.matmul_flops else 0.0, LAYER_DENSE / left)
-    passes = (left - LAYER_DENSE / products) * own / LAYER_NBYTES
-    return products, attention, passes, own
+    passes = (left - LAYER_DENSE / products) * hbm / LAYER_NBYTES
+    return products, attention, passes, hbm
 
 
 def _layer_flops(gpu: Gpu, compiled: bool, assumed: list[str]) -> float:
-    """In a whole layer."""
+    """Return the FLOP/s of a whole layer."""
     if compiled and gpu.compiled_flops is not None:
         return gpu.compiled_flops.median
     flops = _eager_flops(gpu, assumed)
     if not compiled:
         return flops
-    assumed.append(f"{gpu.name}: compiled layers at {COMPILED_GAIN:.2f} times the others' rate")
+    assumed.append(
+        f"{gpu.name}: compiled layers run {COMPILED_GAIN:.2f} times as fast as eager ones"
+    )
     return COMPILED_GAIN * flops
 
 
@@ -202,29 +212,29 @@ def _eager_flops(gpu: Gpu, assumed: list[str]) -> float:
         if sheet is None:
             raise MachineError(
                 "gpus[0].matmul_flops",
-                f'is missing, and "{gpu.name}" is not a GPU whose data sheet is known; '
-                f"`penstock probe` measures it, or give its 16-bit matrix rate in FLOP/s",
+                f'is missing, and Penstock has no data sheet for "{gpu.name}"; '
+                f"measure it with `penstock probe`, or set its 16-bit matrix rate in FLOP/s",
             )
         matmul = MATMUL_SHARE * sheet[0]
-        assumed.append(f"{gpu.name}: {matmul / 1e12:.0f} TFLOP/s from its data sheet")
+        assumed.append(f"{gpu.name}: {matmul / 1e12:.0f} TFLOP/s, from its data sheet")
     return gpu.block_flops.median if gpu.block_flops else BLOCK_SHARE * (matmul or 0.0)
 
 
-def _links(machine: Machine, gpu: Gpu | None, assumed: list[str]) -> float:
-    """What a node gives a GPU where no transfer was measured."""
+def _assumed_link_rate(machine: Machine, gpu: Gpu | None, assumed: list[str]) -> float:
+    """Return the bytes per second between a node and the GPU, for unmeasured transfers."""
     if gpu is None:
         return 20e9
     if gpu.pcie_generation is not None and gpu.pcie_width is not None:
         lane = LANE_RATE.get(gpu.pcie_generation, LANE_RATE[6])
         rate = PACKET_SHARE * lane * gpu.pcie_width
         if not machine.transfers:
-            assumed.append(f"PCIe at {rate / 1e9:.0f} GB/s each way, from generation and width")
+            assumed.append(f"PCIe: {rate / 1e9:.0f} GB/s each way, from its generation and width")
         return rate
     if not machine.transfers:
         raise MachineError(
             "transfers",
-            "is missing, and gpus[0] has no pcie_generation and pcie_width to stand in for it; "
-            "`penstock probe` measures it",
+            "is missing, and gpus[0] has no pcie_generation and pcie_width to derive it from; "
+            "measure it with `penstock probe`",
         )
     return 0.0
 
@@ -235,18 +245,21 @@ def _node_rates(
     node = machine.nodes[i]
     figures = [machine.rate(node.id, operation) for operation in ("read", "write", "copy")]
     figures += [machine.sweep_rate(node.id, of) for of in (moments, "fp32")]
-    read, write, copy, sweep, exact = (figure.median if figure else None for figure in figures)
-    claims = node.firmware
-    read = read or (claims.read_bandwidth if claims else None)
-    write = write or (claims.write_bandwidth if claims else None)
-    seen = (2 * copy if copy else None, read, write, sweep, exact)
-    total = max((r for r in seen if r), default=None)
+    read, write, copy, sweep, fp32_sweep = (figure.median if figure else None for figure in figures)
+    firmware = node.firmware
+    read = read or (firmware.read_bandwidth if firmware else None)
+    write = write or (firmware.write_bandwidth if firmware else None)
+    # A copy reads and writes each byte. Whatever was reached once is possible.
+    reached = (2 * copy if copy else None, read, write, sweep, fp32_sweep)
+    total = max((r for r in reached if r), default=None)
     if total is None:
         copy = _assumed_copy(machine, node, assumed)
         total = 2 * copy
     if sweep is None:
         sweep = SWEEP_SHARE * (2 * copy if copy else total)
-        assumed.append(f"node {node.id}: a sweep at {sweep / 1e9:.0f} GB/s, from its copy rate")
+        assumed.append(
+            f"node {node.id}: optimizer sweep at {sweep / 1e9:.0f} GB/s, from the copy rate"
+        )
     to_gpu = _transfer(machine, "h2d", node.id)
     from_gpu = _transfer(machine, "d2h", node.id)
     return NodeRates(
@@ -262,6 +275,7 @@ def _node_rates(
 def _transfer(
     machine: Machine, direction: str, node: int | None, *, all_gpus: bool = False
 ) -> float | None:
+    """Return the best measured transfer rate; with `all_gpus`, also of several GPUs together."""
     rates = [
         t.bytes_per_second.median
         for t in machine.transfers
@@ -278,7 +292,10 @@ def _disk(i: int, storage: StoragePath) -> DiskRates:
         best[rate.operation] = max(best.get(rate.operation, 0.0), rate.bytes_per_second.median)
     for operation in ("read", "write"):
         if operation not in best:
-            raise MachineError(f"storage[{i}].rates", f"must have a {operation} rate, got none")
+            raise MachineError(
+                f"storage[{i}].rates",
+                f"must contain a {operation} rate; measure it with `penstock probe --storage`",
+            )
     return DiskRates(read=best["read"], write=best["write"], both=best.get("both"))
 
 

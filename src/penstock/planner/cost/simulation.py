@@ -1,9 +1,9 @@
-"""Work over shared resources, event by event. Room: decide.
+"""Simulate jobs over shared resources, event by event.
 
-A job asks for seconds of resources: a copy of 1 GB asks for 20 ms of the link and 8 ms of the
-memory it reads. It runs at full speed where nobody else wants the same, and where several do, all
-of them slow down by the same factor until no resource is asked for more than it has. Jobs of one
-lane run one after the other; a job also waits for those named in `after`.
+A job needs seconds of resources: a copy of 1 GB may need 20 ms of the PCIe link and 8 ms of the
+memory it reads. It runs at full speed if no other job needs the same resources. Otherwise all
+competing jobs slow down by the same factor, until no resource is overcommitted. Jobs of one lane
+run one after the other, and a job also waits for the jobs named in `after`.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import NamedTuple
 
 _EPSILON = 1e-12
 
-Speeds = dict[tuple[int, ...], tuple[float, ...]]
-"""How fast jobs run together, by the identity of their demands: the same mix recurs for every
-layer, so this is looked up far more often than it is found."""
+SpeedCache = dict[tuple[int, ...], tuple[float, ...]]
+"""Speeds of jobs that run together, by the identity of their demands. The same mix recurs for every
+layer, so most speeds are looked up rather than computed."""
 
 
 class Job(NamedTuple):
-    """A piece of work."""
+    """Work that needs time of resources."""
 
     lane: str
-    """Whose turn it waits for; "" for none."""
+    """The lane whose jobs run one after the other; "" for none."""
 
     demands: Mapping[str, float]
-    """Seconds of each resource. Empty: done in no time."""
+    """Seconds of each resource that it needs. A job without demands takes no time."""
 
     after: tuple[int, ...] = ()
-    """Jobs that must have ended, by their place in the list; all of them earlier."""
+    """Indices of jobs that must have ended. All of them are earlier in the list."""
 
     @property
     def alone(self) -> float:
-        """Seconds with everything to itself."""
+        """Seconds it takes when no other job runs."""
         return max(self.demands.values(), default=0.0)
 
 
@@ -43,23 +43,26 @@ class Span:
     """When a job ran, and what it waited for last."""
 
     start: float
-    """Seconds from the beginning."""
+    """Start in seconds from the beginning of the step."""
 
     end: float
-    """Seconds from the beginning."""
+    """End in seconds from the beginning of the step."""
 
     cause: int | None
-    """The job whose end let it start."""
+    """Index of the job whose end allowed it to start, or None if it started immediately."""
 
 
 class _Simulation:
-    """The state of one simulation. A lane's order is one more job to wait for."""
+    """The state of one simulation."""
 
-    def __init__(self, jobs: Sequence[Job], speeds: Speeds) -> None:
+    def __init__(self, jobs: Sequence[Job], speeds: SpeedCache) -> None:
         self.jobs, self.speeds = jobs, speeds
         self.missing: list[int] = []
+        """For each job, how many of the jobs it waits for have not ended."""
         self.waiting: list[list[int]] = []
+        """For each job, the jobs that wait for it."""
         self.kinds = [id(job.demands) for job in jobs]
+        # The order of a lane is a dependency on the lane's previous job.
         latest: dict[str, int] = {}
         for i, (lane, _, after) in enumerate(jobs):
             before = set(after)
@@ -76,9 +79,10 @@ class _Simulation:
         self.causes: list[int | None] = [None] * len(jobs)
 
     def run(self) -> None:
+        """Advance from one job's end to the next until all jobs have ended."""
         now = 0.0
         running = self.begin(now, [i for i, count in enumerate(self.missing) if not count])
-        left = [1.0] * len(running)  # the share of each still to do
+        left = [1.0] * len(running)  # fraction of each that is still to do
         while running:
             speeds = self.speed(running)
             step = min([a / s for a, s in zip(left, speeds, strict=True)])
@@ -87,26 +91,29 @@ class _Simulation:
             done = [i for i, a in zip(running, left, strict=True) if a <= _EPSILON]
             running = [i for i, a in zip(running, left, strict=True) if a > _EPSILON]
             left = [a for a in left if a > _EPSILON]
-            fresh = self.begin(now, self.end(now, done))
-            running += fresh
-            left += [1.0] * len(fresh)
-        assert min(self.ends, default=0.0) >= 0.0, "the schedule waits for itself"
+            started = self.begin(now, self.end(now, done))
+            running += started
+            left += [1.0] * len(started)
+        assert min(self.ends, default=0.0) >= 0.0, "jobs wait for each other in a cycle"
 
     def end(self, now: float, done: list[int]) -> list[int]:
-        """Those that can start now."""
+        """End jobs, and return those that can start now."""
         missing = self.missing
-        free: list[int] = []
+        ready: list[int] = []
         for i in done:
             self.ends[i] = now
             for j in self.waiting[i]:
                 missing[j] -= 1
                 if not missing[j]:
                     self.causes[j] = i
-                    free.append(j)
-        return free
+                    ready.append(j)
+        return ready
 
     def begin(self, now: float, ready: list[int]) -> list[int]:
-        """Those of them that take time; the others end at once, and let more begin."""
+        """Start jobs, and return those that take time.
+
+        Jobs without demands end immediately, and may allow more jobs to start.
+        """
         working: list[int] = []
         while ready:
             instant: list[int] = []
@@ -117,32 +124,40 @@ class _Simulation:
         return working
 
     def speed(self, running: list[int]) -> tuple[float, ...]:
+        """Return the fraction of each running job that completes per second."""
         key = tuple([self.kinds[i] for i in running])
-        found = self.speeds.get(key)
-        if found is None:
-            found = self.speeds[key] = share([self.jobs[i].demands for i in running])
-        return found
+        speeds = self.speeds.get(key)
+        if speeds is None:
+            speeds = self.speeds[key] = share([self.jobs[i].demands for i in running])
+        return speeds
 
 
 def simulate(jobs: Sequence[Job]) -> list[Span]:
-    """When each job starts and ends."""
-    run = _Simulation(jobs, {})
-    run.run()
-    return [Span(*times) for times in zip(run.starts, run.ends, run.causes, strict=True)]
+    """Return when each job starts and ends."""
+    simulation = _Simulation(jobs, {})
+    simulation.run()
+    times = zip(simulation.starts, simulation.ends, simulation.causes, strict=True)
+    return [Span(*each) for each in times]
 
 
-def seconds(jobs: Sequence[Job], speeds: Speeds) -> float:
-    """When the last one ends. `speeds` may be kept for other jobs, as long as their demands are."""
-    run = _Simulation(jobs, speeds)
-    run.run()
-    return max(run.ends, default=0.0)
+def simulate_seconds(jobs: Sequence[Job], speeds: SpeedCache) -> float:
+    """Return when the last job ends.
+
+    `speeds` may be reused for other jobs, as long as the demands of all of them are alive.
+    """
+    simulation = _Simulation(jobs, speeds)
+    simulation.run()
+    return max(simulation.ends, default=0.0)
 
 
 def share(demands: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
-    """Speeds of jobs that run together: all at the same fraction of their own best, until a
-    resource is full; those that need it stop there and the others go on."""
+    """Return the speeds of jobs that run together (max-min fair sharing).
+
+    All jobs rise together to the same fraction of their own best speed. When a resource is full,
+    the jobs that need it stay at that fraction, and the others continue to rise.
+    """
     alone = [max(d.values()) for d in demands]
-    pace = [0.0] * len(demands)
+    fraction = [0.0] * len(demands)
     rising = set(range(len(demands)))
     used: dict[str, float] = defaultdict(float)
     level = 0.0
@@ -159,13 +174,14 @@ def share(demands: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
         full = {r for r in load if used[r] >= 1.0 - 1e-9}
         stopped = {i for i in rising if level >= 1.0 - 1e-9 or full & demands[i].keys()}
         for i in stopped or rising:
-            pace[i] = level
+            fraction[i] = level
         rising -= stopped or set(rising)
-    return tuple(max(p, 1e-9) / a for p, a in zip(pace, alone, strict=True))
+    return tuple(max(f, 1e-9) / a for f, a in zip(fraction, alone, strict=True))
 
 
 def critical_path(spans: Sequence[Span]) -> list[int]:
-    """The chain of jobs that ends last, first to last: shorten one of them or nothing changes."""
+    """Return the chain of jobs that ends last, in order. The step is shorter only if one of them
+    is."""
     at: int | None = max(range(len(spans)), key=lambda i: spans[i].end)
     chain = []
     while at is not None:
