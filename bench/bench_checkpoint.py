@@ -27,6 +27,7 @@ import torch
 import penstock as ps
 from bench import certificate
 from bench.bench_engine import repeat_weights
+from bench.measuring import timed
 from bench.shapes import SHAPES, config_of
 from penstock.engine.prepare import prepare
 from penstock.machine.presets import preset
@@ -34,12 +35,6 @@ from penstock.roles import STATE
 from penstock.units import MiB, format_rate
 
 REQUEST = 4 * MiB
-
-
-def timed(operation: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    operation()
-    return time.perf_counter() - began
 
 
 def drop_page_cache(folder: Path) -> None:

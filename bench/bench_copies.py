@@ -5,15 +5,14 @@ bench_placement.py calls `run` where there is a GPU.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
-from pathlib import Path
 
 import torch
 
 import penstock as ps
 from bench.certificate import percentiles
+from bench.measuring import available
 from penstock import _native
 from penstock.memory.region import RegionOptions, allocate_region
 from penstock.units import GiB, KiB
@@ -75,14 +74,14 @@ def odd_pinned(place: ps.Node) -> dict[str, int]:
     torch rounds pinned memory up to a power of two; Penstock rounds it up to a page.
     """
     wanted = GiB + 4 * KiB
-    before = _available()
+    before = available()
     tensor = ps.empty(wanted, dtype=torch.uint8, place=place, pinned=True)
     region = _native.Region.at(tensor.data_ptr())
     assert region is not None
-    placed = before - _available()
-    before = _available()
+    placed = before - available()
+    before = available()
     plain = torch.empty(wanted, dtype=torch.uint8, pin_memory=True)
-    pinned = before - _available()
+    pinned = before - available()
     del tensor, plain
     return {
         "wanted": wanted,
@@ -168,9 +167,3 @@ def _spans(block: _native.Block, share: int) -> str:
         return "works" if bool((device == 9).all()) else "wrong bytes"
     except RuntimeError as failed:
         return f"fails: {str(failed).splitlines()[0]}"
-
-
-def _available() -> int:
-    match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    assert match is not None
-    return int(match[1]) * 1024

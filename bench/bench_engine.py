@@ -21,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import certificate
+from bench.gpu_cells import PREDICTED
 from bench.measuring import HostPeak, device_peak, forget_device_peak, run_steps
 from bench.plain import plain_step
 from bench.shapes import SHAPES, config_of
@@ -30,9 +31,6 @@ from penstock.engine.step_records import Event, busy, idle
 from penstock.machine.presets import preset
 from penstock.plan.plan import Plan
 from penstock.units import format_bytes
-
-PREDICTED = ".predicted.json"
-"""Suffix of the file next to a plan that contains its prediction."""
 
 
 def arguments() -> argparse.Namespace:

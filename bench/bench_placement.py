@@ -28,17 +28,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import penstock as ps
 from bench import bench_copies
 from bench.certificate import percentiles, save
+from bench.measuring import timed
 from penstock import _native
 from penstock.machine.sysfs import System
 from penstock.units import GiB, MiB, format_bytes, parse_bytes
 
 PAGE = _native.page_nbytes()
-
-
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def touch_plain(nbytes: int, threads: int, *, huge: bool) -> float:
@@ -59,7 +54,7 @@ def touch_plain(nbytes: int, threads: int, *, huge: bool) -> float:
         for thread in workers:
             thread.join()
 
-    return seconds(run)
+    return timed(run)
 
 
 def touch_placed(nbytes: int, *, huge: str | None, place: ps.Node) -> float:
@@ -117,7 +112,7 @@ def bench_where(nbytes: int, repeats: int, place: ps.Node) -> dict[str, object]:
         tensor = ps.empty(nbytes, dtype=torch.uint8, place=place, huge=huge)  # type: ignore[arg-type]
         samples = []
         for _ in range(repeats):
-            samples.append(seconds(lambda t=tensor: ps.where(t)))  # type: ignore[misc]
+            samples.append(timed(lambda t=tensor: ps.where(t)))  # type: ignore[misc]
         residency = ps.where(tensor)
         assert residency.unmapped == 0
         assert sum(residency.pages.values()) * PAGE == nbytes

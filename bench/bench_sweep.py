@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.certificate import percentiles, save
+from bench.measuring import timed
 from penstock import _native, empty
 from penstock.optim.rules import Coefficients
 from penstock.optim.sweep import LEAF, Pool, grad_stats
@@ -34,12 +35,6 @@ REST = 0.05
 """Seconds to sleep before each arm, until the threads of the previous one sleep."""
 
 SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-
-
-def timed(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 def placed(numel: int, dtype: torch.dtype, scale: float = 0.0) -> torch.Tensor:

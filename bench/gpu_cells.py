@@ -22,6 +22,9 @@ MACHINE = "h200"
 ALL_OF_IT = "130GiB"
 """HBM budget for training with everything in HBM."""
 
+PREDICTED = ".predicted.json"
+"""Suffix of the file next to a plan that contains its prediction."""
+
 PARTS = ("fast", "long", "disk", "curve", "moments", "32b", "peers", "memascend")
 
 

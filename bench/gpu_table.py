@@ -37,14 +37,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import certificate
-from bench.gpu_cells import PARTS, Cell, cells, plan_cell
+from bench.gpu_cells import PARTS, PREDICTED, Cell, cells, plan_cell
 from penstock.errors import PenstockError
 from penstock.plan.plan import Plan
 from penstock.planner.plan_view import plan_json
 
 HERE = Path(__file__).parent
 SCRATCH = Path("/var/tmp/penstock-bench")
-PREDICTED = ".predicted.json"
 PEERS = {
     "dram": ("penstock", "deepspeed-zero3", "deepspeed-zero3-tuned", "deepspeed-zero2"),
     "others": ("fsdp2", "roundpipe-sync", "roundpipe-async", "deepspeed-infinity-opt"),

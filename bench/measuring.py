@@ -77,6 +77,13 @@ def forget_device_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that a function takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
 def run_steps(
     step: Callable[[Batch], object], batches: Sequence[Batch]
 ) -> tuple[list[float], list[float]]:
