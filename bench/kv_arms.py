@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import transformers
 
-from penstock.generate.forward import Pass, Resident
+from penstock.generate.forward import ForwardPass, ResidentForward
 from penstock.kv import VirtualCache
 from penstock.units import MiB
 
@@ -57,7 +57,7 @@ class Virtual:
         compiled: bool = False,
         ahead: int = AHEAD,
     ) -> None:
-        self.forward = Resident(model, graphs, compiled=compiled)
+        self.forward = ResidentForward(model, graphs, compiled=compiled)
         lengths = [max(1, context - row * spread) for row in range(batch)]
         each = token_nbytes(model.config, self.forward.dtype)
         pages = sum(-(-(length + ahead) * each // (2 * MiB)) + 2 for length in lengths)
@@ -75,7 +75,7 @@ class Virtual:
         growth = [(row, 1) for row in self.rows]
         self.cache.prepare(growth)
         lengths = [row.length for row in self.rows]
-        each = Pass(self.rows, [[token] for token in self.last], lengths)
+        each = ForwardPass(self.rows, [[token] for token in self.last], lengths)
         scores = self.forward.forward(self.cache, [each])[0]
         self.cache.advance(growth)
         self.last = scores.argmax(dim=-1).tolist()

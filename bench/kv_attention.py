@@ -16,6 +16,7 @@ import torch
 
 from penstock.generate import attention
 from penstock.kv import decode_attention
+from penstock.model.attention import attending_over
 
 PAGE = 128
 """Tokens per page of FlexAttention."""
@@ -76,11 +77,12 @@ def _ours(
     per_row = keys.stride(0) // keys.stride(2)
     starts = torch.arange(len(lengths), device=query.device) * per_row
     ends = torch.tensor(lengths, device=query.device) + 1
-    positions = decode_attention.Spots(starts, ends, decode_attention.bucket(max(lengths) + 1))
+    longest = decode_attention.length_bound(max(lengths) + 1)
+    spans = decode_attention.RowSpans(starts, ends, longest)
     module = torch.nn.Module()
 
     def call() -> Any:
-        with attention.spots(positions):
+        with attending_over(spans):
             return attention.attend(module, query, keys, values, None)
 
     return call
@@ -90,7 +92,7 @@ def _flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: list[int]
 ) -> Call:
     """Call torch's flash kernel on the same views, as Penstock does without Triton."""
-    rows = attention.Attention(attention.Rows(tuple(lengths), 1), None, None, None)
+    rows = attention.RowAttention(attention.RowLengths(tuple(lengths), 1), None, None, None)
     return lambda: rows.flash(query, keys, values)
 
 

@@ -55,7 +55,7 @@ def _one_page(space: Space, at: int, seconds_of: dict[str, list[float]]) -> None
 
     page = timed("create", space.create)
     timed("map", lambda: space.map(at, [page]))
-    timed("clear", lambda: space.clear(space.bytes_at(at, space.page_nbytes)))
+    timed("clear", lambda: space.zero(space.bytes_at(at, space.page_nbytes)))
     timed("unmap", lambda: space.unmap(at, 1))
     timed("destroy", lambda: space.destroy(page))
 

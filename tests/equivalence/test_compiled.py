@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.model.layer_kinds import layer_kinds
+from penstock.model.compile import layer_kinds
 from tests.equivalence.compiled import breaks, compile_by, every_batch, graphs
 from tests.equivalence.runs import (
     DISK,

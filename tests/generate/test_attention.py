@@ -13,6 +13,7 @@ import torch
 
 from penstock.generate import attention
 from penstock.kv.errors import KvWarning
+from penstock.model.attention import attending_over
 
 HEADS, SHARED, HEAD, SLOT = 4, 2, 8, 40
 LAYERS = 3
@@ -58,7 +59,7 @@ def attend(data: torch.Tensor, lengths: list[int], new: int, **more: Any) -> Any
     for row, length in enumerate(lengths):
         data[row, length + new :] = float("nan")  # nothing was written there
     keys, values = views(data, max(lengths) + new)
-    with attention.rows(lengths, new):
+    with attending_over(attention.RowLengths(tuple(lengths), new)):
         found, _ = attention.attend(
             torch.nn.Module(), query, keys, values, None, scaling=0.3, **more
         )
@@ -101,7 +102,7 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found = [_one(*part, causal, left, scaling) for part in parts]
         return torch.stack(found) if queries is None else torch.cat(found)
 
-    monkeypatch.setattr(attention, "kernel", kernel)
+    monkeypatch.setattr(attention, "flash_forward", kernel)
     monkeypatch.setattr(attention, "flash_fits", lambda *_: True)
     return calls
 
@@ -143,7 +144,7 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     def part(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, *,
         causal: bool,
-    ) -> attention.Part:  # fmt: skip
+    ) -> attention.AttentionPart:  # fmt: skip
         calls.append((key.shape[2], causal))
         keys, values = (t.repeat_interleave(HEADS // SHARED, 1) for t in (key, value))
         scores = query @ keys.transpose(2, 3) * scaling
@@ -152,8 +153,8 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
             scores = scores.masked_fill(later, float("-inf"))
         return scores.softmax(-1) @ values, scores.logsumexp(-1)
 
-    monkeypatch.setattr(attention, "part", part)
-    monkeypatch.setattr(attention, "fits", lambda query: query.shape[2] > 1)
+    monkeypatch.setattr(attention, "cudnn_part", part)
+    monkeypatch.setattr(attention, "cudnn_fits", lambda query: query.shape[2] > 1)
     return calls
 
 
@@ -178,12 +179,12 @@ def test_a_chunk_is_joined_with_what_was_before(
 def test_if_cudnn_refuses_flash_goes_on(
     stood_in: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> attention.Part:
+    def refuse(*_: object, **__: object) -> attention.AttentionPart:
         raise RuntimeError("no execution plans support the graph")
 
-    monkeypatch.setattr(attention, "part", refuse)
-    monkeypatch.setattr(attention, "_refused", set())
-    monkeypatch.setattr(attention, "fits", lambda _: not attention._refused)
+    monkeypatch.setattr(attention, "cudnn_part", refuse)
+    monkeypatch.setattr(attention, "_cudnn_failures", set())
+    monkeypatch.setattr(attention, "cudnn_fits", lambda _: not attention._cudnn_failures)
     data = rows_of(1)
     with pytest.warns(KvWarning, match="no execution plans"):
         query, found = attend(data, [5], 7)
@@ -194,14 +195,14 @@ def test_if_cudnn_refuses_flash_goes_on(
 
 
 def test_out_of_memory_is_no_refusal(stood_in: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> attention.Part:
+    def full(*_: object, **__: object) -> attention.AttentionPart:
         raise torch.OutOfMemoryError("there is none")
 
-    monkeypatch.setattr(attention, "part", full)
-    monkeypatch.setattr(attention, "fits", lambda _: True)
+    monkeypatch.setattr(attention, "cudnn_part", full)
+    monkeypatch.setattr(attention, "cudnn_fits", lambda _: True)
     with pytest.raises(torch.OutOfMemoryError):
         attend(rows_of(1), [5], 7)
-    assert not attention._refused
+    assert not attention._cudnn_failures
 
 
 @pytest.mark.gpu
@@ -217,11 +218,11 @@ def test_cudnn_joins_chunks_on_a_gpu(rows: int) -> None:
         rows, new, 32, 128, generator=drawn, device="cuda", dtype=torch.bfloat16
     ).transpose(1, 2)
     keys, values = (data[:, :, 1, at].transpose(1, 2) for at in (0, 1))
-    assert attention.fits(query)
+    assert attention.cudnn_fits(query)
 
-    found = attention.attend_joined(query, keys, values, held, None)
+    found = attention.attend_in_two_parts(query, keys, values, held, None)
 
-    one = attention.Attention(attention.Rows((held,) * rows, new), None, None, None)
+    one = attention.RowAttention(attention.RowLengths((held,) * rows, new), None, None, None)
     expected = one.by_rows(query.float(), keys.float(), values.float())
     assert found is not None
     torch.testing.assert_close(found.float(), expected, atol=4e-3, rtol=2e-2)
@@ -251,13 +252,13 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 def test_views_are_not_copied(stood_in: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     data, seen = rows_of(2), []
-    standing = attention.kernel
+    standing = attention.flash_forward
 
     def watched(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
         seen.extend([key, value])
         return standing(query, key, value, *rest, **more)
 
-    monkeypatch.setattr(attention, "kernel", watched)
+    monkeypatch.setattr(attention, "flash_forward", watched)
     attend(data, [9, 4], 1)
     attend(data, [9, 9], 1)
 

@@ -13,8 +13,13 @@ import torch
 import transformers
 
 from penstock.generate import compiled_layers
-from penstock.generate.compiled_layers import CompiledLayers, UnfitLayersError, layers_of, shell_of
-from penstock.generate.forward import Resident
+from penstock.generate.compiled_layers import (
+    CompiledDecodeLayers,
+    UnfitLayersError,
+    find_layers,
+    make_shell,
+)
+from penstock.generate.forward import ResidentForward
 from penstock.generate.generator import Generator
 from penstock.generate.graphs import make_decoder
 from penstock.kv.errors import KvWarning
@@ -58,8 +63,8 @@ def test_another_cache_and_more_rows_need_no_more_code(monkeypatch: pytest.Monke
     compile_by("aot_eager", monkeypatch)
     model, prompts = model_of("llama"), prompts_of((9, 3, 21, 14, 30, 5, 11))
     expected = [alone(model, prompt, 12) for prompt in prompts]
-    layers = CompiledLayers(model)
-    monkeypatch.setattr(compiled_layers, "CompiledLayers", lambda _: layers)
+    layers = CompiledDecodeLayers(model)
+    monkeypatch.setattr(compiled_layers, "CompiledDecodeLayers", lambda _: layers)
 
     for most in (2, 5, 7):
         with compiling(model, most) as generator:
@@ -94,18 +99,18 @@ def test_the_model_is_as_before_in_between(monkeypatch: pytest.MonkeyPatch) -> N
     with compiling(model) as generator:
         run(generator, prompts_of((9,)), 4)
 
-        assert not any("forward" in vars(layer) for layer in layers_of(model))
+        assert not any("forward" in vars(layer) for layer in find_layers(model))
         assert not any(each.is_meta for each in model.parameters())
 
 
 def test_a_forward_that_others_put_there_later_comes_back() -> None:
     model = copy.deepcopy(model_of("llama"))
-    layers = CompiledLayers(model)
-    layer = layers_of(model)[0]
+    layers = CompiledDecodeLayers(model)
+    layer = find_layers(model)[0]
     wrap(layer)
     theirs = layer.forward
 
-    with layers.used(None):
+    with layers.installed(None):
         assert layer.forward is not theirs
 
     assert layer.forward is theirs
@@ -114,7 +119,7 @@ def test_a_forward_that_others_put_there_later_comes_back() -> None:
 def test_hooks_of_layers_are_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_by("aot_eager", monkeypatch)
     model = copy.deepcopy(model_of("llama"))
-    layers_of(model)[1].register_forward_hook(lambda _module, _given, out: out + 0.5)
+    find_layers(model)[1].register_forward_hook(lambda _module, _given, out: out + 0.5)
     prompts = prompts_of((17, 9))
     expected = [alone(model, prompt, 6) for prompt in prompts]
 
@@ -156,16 +161,16 @@ def test_layers_that_others_have_changed_are_not_compiled(
     model = copy.deepcopy(model_of("llama"))
     expected_of, prompts = copy.deepcopy(model), prompts_of((17, 9))
     for each in (expected_of, model):
-        change(layers_of(each)[1])
+        change(find_layers(each)[1])
     if change is lock:  # shells are made of the first layer of a kind
-        change(layers_of(model)[0])
-    changed = vars(layers_of(model)[1]).get("forward")
+        change(find_layers(model)[0])
+    changed = vars(find_layers(model)[1]).get("forward")
     expected = [alone(expected_of, prompt, 6) for prompt in prompts]
 
     with compiling(model) as generator, pytest.warns(KvWarning, match=why):
         assert run(generator, prompts, 6) == expected
 
-    assert vars(layers_of(model)[1]).get("forward") is changed
+    assert vars(find_layers(model)[1]).get("forward") is changed
 
 
 def gpt2() -> Any:
@@ -225,17 +230,17 @@ def test_layers_that_share_keys_are_not_compiled() -> None:
 
 def test_a_layer_that_stands_twice_in_the_list_is_not_compiled() -> None:
     model = copy.deepcopy(model_of("llama"))
-    layers = layers_of(model)
+    layers = find_layers(model)
     layers[1] = layers[0]
 
     with pytest.raises(UnfitLayersError, match="no list of"):
-        CompiledLayers(model)
+        CompiledDecodeLayers(model)
 
 
 def test_shells_hold_no_weights() -> None:
-    layer = layers_of(model_of("gemma3"))[0]
+    layer = find_layers(model_of("gemma3"))[0]
 
-    shell = shell_of(layer)
+    shell = make_shell(layer)
 
     assert all(each.is_meta for each in shell.parameters())
     assert not any(each.is_meta for each in layer.parameters())
@@ -261,7 +266,7 @@ def test_a_model_without_a_list_of_layers_goes_on_and_says_so(
     def nowhere(_model: Any) -> Any:
         raise LookupError("Odd has no list of 2 layers")
 
-    monkeypatch.setattr(compiled_layers, "layers_of", nowhere)
+    monkeypatch.setattr(compiled_layers, "find_layers", nowhere)
     model, prompts = model_of("llama"), prompts_of((17,))
 
     with compiling(model) as generator, pytest.warns(KvWarning, match="no list of 2 layers"):
@@ -272,7 +277,7 @@ def test_layers_are_not_compiled_without_our_attention_and_that_is_said() -> Non
     keys = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 2, 4))
     cache = SimpleNamespace(views=SimpleNamespace(flat=[(keys, keys)]))
 
-    with pytest.warns(KvWarning, match=r"heads of 4 in torch.bfloat16.*not compiled"):
+    with pytest.warns(KvWarning, match=r"heads of size 4 in torch.bfloat16.*not compiled"):
         assert make_decoder(model_of("llama"), cache, graphs=None, compiled=True) is None
 
 
@@ -281,13 +286,13 @@ def test_the_decoder_s_layers_are_taken_and_no_others() -> None:
     both = torch.nn.ModuleDict({"seen": copy.deepcopy(text.model.layers), "text": text})
     vars(both).update(config=text.config, get_decoder=lambda: text.model)
 
-    assert layers_of(both) is text.model.layers
+    assert find_layers(both) is text.model.layers
 
 
 def test_weights_that_moved_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_by("aot_eager", monkeypatch)
     model, prompt = model_of("qwen2"), prompts_of((17,))[0]
-    weight = layers_of(model)[1].get_parameter("mlp.down_proj.weight")
+    weight = find_layers(model)[1].get_parameter("mlp.down_proj.weight")
     was = weight.data
     with compiling(model) as generator:
         before = run(generator, [prompt], 8)
@@ -297,7 +302,7 @@ def test_weights_that_moved_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             weight.data = was
         assert run(generator, [prompt], 8) == before != changed
-        assert isinstance(generator.forward, Resident)
+        assert isinstance(generator.forward, ResidentForward)
 
 
 @pytest.mark.gpu
@@ -311,7 +316,7 @@ def test_a_gpu_plays_compiled_layers_and_gives_the_tokens_of_the_cpu(family: str
     with compiling(model, max_batch=4, graphs=None) as generator:
         assert run(generator, prompts, 24) == expected
 
-        assert isinstance(generator.forward, Resident)
+        assert isinstance(generator.forward, ResidentForward)
         decoder = generator.forward.decoder(generator.cache)
         assert decoder is not None
         assert decoder._recorder is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.generate.generator import Generator
-from penstock.generate.requests import Piece, Request
+from penstock.generate.requests import Request, TokenChunk
 from tests.kv.generating import (
     FAMILIES,
     alone,
@@ -91,7 +91,7 @@ def test_pieces_come_as_tokens_are_made() -> None:
 
         assert generator.idle
 
-    def shape(piece: Piece) -> tuple[object, int, object]:
+    def shape(piece: TokenChunk) -> tuple[object, int, object]:
         return piece.request, len(piece.tokens), piece.finished
 
     assert [sorted(map(shape, pieces)) for pieces in steps] == [
@@ -153,7 +153,7 @@ def test_the_oldest_is_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
         preempt = generator.cache.preempt
 
         def watched(sequence: Any) -> Any:
-            live = [each.sequence for each in generator._scheduler.live]
+            live = [each.sequence for each in generator._scheduler.running]
             sent.append(live.index(sequence))
             return preempt(sequence)
 

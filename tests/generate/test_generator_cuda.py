@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.generate.generator import Generator
-from penstock.generate.streamed_forward import streamed
+from penstock.generate.streamed_forward import stream_model
 from penstock.model.survey import survey_config
 from tests.kv.generating import FAMILIES, alone, model_of, prompts_of, run
 
@@ -56,7 +56,7 @@ def test_streamed_tokens_are_the_same(keep: int, tmp_path: Path) -> None:
     expected = [alone(model, prompt, 16) for prompt in prompts]
     model.save_pretrained(tmp_path)
     surveyed = survey_config(model.config, name="llama")
-    forward = streamed(
+    forward = stream_model(
         model.config, surveyed, tmp_path, dtype=torch.float32, keep=keep, device="cuda"
     )
     with Generator(forward, budget="64MiB", max_batch=4, prefill_chunk=16) as generator:

@@ -33,16 +33,16 @@ def errors_of(pieces: list[Any]) -> dict[object, Exception]:
     ("asked", "words"),
     [
         ({"prompt": []}, "request bad: prompt must not be empty"),
-        ({"prompt": [5, 260]}, "must be tokens from 0 to below 260, got 260"),
-        ({"prompt": [5, -1]}, "must be tokens from 0 to below 260, got -1"),
+        ({"prompt": [5, 260]}, "must contain tokens from 0 to 259, got 260"),
+        ({"prompt": [5, -1]}, "must contain tokens from 0 to 259, got -1"),
         ({"prompt": "text"}, "prompt is text, which needs a tokenizer="),
         ({"prompt": [5], "max_new": 0}, "max_new must be 1 or more, got 0"),
         ({"prompt": [5], "temperature": -1.0}, "temperature must be 0 or more, got -1.0"),
         ({"prompt": [5], "temperature": float("nan")}, "temperature must be 0 or more"),
-        ({"prompt": [5], "top_p": 0.0}, "top_p must be above 0, and 1 at most, got 0.0"),
+        ({"prompt": [5], "top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"prompt": [5], "top_k": -3}, "top_k must be 0 or more, got -3"),
         ({"prompt": [5], "stop": ["x"]}, "stop needs a tokenizer="),
-        ({"prompt": [5], "stop": [""]}, "stop must hold no empty text"),
+        ({"prompt": [5], "stop": [""]}, "stop must not contain an empty text"),
     ],
 )
 def test_a_bad_request_is_told_and_others_go_on(asked: dict[str, Any], words: str) -> None:
@@ -61,7 +61,9 @@ def test_a_bad_request_is_told_and_others_go_on(asked: dict[str, Any], words: st
 def test_a_prompt_beyond_the_context_is_refused() -> None:
     model = model_of("llama")
     with Generator(model, budget="64MiB", max_context=40) as generator:
-        with pytest.raises(PromptTooLongError, match="40 tokens, and the cache ends at 40") as told:
+        with pytest.raises(
+            PromptTooLongError, match="40 tokens, but the cache supports 40"
+        ) as told:
             generator.submit(Request(prompt=[5] * 40))
         assert (told.value.wanted, told.value.limit) == (40, 40)
 
@@ -69,7 +71,7 @@ def test_a_prompt_beyond_the_context_is_refused() -> None:
         assert [piece.finished for piece in pieces] == ["context"]
     with (
         Generator(model, budget="64MiB", max_context=4096) as generator,
-        pytest.raises(PromptTooLongError, match="and the model ends at 128"),
+        pytest.raises(PromptTooLongError, match="but the model supports 128"),
     ):
         generator.submit(Request(prompt=[5] * 128))
 
@@ -78,7 +80,7 @@ def test_more_requests_than_the_queue_are_refused() -> None:
     with Generator(model_of("llama"), budget="64MiB", max_batch=1, queue=2) as generator:
         generator.submit(Request(prompt=[5], max_new=2))
         generator.submit(Request(prompt=[6], max_new=2))
-        with pytest.raises(QueueFullError, match="2 wait already") as told:
+        with pytest.raises(QueueFullError, match="2 requests are waiting already") as told:
             generator.submit(Request(prompt=[7], id="third"))
         assert told.value.limit == 2
 
@@ -133,9 +135,9 @@ def test_a_budget_that_shrinks_ends_what_it_cannot_bring_back() -> None:
         for name, prompt in (("one", one), ("two", two)):
             generator.submit(Request(prompt=prompt, max_new=40, id=name))
         pieces = []
-        while not generator._scheduler.away:
+        while not generator._scheduler.preempted:
             pieces += generator.step()
-        generator._scheduler.retire(generator._scheduler.live[0])
+        generator._scheduler.retire(generator._scheduler.running[0])
         generator.cache.resize(2 * PAGE)
         while not generator.idle:
             pieces += generator.step()

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from penstock.generate import graphs
-from penstock.generate.forward import Pass, Resident, usual_chunks
+from penstock.generate.forward import ForwardPass, ResidentForward, default_chunks
 from penstock.generate.generator import Generator
-from penstock.generate.graphs import Addresses, Decoder
+from penstock.generate.graphs import Decoder, WeightAddresses
 from penstock.generate.requests import Request
-from penstock.kv import sequences
+from penstock.kv import cache as cache_module
 from penstock.kv.address_space import Space
 from penstock.kv.errors import BatchError, KvWarning, SpaceError
 from penstock.kv.slots import Sequence
@@ -37,7 +37,7 @@ def graphed(model: Any, max_batch: int = 3) -> Generator:
 
 
 def decoder_of(generator: Generator) -> Decoder:
-    assert isinstance(generator.forward, Resident)
+    assert isinstance(generator.forward, ResidentForward)
     found = generator.forward.decoder(generator.cache)
     assert found is not None
     return found
@@ -98,9 +98,9 @@ def test_without_being_asked_a_cpu_makes_no_use_of_it() -> None:
     model = model_of("llama")
     for choice in (None, False):
         with Generator(model, budget="64MiB", graphs=choice) as generator:
-            assert isinstance(generator.forward, Resident)
+            assert isinstance(generator.forward, ResidentForward)
             assert generator.forward.decoder(generator.cache) is None
-            assert usual_chunks(generator.forward) == (512, 2048)
+            assert default_chunks(generator.forward) == (512, 2048)
 
 
 # Rows.
@@ -125,11 +125,11 @@ def test_padding_writes_into_nobodys_pages(space: Space) -> None:
     before, behind = [read(made, row) for row in rows], [tail(made, row) for row in rows]
     chosen = [rows[3], rows[0], rows[2]]  # neither neighbours nor in order
     made.prepare([(row, 1) for row in chosen])
-    slate = made.slate(8, 4096)
+    batch = made.make_decode_batch(8, 4096)
     drawn, given = tokens(8)
 
-    slate.fill(chosen, [7, 8, 9], [row.length for row in chosen])
-    with made.showing(slate):
+    batch.fill(chosen, [7, 8, 9], [row.length for row in chosen])
+    with made.decoding(batch):
         for layer in range(LAYERS):
             keys, values = given[layer].to(made.views.flat[0][0].device)
             made.update(keys, values, layer)
@@ -143,12 +143,12 @@ def test_padding_writes_into_nobodys_pages(space: Space) -> None:
             assert torch.equal(now[-1:], drawn[chosen.index(row)][None])
             rest = rest[each:]
         assert torch.equal(tail(made, row)[: len(rest)], rest)
-    assert slate.tokens[:, 0].tolist() == [7, 8, 9, 0, 0, 0, 0, 0]
-    assert slate.spots.ends.tolist() == [2, 22, 41, 0, 0, 0, 0, 0]
+    assert batch.tokens[:, 0].tolist() == [7, 8, 9, 0, 0, 0, 0, 0]
+    assert batch.spans.ends.tolist() == [2, 22, 41, 0, 0, 0, 0, 0]
     made.prepare([(rows[1], 1)])
-    slate.fill([rows[1]], [6], [5])  # those who have left are not read again
-    assert slate.spots.ends.tolist() == [6, 0, 0, 0, 0, 0, 0, 0]
-    assert slate.positions[:, 0].tolist() == [5, 0, 0, 0, 0, 0, 0, 0]
+    batch.fill([rows[1]], [6], [5])  # those who have left are not read again
+    assert batch.spans.ends.tolist() == [6, 0, 0, 0, 0, 0, 0, 0]
+    assert batch.positions[:, 0].tolist() == [5, 0, 0, 0, 0, 0, 0, 0]
     close(made)
 
 
@@ -162,13 +162,13 @@ def test_rows_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
             new = [(row, len(prompt) + 1) for row, prompt in zip(rows, prompts, strict=True)]
             generator.cache.prepare(new)
             for row, prompt in zip(rows, prompts, strict=True):
-                generator.forward.forward(generator.cache, [Pass([row], [prompt], [0])])
+                generator.forward.forward(generator.cache, [ForwardPass([row], [prompt], [0])])
             generator.cache.advance([(row, count - 1) for row, count in new])
             generator.cache.prepare([(row, 1) for row in rows])
-            one = Pass([rows[2], rows[0]], [[9], [4]], [8, 5])
+            one = ForwardPass([rows[2], rows[0]], [[9], [4]], [8, 5])
             with monkeypatch.context() as patched:
                 if choice:
-                    patched.delattr(sequences, "line_up")
+                    patched.delattr(cache_module, "make_adjacent")
                 found.append(generator.forward.forward(generator.cache, [one])[0])
 
     torch.testing.assert_close(found[0], found[1])
@@ -180,8 +180,8 @@ def test_the_place_for_padding_goes_back() -> None:
     row = made.admit()
     grow(made, row, some(3))
     pages = len(space.driver.alive)
-    made.slate(2, 4096)
-    made.slate(4, 4096)
+    made.make_decode_batch(2, 4096)
+    made.make_decode_batch(4, 4096)
 
     assert len(space.driver.alive) == pages + 1  # one for all
     stats = made.stats
@@ -199,10 +199,10 @@ def test_a_place_for_padding_that_cannot_be_had_is_not_half_there() -> None:
     for call in ("cuMemCreate", "cuMemMap", "cuMemSetAccess"):
         space.driver.fail = lambda name, call=call: name == call  # type: ignore[misc]
         with pytest.raises(SpaceError, match=call):
-            made.slate(2, 4096)
+            made.make_decode_batch(2, 4096)
         assert not space.driver.alive
     space.driver.fail = lambda _: False
-    made.slate(2, 4096)
+    made.make_decode_batch(2, 4096)
     close(made)
     assert not space.driver.alive
 
@@ -210,13 +210,13 @@ def test_a_place_for_padding_that_cannot_be_had_is_not_half_there() -> None:
 def test_a_slate_refuses_rows_without_room() -> None:
     made = cache()
     row = made.admit()
-    slate = made.slate(1, 64)
+    batch = made.make_decode_batch(1, 64)
     with pytest.raises(BatchError, match="call prepare first"):
-        slate.fill([row], [1], [0])
-    with pytest.raises(BatchError, match="2 sequences for a slate of 1"):
-        slate.fill([row, row], [1, 1], [0, 0])
+        batch.fill([row], [1], [0])
+    with pytest.raises(BatchError, match="2 sequences do not fit a decode batch of 1"):
+        batch.fill([row, row], [1, 1], [0, 0])
     with pytest.raises(BatchError, match="call prepare first"):
-        slate.fill([Sequence()], [1], [0])
+        batch.fill([Sequence()], [1], [0])
     close(made)
 
 
@@ -226,7 +226,7 @@ def test_the_background_thread_waits_while_something_is_recorded() -> None:
     row = made.admit()
     mapped = threading.Event()
     space.driver.before = lambda call: mapped.set() if call == "cuMemMap" else None
-    with made.quiet():
+    with made.growth_paused():
         made.prepare([(row, 1)])  # maps one page itself, and wishes for the next
         mapped.clear()
         assert not mapped.wait(0.2)
@@ -247,7 +247,7 @@ class Stand:
     def record(self, call: Callable[[], torch.Tensor]) -> Any:
         call()
         self.made += 1
-        return graphs.Called(call)
+        return graphs.RepeatedCall(call)
 
     def forget(self) -> None:
         self.forgotten += 1
@@ -289,13 +289,13 @@ def test_what_counts_as_another_place() -> None:
         lambda: model.to(torch.float64),
     ]
     for change in changes:
-        known = Addresses(model)
+        known = WeightAddresses(model)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(1.5)
-        assert not known.moved()
+        assert not known.changed()
         change()
-        assert known.moved()
+        assert known.changed()
 
 
 def test_what_cannot_be_recorded_goes_on_and_is_said_once() -> None:
@@ -335,5 +335,5 @@ def test_a_generator_that_is_closed_holds_nothing() -> None:
     generator.close()
 
     assert not decoder.recorded
-    assert isinstance(generator.forward, Resident)
+    assert isinstance(generator.forward, ResidentForward)
     assert generator.forward._decoder == (None, None)

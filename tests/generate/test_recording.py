@@ -82,9 +82,9 @@ class Cuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     made = Cuda()
     monkeypatch.setattr(graphs, "_cuda", made)
-    graphs._side.cache_clear()
+    graphs._side_stream.cache_clear()
     yield made
-    graphs._side.cache_clear()
+    graphs._side_stream.cache_clear()
 
 
 def test_it_runs_twice_beside_and_is_then_recorded(cuda: Cuda) -> None:
@@ -101,7 +101,7 @@ def test_it_runs_twice_beside_and_is_then_recorded(cuda: Cuda) -> None:
     assert cuda.told == [
         "side waits for main", "main waits for side", "record thread_local in 1",
     ]  # fmt: skip
-    assert graph.play() is answer
+    assert graph.replay() is answer
     assert cuda.told[-1] == "replay"
     recorder.forget()
     recorder.record(call)
@@ -126,7 +126,7 @@ def test_others_may_wait(cuda: Cuda) -> None:
     def wait() -> None:
         warnings.warn(WAIT, UserWarning, stacklevel=1)
 
-    with graphs.refusing_waits():
+    with graphs.refusing_synchronization():
         other = threading.Thread(target=wait)
         other.start()
         other.join()

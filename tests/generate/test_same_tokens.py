@@ -136,7 +136,7 @@ def ragged(model: Any, cache: VirtualCache, rows: list[Any], ids: torch.Tensor) 
     with cache.rows(rows) as batch:
         past = batch.lengths.long()[:, None]
         positions = past + torch.arange(new)
-        seen = torch.arange(batch.reach(new))[None, None] <= positions[:, :, None]
+        seen = torch.arange(batch.length_after(new))[None, None] <= positions[:, :, None]
         mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
         out = model(
             ids, position_ids=positions, attention_mask=mask[:, None], past_key_values=cache

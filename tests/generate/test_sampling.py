@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.generate.sampling import Draws, pick
+from penstock.generate.sampling import Sampler, sample_tokens
 from penstock.generate.text_stream import TextStream
 from tests.support.small_tokenizers import small_tokenizer
 
@@ -18,8 +18,8 @@ SCORES = torch.tensor([2.0, 0.5, 1.0, -1.0, 0.0])
 def drawn(count: int, **how: float) -> Counter[int | None]:
     """So many tokens, each of a request of its own."""
     given: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | how
-    draws = [Draws(**given, seed=number) for number in range(count)]
-    return Counter(pick(SCORES.expand(count, -1), draws))
+    draws = [Sampler(**given, seed=number) for number in range(count)]
+    return Counter(sample_tokens(SCORES.expand(count, -1), draws))
 
 
 def test_no_temperature_takes_the_likeliest() -> None:
@@ -55,11 +55,11 @@ def test_only_the_likeliest_are_drawn_among(how: dict[str, float], allowed: set[
 def test_a_row_draws_the_same_alone_and_in_company() -> None:
     rows = torch.randn(4, 50, generator=torch.Generator().manual_seed(2))
 
-    def draws(row: int) -> Draws:
-        return Draws(0.9, 10, 0.95, row) if row != 2 else Draws(0.0, 0, 1.0, row)
+    def draws(row: int) -> Sampler:
+        return Sampler(0.9, 10, 0.95, row) if row != 2 else Sampler(0.0, 0, 1.0, row)
 
-    together = pick(rows, [draws(row) for row in range(4)])
-    assert together == [pick(rows[row : row + 1], [draws(row)])[0] for row in range(4)]
+    together = sample_tokens(rows, [draws(row) for row in range(4)])
+    assert together == [sample_tokens(rows[row : row + 1], [draws(row)])[0] for row in range(4)]
 
 
 def test_scores_that_are_not_finite_give_no_token() -> None:
@@ -67,7 +67,7 @@ def test_scores_that_are_not_finite_give_no_token() -> None:
     rows[1, 3] = float("nan")
     rows[2, 0] = float("-inf")  # a token that is ruled out is fine
 
-    assert pick(rows, [Draws(0.0, 0, 1.0, 0)] * 3) == [0, None, 2]
+    assert sample_tokens(rows, [Sampler(0.0, 0, 1.0, 0)] * 3) == [0, None, 2]
 
 
 @pytest.mark.parametrize("text", ["Water runs", "naïve café ☃ 水", "a\n\nb", "  spaces  "])

@@ -12,13 +12,13 @@ from penstock.errors import PenstockError
 from penstock.generate.generator import Generator
 from penstock.generate.load import (
     ACTIVATIONS,
-    ModelRoomError,
-    Room,
-    activations,
+    MemorySplit,
+    ModelTooLargeError,
     layer_activations,
-    share_out,
+    resident_activations,
+    split_memory,
 )
-from penstock.generate.streamed_forward import engine_forward, streamed
+from penstock.generate.streamed_forward import engine_forward, stream_model
 from penstock.model.survey import survey_config
 from penstock.units import GiB, MiB
 from tests.kv.generating import alone, model_of, prompts_of, run
@@ -46,7 +46,7 @@ def test_streamed_tokens_are_those_of_the_resident_model(family: str, tmp_path: 
     surveyed = survey_config(model.config, name=family)
     layer = block_nbytes(surveyed, surveyed.layers[0], torch.float32)
     for keep in (0, 3 * layer):
-        forward = streamed(
+        forward = stream_model(
             model.config, surveyed, tmp_path, dtype=torch.float32, keep=keep, device="cpu"
         )
         with Generator(forward, budget="64MiB", max_batch=3, prefill_chunk=16) as generator:
@@ -62,7 +62,9 @@ def test_a_tied_head_is_brought_its_table(tmp_path: Path) -> None:
     model = plain_model(config, dtype=torch.float32).eval()
     model.save_pretrained(tmp_path)
     surveyed = survey_config(model.config, name="tied")
-    forward = streamed(model.config, surveyed, tmp_path, dtype=torch.float32, keep=0, device="cpu")
+    forward = stream_model(
+        model.config, surveyed, tmp_path, dtype=torch.float32, keep=0, device="cpu"
+    )
     with Generator(forward, budget="64MiB") as generator:
         assert run(generator, [[5, 6, 7]], 6) == [alone(model, [5, 6, 7], 6)]
 
@@ -81,17 +83,17 @@ def test_memory_is_shared_out_within_what_is_given() -> None:
     weights = surveyed.parameters() * 4
     slots = 2 * max(block_nbytes(surveyed, block, torch.float32) for block in surveyed.blocks)
 
-    plenty = share_out(surveyed, torch.float32, weights + 100 * MiB, "cpu")
+    plenty = split_memory(surveyed, torch.float32, weights + 100 * MiB, "cpu")
     assert not plenty.streamed
     assert plenty.cache == 100 * MiB
 
-    tight = share_out(surveyed, torch.float32, weights, "cpu")
+    tight = split_memory(surveyed, torch.float32, weights, "cpu")
     assert tight.streamed
     assert slots + tight.cache + tight.keep <= weights
 
-    with pytest.raises(ModelRoomError, match="give --hbm") as told:
-        share_out(surveyed, torch.float32, slots, "cpu")
-    again = share_out(surveyed, torch.float32, told.value.wanted, "cpu")
+    with pytest.raises(ModelTooLargeError, match="set --hbm") as told:
+        split_memory(surveyed, torch.float32, slots, "cpu")
+    again = split_memory(surveyed, torch.float32, told.value.wanted, "cpu")
     assert again.cache > 0
     assert isinstance(told.value, PenstockError)
 
@@ -101,12 +103,12 @@ def test_prompts_are_read_in_small_chunks_before_weights_are_streamed() -> None:
     surveyed = survey_config(wide, name="llama")
     weights = surveyed.parameters() * 2
 
-    def room(beside: int) -> Room:
-        return share_out(surveyed, torch.bfloat16, weights + beside * MiB, "cuda")
+    def room(beside: int) -> MemorySplit:
+        return split_memory(surveyed, torch.bfloat16, weights + beside * MiB, "cuda")
 
     assert (room(2048).streamed, room(2048).chunk) == (False, None)
     assert (room(1024).streamed, room(1024).chunk) == (False, 512)
-    assert room(1024).cache + activations(surveyed, torch.bfloat16, 512) == 1024 * MiB
+    assert room(1024).cache + resident_activations(surveyed, torch.bfloat16, 512) == 1024 * MiB
     assert room(700).streamed
 
 
@@ -115,7 +117,7 @@ def test_streamed_weights_cross_for_as_many_prompt_tokens_as_there_is_room_for(
     name: str, chunk: int
 ) -> None:
     surveyed = shape_of(name)
-    room = share_out(surveyed, torch.bfloat16, 12 * GiB, "cuda")
+    room = split_memory(surveyed, torch.bfloat16, 12 * GiB, "cuda")
 
     assert (room.streamed, room.chunk) == (True, chunk)
     assert layer_activations(surveyed, torch.bfloat16, chunk) <= ACTIVATIONS // 2

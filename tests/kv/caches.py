@@ -46,7 +46,7 @@ def cache(
 
 def close(made: VirtualCache) -> None:
     """The cache, and the pool and space it was given."""
-    pool = made._keeper.pool
+    pool = made._table.pool
     made.close()
     assert pool.used == 0
     pool.close()
@@ -89,10 +89,10 @@ def some(count: int) -> torch.Tensor:
 
 def tail(made: VirtualCache, sequence: Sequence) -> torch.Tensor:
     """The bytes that are mapped behind a sequence's tokens."""
-    slot = made._keeper.slot_of(sequence)
-    mapped = len(slot.pages) * made._keeper.layout.page_nbytes
-    part = made._keeper.table.part(slot, mapped)
-    return part[sequence.length * made._keeper.layout.token_nbytes :].cpu()
+    slot = made._table.slot_of(sequence)
+    mapped = len(slot.pages) * made._table.layout.page_nbytes
+    part = made._table.page_table.part(slot, mapped)
+    return part[sequence.length * made._table.layout.token_nbytes :].cpu()
 
 
 def files() -> list[str]:

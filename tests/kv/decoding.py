@@ -41,7 +41,9 @@ class Case:
     def attend(self, *, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
         device = self.data.device
         starts, ends = (torch.tensor(each, device=device) for each in (self.starts, self.lengths))
-        spots = decode_attention.Spots(starts, ends, decode_attention.bucket(max(self.lengths)))
+        spots = decode_attention.RowSpans(
+            starts, ends, decode_attention.length_bound(max(self.lengths))
+        )
         return decode_attention.attend(self.query, *self.views, spots, SCALE, window, softcap)
 
     def exact(self, *, window: int | None = None, softcap: float | None = None) -> torch.Tensor:

@@ -141,7 +141,7 @@ class DriverSpace(CudaSpace):
 
     def __init__(self, driver: Driver | None = None, page_nbytes: int | None = None) -> None:
         self.driver = driver or Driver()
-        self.let_go = 0
+        self.emptied = 0
         super().__init__(torch.device("cuda", 0), page_nbytes, self.driver)
 
     @property
@@ -151,10 +151,10 @@ class DriverSpace(CudaSpace):
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         return tensor_over(address, nbytes, 1, 0)
 
-    def clear(self, part: torch.Tensor) -> None:
+    def zero(self, part: torch.Tensor) -> None:
         part.zero_()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """The host is done when a call returns."""
 
     def enter_thread(self) -> None:
@@ -163,5 +163,5 @@ class DriverSpace(CudaSpace):
     def close(self) -> None:
         _native.close_pages(self.driver.fd)
 
-    def _let_torch_go(self) -> None:
-        self.let_go += 1
+    def _empty_torch_cache(self) -> None:
+        self.emptied += 1

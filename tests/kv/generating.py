@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from penstock.generate.generator import Generator
-from penstock.generate.requests import Piece, Request
+from penstock.generate.requests import Request, TokenChunk
 from penstock.kv.cache import VirtualCache
 from tests.support.engines import plain_model, tiny_config
 
@@ -72,7 +72,7 @@ def _generated(model: Any, prompt: Sequence[int], new: int) -> list[int]:
     return tokens
 
 
-def gathered(pieces: Sequence[Piece]) -> dict[str | int, list[int]]:
+def gathered(pieces: Sequence[TokenChunk]) -> dict[str | int, list[int]]:
     """Tokens by request."""
     found: dict[str | int, list[int]] = {}
     for piece in pieces:

@@ -41,7 +41,7 @@ def test_bytes_move_with_their_page(space: Space) -> None:
     view[:unit].fill_(1)
     view[unit : 2 * unit].fill_(2)
 
-    space.settle()
+    space.synchronize()
     space.unmap(at, 2)
     space.map(at + 2 * unit, pages[::-1])
 
@@ -66,7 +66,7 @@ def test_a_tensor_reaches_over_a_range_with_one_page(space: Space) -> None:
 
 
 def free(space: Space, at: int, count: int, mapped: list[int], pages: list[int]) -> None:
-    space.settle()
+    space.synchronize()
     for position in mapped:
         space.unmap(at + position * space.page_nbytes, 1)
     for page in pages:
@@ -139,7 +139,7 @@ def test_a_closed_space_leaves_no_trace() -> None:
 
     assert "penstock-kv" not in Path("/proc/self/maps").read_text()
     assert files() == []
-    with pytest.raises(SpaceError, match="it is closed; make a new cache"):
+    with pytest.raises(SpaceError, match="it is closed; create a new cache"):
         space.create()
 
 
@@ -181,7 +181,7 @@ def test_torch_gives_up_its_spare_memory_before_a_page_is_refused() -> None:
 
     with pytest.raises(SpaceError, match="cuMemCreate: error 2; the GPU has no memory left"):
         space.create()
-    assert space.let_go == 1
+    assert space.emptied == 1
     space.close()
 
 
@@ -197,7 +197,7 @@ def test_neighbours_are_given_access_in_one_call() -> None:
 
 def test_a_gpu_without_virtual_memory_is_refused() -> None:
     with pytest.raises(
-        SpaceError, match="GPU 0 has no virtual memory management; use transformers"
+        SpaceError, match="GPU 0 does not support virtual memory management; use one"
     ):
         DriverSpace(Driver(supported=0))
 

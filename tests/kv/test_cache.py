@@ -59,7 +59,7 @@ def test_the_last_holder_of_a_page_writes_in_place() -> None:
     first = made.admit()
     grow(made, first, some(30))
     second = made.admit(prefix=(first, 30))
-    shared = made._keeper.slot_of(first).pages[1]
+    shared = made._table.slot_of(first).pages[1]
     live = made.stats.live
 
     grow(made, first, some(1))
@@ -67,8 +67,8 @@ def test_the_last_holder_of_a_page_writes_in_place() -> None:
     grow(made, second, some(1))
 
     assert made.stats.live == live + 1
-    assert made._keeper.slot_of(first).pages[1] != shared
-    assert made._keeper.slot_of(second).pages[1] == shared
+    assert made._table.slot_of(first).pages[1] != shared
+    assert made._table.slot_of(second).pages[1] == shared
     assert "cuMemUnmap" not in space.driver.calls
     close(made)
 
@@ -187,7 +187,7 @@ def test_a_smaller_budget_takes_what_nobody_needs() -> None:
     made.resize(3 * 4096)
 
     assert (made.budget, len(space.driver.alive)) == (3 * 4096, 3)
-    with pytest.raises(CacheFull, match="can be had"):
+    with pytest.raises(CacheFull, match="pages are available"):
         made.resize(2 * 4096)
     with pytest.raises(CacheFull):
         made.prepare([(first, 10)])
@@ -210,7 +210,7 @@ def test_two_users_of_one_pool_share_its_budget() -> None:
         )
         for _ in range(2)
     )
-    held = pool.take(3, what="training")
+    held = pool.allocate(3, what="training")
     first, second = one.admit(), two.admit()
     one.prepare([(first, 4096 * 3 // 192)])
     with pytest.raises(CacheFull) as caught:
@@ -218,7 +218,7 @@ def test_two_users_of_one_pool_share_its_budget() -> None:
     assert caught.value.wanted == 10
     assert one.stats.others == pool.used - one.stats.live - one.stats.ahead
 
-    pool.give(held)
+    pool.release(held)
     one.close()
     two.prepare([(second, 80)])
     two.close()

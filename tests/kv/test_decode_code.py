@@ -31,7 +31,9 @@ def compiled(dtype: str, group: int, head: int, **more: Any) -> Any:
 
     from penstock.kv import decode_kernels
 
-    wide = max(16, decode_attention.power(head))
+    wide = max(16, decode_attention.next_power_of_two(head))
+    element_nbytes = 4 if dtype == "fp32" else 2
+    block = max(16, min(128, decode_attention.TILE_NBYTES // (wide * element_nbytes)))
     types = dict.fromkeys(("query", "key", "value"), f"*{dtype}")
     types |= {"starts": "*i64", "ends": "*i64", "out": f"*{dtype}"}
     types |= dict.fromkeys(("partial", "tops", "sums"), "*fp32")
@@ -39,10 +41,9 @@ def compiled(dtype: str, group: int, head: int, **more: Any) -> Any:
     strides = ("query_row", "query_head", "key_token", "key_head", "value_token", "value_head")
     types |= dict.fromkeys(strides, "i32")
     constants = {
-        "GROUP": group, "GROUP_PAD": max(16, decode_attention.power(group)), "HEAD": head,
-        "HEAD_PAD": wide, "WHOLE": False, "STAGES": decode_attention.STAGES, "WINDOW": 0,
-        "SOFTCAP": False,
-        "BLOCK": max(16, min(128, decode_attention.TILE // (wide * (4 if dtype == "fp32" else 2)))),
+        "GROUP": group, "GROUP_PAD": max(16, decode_attention.next_power_of_two(group)),
+        "HEAD": head, "HEAD_PAD": wide, "WHOLE": False,
+        "STAGES": decode_attention.STAGES, "WINDOW": 0, "SOFTCAP": False, "BLOCK": block,
     } | more  # fmt: skip
     aligned = {
         (i,): [["tt.divisibility", 16]]
@@ -79,7 +80,7 @@ def test_keys_come_ahead_in_whole_vectors(
     copies = re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", made.asm["ptx"])
     assert len(copies) >= 2 * (decode_attention.STAGES - 1)
     assert set(copies) == {"0x10"}
-    assert decode_attention.RESIDENT * (made.metadata.shared + 1024) <= 228 * 1024
+    assert decode_attention.PROGRAMS_PER_SM * (made.metadata.shared + 1024) <= 228 * 1024
 
 
 def test_without_triton_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.generate.forward import Pass, Resident
+from penstock.generate.forward import ForwardPass, ResidentForward
 from penstock.generate.generator import Generator
-from penstock.generate.graphs import Decoder, refusing_waits
+from penstock.generate.graphs import Decoder, refusing_synchronization
 from penstock.generate.requests import Request
 from penstock.kv import VirtualCache, decode_attention
 from penstock.kv.errors import KvWarning
@@ -30,7 +30,7 @@ def on_gpu(family: str, dtype: torch.dtype) -> Any:
 
 
 def decoder_of(generator: Generator) -> Decoder:
-    assert isinstance(generator.forward, Resident)
+    assert isinstance(generator.forward, ResidentForward)
     found = generator.forward.decoder(generator.cache)
     assert found is not None
     return found
@@ -93,20 +93,20 @@ def test_pages_that_just_fit_are_not_left(over: int) -> None:
         rows = [cache.admit() for _ in range(3)]
         lengths = [16 * 40 + over, 16 + over, 16 * 100 + over]
         cache.prepare(list(zip(rows, lengths, strict=True)))
-        with cache.quiet():
-            slots = [cache._keeper.slot_of(row) for row in rows]
+        with cache.growth_paused():
+            slots = [cache._table.slot_of(row) for row in rows]
             for slot, length in zip(slots, lengths, strict=True):
-                fit = cache._keeper.layout.pages_for(length)
-                cache._keeper.pool.give(cache._keeper.table.truncate(slot, fit))
+                fit = cache._table.layout.pages_for(length)
+                cache._table.pool.release(cache._table.page_table.truncate(slot, fit))
             _read_all_layers(cache, [slot.index for slot in slots], lengths)
             torch.cuda.synchronize()
 
 
 def _read_all_layers(cache: VirtualCache, slots: list[int], lengths: list[int]) -> None:
-    per_row = cache._keeper.layout.row_tokens
+    per_row = cache._table.layout.row_tokens
     query = torch.randn(3, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
     starts = torch.tensor([slot * per_row for slot in slots], device="cuda")
-    spots = decode_attention.Spots(starts, torch.tensor(lengths, device="cuda"), 8192)
+    spots = decode_attention.RowSpans(starts, torch.tensor(lengths, device="cuda"), 8192)
     for keys, values in cache.views.rows:
         found = decode_attention.attend(query, keys, values, spots, None, None, None)
         assert found.isfinite().all()
@@ -197,9 +197,9 @@ def test_a_model_that_waits_for_the_gpu_goes_on_without() -> None:
 
 def test_only_this_threads_waits_are_refused() -> None:
     here = torch.ones(3, device="cuda")
-    with refusing_waits():
+    with refusing_synchronization():
         here.add_(1)
-    with pytest.raises(RuntimeError, match="waits for the GPU"), refusing_waits():
+    with pytest.raises(RuntimeError, match="waits for the GPU"), refusing_synchronization():
         here.sum().item()
 
 
@@ -236,6 +236,6 @@ def test_pages_are_mapped_ahead_while_graphs_are_recorded_and_played() -> None:
         generator._stop_tokens = frozenset()
         run(generator, prompts_of((900, 3, 500)), 1200)
         assert generator.cache.stats.grown_ahead > 0
-        one = Pass([generator.cache.admit()], [[5]], [0])
+        one = ForwardPass([generator.cache.admit()], [[5]], [0])
         generator.cache.prepare([(one.sequences[0], 1)])
         assert generator.forward.forward(generator.cache, [one])[0].isfinite().all()

@@ -63,7 +63,7 @@ def test_windows_and_capped_scores(window: int | None, softcap: float | None) ->
     check(case_of([1, 65, 150], heads=2, shared=1), window=window, softcap=softcap)
 
 
-BLOCK = decode_attention.TILE // (64 * 4)
+BLOCK = decode_attention.TILE_NBYTES // (64 * 4)
 
 
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK - 1])
@@ -158,7 +158,7 @@ def test_parts_of_attention_are_joined(new: int, head: int, dtype: torch.dtype) 
     share = torch.sigmoid((above - below).double())[..., None]
     expected = (x.double() * share + y.double() * (1 - share)).transpose(1, 2)
 
-    found = attention.join(*parts)
+    found = attention.join_parts(*parts)
 
     assert found.dtype == dtype
     assert found.is_contiguous()

@@ -23,10 +23,10 @@ def in_thread() -> bool:
 
 def settled(made: VirtualCache) -> None:
     """Wait until the thread has nothing left to do."""
-    keeper = made._keeper
-    with keeper.lock:
-        while keeper.grower._wishes or any(s.growing for s in keeper.table.slots):
-            keeper.lock.wait()
+    table = made._table
+    with table.lock:
+        while table.grower._requests or any(s.growing for s in table.page_table.slots):
+            table.lock.wait()
 
 
 def test_pages_are_there_before_they_are_asked_for() -> None:
@@ -109,7 +109,7 @@ def test_a_row_left_without_its_pages_is_said_and_not_read() -> None:
         made.prepare([(rows[1], 1)])
     space.driver.fail = lambda call: False
     made.close()
-    made._keeper.pool.close(lost=True)
+    made._table.pool.close(lost=True)
     assert not space.driver.mapped
     assert not space.driver.alive
     assert not space.driver.ranges
@@ -152,7 +152,7 @@ def test_the_thread_ends_with_the_cache() -> None:
 
     close(made)
 
-    assert not any(t is made._keeper.grower._thread for t in threading.enumerate())
+    assert not any(t is made._table.grower._thread for t in threading.enumerate())
     made.close()  # a second time is nothing
 
 

@@ -45,9 +45,9 @@ GRID = (2, 3, 4)
 def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of a version that is known, also where none is installed."""
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.0"))
-    decode_attention.takes_constants.cache_clear()
+    decode_attention.compiled_kernels_take_constants.cache_clear()
     yield
-    decode_attention.takes_constants.cache_clear()
+    decode_attention.compiled_kernels_take_constants.cache_clear()
 
 
 def test_the_second_launch_of_a_kind_is_made_at_once_with_its_own_arguments_and_grid() -> None:
@@ -114,7 +114,7 @@ def test_old_versions_of_triton_are_asked_each_time(
     version: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
-    decode_attention.takes_constants.cache_clear()
+    decode_attention.compiled_kernels_take_constants.cache_clear()
     kernel = FakeKernel()
     for _ in range(2):
         launch(kernel, GRID, (WHOLE,), (16,), warps=4)

@@ -58,7 +58,7 @@ def test_a_range_far_larger_than_the_gpu_costs_nothing() -> None:
     whole[-space.page_nbytes :].fill_(9)
 
     assert int(whole[-1]) == 9
-    space.settle()
+    space.synchronize()
     space.unmap(far, 1)
     space.destroy(page)
     space.release(at, count)
@@ -101,8 +101,8 @@ def test_what_a_page_costs(record_property: Callable[[str, object], None]) -> No
     pages = [int(str(page)) for page in timed("create", lambda _: space.create())]
     timed("map and set access", lambda i: space.map(address(i), [pages[i]]))
     view = space.bytes_at(at, count * space.page_nbytes)
-    timed("zero on a stream of its own", lambda i: space.clear(view[i : i + 1]))
-    space.settle()
+    timed("zero on a stream of its own", lambda i: space.zero(view[i : i + 1]))
+    space.synchronize()
     timed("unmap", lambda i: space.unmap(address(i), 1))
     start = time.perf_counter()
     space.map(at, pages)

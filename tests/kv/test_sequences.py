@@ -25,7 +25,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.truth: dict[Sequence, torch.Tensor] = {}
         self.cropped: set[Sequence] = set()
 
-    def pick(self, data: st.DataObject, resident: bool = True) -> Sequence:
+    def sample_tokens(self, data: st.DataObject, resident: bool = True) -> Sequence:
         found = [s for s in self.truth if s.resident == resident]
         return found[data.draw(st.integers(0, len(found) - 1))]
 
@@ -45,7 +45,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(some_resident)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        donor = self.pick(data)
+        donor = self.sample_tokens(data)
         if donor.length == 0:
             return
         tokens = data.draw(st.integers(1, donor.length))
@@ -60,7 +60,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), padded=st.booleans())
     def grow(self, data: st.DataObject, padded: bool) -> None:
         rows = [s for s in self.truth if s.resident and data.draw(st.booleans())] or [
-            self.pick(data)
+            self.sample_tokens(data)
         ]
         rows = data.draw(st.permutations(rows))
         counts = [data.draw(st.integers(0, 50)) for _ in rows]
@@ -84,16 +84,16 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(some_resident)
     @rule(data=st.data())
     def crop(self, data: st.DataObject) -> None:
-        sequence = self.pick(data)
+        sequence = self.sample_tokens(data)
         left = data.draw(st.integers(0, sequence.length))
-        self.cache._keeper.crop(sequence, left)
+        self.cache._table.crop(sequence, left)
         self.truth[sequence] = self.truth[sequence][:left]
         self.cropped.add(sequence)
 
     @precondition(some_resident)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        sequence = self.pick(data)
+        sequence = self.sample_tokens(data)
         moved = self.cache.preempt(sequence)
         assert moved == self.truth[sequence].numel() * 2
         self.cropped.discard(sequence)
@@ -101,7 +101,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(some_away)
     @rule(data=st.data())
     def restore(self, data: st.DataObject) -> None:
-        sequence = self.pick(data, resident=False)
+        sequence = self.sample_tokens(data, resident=False)
         try:
             self.cache.restore(sequence)
         except (CacheFull, NoSlot):
@@ -110,7 +110,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(some_resident)
     @rule(data=st.data(), away=st.booleans())
     def finish(self, data: st.DataObject, away: bool) -> None:
-        sequence = self.pick(data, resident=not (away and self.some_away()))
+        sequence = self.sample_tokens(data, resident=not (away and self.some_away()))
         self.cache.finish(sequence)
         del self.truth[sequence]
 
@@ -143,18 +143,18 @@ class CacheMachine(RuleBasedStateMachine):
     def nothing_foreign_lies_behind_a_row(self) -> None:
         for sequence in self.truth:
             if sequence.resident and sequence not in self.cropped:
-                with self.cache._keeper.whole():
+                with self.cache._table.exclusive():
                     assert not tail(self.cache, sequence).any()
 
     @invariant()
     def pages_add_up(self) -> None:
-        with self.cache._keeper.whole():
-            self.cache._keeper.grower.still(self.cache._keeper.table.slots)
+        with self.cache._table.exclusive():
+            self.cache._table.grower.wait_for(self.cache._table.page_table.slots)
             s = self.cache.stats
             assert s.free + s.live + s.ahead + s.kept == s.pages_total
             assert s.others == 0
             assert set(self.space.driver.mapped.values()) <= self.space.driver.alive
-            idle = self.cache._keeper.pool.idle
+            idle = self.cache._table.pool.idle
             assert len(self.space.driver.alive) == s.pages_total - s.free + idle + s.blank
             one_each = sum(t.resident for t in self.truth) * s.page_nbytes
             assert 0 <= s.waste <= one_each

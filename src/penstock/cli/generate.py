@@ -22,9 +22,9 @@ from penstock.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from penstock.generate.generator import Generator
-    from penstock.generate.load import GenerateSettings, Loaded
+    from penstock.generate.load import GenerateSettings, LoadedModel
     from penstock.generate.prompts import Prompts
-    from penstock.generate.requests import Piece, Request
+    from penstock.generate.requests import Request, TokenChunk
 
 Option = typer.Option
 
@@ -188,7 +188,7 @@ def summary_line(generator: Generator) -> str:
 
 
 def _read_requests(prompts: Prompts, prompt: str | None, file: Path | None) -> list[Request]:
-    return list(prompts.of_file(file)) if file is not None else [prompts.of_text(prompt or "")]
+    return list(prompts.from_file(file)) if file is not None else [prompts.from_text(prompt or "")]
 
 
 def _check_size(hbm: str) -> None:
@@ -199,7 +199,7 @@ def _check_size(hbm: str) -> None:
             raise typer.BadParameter(str(wrong), param_hint="--hbm") from None
 
 
-def _load_model(settings: GenerateSettings, *, quiet: bool) -> Loaded:
+def _load_model(settings: GenerateSettings, *, quiet: bool) -> LoadedModel:
     from penstock.generate.load import load
 
     with progress_bar("loading", quiet=quiet) as report:
@@ -210,16 +210,16 @@ def _load_model(settings: GenerateSettings, *, quiet: bool) -> Loaded:
 
 
 def _make_generator(
-    loaded: Loaded, *, max_batch: int, chunk: int | None, **options: Any
+    loaded: LoadedModel, *, max_batch: int, chunk: int | None, **options: Any
 ) -> Generator:
     from penstock.generate.generator import Generator
 
-    budget = loaded.room.cache
+    budget = loaded.memory.cache
     # Every sequence takes at least one page, so a small cache limits the batch.
-    most = max(1, min(max_batch, budget // loaded.room.page))
+    most = max(1, min(max_batch, budget // loaded.memory.page))
     return Generator(
         loaded.forward, budget=budget, max_batch=most, tokenizer=loaded.tokenizer,
-        prefill_chunk=loaded.room.chunk if chunk is None else chunk, **options,
+        prefill_chunk=loaded.memory.chunk if chunk is None else chunk, **options,
     )  # fmt: skip
 
 
@@ -227,10 +227,10 @@ def _run(generator: Generator, requests: Iterable[Request], view: _Json | _Live 
     """Answer all requests and return the exit code: 1 if a request failed, 130 after Ctrl-C."""
     failed = False
     try:
-        for piece in generator.run(requests):
-            view.add(piece)
-            if piece.error is not None:
-                print(f"error: {piece.error}", file=sys.stderr)
+        for chunk in generator.run(requests):
+            view.add(chunk)
+            if chunk.error is not None:
+                print(f"error: {chunk.error}", file=sys.stderr)
                 failed = True
     except KeyboardInterrupt:
         view.close()
@@ -244,17 +244,17 @@ def _run(generator: Generator, requests: Iterable[Request], view: _Json | _Live 
 
 @dataclass(slots=True)
 class _Answers:
-    """Collects the pieces of each answer until it is complete."""
+    """Collects the chunks of each answer until it is complete."""
 
     text: dict[str | int, str] = field(default_factory=dict)
     tokens: dict[str | int, list[int]] = field(default_factory=dict)
 
-    def add(self, piece: Piece) -> tuple[str, list[int]] | None:
-        """Add a piece. Return text and tokens of the answer if it is complete now."""
-        request = piece.request
-        self.text[request] = self.text.get(request, "") + piece.text
-        self.tokens.setdefault(request, []).extend(piece.tokens)
-        if piece.finished is None:
+    def add(self, chunk: TokenChunk) -> tuple[str, list[int]] | None:
+        """Add a chunk. Return text and tokens of the answer if it is complete now."""
+        request = chunk.request
+        self.text[request] = self.text.get(request, "") + chunk.text
+        self.tokens.setdefault(request, []).extend(chunk.tokens)
+        if chunk.finished is None:
             return None
         return self.text.pop(request), self.tokens.pop(request)
 
@@ -262,8 +262,8 @@ class _Answers:
 class _Live:
     """Prints one answer as it is generated."""
 
-    def add(self, piece: Piece) -> None:
-        print(piece.text, end="", flush=True)
+    def add(self, chunk: TokenChunk) -> None:
+        print(chunk.text, end="", flush=True)
 
     def close(self) -> None:
         print(flush=True)
@@ -286,12 +286,12 @@ class _Listed(_Live):
         self._bar.start()
         self._answers, self._token_count = _Answers(), 0
 
-    def add(self, piece: Piece) -> None:
-        self._token_count += len(piece.tokens)
+    def add(self, chunk: TokenChunk) -> None:
+        self._token_count += len(chunk.tokens)
         self._bar.update(self._task, description=f"{self._token_count:,} tokens")
-        if (answer := self._answers.add(piece)) is not None:
+        if (answer := self._answers.add(chunk)) is not None:
             self._bar.advance(self._task)
-            print(f"--- {piece.request} ({piece.finished})\n{answer[0]}", flush=True)
+            print(f"--- {chunk.request} ({chunk.finished})\n{answer[0]}", flush=True)
 
     def close(self) -> None:
         self._bar.stop()
@@ -303,11 +303,11 @@ class _Json(_Live):
     def __init__(self) -> None:
         self._answers = _Answers()
 
-    def add(self, piece: Piece) -> None:
-        if (answer := self._answers.add(piece)) is not None:
-            error = None if piece.error is None else str(piece.error)
-            event = {"event": "answer", "id": piece.request, "text": answer[0],
-                     "tokens": answer[1], "finished": piece.finished, "error": error}  # fmt: skip
+    def add(self, chunk: TokenChunk) -> None:
+        if (answer := self._answers.add(chunk)) is not None:
+            error = None if chunk.error is None else str(chunk.error)
+            event = {"event": "answer", "id": chunk.request, "text": answer[0],
+                     "tokens": answer[1], "finished": chunk.finished, "error": error}  # fmt: skip
             print(json.dumps(event), flush=True)
 
     def close(self) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from penstock.engine.loss import IGNORED, next_targets
 from penstock.errors import BatchError
-from penstock.model.attention import Documents, find_documents
+from penstock.model.document_attention import Documents, find_documents
 from penstock.model.split import MicroBatch
-from penstock.model.varlen_attention import cut_rows
+from penstock.model.varlen_attention import flatten_bounds
 from penstock.plan.buffers import round_micro_batches
 from penstock.plan.workload import Workload
 
@@ -56,7 +56,7 @@ def _documents(
     bounds = find_documents(positions)
     if bounds is None or workload.numerics.attention != "varlen":
         return bounds
-    return cut_rows(bounds, device)
+    return flatten_bounds(bounds, device)
 
 
 def _check_batch(

@@ -1,9 +1,10 @@
 """Text generation with continuous batching over the KV cache.
 
-`Generator` runs requests over a `penstock.kv.VirtualCache`: they join and leave at every step.
+`Generator` runs requests over a `penstock.kv.VirtualCache`. Requests join and leave the batch at
+every step.
 """
 
-from penstock.generate.generator import Counts, Generator
-from penstock.generate.requests import GenerationError, Piece, Request
+from penstock.generate.generator import GenerationCounts, Generator
+from penstock.generate.requests import GenerationError, Request, TokenChunk
 
-__all__ = ["Generator", "Request", "Piece", "Counts", "GenerationError"]
+__all__ = ["Generator", "Request", "TokenChunk", "GenerationCounts", "GenerationError"]

@@ -1,13 +1,15 @@
-"""A model's layers, compiled for passes that make one token a row. Room: hold. Imported only where
-that is wanted: it brings torch's compiler.
+"""Compile a model's layers for passes that generate one token per row.
 
-A layer is some forty small kernels, and even launched as one graph each of them waits for memory.
-Compiled, they are about ten. All layers of one kind share the code: their weights are arguments.
+A layer is some forty small kernels, and even in one CUDA graph each of them waits for memory.
+Compiled, they are about ten. `penstock.model.compile` has the mechanism: all layers of one kind
+share one compiled body.
 
-The cache is not in what is compiled. A layer hands its new keys and values to one operator, which
-writes them and attends as any other pass does (`attention`), and finds in this module which layer
-of which cache it is about. So nothing is compiled anew for another cache or another layer; rows
-may be as many as they like from two on.
+The cache is not part of the compiled code. A layer hands its new keys and values to one custom
+operation, `attend_new`, which writes them to the cache and attends as any other pass does. The
+operation finds out in this module which layer of which cache it serves. So nothing is compiled
+again for another cache or another layer, nor for any number of rows from two on.
+
+Import this module only where layers are compiled: it loads torch's compiler.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,22 +25,26 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError
-from penstock.generate import attention
-from penstock.model.compile import was_compiled
-from penstock.model.layer_kinds import firsts, layer_kinds, raise_recompile_limit
+from penstock.generate.attention import attend_rows
+from penstock.model.attention import (
+    COMPILED_CACHED_ROWS,
+    attention_configs,
+    attention_function,
+    register,
+    set_attention,
+)
+from penstock.model.compile import Body, LayerBodies, call_with_weights, was_compiled
 
-NAME = "penstock-kv-compiled"
-"""What shells of layers are told to attend by."""
-
-PROBLEMS: tuple[type[Exception], ...] = (torch._dynamo.exc.TorchDynamoException,)
-"""What says that code cannot be compiled, here or at all."""
+COMPILE_ERRORS: tuple[type[Exception], ...] = (torch._dynamo.exc.TorchDynamoException,)
+"""Errors that say that code cannot be compiled, on this machine or at all."""
 
 
 class UnfitLayersError(PenstockError, LookupError):
-    """Layers of which no shell can stand for all of a kind."""
+    """The model's layers cannot be compiled as copies of one layer per kind."""
 
 
-_now = threading.local()
+_current = threading.local()
+"""The cache and the number of the layer that this thread is computing; read by `attend_new`."""
 
 
 @torch.library.custom_op("penstock::attend_new", mutates_args=())
@@ -46,9 +52,12 @@ def attend_new(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     scaling: float | None, window: int | None, softcap: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Write the new keys and values, and attend over all: [rows, 1, heads, head size]."""
-    keys, values = _now.cache.update(key, value, _now.layer)
-    return attention.over_rows(query, keys, values, scaling, window, softcap).contiguous()
+    """Write new keys and values, and attend over all of them: `[rows, 1, heads, head size]`.
+
+    To the compiler the operation mutates nothing: the cache is not among its arguments.
+    """
+    keys, values = _current.cache.update(key, value, _current.layer)
+    return attend_rows(query, keys, values, scaling, window, softcap).contiguous()
 
 
 @attend_new.register_fake
@@ -60,24 +69,29 @@ def _(
     return query.new_empty(rows, new, heads, head)
 
 
-def attend(
-    _module: nn.Module,
+def _attend(
+    module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    _mask: torch.Tensor | None,
     *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
-    """What shells call."""
-    return torch.ops.penstock.attend_new(query, key, value, scaling, sliding_window, softcap), None
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attend as a shell of a layer asks for it."""
+    output: torch.Tensor = torch.ops.penstock.attend_new(
+        query, key, value, scaling, window, softcap
+    )
+    return output
 
 
-class Handed:
-    """What a shell sees as the cache: new keys and values go on to `attend_new`."""
+attend = attention_function(_attend)
+
+
+class CacheStandIn:
+    """What a shell sees as the cache: it passes new keys and values on to `attend_new`."""
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
@@ -85,85 +99,72 @@ class Handed:
         return key, value
 
 
-class CompiledLayers:
-    """The layers of one model."""
+_stand_in = CacheStandIn()
+
+
+class CompiledDecodeLayers:
+    """The layers of one model, compiled for decoding."""
 
     def __init__(self, model: Any) -> None:
-        attention.register(NAME, attend)
+        register(COMPILED_CACHED_ROWS, attend)
         if was_compiled(model):
-            raise UnfitLayersError("it was compiled already; give it as it was before")
-        self._layers = list(layers_of(model))
+            raise UnfitLayersError("it was compiled already; pass the model before torch.compile")
+        self._layers = list(find_layers(model))
         for index, layer in enumerate(self._layers):
-            _check(layer, index)
-        kinds = layer_kinds(self._layers)
-        shells = {kind: shell_of(self._layers[index]) for kind, index in firsts(kinds).items()}
-        bodies = {kind: _compile(shell) for kind, shell in shells.items()}
-        self._runs = [
-            _Run(layer, index, bodies[kind])
-            for index, (layer, kind) in enumerate(zip(self._layers, kinds, strict=True))
-        ]
+            _check_unchanged(layer, index)
+        bodies = LayerBodies(
+            self._layers, make_shell=make_shell, make_body=_decode_body, buffers=True,
+            fullgraph=True,
+        )  # fmt: skip
+        self._forwards = [_LayerForward(bodies, index) for index in range(len(self._layers))]
 
     @contextlib.contextmanager
-    def used(self, cache: Any) -> Iterator[None]:
-        """The model runs its layers this way inside, over this cache, and as before outside."""
+    def installed(self, cache: Any) -> Iterator[None]:
+        """Make the model run its compiled layers over this cache inside the block."""
         before = [vars(layer).get("forward") for layer in self._layers]
         try:
-            _now.cache = cache
-            for layer, run in zip(self._layers, self._runs, strict=True):
-                vars(layer)["forward"] = run
+            _current.cache = cache
+            for layer, forward in zip(self._layers, self._forwards, strict=True):
+                vars(layer)["forward"] = forward
             yield
         finally:
-            _now.cache = None  # a cache that is not used any more must not live on here
-            for layer, forward in zip(self._layers, before, strict=True):
+            _current.cache = None  # do not keep a cache alive that is no longer used
+            for layer, own_forward in zip(self._layers, before, strict=True):
                 vars(layer).pop("forward", None)
-                if forward is not None:
-                    vars(layer)["forward"] = forward
+                if own_forward is not None:
+                    vars(layer)["forward"] = own_forward
 
 
-class _Run:
-    """One layer."""
+class _LayerForward:
+    """The `forward` of one layer while compiled layers are installed."""
 
-    def __init__(self, layer: nn.Module, index: int, body: Callable[..., Any]) -> None:
-        self._layer, self._index, self._body = layer, index, body
-        tensors = (*layer.named_parameters(), *layer.named_buffers())
-        self._names = [name for name, _ in tensors]
+    def __init__(self, bodies: LayerBodies, index: int) -> None:
+        self._bodies, self._index = bodies, index
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache, _now.layer = _now.cache, self._index
-        # Models differ in what they call it, and in whether they call it anything.
-        given = [_handed if each is cache else each for each in args]
-        named = {name: _handed if each is cache else each for name, each in kwargs.items()}
-        torch.utils._pytree.tree_map_(partial(_any_rows, cache.batch_size), (given, named))
-        weights = {name: _tensor(self._layer, name) for name in self._names}
-        return self._body(weights, given, named)
+        cache, _current.layer = _current.cache, self._index
+        # By identity: models differ in the name and the position of the cache argument.
+        given = [_stand_in if each is cache else each for each in args]
+        named = {name: _stand_in if each is cache else each for name, each in kwargs.items()}
+        torch.utils._pytree.tree_map_(partial(_mark_rows, cache.batch_size), (given, named))
+        return self._bodies(self._index, given, named)
 
 
-_handed = Handed()
-
-
-def _any_rows(rows: int, each: Any) -> None:
-    """Let the code that is compiled for this serve any number of rows."""
+def _mark_rows(rows: int, each: Any) -> None:
+    """Tell the compiler that the number of rows varies, so that one version serves any number."""
     if isinstance(each, torch.Tensor) and rows > 1 and each.ndim and len(each) == rows:
         torch._dynamo.maybe_mark_dynamic(each, 0)
 
 
-def _tensor(layer: nn.Module, name: str) -> torch.Tensor:
-    path, _, last = name.rpartition(".")
-    found: torch.Tensor = getattr(layer.get_submodule(path), last)
-    return found
-
-
-def _compile(shell: nn.Module) -> Callable[..., Any]:
+def _decode_body(shell: nn.Module) -> Body:
     def run(weights: dict[str, torch.Tensor], args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return torch.func.functional_call(shell, weights, tuple(args), kwargs)
+        return call_with_weights(shell, weights, tuple(args), kwargs)
 
-    raise_recompile_limit()
-    made: Callable[..., Any] = torch.compile(run, fullgraph=True)
-    return made
+    return run
 
 
-def shell_of(layer: nn.Module) -> nn.Module:
-    """The layer without its weights, attending by `attend_new`."""
+def make_shell(layer: nn.Module) -> nn.Module:
+    """Copy a layer without its weights, and make the copy attend with `attend_new`."""
     tensors = (*layer.parameters(), *layer.buffers())
     empty = {
         id(each): nn.Parameter(each.to("meta"), requires_grad=False)
@@ -172,34 +173,35 @@ def shell_of(layer: nn.Module) -> nn.Module:
         for each in tensors
     }
     try:
+        # As deepcopy's memo, `empty` makes the copy refer to the empty tensors.
         shell = copy.deepcopy(layer, dict(empty))
-    except Exception as failed:  # whatever others have put into it
-        raise UnfitLayersError(f"{type(layer).__name__} cannot be copied: {failed}") from failed
+    except Exception as error:  # layers may hold anything that their owner put there
+        raise UnfitLayersError(f"{type(layer).__name__} cannot be copied: {error}") from error
     for hooks in (shell._forward_hooks, shell._forward_pre_hooks):
         hooks.clear()  # the layer itself calls them
-    for part in shell.modules():
-        if (config := getattr(part, "config", None)) is not None:
-            config._attn_implementation = NAME
+    set_attention(attention_configs(shell), COMPILED_CACHED_ROWS)
     return shell.eval()
 
 
-def _check(layer: nn.Module, index: int) -> None:
-    """UnfitLayersError if others have changed what a part of it computes: shells would not do so,
-    or would do so for all layers."""
+def _check_unchanged(layer: nn.Module, index: int) -> None:
+    """Raise UnfitLayersError if hooks or a replaced `forward` change what the layer computes.
+
+    A shell would not have the change, or all layers of its kind would have it.
+    """
     for path, part in layer.named_modules():
         hooked = part is not layer and (part._forward_hooks or part._forward_pre_hooks)
         if hooked or "forward" in vars(part):
             what = "hooks" if hooked else "a forward of its own"
             raise UnfitLayersError(
-                f"{path or type(layer).__name__} of layer {index} has {what}; remove that to have "
-                f"layers compiled"
+                f"{path or type(layer).__name__} of layer {index} has {what}; remove it to compile "
+                f"the layers"
             )
 
 
-def layers_of(model: Any) -> nn.ModuleList:
-    """The list of layers. UnfitLayersError if the model has none of the usual length."""
+def find_layers(model: Any) -> nn.ModuleList:
+    """Return the model's list of layers, or raise UnfitLayersError if it has none."""
     count = model.config.get_text_config().num_hidden_layers
-    decoder = model.get_decoder()  # a model that sees as well has layers for that, too
+    decoder = model.get_decoder()  # a model that also takes images has layers for those, too
     for part in decoder.modules():
         if isinstance(part, nn.ModuleList) and len(part) == count == len(set(part)):
             return part

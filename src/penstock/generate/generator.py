@@ -1,7 +1,7 @@
-"""Continuous batching: requests come and go at every step. Room: hold.
+"""Continuous batching: requests join and leave the batch at every step.
 
-Prompts are read in chunks beside the tokens that others make, so that a long prompt delays them
-little; what a request draws does not depend on what ran beside it.
+Prompts are read in chunks while other sequences decode, so that a long prompt delays them little.
+What a request samples does not depend on which others run at the same time.
 """
 
 from __future__ import annotations
@@ -14,42 +14,44 @@ from typing import Any, Self
 import torch
 
 from penstock.errors import PenstockError
-from penstock.generate.forward import Forward, Pass, Resident, usual_chunks
+from penstock.generate.forward import Forward, ForwardPass, ResidentForward, default_chunks
 from penstock.generate.requests import (
+    FinishReason,
     NonFiniteLogitsError,
-    Piece,
     PromptTooLongError,
-    Reason,
     Request,
     RequestError,
+    TokenChunk,
 )
-from penstock.generate.sampling import Draws, pick
-from penstock.generate.scheduler import Live, Scheduler
+from penstock.generate.sampling import Sampler, sample_tokens
+from penstock.generate.scheduler import ActiveRequest, Scheduler
 from penstock.generate.text_stream import TextStream
 from penstock.kv.cache import VirtualCache
 
-LOOK = 256
-"""Steps between looks at the cache's pages, which takes as long as several tokens where there are
-many. It is also looked at whenever a sequence ends, so that peaks are seen."""
+PEAK_INTERVAL = 256
+"""Number of steps between counts of the cache's pages. With many pages, counting takes as long as
+several tokens. Pages are also counted whenever a sequence ends, so that peaks are seen."""
 
 
 @dataclass(slots=True)
-class Counts:
+class GenerationCounts:
     """What a generator has done so far."""
 
     prompt_tokens: int = 0
     shared_tokens: int = 0
-    """Of those, not computed again: another request had the same beginning."""
+    """Prompt tokens that were not computed, because another request had the same beginning."""
     made_tokens: int = 0
+    """Number of tokens generated."""
     steps: int = 0
     seconds: float = 0.0
     preemptions: int = 0
+    """How often a sequence was moved to host memory."""
     peak_bytes: int = 0
-    """The most that the cache has had mapped, ahead of need and for reuse included."""
+    """Most bytes that the cache had mapped, including pages ahead of need and kept for reuse."""
     peak_needed_bytes: int = 0
-    """The most that tokens have taken."""
+    """Most bytes that tokens needed."""
     peak_waste_bytes: int = 0
-    """What the pages of those tokens held beside them."""
+    """Bytes without a token in the pages that held those tokens."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -57,18 +59,28 @@ class Counts:
 
     @property
     def waste(self) -> float:
-        """The share of those pages that held no token."""
+        """Share of the pages in use at the peak that held no token."""
         held = self.peak_needed_bytes + self.peak_waste_bytes
         return self.peak_waste_bytes / held if held else 0.0
 
 
 class Generator:
-    """Generates for many requests at once, over one cache of a fixed budget.
+    """Generates text for many requests concurrently, over one cache with a fixed budget.
 
-    `model` is a transformers model, or anything that carries passes out. `prefill_chunk` is how
-    many prompt tokens a step reads; None: by the device. With `graphs` False tokens are made
-    without CUDA graphs; with `compiled` by layers that are compiled before the first one, which
-    takes some seconds. Not for several threads.
+    A generator must be used by one thread at a time.
+
+    Args:
+        model: A transformers model, or any object that runs forward passes.
+        budget: Memory of the cache, such as `"8GiB"`, or a number of bytes.
+        max_batch: Maximum number of sequences that run concurrently.
+        max_context: Maximum number of tokens per sequence; by default the model's.
+        prefill_chunk: Number of prompt tokens that a step reads; by default chosen by device.
+        queue: Maximum number of waiting requests.
+        tokenizer: Needed for prompts and stops that are text, and for text in the answers.
+        seed: Random seed for requests without one.
+        cache: A cache to use instead of creating one.
+        graphs: False disables CUDA graphs.
+        compiled: Compile the layers before the first token, which takes some seconds.
     """
 
     def __init__(
@@ -90,7 +102,9 @@ class Generator:
             if value is not None and value < 1:
                 raise RequestError("of the generator", name, "must be 1 or more", value)
         resident = isinstance(model, torch.nn.Module)
-        self.forward: Forward = Resident(model, graphs, compiled=compiled) if resident else model
+        self.forward: Forward = (
+            ResidentForward(model, graphs, compiled=compiled) if resident else model
+        )
         self.tokenizer, self.seed = tokenizer, seed
         config = self.forward.config
         text = config.get_text_config()
@@ -104,46 +118,50 @@ class Generator:
             device=self.forward.device,
             dtype=self.forward.dtype,
         )
-        self.counts = Counts()
-        self._stop_tokens = stop_tokens_of(model, config)
-        usual = usual_chunks(self.forward)
-        chunks = (prefill_chunk, prefill_chunk) if prefill_chunk else usual
+        self.counts = GenerationCounts()
+        self._stop_tokens = find_stop_tokens(model, config)
+        defaults = default_chunks(self.forward)
+        chunks = (prefill_chunk, prefill_chunk) if prefill_chunk else defaults
         self._scheduler = Scheduler(self.cache, max_batch=max_batch, chunks=chunks, queue=queue)
         self._number = 0
 
-    # Asking.
-
     def submit(self, request: Request) -> str | int:
-        """Put a request into the queue; what its pieces will be marked with. Raises QueueFullError
-        when too many wait, and RequestError or PromptTooLongError for what can never run."""
+        """Put a request into the queue, and return the id that its chunks will have.
+
+        Raises QueueFullError if too many requests wait, and RequestError or PromptTooLongError for
+        a request that can never run.
+        """
         name = self._number if request.id is None else request.id
-        self._scheduler.submit(self._live(name, request))
+        self._scheduler.submit(self._activate(name, request))
         self._number += 1
         return name
 
-    def step(self) -> list[Piece]:
-        """Read a part of the prompts that wait and make one token for each that is past its own."""
-        began = time.monotonic()
-        turn = self._scheduler.turn()
-        pieces = [self._fail(live, error) for live, error in turn.failed]
-        passes = [self._pass(count, members) for count, members in turn.groups]
-        found = self.forward.forward(self.cache, passes) if passes else []
-        for (count, members), scores in zip(turn.groups, found, strict=True):
-            pieces += self._after(count, members, scores)
-        if self.counts.steps % LOOK == 0:
-            self._note_peak()
+    def step(self) -> list[TokenChunk]:
+        """Read a chunk of the waiting prompts, and generate one token for every other sequence."""
+        started = time.monotonic()
+        plan = self._scheduler.plan_step()
+        chunks = [self._fail(active, error) for active, error in plan.failed]
+        passes = [self._make_pass(count, members) for count, members in plan.groups]
+        results = self.forward.forward(self.cache, passes) if passes else []
+        for (count, members), scores in zip(plan.groups, results, strict=True):
+            chunks += self._finish_pass(count, members, scores)
+        if self.counts.steps % PEAK_INTERVAL == 0:
+            self._update_peak()
         self.counts.steps += 1
         self.counts.preemptions = self._scheduler.preemptions
         self.counts.shared_tokens = self._scheduler.shared_tokens
-        self.counts.seconds += time.monotonic() - began
-        return pieces
+        self.counts.seconds += time.monotonic() - started
+        return chunks
 
-    def run(self, requests: Iterable[Request | None]) -> Iterator[Piece]:
-        """All of them, their pieces as they come. Requests are taken as there is room for them; a
-        None among them says that no more are there yet. One that cannot run ends with a piece
-        that has an error, and the others go on."""
+    def run(self, requests: Iterable[Request | None]) -> Iterator[TokenChunk]:
+        """Run requests, and yield their chunks as they are generated.
+
+        Requests are taken from the iterable as there is room for them. A None among them means that
+        no more are available yet. A request that cannot run ends with a chunk that has an error;
+        the others continue.
+        """
         source, more = iter(requests), True
-        ended = False
+        completed = False
         try:
             while more or not self._scheduler.idle:
                 while more and self._wants_more:
@@ -154,22 +172,22 @@ class Generator:
                         break
                     if request is None:
                         break
-                    yield from self._try(request)
+                    yield from self._try_submit(request)
                 yield from self.step()
-            ended = True
+            completed = True
         finally:
-            if not ended:  # Ctrl-C, an error, or a caller who has had enough
+            if not completed:  # Ctrl-C, an error, or a caller that stops iterating
                 self._scheduler.clear()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether there is nothing left to do."""
         return self._scheduler.idle
 
     def close(self) -> None:
-        """Give the cache's memory back."""
+        """Release the cache's memory."""
         self._scheduler.clear()
-        if isinstance(self.forward, Resident):
+        if isinstance(self.forward, ResidentForward):
             self.forward.close()
         self.cache.close()
 
@@ -179,24 +197,24 @@ class Generator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Coming.
+    # Accepting requests
 
     @property
     def _wants_more(self) -> bool:
         waiting = len(self._scheduler.waiting)
         return not self._scheduler.full and waiting < 2 * self._scheduler.max_batch
 
-    def _try(self, request: Request) -> Iterator[Piece]:
+    def _try_submit(self, request: Request) -> Iterator[TokenChunk]:
         name = self._number if request.id is None else request.id
         try:
             self.submit(request)
-        except PenstockError as refused:
+        except PenstockError as error:
             self._number += 1
-            yield Piece(request=name, finished="error", error=refused)
+            yield TokenChunk(request=name, finished="error", error=error)
 
-    def _live(self, name: str | int, request: Request) -> Live:
+    def _activate(self, name: str | int, request: Request) -> ActiveRequest:
         request.check(name)
-        tokens = self._tokens(name, request)
+        tokens = self._tokenize(name, request)
         limits = {"cache": self.cache.max_cache_len, "model": self.model_limit}
         for whose, limit in limits.items():
             if limit is not None and len(tokens) >= limit:
@@ -207,16 +225,16 @@ class Generator:
         if text is None and request.stop:
             raise RequestError(name, "stop", "needs a tokenizer=", list(request.stop))
         seed = f"{self.seed} {self._number}" if request.seed is None else request.seed
-        return Live(
+        return ActiveRequest(
             name=name,
             request=request,
             tokens=tokens,
-            draws=Draws(request.temperature, request.top_k, request.top_p, seed),
+            sampler=Sampler(request.temperature, request.top_k, request.top_p, seed),
             stop_tokens=self._stop_tokens if stops is None else frozenset(stops),
             text=text,
         )
 
-    def _tokens(self, name: str | int, request: Request) -> list[int]:
+    def _tokenize(self, name: str | int, request: Request) -> list[int]:
         if isinstance(request.prompt, str):
             if self.tokenizer is None:
                 raise RequestError(name, "prompt", "is text, which needs a tokenizer=", "none")
@@ -225,60 +243,63 @@ class Generator:
             tokens = list(request.prompt)
         for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < self.vocabulary:
-                rule = f"must be tokens from 0 to below {self.vocabulary}"
+                rule = f"must contain tokens from 0 to {self.vocabulary - 1}"
                 raise RequestError(name, "prompt", rule, token)
         return tokens
 
-    # Computing.
+    # Computing
 
-    def _pass(self, count: int, members: Sequence[Live]) -> Pass:
-        lengths = [live.done for live in members]
+    def _make_pass(self, count: int, members: Sequence[ActiveRequest]) -> ForwardPass:
+        lengths = [active.computed for active in members]
         tokens = [
-            live.tokens[done : done + count] for live, done in zip(members, lengths, strict=True)
+            active.tokens[length : length + count]
+            for active, length in zip(members, lengths, strict=True)
         ]
-        return Pass([live.sequence for live in members], tokens, lengths)
+        return ForwardPass([active.sequence for active in members], tokens, lengths)
 
-    def _after(self, count: int, members: Sequence[Live], scores: torch.Tensor) -> list[Piece]:
-        """Count what was read; whoever has read all of it gets a token."""
-        self.cache.advance([(live.sequence, count) for live in members])
-        ready = [row for row, live in enumerate(members) if live.pending == 0]
+    def _finish_pass(
+        self, count: int, members: Sequence[ActiveRequest], scores: torch.Tensor
+    ) -> list[TokenChunk]:
+        """Keep what was read, and sample a token for each request that has read all its tokens."""
+        self.cache.advance([(active.sequence, count) for active in members])
+        ready = [row for row, active in enumerate(members) if active.pending == 0]
         if not ready:
             return []
-        some = scores if len(ready) == len(members) else scores[ready]
-        tokens = pick(some, [members[row].draws for row in ready])
+        ready_scores = scores if len(ready) == len(members) else scores[ready]
+        tokens = sample_tokens(ready_scores, [members[row].sampler for row in ready])
         return [self._extend(members[row], token) for row, token in zip(ready, tokens, strict=True)]
 
-    def _extend(self, live: Live, token: int | None) -> Piece:
+    def _extend(self, active: ActiveRequest, token: int | None) -> TokenChunk:
         if token is None:
-            return self._fail(live, NonFiniteLogitsError(live.name, len(live.tokens)))
-        live.tokens.append(token)
+            return self._fail(active, NonFiniteLogitsError(active.name, len(active.tokens)))
+        active.tokens.append(token)
         self.counts.made_tokens += 1
-        text, reason = "", self._reason(live, token)
-        if live.text is not None:
-            text = live.text.push(token) if token not in live.stop_tokens else ""
-            if live.text.stopped:
+        text, reason = "", self._finish_reason(active, token)
+        if active.text is not None:
+            text = active.text.push(token) if token not in active.stop_tokens else ""
+            if active.text.stopped:
                 reason = "stop"
             if reason is not None:
-                text += live.text.finish()
+                text += active.text.finish()
         if reason is not None:
-            self._note_peak()
-            self._scheduler.retire(live)
-        return Piece(request=live.name, tokens=(token,), text=text, finished=reason)
+            self._update_peak()
+            self._scheduler.retire(active)
+        return TokenChunk(request=active.name, tokens=(token,), text=text, finished=reason)
 
-    def _reason(self, live: Live, token: int) -> Reason | None:
-        if token in live.stop_tokens:
+    def _finish_reason(self, active: ActiveRequest, token: int) -> FinishReason | None:
+        if token in active.stop_tokens:
             return "stop"
-        if live.made >= live.request.max_new:
+        if active.generated >= active.request.max_new:
             return "length"
         limit = min(self.cache.max_cache_len, self.model_limit or self.cache.max_cache_len)
-        return "context" if len(live.tokens) >= limit else None
+        return "context" if len(active.tokens) >= limit else None
 
-    def _fail(self, live: Live, error: PenstockError) -> Piece:
-        self._scheduler.retire(live)
-        rest = live.text.finish() if live.text is not None else ""
-        return Piece(request=live.name, text=rest, finished="error", error=error)
+    def _fail(self, active: ActiveRequest, error: PenstockError) -> TokenChunk:
+        self._scheduler.retire(active)
+        rest = active.text.finish() if active.text is not None else ""
+        return TokenChunk(request=active.name, text=rest, finished="error", error=error)
 
-    def _note_peak(self) -> None:
+    def _update_peak(self) -> None:
         stats, counts = self.cache.stats, self.counts
         counts.peak_bytes = max(counts.peak_bytes, stats.mapped_bytes)
         if stats.needed_bytes > counts.peak_needed_bytes:
@@ -286,11 +307,11 @@ class Generator:
             counts.peak_waste_bytes = stats.waste
 
 
-def stop_tokens_of(model: Any, config: Any) -> frozenset[int]:
-    """What ends an answer, by the model's own word."""
-    told = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if told is None:
-        told = getattr(config, "eos_token_id", None)
-    if told is None:
+def find_stop_tokens(model: Any, config: Any) -> frozenset[int]:
+    """Return the tokens that end an answer, according to the model's configuration."""
+    tokens = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if tokens is None:
+        tokens = getattr(config, "eos_token_id", None)
+    if tokens is None:
         return frozenset()
-    return frozenset([told] if isinstance(told, int) else told)
+    return frozenset([tokens] if isinstance(tokens, int) else tokens)

@@ -1,8 +1,7 @@
-"""A model ready to generate, on the device or streamed to it. Room: show."""
+"""Load a model for generation: resident on the device where it fits, streamed where it does not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,71 +13,78 @@ from penstock.units import GiB, MiB, format_bytes, format_bytes_up, parse_bytes
 if TYPE_CHECKING:
     import torch
 
-Tell = Callable[[int, int, str], None]
+    from penstock.engine.weight_streamer import Progress
 
 ACTIVATIONS = 512 * MiB
-"""Of a GPU, left for what passes through the layers, the logits and libraries."""
+"""GPU memory reserved for activations of small chunks, logits and libraries."""
 
 GRAPHS = 256 * MiB
-"""Beside weights that stay, for CUDA graphs; prompts are read in larger chunks then, too."""
+"""GPU memory reserved for CUDA graphs if the weights are resident."""
 
-LEAST_CACHE = 64 * MiB
-"""With less, streaming weights to have more is the better choice."""
+MIN_CACHE = 64 * MiB
+"""Smallest cache: with less, streaming the weights to have more is the better choice."""
 
 
-class ModelRoomError(PenstockError, MemoryError):
-    """Not even two blocks and a small cache fit."""
+class ModelTooLargeError(PenstockError, MemoryError):
+    """Not even two blocks of weights and a small cache fit into the memory."""
 
     def __init__(self, *, wanted: int, had: int) -> None:
         self.wanted, self.had = wanted, had
         super().__init__(
-            f"{format_bytes(had)} were given for weights and cache, and {format_bytes(wanted)} are "
-            f"needed to stream the weights block by block; give --hbm {format_bytes_up(wanted)} "
+            f"streaming the weights block by block needs {format_bytes(wanted)} for weights and "
+            f"cache, but the budget is {format_bytes(had)}; set --hbm {format_bytes_up(wanted)} "
             f"or more"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateSettings:
-    """What the user asks for."""
+    """The user's settings for loading a model."""
 
     model: str
+    """Directory, Hugging Face id, or output directory of `penstock train`."""
     hbm: str = "auto"
+    """Memory budget for weights and cache."""
     dtype: str = "auto"
     revision: str | None = None
+    """Revision on the Hugging Face Hub."""
     trust: bool = False
+    """Whether to run code that comes with the model."""
     device: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """How the memory is shared out."""
+class MemorySplit:
+    """How the memory is divided between weights and cache."""
 
     weights: int
     """Bytes of all weights."""
     cache: int
-    """What the cache gets."""
+    """Bytes for the cache."""
     page: int
-    """Of which a sequence takes at least this."""
+    """Bytes of a page, the minimum that a sequence takes of the cache."""
     streamed: bool
+    """Whether the weights are streamed."""
     chunk: int | None = None
-    """Prompt tokens of a step that there is room for; None: as many as usual."""
+    """Number of prompt tokens per step for which there is memory; None means the default."""
     keep: int = 0
-    """If streamed: bytes of weights that stay on the device."""
+    """Bytes of weights that stay on the device if the weights are streamed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
-    """A model, and what the generator needs to know beside it."""
+class LoadedModel:
+    """A model, and what else a generator needs."""
 
     forward: Any
+    """A transformers model, or a `StreamedForward`."""
     tokenizer: Any
-    room: Room
+    memory: MemorySplit
     notes: tuple[str, ...]
+    """Notes for the user."""
 
 
-def load(wanted: GenerateSettings, tell: Tell) -> Loaded:
-    """Resident where it fits, streamed where it does not."""
+def load(settings: GenerateSettings, progress: Progress) -> LoadedModel:
+    """Load a model: resident where it fits, streamed where it does not."""
     import torch
 
     from penstock.data import load_tokenizer
@@ -86,101 +92,116 @@ def load(wanted: GenerateSettings, tell: Tell) -> Loaded:
     from penstock.model.config import load_config
     from penstock.model.survey import survey_config
 
-    source = newest(wanted.model)
-    trust = wanted.trust
-    revision = None if Path(source).is_dir() else wanted.revision
+    source = find_weights(settings.model)
+    trust = settings.trust
+    revision = None if Path(source).is_dir() else settings.revision
     config = load_config(source, trust_remote_code=trust, revision=revision)
-    inventory = survey_config(config, name=wanted.model, trust_remote_code=trust)
-    dtype = pick_dtype(wanted.dtype, config)
-    where = wanted.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    room = share_out(inventory, dtype, hbm_nbytes(wanted.hbm, inventory, dtype, where), where)
+    inventory = survey_config(config, name=settings.model, trust_remote_code=trust)
+    dtype = pick_dtype(settings.dtype, config)
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    hbm = find_budget(settings.hbm, inventory, dtype, device)
+    memory = split_memory(inventory, dtype, hbm, device)
     tokenizer = load_tokenizer(source, revision=revision, trust_remote_code=trust)
     folder = model_directory(source, revision)
-    if not room.streamed:
-        model = resident(folder, dtype, where, trust)
-        return Loaded(forward=model, tokenizer=tokenizer, room=room, notes=())
-    from penstock.generate.streamed_forward import streamed
+    if not memory.streamed:
+        model = load_resident(folder, dtype, device, trust)
+        return LoadedModel(forward=model, tokenizer=tokenizer, memory=memory, notes=())
+    from penstock.generate.streamed_forward import stream_model
 
-    forward = streamed(
-        config, inventory, folder, dtype=dtype, keep=room.keep, device=where, tell=tell,
+    forward = stream_model(
+        config, inventory, folder, dtype=dtype, keep=memory.keep, device=device, progress=progress,
         trust_remote_code=trust,
     )  # fmt: skip
-    note = slow_note(room, forward.weights.passing_nbytes)
-    return Loaded(forward=forward, tokenizer=tokenizer, room=room, notes=(note,))
+    note = streaming_note(memory, forward.weights.passing_nbytes)
+    return LoadedModel(forward=forward, tokenizer=tokenizer, memory=memory, notes=(note,))
 
 
-def newest(model: str) -> str:
-    """A run that has not ended has no weights of its own yet: its newest checkpoint then."""
+def find_weights(model: str) -> str:
+    """Return the newest checkpoint of a run that has not ended, or else `model` itself."""
     folder = Path(model)
     if not folder.is_dir() or any(folder.glob("model*.safetensors*")):
         return model
     from penstock.checkpoint.run_directory import latest_checkpoint
 
-    found = latest_checkpoint(folder)
-    return model if found is None else str(found.path)
+    checkpoint = latest_checkpoint(folder)
+    return model if checkpoint is None else str(checkpoint.path)
 
 
 def pick_dtype(name: str, config: Any) -> torch.dtype:
+    """Return the type to load weights in: that of the config, unless another one is named."""
     import torch
 
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    told = getattr(config, "dtype", None)
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    own = getattr(config, "dtype", None)
     if name == "auto":
-        return told if isinstance(told, torch.dtype) else torch.bfloat16
-    return kinds[name]
+        return own if isinstance(own, torch.dtype) else torch.bfloat16
+    return dtypes[name]
 
 
-def hbm_nbytes(hbm: str, inventory: Inventory, dtype: torch.dtype, where: str) -> int:
-    """What may be used in all; on a CPU `hbm` is host memory, as it is in training."""
+def find_budget(hbm: str, inventory: Inventory, dtype: torch.dtype, device: str) -> int:
+    """Return the bytes for weights and cache; on a CPU, `hbm` is host memory, as in training."""
     import torch
 
     if hbm != "auto":
         return parse_bytes(hbm)
-    if on_gpu(where):
-        free, _ = torch.cuda.mem_get_info(torch.device(where))
+    if on_gpu(device):
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
         return int(0.9 * free)
     return inventory.parameters() * dtype.itemsize + 2 * GiB
 
 
-def share_out(inventory: Inventory, dtype: torch.dtype, hbm: int, where: str) -> Room:
-    """Weights on the device if a cache fits beside them, prompts being read in smaller chunks if
-    need be; else as many of them as leave room for two slots and a cache of a quarter."""
+def split_memory(inventory: Inventory, dtype: torch.dtype, hbm: int, device: str) -> MemorySplit:
+    """Divide the memory between weights and cache.
+
+    The weights are resident if a cache fits in addition, with smaller chunks of prompts if
+    necessary. Otherwise they are streamed, and as many of them stay on the device as leave room for
+    two blocks in transit and a cache of a quarter of the memory.
+    """
     from penstock.engine.weight_streamer import block_nbytes
     from penstock.generate.forward import ALONE, LARGE_CHUNK, SMALL_CHUNK
 
     sizes = [block_nbytes(inventory, block, dtype) for block in inventory.blocks]
     weights = inventory.parameters() * dtype.itemsize
-    spare = ACTIVATIONS if on_gpu(where) else 0
-    page = page_nbytes(where)
-    least = max(min(LEAST_CACHE, hbm // 8), page)
+    spare = ACTIVATIONS if on_gpu(device) else 0
+    page = page_nbytes(device)
+    least = max(min(MIN_CACHE, hbm // 8), page)
     for chunk, tokens in ((None, ALONE * LARGE_CHUNK), (SMALL_CHUNK, SMALL_CHUNK)):
-        left = hbm - weights - (activations(inventory, dtype, tokens) if on_gpu(where) else 0)
+        left = hbm - weights
+        left -= resident_activations(inventory, dtype, tokens) if on_gpu(device) else 0
         if left >= least:
-            return Room(weights=weights, cache=left, page=page, streamed=False, chunk=chunk)
+            return MemorySplit(weights=weights, cache=left, page=page, streamed=False, chunk=chunk)
     slots = 2 * max(sizes)
     if hbm < slots + spare + least:
-        raise ModelRoomError(wanted=_enough(slots + spare, page), had=hbm)
+        raise ModelTooLargeError(wanted=_min_budget(slots + spare, page), had=hbm)
     cache = max(least, min(hbm // 4, hbm - slots - spare))
     keep = max(0, hbm - slots - spare - cache)
-    chunk = streamed_chunk(inventory, dtype) if on_gpu(where) else None
-    return Room(weights=weights, cache=cache, page=page, streamed=True, keep=keep, chunk=chunk)
+    chunk = streamed_chunk(inventory, dtype) if on_gpu(device) else None
+    return MemorySplit(
+        weights=weights, cache=cache, page=page, streamed=True, keep=keep, chunk=chunk
+    )
 
 
-def activations(inventory: Inventory, dtype: torch.dtype, tokens: int) -> int:
-    """What there must be beside weights that stay, while so many tokens of prompts are read."""
+def resident_activations(inventory: Inventory, dtype: torch.dtype, tokens: int) -> int:
+    """Return the bytes needed in addition to resident weights to read `tokens` prompt tokens."""
     return ACTIVATIONS + GRAPHS + layer_activations(inventory, dtype, tokens)
 
 
 def layer_activations(inventory: Inventory, dtype: torch.dtype, tokens: int) -> int:
-    """Through a layer: three tensors inside the MLP, and beside them what goes in, is kept, and
-    comes out, or as much around attention."""
+    """Return the bytes of activations in a layer.
+
+    These are three tensors inside the MLP and, in addition, its input, the residual and its output,
+    or as much around attention.
+    """
     widest = max(3 * b.mlp_width + 3 * inventory.hidden for b in inventory.layers)
     return tokens * widest * dtype.itemsize
 
 
 def streamed_chunk(inventory: Inventory, dtype: torch.dtype) -> int:
-    """Prompt tokens of a step whose weights cross: all of them for each step, so that many tokens
-    at a time are better, as long as they take no more than half of what is left for them."""
+    """Return the number of prompt tokens per step if the weights are streamed.
+
+    All weights cross for each chunk, so long chunks are better, as long as they take no more than
+    half of the memory that is reserved for activations.
+    """
     from penstock.generate.forward import MEDIUM_CHUNK, SMALL_CHUNK
 
     chunk = MEDIUM_CHUNK
@@ -189,40 +210,44 @@ def streamed_chunk(inventory: Inventory, dtype: torch.dtype) -> int:
     return chunk
 
 
-def on_gpu(where: str) -> bool:
-    return where.startswith("cuda")
+def on_gpu(device: str) -> bool:
+    """Return whether a device name is that of a GPU."""
+    return device.startswith("cuda")
 
 
-def page_nbytes(where: str) -> int:
-    """The least that a sequence takes of the cache."""
-    from penstock.kv.address_space import PAGE_NBYTES
+def page_nbytes(device: str) -> int:
+    """Return the page size of the cache, the minimum that a sequence takes."""
+    from penstock.kv.address_space import HOST_PAGE_NBYTES
 
-    return 2 * MiB if on_gpu(where) else PAGE_NBYTES
-
-
-def _enough(fixed: int, page: int) -> int:
-    """The least budget that leaves room for a cache beside what is fixed."""
-    return min(fixed + max(LEAST_CACHE, page), max(fixed * 8 // 7 + 8, fixed + page))
+    return 2 * MiB if on_gpu(device) else HOST_PAGE_NBYTES
 
 
-def resident(folder: Path, dtype: torch.dtype, where: str, trust: bool) -> Any:
+def _min_budget(fixed: int, page: int) -> int:
+    """Return the smallest budget that leaves room for a cache in addition to `fixed` bytes."""
+    return min(fixed + max(MIN_CACHE, page), max(fixed * 8 // 7 + 8, fixed + page))
+
+
+def load_resident(folder: Path, dtype: torch.dtype, device: str, trust: bool) -> Any:
+    """Load a transformers model onto the device."""
     import torch
     import transformers
 
     from penstock.checkpoint.reader import ShardReader
 
-    with ShardReader(folder):  # says what is wrong with the files, in our words
+    with ShardReader(folder):  # checks the files, and raises clearer errors than transformers does
         pass
     make: Any = transformers.AutoModelForCausalLM
     model = make.from_pretrained(
         str(folder), dtype=dtype, use_safetensors=True, trust_remote_code=trust
     )
-    return model.to(torch.device(where)).eval()
+    return model.to(torch.device(device)).eval()
 
 
-def slow_note(room: Room, passing: int) -> str:
+def streaming_note(memory: MemorySplit, passing: int) -> str:
+    """Return the note that warns about streaming; `passing` bytes of weights cross per step."""
     return (
-        f"the weights ({format_bytes(room.weights)}) do not fit beside a cache: "
-        f"{format_bytes(passing)} of them rest in host memory and cross to the device for every "
-        f"step. This is slow, and as slow for many prompts as for one: give many, or more --hbm"
+        f"the weights ({format_bytes(memory.weights)}) do not fit next to a cache: "
+        f"{format_bytes(passing)} of them stay in host memory and cross to the device in every "
+        f"step. This is slow, and a step takes as long for one prompt as for many: pass many "
+        f"prompts, or raise --hbm"
     )

@@ -1,4 +1,4 @@
-"""Prompts for `penstock generate`, from the command line or a file. Room: show."""
+"""Read prompts for `penstock generate` from the command line or a file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.generate.requests import Request
 
 
 class PromptError(PenstockError):
-    """A prompt that cannot be used, and where it is."""
+    """A prompt cannot be used; the message says where it is."""
 
     def __init__(self, where: str, problem: str) -> None:
         self.where, self.problem = where, problem
         super().__init__(f"{where}: {problem}")
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
+_OPTION_TYPES: dict[str, tuple[type, ...]] = {
     "id": (str, int),
     "max_new": (int,),
     "temperature": (int, float),
@@ -29,79 +29,84 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "seed": (int,),
     "stop": (list,),
 }
-"""What a line may say beside its prompt."""
+"""The options that a line may set in addition to its prompt, and their types."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """How text becomes a request."""
+    """Makes requests from text and from chats."""
 
     tokenizer: Any
     defaults: Request
-    """Whatever a line does not say."""
+    """The values of options that a line does not set."""
     chat: bool = False
-    """Every prompt is a user's turn."""
+    """Whether every prompt is a message of a user in a chat."""
 
-    def of_text(self, text: str, where: str = "--prompt") -> Request:
+    def from_text(self, text: str, where: str = "--prompt") -> Request:
+        """Make a request from text; `where` is named in errors."""
         if self.chat:
-            return self.of_turns([{"role": "user", "content": text}], where)
+            return self.from_messages([{"role": "user", "content": text}], where)
         if not text:
             raise PromptError(where, "is empty")
         return replace(self.defaults, prompt=text)
 
-    def of_turns(self, turns: Any, where: str) -> Request:
+    def from_messages(self, messages: Any, where: str) -> Request:
+        """Make a request from the messages of a chat, with the tokenizer's chat template."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise PromptError(
                 where,
-                "is a chat, and the model's tokenizer has no chat template; give the text as the "
-                'model knows it: without --chat, as {"prompt": ...}',
+                "is a chat, but the model's tokenizer has no chat template; write the text as the "
+                'model was trained on it: without --chat, as {"prompt": ...}',
             )
         try:
-            found = self.tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=True, return_dict=True
+            encoded = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=True
             )
-        except Exception as wrong:  # templates are programs: they raise what they like
-            raise PromptError(where, f"the chat template refuses it: {wrong}") from wrong
-        return replace(self.defaults, prompt=list(found["input_ids"]))
+        except Exception as error:  # templates are programs, and raise any exception
+            raise PromptError(where, f"the chat template refuses it: {error}") from error
+        return replace(self.defaults, prompt=list(encoded["input_ids"]))
 
-    def of_file(self, path: Path) -> Iterator[Request]:
-        """One request for each line that is not empty, in their order. Checked before any runs."""
-        return iter([self._of_line(line, where) for where, line in read_lines(path)])
+    def from_file(self, path: Path) -> Iterator[Request]:
+        """Make a request from each line that is not empty, in order.
 
-    def _of_line(self, line: Mapping[str, Any], where: str) -> Request:
+        All lines are read and checked before the first request is returned.
+        """
+        return iter([self._from_line(line, where) for where, line in read_lines(path)])
+
+    def _from_line(self, line: Mapping[str, Any], where: str) -> Request:
         if ("prompt" in line) == ("messages" in line):
             raise PromptError(where, 'must have either "prompt" or "messages"')
         if "messages" in line:
-            request = self.of_turns(line["messages"], where)
+            request = self.from_messages(line["messages"], where)
         elif isinstance(line["prompt"], str):
-            request = self.of_text(line["prompt"], where)
+            request = self.from_text(line["prompt"], where)
         else:
             raise PromptError(where, f'"prompt" must be text, got {line["prompt"]!r}')
-        told = {name: value for name, value in line.items() if name in _KINDS}
-        for name, value in told.items():
-            kinds = _KINDS[name]
-            if isinstance(value, bool) or not isinstance(value, kinds):
-                raise PromptError(where, f'"{name}" must be {kinds[-1].__name__}, got {value!r}')
-        return replace(request, **told)
+        options = {name: value for name, value in line.items() if name in _OPTION_TYPES}
+        for name, value in options.items():
+            types = _OPTION_TYPES[name]
+            if isinstance(value, bool) or not isinstance(value, types):
+                raise PromptError(where, f'"{name}" must be {types[-1].__name__}, got {value!r}')
+        return replace(request, **options)
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each line of a JSON lines file, and where it is."""
+    """Yield each object in a JSON Lines file, after its file name and line number."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise PromptError(str(path), "is not UTF-8 text") from None
-    found = False
+    empty = True
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        found, where = True, f"{path}:{number}"
+        empty, where = False, f"{path}:{number}"
         try:
             value = json.loads(line)
-        except ValueError as wrong:
-            raise PromptError(where, f"is not JSON ({wrong})") from None
+        except ValueError as error:
+            raise PromptError(where, f"is not JSON ({error})") from None
         if not isinstance(value, dict):
             raise PromptError(where, 'must be an object such as {"prompt": "..."}')
         yield where, value
-    if not found:
-        raise PromptError(str(path), "holds no prompts")
+    if empty:
+        raise PromptError(str(path), "contains no prompts")

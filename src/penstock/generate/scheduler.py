@@ -1,8 +1,9 @@
-"""Who runs in the next step, and who waits. Room: hold.
+"""Decide which requests run in the next step, and which wait.
 
-Age is rank. Whoever lacks room takes it from those admitted after it, youngest first; these move to
-host memory and come back when something has ended. So the oldest always goes on, and everything
-ends: there is no pair of sequences that could push each other out for ever.
+Older requests have priority. A sequence that lacks memory takes it from those admitted after it,
+youngest first. These move to host memory and come back when another sequence has ended. So the
+oldest sequence always continues, and every sequence ends: no two of them can preempt each other
+forever.
 """
 
 from __future__ import annotations
@@ -16,240 +17,263 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.generate.requests import NoRoomError, QueueFullError, Request
-from penstock.generate.sampling import Draws
+from penstock.generate.sampling import Sampler
 from penstock.generate.text_stream import TextStream
 from penstock.kv.errors import CacheFull, NoSlot
 
-SHARED = 32
-"""Tokens that two prompts must have in common before sharing is worth the remapping."""
+MIN_SHARED_TOKENS = 32
+"""Number of tokens that two prompts must have in common for sharing to be worth the remapping."""
 
 
 @dataclass(slots=True, eq=False)
-class Live:
-    """A request on its way."""
+class ActiveRequest:
+    """A request that waits or runs."""
 
     name: str | int
+    """The request's id."""
     request: Request
     tokens: list[int]
-    """The prompt, and what was made of it so far."""
-    draws: Draws
+    """The prompt, and the tokens generated so far."""
+    sampler: Sampler
     stop_tokens: frozenset[int]
     text: TextStream | None
     prompt: int = field(init=False)
-    """Tokens of the prompt."""
+    """Number of tokens in the prompt."""
     sequence: Any = None
-    """Its place in the cache, once admitted."""
+    """The request's sequence in the cache, once it is admitted."""
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
 
     @property
-    def done(self) -> int:
-        """Tokens whose keys and values the cache holds."""
+    def computed(self) -> int:
+        """Number of tokens whose keys and values are in the cache."""
         return 0 if self.sequence is None else int(self.sequence.length)
 
     @property
     def pending(self) -> int:
-        """Tokens that the model has yet to read: one, once the prompt is in."""
-        return len(self.tokens) - self.done
+        """Number of tokens that the model has yet to read: one, once the prompt is read."""
+        return len(self.tokens) - self.computed
 
     @property
-    def made(self) -> int:
+    def generated(self) -> int:
+        """Number of tokens generated so far."""
         return len(self.tokens) - self.prompt
 
 
-Failure = tuple[Live, PenstockError]
-"""Whose request cannot go on, and why."""
+Failure = tuple[ActiveRequest, PenstockError]
+"""A request that cannot continue, and why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class StepPlan:
     """What one step computes."""
 
-    groups: Sequence[tuple[int, Sequence[Live]]]
-    """Rows that read equally many tokens run together: that many, and whose."""
+    groups: Sequence[tuple[int, Sequence[ActiveRequest]]]
+    """Requests that read the same number of tokens, and so run together, after that number."""
     failed: Sequence[Failure]
 
 
 class Scheduler:
-    """Keeps the queue and the cache's sequences."""
+    """Keeps the queue of requests and the cache's sequences.
+
+    `chunks` are the numbers of prompt tokens that a step reads while other sequences decode, and
+    while none does. `queue` is the maximum number of waiting requests.
+    """
 
     def __init__(self, cache: Any, *, max_batch: int, chunks: tuple[int, int], queue: int) -> None:
         self.cache, self.max_batch = cache, max_batch
         self.chunks, self.queue = chunks, queue
-        """Prompt tokens of a step, beside others that decode and alone; how many may wait."""
-        self.waiting: deque[Live] = deque()
-        self.live: list[Live] = []
-        """In the cache, oldest first."""
-        self.away: list[Live] = []
-        """In host memory, oldest first."""
+        self.waiting: deque[ActiveRequest] = deque()
+        self.running: list[ActiveRequest] = []
+        """Requests whose sequences are in the cache, oldest first."""
+        self.preempted: list[ActiveRequest] = []
+        """Requests whose sequences are in host memory, oldest first."""
         self.preemptions = 0
         self.shared_tokens = 0
         self._crowded = False
-        """Somebody had to wait for room in the last step."""
+        """Whether a sequence lacked memory in the last step."""
         self._ended = False
-        """Something has ended since the last one was brought back."""
+        """Whether a sequence has ended since the last attempt to restore one."""
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.live or self.away)
+        """Whether there is nothing left to do."""
+        return not (self.waiting or self.running or self.preempted)
 
     @property
     def full(self) -> bool:
-        """Whether submit() would refuse."""
+        """Whether submit() would refuse a request."""
         return len(self.waiting) >= self.queue
 
-    def submit(self, live: Live) -> None:
+    def submit(self, active: ActiveRequest) -> None:
+        """Put a request into the queue."""
         if self.full:
-            raise QueueFullError(live.name, self.queue)
-        self.waiting.append(live)
+            raise QueueFullError(active.name, self.queue)
+        self.waiting.append(active)
 
-    def turn(self) -> Turn:
-        """Decide on a step and make room for it."""
-        failed = [*self._bring_back(), *self._admit()]
-        wants = self._wants()
+    def plan_step(self) -> StepPlan:
+        """Decide what a step computes, and prepare the cache for it."""
+        failed = [*self._restore(), *self._admit()]
+        wants = self._collect_wants()
         self._crowded = False
         try:
-            self.cache.prepare([(live.sequence, count) for live, count in wants])
+            self.cache.prepare([(active.sequence, count) for active, count in wants])
         except CacheFull:
-            wants, lacking = self._squeeze(wants)
+            wants, lacking = self._prepare_by_age(wants)
             failed += lacking
-        groups: dict[int, list[Live]] = {}
-        for live, count in wants:
-            groups.setdefault(count, []).append(live)
+        groups: dict[int, list[ActiveRequest]] = {}
+        for active, count in wants:
+            groups.setdefault(count, []).append(active)
+        # In the order of slots, so that the cache has to move as few rows as possible.
         ordered = [
-            (count, sorted(members, key=lambda live: int(live.sequence.slot)))
+            (count, sorted(members, key=lambda active: int(active.sequence.slot)))
             for count, members in sorted(groups.items())
         ]
-        return Turn(ordered, failed)
+        return StepPlan(ordered, failed)
 
-    def retire(self, live: Live) -> None:
-        """It has ended: its pages are free for others."""
-        for held in (self.live, self.away):
-            if live in held:
-                held.remove(live)
-        if live.sequence is not None:
-            self.cache.finish(live.sequence)
+    def retire(self, active: ActiveRequest) -> None:
+        """End a request; its pages become available to others."""
+        for requests in (self.running, self.preempted):
+            if active in requests:
+                requests.remove(active)
+        if active.sequence is not None:
+            self.cache.finish(active.sequence)
         self._ended = True
 
     def clear(self) -> None:
-        """Let everything go."""
+        """Drop all requests."""
         self.waiting.clear()
-        for live in [*self.live, *self.away]:
-            self.retire(live)
+        for active in [*self.running, *self.preempted]:
+            self.retire(active)
 
-    # Coming.
+    # Admitting
 
-    def _bring_back(self) -> list[Failure]:
-        """Only after something has ended: there was no room before, and what comes back too early
-        is the first to go again."""
+    def _restore(self) -> list[Failure]:
+        """Restore preempted sequences, oldest first.
+
+        Only after a sequence has ended: there was no room before, and one that is restored too
+        early is the first to be preempted again.
+        """
         failed: list[Failure] = []
-        if not (self._ended or not self.live):
+        if not (self._ended or not self.running):
             return failed
-        while self.away and len(self.live) < self.max_batch:
+        while self.preempted and len(self.running) < self.max_batch:
             try:
-                self.cache.restore(self.away[0].sequence)
-            except (CacheFull, NoSlot) as full:
-                if self.live:
+                self.cache.restore(self.preempted[0].sequence)
+            except (CacheFull, NoSlot) as error:
+                if self.running:
                     break
-                failed.append((self.away.pop(0), full))  # alone: the budget has become smaller
+                # Alone, and still no room: the budget has become smaller.
+                failed.append((self.preempted.pop(0), error))
             else:
-                self.live.append(self.away.pop(0))
+                self.running.append(self.preempted.pop(0))
         self._ended = False
         return failed
 
     def _admit(self) -> list[Failure]:
-        passed: list[Live] = []
+        passed_over: list[ActiveRequest] = []
         failed: list[Failure] = []
-        while self.waiting and not (self.away or self._crowded):
-            if len(self.live) >= self.max_batch:
+        while self.waiting and not (self.preempted or self._crowded):
+            if len(self.running) >= self.max_batch:
                 break
-            live = self.waiting.popleft()
-            donor, shared, later = self._prefix(live.tokens)
-            if later >= SHARED and later > shared:
-                passed.append(live)  # its beginning is being computed: worth waiting for
+            active = self.waiting.popleft()
+            donor, shared, later = self._find_prefix(active.tokens)
+            if later >= MIN_SHARED_TOKENS and later > shared:
+                passed_over.append(active)  # its beginning is being computed: worth waiting for
                 continue
             try:
                 prefix = (donor.sequence, shared) if donor is not None else None
-                live.sequence = self.cache.admit(prefix=prefix)
-            except (CacheFull, NoSlot) as full:
-                if not self.live:  # nobody's end could make room
-                    failed.append((live, full))
+                active.sequence = self.cache.admit(prefix=prefix)
+            except (CacheFull, NoSlot) as error:
+                if not self.running:  # no sequence could end and make room
+                    failed.append((active, error))
                     continue
-                passed.append(live)
+                passed_over.append(active)
                 break
             self.shared_tokens += shared
-            self.live.append(live)
-        self.waiting.extendleft(reversed(passed))
+            self.running.append(active)
+        self.waiting.extendleft(reversed(passed_over))
         return failed
 
-    def _prefix(self, tokens: Sequence[int]) -> tuple[Live | None, int, int]:
-        """Whose beginning is this prompt's too, how much of it can be shared, and how much more
-        could be once it is computed. One token is always left to compute: it gives the scores."""
+    def _find_prefix(self, tokens: Sequence[int]) -> tuple[ActiveRequest | None, int, int]:
+        """Find the running request that shares the longest beginning with a prompt.
+
+        Returns the request, how many tokens can be shared now, and how many could be once they are
+        computed. The last token of a prompt is never shared: computing it gives the scores.
+        """
         wanted = np.asarray(tokens[:-1])
         best, most, later = None, 0, 0
-        for live in self.live:
-            there = np.asarray(live.tokens[: len(wanted)])
-            same = wanted[: len(there)] == there
+        for active in self.running:
+            other = np.asarray(active.tokens[: len(wanted)])
+            same = wanted[: len(other)] == other
             common = len(same) if same.all() else int(same.argmin())
             later = max(later, common)
-            if (now := min(common, live.done)) > most:
-                best, most = live, now
-        if most < SHARED:
+            if (now := min(common, active.computed)) > most:
+                best, most = active, now
+        if most < MIN_SHARED_TOKENS:
             return None, 0, later
         return best, most, later
 
-    # Going.
+    # Making room
 
-    def _wants(self) -> list[tuple[Live, int]]:
-        """One token for each that decodes; beside them, a chunk of prompts, oldest first."""
-        beside, alone = self.chunks
-        left, wants = beside if any(live.pending == 1 for live in self.live) else alone, []
-        for live in self.live:
-            count = live.pending
+    def _collect_wants(self) -> list[tuple[ActiveRequest, int]]:
+        """Return how many tokens each request reads in this step.
+
+        One token for each that decodes and, in addition, a chunk of prompts, oldest first.
+        """
+        with_others, alone = self.chunks
+        decoding = any(active.pending == 1 for active in self.running)
+        left, wants = with_others if decoding else alone, []
+        for active in self.running:
+            count = active.pending
             if count > 1:
                 count = min(count, left)
                 left -= count
             if count:
-                wants.append((live, count))
+                wants.append((active, count))
         return wants
 
-    def _squeeze(
-        self, wants: Sequence[tuple[Live, int]]
-    ) -> tuple[list[tuple[Live, int]], list[Failure]]:
-        """Room for as many as there is room for, oldest first."""
-        ready: list[tuple[Live, int]] = []
+    def _prepare_by_age(
+        self, wants: Sequence[tuple[ActiveRequest, int]]
+    ) -> tuple[list[tuple[ActiveRequest, int]], list[Failure]]:
+        """Prepare as many requests as there is room for, oldest first."""
+        ready: list[tuple[ActiveRequest, int]] = []
         failed: list[Failure] = []
-        for live, count in wants:
-            if live not in self.live:
-                continue  # it was sent away for an older one
-            lacking = self._make_room(live, count)
+        for active, count in wants:
+            if active not in self.running:
+                continue  # it was preempted for an older one
+            lacking = self._make_room(active, count)
             if lacking is None:
-                ready.append((live, count))
-            elif live is self.live[0] and len(self.live) == 1:
+                ready.append((active, count))
+            elif active is self.running[0] and len(self.running) == 1:
                 budget = int(self.cache.budget)
-                tokens = live.done + count
+                tokens = active.computed + count
                 failed.append(
-                    (live, NoRoomError(live.name, tokens=tokens, wanted=lacking, budget=budget))
+                    (active, NoRoomError(active.name, tokens=tokens, wanted=lacking, budget=budget))
                 )
             else:
                 self._crowded = True
         return ready, failed
 
-    def _make_room(self, live: Live, count: int) -> int | None:
-        """None, or how many bytes are lacking after all younger ones are gone."""
+    def _make_room(self, active: ActiveRequest, count: int) -> int | None:
+        """Prepare a request, preempting younger ones if needed.
+
+        Returns None, or how many bytes are missing after all younger ones were preempted.
+        """
         while True:
             try:
-                self.cache.prepare([(live.sequence, count)])
+                self.cache.prepare([(active.sequence, count)])
                 return None
-            except CacheFull as full:
-                youngest = self.live[-1]
-                if youngest is live:
-                    return int(full.wanted * full.page_nbytes)
-                self._send_away(youngest)
+            except CacheFull as error:
+                youngest = self.running[-1]
+                if youngest is active:
+                    return int(error.wanted * error.page_nbytes)
+                self._preempt(youngest)
 
-    def _send_away(self, live: Live) -> None:
-        self.cache.preempt(live.sequence)
-        self.live.remove(live)
-        self.away.insert(0, live)  # the youngest goes first, so that the oldest comes back first
+    def _preempt(self, active: ActiveRequest) -> None:
+        self.cache.preempt(active.sequence)
+        self.running.remove(active)
+        # At the front: the youngest is preempted first, so that the oldest is restored first.
+        self.preempted.insert(0, active)
         self.preemptions += 1

@@ -1,7 +1,7 @@
-"""Generation with a cache that is contiguous and grows. Room: hold.
+"""A KV cache that is contiguous in virtual memory and grows with its sequences.
 
-`VirtualCache` reserves address space once and maps memory as sequences grow; it is a transformers
-cache and the memory of continuous batching.
+`VirtualCache` reserves address space once and maps memory as sequences grow. It is a transformers
+cache, and the memory of the continuous batching in `penstock.generate`.
 """
 
 from penstock.kv.cache import Batch, VirtualCache

@@ -1,8 +1,11 @@
-"""Address ranges and pages, apart from each other. Room: hold.
+"""Address ranges and pages of memory, allocated independently of each other.
 
-A range is reserved once and costs nothing. Pages are made one by one, mapped into ranges, moved
-from one address to another or shown at several, and given back. What is not mapped faults when it
-is touched, on the host as on a GPU.
+A range of addresses is reserved once and costs no memory. Pages are created one by one and mapped
+into ranges; a page can be mapped at several addresses, and moved by mapping it elsewhere. Touching
+an address without a page faults, on the host as on a GPU.
+
+`HostSpace` serves generation on a CPU. It faults where a GPU would, so tests that pass over it also
+hold on a GPU. `CudaSpace` uses the virtual memory management of the CUDA driver.
 """
 
 from __future__ import annotations
@@ -19,57 +22,68 @@ from penstock import _native
 from penstock.kv.errors import SpaceError
 from penstock.units import KiB, round_up
 
+HOST_PAGE_NBYTES = 64 * KiB
+"""Page size on the host. The kernel's own 4 KiB would soon reach vm.max_map_count, because each
+page can become a mapping of its own."""
+
 Page = int
-"""A page's name: an offset into a file on the host, a driver's handle on a GPU."""
+"""Identifies a page: its number in a file on the host, or a driver handle on a GPU."""
+
+_DLPACK_CPU = 1
+_DLPACK_CUDA = 2
 
 
 class Space(Protocol):
-    """What a device offers. Methods may be called from several threads at once."""
+    """The address space of a device. Methods may be called from several threads concurrently."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The device whose memory the pages are."""
+        ...
 
     @property
     def page_nbytes(self) -> int:
-        """Pages are of one size, a multiple of what the device can map."""
+        """Size of all pages: a multiple of the smallest size that the device can map."""
 
     def create(self) -> Page:
-        """A page of memory that is mapped nowhere. Its contents are not promised."""
+        """Allocate a page that is not mapped. Its contents are undefined."""
 
     def destroy(self, page: Page) -> None:
-        """Give its memory back. It is mapped nowhere any more."""
+        """Release a page's memory. The page must not be mapped any more."""
 
     def reserve(self, count: int) -> int:
-        """The address of a range of `count` pages without memory."""
+        """Reserve addresses for `count` pages, without memory, and return the first address."""
 
     def release(self, address: int, count: int) -> None:
-        """Give a range back. Nothing is mapped in it any more."""
+        """Release a reserved range. Nothing may be mapped in it any more."""
 
     def map(self, address: int, pages: Sequence[Page], *, writable: bool = True) -> None:
-        """Show pages one behind the other, where nothing is mapped. All or none."""
+        """Map pages one after the other, where nothing is mapped. Map all of them or none."""
 
     def unmap(self, address: int, count: int) -> None:
-        """Take `count` mapped pages away from an address; nothing uses them: see `settle`."""
+        """Unmap `count` pages. No work on the device may still use them: see `synchronize`."""
 
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
-        """A tensor of bytes over any part of a range, mapped or not. It keeps nothing alive."""
+        """Return a tensor of bytes over a part of a range, mapped or not. It owns no memory."""
 
-    def clear(self, part: torch.Tensor) -> None:
-        """Zero bytes that nothing else uses yet, and return when that is done: for a thread beside
-        the one that computes."""
+    def zero(self, part: torch.Tensor) -> None:
+        """Zero bytes that nothing else uses yet, and return when that is done.
 
-    def settle(self) -> None:
-        """Return when no work given to the device before this still reads or writes a page."""
+        The background thread calls this while another thread computes.
+        """
+
+    def synchronize(self) -> None:
+        """Wait until no work submitted to the device before this call still uses a page."""
 
     def enter_thread(self) -> None:
-        """Called first in a thread that makes or maps pages."""
+        """Prepare the calling thread for creating and mapping pages."""
 
     def close(self) -> None:
-        """Give back what the space itself holds. Every page and range is back already."""
+        """Release what the space itself holds. All pages and ranges must have been released."""
 
 
 def open_space(device: torch.device, page_nbytes: int | None = None) -> Space:
-    """The space of a device; pages of the device's own size unless told otherwise."""
+    """Open the address space of a device, with pages of the device's own size by default."""
     if device.type == "cuda":
         return CudaSpace(device, page_nbytes)
 
@@ -77,43 +91,32 @@ def open_space(device: torch.device, page_nbytes: int | None = None) -> Space:
 
 
 def tensor_over(address: int, nbytes: int, device_type: int, index: int) -> torch.Tensor:
-    """Bytes at an address as a tensor, by DLPack: torch then asks no driver about the address."""
-    from penstock import _native
+    """Return the bytes at an address as a tensor.
 
+    It goes through DLPack, because torch then does not ask the driver about the address, which may
+    not be mapped yet.
+    """
     tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(
         _native.bytes_at(address, nbytes, device_type, index)
     )
     return tensor
 
 
-# --------
-# The space of host memory: pages of an anonymous file. Room: hold.
-#
-# It serves generation on a CPU, and it faults where a GPU would, so that what is tested over it
-# holds
-# on a GPU.
-
-PAGE_NBYTES = 64 * KiB
-"""The kernel deals in 4 KiB; a mapping for each of those would soon reach vm.max_map_count."""
-
-_DLPACK_CPU = 1
-
-
 class HostSpace:
-    """Pages of one memfd, by number."""
+    """Pages of one anonymous file (memfd), identified by their number in it."""
 
     def __init__(self, page_nbytes: int | None = None) -> None:
         unit = _native.page_nbytes()
-        self._page_nbytes = page_nbytes or round_up(PAGE_NBYTES, unit)
+        self._page_nbytes = page_nbytes or round_up(HOST_PAGE_NBYTES, unit)
         if self._page_nbytes % unit:
             raise SpaceError(
                 call="page_nbytes",
-                reason=f"{page_nbytes} is not a multiple of the kernel's {unit}",
-                advice="ask for one that is",
+                reason=f"{page_nbytes} is not a multiple of the kernel's page size, {unit}",
+                advice="use a multiple",
             )
         self._lock = threading.Lock()
         self._fd: int | None = _native.open_pages("penstock-kv")
-        self._made = 0  # under _lock, as is _holes
+        self._file_pages = 0  # guarded by _lock, like _holes
         self._holes: list[Page] = []
 
     @property
@@ -127,15 +130,16 @@ class HostSpace:
     def create(self) -> Page:
         with self._lock:
             fd = self._file
-            page = self._holes[-1] if self._holes else self._made
+            page = self._holes[-1] if self._holes else self._file_pages
             try:
-                if page == self._made:
+                if page == self._file_pages:
                     _native.extend_pages(fd, (page + 1) * self._page_nbytes)
+                # Commit now: memory that runs out later would end the process with SIGBUS.
                 _native.commit_pages(fd, page * self._page_nbytes, self._page_nbytes)
-            except OSError as failed:
-                raise _explain(failed, "free host memory or lower the budget") from None
-            if page == self._made:
-                self._made += 1
+            except OSError as error:
+                raise _space_error(error, "free host memory or lower the budget") from None
+            if page == self._file_pages:
+                self._file_pages += 1
             else:
                 self._holes.pop()
             return page
@@ -148,8 +152,9 @@ class HostSpace:
     def reserve(self, count: int) -> int:
         try:
             return _native.reserve_range(count * self._page_nbytes, self._page_nbytes)
-        except OSError as failed:
-            raise _explain(failed, "lower max_batch or max_context, or lift `ulimit -v`") from None
+        except OSError as error:
+            advice = "lower max_batch or max_context, or raise `ulimit -v`"
+            raise _space_error(error, advice) from None
 
     def release(self, address: int, count: int) -> None:
         _native.release_range(address, count * self._page_nbytes)
@@ -157,14 +162,14 @@ class HostSpace:
     def map(self, address: int, pages: Sequence[Page], *, writable: bool = True) -> None:
         unit = self._page_nbytes
         try:
-            for first, run in _runs(pages):
+            for first, run in _consecutive_runs(pages):
                 nbytes = len(run) * unit
                 _native.map_pages(
                     address + first * unit, nbytes, self._file, run[0] * unit, writable
                 )
-        except OSError as failed:
+        except OSError as error:
             self.unmap(address, len(pages))
-            raise _explain(failed, "raise vm.max_map_count, or use larger pages") from None
+            raise _space_error(error, "raise vm.max_map_count, or use larger pages") from None
 
     def unmap(self, address: int, count: int) -> None:
         if count:
@@ -173,14 +178,14 @@ class HostSpace:
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         return tensor_over(address, nbytes, _DLPACK_CPU, 0)
 
-    def clear(self, part: torch.Tensor) -> None:
+    def zero(self, part: torch.Tensor) -> None:
         part.zero_()
 
-    def settle(self) -> None:
-        """Work on the host is over when its call returns."""
+    def synchronize(self) -> None:
+        """Do nothing: work on the host is done when its call returns."""
 
     def enter_thread(self) -> None:
-        """A host thread needs nothing."""
+        """Do nothing: a host thread needs no preparation."""
 
     def close(self) -> None:
         if self._fd is not None:
@@ -190,12 +195,15 @@ class HostSpace:
     @property
     def _file(self) -> int:
         if self._fd is None:
-            raise SpaceError(call="the space", reason="it is closed", advice="make a new cache")
+            raise SpaceError(call="the space", reason="it is closed", advice="create a new cache")
         return self._fd
 
 
-def _runs(pages: Sequence[Page]) -> Iterator[tuple[int, Sequence[Page]]]:
-    """Neighbours in the file are one mapping: one system call, and one of vm.max_map_count."""
+def _consecutive_runs(pages: Sequence[Page]) -> Iterator[tuple[int, Sequence[Page]]]:
+    """Yield runs of pages that follow each other in the file, each with its position.
+
+    A run takes one system call, and counts once towards vm.max_map_count.
+    """
     start = 0
     for i in range(1, len(pages) + 1):
         if i == len(pages) or pages[i] != pages[i - 1] + 1:
@@ -203,40 +211,35 @@ def _runs(pages: Sequence[Page]) -> Iterator[tuple[int, Sequence[Page]]]:
             start = i
 
 
-def _explain(failed: OSError, advice: str) -> SpaceError:
-    call = str(failed.strerror).split(":")[0]
-    return SpaceError(call=call, reason=os.strerror(failed.errno or 0), advice=advice)
-
-
-# --------
-# The space of a GPU's memory, through the CUDA driver. Room: hold.
-#
-# The driver is an argument, so that everything but its own calls is tested without a GPU.
-
-_DLPACK_CUDA = 2
+def _space_error(error: OSError, advice: str) -> SpaceError:
+    call = str(error.strerror).split(":")[0]
+    return SpaceError(call=call, reason=os.strerror(error.errno or 0), advice=advice)
 
 
 class CudaSpace:
-    """Pages are allocations of the driver that have no address until they are mapped."""
+    """Pages of GPU memory: driver allocations that have no address until they are mapped.
+
+    The driver is an argument, so that everything but the driver itself is tested without a GPU.
+    """
 
     def __init__(
         self, device: torch.device, page_nbytes: int | None = None, driver: Any = None
     ) -> None:
         self._driver = driver or find_driver()
-        index = device.index if device.index is not None else self._current()
+        index = device.index if device.index is not None else self._current_index()
         self._index = index
-        self.enter_thread()  # starts CUDA: the driver's calls need its context
+        self.enter_thread()  # creates torch's CUDA context, which the driver's calls need
         self._check_support()
         self._properties = self._driver.CUmemAllocationProp()
         self._properties.type = self._driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self._locate(self._properties.location)
-        unit = self._ask_granularity()
+        self._set_location(self._properties.location)
+        unit = self._granularity()
         self._page_nbytes = page_nbytes or unit
         if self._page_nbytes % unit:
             raise SpaceError(
                 call="page_nbytes",
-                reason=f"{page_nbytes} is not a multiple of the driver's {unit}",
-                advice="ask for one that is, or for none",
+                reason=f"{page_nbytes} is not a multiple of the driver's granularity, {unit}",
+                advice="use a multiple, or leave it out",
             )
 
     @property
@@ -251,8 +254,8 @@ class CudaSpace:
         try:
             return int(self._call("cuMemCreate", self._page_nbytes, self._properties, 0))
         except SpaceError:
-            # torch keeps memory that its tensors no longer use; it may be what is missing.
-            self._let_torch_go()
+            # torch caches memory of freed tensors, which may be just what is missing.
+            self._empty_torch_cache()
             return int(self._call("cuMemCreate", self._page_nbytes, self._properties, 0))
 
     def destroy(self, page: Page) -> None:
@@ -265,18 +268,18 @@ class CudaSpace:
         self._call("cuMemAddressFree", address, count * self._page_nbytes)
 
     def map(self, address: int, pages: Sequence[Page], *, writable: bool = True) -> None:
-        done = 0
+        mapped = 0
         try:
             for page in pages:
-                at = address + done * self._page_nbytes
-                self._call("cuMemMap", at, self._page_nbytes, 0, page, 0)
-                done += 1
-            # Access is the dearest of the calls, and one call serves neighbours.
+                target = address + mapped * self._page_nbytes
+                self._call("cuMemMap", target, self._page_nbytes, 0, page, 0)
+                mapped += 1
+            # Setting access is the most expensive of the calls; one call covers all pages.
             rights = [self._access(writable)]
-            self._call("cuMemSetAccess", address, done * self._page_nbytes, rights, 1)
+            self._call("cuMemSetAccess", address, mapped * self._page_nbytes, rights, 1)
         except BaseException:
-            if done:
-                self._call("cuMemUnmap", address, done * self._page_nbytes)
+            if mapped:
+                self._call("cuMemUnmap", address, mapped * self._page_nbytes)
             raise
 
     def unmap(self, address: int, count: int) -> None:
@@ -286,14 +289,15 @@ class CudaSpace:
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         return tensor_over(address, nbytes, _DLPACK_CUDA, self._index)
 
-    def clear(self, part: torch.Tensor) -> None:
-        # A stream of its own, and waited for: the pages are published when they are zero.
+    def zero(self, part: torch.Tensor) -> None:
+        # On a stream of its own, so that it does not wait for the work of the computing thread; and
+        # waited for, because the caller publishes the page as zeroed when this returns.
         side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(side):
             part.zero_()
         side.synchronize()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
     def enter_thread(self) -> None:
@@ -301,17 +305,17 @@ class CudaSpace:
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """The driver holds nothing for a space itself."""
+        """Do nothing: the driver holds nothing for the space itself."""
 
-    def _current(self) -> int:
+    def _current_index(self) -> int:
         return torch.cuda.current_device()
 
-    def _let_torch_go(self) -> None:
+    def _empty_torch_cache(self) -> None:
         torch.cuda.empty_cache()
 
     def _access(self, writable: bool) -> Any:
         rights = self._driver.CUmemAccessDesc()
-        self._locate(rights.location)
+        self._set_location(rights.location)
         flags = self._driver.CUmemAccess_flags
         rights.flags = (
             flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -320,53 +324,55 @@ class CudaSpace:
         )
         return rights
 
-    def _locate(self, location: Any) -> None:
+    def _set_location(self, location: Any) -> None:
         location.type = self._driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         location.id = self._index
 
     def _check_support(self) -> None:
-        kinds = self._driver.CUdevice_attribute
-        wanted = kinds.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        attributes = self._driver.CUdevice_attribute
+        wanted = attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         device = self._call("cuDeviceGet", self._index)
         if not self._call("cuDeviceGetAttribute", wanted, device):
             raise SpaceError(
                 call="cuDeviceGetAttribute",
-                reason=f"GPU {self._index} has no virtual memory management",
-                advice="use transformers' own caches there, or another GPU",
+                reason=f"GPU {self._index} does not support virtual memory management",
+                advice="use one of transformers' own caches, or another GPU",
             )
 
-    def _ask_granularity(self) -> int:
-        kinds = self._driver.CUmemAllocationGranularity_flags
-        least = kinds.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        return int(self._call("cuMemGetAllocationGranularity", self._properties, least))
+    def _granularity(self) -> int:
+        flags = self._driver.CUmemAllocationGranularity_flags
+        minimum = flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return int(self._call("cuMemGetAllocationGranularity", self._properties, minimum))
 
     def _call(self, name: str, *args: Any) -> Any:
-        """One driver call. The bindings return the status and then what the call gives."""
-        status, *given = getattr(self._driver, name)(*args)
+        """Call the driver. Its bindings return a status, followed by the results."""
+        status, *results = getattr(self._driver, name)(*args)
         if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise SpaceError(call=name, reason=_name(status), advice=_ADVICE.get(name, _ASK))
-        return given[0] if given else None
+            advice = _ADVICE.get(name, _DEFAULT_ADVICE)
+            raise SpaceError(call=name, reason=_status_name(status), advice=advice)
+        return results[0] if results else None
 
 
-_ASK = "run `penstock doctor`, and report this with what it prints"
+_DEFAULT_ADVICE = "run `penstock doctor`, and report this error together with its output"
 
 _ADVICE = {
-    "cuMemCreate": "the GPU has no memory left; lower the budget or free what else is on it",
+    "cuMemCreate": "the GPU has no memory left; lower the budget or free other memory on the GPU",
     "cuMemAddressReserve": "lower max_batch or max_context",
 }
 
 
-def _name(status: Any) -> str:
+def _status_name(status: Any) -> str:
     return getattr(status, "name", None) or f"error {status}"
 
 
 def find_driver() -> Any:
-    """NVIDIA's bindings of the driver. Absent is an error that says what to install."""
+    """Import NVIDIA's bindings of the CUDA driver, or raise an error that says how to install."""
     try:
         return importlib.import_module("cuda.bindings.driver")
-    except ImportError as missing:
+    except ImportError as error:
         raise SpaceError(
             call="import cuda.bindings.driver",
-            reason=str(missing),
-            advice="`pip install cuda-bindings` in the version of your CUDA, or use device='cpu'",
+            reason=str(error),
+            advice="install the version for your CUDA with `pip install cuda-bindings`, or use "
+            "device='cpu'",
         ) from None

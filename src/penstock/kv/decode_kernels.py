@@ -1,13 +1,15 @@
 # mypy: ignore-errors
 # ruff: noqa: N803
-"""Attention of one new token a row, in Triton, and what goes with it. Room: hold.
+"""Triton kernels for passes that generate one token per row.
 
-A program reads a part of one row's keys and values for all query heads that share them, so that
-each byte is read once. Parts of a row are put together by a second, small kernel. Lengths and
-beginnings of rows are read on the device: a recorded launch serves rows as they grow.
+A program of `part_kernel` reads a part of one row's keys and values for all query heads that share
+them, so that each byte is read once. `join_kernel`, a second, small kernel, joins the parts of a
+row. Starts and lengths of rows are read on the device, so the launches in a CUDA graph serve rows
+as they grow.
 
-What lies beyond a row's end may have no memory behind it. Every load is masked by position, and
-none is made in order to be thrown away. Imported by `decode` only where Triton is there.
+Addresses beyond a row's end may have no memory. Every load is masked by position; none reads past
+the end to discard the result later. `penstock.kv.decode_attention` imports this module only where
+Triton is installed.
 """
 
 import triton
@@ -18,8 +20,10 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _span(ends, row, splits, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """The first key that a row's query sees, the end, and how many keys each part has: the row cut
-    evenly, in whole blocks. A row of no tokens is padding."""
+    """Return the first key that a row's query sees, the end, and the number of keys per part.
+
+    Rows are split evenly, in whole blocks. A row without tokens is padding.
+    """
     end = tl.load(ends + row)
     first = end * 0
     if WINDOW > 0:
@@ -30,10 +34,10 @@ def _span(ends, row, splits, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr):
-    """In units of log 2: the exponential of base 2 is the one that the GPU has."""
+    """Return scores in units of log 2, because GPUs compute exponentials to the base of 2."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if SOFTCAP:
-        e = tl.exp2(tl.abs(s) * (-2.0 * _LOG2E) / softcap)  # never above 1: nothing overflows
+        e = tl.exp2(tl.abs(s) * (-2.0 * _LOG2E) / softcap)  # at most 1, so nothing overflows
         tanh = (1.0 - e) / (1.0 + e)
         s = tl.where(s < 0, -tanh, tanh) * softcap
     return s * _LOG2E
@@ -44,15 +48,17 @@ def _read(
     q, key, value, low, high, scale, softcap, key_token, value_token,
     HEAD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values from `low` to below `high`, once: the highest score, the sum of weights in
-    units of its own, and the weighted sum of values."""
+    """Read keys and values from `low` to below `high` once.
+
+    Returns the highest score, the sum of weights relative to it, and the weighted sum of values.
+    """
     d, t = tl.arange(0, q.shape[1]), tl.arange(0, BLOCK)
     top = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
     for begin in tl.range(low, high, BLOCK, num_stages=STAGES):
         seen = begin + t < high
-        token = tl.minimum(begin + t, high - 1).to(tl.int64)  # no pointer leaves the row
+        token = tl.minimum(begin + t, high - 1).to(tl.int64)  # keep all pointers inside the row
         mask = seen[:, None] & (d < HEAD)[None, :]
         k = tl.load(key + token[:, None] * key_token + d[None, :], mask=mask, other=0.0)
         v = tl.load(value + token[:, None] * value_token + d[None, :], mask=mask, other=0.0)
@@ -75,9 +81,12 @@ def part_kernel(
     WHOLE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: shared heads, rows, parts; WHOLE: rows are not cut. Heads come first since those of one
-    token are neighbours in memory and are then read at about the same time. The number of parts is
-    no constant: each would be compiled for, and there are many."""
+    """Attend over one part of each row. Grid: shared heads, rows, parts.
+
+    With WHOLE, rows are not split. Heads come first in the grid because those of one token are
+    adjacent in memory, and are then read at about the same time. The number of parts is not a
+    constant, because the kernel would be compiled for each of many values.
+    """
     shared, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, end, size = _span(ends, row, splits, WINDOW, BLOCK)
     low = first + part * size
@@ -103,7 +112,7 @@ def part_kernel(
             tl.store(partial + at[:, None] * HEAD + d[None, :], acc, mask=here)
             tl.store(tops + at, top, mask=g < GROUP)
             tl.store(sums + at, total, mask=g < GROUP)
-    elif WHOLE:  # a row of no tokens
+    elif WHOLE:  # a row without tokens
         none = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32).to(out.dtype.element_ty)
         tl.store(out + which[:, None] * HEAD + d[None, :], none, mask=here)
 
@@ -114,8 +123,10 @@ def join_kernel(
     HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: query heads, rows. All parts in one load: one after the other they would cost a wait
-    for memory each."""
+    """Join the parts of each row. Grid: query heads, rows.
+
+    All parts are read in one load: one after the other, each would wait for memory.
+    """
     row = tl.program_id(1)
     which = row * tl.num_programs(0) + tl.program_id(0)
     first, end, size = _span(ends, row, splits, WINDOW, BLOCK)
@@ -140,7 +151,7 @@ def write_kernel(
     to_key_token, to_key_head, to_value_token, to_value_head,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows. Keys and values of one new token, to its place in the cache."""
+    """Write the keys and values of one new token per row to the cache. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(places + row).to(tl.int64)
     h, d = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, HEAD_PAD)[None, :]
@@ -157,8 +168,11 @@ def blend_kernel(
     first_row, first_head, first_query, second_row, second_head, second_query,
     HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks of queries, heads, rows. Two parts of attention become one: each counts by its
-    share of the sum of weights, of which logarithms are given."""
+    """Join two parts of attention. Grid: blocks of queries, heads, rows.
+
+    Each part is weighted by its share of the sum of weights; `above` and `below` are the logarithms
+    of these sums for the first and the second part.
+    """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     t, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, HEAD_PAD)
     heads = tl.num_programs(1)

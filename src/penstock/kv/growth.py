@@ -1,9 +1,10 @@
-"""Pages mapped ahead of need, by a thread beside the one that computes. Room: hold.
+"""Map pages ahead of need, in a background thread.
 
-Making, mapping and zeroing a page takes the driver tens of microseconds: too long between two
-tokens, nothing beside one. The thread takes a wish, claims the slot under the keeper's lock, works
-without the lock, and publishes under it. Whoever else wants that slot waits for the claim to end.
-It waits on a condition, ends when told to, and an exception in it is raised at the next `prepare`.
+Creating, mapping and zeroing a page takes the driver tens of microseconds. That is too long between
+two tokens, but costs nothing while the GPU computes. The thread takes a request, claims the slot
+under the lock of the `SequenceTable`, works without the lock, and publishes the page under the lock
+again. Everyone else who wants the slot waits until the claim ends. An exception in the thread is
+raised by the next `prepare`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from penstock.kv.slots import Slot
 
 
 class Grower:
-    """Maps one page at a time behind the slots that wish for it."""
+    """Maps one page at a time for the slots that want more.
+
+    `lock` is the lock of the `SequenceTable`, and guards the slots as well as the fields here.
+    `wants` decides, under the lock, whether a slot wants another page.
+    """
 
     def __init__(
         self,
@@ -30,47 +35,52 @@ class Grower:
         wants: Callable[[Slot], bool],
     ) -> None:
         self._lock, self._table, self._pool, self._wants = lock, table, pool, wants
-        self._wishes: deque[Slot] = deque()  # under _lock, as are the four below
+        self._requests: deque[Slot] = deque()  # guarded by _lock, like the four fields below
         self._waiting = 0
         self._failure: BaseException | None = None
         self._closing = False
         self.mapped = 0
-        """Pages that were there before they were asked for."""
+        """Number of pages that were mapped before they were needed."""
         self._thread = threading.Thread(target=self._run, name="penstock-kv-growth", daemon=True)
         self._thread.start()
 
-    def wish(self, slot: Slot) -> None:
-        """Ask for one more page behind a slot, if it still wants one then. Under the lock."""
-        if slot not in self._wishes and self._wants(slot):
-            self._wishes.append(slot)
+    def request(self, slot: Slot) -> None:
+        """Request one more page for a slot, if it wants one. The caller holds the lock."""
+        if slot not in self._requests and self._wants(slot):
+            self._requests.append(slot)
             self._lock.notify_all()
 
-    def still(self, slots: Iterable[Slot]) -> None:
-        """Return when the thread has let go of all these slots at once. Under the lock, which it
-        gives up meanwhile; until the caller gives it up again, the thread claims none of them."""
+    def wait_for(self, slots: Iterable[Slot]) -> None:
+        """Wait until the thread works on none of these slots. The caller holds the lock.
+
+        The lock is released while waiting. After the return, the thread claims none of the slots
+        until the caller releases the lock.
+        """
         slots = list(slots)
         if not any(slot.growing for slot in slots):
             return
-        self._waiting += 1  # no new claims, or one slot is still when the next no longer is
+        # No new claims while someone waits: otherwise the thread could claim one of the slots again
+        # before it is done with the next.
+        self._waiting += 1
         while any(slot.growing for slot in slots):
             self._lock.wait()
         self._waiting -= 1
         self._lock.notify_all()
 
     def raise_failure(self) -> None:
-        """Raise what went wrong in the thread, once. Under the lock."""
+        """Raise what went wrong in the thread, once. The caller holds the lock."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise GrowthError(
-                f"growing the cache ahead of need failed: {failure}. Nothing was lost; prepare "
-                f"again and the page is asked for at once"
+                f"mapping a page ahead of need failed: {failure}. No tokens were lost; call "
+                f"prepare again, which maps the page itself"
             ) from failure
 
     def close(self) -> None:
-        """End the thread. Not under the lock: the thread needs it to end."""
+        """End the thread. The caller does not hold the lock: the thread needs it to end."""
         with self._lock:
             self._closing = True
-            self._wishes.clear()
+            self._requests.clear()
             self._lock.notify_all()
         self._thread.join()
 
@@ -79,27 +89,28 @@ class Grower:
             self._pool.space.enter_thread()
             while (claimed := self._claim()) is not None:
                 self._grow(*claimed)
-        except BaseException as failed:  # a mistake of ours must not end as silence
+        except BaseException as error:  # even a bug here must reach the caller
             with self._lock:
-                self._failure = failed
+                self._failure = error
 
     def _claim(self) -> tuple[Slot, Page] | None:
-        """The next slot that wants a page, claimed, and the page; None at the end."""
+        """Claim the next slot that wants a page, and allocate the page. Return None at the end."""
         with self._lock:
             while not self._closing:
-                if not self._wishes or self._waiting:
+                if not self._requests or self._waiting:
                     self._lock.wait()
                     continue
-                slot = self._wishes.popleft()
-                # Unmapping blanks would have to wait for the device: left to `prepare`.
+                slot = self._requests.popleft()
+                # Unmapping blank pages would have to wait for the device: `prepare` does it.
                 if slot.blanks or not self._wants(slot):
                     continue
                 try:
-                    page = self._pool.take(1)[0]  # under the lock: `prepare` counts what is free
+                    # Under the lock, because `prepare` counts the free pages.
+                    page = self._pool.allocate(1)[0]
                 except CacheFull:
-                    continue  # what is ahead of need is never worth taking from others
-                except Exception as failed:
-                    self._failure = failed
+                    continue  # pages ahead of need are not worth reclaiming others
+                except Exception as error:
+                    self._failure = error
                     continue
                 slot.growing = True
                 return slot, page
@@ -109,15 +120,15 @@ class Grower:
         failure = None
         try:
             self._table.map_ahead(slot, page)
-        except Exception as failed:
-            failure = failed
+        except Exception as error:
+            failure = error
         with self._lock:
             slot.growing = False
             if failure is None:
                 slot.pages.append(page)
                 self.mapped += 1
-                self.wish(slot)
+                self.request(slot)
             else:
-                self._pool.give([page])
+                self._pool.release([page])
                 self._failure = failure
             self._lock.notify_all()

@@ -1,7 +1,7 @@
-"""Pages under a budget, counted. Room: hold.
+"""A pool of pages under a budget.
 
-One pool may serve several users of a device: what one gives back the next may take. A page may
-have several holders, and is free when the last has let it go.
+Several caches of one device may share a pool: pages that one releases, another may allocate. A page
+may have several holders, and is free when the last of them has released it.
 """
 
 from __future__ import annotations
@@ -14,58 +14,61 @@ from penstock.kv.errors import CacheFull
 
 
 class PagePool:
-    """Makes pages up to a budget and keeps those that are free for the next taker."""
+    """Creates pages up to a budget of `nbytes`, and keeps free ones for reuse."""
 
     def __init__(self, space: Space, nbytes: int) -> None:
         self.space = space
         self._lock = threading.Lock()
-        self._total = nbytes // space.page_nbytes  # under _lock, as is all below
+        self._total = nbytes // space.page_nbytes  # guarded by _lock, like the fields below
         self._idle: list[Page] = []
         self._holders: dict[Page, int] = {}
 
     @property
     def total(self) -> int:
-        """Pages the budget allows."""
+        """Number of pages that the budget allows."""
         return self._total
 
     @property
     def used(self) -> int:
-        """Pages that someone holds."""
+        """Number of pages that someone holds."""
         return len(self._holders)
 
     @property
     def free(self) -> int:
-        """Pages that could be taken now, made already or not."""
+        """Number of pages that could be allocated now, whether they exist already or not."""
         return self._total - len(self._holders)
 
     @property
     def idle(self) -> int:
-        """Pages that are made, and so cost memory, while nobody holds them."""
+        """Number of pages that exist, and so cost memory, but that nobody holds."""
         return len(self._idle)
 
-    def take(self, count: int, *, what: str = "a taker") -> list[Page]:
-        """`count` pages with one holder each. All or none: CacheFull, or what the device says."""
+    def allocate(self, count: int, *, what: str = "an allocation") -> list[Page]:
+        """Allocate `count` pages with one holder each.
+
+        Allocates all of them or none: raises CacheFull, or the error of the device.
+        """
         with self._lock:
             if count > self.free:
                 raise self._full(what, count)
-            taken: list[Page] = []
+            pages: list[Page] = []
             try:
                 for _ in range(count):
-                    taken.append(self._idle.pop() if self._idle else self.space.create())
+                    pages.append(self._idle.pop() if self._idle else self.space.create())
             except BaseException:
-                self._idle.extend(taken)
+                self._idle.extend(pages)
                 raise
-            self._holders.update(dict.fromkeys(taken, 1))
-            return taken
+            self._holders.update(dict.fromkeys(pages, 1))
+            return pages
 
     def share(self, pages: Iterable[Page]) -> None:
-        """One more holder for each."""
+        """Add one holder to each page."""
         with self._lock:
             for page in pages:
                 self._holders[page] += 1
 
-    def give(self, pages: Iterable[Page]) -> None:
-        """One holder fewer for each. The giver has unmapped them."""
+    def release(self, pages: Iterable[Page]) -> None:
+        """Remove one holder from each page. The holder must have unmapped them."""
         with self._lock:
             for page in pages:
                 self._holders[page] -= 1
@@ -74,11 +77,12 @@ class PagePool:
                     self._idle.append(page)
 
     def holders(self, page: Page) -> int:
+        """Return how many holders a page has."""
         with self._lock:
             return self._holders[page]
 
     def resize(self, nbytes: int, *, what: str = "the new budget") -> None:
-        """A new budget. What is idle beyond it goes back to the device."""
+        """Set a new budget. Idle pages beyond it are returned to the device."""
         total = nbytes // self.space.page_nbytes
         with self._lock:
             if total < self.used:
@@ -94,8 +98,11 @@ class PagePool:
                 self.space.destroy(self._idle.pop())
 
     def close(self, *, lost: bool = False) -> None:
-        """Give every page back to the device. Nobody holds one any more, or they are `lost`: held
-        by a cache that broke, and mapped nowhere."""
+        """Return every page to the device.
+
+        Nobody may hold a page any more, unless pages are `lost`: held by a cache that broke, and
+        mapped nowhere.
+        """
         with self._lock:
             assert lost or not self._holders, f"{len(self._holders)} pages are still held"
             self._idle.extend(self._holders)

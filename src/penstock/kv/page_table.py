@@ -1,7 +1,7 @@
-"""Which page shows in which row. Room: hold.
+"""Which page is mapped in which row.
 
-It maps and unmaps, and knows nothing of sequences or budgets: the keeper says what is to be where,
-and holds the pages.
+The page table maps and unmaps. It knows nothing about sequences or budgets: the `SequenceTable`
+decides what is mapped where, and holds the pages.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from penstock.kv.slots import Slot
 
 
 class PageTable:
-    """One reserved range of `count` rows, one row more of which only the first token ever has
-    memory, and one page beside them to copy through."""
+    """A reserved range of `count` rows, followed by two places of its own.
+
+    After the rows comes one more row, of which only the first token ever has memory: padding rows
+    of a decode batch write there. After that comes the workbench, one page through which pages are
+    copied.
+    """
 
     def __init__(self, space: Space, layout: Layout, count: int) -> None:
         self._space, self._row_pages, self._rows = space, layout.row_pages, count
@@ -30,148 +34,164 @@ class PageTable:
         self.slots = [Slot(i) for i in range(count)]
 
     def rows(self) -> torch.Tensor:
-        """The bytes of all rows, one behind the other, the one for padding last. Mapped where pages
-        are, and only there."""
+        """Return the bytes of all rows, the scratch row last. Only mapped pages may be touched."""
         return self._bytes[: (self._num_pages - 1) * self._unit]
 
+    def part(self, slot: Slot, nbytes: int) -> torch.Tensor:
+        """Return the first bytes of a row."""
+        start = slot.index * self._row_pages * self._unit
+        return self._bytes[start : start + nbytes]
+
+    # Growing and shrinking a row
+
     def append(self, slot: Slot, pages: Sequence[Page]) -> None:
-        """More pages behind a row's own, zeroed: see the note on zeros in `keeper`."""
+        """Map more pages after a row's own, and zero them: see `penstock.kv.sequences`."""
         if not pages:
             return
         self._uncover(slot)
         first = len(slot.pages)
-        self._space.map(self._at(slot, first), pages)
+        self._space.map(self._address_of(slot, first), pages)
         slot.pages.extend(pages)
         self.zero(slot, first, len(slot.pages))
 
     def map_ahead(self, slot: Slot, page: Page) -> None:
-        """The background thread's half of `append`: maps and zeroes, and leaves `slot` alone."""
+        """Map and zero a page after a row's own, without changing `slot`.
+
+        The background thread calls this without the lock; it updates the slot under the lock
+        afterwards.
+        """
         first = len(slot.pages)
-        self._space.map(self._at(slot, first), [page])
+        self._space.map(self._address_of(slot, first), [page])
         try:
-            self._space.clear(self._part(slot, first, first + 1))
+            self._space.zero(self._bytes_of(slot, first, first + 1))
         except BaseException:
-            self._space.unmap(self._at(slot, first), 1)
+            self._space.unmap(self._address_of(slot, first), 1)
             raise
 
     def truncate(self, slot: Slot, count: int) -> list[Page]:
-        """Unmap a row's pages from number `count` on, and return them."""
+        """Unmap all but the first `count` pages of a row, and return them."""
         self._uncover(slot)
-        gone = slot.pages[count:]
-        if gone:
-            self._space.settle()
-            self._space.unmap(self._at(slot, count), len(gone))
+        removed = slot.pages[count:]
+        if removed:
+            self._space.synchronize()  # kernels in flight may still read the pages
+            self._space.unmap(self._address_of(slot, count), len(removed))
             del slot.pages[count:]
-        return gone
+        return removed
+
+    def abandon(self, slot: Slot) -> list[Page]:
+        """Unmap all pages of a row that may have lost some of them, and return them."""
+        self._space.synchronize()
+        for position in range(len(slot.pages) + slot.blanks):
+            with contextlib.suppress(SpaceError):
+                self._space.unmap(self._address_of(slot, position), 1)
+        removed, slot.pages, slot.blanks = slot.pages, [], 0
+        return removed
+
+    def cover(self, slot: Slot, count: int, blank: Page) -> None:
+        """Make the first `count` pages of a row readable: map the blank page where it has none."""
+        missing = count - len(slot.pages) - slot.blanks
+        if missing > 0:
+            address = self._address_of(slot, len(slot.pages) + slot.blanks)
+            self._space.map(address, [blank] * missing, writable=False)
+            slot.blanks += missing
+
+    def _uncover(self, slot: Slot) -> None:
+        if slot.blanks:
+            self._space.synchronize()
+            self._space.unmap(self._address_of(slot, len(slot.pages)), slot.blanks)
+            slot.blanks = 0
+
+    # Moving pages
 
     def rearrange(self, contents: Mapping[Slot, Sequence[Page]]) -> None:
-        """Give rows new pages, in one go. Pages that stay where they are cost nothing."""
-        self._space.settle()
-        with _no_way_back():
+        """Give rows new pages, all rows in one step. Pages that stay in place cost nothing."""
+        self._space.synchronize()
+        with _irreversible():
             for slot, pages in contents.items():
                 self._uncover(slot)
-                for start, end in _differing(slot.pages, pages):
-                    self._space.unmap(self._at(slot, start), end - start)
+                for start, end in _differing_runs(slot.pages, pages):
+                    self._space.unmap(self._address_of(slot, start), end - start)
             for slot, pages in contents.items():
-                for start, end in _differing(pages, slot.pages):
-                    self._space.map(self._at(slot, start), pages[start:end])
+                for start, end in _differing_runs(pages, slot.pages):
+                    self._space.map(self._address_of(slot, start), pages[start:end])
                 slot.pages = list(pages)
 
     def replace_by_copy(self, slot: Slot, position: int, page: Page) -> Page:
-        """Copy a row's page into `page` and show that instead; returns the one that was there."""
-        bench = self._address + (self._num_pages - 1) * self._unit
-        self._space.map(bench, [page])
-        try:
-            self._bytes[-self._unit :].copy_(self._part(slot, position, position + 1))
-            self._space.settle()
-        finally:
-            self._space.unmap(bench, 1)
+        """Copy a row's page into `page`, map that instead, and return the page that was there."""
+        with self._on_workbench(page) as workbench:
+            workbench.copy_(self._bytes_of(slot, position, position + 1))
         old = slot.pages[position]
-        with _no_way_back():
-            self._space.unmap(self._at(slot, position), 1)
-            self._space.map(self._at(slot, position), [page])
+        with _irreversible():
+            self._space.unmap(self._address_of(slot, position), 1)
+            self._space.map(self._address_of(slot, position), [page])
         slot.pages[position] = page
         return old
 
     def zero_page(self, page: Page) -> None:
         """Zero a page that is in no row."""
-        bench = self._address + (self._num_pages - 1) * self._unit
-        self._space.map(bench, [page])
-        try:
-            self._bytes[-self._unit :].zero_()
-            self._space.settle()
-        finally:
-            self._space.unmap(bench, 1)
+        with self._on_workbench(page) as workbench:
+            workbench.zero_()
 
-    def show_scratch(self, pages: Sequence[Page]) -> None:
-        """Memory for the first token of the row behind all others, to be written and never read."""
+    def zero(self, slot: Slot, start: int, end: int) -> None:
+        """Zero pages `start` to `end` of a row."""
+        if end > start:
+            self._bytes_of(slot, start, end).zero_()
+
+    @contextlib.contextmanager
+    def _on_workbench(self, page: Page) -> Iterator[torch.Tensor]:
+        """Map a page at the workbench inside the block, and wait for work on it at the end."""
+        address = self._address + (self._num_pages - 1) * self._unit
+        self._space.map(address, [page])
+        try:
+            yield self._bytes[-self._unit :]
+            self._space.synchronize()
+        finally:
+            self._space.unmap(address, 1)
+
+    # The scratch row
+
+    def map_scratch(self, pages: Sequence[Page]) -> None:
+        """Map memory for the first token of the scratch row, which is written and never read."""
         self._space.map(self._scratch, pages)
 
-    def hide_scratch(self, count: int) -> None:
-        self._space.settle()
+    def unmap_scratch(self, count: int) -> None:
+        """Unmap the pages of the scratch row."""
+        self._space.synchronize()
         self._space.unmap(self._scratch, count)
 
     @property
     def _scratch(self) -> int:
         return self._address + self._rows * self._row_pages * self._unit
 
-    def cover(self, slot: Slot, count: int, blank: Page) -> None:
-        """Make the first `count` pages of a row readable, the blank page standing for the rest."""
-        missing = count - len(slot.pages) - slot.blanks
-        if missing > 0:
-            at = self._at(slot, len(slot.pages) + slot.blanks)
-            self._space.map(at, [blank] * missing, writable=False)
-            slot.blanks += missing
-
-    def zero(self, slot: Slot, start: int, end: int) -> None:
-        if end > start:
-            self._part(slot, start, end).zero_()
-
-    def part(self, slot: Slot, nbytes: int) -> torch.Tensor:
-        """The first bytes of a row."""
-        start = slot.index * self._row_pages * self._unit
-        return self._bytes[start : start + nbytes]
-
-    def abandon(self, slot: Slot) -> list[Page]:
-        """`truncate` to nothing, of a row that may have lost some of its pages."""
-        self._space.settle()
-        for position in range(len(slot.pages) + slot.blanks):
-            with contextlib.suppress(SpaceError):
-                self._space.unmap(self._at(slot, position), 1)
-        gone, slot.pages, slot.blanks = slot.pages, [], 0
-        return gone
-
     def close(self) -> None:
-        """Give the range back. Every row is empty already; tensors over it must not be used."""
+        """Release the range. Every row must be empty; tensors over it must not be used again."""
         self._space.release(self._address, self._num_pages)
 
-    def _uncover(self, slot: Slot) -> None:
-        if slot.blanks:
-            self._space.settle()
-            self._space.unmap(self._at(slot, len(slot.pages)), slot.blanks)
-            slot.blanks = 0
-
-    def _at(self, slot: Slot, page: int) -> int:
+    def _address_of(self, slot: Slot, page: int) -> int:
         return self._address + (slot.index * self._row_pages + page) * self._unit
 
-    def _part(self, slot: Slot, start: int, end: int) -> torch.Tensor:
+    def _bytes_of(self, slot: Slot, start: int, end: int) -> torch.Tensor:
         first = slot.index * self._row_pages
         return self._bytes[(first + start) * self._unit : (first + end) * self._unit]
 
 
 @contextlib.contextmanager
-def _no_way_back() -> Iterator[None]:
-    """Between taking pages away and showing others a row is neither old nor new."""
+def _irreversible() -> Iterator[None]:
+    """Turn any error inside the block into BrokenCacheError.
+
+    Between unmapping pages and mapping others, a row has neither its old nor its new contents, and
+    the unmapping cannot be undone.
+    """
     try:
         yield
-    except Exception as failed:
+    except Exception as error:
         raise BrokenCacheError(
-            f"a row was left without its pages ({failed}); close the cache and make a new one"
-        ) from failed
+            f"a row was left without its pages ({error}); close the cache and create a new one"
+        ) from error
 
 
-def _differing(old: Sequence[Page], new: Sequence[Page]) -> Iterator[tuple[int, int]]:
-    """Runs of positions where `old` has a page that `new` has not there."""
+def _differing_runs(old: Sequence[Page], new: Sequence[Page]) -> Iterator[tuple[int, int]]:
+    """Yield runs of positions where `old` has a page that `new` does not have there."""
     start = None
     for i, page in enumerate(old):
         same = i < len(new) and new[i] == page

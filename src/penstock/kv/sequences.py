@@ -1,19 +1,21 @@
-"""Sequences come, grow, share, move, leave. Room: hold.
+"""The sequences of a cache: how they are admitted, grow, share pages, move and leave.
 
-Note on zeros. A padded kernel multiplies what lies behind a short row by zero, and zero times a
-stray NaN is NaN. So a page is zeroed whenever it comes to another sequence: behind a row's end
-there is nothing but zeros and what that sequence itself once wrote.
+`SequenceTable` decides which slot holds which pages. The functions below it move sequences between
+rows, reclaim pages that nobody needs, move sequences to host memory, and count pages.
 
-One lock guards everything. Device work is done under it, except the background thread's, which
-claims its slot first.
+Why pages are zeroed: a kernel over padded rows multiplies what comes after a short row by zero, and
+zero times a stray NaN is NaN. So a page is zeroed whenever it is given to another sequence. After a
+row's end there is nothing but zeros and what that sequence itself once wrote.
+
+Locks: one lock guards everything. Device work is done under it, except that of the background
+thread (`penstock.kv.growth`), which claims its slot first.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Listed
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,86 +37,90 @@ from penstock.kv.page_table import PageTable
 from penstock.kv.slots import Sequence, Slot
 from penstock.memory.arena import Arena
 
-MAX_AHEAD = 64
-"""Pages mapped ahead of one sequence, at most: beyond it a long prompt would hoard."""
+MAX_PAGES_AHEAD = 64
+"""Maximum number of pages mapped ahead of one sequence: without it a long prompt would hoard."""
 
 Needs = list[tuple[Sequence, int]]
-"""Sequences, each with the number of tokens it shall be able to hold."""
+"""Sequences, each with the number of tokens that it must be able to hold."""
 
 
 class SequenceTable:
-    """Who holds which pages. The cache's methods are explained there."""
+    """The sequences of one cache, and the pages that each of them holds.
+
+    Most methods implement those of the same name in `VirtualCache`, where they are explained.
+    """
 
     def __init__(self, pool: PagePool, layout: Layout, slots: int) -> None:
         self.pool, self.layout = pool, layout
-        self.table = PageTable(pool.space, layout, slots)
+        self.page_table = PageTable(pool.space, layout, slots)
         self.lock = threading.Condition()
-        self._turn = threading.RLock()  # taken before `lock`: callers come one after the other,
-        # also while one of them waits for the background thread and has given `lock` up
+        # Acquired before `lock`. Operations exclude each other even while one of them waits for the
+        # background thread, for which it releases `lock`.
+        self._operation = threading.RLock()
         self._blank: Page | None = None
         self._scratch: list[Page] = []
         self._broken: BrokenCacheError | None = None
         self.mapped_inline = 0
-        """Pages that had to be waited for."""
-        self.grower = Grower(self.lock, self.table, pool, self._wants_more)
+        """Number of pages that a caller had to wait for."""
+        self.grower = Grower(self.lock, self.page_table, pool, self._wants_more)
 
-    # Coming and going
+    # Admitting and finishing
 
     def admit(self, prefix: tuple[Sequence, int] | None, expect: int) -> Sequence:
-        with self.whole():
+        with self.exclusive():
             shared: list[Page] = []
             if prefix is not None:
                 donor, length = prefix
                 row = self.slot_of(donor)
                 if not 0 < length <= donor.length:
                     raise SequenceError(
-                        f"a prefix of {length} tokens was asked of a sequence that has "
-                        f"{donor.length}; share from 1 to that many"
+                        f"cannot share a prefix of {length} tokens with a sequence of "
+                        f"{donor.length}; share 1 to {donor.length} tokens"
                     )
                 shared = row.pages[: self.layout.pages_for(length)]
             else:
                 length = 0
-            slot = best_fit(self, 0 if shared else self.layout.pages_for(expect))
-            self.furnish(slot, shared)
+            slot = find_slot(self, 0 if shared else self.layout.pages_for(expect))
+            self.reset_slot(slot, shared)
             sequence = Sequence(length=length, prepared=length, _slot=slot)
             slot.sequence = sequence
             return sequence
 
     def finish(self, sequence: Sequence) -> None:
-        with self.whole():
+        with self.exclusive():
             if sequence._slot is not None:
                 sequence._slot.sequence = None
             sequence._slot, sequence._saved, sequence._finished = None, None, True
 
     def advance(self, kept: Iterable[tuple[Sequence, int]]) -> None:
-        with self.whole():
+        with self.exclusive():
             kept = list(kept)
             for sequence, tokens in kept:
                 self.slot_of(sequence)
                 if not 0 <= tokens <= sequence.room:
                     raise SequenceError(
-                        f"{tokens} tokens were kept of a sequence prepared for {sequence.room}; "
-                        f"call prepare before the model runs"
+                        f"cannot keep {tokens} new tokens of a sequence that is prepared for "
+                        f"{sequence.room}; call prepare before the model runs"
                     )
             for sequence, tokens in kept:
                 sequence.length += tokens
                 sequence.prepared = sequence.length
-                self.grower.wish(self.slot_of(sequence))
+                self.grower.request(self.slot_of(sequence))
 
     def crop(self, sequence: Sequence, length: int) -> None:
-        """Forget all but the first `length` tokens. Their pages are ahead of need then."""
-        with self.whole():
+        """Drop all but the first `length` tokens. The pages of the others are ahead of need."""
+        with self.exclusive():
             self.slot_of(sequence)
             if not 0 <= length <= sequence.length:
                 raise SequenceError(
-                    f"a sequence of {sequence.length} tokens cannot be cut to {length}"
+                    f"a sequence of {sequence.length} tokens cannot be cropped to {length}"
                 )
             sequence.length = sequence.prepared = length
 
     # Growing
 
     def prepare(self, new: Iterable[tuple[Sequence, int]]) -> None:
-        with self.whole():
+        with self.exclusive():
             self.grower.raise_failure()
             needs: Needs = []
             for sequence, tokens in new:
@@ -125,64 +131,67 @@ class SequenceTable:
                         length=sequence.length, new=tokens, limit=self.layout.max_context
                     )
                 needs.append((sequence, end))
-            self.commit(needs)
+            self.map_needed(needs)
             for sequence, end in needs:
                 sequence.lookahead = end - sequence.length
-                self.grower.wish(self.slot_of(sequence))
+                self.grower.request(self.slot_of(sequence))
 
-    def commit(self, needs: Needs) -> None:
-        """Give each sequence pages of its own from its length to its need. All or nothing."""
+    def map_needed(self, needs: Needs) -> None:
+        """Give each sequence pages of its own from its length to its need: to all or to none."""
         before = [(sequence, sequence.prepared) for sequence, _ in needs]
-        self.grower.still(self.slot_of(sequence) for sequence, _ in needs)
+        self.grower.wait_for(self.slot_of(sequence) for sequence, _ in needs)
         for sequence, end in needs:
-            sequence.prepared = max(sequence.prepared, end)  # so that reclaiming spares its pages
-        lengths = {s: len(self.slot_of(s).pages) for s, _ in needs}
-        lacking = [need for need in needs if not self._has(*need)]  # few, when one token is asked
+            # Set before reclaiming, so that reclaiming spares the pages of these sequences.
+            sequence.prepared = max(sequence.prepared, end)
+        page_counts = {s: len(self.slot_of(s).pages) for s, _ in needs}
+        lacking = [need for need in needs if not self._has_pages(*need)]  # few, for one token each
         try:
             missing = self._count_missing(lacking)
             if missing > self.pool.free:
-                self.grower.still(self.table.slots)  # it may be mapping what is missing
+                # The background thread may be mapping the pages that seem to be missing.
+                self.grower.wait_for(self.page_table.slots)
                 missing = self._count_missing(lacking)
             ensure_free(self, missing)
-            new = sum(self._commit_one(sequence, end) for sequence, end in lacking)
+            new = sum(self._map_for(sequence, end) for sequence, end in lacking)
         except BrokenCacheError:
             raise
         except BaseException:
             for sequence, prepared in before:
                 sequence.prepared = prepared
-                self.pool.give(self.table.truncate(self.slot_of(sequence), lengths[sequence]))
+                slot = self.slot_of(sequence)
+                self.pool.release(self.page_table.truncate(slot, page_counts[sequence]))
             raise
         self.mapped_inline += new
 
-    def _has(self, sequence: Sequence, end: int) -> bool:
-        """Whether it has pages up to there already, and shares none that it would write."""
+    def _has_pages(self, sequence: Sequence, end: int) -> bool:
+        """Return whether it has pages up to `end`, and shares none of those it would write."""
         pages = self.slot_of(sequence).pages
         return self.layout.pages_for(end) <= len(pages) and all(
-            self.pool.holders(pages[i]) == 1 for i in self._written(sequence, end)
+            self.pool.holders(pages[i]) == 1 for i in self._written_pages(sequence, end)
         )
 
-    def _commit_one(self, sequence: Sequence, end: int) -> int:
-        """Returns how many pages were mapped behind the others."""
+    def _map_for(self, sequence: Sequence, end: int) -> int:
+        """Copy shared pages that would be written, and append pages; return how many."""
         slot = self.slot_of(sequence)
-        for position in self._written(sequence, end):
+        for position in self._written_pages(sequence, end):
             if self.pool.holders(slot.pages[position]) > 1:
-                page = self.pool.take(1)
+                page = self.pool.allocate(1)
                 try:
-                    old = self.table.replace_by_copy(slot, position, page[0])
+                    old = self.page_table.replace_by_copy(slot, position, page[0])
                 except BaseException:
-                    self.pool.give(page)
+                    self.pool.release(page)
                     raise
-                self.pool.give([old])
-        pages = self.pool.take(max(0, self.layout.pages_for(end) - len(slot.pages)))
+                self.pool.release([old])
+        pages = self.pool.allocate(max(0, self.layout.pages_for(end) - len(slot.pages)))
         try:
-            self.table.append(slot, pages)
+            self.page_table.append(slot, pages)
         except BaseException:
-            self.pool.give(pages)
+            self.pool.release(pages)
             raise
         return len(pages)
 
-    def _written(self, sequence: Sequence, end: int) -> range:
-        """The positions of pages it has that would be written."""
+    def _written_pages(self, sequence: Sequence, end: int) -> range:
+        """Return the positions of existing pages that writing up to `end` would change."""
         if end <= sequence.length:
             return range(0)
         have = len(self.slot_of(sequence).pages)
@@ -191,47 +200,87 @@ class SequenceTable:
         )
 
     def _count_missing(self, needs: Needs) -> int:
-        """Pages to take: new ones, and one per write to a shared page, save by its last holder."""
+        """Count the pages to allocate: new ones, and copies of shared pages that are written.
+
+        The last holder of a shared page that is written keeps the original.
+        """
         missing, writers = 0, Counter[Page]()
         for sequence, end in needs:
             pages = self.slot_of(sequence).pages
             missing += max(0, self.layout.pages_for(end) - len(pages))
-            writers.update(pages[i] for i in self._written(sequence, end))
+            writers.update(pages[i] for i in self._written_pages(sequence, end))
         return missing + sum(
             min(count, self.pool.holders(page) - 1) for page, count in writers.items()
         )
 
-    # What is held without need
-
     def _wants_more(self, slot: Slot) -> bool:
-        """Whether the thread should map another page: as many tokens ahead as were asked last."""
+        """Return whether the background thread should map another page for a slot.
+
+        It maps as many tokens ahead as the last `prepare` asked for, and at least one page.
+        """
         sequence = slot.sequence
         if sequence is None or slot.growing:
             return False
         ahead = max(sequence.lookahead, self.layout.tokens_per_page)
         target = self.layout.pages_for(min(sequence.prepared + ahead, self.layout.max_context))
-        most = self.layout.pages_for(sequence.prepared) + MAX_AHEAD
+        most = self.layout.pages_for(sequence.prepared) + MAX_PAGES_AHEAD
         return len(slot.pages) < min(target, most) and self.pool.free > 0
 
-    def furnish(self, slot: Slot, shared: list[Page]) -> None:
-        """Give a free slot a prefix, and behind it the pages it kept, zeroed."""
-        self.grower.still([slot])
+    # Pages of a slot
+
+    def reset_slot(self, slot: Slot, shared: list[Page]) -> None:
+        """Give a free slot the pages of a prefix, and after them the pages it kept, zeroed."""
+        self.grower.wait_for([slot])
         own = [page for page in slot.pages if self.pool.holders(page) == 1]
         own = own[: self.layout.row_pages - len(shared)]
         pages = [*shared, *own]
         if pages != slot.pages:
             before = slot.pages
             self.pool.share(pages)
-            self.table.rearrange({slot: pages})
-            self.pool.give(before)
-        self.table.zero(slot, len(shared), len(pages))
+            self.page_table.rearrange({slot: pages})
+            self.pool.release(before)
+        self.page_table.zero(slot, len(shared), len(pages))
 
-    # Ground rules
+    @property
+    def has_blank(self) -> bool:
+        """Whether the blank page exists."""
+        return self._blank is not None
+
+    def blank(self) -> Page:
+        """Return the blank page, which stands for padding in all rows. It is zeroed once.
+
+        It is not part of the budget: rows that are prepared can be read, however full the pool is.
+        """
+        if self._blank is None:
+            self._blank = self.pool.space.create()
+            self.page_table.zero_page(self._blank)
+        return self._blank
+
+    def scratch(self) -> int:
+        """Return the position that padding rows write to, in tokens from the first row's start.
+
+        No sequence is there and nothing reads it. Like the blank page, it is not part of the
+        budget.
+        """
+        with self.exclusive():
+            if not self._scratch:
+                pages: list[Page] = []
+                try:
+                    pages += (self.pool.space.create() for _ in range(self.layout.pages_for(1)))
+                    self.page_table.map_scratch(pages)
+                except BaseException:
+                    for page in pages:
+                        self.pool.space.destroy(page)
+                    raise
+                self._scratch = pages
+            return len(self.page_table.slots) * self.layout.row_tokens
+
+    # All of it
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """One operation at a time, on a cache that is whole."""
-        with self._turn, self.lock:
+    def exclusive(self) -> Iterator[None]:
+        """Run one operation at a time, and none on a cache that is broken or closed."""
+        with self._operation, self.lock:
             if self._broken is not None:
                 raise self._broken
             try:
@@ -240,215 +289,194 @@ class SequenceTable:
                 self._broken = broken
                 raise
 
+    @contextmanager
+    def growth_paused(self) -> Iterator[None]:
+        """Keep the background thread from touching pages or the device inside the block."""
+        with self.exclusive():
+            self.grower.wait_for(self.page_table.slots)
+            yield
+
     def slot_of(self, sequence: Sequence) -> Slot:
+        """Return a sequence's slot, or raise SequenceError if it has none in this cache."""
         slot = sequence._slot
         if slot is None or slot.sequence is not sequence:
-            state = "is finished" if sequence.finished else "is away; restore it first"
+            state = "is finished" if sequence.finished else "is in host memory; restore it first"
             raise SequenceError(f"this sequence of {sequence.length} tokens {state}")
-        if self.table.slots[slot.index] is not slot:
+        if self.page_table.slots[slot.index] is not slot:
             raise SequenceError("this sequence belongs to another cache")
         return slot
 
-    @property
-    def has_blank(self) -> bool:
-        return self._blank is not None
-
-    def blank(self) -> Page:
-        """The one page that stands for padding. It is written once, with zeros. It is beside the
-        budget: rows that are prepared can be shown, however full the pool is."""
-        if self._blank is None:
-            self._blank = self.pool.space.create()
-            self.table.zero_page(self._blank)
-        return self._blank
-
-    def scratch(self) -> int:
-        """Where padding rows write a token, counted from the first row's first. No sequence is
-        there and nothing reads it. Beside the budget, as the blank page is."""
-        with self.whole():
-            if not self._scratch:
-                pages: list[Page] = []
-                try:
-                    pages += (self.pool.space.create() for _ in range(self.layout.pages_for(1)))
-                    self.table.show_scratch(pages)
-                except BaseException:
-                    for page in pages:
-                        self.pool.space.destroy(page)
-                    raise
-                self._scratch = pages
-            return len(self.table.slots) * self.layout.row_tokens
-
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """The background thread touches neither pages nor the device inside."""
-        with self.whole():
-            self.grower.still(self.table.slots)
-            yield
-
     def resize(self, nbytes: int) -> None:
-        with self.whole():
+        with self.exclusive():
             excess = self.pool.used - nbytes // self.layout.page_nbytes
             if excess > 0:
                 ensure_free(self, self.pool.free + excess)
             self.pool.resize(nbytes)
 
     def close(self) -> bool:
-        """Give back every page and the range. False if pages were lost count of."""
+        """Release every page and the address range. Return False if some pages were lost."""
         self.grower.close()
-        with self._turn, self.lock:
-            whole = self._broken is None
-            for slot in self.table.slots:
-                self.pool.give(self.table.truncate(slot, 0) if whole else self.table.abandon(slot))
+        with self._operation, self.lock:
+            intact = self._broken is None
+            remove = self._truncate_to_nothing if intact else self.page_table.abandon
+            for slot in self.page_table.slots:
+                self.pool.release(remove(slot))
             if self._scratch:
-                self.table.hide_scratch(len(self._scratch))
+                self.page_table.unmap_scratch(len(self._scratch))
             for page in [*self._scratch, *([] if self._blank is None else [self._blank])]:
                 self.pool.space.destroy(page)
-            self.table.close()
-            self._broken = BrokenCacheError("the cache is closed; make a new one")
-            return whole
+            self.page_table.close()
+            self._broken = BrokenCacheError("the cache is closed; create a new one")
+            return intact
+
+    def _truncate_to_nothing(self, slot: Slot) -> list[Page]:
+        return self.page_table.truncate(slot, 0)
 
 
-# --------
-# Sequences change rows by remapping, without a copy. Room: hold.
+# Moving sequences between rows: by remapping, without a copy.
 
 
-def line_up(keeper: SequenceTable, sequences: Listed[Sequence]) -> int:
-    """Put sequences into neighbouring rows, in their order; returns the first row.
+def make_adjacent(table: SequenceTable, sequences: abc.Sequence[Sequence]) -> int:
+    """Move sequences into adjacent rows, in their order, and return the first row.
 
-    Sequences that lie so already, wherever that is, cost nothing. Else the run of rows is taken for
-    which the fewest pages move. What was in those rows goes where the newcomers came from.
+    Sequences that are adjacent already cost nothing. Otherwise they move to the run of rows for
+    which the fewest pages have to be mapped again. The contents of those rows move to where the
+    sequences were.
     """
-    slots = [keeper.slot_of(sequence) for sequence in sequences]
+    slots = [table.slot_of(sequence) for sequence in sequences]
     if len(set(slots)) < len(slots):
-        raise BatchError("a sequence is in the batch twice; each row needs one of its own")
+        raise BatchError("a sequence is in the batch twice; each row needs a sequence of its own")
     first = slots[0].index
     if all(slot.index == first + i for i, slot in enumerate(slots)):
         return first
-    table = keeper.table.slots
-    keeper.grower.still(table)
-    starts = range(len(table) - len(slots) + 1)
-    first = min(starts, key=lambda start: _cost(slots, table[start : start + len(slots)]))
-    _exchange(keeper, dict(zip(table[first : first + len(slots)], slots, strict=True)))
+    rows = table.page_table.slots
+    table.grower.wait_for(rows)
+    starts = range(len(rows) - len(slots) + 1)
+    first = min(starts, key=lambda start: _moving_cost(slots, rows[start : start + len(slots)]))
+    _exchange(table, dict(zip(rows[first : first + len(slots)], slots, strict=True)))
     return first
 
 
-def _cost(slots: list[Slot], targets: list[Slot]) -> int:
-    """Pages that would be mapped anew if `slots` came to lie in `targets`."""
-    comers = sum(len(s.pages) for s, t in zip(slots, targets, strict=True) if s is not t)
-    return comers + sum(len(t.pages) for t in targets if t not in slots)
+def _moving_cost(slots: list[Slot], targets: list[Slot]) -> int:
+    """Count the pages to map again if the contents of `slots` moved to `targets`."""
+    moved = sum(len(s.pages) for s, t in zip(slots, targets, strict=True) if s is not t)
+    return moved + sum(len(t.pages) for t in targets if t not in slots)
 
 
-def _exchange(keeper: SequenceTable, source: dict[Slot, Slot]) -> None:
-    """Each key gets what its value has; what that displaces goes to the rows left empty."""
+def _exchange(table: SequenceTable, source: dict[Slot, Slot]) -> None:
+    """Give each key the contents of its value. What is displaced goes to rows left empty."""
     displaced = [target for target in source if target not in source.values()]
     emptied = [slot for slot in source.values() if slot not in source]
     source = source | dict(zip(emptied, displaced, strict=True))
     source = {target: slot for target, slot in source.items() if target is not slot}
     sequences = {target: slot.sequence for target, slot in source.items()}
-    keeper.table.rearrange({target: slot.pages for target, slot in source.items()})
+    table.page_table.rearrange({target: slot.pages for target, slot in source.items()})
     for target, sequence in sequences.items():
         target.sequence = sequence
         if sequence is not None:
             sequence._slot = target
 
 
-def branch(keeper: SequenceTable, rows: list[Sequence], sources: list[int]) -> list[Sequence]:
-    """New rows, the i-th a continuation of old row `sources[i]`: beams, repeats, selections.
+def branch(table: SequenceTable, rows: list[Sequence], sources: list[int]) -> list[Sequence]:
+    """Make new rows, the i-th of which continues old row `sources[i]`, as beam search does.
 
-    Pages are shared and not copied, until one of the holders writes.
+    Pages are shared, and copied only when one of the holders writes.
     """
-    with keeper.whole():
-        contents = [_live_pages(keeper, rows[source]) for source in sources]
+    with table.exclusive():
+        contents = [_live_pages(table, rows[source]) for source in sources]
         lengths = [rows[source].length for source in sources]
-        fresh = [keeper.admit(None, 0) for _ in sources[len(rows) :]]
+        added = [table.admit(None, 0) for _ in sources[len(rows) :]]
         for extra in rows[len(sources) :]:
-            keeper.finish(extra)
-        new = [*rows[: len(sources)], *fresh]
-        slots = [keeper.slot_of(sequence) for sequence in new]
-        keeper.grower.still(slots)
+            table.finish(extra)
+        new = [*rows[: len(sources)], *added]
+        slots = [table.slot_of(sequence) for sequence in new]
+        table.grower.wait_for(slots)
         wanted = {
-            slot: _with_own(keeper, slot, pages)
+            slot: _with_pages_ahead(table, slot, pages)
             for slot, pages in zip(slots, contents, strict=True)
         }
         before = [page for slot in slots for page in slot.pages]
+        # Share before releasing, so that no page becomes free in between.
         for pages in wanted.values():
-            keeper.pool.share(pages)
-        keeper.table.rearrange(wanted)
-        keeper.pool.give(before)
+            table.pool.share(pages)
+        table.page_table.rearrange(wanted)
+        table.pool.release(before)
         for sequence, length in zip(new, lengths, strict=True):
             sequence.length = sequence.prepared = length
         return new
 
 
-def _live_pages(keeper: SequenceTable, sequence: Sequence) -> list[Page]:
-    need = keeper.layout.pages_for(sequence.length)
-    return keeper.slot_of(sequence).pages[:need]
+def _live_pages(table: SequenceTable, sequence: Sequence) -> list[Page]:
+    need = table.layout.pages_for(sequence.length)
+    return table.slot_of(sequence).pages[:need]
 
 
-def _with_own(keeper: SequenceTable, slot: Slot, pages: list[Page]) -> list[Page]:
-    """A branch's pages, and behind them what the row had mapped ahead for itself."""
-    ahead = [p for p in slot.pages[len(pages) :] if keeper.pool.holders(p) == 1 and p not in pages]
+def _with_pages_ahead(table: SequenceTable, slot: Slot, pages: list[Page]) -> list[Page]:
+    """Return a branch's pages, followed by those that the row had mapped ahead for itself."""
+    ahead = [p for p in slot.pages[len(pages) :] if table.pool.holders(p) == 1 and p not in pages]
     return [*pages, *ahead]
 
 
-def cover_gaps(keeper: SequenceTable, sequences: Listed[Sequence]) -> None:
-    """Make every row readable as far as the longest will reach."""
-    reach = keeper.layout.pages_for(max(sequence.prepared for sequence in sequences))
-    slots = [keeper.slot_of(sequence) for sequence in sequences]
+def cover_padding(table: SequenceTable, sequences: abc.Sequence[Sequence]) -> None:
+    """Make every row readable as far as the longest of them will reach."""
+    reach = table.layout.pages_for(max(sequence.prepared for sequence in sequences))
+    slots = [table.slot_of(sequence) for sequence in sequences]
     if all(len(slot.pages) + slot.blanks >= reach for slot in slots):
         return
-    blank = keeper.blank()
-    keeper.grower.still(slots)
+    blank = table.blank()
+    table.grower.wait_for(slots)
     for slot in slots:
-        keeper.table.cover(slot, reach, blank)
+        table.page_table.cover(slot, reach, blank)
 
 
-# --------
-# Pages that nobody needs go to those who do. Room: hold.
+# Reclaiming pages that nobody needs.
 #
-# Unmapping waits for the device, so it happens when pages are wanted and not when they are left.
+# Unmapping waits for the device, so it happens when pages are needed, not when they are left.
 
 
-def ensure_free(keeper: SequenceTable, wanted: int) -> None:
-    """Let the pool have `wanted` free pages, or change nothing and raise CacheFull."""
-    pool = keeper.pool
+def ensure_free(table: SequenceTable, wanted: int) -> None:
+    """Reclaim pages until `wanted` are free, or raise CacheFull without changing anything."""
+    pool = table.pool
     missing = wanted - pool.free
     if missing <= 0:
         return
-    spare = _spare(keeper)
+    spare = _spare_pages(table)
     left = Counter(page for slot, need in spare for page in slot.pages[need:])
-    # One that several slots share is free when none of those that hold it needs it.
-    there = sum(pool.holders(page) == slots for page, slots in left.items())
-    if there < missing:
+    # A page that several slots share becomes free only if none of its holders needs it.
+    reclaimable = sum(pool.holders(page) == slots for page, slots in left.items())
+    if reclaimable < missing:
         raise CacheFull(
             what="growing",
             wanted=wanted,
-            free=pool.free + there,
+            free=pool.free + reclaimable,
             budget=pool.total,
-            page=keeper.layout.page_nbytes,
+            page=table.layout.page_nbytes,
         )
     for slot, need in spare:
         while wanted > pool.free and len(slot.pages) > need:
             least = max(need, len(slot.pages) - (wanted - pool.free))
-            pool.give(keeper.table.truncate(slot, least))
+            pool.release(table.page_table.truncate(slot, least))
 
 
-def _spare(keeper: SequenceTable) -> list[tuple[Slot, int]]:
-    """Slots with pages that nobody needs, each with how many it needs; kept ones first, then what
-    is ahead."""
+def _spare_pages(table: SequenceTable) -> list[tuple[Slot, int]]:
+    """Return slots that hold more pages than they need, each with the number it needs.
+
+    Pages kept in empty slots come first, then those mapped ahead of need.
+    """
     kept, ahead = [], []
-    keeper.grower.still(keeper.table.slots)
-    for slot in keeper.table.slots:
+    table.grower.wait_for(table.page_table.slots)
+    for slot in table.page_table.slots:
         if slot.sequence is None:
             kept.append((slot, 0))
         else:
-            ahead.append((slot, keeper.layout.pages_for(slot.sequence.prepared)))
+            ahead.append((slot, table.layout.pages_for(slot.sequence.prepared)))
     spare = [*reversed(kept), *reversed(ahead)]
     return [(slot, need) for slot, need in spare if len(slot.pages) > need]
 
 
-def best_fit(keeper: SequenceTable, wanted: int) -> Slot:
-    """The free slot whose kept pages fit best: the fewest that suffice, else the most."""
-    slots = keeper.table.slots
+def find_slot(table: SequenceTable, wanted: int) -> Slot:
+    """Find the free slot with the fewest kept pages that suffice, or else with the most."""
+    slots = table.page_table.slots
     empty = [slot for slot in slots if slot.sequence is None]
     if not empty:
         raise NoSlot(slots=len(slots))
@@ -458,83 +486,83 @@ def best_fit(keeper: SequenceTable, wanted: int) -> Slot:
     return max(empty, key=lambda slot: len(slot.pages))
 
 
-# --------
-# A sequence's tokens go to host memory and come back. Room: hold.
+# Moving sequences to host memory and back.
 
 
-def preempt(keeper: SequenceTable, sequence: Sequence) -> int:
-    """Copy a sequence out and free its slot; returns the bytes copied.
+def preempt(table: SequenceTable, sequence: Sequence) -> int:
+    """Copy a sequence to host memory and free its slot; return the number of bytes copied.
 
-    Its pages stay with the slot until someone needs them. What it shared is copied like the rest,
-    and is its own when it comes back.
+    Its pages stay with the slot until they are needed elsewhere. Shared pages are copied like the
+    others, and are no longer shared when the sequence is restored.
     """
-    with keeper.whole():
-        slot = keeper.slot_of(sequence)
-        nbytes = sequence.length * keeper.layout.token_nbytes
+    with table.exclusive():
+        slot = table.slot_of(sequence)
+        nbytes = sequence.length * table.layout.token_nbytes
         if nbytes:
-            pinned = keeper.pool.space.device.type == "cuda"
+            pinned = table.pool.space.device.type == "cuda"
             sequence._saved = Arena(nbytes, pinned=pinned).tensor(nbytes, torch.uint8)
-            sequence._saved.copy_(keeper.table.part(slot, nbytes))
+            sequence._saved.copy_(table.page_table.part(slot, nbytes))
         slot.sequence = sequence._slot = None
         sequence.prepared = sequence.length
         return nbytes
 
 
-def restore(keeper: SequenceTable, sequence: Sequence) -> None:
-    """Bring a sequence back into a slot. CacheFull or NoSlot leave it where it is."""
-    with keeper.whole():
+def restore(table: SequenceTable, sequence: Sequence) -> None:
+    """Copy a sequence back into a slot. CacheFull or NoSlot leave it in host memory."""
+    with table.exclusive():
         if sequence.finished or sequence.resident:
-            state = "is finished" if sequence.finished else "is in its slot already"
+            state = "is finished" if sequence.finished else "is in a slot already"
             raise SequenceError(f"a sequence that {state} cannot be restored")
         length = sequence.length
-        slot = best_fit(keeper, keeper.layout.pages_for(length))
-        keeper.furnish(slot, [])
+        slot = find_slot(table, table.layout.pages_for(length))
+        table.reset_slot(slot, [])
         slot.sequence, sequence._slot = sequence, slot
         sequence.length = sequence.prepared = 0
         try:
-            keeper.commit([(sequence, length)])
+            table.map_needed([(sequence, length)])
         except BaseException:
             slot.sequence = sequence._slot = None
             raise
         finally:
             sequence.length = sequence.prepared = length
         if sequence._saved is not None:
-            keeper.table.part(slot, sequence._saved.numel()).copy_(sequence._saved)
+            table.page_table.part(slot, sequence._saved.numel()).copy_(sequence._saved)
         sequence._saved = None
 
 
-# --------
-# What a cache holds, counted. Room: hold.
+# Counting.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Pages and bytes at one moment: `free + live + ahead + kept + others == pages_total`.
-    A page that several sequences share counts once."""
+    """The pages of a cache at one moment: `free + live + ahead + kept + others == pages_total`.
+
+    A page that several sequences share counts once.
+    """
 
     pages_total: int
-    """What the budget allows."""
+    """Number of pages that the budget allows."""
     free: int
-    """Taken by nobody."""
+    """Pages that nobody holds."""
     live: int
-    """Holding tokens of a sequence."""
+    """Pages that hold tokens of a sequence."""
     ahead: int
-    """Mapped behind a live sequence, before it needs them."""
+    """Pages mapped after a live sequence, before it needs them."""
     kept: int
-    """Left by sequences that are gone, for the next one or for whoever needs them."""
+    """Pages left by finished sequences, for the next one or for whoever needs them."""
     blank: int
-    """1 once a padded batch was read: the page that stands for padding, beside the budget."""
+    """1 if the blank page exists, which stands for padding and is not part of the budget."""
     others: int
-    """Held by other users of the pool."""
+    """Pages held by other users of the pool."""
     shared: int
-    """Of `live`, those that hold tokens of more than one sequence."""
+    """How many of the live pages hold tokens of more than one sequence."""
     page_nbytes: int
     needed_bytes: int
-    """What the tokens take, to the byte."""
+    """Bytes that the tokens need."""
     grown_ahead: int
-    """Pages that were mapped in the background, ever."""
+    """Number of pages mapped in the background so far."""
     grown_inline: int
-    """Pages that a `prepare` had to wait for, ever."""
+    """Number of pages that a `prepare` had to wait for so far."""
 
     @property
     def mapped_bytes(self) -> int:
@@ -546,15 +574,16 @@ class Stats:
         return self.live * self.page_nbytes - self.needed_bytes
 
 
-def count(keeper: SequenceTable) -> Stats:
-    with keeper.lock:
-        layout, pool = keeper.layout, keeper.pool
+def count_pages(table: SequenceTable) -> Stats:
+    """Count the pages of a cache by what they are used for."""
+    with table.lock:
+        layout, pool = table.layout, table.pool
         filled: dict[Page, int] = {}
         sharers: dict[Page, int] = {}
         mapped: set[Page] = set()
         behind: set[Page] = set()
         growing = 0
-        for slot in keeper.table.slots:
+        for slot in table.page_table.slots:
             mapped.update(slot.pages)
             growing += slot.growing
             if slot.sequence is None:
@@ -575,11 +604,11 @@ def count(keeper: SequenceTable) -> Stats:
             live=len(live),
             ahead=ahead,
             kept=kept,
-            blank=int(keeper.has_blank),
+            blank=int(table.has_blank),
             others=pool.used - len(live) - ahead - kept,
             shared=sum(n > 1 for n in sharers.values()),
             page_nbytes=layout.page_nbytes,
             needed_bytes=sum(filled.values()),
-            grown_ahead=keeper.grower.mapped,
-            grown_inline=keeper.mapped_inline,
+            grown_ahead=table.grower.mapped,
+            grown_inline=table.mapped_inline,
         )

@@ -1,5 +1,7 @@
-"""Slots and the sequences in them. Room: hold. Values only: who changes them holds the keeper's
-lock."""
+"""Slots, and the sequences in them.
+
+These are plain values. Whoever changes them holds the lock of the `SequenceTable`.
+"""
 
 from __future__ import annotations
 
@@ -12,58 +14,67 @@ from penstock.kv.address_space import Page
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """A row of the range: where one sequence may lie."""
+    """A row of the address range, which can hold one sequence."""
 
     index: int
+    """Number of the row."""
+
     pages: list[Page] = field(default_factory=list)
-    """Mapped one behind the other from the row's start. Without a sequence they are kept for the
-    next one."""
+    """Pages mapped one after the other from the row's start. A slot without a sequence keeps its
+    pages for the next one."""
 
     blanks: int = 0
-    """Behind `pages`, how many times the one blank page is mapped so that padding can be read."""
+    """Number of times the blank page is mapped after `pages`, so that padding can be read."""
 
     sequence: Sequence | None = None
+    """The sequence in the slot, if any."""
 
     growing: bool = False
-    """The background thread is mapping one page behind `pages`; wait before touching the slot."""
+    """Whether the background thread is mapping a page after `pages`. While it is, nobody else may
+    touch the slot."""
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One request's tokens. It is in a slot, or away in host memory, or finished."""
+    """The tokens of one request: in a slot, moved to host memory, or finished."""
 
     length: int = 0
-    """Tokens that are there."""
+    """Number of tokens in the cache."""
 
     prepared: int = 0
-    """Tokens up to which the model may write; never below `length`."""
+    """Number of tokens up to which the model may write; never less than `length`."""
 
     lookahead: int = 0
-    """Tokens that the last `prepare` asked for: as many are mapped ahead of the next one."""
+    """Number of tokens that the last `prepare` asked for; as many are mapped ahead of need."""
 
     _slot: Slot | None = None
     _saved: torch.Tensor | None = None
+    """The tokens, while they are in host memory."""
     _finished: bool = False
 
     @property
     def slot(self) -> int | None:
-        """The row it lies in now. `rows` may move it."""
+        """The row that holds the sequence now. `VirtualCache.rows` may move it."""
         return None if self._slot is None else self._slot.index
 
     @property
     def resident(self) -> bool:
-        """False while its tokens are in host memory, and after `finish`."""
+        """Whether the sequence is in a slot: neither in host memory nor finished."""
         return self._slot is not None
 
     @property
     def finished(self) -> bool:
+        """Whether the sequence is finished and holds no tokens any more."""
         return self._finished
 
     @property
     def room(self) -> int:
-        """Tokens that may be written now."""
+        """Number of tokens that may be written now."""
         return self.prepared - self.length
 
     def __repr__(self) -> str:
-        where = "finished" if self._finished else f"slot {self.slot}" if self._slot else "away"
-        return f"Sequence({self.length} tokens, {where})"
+        if self._finished:
+            state = "finished"
+        else:
+            state = f"slot {self.slot}" if self._slot else "in host memory"
+        return f"Sequence({self.length} tokens, {state})"

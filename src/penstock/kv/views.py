@@ -1,40 +1,45 @@
-"""Tensors over the rows. Room: hold. Views only: nothing here copies what is cached."""
+"""Tensors over the rows of the cache. All are views: nothing here copies cached tokens."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from penstock.kv.layout import Layout
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values."""
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class RowViews:
-    """Keys and values of each layer, as strided views of the rows' bytes."""
+    """The keys and values of each layer, as strided views of the rows' bytes."""
 
     def __init__(self, rows: torch.Tensor, layout: Layout) -> None:
         shape = (-1, layout.num_layers, 2, layout.heads, layout.head_dim)
         tokens = rows.view(layout.dtype).view(shape)
-        # Made once: taking a view apart again for every layer of every token costs the host more
+        # Made once: slicing a view again for every layer of every token would take the host longer
         # than the GPU takes to read it.
-        self.flat: list[Pair] = [
+        self.flat: list[KeysAndValues] = [
             (tokens[:, i, 0], tokens[:, i, 1]) for i in range(layout.num_layers)
         ]
-        """Per layer `[rows * row_tokens, heads, head dim]`: for kernels of variable length."""
-        self.rows: list[Pair] = [
+        """Per layer `[rows * row_tokens, heads, head dim]`, for variable-length kernels."""
+        self.rows: list[KeysAndValues] = [
             (_by_row(keys, layout), _by_row(values, layout)) for keys, values in self.flat
         ]
         """Per layer `[rows, heads, row_tokens, head dim]`."""
-        self._run = (0, 0)
-        self._of_run: list[Pair] = []
+        self._cached_rows = (0, 0)
+        self._cached_views: list[KeysAndValues] = []
 
-    def span(self, layer: int, first: int, count: int, start: int, end: int) -> Pair:
-        """`[count, heads, end - start, head dim]`, the rows from `first` on."""
-        if self._run != (first, count):  # the same rows, as a rule, for every layer and token
+    def span(self, layer: int, first: int, count: int, start: int, end: int) -> KeysAndValues:
+        """Return tokens `start` to `end` of `count` rows: `[count, heads, end - start, head dim]`.
+
+        The views of the last rows asked for are cached: usually every layer of every token asks for
+        the same rows.
+        """
+        if self._cached_rows != (first, count):
             pairs = ((k.narrow(0, first, count), v.narrow(0, first, count)) for k, v in self.rows)
-            self._run, self._of_run = (first, count), list(pairs)
-        keys, values = self._of_run[layer]
+            self._cached_rows, self._cached_views = (first, count), list(pairs)
+        keys, values = self._cached_views[layer]
         return keys.narrow(2, start, end - start), values.narrow(2, start, end - start)
 
 
@@ -43,10 +48,22 @@ def _by_row(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
     return flat.view(shape).transpose(1, 2)
 
 
-def flat_view(rows: torch.Tensor, per_slot: int) -> torch.Tensor:
-    """[rows, heads, tokens, head size] as [tokens of all rows, heads, head size], gaps between rows
-    included: those are never read."""
+def flatten_rows(rows: torch.Tensor, row_tokens: int) -> torch.Tensor:
+    """View `[rows, heads, tokens, head size]` as `[tokens of all rows, heads, head size]`.
+
+    The result includes the unmapped gaps between rows. Those must not be read.
+    """
     count, heads, tokens, head = rows.shape
-    _, between, token, last = rows.stride()
-    size = ((count - 1) * per_slot + tokens, heads, head)
-    return rows.as_strided(size, (token, between, last))
+    _, head_stride, token_stride, last_stride = rows.stride()
+    size = ((count - 1) * row_tokens + tokens, heads, head)
+    return rows.as_strided(size, (token_stride, head_stride, last_stride))
+
+
+def copy_to_device(numbers: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Copy numbers to the device without waiting for it.
+
+    `torch.tensor(numbers, device=...)` copies from pageable memory, which blocks until the stream
+    is empty; a copy from pinned memory does not.
+    """
+    on_host = torch.as_tensor(numbers, dtype=dtype)
+    return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The thread in which torch runs backward passes on a GPU. Room: measure."""
+"""Prepare the thread in which torch runs backward passes on a GPU."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ if TYPE_CHECKING:
 
 
 def warm_up_autograd(device: torch.device) -> None:
-    """Let its first kernel be one that any thread may launch.
+    """Run a tiny backward pass, so that torch's backward thread gets a CUDA context.
 
-    A thread has no CUDA context until a kernel gives it one. cuBLAS launches through the driver,
-    which gives none, and torch then warns about it in the middle of somebody's first step.
+    A thread has no CUDA context until it launches a kernel through the CUDA runtime. cuBLAS
+    launches through the driver, which does not create one, and torch then prints a warning in the
+    middle of the first training step. This backward pass launches a kernel of torch's own first.
     """
     import torch
 
-    given = torch.ones(1, device=device, requires_grad=True)
-    made = (2 * given).sum()
-    # By the engine itself: who watches `torch.autograd` for backward passes should not see one.
+    inputs = torch.ones(1, device=device, requires_grad=True)
+    output = (2 * inputs).sum()
+    # Call the autograd engine itself: code that hooks `torch.autograd` to observe backward passes
+    # should not see this one.
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.run_backward((made,), (torch.ones_like(made),), False, False, (given,), False, False)
+    gradients = (torch.ones_like(output),)
+    engine.run_backward((output,), gradients, False, False, (inputs,), False, False)

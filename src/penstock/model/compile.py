@@ -1,7 +1,12 @@
-"""One compiled body for all layers that are alike. Room: move.
+"""Compile one body per kind of layer, shared by all layers of that kind.
 
-Weights are arguments, not attributes, and so is where documents begin: whatever slot a block is in
-and however a batch is packed, the same code runs, and nothing is compiled again.
+A transformer has dozens of layers that run the same code. The compiled body of a kind takes the
+weights as arguments instead of reading them from a module, so one compilation serves every layer,
+wherever its weights are in memory at the time.
+
+`LayerBodies` is the mechanism; training (`CompiledLayers`, below) and generation
+(`penstock.generate.compiled_layers`) differ in what they pass through a body and in how they copy
+the layer that the body is made from.
 """
 
 from __future__ import annotations
@@ -13,28 +18,72 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.model import attention
-from penstock.model.layer_kinds import firsts, layer_kinds, raise_recompile_limit
-from penstock.model.varlen_attention import Cuts
+from penstock.model.attention import attending_over
+from penstock.model.varlen_attention import DocumentStarts
+
+RECOMPILE_LIMIT = 64
+"""Number of versions of one body that torch may compile."""
+
+Body = Callable[..., Any]
+"""A function of a layer's weights, by name, and of whatever else the layer is called with."""
+
+Kind = tuple[Any, ...]
+"""What two layers have in common if the code compiled for one serves the other."""
+
+
+class LayerBodies:
+    """The compiled bodies of a list of layers, one body for each kind of layer.
+
+    `make_shell` copies the first layer of a kind. Compiled code must not find its arguments in the
+    layer itself, or it could not be used for another layer, so the body is made from a copy, the
+    shell, whose own tensors are never read. `make_body` returns the function to compile, which
+    calls the shell with `call_with_weights`. `options` are those of `torch.compile`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        make_shell: Callable[[nn.Module], nn.Module],
+        make_body: Callable[[nn.Module], Body],
+        buffers: bool,
+        **options: Any,
+    ) -> None:
+        self._layers = layers
+        raise_recompile_limit()
+        self._names = [_tensor_names(layer, buffers=buffers) for layer in layers]
+        kinds = layer_kinds(layers)
+        firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+        shells = {kind: make_shell(layers[index]) for kind, index in firsts.items()}
+        bodies: dict[Kind, Body] = {
+            kind: torch.compile(make_body(shell), **options) for kind, shell in shells.items()
+        }
+        self.shells = list(shells.values())
+        self._bodies = [bodies[kind] for kind in kinds]
+
+    def __call__(self, index: int, *args: Any) -> Any:
+        """Run the body of layer `index` with the weights that the layer holds now."""
+        layer = self._layers[index]
+        weights = {name: _get_tensor(layer, name) for name in self._names[index]}
+        return self._bodies[index](weights, *args)
 
 
 class CompiledLayers:
-    """Layers by number, run by the compiled body of the first one of their kind, as it is before
-    weights are bound."""
+    """The layers of a model in training, run by compiled bodies.
+
+    Create it before weights are bound to the layers: a shell keeps what its layer holds. Where
+    documents begin is an argument of the body as well, so however a batch is packed, nothing is
+    compiled again.
+    """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = layers
-        raise_recompile_limit()
-        self._names = [[name for name, _ in layer.named_parameters()] for layer in layers]
-        kinds = layer_kinds(layers)
-        first = firsts(kinds)
-        # Compiled code that finds its arguments in the layer too would not do for another layer.
-        self._shells = [copy.deepcopy(layers[index]) for index in first.values()]
-        bodies = dict(zip(first, map(_compile, self._shells), strict=True))
-        self._bodies: list[Callable[..., torch.Tensor]] = [bodies[kind] for kind in kinds]
+        self._bodies = LayerBodies(
+            layers, make_shell=copy.deepcopy, make_body=_training_body, buffers=False, dynamic=False
+        )
 
     def train(self, training: bool) -> None:
-        for shell in self._shells:
+        """Set training mode, which decides about dropout, in all shells."""
+        for shell in self._bodies.shells:
             shell.train(training)
 
     def __call__(
@@ -43,34 +92,85 @@ class CompiledLayers:
         hidden: torch.Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        cuts: Cuts | None,
+        starts: DocumentStarts | None,
     ) -> torch.Tensor:
-        layer = self._layers[index]
-        weights = {name: layer.get_parameter(name) for name in self._names[index]}
-        return self._bodies[index](weights, hidden, args, kwargs, cuts)
+        """Run layer `index` over documents that begin at `starts`; None: each row is one."""
+        output: torch.Tensor = self._bodies(index, hidden, args, kwargs, starts)
+        return output
 
 
-def _compile(layer: nn.Module) -> Callable[..., torch.Tensor]:
+def _training_body(shell: nn.Module) -> Body:
     def run(
         weights: dict[str, torch.Tensor],
         hidden: torch.Tensor,
         args: Any,
         kwargs: Any,
-        cuts: Cuts | None,
+        starts: DocumentStarts | None,
     ) -> torch.Tensor:
-        with attention.documents(cuts):
-            out: Any = torch.func.functional_call(layer, weights, (hidden, *args), kwargs)
-        found: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        return found
+        with attending_over(starts):
+            out: Any = call_with_weights(shell, weights, (hidden, *args), kwargs)
+        output: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return output
 
-    made: Callable[..., torch.Tensor] = torch.compile(run, dynamic=False)
-    return made
+    return run
+
+
+def call_with_weights(
+    shell: nn.Module,
+    weights: dict[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a shell with other tensors in place of its own."""
+    return torch.func.functional_call(shell, weights, args, kwargs)
+
+
+def layer_kinds(layers: Sequence[nn.Module]) -> list[Kind]:
+    """Return the kind of each layer: equal for layers that run the same code.
+
+    A kind is everything that the modules of a layer hold, except their number in the model.
+    """
+    return [_kind(layer) for layer in layers]
+
+
+def _kind(layer: nn.Module) -> Kind:
+    plain = (int, float, str, bool, type(None))
+    parts: list[Any] = [repr(layer)]
+    for path, module in layer.named_modules():
+        attributes = {
+            name: value
+            for name, value in vars(module).items()
+            if isinstance(value, plain) and name not in ("layer_idx", "training")
+        }
+        parts.append((path, tuple(sorted(attributes.items()))))
+    return tuple(parts)
+
+
+def raise_recompile_limit() -> None:
+    """Let torch compile enough versions of one body.
+
+    The bodies of all kinds are closures of one function, and torch limits the versions per
+    function: with and without gradients, for each kind and each shape.
+    """
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, RECOMPILE_LIMIT)
 
 
 def was_compiled(model: Any) -> bool:
-    """Whether some part of it is run by what `torch.compile` has made of it."""
+    """Return whether some part of the model was compiled with `torch.compile` by its owner."""
     return any(
         part._compiled_call_impl is not None
         or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable")
         for part in model.modules()
     )
+
+
+def _tensor_names(layer: nn.Module, *, buffers: bool) -> list[str]:
+    names = [name for name, _ in layer.named_parameters()]
+    return [*names, *(name for name, _ in layer.named_buffers())] if buffers else names
+
+
+def _get_tensor(layer: nn.Module, name: str) -> torch.Tensor:
+    path, _, last = name.rpartition(".")
+    tensor: torch.Tensor = getattr(layer.get_submodule(path), last)
+    return tensor

@@ -1,11 +1,12 @@
-"""The MLP of a long context, a tile of tokens at a time. Room: move.
+"""Run MLPs over a tile of tokens at a time, to bound memory in long contexts.
 
-One tensor inside the MLP of an 8 B model takes 3.5 GiB at 131,072 tokens, and backward holds
-several. Tokens do not see each other there, so tiles pass one after the other; backward recomputes
-each tile, and sums the weights' gradients over the tiles in fp32.
+One tensor inside the MLP of an 8B model takes 3.5 GiB at 131,072 tokens, and backward holds
+several. Tokens do not see each other there, so the tiles are computed one after the other. Backward
+recomputes each tile, and sums the gradients of the weights over the tiles in fp32.
 
-Compiled code has the tiles in it one by one; `_later` keeps its compiler from computing what
-backward recomputes while forward runs, or all of it at once.
+A compiled layer contains the tiles one by one. Two custom operations, `penstock::after` and
+`penstock::add`, keep the compiler from reordering them: otherwise it would compute during forward
+what backward recomputes, or all tiles together.
 """
 
 from __future__ import annotations
@@ -19,90 +20,99 @@ from torch import nn
 
 
 def tile_mlps(layers: Sequence[nn.Module], tile: int) -> None:
-    """From now on `layer.mlp` passes at most `tile` tokens at a time."""
+    """Make `layer.mlp` of every layer process at most `tile` tokens at a time from now on."""
     for layer in layers:
         mlp = getattr(layer, "mlp", None)
         if isinstance(mlp, nn.Module):
-            plain = mlp.forward
-            mlp.forward = _Tiled(mlp, plain, tile)
+            original = mlp.forward
+            mlp.forward = _TiledForward(mlp, original, tile)
 
 
 def draws_in_tiles(layer: nn.Module) -> bool:
-    """Whether what the layer's tiles recompute has dropout in it."""
+    """Return whether a tiled MLP of the layer contains dropout, which backward has to replay."""
     tiled = getattr(getattr(layer, "mlp", None), "forward", None)
-    return isinstance(tiled, _Tiled) and tiled.draws
+    return isinstance(tiled, _TiledForward) and tiled.draws
 
 
-class _Tiled:
-    def __init__(self, mlp: nn.Module, plain: Any, tile: int) -> None:
-        self.mlp, self.plain, self.tile = mlp, plain, tile
+class _TiledForward:
+    """The `forward` of an MLP, in tiles if there are more tokens than a tile has."""
+
+    def __init__(self, mlp: nn.Module, original: Any, tile: int) -> None:
+        self.mlp, self.original, self.tile = mlp, original, tile
         self.draws = any(isinstance(m, nn.Dropout) and m.p > 0 for m in mlp.modules())
         self.names = [name for name, _ in mlp.named_parameters(remove_duplicate=False)]
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens = hidden.numel() // hidden.shape[-1]
         if tokens <= self.tile:
-            found: torch.Tensor = self.plain(hidden)
-            return found
-        weights = [held for _, held in self.mlp.named_parameters(remove_duplicate=False)]
-        made: torch.Tensor = _Tiles.apply(self, hidden, *weights)  # type: ignore[no-untyped-call]
-        return made
+            whole: torch.Tensor = self.original(hidden)
+            return whole
+        weights = [weight for _, weight in self.mlp.named_parameters(remove_duplicate=False)]
+        tiled: torch.Tensor = _Tiles.apply(self, hidden, *weights)  # type: ignore[no-untyped-call]
+        return tiled
 
-    def one(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A tile through the MLP, with these weights."""
+    def run_tile(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Run the MLP over one tile, with these weights."""
         named = dict(zip(self.names, weights, strict=True))
-        found: torch.Tensor = torch.func.functional_call(self.mlp, named, (x,))
-        return found
+        output: torch.Tensor = torch.func.functional_call(self.mlp, named, (x,))
+        return output
 
-    def rows(self, tokens: int) -> list[slice]:
+    def tiles(self, tokens: int) -> list[slice]:
+        """Return the tokens of each tile."""
         return [slice(low, min(low + self.tile, tokens)) for low in range(0, tokens, self.tile)]
 
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> torch.Tensor:
-        """Of the MLP, what enters it, and its weights. Not by name: torch's compiler goes by how
-        many there are, and takes an MLP of two weights for a call without `ctx`."""
-        tiled, hidden, *weights = given
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        """Take the tiled forward, the hidden states and the MLP's weights.
+
+        They come as `*args` because torch's compiler decides by the number of named parameters
+        whether `ctx` is passed, and gets it wrong for an MLP of two weights.
+        """
+        tiled, hidden, *weights = args
         ctx.tiled = tiled
-        ctx.random = _random_state(hidden.device) if tiled.draws else None
+        ctx.random_state = _random_state(hidden.device) if tiled.draws else None
         ctx.save_for_backward(hidden, *weights)
         flat = hidden.reshape(-1, hidden.shape[-1])
-        rows = tiled.rows(flat.shape[0])
-        return _joined(flat, ((r, tiled.one(flat[r], weights)) for r in rows)).view(hidden.shape)
+        tiles = tiled.tiles(flat.shape[0])
+        outputs = ((rows, tiled.run_tile(flat[rows], weights)) for rows in tiles)
+        return _assemble(flat, outputs).view(hidden.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
         hidden, *weights = ctx.saved_tensors
-        tiled: _Tiled = ctx.tiled
+        tiled: _TiledForward = ctx.tiled
         flat, flat_grad = (t.reshape(-1, t.shape[-1]) for t in (hidden, grad))
-        wanted = [at for at, w in enumerate(weights) if ctx.needs_input_grad[2 + at]]
-        sums = {at: torch.zeros_like(weights[at], dtype=torch.float32) for at in wanted}
+        trained = [i for i in range(len(weights)) if ctx.needs_input_grad[2 + i]]
+        sums = {i: torch.zeros_like(weights[i], dtype=torch.float32) for i in trained}
 
-        def run(x: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
-            by_place = dict(zip(wanted, trained, strict=True))
-            return tiled.one(x, [by_place.get(at, w) for at, w in enumerate(weights)])
+        def run(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+            replaced = dict(zip(trained, given, strict=True))
+            return tiled.run_tile(x, [replaced.get(i, w) for i, w in enumerate(weights)])
 
-        def tiles() -> Iterator[tuple[slice, torch.Tensor]]:
-            before = flat_grad
-            for rows in tiled.rows(flat.shape[0]):
-                x = _later(flat[rows], before)
-                pull: Any = torch.func.vjp(run, x, *(weights[at] for at in wanted))[1]
-                before, *parts = pull(flat_grad[rows])
-                for at, part in zip(wanted, parts, strict=True):
-                    _add(sums[at], part)
-                yield rows, before
+        def input_gradients() -> Iterator[tuple[slice, torch.Tensor]]:
+            previous = flat_grad
+            for rows in tiled.tiles(flat.shape[0]):
+                x = _after_previous(flat[rows], previous)
+                pull: Any = torch.func.vjp(run, x, *(weights[i] for i in trained))[1]
+                previous, *weight_grads = pull(flat_grad[rows])
+                for i, weight_grad in zip(trained, weight_grads, strict=True):
+                    _add(sums[i], weight_grad)
+                yield rows, previous
 
-        with _replaying(ctx.random, hidden.device):
-            back = _joined(flat, tiles())
-        made = [sums[at].to(w.dtype) if at in sums else None for at, w in enumerate(weights)]
-        return (None, back.view(hidden.shape), *made)
+        with _replaying(ctx.random_state, hidden.device):
+            input_grad = _assemble(flat, input_gradients())
+        weight_grads = [sums[i].to(w.dtype) if i in sums else None for i, w in enumerate(weights)]
+        return (None, input_grad.view(hidden.shape), *weight_grads)
 
 
-def _joined(like: torch.Tensor, tiles: Iterable[tuple[slice, torch.Tensor]]) -> torch.Tensor:
-    """Tiles as one tensor: written where they belong as they come, or, where compiled code knows
-    how to do that itself, joined."""
+def _assemble(like: torch.Tensor, tiles: Iterable[tuple[slice, torch.Tensor]]) -> torch.Tensor:
+    """Assemble tiles into one tensor, in place as they come.
+
+    Compiled code concatenates them: the compiler then writes each tile in place by itself.
+    """
     if torch.compiler.is_compiling():
         return torch.cat([tile for _, tile in tiles])
     out = torch.empty_like(like)
@@ -111,24 +121,24 @@ def _joined(like: torch.Tensor, tiles: Iterable[tuple[slice, torch.Tensor]]) -> 
     return out
 
 
-def _later(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """`x`, once `before` is there."""
-    return _after(x, before) if torch.compiler.is_compiling() else x
+def _after_previous(x: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    """Return `x`; compiled code does so only once `previous` is computed."""
+    return _after(x, previous) if torch.compiler.is_compiling() else x
 
 
 @torch.library.custom_op("penstock::add", mutates_args=("total",))
 def _add(total: torch.Tensor, part: torch.Tensor) -> None:
-    """Of its own, so that compiled code does not keep all parts to add them up at the end."""
+    """Add to a sum. An operation of its own, or compiled code would keep all parts to the end."""
     total.add_(part)
 
 
 @torch.library.custom_op("penstock::after", mutates_args=())
-def _after(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+def _after(x: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
 @_after.register_fake
-def _after_shape(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+def _after_shape(x: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
@@ -138,7 +148,7 @@ def _random_state(device: torch.device) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _replaying(state: torch.Tensor | None, device: torch.device) -> Iterator[None]:
-    """What is drawn inside was drawn before: the same dropout."""
+    """Draw the same random numbers as after `state`: backward repeats forward's dropout."""
     if state is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""A transformers model without memory for its parameters. Room: move."""
+"""Build transformers models whose parameters take no memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from penstock.errors import UnsupportedModelError
-from penstock.model import attention
+from penstock.model.attention import DOCUMENTS, set_attention
+from penstock.model.document_attention import register_document_attention
 from penstock.model.inventory import Inventory
 from penstock.roles import Dtype
 
@@ -19,73 +20,83 @@ from penstock.roles import Dtype
 def build_model(
     config: Any, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False
 ) -> nn.Module:
-    """Its modules and buffers for real, its parameters without memory."""
+    """Build a model from its config: its buffers on the device, its parameters without memory."""
     import transformers
 
-    attention.register()
+    register_document_attention()
     make: Any = transformers.AutoModelForCausalLM
     with _without_parameters():
         model: nn.Module = make.from_config(
-            copy.deepcopy(config),  # whose attention is set to ours
+            copy.deepcopy(config),  # a copy, because the model's attention is set in it
             dtype=dtype,
-            attn_implementation=attention.NAME,
+            attn_implementation=DOCUMENTS,
             trust_remote_code=trust_remote_code,
         )
-    return to_device(model, device)
+    return move_buffers(model, device)
 
 
 def weight_dtype(dtype: Dtype) -> torch.dtype:
+    """Return torch's name of a weight type."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
 
 
 def strip_model(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Take a live model's parameters away, keeping ties; whoever holds them keeps them."""
+    """Replace a loaded model's parameters by ones without memory, keeping tied ones tied.
+
+    Whoever else holds the parameters keeps them.
+    """
     empty: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, held in module._parameters.items():
-            if held is not None:
-                bare = nn.Parameter(held.detach().to("meta"), requires_grad=held.requires_grad)
-                module._parameters[name] = empty.setdefault(id(held), bare)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = empty.setdefault(id(parameter), _on_meta(parameter))
     config: Any = model.config
-    config._attn_implementation = attention.NAME
+    set_attention([config], DOCUMENTS)
     config.dtype = dtype
-    return to_device(model, device)
+    return move_buffers(model, device)
 
 
-def to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Buffers only."""
+def move_buffers(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model's buffers, and only these, to a device."""
     for module in model.modules():
-        for name, held in module._buffers.items():
-            if held is not None:
-                module._buffers[name] = held.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
     return model
 
 
 def check_trainable(inventory: Inventory) -> None:
-    """Raise UnsupportedModelError for what training refuses."""
+    """Raise UnsupportedModelError if Penstock cannot train the model."""
     if inventory.not_trainable:
         raise UnsupportedModelError(f"{inventory.model}: {inventory.not_trainable}")
     for tensor in inventory.blocks[0].tensors:
         if len(tensor.shape) != 2:
             raise UnsupportedModelError(
-                f"{inventory.model}: {tensor.name} of shape {tensor.shape} comes before the "
-                f"layers and is no table; only models whose embedding is linear can be trained yet"
+                f"{inventory.model}: {tensor.name} comes before the layers and has the shape "
+                f"{tensor.shape}, which is not an embedding table. Penstock trains only models "
+                f"whose embedding is linear"
             )
 
 
 @contextlib.contextmanager
 def _without_parameters() -> Iterator[None]:
-    """Parameters made inside have shapes and no memory; ties are kept, for those come later."""
-    plain = nn.Module.register_parameter
+    """Move every parameter that a module registers inside the block to the meta device.
+
+    Ties survive, because transformers ties parameters after it has created all of them.
+    """
+    original = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        plain(self, name, param)
+        original(self, name, param)
         if param is not None and param.device.type != "meta":
-            bare = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-            self._parameters[name] = bare
+            self._parameters[name] = _on_meta(param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
         yield
     finally:
-        nn.Module.register_parameter = plain  # type: ignore[method-assign]
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)

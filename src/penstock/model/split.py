@@ -1,11 +1,11 @@
-"""A transformers model taken apart into embedding, layers and head. Room: move.
+"""Split a transformers model into embedding, layers and head.
 
-The model's own code computes every part: its layers are lifted out, and probes stand in for them.
-Running the model up to the first probe is the embedding, and shows with which arguments each layer
-is called; letting a probe answer with what the last layer made runs the head. So position
-encodings, scales and caps are the model's own, whatever its family.
+The model's own code computes every part. The layers are lifted out of the model, and probes take
+their places. Running the model up to the last probe computes the embedding, and records the
+arguments with which the model calls each layer. Letting a probe return the output of the last layer
+runs the head. So position encodings, scales and caps are the model's own, whatever its family.
 
-Parameters have no memory here. Before a part runs, views of where its weights lie are bound.
+Parameters have no memory here. Before a part runs, views of its weights are bound to its modules.
 """
 
 from __future__ import annotations
@@ -18,37 +18,41 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.model import attention
+from penstock.model.attention import attending_over
 from penstock.model.compile import CompiledLayers
+from penstock.model.document_attention import Documents, register_document_attention
 from penstock.model.inventory import Inventory
 from penstock.model.mlp_tiles import draws_in_tiles, tile_mlps
-from penstock.model.varlen_attention import Cuts
+from penstock.model.varlen_attention import DocumentStarts
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a layer, without the hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """How one micro-batch's layers are called, beside the hidden states."""
+    """How the layers are called for one micro-batch, in addition to the hidden states."""
 
     arguments: Sequence[Arguments]
-    bounds: attention.Documents | None
+    """The arguments of each layer."""
+    bounds: Documents | None
+    """Where documents begin; None: each row is one document."""
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Rows computed at once, on the device."""
+    """Rows that are computed together, on the device."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     targets: torch.Tensor
-    """What each token is to predict."""
-    bounds: attention.Documents | None
-    """Where documents begin."""
+    """The token that each position has to predict."""
+    bounds: Documents | None
+    """Where documents begin; None: each row is one document."""
     number: int
-    """Its place in the whole step."""
+    """Position of the micro-batch in the whole step."""
     calls: Calls | None = None
-    """How layers are called for it; known once it was embedded."""
+    """How layers are called for it; known after the embedding."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -57,96 +61,102 @@ class MicroBatch:
 
 
 class _ReachedError(Exception):
-    """The last probe was reached: what follows is the head's business."""
+    """Raised by the last probe to leave the model before its head runs."""
 
 
 class _Probe(nn.Module):
-    """Stands where a layer was."""
+    """Takes the place of a layer, and records how the model calls it."""
 
-    def __init__(self, seen: list[Arguments], last: bool, kind: str | None = None) -> None:
+    def __init__(self, recorded: list[Arguments], last: bool, kind: str | None = None) -> None:
         super().__init__()
-        self.seen, self.last = seen, last
+        self.recorded, self.last = recorded, last
         self.answer: torch.Tensor | None = None
         self.hidden: torch.Tensor | None = None
         if kind is not None:
-            self.attention_type = kind  # some models ask a layer before they call it
+            self.attention_type = kind  # some models read it before they call the layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.answer is not None:
             return self.answer
-        given = dict(kwargs)
-        hidden = args[0] if args else given.pop("hidden_states")
+        others = dict(kwargs)
+        hidden = args[0] if args else others.pop("hidden_states")
         self.hidden = hidden
-        self.seen.append((tuple(args[1:]), given))
+        self.recorded.append((tuple(args[1:]), others))
         if self.last:
             raise _ReachedError
         return hidden
 
 
 class SplitModel:
-    """The parts, and where their weights are bound."""
+    """The parts of a model, and the modules to which their weights are bound.
+
+    `mlp_tile` is the number of tokens that an MLP processes at a time; with `compiled`, layers run
+    by compiled code where possible.
+    """
 
     def __init__(
         self, model: nn.Module, inventory: Inventory, *, mlp_tile: int, compiled: bool = False
     ) -> None:
         self.model, self.inventory = model, inventory
-        attention.register()
+        register_document_attention()
         path = inventory.layers[0].name.rpartition(".")[0]
-        parent, _, self._list = path.rpartition(".")
+        parent, _, self._list_name = path.rpartition(".")
         self._base = model.get_submodule(parent)
-        found = model.get_submodule(path)
-        assert isinstance(found, nn.ModuleList)
-        self.layers: list[nn.Module] = list(found)
-        self._seen: list[Arguments] = []
+        layers = model.get_submodule(path)
+        assert isinstance(layers, nn.ModuleList)
+        self.layers: list[nn.Module] = list(layers)
+        self._recorded: list[Arguments] = []
         count = len(self.layers)
         self._probes = nn.ModuleList(
-            _Probe(self._seen, i == count - 1, getattr(layer, "attention_type", None))
+            _Probe(self._recorded, i == count - 1, getattr(layer, "attention_type", None))
             for i, layer in enumerate(self.layers)
         )
-        self._answering = _Probe(self._seen, True)
-        self._one = nn.ModuleList([self._answering])
-        self._places = _places(model)
+        self._head_probe = _Probe(self._recorded, True)
+        self._head_only = nn.ModuleList([self._head_probe])
+        self._holders = _find_holders(model)
         self._shapes = {t.name: t.shape for block in inventory.blocks for t in block.tensors}
         tile_mlps(self.layers, mlp_tile)
+        # Before weights are bound: compiled layers keep copies of the layers as they are now.
         self._compiled = CompiledLayers(self.layers) if compiled else None
         self._tile = mlp_tile
         self._draws_in_tiles = any(draws_in_tiles(layer) for layer in self.layers)
         self.drops_out = self._has_dropout()
-        setattr(self._base, self._list, self._one)
-        self._head_stand_ins = self._stand_ins()
+        setattr(self._base, self._list_name, self._head_only)
+        self._head_placeholders = self._make_placeholders()
 
-    # Weights.
+    # Weights
 
     def bind(self, tensors: Mapping[str, nn.Parameter]) -> None:
-        """Let modules compute with these, by their names in the state dict."""
+        """Make modules compute with these weights, named as in the state dict."""
         for name, tensor in tensors.items():
-            for module, leaf in self._places[name]:
+            for module, leaf in self._holders[name]:
                 module._parameters[leaf] = tensor
 
     def release(self) -> None:
-        """Let go of all weights: compiled code may keep modules longer than anybody wants them."""
-        for places in self._places.values():
-            for module, leaf in places:
+        """Drop all weights. Compiled code may keep the modules alive, and must not keep weights."""
+        for holders in self._holders.values():
+            for module, leaf in holders:
                 module._parameters[leaf] = None
 
     def module_of(self, name: str) -> tuple[nn.Module, dict[str, str]]:
-        """The module that holds a tensor, and what all it holds is called, by its own names."""
-        module, _ = self._places[name][0]
-        held = {
+        """Return the module that holds a tensor, and all its tensors: local name to full name."""
+        module, _ = self._holders[name][0]
+        names = {
             leaf: tensor
-            for tensor, places in self._places.items()
-            for where, leaf in places
-            if where is module
+            for tensor, holders in self._holders.items()
+            for holder, leaf in holders
+            if holder is module
         }
-        return module, held
+        return module, names
 
     def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         return self._shapes[name]
 
-    # Parts.
+    # Parts
 
     def train(self, training: bool) -> None:
-        """Layers too, which are no part of the model while they are lifted out of it."""
+        """Set training mode in the model and in its layers, which were lifted out of it."""
         self.model.train(training)
         for layer in self.layers:
             layer.train(training)
@@ -154,70 +164,72 @@ class SplitModel:
             self._compiled.train(training)
 
     def embed(self, micro: MicroBatch) -> tuple[torch.Tensor, Calls]:
-        """What enters the first layer, and how layers are to be called."""
+        """Compute the input of the first layer, and how each layer has to be called."""
         hidden, arguments = self.enter(
             input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False
         )
         return hidden, Calls(arguments, micro.bounds)
 
     def enter(self, **inputs: Any) -> tuple[torch.Tensor, list[Arguments]]:
-        """What enters the first layer when the model is called so, and how it calls each layer."""
+        """Run the model up to its layers; return their input and how it calls each of them."""
         with self._probing():
-            self._seen.clear()
+            self._recorded.clear()
             with contextlib.suppress(_ReachedError):
                 self._base(**inputs)
             first = self._probes[0]
             assert isinstance(first, _Probe)
             assert first.hidden is not None
-            hidden, arguments = first.hidden, list(self._seen)
+            hidden, arguments = first.hidden, list(self._recorded)
             for probe in self._probes:
                 probe.hidden = None  # type: ignore[assignment]
         return hidden, arguments
 
     def layer(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
-        """What leaves layer `index`, counted from 0."""
+        """Compute the output of layer `index`, counted from 0."""
         args, kwargs = calls.arguments[index]
         bounds = calls.bounds
-        cuts = bounds if isinstance(bounds, Cuts) else None
+        starts = bounds if isinstance(bounds, DocumentStarts) else None
         replays = self._draws_in_tiles and hidden.shape[0] * hidden.shape[1] > self._tile
-        # A call for each document would be compiled again for each batch.
-        if self._compiled is not None and bounds is cuts and not replays:
-            return self._compiled(index, hidden, args, kwargs, cuts)
-        with attention.documents(bounds):
+        # Only document starts in a tensor: with one call per document, compiled code would be
+        # specialized for the documents of each batch. Nor where tiles replay dropout.
+        if self._compiled is not None and bounds is starts and not replays:
+            return self._compiled(index, hidden, args, kwargs, starts)
+        with attending_over(bounds):
             return self.plain_layer(index, hidden, calls.arguments[index])
 
     def plain_layer(self, index: int, hidden: torch.Tensor, called: Arguments) -> torch.Tensor:
-        """The same by the model's own code, never compiled."""
+        """Compute the output of a layer with the model's own code, never compiled."""
         args, kwargs = called
         out: Any = self.layers[index](hidden, *args, **kwargs)
-        found: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        return found
+        output: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return output
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] to [tokens, vocabulary], caps and scales included."""
-        self._answering.answer = hidden[None]
+        """Run the head: `[tokens, hidden]` to `[tokens, vocabulary]`, with its caps and scales."""
+        self._head_probe.answer = hidden[None]
         positions = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
         try:
             out: Any = self.model(
                 inputs_embeds=hidden[None].detach(), position_ids=positions, use_cache=False
             )
         finally:
-            self._answering.answer = None
-        found: torch.Tensor = out.logits.squeeze(0)
-        return found
+            self._head_probe.answer = None
+        logits: torch.Tensor = out.logits.squeeze(0)
+        return logits
 
     def bind_head(self, tensors: Mapping[str, nn.Parameter]) -> None:
-        """The head's weights; what only the embedding uses is stood in for by zeros."""
-        self.bind(self._head_stand_ins)
+        """Bind the head's weights, and zeros in place of weights that only the embedding uses."""
+        self.bind(self._head_placeholders)
         self.bind(tensors)
 
     @contextlib.contextmanager
     def _probing(self) -> Iterator[None]:
-        setattr(self._base, self._list, self._probes)
+        """Put a probe in the place of every layer inside the block."""
+        setattr(self._base, self._list_name, self._probes)
         try:
             yield
         finally:
-            setattr(self._base, self._list, self._one)
+            setattr(self._base, self._list_name, self._head_only)
 
     def _has_dropout(self) -> bool:
         config: Any = self.model.config
@@ -226,8 +238,8 @@ class SplitModel:
         by_config = any(getattr(config, name, 0.0) for name in rates)
         return by_config or any(m.p > 0 for m in self.model.modules() if isinstance(m, nn.Dropout))
 
-    def _stand_ins(self) -> dict[str, nn.Parameter]:
-        """Zeros that take no memory, for the embedding's tensors."""
+    def _make_placeholders(self) -> dict[str, nn.Parameter]:
+        """Return zeros in the shapes of the embedding's tensors; expanded, they take no memory."""
         device = next((b.device for b in self.model.buffers()), torch.device("cpu"))
         return {
             t.name: nn.Parameter(
@@ -239,18 +251,22 @@ class SplitModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = self.model.config.dtype  # type: ignore[assignment]
-        return found
+        """The type of the model's weights."""
+        dtype: torch.dtype = self.model.config.dtype  # type: ignore[assignment]
+        return dtype
 
 
-def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Modules that hold each tensor, under its first name as the inventory has it: a tied one is
-    held twice."""
-    first: dict[int, str] = {}
-    found: dict[str, list[tuple[nn.Module, str]]] = {}
+def _find_holders(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Find the modules that hold each tensor, and under which local names.
+
+    A tied tensor has several holders. It is listed under its first name, as in the inventory.
+    """
+    first_names: dict[int, str] = {}
+    holders: dict[str, list[tuple[nn.Module, str]]] = {}
     for path, module in model.named_modules():
-        for leaf, held in module._parameters.items():
-            if held is not None:
-                name = first.setdefault(id(held), f"{path}.{leaf}" if path else leaf)
-                found.setdefault(name, []).append((module, leaf))
-    return found
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                full = f"{path}.{leaf}" if path else leaf
+                name = first_names.setdefault(id(parameter), full)
+                holders.setdefault(name, []).append((module, leaf))
+    return holders

@@ -63,6 +63,6 @@ def find_samples(settings: Settings, tokenizer: Any) -> Samples | None:
     defaults = Request(
         prompt="-", max_new=settings.evaluation.sample_new, seed=settings.schedule.seed
     )
-    asked = Prompts(tokenizer, defaults).of_file(Path(settings.evaluation.sample_prompts))
+    asked = Prompts(tokenizer, defaults).from_file(Path(settings.evaluation.sample_prompts))
     numbered = tuple(replace(request, id=at) for at, request in enumerate(asked))
     return Samples(numbered, tokenizer, settings.data.context + settings.evaluation.sample_new)

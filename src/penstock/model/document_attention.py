@@ -1,0 +1,160 @@
+"""Attention within the documents of packed rows, without a mask.
+
+Packed rows hold several documents, and a token must only see its own. A mask over a context of
+131,072 tokens would take 17 GB. Instead, each document is a causal attention of its own, and a
+sliding window is computed in bands of queries. Where the workload asks for it, one call of a
+variable-length kernel computes all documents (`penstock.model.varlen_attention`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from penstock.model.attention import DOCUMENTS, attention_function, current_scope, register
+from penstock.model.varlen_attention import DocumentStarts, attend_packed
+
+Bounds = Sequence[Sequence[int]]
+"""For each row, where its documents begin, followed by the row's length."""
+
+Documents = Bounds | DocumentStarts
+"""Where documents begin: for one call per document, or for one call for all of them."""
+
+BAND = 1024
+"""Number of queries per band. With a window of 4,096 tokens, a band's mask takes 5 MiB."""
+
+
+def find_documents(position_ids: torch.Tensor) -> Bounds | None:
+    """Find where documents begin: at positions of 0. Return None if each row is one document."""
+    length = position_ids.shape[1]
+    starts = [(row[1:] == 0).nonzero()[:, 0] + 1 for row in position_ids]
+    rows = [[0, *row.tolist(), length] for row in starts]
+    return None if all(len(row) == 2 for row in rows) else rows
+
+
+def register_document_attention() -> None:
+    """Register attention within documents with transformers."""
+    register(DOCUMENTS, attend)
+
+
+def _attend_documents(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attend within the documents that `attending_over` names; without any, each row is one."""
+    documents: Documents | None = current_scope()
+    causal = _CausalAttention(module, scaling, dropout, window, softcap)
+    if documents is None:
+        return causal(query, key, value)
+    if isinstance(documents, DocumentStarts):
+        assert softcap is None, "the variable-length kernel does not support capped scores"
+        assert not dropout, "the variable-length kernel does not support dropout"
+        return attend_packed(query, key, value, documents, scale=scaling, window=window)
+    rows = []
+    for row, bounds in enumerate(documents):
+        outputs = [
+            causal(*(t[row : row + 1, :, start:end] for t in (query, key, value)))
+            for start, end in itertools.pairwise(bounds)
+        ]
+        rows.append(torch.cat(outputs, dim=1))
+    return torch.cat(rows)
+
+
+attend = attention_function(_attend_documents)
+
+
+class _CausalAttention:
+    """Causal attention over one document, or over rows that are one document each."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        scaling: float | None,
+        dropout: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        self.module, self.scaling, self.dropout = module, scaling, dropout
+        self.window, self.softcap = window, softcap
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        length = query.shape[2]
+        if self.softcap is not None:
+            return self._in_bands(query, key, value, self._capped)
+        if self.window is None or self.window >= length:
+            return self._sdpa(query, key, value, None)
+        return self._in_bands(query, key, value, self._sdpa)
+
+    def _sdpa(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        # transformers' own call: the same kernels and rounding as without Penstock.
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        call: Any = sdpa_attention_forward
+        output: torch.Tensor = call(
+            self.module,
+            query,
+            key,
+            value,
+            mask,
+            dropout=self.dropout,
+            scaling=self.scaling,
+            is_causal=mask is None,
+        )[0]
+        return output
+
+    def _capped(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend with capped scores, for which there is no fused kernel."""
+        assert mask is not None
+        assert self.softcap is not None
+        groups = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+        scale = self.scaling if self.scaling is not None else query.shape[-1] ** -0.5
+        scores = torch.matmul(query, key.transpose(2, 3)) * scale
+        scores = torch.tanh(scores / self.softcap) * self.softcap
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        weights = torch.nn.functional.dropout(weights, self.dropout)
+        return torch.matmul(weights, value).transpose(1, 2).contiguous()
+
+    def _in_bands(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attend_band: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """Attend band by band: a band of queries sees its own keys and those one window back."""
+        length = query.shape[2]
+        window = min(self.window or length, length)
+        band = min(window, BAND)
+        outputs = []
+        for start in range(0, length, band):
+            end, first = min(start + band, length), max(0, start - window + 1)
+            rows = torch.arange(start, end, device=query.device)[:, None]
+            columns = torch.arange(first, end, device=query.device)[None, :]
+            mask = (columns <= rows) & (columns > rows - window)
+            keys, values = key[:, :, first:end], value[:, :, first:end]
+            outputs.append(attend_band(query[:, :, start:end], keys, values, mask[None, None]))
+        return torch.cat(outputs, dim=1)
