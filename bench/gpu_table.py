@@ -61,7 +61,7 @@ def make_plans(args: argparse.Namespace) -> int:
     """Write a plan for each cell, and one with everything in HBM where the cell asks for it."""
     args.plans.mkdir(parents=True, exist_ok=True)
     failed = 0
-    for cell in wanted_cells(args):
+    for cell in select_cells(args):
         for variant in [cell, cell.whole()] if cell.resident else [cell]:
             path = args.plans / f"{variant.name}.json"
             try:
@@ -79,7 +79,8 @@ def make_plans(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def wanted_cells(args: argparse.Namespace) -> list[Cell]:
+def select_cells(args: argparse.Namespace) -> list[Cell]:
+    """Return the cells that the arguments select."""
     selected = [cell for cell in cells() if args.part in (None, cell.part)]
     if args.only:
         selected = [cell for cell in selected if cell.name in args.only]
@@ -87,16 +88,17 @@ def wanted_cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def run_cells(args: argparse.Namespace) -> int:
+    """Run the selected cells that fit into the time; return the exit code."""
     deadline = time.monotonic() + args.limit
     left: list[str] = []
     bad: list[str] = []
-    twins = same_plans(wanted_cells(args), args.plans)
-    for cell in wanted_cells(args):
+    equal_plans = find_equal_plans(select_cells(args), args.plans)
+    for cell in select_cells(args):
         if (args.out / f"{cell.name}.done").exists():
             continue
-        if cell.name in twins:
+        if cell.name in equal_plans:
             print(
-                f"== {cell.name}: has the plan of {twins[cell.name]} and is not run again",
+                f"== {cell.name}: has the plan of {equal_plans[cell.name]} and is not run again",
                 flush=True,
             )
             continue
@@ -104,7 +106,7 @@ def run_cells(args: argparse.Namespace) -> int:
         if remaining < min(cell.seconds, args.limit - _SLACK - 5):
             left.append(cell.name)
             continue
-        code = run_logged(cell.name, cell_line(cell, args), remaining, args.out)
+        code = run_logged(cell.name, cell_command(cell, args), remaining, args.out)
         (bad.append(cell.name) if code else (args.out / f"{cell.name}.done").touch())
     if bad:
         print("failed:", ", ".join(bad), "(see the logs)")
@@ -113,9 +115,9 @@ def run_cells(args: argparse.Namespace) -> int:
     return 1 if bad else LEFT if left else 0
 
 
-def same_plans(selected: Sequence[Cell], plans: Path) -> dict[str, str]:
+def find_equal_plans(selected: Sequence[Cell], plans: Path) -> dict[str, str]:
     """Return, for each cell whose plan equals that of an earlier cell, the earlier cell."""
-    twins: dict[str, str] = {}
+    equal_plans: dict[str, str] = {}
     seen: list[tuple[str, Plan]] = []
     for cell in selected:
         path = plans / f"{cell.name}.json"
@@ -126,14 +128,14 @@ def same_plans(selected: Sequence[Cell], plans: Path) -> dict[str, str]:
             if (plan.placement, plan.workload, plan.pools) == (
                 other.placement, other.workload, other.pools
             ):  # fmt: skip
-                twins[cell.name] = name
+                equal_plans[cell.name] = name
                 break
         else:
             seen.append((cell.name, plan))
-    return twins
+    return equal_plans
 
 
-def cell_line(cell: Cell, args: argparse.Namespace) -> list[str]:
+def cell_command(cell: Cell, args: argparse.Namespace) -> list[str]:
     """Return the command line of bench_engine.py for a cell.
 
     The budgets are in the plan already; they are passed so that the results file contains them.

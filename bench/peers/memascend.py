@@ -106,11 +106,11 @@ def find_limits(vary: str, args: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"planned": planned, "peer": search_peer(vary, args)}
     table.clear(args.scratch)
     if planned["run"] and not args.tiny:
-        argv = [*work_words(vary, args), "--steps", "1", "--warm-up", "0",
+        argv = [*work_arguments(vary, args), "--steps", "1", "--warm-up", "0",
                  f"--{vary}", str(planned["run"]),
                  "--plan", str(args.plans / f"limit-{vary}-run.json")]  # fmt: skip
         results["ours"] = table.run_arm("penstock", argv, deadline - time.monotonic(), args.scratch)
-        render.tell(results["ours"])
+        render.print_arm(results["ours"])
     return results
 
 
@@ -127,14 +127,14 @@ def search_peer(vary: str, args: argparse.Namespace) -> dict[str, Any] | None:
         seconds = PEER_SHARE * args.limit
         line = [sys.executable, limits.__file__, "--arm", peer, "--vary", vary,
                 "--json", str(path), "--most", str(most), "--limit", str(0.9 * seconds),
-                *work_words(vary, args), f"--{vary}", str(start)]  # fmt: skip
+                *work_arguments(vary, args), f"--{vary}", str(start)]  # fmt: skip
         line += [] if args.tiny else ["--activations", "host"]
         if table.run_child(line, table.environment(peer, args.scratch), seconds) is None:
             print("the search was stopped; its attempts so far count", flush=True)
         return json.loads(path.read_text()) if path.exists() else None
 
 
-def work_words(vary: str, args: argparse.Namespace) -> list[str]:
+def work_arguments(vary: str, args: argparse.Namespace) -> list[str]:
     """Return the arguments of the work. A search for the context uses a single sequence.
 
     If an argument is passed twice, the last one counts.

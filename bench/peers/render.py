@@ -27,27 +27,27 @@ NOISE = 4e-3
 """Absolute difference that is always allowed, for 16-bit kernels that sum in another order."""
 
 
-def judge(call: dict[str, Any]) -> None:
+def check_losses(call: dict[str, Any]) -> None:
     """Record for each arm whether its losses match the baseline's."""
     by_name = {arm["arm"]: arm for arm in call["arms"]}
-    truth = by_name.get("plain", {}).get("losses", [])
+    baseline = by_name.get("plain", {}).get("losses", [])
     for arm in call["arms"]:
-        arm["parity"] = parity(arm.get("losses", []), truth)
+        arm["parity"] = parity(arm.get("losses", []), baseline)
 
 
-def parity(losses: Sequence[float], truth: Sequence[float]) -> str:
+def parity(losses: Sequence[float], baseline: Sequence[float]) -> str:
     """Return "same", or the first step at which the losses differ."""
-    common = list(zip(losses, truth, strict=False))
+    common = list(zip(losses, baseline, strict=False))
     if len(common) < 2:
         return "too few steps to say"
-    allowed = SLACK * abs(truth[0] - truth[-1]) + NOISE
-    for number, (ours, theirs) in enumerate(common, 1):
-        if not abs(ours - theirs) <= allowed:
-            return f"step {number}: {ours:.4f}, not {theirs:.4f}"
+    allowed = SLACK * abs(baseline[0] - baseline[-1]) + NOISE
+    for number, (loss, expected) in enumerate(common, 1):
+        if not abs(loss - expected) <= allowed:
+            return f"step {number}: {loss:.4f}, not {expected:.4f}"
     return "same"
 
 
-def tell(arm: Mapping[str, Any]) -> None:
+def print_arm(arm: Mapping[str, Any]) -> None:
     """Print one line for an arm that has ended."""
     step = arm.get("steady", {}).get("p50")
     print(f"   {arm['arm']}: {arm['state']} {arm.get('problem', '')} "
@@ -64,15 +64,16 @@ def markdown(results: Mapping[str, Any]) -> str:
     ]
     seen: set[str] = set()
     for call in results["results"]["calls"]:
-        yard: Mapping[str, Any] = next((a for a in call["arms"] if a["arm"] == "plain"), {})
+        plain: Mapping[str, Any] = next((a for a in call["arms"] if a["arm"] == "plain"), {})
         for arm in call["arms"]:
             if arm["arm"] not in seen:
                 seen.add(arm["arm"])
-                lines.append(row(arm, yard.get("steady", {}).get("p50")))
+                lines.append(row(arm, plain.get("steady", {}).get("p50")))
     return "\n".join(lines)
 
 
-def row(arm: Mapping[str, Any], yardstick: float | None) -> str:
+def row(arm: Mapping[str, Any], baseline: float | None) -> str:
+    """Render the row of one arm. `baseline` is the seconds per step of plain torch."""
     name = NAMES[arm["arm"]]
     steady = arm.get("steady") or {}
     if not steady:
@@ -82,7 +83,7 @@ def row(arm: Mapping[str, Any], yardstick: float | None) -> str:
     cells = [
         name,
         seconds(steady) + ("" if arm["state"] == "done" else f" ({arm['state']} later)"),
-        f"{step / yardstick:.2f}" if yardstick else "",
+        f"{step / baseline:.2f}" if baseline else "",
         f"{work['batch'] * work['context'] / step:,.0f}",
         f"{arm['host_peak_nbytes'] / 2**30:.1f}",
         f"{arm['host_peak_nbytes'] / parameters(work['shape']):.1f}",
@@ -94,11 +95,13 @@ def row(arm: Mapping[str, Any], yardstick: float | None) -> str:
 
 
 def seconds(steady: Mapping[str, float]) -> str:
+    """Format the 20th and 80th percentile of the step seconds."""
     low, high = f"{steady['p20']:.3g}", f"{steady['p80']:.3g}"
     return low if low == high else f"{low}-{high}"
 
 
 def parameters(shape: str) -> int:
+    """Return the number of parameters of a shape."""
     vocabulary, hidden, inner, layers, heads, kv_heads, tied = SHAPES[shape]
     attention = hidden * (hidden // heads) * (2 * heads + 2 * kv_heads)
     layer = attention + 3 * hidden * inner + 2 * hidden

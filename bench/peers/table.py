@@ -96,7 +96,7 @@ def environment(arm: str, scratch: Path) -> dict[str, str]:
     return variables
 
 
-def arm_words(args: argparse.Namespace, arm: str) -> list[str]:
+def arm_arguments(args: argparse.Namespace, arm: str) -> list[str]:
     """Return the arguments for run.py, with fewer steps for arms whose steps take a minute."""
     argv: list[str] = []
     slow = arm in DISK_ARMS
@@ -125,11 +125,11 @@ def run_table(args: argparse.Namespace) -> dict[str, Any]:
         if left < min(seconds, args.least):
             call["not_started"].append(arm)
             continue
-        argv = arm_words(args, arm)
+        argv = arm_arguments(args, arm)
         call["arms"].append(run_arm(arm, argv, min(seconds, left), args.scratch))
         clear(args.scratch)
-        render.tell(call["arms"][-1])
-    render.judge(call)
+        render.print_arm(call["arms"][-1])
+    render.check_losses(call)
     return call
 
 
