@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from tests.observe.made_runs import hostile, make_run, offloaded, on_cpu, streamed, write_run
+from tests.observe.synthetic_runs import hostile, make_run, offloaded, on_cpu, streamed, write_run
 
 
-def test_a_report_is_written_into_the_run_and_told_in_short(
+def test_a_report_is_written_into_the_run_and_summarized(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(offloaded(), tmp_path / "run")
@@ -31,9 +31,7 @@ def test_a_report_is_written_into_the_run_and_told_in_short(
     ]  # fmt: skip
 
 
-def test_json_is_alone_on_standard_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_the_only_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(streamed(), tmp_path / "run")
     out = tmp_path / "elsewhere.html"
 
@@ -59,7 +57,7 @@ def test_a_report_needs_neither_torch_nor_a_gpu(tmp_path: Path) -> None:
     assert "Bottleneck: the CPU" in ran.stdout
 
 
-def test_a_killed_programs_run_is_shown_up_to_then(
+def test_the_run_of_a_killed_program_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(offloaded(ended=None, ended_by=None, exit_code=None), tmp_path / "run")
@@ -74,7 +72,7 @@ def test_a_killed_programs_run_is_shown_up_to_then(
 
 
 @pytest.mark.parametrize("make", [lambda: make_run([], [], []), hostile])
-def test_empty_and_hostile_runs_give_honest_pages(
+def test_empty_and_hostile_runs_can_be_reported(
     make: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(make(), tmp_path / "run")  # type: ignore[operator]
@@ -83,7 +81,7 @@ def test_empty_and_hostile_runs_give_honest_pages(
     assert "\x00" not in capsys.readouterr().out
 
 
-def test_no_run_and_another_version_are_refused_in_one_line(
+def test_a_missing_run_and_another_version_are_rejected_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.run(["report", str(tmp_path / "none")]) == 1
@@ -102,7 +100,7 @@ def test_no_run_and_another_version_are_refused_in_one_line(
     assert not (run / "report.html").exists()
 
 
-def test_a_place_that_cannot_be_written_says_what_to_do(
+def test_an_unwritable_path_suggests_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(on_cpu(), tmp_path / "run")
@@ -119,7 +117,7 @@ def test_a_place_that_cannot_be_written_says_what_to_do(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_run_that_is_only_readable_can_be_reported_elsewhere(
+def test_a_read_only_run_can_be_reported_elsewhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(on_cpu(), tmp_path / "run")
@@ -132,7 +130,7 @@ def test_a_run_that_is_only_readable_can_be_reported_elsewhere(
         run.chmod(0o700)
 
 
-def test_a_comparison_is_a_table_words_and_a_page(
+def test_a_comparison_has_a_table_sentences_and_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a = write_run(offloaded(), tmp_path / "a")
@@ -151,7 +149,9 @@ def test_a_comparison_is_a_table_words_and_a_page(
     assert told["words"][0].startswith("B is 1.33 times")
 
 
-def test_a_comparison_with_no_run_is_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_without_a_run_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a = write_run(on_cpu(), tmp_path / "a")
 
     assert main.run(["compare", str(a), str(tmp_path / "b")]) == 1

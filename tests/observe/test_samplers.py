@@ -44,7 +44,7 @@ def shown(root: Path, files: dict[str, str]) -> System:
     return System(root)
 
 
-def test_memory_of_the_process_and_those_it_started(tmp_path: Path) -> None:
+def test_process_memory_includes_descendants(tmp_path: Path) -> None:
     system = shown(tmp_path, {
         "proc/5/statm": "100 10 0 0 0 0 0", "proc/5/task/5/children": "6 7 ",
         "proc/6/statm": "100 20 0 0 0 0 0", "proc/6/task/6/children": "",
@@ -57,7 +57,7 @@ def test_memory_of_the_process_and_those_it_started(tmp_path: Path) -> None:
     assert reading.host == {"rss": 30 * PAGE}
 
 
-def test_memory_of_the_machine_and_its_nodes(tmp_path: Path) -> None:
+def test_machine_and_node_memory_are_read_from_meminfo(tmp_path: Path) -> None:
     system = shown(tmp_path, {
         "proc/meminfo": "MemTotal: 100 kB\nMemAvailable:    60 kB\n",
         "sys/devices/system/node/has_memory": "0,2\n",
@@ -72,7 +72,7 @@ def test_memory_of_the_machine_and_its_nodes(tmp_path: Path) -> None:
     assert reading.host == {"available": 60 * 1024, "nodes": {"0": 7 * 1024, "2": 3 * 1024}}
 
 
-def test_bytes_of_disks_that_are_things(tmp_path: Path) -> None:
+def test_disk_traffic_counts_physical_disks_only(tmp_path: Path) -> None:
     system = shown(tmp_path, {
         "proc/diskstats": "259 0 nvme0n1 1 2 10 4 5 6 20 8 0 0 0\n7 0 loop0 1 2 3 4 5 6 7 8 0 0\n",
         "sys/block/nvme0n1/device/model": "a disk", "sys/block/loop0/size": "4",
@@ -84,7 +84,7 @@ def test_bytes_of_disks_that_are_things(tmp_path: Path) -> None:
     assert reading.disk == {"nvme0n1": (10 * 512, 20 * 512)}
 
 
-def test_cores_since_the_sample_before(tmp_path: Path) -> None:
+def test_core_load_covers_the_time_since_the_previous_sample(tmp_path: Path) -> None:
     line = "cpu{} {} 0 0 {} {} 0 0 0 0 0\n"
     system = shown(tmp_path, {"proc/stat": "cpu 1 1\n" + line.format(0, 10, 10, 0)
                               + line.format(1, 0, 0, 0)})  # fmt: skip
@@ -134,7 +134,7 @@ def holding(*, dram: int, pinned: int, where: str = "cpu") -> MemoryUsage:
     return found
 
 
-def test_engines_are_asked_at_every_sample_what_they_hold() -> None:
+def test_tier_memory_is_read_from_engines_at_every_sample() -> None:
     one, other = holding(dram=3, pinned=0), holding(dram=4, pinned=9, where="cuda:1")
     held = TierMemory()
     held.memory_usages = lambda: [one, other]
@@ -176,7 +176,7 @@ def test_this_machine_can_be_sampled() -> None:
     assert parts.nodes
 
 
-def test_ceilings_come_from_a_machine_file() -> None:
+def test_ceilings_are_read_from_a_machine_file() -> None:
     found = ceilings(machine(link=25e9, dram=80e9))
 
     assert found["h2d"] == found["d2h"] == 25e9
@@ -227,7 +227,9 @@ class FakeNvml:
         return 4 if kind == self.NVML_PCIE_UTIL_RX_BYTES else 2
 
 
-def test_cards_as_the_driver_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_reports_memory_utilisation_and_pcie_traffic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     nvml, reading = FakeNvml(), Reading()
 
@@ -246,7 +248,7 @@ def test_cards_as_the_driver_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_without_a_driver_there_are_no_cards() -> None:
+def test_without_a_driver_no_gpus_are_sampled() -> None:
     reading = Reading()
 
     @contextlib.contextmanager
@@ -264,7 +266,7 @@ def test_without_a_driver_there_are_no_cards() -> None:
     ("named", "found"),
     [(None, [0, 1]), ("1,0", [1, 0]), ("1", [1]), ("GPU-b", [1]), ("0,7,1", [0]), ("", [])],
 )
-def test_cards_are_counted_as_cuda_counts_them(
+def test_visible_gpus_are_in_cudas_order(
     named: str | None, found: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from penstock import records
@@ -206,6 +207,16 @@ def _streamed_sample(t: float) -> Sample:
         cpu=(0.8 if forward else 0.2,) * 16,
         tiers={"hbm": int(hbm), "dram": int((37 if forward else 38) * GiB), "nvme": 30 * GiB},
     )  # fmt: skip
+
+
+def finishing(run: RecordedRun, *steps: int) -> RecordedRun:
+    """The same with a sweep of 0.3 s apart, at the end of some of the steps."""
+    late = [Phase("update", n, 1.5 * n + 1.5 - 0.3, 1.5 * n + 1.5) for n in steps]
+    cut = [
+        replace(p, end=p.end - 0.3) if p.name == "backward" and p.step in steps else p
+        for p in run.phases
+    ]
+    return replace(run, phases=tuple(sorted([*cut, *late], key=lambda p: p.start)))
 
 
 def on_cpu(steps: int = 4) -> RecordedRun:

@@ -21,7 +21,7 @@ from penstock.observe.measures import measure
 from penstock.observe.page import page
 from penstock.observe.records import Event, GpuSample, Phase, RecordedRun, Sample
 from penstock.observe.timeline import MAX_BOXES
-from tests.observe.made_runs import hostile, make_run, offloaded, on_cpu, sampled, streamed
+from tests.observe.synthetic_runs import hostile, make_run, offloaded, on_cpu, sampled, streamed
 
 CSS = Path(page_module.__file__).with_name("page.css").read_text()
 
@@ -70,7 +70,7 @@ def pages() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_element_is_closed_and_every_plot_has_words_and_a_table(
+def test_elements_are_closed_and_plots_have_a_description_and_a_table(
     name: str, pages: dict[str, str]
 ) -> None:
     reader = Reader(pages[name])
@@ -83,7 +83,9 @@ def test_every_element_is_closed_and_every_plot_has_words_and_a_table(
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_nothing_is_fetched_and_only_our_script_may_run(name: str, pages: dict[str, str]) -> None:
+def test_the_page_fetches_nothing_and_allows_only_its_own_script(
+    name: str, pages: dict[str, str]
+) -> None:
     reader = Reader(pages[name])
     (policy,) = (a["content"] or "" for a in reader.all("meta") if "http-equiv" in a)
     script = re.search(r"<script>(.*?)</script>", pages[name], re.DOTALL)
@@ -100,7 +102,7 @@ def test_nothing_is_fetched_and_only_our_script_may_run(name: str, pages: dict[s
         assert not [key for key in attrs if key.startswith("on") or key in ("src", "href")]
 
 
-def test_hostile_names_stay_text(pages: dict[str, str]) -> None:
+def test_hostile_names_are_escaped(pages: dict[str, str]) -> None:
     html = pages["hostile"]
 
     assert html.count("<script") == 2
@@ -113,7 +115,7 @@ def test_hostile_names_stay_text(pages: dict[str, str]) -> None:
     assert any("</script>" in name for name in json.loads(data[1])["phases"])
 
 
-def test_a_page_reads_top_down(pages: dict[str, str]) -> None:
+def test_sections_are_in_order(pages: dict[str, str]) -> None:
     titles = re.findall(r"<h2>(.*?)</h2>", pages["streamed"])
 
     assert titles == [
@@ -125,7 +127,7 @@ def test_a_page_reads_top_down(pages: dict[str, str]) -> None:
     assert "ceiling 25.0 GB/s" in pages["streamed"]
 
 
-def test_what_is_missing_is_said(pages: dict[str, str]) -> None:
+def test_missing_data_is_listed(pages: dict[str, str]) -> None:
     assert "no samples: memory over time is not shown" in pages["nothing"]
     assert "no steps: figures per step are not shown" in pages["nothing"]
     assert "no events: overlap, waits and the timeline are not shown" in pages["sampled"]
@@ -154,7 +156,7 @@ def long_run() -> RecordedRun:
     return make_run(phases, events, samples, interval=0.1)
 
 
-def test_a_long_run_gives_a_small_page_that_keeps_its_extremes() -> None:
+def test_the_page_of_a_long_run_is_small_and_shows_its_extremes() -> None:
     html = page(measure(long_run()))
 
     assert len(html) < 3_000_000
@@ -165,7 +167,7 @@ def test_a_long_run_gives_a_small_page_that_keeps_its_extremes() -> None:
     assert max(whole["lines"][0]["y"]) == 123_456
 
 
-def test_two_runs_side_by_side_have_one_scale() -> None:
+def test_two_runs_side_by_side_share_a_scale() -> None:
     both = measure(offloaded()), measure(streamed())
     html = compare_page(("a<b", "b"), both, compare(*both))
     reader = Reader(html)
@@ -204,7 +206,7 @@ def contrast(a: tuple[float, ...], b: tuple[float, ...]) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_and_lines_stand_out_from_the_ground(scheme: str) -> None:
+def test_text_and_lines_contrast_with_the_background(scheme: str) -> None:
     colours = palette(scheme)
 
     for ground in ("ground", "raised"):
@@ -239,7 +241,7 @@ def lab(rgb: list[float]) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("sight", SIGHT)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_colours_that_meet_in_one_plot_can_be_told_apart(scheme: str, sight: str) -> None:
+def test_colours_in_one_plot_are_distinguishable(scheme: str, sight: str) -> None:
     colours = palette(scheme)
     seen = {}
     for name in ("c0", "c1", "c2", "c3"):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import penstock
 from penstock.observe.run_files import read_run
-from tests.observe.loops import STEP, expected, names
+from tests.observe.training_loops import STEP, expected, names
 
 STEPS = 3
 
@@ -29,7 +29,7 @@ def tiny_model() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
-def test_of_transformers_trainer_with_accumulation_and_checkpointing(tmp_path: Path) -> None:
+def test_phases_of_a_transformers_trainer_are_detected(tmp_path: Path) -> None:
     rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * (4 * STEPS)
     settings = transformers.TrainingArguments(
         output_dir=str(tmp_path / "out"), max_steps=STEPS, per_device_train_batch_size=2,
@@ -56,7 +56,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_of_fsdp_with_parameters_on_the_host(tmp_path: Path) -> None:
+def test_phases_of_fsdp_with_cpu_offload_are_detected(tmp_path: Path) -> None:
     model = tiny_model()
     told: Any = {
         "mesh": init_device_mesh("cpu", (1,)),

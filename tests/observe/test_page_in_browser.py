@@ -17,7 +17,7 @@ from penstock.observe.compare_page import compare_page
 from penstock.observe.measures import measure
 from penstock.observe.page import page
 from tests.observe.browser import Browser, find_browser
-from tests.observe.made_runs import hostile, make_run, offloaded, on_cpu, sampled, streamed
+from tests.observe.synthetic_runs import hostile, make_run, offloaded, on_cpu, sampled, streamed
 
 PROGRAM = find_browser()
 
@@ -117,7 +117,7 @@ def colours_in(browser: Browser, selector: str) -> Counter[tuple[int, ...]]:
     "name",
     ["offloaded", "streamed", "sampled", "on_cpu", "hostile", "nothing", "compared", "zero3"],
 )
-def test_it_opens_offline_without_a_word_on_the_console(
+def test_a_page_opens_offline_without_console_messages(
     name: str, width: int, dark: bool, browser: Browser, pages: dict[str, Path]
 ) -> None:
     browser.said.clear()
@@ -134,7 +134,7 @@ def test_it_opens_offline_without_a_word_on_the_console(
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_lines_boxes_and_shades_are_there_as_pixels(
+def test_lines_boxes_and_shades_are_visible(
     dark: bool, browser: Browser, pages: dict[str, Path]
 ) -> None:
     browser.open(pages["offloaded"], dark=dark)
@@ -148,9 +148,7 @@ def test_lines_boxes_and_shades_are_there_as_pixels(
     assert len(common) >= 5  # four tracks and the lanes behind them
 
 
-def test_without_a_script_the_plots_are_drawn_all_the_same(
-    browser: Browser, pages: dict[str, Path]
-) -> None:
+def test_plots_are_drawn_without_the_script(browser: Browser, pages: dict[str, Path]) -> None:
     browser.call("Emulation.setScriptExecutionDisabled", value=True)
     try:
         browser.open(pages["offloaded"])
@@ -185,7 +183,7 @@ def drag(browser: Browser, box: dict[str, Any], start: float, end: float) -> Non
     browser.mouse("mouseReleased", places[2], y, button="left", clickCount=1)
 
 
-def test_zoom_by_buttons_keys_wheel_and_drag(browser: Browser, pages: dict[str, Path]) -> None:
+def test_buttons_keys_wheel_and_drag_zoom(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["offloaded"])
     press = "document.querySelector('button[data-do={}]').click()"
     assert view(browser) == (0, 1000)
@@ -221,7 +219,7 @@ def test_zoom_by_buttons_keys_wheel_and_drag(browser: Browser, pages: dict[str, 
     assert view(browser) == (0, 1000)
 
 
-def test_the_wheel_scrolls_the_page_until_a_plot_is_chosen(
+def test_the_wheel_scrolls_the_page_until_a_plot_is_clicked(
     browser: Browser, pages: dict[str, Path]
 ) -> None:
     browser.open(pages["offloaded"])
@@ -251,7 +249,7 @@ def test_a_phase_can_be_hidden_and_shown_again(browser: Browser, pages: dict[str
     assert (browser.run(seen), browser.run(shades)) == (before, 3)
 
 
-def test_another_step_can_be_chosen(browser: Browser, pages: dict[str, Path]) -> None:
+def test_another_step_can_be_selected(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["streamed"])
     chosen = browser.run(
         "(() => {const s = document.getElementById('step'); s.selectedIndex = 1;"
@@ -263,7 +261,7 @@ def test_another_step_can_be_chosen(browser: Browser, pages: dict[str, Path]) ->
     assert browser.run("document.querySelectorAll('#timeline .box').length") == 12 * 8
 
 
-def test_the_cursor_reads_off_values_and_boxes(browser: Browser, pages: dict[str, Path]) -> None:
+def test_the_cursor_shows_values_and_boxes(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["offloaded"])
     place = area(browser, "memory-0")
     browser.mouse("mouseMoved", place["x"] + 0.9 * place["width"], place["y"] + 60)
@@ -276,9 +274,7 @@ def test_the_cursor_reads_off_values_and_boxes(browser: Browser, pages: dict[str
     assert told.endswith("h2d · weights · 200 ms · 3.00 GB, 15.0 GB/s · update")
 
 
-def test_every_control_can_be_reached_by_the_keyboard(
-    browser: Browser, pages: dict[str, Path]
-) -> None:
+def test_every_control_is_reachable_by_keyboard(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["offloaded"])
     reached = browser.run(
         "[...document.querySelectorAll('button, select, .area, summary, .scroll')]"

@@ -44,7 +44,7 @@ def leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
         yield at, -1 if value is None else value  # no figure is below zero
 
 
-def test_a_kept_run_gives_the_figures_of_the_results_file(
+def test_a_kept_run_reproduces_the_results_file(
     run: tuple[str, Measures], figures: dict[str, Any]
 ) -> None:
     name, m = run
@@ -52,7 +52,7 @@ def test_a_kept_run_gives_the_figures_of_the_results_file(
     assert dict(leaves(study(m))) == pytest.approx(dict(leaves(figures[name])), rel=1e-9)
 
 
-def test_a_kept_report_says_what_the_run_gives(run: tuple[str, Measures]) -> None:
+def test_a_kept_report_has_the_current_verdict(run: tuple[str, Measures]) -> None:
     """Where this fails, `penstock report` renders it again."""
     name, m = run
     kept = (KEPT / name / "report.html").read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def test_a_kept_report_says_what_the_run_gives(run: tuple[str, Measures]) -> Non
     assert title in kept
 
 
-def test_the_engine_of_the_kept_run_moved_the_bytes_of_its_schedule() -> None:
+def test_the_kept_penstock_run_moved_the_bytes_of_its_schedule() -> None:
     m = measure(read_run(KEPT / "penstock"))
     planned = m.run.observation.planned
 
@@ -70,7 +70,7 @@ def test_the_engine_of_the_kept_run_moved_the_bytes_of_its_schedule() -> None:
     assert {link: m.carried(link) for link in planned.links} == planned.links
 
 
-def test_a_run_that_moves_only_token_numbers_is_told_nothing_of_copies() -> None:
+def test_a_run_that_copies_only_token_ids_has_no_copy_findings() -> None:
     html = page(measure(read_run(KEPT / "plain")))
 
     assert "Copies hidden" not in html
@@ -78,11 +78,11 @@ def test_a_run_that_moves_only_token_numbers_is_told_nothing_of_copies() -> None
     assert "PCIe idle" not in html
 
 
-def test_the_page_of_the_study_has_the_table_of_the_results_file(figures: dict[str, Any]) -> None:
+def test_the_study_page_contains_the_table_of_the_results_file(figures: dict[str, Any]) -> None:
     assert markdown(figures) in (REPO / "docs/observe-study.md").read_text(encoding="utf-8")
 
 
-def test_kept_files_name_no_place_of_the_machine_they_came_from() -> None:
+def test_kept_files_contain_no_paths_of_the_recording_machine() -> None:
     place = re.compile(r"(?<![\w.])/(?:work|root|home|opt|srv|tmp|var|mnt|usr)/")
     for path in KEPT.rglob("*"):
         if path.is_file():

@@ -52,9 +52,7 @@ def pass_time(recorder: Recorder, clocks: Clocks, windows: int = 1) -> None:
         clocks.wall += recorder.interval
 
 
-def test_samples_that_cost_too_much_become_fewer_and_come_back(
-    tmp_path: Path, clocks: Clocks
-) -> None:
+def test_expensive_samples_are_taken_less_often_for_a_while(tmp_path: Path, clocks: Clocks) -> None:
     costly = Costly(clocks)
     recorder = Recorder(tmp_path, [costly])
     pass_time(recorder, clocks)
@@ -72,9 +70,7 @@ def test_samples_that_cost_too_much_become_fewer_and_come_back(
     )
 
 
-def test_writing_down_an_exact_step_does_not_make_samples_fewer(
-    tmp_path: Path, clocks: Clocks
-) -> None:
+def test_writing_an_exact_step_does_not_slow_down_sampling(tmp_path: Path, clocks: Clocks) -> None:
     costly = Costly(clocks)
     costly.seconds = 0.005 * INTERVAL
     recorder = Recorder(tmp_path, [costly])

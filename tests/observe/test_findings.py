@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.observe.compare import compare
-from penstock.observe.findings import Finding, find
+from penstock.observe.findings import Finding, busy_cores, find, unexplained_idle
 from penstock.observe.measures import measure
 from penstock.observe.page import verdict
 from penstock.observe.records import (
@@ -23,7 +22,7 @@ from penstock.observe.records import (
     Sample,
 )
 from penstock.units import GiB
-from tests.observe.made_runs import (
+from tests.observe.synthetic_runs import (
     HARDWARE,
     PLANNED,
     make_run,
@@ -42,6 +41,10 @@ def found(run: RecordedRun) -> dict[str, Finding]:
     return kinds
 
 
+def said(run: RecordedRun, kind: str) -> list[Finding]:
+    return [finding for finding in find(measure(run)) if finding.kind == kind]
+
+
 def texts(run: RecordedRun) -> list[str]:
     return [finding.text for finding in find(measure(run))]
 
@@ -57,18 +60,18 @@ def texts(run: RecordedRun) -> list[str]:
         "GPU memory: 18.0 GiB unused during update",
     ],
 )
-def test_an_offloaded_run_shows_what_the_study_saw(said: str) -> None:
+def test_an_offloaded_run_has_the_findings_of_the_study(said: str) -> None:
     assert said in texts(offloaded())
 
 
-def test_a_streamed_run_shows_none_of_it() -> None:
+def test_a_streamed_run_has_none_of_these_findings() -> None:
     kinds = found(streamed())
 
     assert not {"waiting", "overlap", "pageable", "link-idle", "plan-bytes", "serial"} & set(kinds)
     assert "hidden behind compute" in kinds["sweep"].text
 
 
-def test_what_costs_most_comes_first() -> None:
+def test_findings_are_sorted_by_severity_and_cost() -> None:
     findings = find(measure(offloaded()))
 
     levels = [finding.level for finding in findings]
@@ -78,7 +81,7 @@ def test_what_costs_most_comes_first() -> None:
     assert findings[0].kind == "waiting"
 
 
-def test_samples_alone_show_the_idle_gpu_and_its_cores() -> None:
+def test_samples_show_an_idle_gpu_and_busy_cores() -> None:
     kinds = found(sampled())
 
     assert kinds["gpu-idle"].text == (
@@ -88,7 +91,7 @@ def test_samples_alone_show_the_idle_gpu_and_its_cores() -> None:
     assert "18.0 GiB unused" in kinds["trough"].text
 
 
-def test_more_than_planned_is_bad_and_bytes_are_compared_to_the_byte() -> None:
+def test_differences_from_the_plan_are_found_to_the_byte() -> None:
     planned = replace(
         PLANNED,
         tiers={**PLANNED.tiers, "dram": PlannedTier(40 * GiB, 36 * GiB, 38 * GiB - 1)},
@@ -103,7 +106,7 @@ def test_more_than_planned_is_bad_and_bytes_are_compared_to_the_byte() -> None:
     assert "50 % more" in kinds["plan-time"].text
 
 
-def test_the_drivers_count_of_an_exact_step_is_set_beside_the_engines() -> None:
+def test_the_drivers_count_is_compared_with_the_engines() -> None:
     run = streamed()
     again = [
         replace(e, track=DRIVER + e.track, link=None)
@@ -123,7 +126,7 @@ def test_the_drivers_count_of_an_exact_step_is_set_beside_the_engines() -> None:
     assert next(f.level for f in find(measure(lost)) if f.kind == "driver-bytes") == "warn"
 
 
-def test_a_killed_program_and_a_failed_one_are_said_first() -> None:
+def test_a_killed_or_failed_program_is_the_first_finding() -> None:
     killed = find(measure(offloaded(ended_by="signal 9", exit_code=None)))
     failed = find(measure(offloaded(exit_code=3)))
 
@@ -146,14 +149,14 @@ def steady(grow: int = 0, available: int = 64 * GiB, reserved: int = 10 * GiB) -
     return make_run(phases, [], samples, hardware=hardware)
 
 
-def test_memory_that_grows_fragments_or_runs_out_is_said() -> None:
+def test_growing_fragmented_and_low_memory_are_found() -> None:
     assert found(steady()) == {}
     assert "10.1 GiB" in found(steady(grow=GiB // 10))["growth"].text
     assert "holds 6.00 GiB more" in found(steady(reserved=16 * GiB))["fragmentation"].text
     assert "down to 1.00 GiB of 128 GiB" in found(steady(available=GiB))["host-memory"].text
 
 
-def test_steps_far_slower_than_the_rest_are_counted() -> None:
+def test_slow_steps_are_counted() -> None:
     lengths = [1.0] * 9 + [4.0]
     phases, at = [], 0.0
     for number, seconds in enumerate(lengths):
@@ -181,42 +184,14 @@ def test_the_verdict_is_one_sentence(run: RecordedRun, said: str) -> None:
     assert verdict(measure(run)).startswith(said)
 
 
-def test_a_comparison_says_which_is_faster_and_why() -> None:
-    made = compare(measure(offloaded()), measure(streamed()))
-    rows = {row.name: row for row in made.rows}
-
-    assert made.words[0].startswith("B is 1.33 times as fast as A: 1.50 s per step")
-    assert "Update takes 800 ms less in B: none instead of 800 ms." in made.words
-    assert rows["step time"].ratio == pytest.approx(0.75)
-    assert rows["step time"].judged == "better"
-    assert rows["copies hidden behind compute"].change == "+58 points"
-    assert rows["Host to GPU (h2d), per step"].ratio == 8.0
-    assert rows["GPU 0, tensors"].judged == "better"
-
-
-def test_a_comparison_with_itself_finds_nothing() -> None:
-    made = compare(measure(offloaded()), measure(offloaded()))
-
-    assert made.words == ("A and B are equally fast: 2.00 s and 2.00 s per step.",)
-    assert {row.judged for row in made.rows} == {""}
-
-
-def test_a_comparison_of_different_machines_or_of_nothing_says_so() -> None:
-    other = compare(measure(offloaded()), measure(on_cpu()))
-    nothing = compare(measure(make_run([], [], [])), measure(offloaded()))
-
-    assert any("different hardware" in word for word in other.words)
-    assert nothing.words[0] == "No steps were recorded in A: speeds cannot be compared."
-
-
-def test_without_a_gpu_nothing_is_said_of_pcie_or_of_pinning() -> None:
+def test_without_a_gpu_there_are_no_findings_about_pcie_or_pinning() -> None:
     kinds = found(offloaded(hardware=replace(HARDWARE, gpus=())))
 
     assert "waiting" in kinds
     assert not {"pageable", "link-idle"} & set(kinds)
 
 
-def test_many_causes_of_pageable_copies_are_summed() -> None:
+def test_many_callers_of_pageable_copies_are_summed() -> None:
     run = offloaded()
     copies = [e for e in run.events if e.pinned is False]
     more = [
@@ -228,7 +203,7 @@ def test_many_causes_of_pageable_copies_are_summed() -> None:
     assert "pageable memory: 28.0 MB per step copied by 7 other callers" in said
 
 
-def test_a_memory_node_is_never_what_is_waited_for() -> None:
+def test_the_gpu_never_waits_for_a_memory_node() -> None:
     run = offloaded()
     sweeps = [e for e in run.events if e.kind == "sweep"]
     nodes = [replace(e, track="node0", link="node0", nbytes=10**9) for e in sweeps]
@@ -239,10 +214,113 @@ def test_a_memory_node_is_never_what_is_waited_for() -> None:
     assert m.links["node0"].nbytes == 10**9
 
 
-def test_a_disks_plan_is_of_both_directions() -> None:
+def test_a_disks_plan_covers_both_directions() -> None:
     both = 12 * (10**9 // 20 + 10**9 // 40)
     kept = streamed(planned=replace(PLANNED, links={"disk:nvme0n1": both}))
     missed = streamed(planned=replace(PLANNED, links={"disk:nvme0n1": both + 1}))
 
     assert "plan-bytes" not in found(kept)
     assert found(missed)["plan-bytes"].text.startswith("Disk nvme0n1 carried 900 MB per step")
+
+
+# Waits and overlap.
+
+
+def unswept(busy: float = 0.8) -> RecordedRun:
+    """An optimizer on the CPU that nobody recorded: no sweep, but cores that work in update. A
+    sample says what they did since the one before."""
+    run = offloaded()
+    before = [None, *(sample.phase for sample in run.samples)]
+    samples = tuple(
+        replace(sample, cpu=(busy if phase == "update" else 0.1,) * 16)
+        for sample, phase in zip(run.samples, before, strict=False)
+    )
+    events = tuple(e for e in run.events if e.kind != "sweep")
+    return replace(run, events=events, samples=samples)
+
+
+def test_an_unexplained_wait_names_its_phase_and_busy_cores() -> None:
+    found = said(unswept(), "waiting")[0]
+
+    # Of each step: 0.1 s before backward's first kernel, 0.6 of update.
+    assert found.text == (
+        "GPU idle for 700 ms per step, cause not recorded: 600 ms in update, "
+        "with 13 of 16 CPU cores busy"
+    )
+    assert found.advice.startswith("Probably an optimizer on the CPU")
+    assert found.seconds == pytest.approx(0.7)
+
+
+def test_few_busy_cores_and_unknown_cores_give_different_advice() -> None:
+    alone, unknown = unswept(busy=0.1), unswept()
+    blind = replace(unknown, samples=tuple(replace(s, cpu=()) for s in unknown.samples))
+
+    assert "with 2 of 16 CPU cores busy" in said(alone, "waiting")[0].text
+    assert "main thread" in said(alone, "waiting")[0].advice
+    assert said(blind, "waiting")[0].text.endswith("600 ms in update")
+    assert said(blind, "waiting")[0].advice.startswith("Possible causes: Python code")
+
+
+def test_core_load_counts_only_for_the_phase_that_it_covers() -> None:
+    """Read every 0.7 s, most figures are of two phases; those of update alone say what it was."""
+    run = unswept()
+    sparse, last, busy = [], 0.0, 0.0
+    for sample in run.samples:
+        busy += 0.05 * sample.cpu[0]
+        due = sample.t - last >= 0.7
+        sparse.append(replace(sample, cpu=(busy / (sample.t - last),) * 16 if due else ()))
+        if due:
+            last, busy = sample.t, 0.0
+    m = measure(replace(run, samples=tuple(sparse)))
+
+    cores = busy_cores(m, "update")
+    assert cores is not None
+    assert 0.8 * 0.8 * 16 <= cores <= 0.8 * 16 + 1e-6
+    assert busy_cores(m, "forward") is None
+
+
+def test_an_unexplained_wait_in_two_phases_names_both() -> None:
+    run = unswept()
+    events = tuple(e for e in run.events if e.phase != "forward")
+    m = measure(replace(run, events=events))
+
+    assert unexplained_idle(m) == pytest.approx({"update": 0.6, "forward": 0.4, "backward": 0.1})
+    text = said(replace(run, events=events), "waiting")[0].text
+    assert text.endswith(
+        "600 ms in update and 400 ms in forward, with 13 of 16 CPU cores busy in update"
+    )
+
+
+def test_copies_during_a_sweep_cost_no_extra_time() -> None:
+    """The weights of each step come while the sweep goes on: it is the sweep that costs."""
+    run = offloaded()
+    events = [
+        replace(e, start=e.start - 0.2, end=e.end - 0.2) if e.name == "weights" else e
+        for e in run.events
+    ]
+    found = said(replace(run, events=tuple(events)), "overlap")[0]
+
+    assert found.text == (
+        "40 % of copy time hidden behind compute; 300 ms per step not hidden, "
+        "of which 200 ms during the CPU optimizer sweep"
+    )
+    assert (found.level, found.seconds) == ("warn", pytest.approx(0.1))
+    quick = [replace(e, end=e.start + 0.2) if e.name == "gradients" else e for e in events]
+    assert said(replace(run, events=tuple(quick)), "overlap")[0].level == "note"
+
+
+def test_pcie_is_not_reported_as_idle_if_nothing_uses_it() -> None:
+    run = offloaded()
+    tokens = tuple(replace(e, nbytes=1000) if e.link else e for e in run.events)
+
+    assert said(run, "link-idle")
+    assert not said(replace(run, events=tokens), "link-idle")
+
+
+def test_unused_memory_is_not_reported_for_phases_with_few_samples() -> None:
+    run = offloaded()
+    few = tuple(s for s in run.samples if s.phase != "update" or s.step == 3)
+    none = tuple(s for s in few if s.phase != "update" or s.t < 7.6)
+
+    assert "during update" in said(replace(run, samples=few), "trough")[0].text
+    assert "during update" not in said(replace(run, samples=none), "trough")[0].text

@@ -13,13 +13,11 @@ from penstock.observe.findings import find
 from penstock.observe.hardware import disk_name
 from penstock.observe.measures import measure
 from penstock.observe.records import Event, RecordedRun
-from penstock.observe.run_files import RunFolder, read_run
-from penstock.observe.step_selector import MakeEvents, StepSelector
+from penstock.observe.run_files import read_run
 from penstock.plan.build_schedule import sweep_schedule
 from penstock.plan.traffic import step_traffic
 from tests.equivalence.runs import WAYS, Setup, Way
-from tests.observe.made_runs import observation, streamed
-from tests.observe.test_report_owners import finishing
+from tests.observe.synthetic_runs import finishing, streamed
 
 STEPS = 4
 
@@ -33,7 +31,7 @@ def links(events: list[Event]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("way", [WAYS[3], WAYS[8]], ids=lambda way: way.name)
-def test_a_sweep_apart_is_recorded_to_the_byte_and_changes_no_step(
+def test_a_separate_sweep_is_recorded_to_the_byte_and_changes_no_step(
     way: Way, tmp_path: Path
 ) -> None:
     setup, disk = Setup.of("llama"), tmp_path / "disk"
@@ -81,7 +79,7 @@ def swept(step: int, nbytes: int = 7) -> Event:
     return Event("node0", "sweep", "layer", start, start + 0.3, None, "update", "node0", nbytes)
 
 
-def test_bytes_of_no_step_are_of_the_one_they_lie_in() -> None:
+def test_bytes_without_a_step_count_for_the_step_around_them() -> None:
     run = streamed()
     once = finishing(run, 7)
     assert_same_steps(replace(once, events=(*once.events, swept(7))), once)
@@ -92,7 +90,7 @@ def test_bytes_of_no_step_are_of_the_one_they_lie_in() -> None:
     assert "node0" not in measure(every).links
 
 
-def test_a_sweep_apart_is_told_beside_the_steps() -> None:
+def test_separate_sweeps_are_reported() -> None:
     once = finishing(streamed(), 7)
     read = replace(swept(7), track="disk:vda", kind="read", link="disk:vda", nbytes=3000)
     one = replace(once, events=(*once.events, swept(7), read))
@@ -109,24 +107,3 @@ def test_a_sweep_apart_is_told_beside_the_steps() -> None:
     assert told(once) == []  # a run that did not record it
     every = finishing(streamed(), *range(8))
     assert told(replace(every, events=(*every.events, swept(7)))) == []
-
-
-def made(step: int | None, number: int) -> MakeEvents:
-    return lambda: [Event("gpu", "compute", str(number), float(number), number + 0.5, step)]
-
-
-def test_what_follows_a_step_is_kept_with_it_and_once(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, observation())
-    keeper = StepSelector(folder)
-    keeper.follow(made(None, 0))  # of a step before the recording began
-    for number in range(1, 21):
-        seconds = 9.0 if number in (2, 10, 20) else 1.0
-        keeper.add(number, seconds, made(number, number), now=0.1 * number)
-        keeper.follow(made(None, number))
-    keeper.close()
-    folder.close()
-
-    events = read_run(tmp_path).events
-    kept = [1, 2, 3, 10, 18, 19, 20]
-    assert [int(e.name) for e in events if e.step is not None] == kept
-    assert sorted(int(e.name) for e in events if e.step is None) == [0, *kept]

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-def test_copies_of_known_size_are_seen_with_their_bytes_and_kind(tmp_path: Path) -> None:
+def test_copies_are_recorded_with_their_bytes_and_kind(tmp_path: Path) -> None:
     pinned = torch.empty(8 * MiB, dtype=torch.uint8, pin_memory=True)
     pageable = torch.empty(2 * MiB, dtype=torch.uint8)
     model = nn.Linear(64, 64).cuda()
@@ -50,7 +50,7 @@ def test_copies_of_known_size_are_seen_with_their_bytes_and_kind(tmp_path: Path)
     assert any(event.kind == "kernel" for event in run.events)
 
 
-def test_memory_of_the_card_is_sampled(tmp_path: Path) -> None:
+def test_gpu_memory_is_sampled(tmp_path: Path) -> None:
     held = torch.empty(256 * MiB, dtype=torch.uint8, device="cuda")
     with penstock.observe(tmp_path, interval=0.005) as obs, obs.phase("hold"):
         for _ in range(200):
@@ -64,7 +64,7 @@ def test_memory_of_the_card_is_sampled(tmp_path: Path) -> None:
     assert max(gpu.used or 0 for gpu in samples) >= held.numel()
 
 
-def test_a_phase_lasts_until_the_card_has_done_it(tmp_path: Path) -> None:
+def test_a_phase_lasts_until_the_gpu_has_finished_it(tmp_path: Path) -> None:
     """The host queues a second's work at once and names the next phase."""
     cycles = 1_000_000_000
     began, ended = (cuda.Event(enable_timing=True) for _ in range(2))

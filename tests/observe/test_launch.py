@@ -74,7 +74,7 @@ def program(tmp_path: Path, rest: str) -> Path:
 
 
 @pytest.mark.parametrize("leave", ["sys.exit", "os._exit"])
-def test_a_program_is_recorded_and_runs_as_it_would(tmp_path: Path, leave: str) -> None:
+def test_a_program_is_recorded_and_runs_unchanged(tmp_path: Path, leave: str) -> None:
     fork = "if os.fork() == 0: os._exit(0)\nos.wait()\n"
     own = program(tmp_path, fork + STEPS.replace("sys.exit", "sys.stdout.flush(); " + leave))
 
@@ -95,7 +95,7 @@ def test_a_program_is_recorded_and_runs_as_it_would(tmp_path: Path, leave: str) 
     assert trace["traceEvents"]
 
 
-def test_a_program_that_is_killed_leaves_what_was_recorded(tmp_path: Path) -> None:
+def test_a_killed_program_leaves_its_recording(tmp_path: Path) -> None:
     own = program(tmp_path, WAIT_FOR_PHASES)
     run_folder = str(tmp_path / "run")
 
@@ -110,7 +110,7 @@ def test_a_program_that_is_killed_leaves_what_was_recorded(tmp_path: Path) -> No
     assert "ended by signal 9" in ended.stderr
 
 
-def test_a_program_without_torch_has_its_machine_sampled(tmp_path: Path) -> None:
+def test_only_the_machine_is_sampled_for_a_program_without_torch(tmp_path: Path) -> None:
     ended = profile(tmp_path, sys.executable, "-c", "print('hello')")
 
     assert (ended.returncode, ended.stdout) == (0, "hello\n")
@@ -119,7 +119,7 @@ def test_a_program_without_torch_has_its_machine_sampled(tmp_path: Path) -> None
     assert any("imported torch" in note for note in run.notes)
 
 
-def test_a_command_that_is_not_there_is_told_without_a_traceback(tmp_path: Path) -> None:
+def test_a_missing_command_is_reported_without_a_traceback(tmp_path: Path) -> None:
     ended = profile(tmp_path, "no-such-program")
 
     assert ended.returncode == 1
@@ -139,7 +139,7 @@ def test_wrong_options_are_usage_errors(tmp_path: Path, options: tuple[str, ...]
     assert not (tmp_path / "run").exists()
 
 
-def test_a_signal_goes_on_to_the_program_which_decides(tmp_path: Path) -> None:
+def test_signals_are_passed_on_to_the_program(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGINT, lambda *_: (os.write(1, b'heard\\n'), sys.exit(5)))\n"
@@ -163,7 +163,7 @@ def test_a_signal_goes_on_to_the_program_which_decides(tmp_path: Path) -> None:
 # Which processes are recorded.
 
 
-def test_ranks_are_recorded_each_once(tmp_path: Path) -> None:
+def test_each_rank_is_recorded_once(tmp_path: Path) -> None:
     ranked = [{"RANK": "0"}, {"RANK": "1"}, {"RANK": "1"}, {}, {}]
 
     found = [claim_folder(tmp_path, env, ["python", "train.py"], all_=False) for env in ranked]

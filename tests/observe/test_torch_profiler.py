@@ -81,7 +81,7 @@ def read() -> list[Event]:
     return events_of(json.loads(json.dumps(TRACE)), marked=2.0, step=3, phase_at=phase_at)
 
 
-def test_copies_have_bytes_ends_memory_phase_and_cause() -> None:
+def test_copies_have_bytes_direction_memory_kind_phase_and_cause() -> None:
     copies = [event for event in read() if event.kind == "copy"]
 
     assert [(e.link, e.nbytes, e.source, e.target, e.pinned, e.phase, e.where) for e in copies] == [
@@ -94,14 +94,14 @@ def test_copies_have_bytes_ends_memory_phase_and_cause() -> None:
     assert {event.step for event in copies} == {3}
 
 
-def test_times_are_set_against_our_clock() -> None:
+def test_times_are_converted_to_our_clock() -> None:
     first = read()[0]
 
     assert first.start == pytest.approx(2.0 + 130e-6)
     assert first.end == pytest.approx(2.0 + 170e-6)
 
 
-def test_kernels_without_a_gap_are_one_stretch_named_after_the_longest() -> None:
+def test_kernels_without_a_gap_are_one_event_named_after_the_longest() -> None:
     kernels = [event for event in read() if event.kind == "kernel"]
 
     assert [(event.name, event.track) for event in kernels] == [("long", "gpu"), ("late", "gpu")]
@@ -109,12 +109,12 @@ def test_kernels_without_a_gap_are_one_stretch_named_after_the_longest() -> None
     assert kernels[0].end == pytest.approx(2.0 + 415e-6)
 
 
-def test_a_trace_without_our_mark_is_refused() -> None:
+def test_a_trace_without_our_mark_is_rejected() -> None:
     with pytest.raises(ValueError, match="relates its clock"):
         events_of({"traceEvents": []}, 0.0, 1, phase_at)
 
 
-def test_a_real_trace_of_a_cpu_has_our_mark_where_it_was_made(tmp_path: Path) -> None:
+def test_a_real_cpu_trace_contains_our_mark(tmp_path: Path) -> None:
     """The form is the profiler's own: here its clock is set against ours by a second mark."""
     wanted = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=wanted) as profiler:

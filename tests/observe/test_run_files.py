@@ -72,11 +72,11 @@ def written(folder: Path, observation: Observation = OBSERVATION) -> Path:
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
-def test_a_line_holds_all_of_its_record(record: Sample | Phase | Event) -> None:
+def test_a_line_contains_the_whole_record(record: Sample | Phase | Event) -> None:
     assert parse_line(type(record), line_of(record)) == record
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_a_written_run_is_read_back(tmp_path: Path) -> None:
     run = read_run(written(tmp_path / "run"))
 
     assert run.observation == OBSERVATION
@@ -84,7 +84,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert run.notes == ()
 
 
-def test_a_line_cut_off_is_left_out_and_told(tmp_path: Path) -> None:
+def test_a_truncated_line_is_skipped_and_noted(tmp_path: Path) -> None:
     path = written(tmp_path) / "samples.jsonl"
     os.truncate(path, path.stat().st_size - 5)
 
@@ -95,7 +95,7 @@ def test_a_line_cut_off_is_left_out_and_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", "null", '{"t": "x"}', '{"t": NaN}', '{"step": 1}'])
-def test_a_line_that_is_no_record_is_left_out_and_told(tmp_path: Path, line: str) -> None:
+def test_an_invalid_line_is_skipped_and_noted(tmp_path: Path, line: str) -> None:
     path = written(tmp_path) / "samples.jsonl"
     path.write_text(f"{line}\n{path.read_text()}")
 
@@ -105,14 +105,14 @@ def test_a_line_that_is_no_record_is_left_out_and_told(tmp_path: Path, line: str
     assert run.notes == ("samples.jsonl: 1 of 3 lines could not be read",)
 
 
-def test_a_run_without_an_end_says_so(tmp_path: Path) -> None:
+def test_a_run_without_an_end_has_a_note(tmp_path: Path) -> None:
     RunFolder(tmp_path, Observation(began="2026-11-15T10:00:00Z")).close()
 
     assert "the recording has no end" in read_run(tmp_path).notes[0]
 
 
 @pytest.mark.parametrize("version", [0, 2])
-def test_a_run_of_another_version_is_refused_by_name(tmp_path: Path, version: int) -> None:
+def test_a_run_of_another_version_is_rejected(tmp_path: Path, version: int) -> None:
     path = written(tmp_path) / "observe.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": version}))
 
@@ -120,12 +120,12 @@ def test_a_run_of_another_version_is_refused_by_name(tmp_path: Path, version: in
         read_run(tmp_path)
 
 
-def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ObserveError, match=r"no observe\.json.*penstock profile"):
         read_run(tmp_path / "nowhere")
 
 
-def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
 
     with pytest.raises(ObserveError, match="cannot be written to"):
@@ -133,7 +133,7 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "run").read_text() == "mine"
 
 
-def test_a_new_run_takes_the_place_of_an_old_one_and_of_nothing_else(tmp_path: Path) -> None:
+def test_a_new_run_replaces_an_old_one_and_nothing_else(tmp_path: Path) -> None:
     written(tmp_path)
     (tmp_path / "events.4.jsonl").write_text("")
     (tmp_path / "train.py").write_text("mine")
@@ -143,7 +143,7 @@ def test_a_new_run_takes_the_place_of_an_old_one_and_of_nothing_else(tmp_path: P
     assert sorted(p.name for p in tmp_path.iterdir()) == ["observe.json", "train.py"]
 
 
-def test_parts_stay_within_the_limit_and_keep_the_first_and_the_newest(tmp_path: Path) -> None:
+def test_parts_stay_within_the_limit_and_include_the_first_and_newest(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, OBSERVATION, limit=64 * 1024)
     for i in range(10_000):
         folder.write(Phase("forward", i, float(i), float(i + 1)))
@@ -170,7 +170,7 @@ def test_parts_are_read_in_order(tmp_path: Path) -> None:
     assert [phase.step for phase in read_run(tmp_path).phases][::3] == list(range(11))
 
 
-def test_a_slow_step_that_is_kept_twice_is_read_once(tmp_path: Path) -> None:
+def test_a_step_that_was_written_twice_is_read_once(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, OBSERVATION)
     events = [Event("gpu", "compute", "a", float(i), i + 1.0, step=i) for i in range(3)]
     run.write(events[2])
@@ -180,7 +180,7 @@ def test_a_slow_step_that_is_kept_twice_is_read_once(tmp_path: Path) -> None:
     assert read_run(tmp_path).events == (events[0], events[2])
 
 
-def test_processes_are_read_with_the_command_that_started_them(tmp_path: Path) -> None:
+def test_processes_are_read_together_with_their_run(tmp_path: Path) -> None:
     outside = RunFolder(tmp_path, Observation(began="2026-11-15T10:00:00Z", ended=9.0))
     outside.write(Sample(1.1, cpu=(0.5,)))
     outside.write(Sample(5.0, cpu=(0.5,)))
@@ -201,9 +201,7 @@ def test_processes_are_read_with_the_command_that_started_them(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("own", [None, 5 * MiB])
-def test_a_process_knows_its_memory_better_than_who_started_it(
-    tmp_path: Path, own: int | None
-) -> None:
+def test_the_process_own_memory_figure_takes_precedence(tmp_path: Path, own: int | None) -> None:
     """From outside, what forked children share is counted for each of them."""
     outside = RunFolder(tmp_path, OBSERVATION)
     outside.write(Sample(1.0, host=HostSample(rss=99 * MiB, available=GiB)))

@@ -16,10 +16,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import penstock
 from penstock.observe.run_files import read_run
-from tests.observe.loops import STEP, Loop, expected, names
+from tests.observe.training_loops import STEP, Loop, expected, names
 
 
-def test_phases_are_found(tmp_path: Path) -> None:
+def test_phases_are_detected(tmp_path: Path) -> None:
     loop = Loop()
     with penstock.observe(tmp_path):
         for _ in range(3):
@@ -33,7 +33,7 @@ def test_phases_are_found(tmp_path: Path) -> None:
     assert run.notes == ()
 
 
-def test_data_accumulation_and_saving_are_found(tmp_path: Path) -> None:
+def test_data_loading_accumulation_and_saving_are_detected(tmp_path: Path) -> None:
     loop = Loop()
     rows: Any = [torch.zeros(8)] * 4
     data: DataLoader[Any] = DataLoader(rows, batch_size=2)
@@ -46,7 +46,7 @@ def test_data_accumulation_and_saving_are_found(tmp_path: Path) -> None:
     assert names(read_run(tmp_path / "run")) == [*expected(2, one), ("save", 2)]
 
 
-def test_models_made_while_observed_are_found(tmp_path: Path) -> None:
+def test_models_created_while_observing_are_detected(tmp_path: Path) -> None:
     """Their first forward is over by the time that anybody knows of them."""
     with penstock.observe(tmp_path):
         loop = Loop()
@@ -60,7 +60,7 @@ def test_models_made_while_observed_are_found(tmp_path: Path) -> None:
     assert [name for name, _ in names(run)].count("update") == 6
 
 
-def test_a_compiled_model_is_observed_and_not_compiled_again(tmp_path: Path) -> None:
+def test_observing_does_not_recompile_a_compiled_model(tmp_path: Path) -> None:
     compiled = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -91,7 +91,7 @@ def test_two_models_and_two_optimizers_are_one_step(tmp_path: Path) -> None:
     assert names(read_run(tmp_path)) == expected(2)
 
 
-def test_recomputing_in_backward_is_backward(tmp_path: Path) -> None:
+def test_recomputation_in_backward_belongs_to_backward(tmp_path: Path) -> None:
     loop = Loop()
     with penstock.observe(tmp_path):
         for _ in range(2):
@@ -103,7 +103,7 @@ def test_recomputing_in_backward_is_backward(tmp_path: Path) -> None:
     assert names(read_run(tmp_path)) == expected(2)
 
 
-def test_an_error_of_the_program_is_its_own_and_is_told(tmp_path: Path) -> None:
+def test_an_exception_of_the_program_propagates_and_is_recorded(tmp_path: Path) -> None:
     loop = Loop()
 
     def program() -> None:
@@ -119,7 +119,7 @@ def test_an_error_of_the_program_is_its_own_and_is_told(tmp_path: Path) -> None:
     assert names(run) == [*expected(1), ("forward", 2)]
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_all_hooks_and_threads_are_removed(tmp_path: Path) -> None:
     loop = Loop()
 
     def patched() -> list[Any]:
@@ -137,7 +137,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert patched() == before
 
 
-def test_what_somebody_else_wrapped_meanwhile_stays(
+def test_a_wrapper_that_was_added_later_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "save", torch.save)  # put back afterwards
@@ -154,7 +154,7 @@ def test_what_somebody_else_wrapped_meanwhile_stays(
     assert (tmp_path / "x.pt").exists()
 
 
-def test_named_phases_and_steps(tmp_path: Path) -> None:
+def test_named_phases_and_steps_are_recorded(tmp_path: Path) -> None:
     loop = Loop()
     with penstock.observe(tmp_path) as obs:
         for _ in range(2):
@@ -165,7 +165,7 @@ def test_named_phases_and_steps(tmp_path: Path) -> None:
     assert names(read_run(tmp_path)) == [("rollout", 1), ("rollout", 2)]
 
 
-def test_sleeps_of_known_length_are_seen_as_long(tmp_path: Path) -> None:
+def test_phases_last_as_long_as_the_sleeps_inside(tmp_path: Path) -> None:
     """Nothing here depends on how fast the machine is: a sleep is never shorter than asked, and
     phases that follow one another have no time between them to lose."""
     with penstock.observe(tmp_path) as obs:
@@ -183,7 +183,7 @@ def test_sleeps_of_known_length_are_seen_as_long(tmp_path: Path) -> None:
     assert phases[-1].seconds >= inside
 
 
-def test_an_exact_step_on_a_cpu_has_no_copies_and_is_told_as_exact(tmp_path: Path) -> None:
+def test_an_exact_step_on_a_cpu_records_no_copies(tmp_path: Path) -> None:
     loop = Loop()
     with penstock.observe(tmp_path, exact=(2,)):
         for _ in range(3):

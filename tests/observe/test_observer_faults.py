@@ -12,10 +12,10 @@ import penstock
 from penstock.observe import recorder as recording
 from penstock.observe.errors import ObserveError
 from penstock.observe.run_files import read_run
-from tests.observe.loops import Loop, expected, names
+from tests.observe.training_loops import Loop, expected, names
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_program(
+def test_a_full_disk_stops_the_recording_but_not_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -38,7 +38,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_program(
     assert read_run(tmp_path).observation.ended is None
 
 
-def test_a_mistake_of_the_recorders_is_a_note_and_no_error(
+def test_an_error_in_the_tracker_becomes_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
@@ -55,7 +55,7 @@ def test_a_mistake_of_the_recorders_is_a_note_and_no_error(
     assert run.notes == ("phases are no longer tracked: the clock has stopped",)
 
 
-def test_an_unwritable_directory_is_refused_before_the_program_runs(tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_rejected_before_the_program_runs(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
 
     with (
@@ -70,14 +70,12 @@ def test_an_unwritable_directory_is_refused_before_the_program_runs(tmp_path: Pa
     [({"interval": 0.0}, "interval"), ({"interval": float("nan")}, "interval"),
      ({"exact": (0,)}, "exact")],
 )  # fmt: skip
-def test_options_that_make_no_sense_are_refused(
-    tmp_path: Path, options: dict[str, Any], field: str
-) -> None:
+def test_invalid_options_are_rejected(tmp_path: Path, options: dict[str, Any], field: str) -> None:
     with pytest.raises(ObserveError, match=field):
         penstock.observe(tmp_path, **options)
 
 
-def test_a_forked_child_writes_nothing_and_its_parent_all(tmp_path: Path) -> None:
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     loop = Loop()
     with penstock.observe(tmp_path) as obs:
         loop.step()

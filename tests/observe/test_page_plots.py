@@ -6,19 +6,23 @@ import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
 
 from penstock.observe.measures import Measures, measure
 from penstock.observe.page import page
 from penstock.observe.page_plots import (
+    BINS,
+    bin_traffic,
     memory_plots,
     overlay_steps,
     points_in,
     step_window,
     widened_window,
 )
-from penstock.observe.records import GpuSample, HostSample, Phase, Sample
+from penstock.observe.records import Event, GpuSample, HostSample, Phase, Sample
 from penstock.units import GiB
-from tests.observe.made_runs import make_run, offloaded, streamed
+from tests.observe.synthetic_runs import make_run, offloaded, streamed
+from tests.observe.test_intervals import SPANS
 
 
 def sparse(gap_after: int | None = None) -> Measures:
@@ -42,7 +46,7 @@ def sparse(gap_after: int | None = None) -> Measures:
     return measure(make_run(phases, [], samples))
 
 
-def test_an_iteration_of_few_samples_is_drawn_from_those_of_all_settled_steps() -> None:
+def test_a_step_with_few_samples_is_drawn_from_all_steps() -> None:
     m = sparse()
     window = step_window(m)
     assert window is not None
@@ -58,7 +62,7 @@ def test_an_iteration_of_few_samples_is_drawn_from_those_of_all_settled_steps() 
     assert "Samples of 7 steps" in page(m)
 
 
-def test_only_gpu_memory_is_laid_over_itself() -> None:
+def test_only_gpu_memory_is_overlaid() -> None:
     m = sparse()
     window = step_window(m)
     assert window is not None
@@ -69,7 +73,7 @@ def test_only_gpu_memory_is_laid_over_itself() -> None:
     assert len({value for _, value in host.lines[0].points}) <= 3
 
 
-def test_an_iteration_of_many_samples_is_drawn_from_its_own() -> None:
+def test_a_step_with_many_samples_is_drawn_from_its_own() -> None:
     for run in (offloaded(), streamed()):
         m = measure(run)
         window = step_window(m)
@@ -77,7 +81,7 @@ def test_an_iteration_of_many_samples_is_drawn_from_its_own() -> None:
         assert overlay_steps(m, window, ["gpu0.allocated"]) is window
 
 
-def test_a_wide_window_has_neither_the_first_step_nor_what_lies_between_steps() -> None:
+def test_a_widened_window_leaves_out_warmup_and_gaps_between_steps() -> None:
     whole = widened_window(sparse())
     assert whole is not None
     assert whole.title == "steps 1 to 7"
@@ -90,7 +94,7 @@ def test_a_wide_window_has_neither_the_first_step_nor_what_lies_between_steps() 
         assert {segment.name for segment in parted.segments} == {"forward", "backward"}
 
 
-def test_a_step_that_warms_up_is_told_and_not_drawn() -> None:
+def test_the_warmup_step_is_mentioned_and_not_drawn() -> None:
     phases = [Phase("forward", 0, -20.0, 0.0)]
     phases += [Phase("forward", n, float(n - 1), float(n)) for n in range(1, 5)]
 
@@ -114,7 +118,7 @@ def test_a_phase_has_the_same_colour_in_bars_and_plots() -> None:
     assert bar[1] == toggle[1]
 
 
-def test_what_an_engine_has_pinned_is_not_known_before_it_told_its_plan() -> None:
+def test_samples_before_an_engine_reports_its_tiers_lack_pinned_memory() -> None:
     run = streamed()
     before = [
         replace(s, tiers={}, host=replace(s.host, pinned=5)) if s.t < 1.6 else s
@@ -123,3 +127,13 @@ def test_what_an_engine_has_pinned_is_not_known_before_it_told_its_plan() -> Non
     m = measure(replace(run, samples=tuple(before)))
 
     assert min(value for _, value in m.memory["host.pinned"].points) == 37 * GiB
+
+
+@given(SPANS)
+def test_binned_traffic_adds_up_to_the_bytes(spans: list) -> None:  # type: ignore[type-arg]
+    events = [Event("h2d", "copy", "c", a, b, nbytes=1000) for a, b in spans if b >= a]
+
+    points = bin_traffic(events, 0.0, 31.0)
+
+    assert len(points) == 2 * BINS
+    assert sum(rate for _, rate in points[::2]) * 31.0 / BINS == pytest.approx(1000 * len(events))

@@ -46,7 +46,7 @@ class Told:
         return self.lines
 
 
-def test_a_plain_loop() -> None:
+def test_a_plain_loop_has_four_phases_per_step() -> None:
     told = Told()
     told.run("data", "forward", "backward", "update", "data", "forward", "backward", "update")
 
@@ -63,7 +63,7 @@ def test_a_plain_loop() -> None:
     assert told.steps == [2]
 
 
-def test_accumulation_is_one_step() -> None:
+def test_gradient_accumulation_is_one_step() -> None:
     told = Told()
     told.run("forward", "backward", "forward", "backward", "update", "forward")
 
@@ -73,7 +73,7 @@ def test_accumulation_is_one_step() -> None:
     ]  # fmt: skip
 
 
-def test_an_optimizer_called_for_every_part_is_one_update_and_one_step() -> None:
+def test_several_optimizer_calls_are_one_update() -> None:
     told = Told()
     told.run("forward", "backward", "update", "update", "update", "forward")
 
@@ -87,7 +87,7 @@ def test_only_the_outermost_call_counts() -> None:
     assert [line[0] for line in told.end()] == ["forward", "backward", "update"]
 
 
-def test_evaluation_begins_no_step() -> None:
+def test_evaluation_does_not_begin_a_step() -> None:
     told = Told()
     told.run("forward", "backward", "update", "evaluate", "evaluate", "forward")
 
@@ -97,7 +97,7 @@ def test_evaluation_begins_no_step() -> None:
     ]
 
 
-def test_the_end_of_the_data_begins_no_step() -> None:
+def test_the_end_of_the_data_does_not_begin_a_step() -> None:
     told = Told()
     told.run("forward", "backward", "update")
     told.tracker.enter("data")
@@ -109,7 +109,7 @@ def test_the_end_of_the_data_begins_no_step() -> None:
     assert told.tracker.step == 2
 
 
-def test_a_backward_whose_forward_was_not_seen_has_had_one() -> None:
+def test_an_unseen_forward_is_inferred_from_its_backward() -> None:
     told = Told()
     told.run("backward", "update", "backward", "backward")
 
@@ -132,7 +132,7 @@ def test_an_update_that_raised_does_not_hide_what_follows() -> None:
     assert [line[0] for line in told.end()] == ["update", "forward"]
 
 
-def test_named_phases_come_before_what_is_found_in_them() -> None:
+def test_named_phases_replace_the_phases_inside() -> None:
     told = Told()
     for _ in range(2):
         with told.tracker.named_phase("forward"):
@@ -156,7 +156,7 @@ def test_steps_that_the_user_counts_are_not_counted_twice() -> None:
     assert [step for name, step, _, _ in told.end() if name == "update"] == [1, 2, 3]
 
 
-def test_another_thread_has_no_say_until_the_first_is_gone() -> None:
+def test_other_threads_are_ignored_until_the_training_thread_ends() -> None:
     told = Told()
 
     def elsewhere() -> None:
@@ -177,7 +177,7 @@ def test_another_thread_has_no_say_until_the_first_is_gone() -> None:
     assert [(line[0], line[1]) for line in fresh.end()][::3] == [("forward", 1), ("forward", 2)]
 
 
-def test_what_runs_now_is_known_at_once() -> None:
+def test_the_current_phase_is_known_immediately() -> None:
     told = Told()
     tracker = told.tracker
     tracker.enter("forward")
@@ -206,7 +206,7 @@ class FakeEvent:
         return (other.at - self.at) * 1e3
 
 
-def test_a_moment_is_when_the_gpu_came_to_it() -> None:
+def test_a_timestamp_is_the_time_at_which_the_gpu_reached_it() -> None:
     clock = TorchClock(origin=100.0)
     clock._first = {0: Timestamp(101.0, FakeEvent(101.0, 0.0), 0)}
 
@@ -218,5 +218,5 @@ def test_a_moment_is_when_the_gpu_came_to_it() -> None:
     assert clock.seconds(Timestamp(102.0)) == pytest.approx(2.0)
 
 
-def test_a_program_without_a_gpu_is_not_made_to_touch_one() -> None:
+def test_the_clock_does_not_initialize_cuda() -> None:
     assert TorchClock(0.0).stamp().event is None

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 import penstock
 from penstock.engine import step_records
+from penstock.machine import discovery
+from penstock.machine.probe_cache import save_probe
+from penstock.observe import engine_events
 from penstock.observe.hardware import disk_name
 from penstock.observe.records import OBSERVING, RecordedRun
 from penstock.observe.run_files import read_run
 from penstock.observe.steps import find_steps
+from penstock.plan.budget import Budget
 from penstock.plan.build_schedule import step_schedule
 from penstock.plan.traffic import step_traffic
+from penstock.planner import QUICK, make_plan
 from penstock.tiers import Tier
+from penstock.units import GiB
 from tests.equivalence.runs import DRAM, WAYS, Setup, Way
+from tests.support.machines import machine
+from tests.support.models import llama, work
 
 STEPS = 5
 
@@ -31,7 +43,7 @@ def observed(setup: Setup, way: Way, disk: Path, out: Path) -> RecordedRun:
 
 
 @pytest.mark.parametrize("way", [WAYS[3], WAYS[8]], ids=lambda way: way.name)
-def test_bytes_per_link_and_step_are_those_of_the_schedule(way: Way, tmp_path: Path) -> None:
+def test_bytes_per_link_and_step_match_the_schedule(way: Way, tmp_path: Path) -> None:
     setup = Setup.of("llama")
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -56,7 +68,7 @@ def test_bytes_per_link_and_step_are_those_of_the_schedule(way: Way, tmp_path: P
     assert planned.links == {names.get(link, link): nbytes for link, nbytes in links.items()}
 
 
-def test_an_exact_step_is_kept_and_its_profilers_time_is_no_steps(tmp_path: Path) -> None:
+def test_an_exact_step_is_kept_and_profiler_time_belongs_to_no_step(tmp_path: Path) -> None:
     setup, steps = Setup.of("llama"), 12
     with setup.engine(DRAM, tmp_path) as engine, penstock.observe(tmp_path / "run", exact=[6]):
         for batch in setup.batches(steps):
@@ -71,7 +83,7 @@ def test_an_exact_step_is_kept_and_its_profilers_time_is_no_steps(tmp_path: Path
     assert step[6].end <= pauses[1].start < pauses[1].end <= step[7].start
 
 
-def test_phases_plan_and_tiers_of_an_engine_are_its_own(tmp_path: Path) -> None:
+def test_phases_plan_and_tiers_come_from_the_engine(tmp_path: Path) -> None:
     setup = Setup.of("llama")
     gc.collect()  # engines that others left
 
@@ -92,7 +104,7 @@ def test_phases_plan_and_tiers_of_an_engine_are_its_own(tmp_path: Path) -> None:
     assert planned.bound_by
 
 
-def test_computing_is_on_one_track_and_inside_its_phase(tmp_path: Path) -> None:
+def test_compute_events_are_on_one_track_and_inside_their_phase(tmp_path: Path) -> None:
     setup = Setup.of("llama")
 
     run = observed(setup, DRAM, tmp_path, tmp_path / "run")
@@ -106,8 +118,32 @@ def test_computing_is_on_one_track_and_inside_its_phase(tmp_path: Path) -> None:
         assert within.start - 1e-6 <= event.start <= event.end <= within.end + 1e-6
 
 
-def test_nobody_watches_an_engine_afterwards(tmp_path: Path) -> None:
+def test_no_watcher_is_left_after_observing(tmp_path: Path) -> None:
     with penstock.observe(tmp_path / "run"):
         pass
 
     assert step_records._observers == []
+
+
+def test_the_planned_cost_uses_the_speeds_of_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The speeds are those of the cached probe, and those of compiled layers if they are compiled."""
+    probed = machine(cards=0)
+    bare = replace(probed, nodes=tuple(replace(n, rates=()) for n in probed.nodes), transfers=())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    save_probe(probed)
+    monkeypatch.setattr(discovery, "discover", lambda: bare)
+    model = llama("3m", 256, 768, 3, 256, 64, 2048, False)
+    for compiled in (False, True):
+        workload = work(model, 64, 8)
+        numerics = replace(workload.numerics, compiled=compiled)
+        workload = replace(workload, numerics=numerics)
+        budget = Budget(hbm=2 * GiB, dram=GiB)
+        planned = make_plan(model, workload, budget, probed, effort=QUICK)
+        device = SimpleNamespace(torch_device=torch.device("cuda"))
+        record: Any = SimpleNamespace(plan=planned.plan, inventory=model, device=device)
+
+        predicted = engine_events._predicted_cost(record)
+
+        assert predicted == (planned.cost.step_seconds, planned.cost.bound_by)

@@ -73,11 +73,11 @@ def validate(rows: list[dict[str, Any]]) -> None:
     assert open_ranges == 0
 
 
-def test_a_trace_is_in_order_and_whole(tmp_path: Path) -> None:
+def test_a_trace_is_sorted_and_leaves_no_range_open(tmp_path: Path) -> None:
     validate(rows_of(PROCESS, tmp_path))
 
 
-def test_ranges_that_overlap_are_on_tracks_of_their_own(tmp_path: Path) -> None:
+def test_overlapping_ranges_get_separate_rows(tmp_path: Path) -> None:
     def copied(start: float, end: float, track: str = "h2d") -> Event:
         return Event(track, "copy", "block", start, end, 1, "forward")
 
@@ -95,7 +95,7 @@ def test_ranges_that_overlap_are_on_tracks_of_their_own(tmp_path: Path) -> None:
     assert [names[tid] for tid in sorted(names)][2:] == ["gpu", "h2d", "h2d (2)", "h2d (3)"]
 
 
-def test_tracks_and_counters_are_those_of_the_run(tmp_path: Path) -> None:
+def test_a_trace_has_the_tracks_and_counters_of_the_run(tmp_path: Path) -> None:
     rows = rows_of(PROCESS, tmp_path)
 
     tracks = [row["args"]["name"] for row in rows if row["name"] == "thread_name"]
@@ -108,7 +108,7 @@ def test_tracks_and_counters_are_those_of_the_run(tmp_path: Path) -> None:
     assert steps == {"step 1": 2e6, "step 2": 1e6}
 
 
-def test_a_links_rate_times_its_time_is_the_bytes_that_crossed_it(tmp_path: Path) -> None:
+def test_the_integral_of_a_links_rate_is_its_bytes(tmp_path: Path) -> None:
     counted = [row for row in rows_of(PROCESS, tmp_path) if row["name"] == "h2d B/s"]
 
     moved = sum(
@@ -119,13 +119,13 @@ def test_a_links_rate_times_its_time_is_the_bytes_that_crossed_it(tmp_path: Path
     assert counted[-1]["args"]["rate"] == 0
 
 
-def test_a_disks_rate_is_what_its_counter_rose_by(tmp_path: Path) -> None:
+def test_a_disks_rate_is_the_increase_of_its_counter(tmp_path: Path) -> None:
     (row,) = [row for row in rows_of(PROCESS, tmp_path) if row["name"] == "disk vda B/s"]
 
     assert row["args"] == {"read": 200.0, "write": 0.0}
 
 
-def test_ranks_are_processes_beside_the_machine(tmp_path: Path) -> None:
+def test_ranks_and_the_machine_are_separate_processes(tmp_path: Path) -> None:
     machine = Sample(0.1, cpu=(1.0,))
     run = RecordedRun(OBSERVATION, (machine, *PROCESS.samples), PROCESS.phases, PROCESS.events, (),
               {"rank-0": PROCESS, "rank-1": PROCESS})  # fmt: skip
