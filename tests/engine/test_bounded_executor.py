@@ -1,4 +1,4 @@
-"""Threads that load: bounded, and nothing runs after a failure has been told."""
+"""The executor bounds its unfinished calls, and nothing runs after it raises a failure."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ import pytest
 from penstock.engine.bounded_executor import DEPTH, BoundedExecutor
 
 
-def test_every_call_is_made_and_several_at_once() -> None:
-    together, made = threading.Barrier(3), []
+def test_all_calls_run_and_several_run_concurrently() -> None:
+    barrier, finished = threading.Barrier(3), []
 
     def call(number: int) -> None:
-        together.wait(20)  # three threads are here at the same time, or this fails
-        made.append(number)
+        barrier.wait(20)  # fails unless three threads are here at the same time
+        finished.append(number)
 
     with BoundedExecutor(3) as executor:
         for number in range(9):
             executor.submit(lambda number=number: call(number))  # type: ignore[misc]
-    assert sorted(made) == list(range(9))
+    assert sorted(finished) == list(range(9))
 
 
-def test_no_more_are_under_way_than_promised() -> None:
-    gate, begun = threading.Event(), []
+def test_the_number_of_unfinished_calls_is_bounded() -> None:
+    gate, submitted = threading.Event(), []
 
     def feed() -> None:
         with BoundedExecutor(2) as executor:
             for number in range(8):
-                begun.append(number)
+                submitted.append(number)
                 executor.submit(lambda: gate.wait(20) and None)
 
     feeder = threading.Thread(target=feed)
     feeder.start()
-    while len(begun) < 2 * DEPTH + 1:
+    while len(submitted) < 2 * DEPTH + 1:
         time.sleep(0.001)
     time.sleep(0.05)
-    assert len(begun) == 2 * DEPTH + 1  # the last of them waits to be taken
+    assert len(submitted) == 2 * DEPTH + 1  # the last one waits in submit
     gate.set()
     feeder.join()
-    assert len(begun) == 8
+    assert len(submitted) == 8
 
 
-@pytest.mark.parametrize("settles", [True, False], ids=["settled", "left"])
-def test_a_failure_is_told_when_nothing_runs_any_more(settles: bool) -> None:
+@pytest.mark.parametrize("waits", [True, False], ids=["wait_all", "leaving the block"])
+def test_a_failure_is_raised_after_all_calls_have_ended(waits: bool) -> None:
     running, ended = threading.Event(), threading.Event()
 
     def slow() -> None:
@@ -60,7 +60,7 @@ def test_a_failure_is_told_when_nothing_runs_any_more(settles: bool) -> None:
         with BoundedExecutor(2) as executor:
             executor.submit(slow)
             executor.submit(fails)
-            if settles:
+            if waits:
                 executor.wait_all()
 
     with pytest.raises(OSError, match="the disk is gone"):
@@ -68,21 +68,21 @@ def test_a_failure_is_told_when_nothing_runs_any_more(settles: bool) -> None:
     assert ended.is_set()
 
 
-def test_what_was_not_begun_is_left_out_when_the_caller_fails() -> None:
-    made: list[int] = []
+def test_calls_that_did_not_start_are_dropped_when_the_caller_fails() -> None:
+    finished: list[int] = []
 
     def load() -> None:
         with BoundedExecutor(1) as executor:
             executor.submit(lambda: time.sleep(0.05))
-            executor.submit(lambda: made.append(1))
-            raise KeyError("the caller's own")
+            executor.submit(lambda: finished.append(1))
+            raise KeyError("the caller's error")
 
-    with pytest.raises(KeyError, match="the caller's own"):
+    with pytest.raises(KeyError, match="the caller's error"):
         load()
-    assert made == []
+    assert finished == []
 
 
-def test_another_ctrl_c_does_not_leave_calls_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_leaves_no_call_running(monkeypatch: pytest.MonkeyPatch) -> None:
     ended, pressed = threading.Event(), []
 
     def slow() -> None:
@@ -101,7 +101,7 @@ def test_another_ctrl_c_does_not_leave_calls_behind(monkeypatch: pytest.MonkeyPa
 
             monkeypatch.setattr(executor._pool, "shutdown", shutdown)
             executor.submit(slow)
-            raise KeyError("the caller's own")
+            raise KeyError("the caller's error")
 
     with pytest.raises(KeyboardInterrupt):
         load()

@@ -1,4 +1,4 @@
-"""Moments begin at zero in every format and place, whatever lay there before."""
+"""Moments start at zero in every format and tier, whatever the memory held before."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def all_zero(engine: Engine) -> bool:
         bool(torch.count_nonzero(part))
         for name in trained
         for role in (Role.FIRST, Role.SECOND)
-        for kind in bases
-        for part in access.parts(name, role, bases=kind)
+        for with_bases in bases
+        for part in access.parts(name, role, bases=with_bases)
     )

@@ -1,4 +1,4 @@
-"""Compiled layers on a CPU, and what was compiled."""
+"""Compile layers on a CPU, and count what was compiled."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from tests.equivalence.test_models import packed_batch
 
 
 def compile_by(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on; what was compiled before is forgotten, and counted anew."""
+    """Use a backend of torch.compile from now on, with an empty cache and fresh counters."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
 
 def graphs() -> int:
-    """Pieces of code that were compiled."""
+    """Return the number of compiled graphs."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def breaks() -> dict[str, int]:
-    """Why code was cut in pieces, or what was compiled more often than it may be."""
+    """Return graph breaks with their reasons, and functions that hit the recompile limit."""
     counters = torch._dynamo.utils.counters
     return dict(counters["graph_break"]) | dict(counters["recompile_limit"])
 
 
 def packed_in_twos(setup: Setup) -> dict[str, torch.Tensor]:
-    """Other documents than `packed_batch` has, and more of them."""
+    """Return a batch of two-token documents: more documents than in `packed_batch`."""
     batch: dict[str, Any] = setup.batches(1)[0]
     row = torch.arange(setup.work.context) % 2
     return batch | {"position_ids": row.expand_as(batch["input_ids"]).clone()}
 
 
 def every_batch(setup: Setup) -> list[dict[str, torch.Tensor]]:
-    """Rows that are one document, and rows of several, packed this way and that."""
+    """Return batches with one document per row, and with rows packed in two ways."""
     return [setup.batches(1)[0], packed_batch(setup), packed_in_twos(setup)]

@@ -1,4 +1,4 @@
-"""What the equivalence suite shares."""
+"""Fixtures of the equivalence suite."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _in_one_order(one_thread: None) -> None:
-    """All of it compares bits."""
+    """Run torch in one thread, since every test compares bits."""

@@ -1,4 +1,4 @@
-"""Training runs that differ only in what must not matter."""
+"""Training runs that differ only in things that must not change the result."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def warm_up(step: int) -> float:
-    """A schedule that moves at every step."""
+    """Return the factor of a learning-rate schedule that changes at every step."""
     return min(1.0, (step + 1) / 4) * 0.97**step
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model and a piece of work: all that may decide the result."""
+    """A model and a workload: everything that may change the result."""
 
     config: Any
     model: Inventory
@@ -46,26 +46,26 @@ class Setup:
         config: Mapping[str, Any] | None = None,
         **work: Any,
     ) -> Setup:
-        """Three micro-batches, the last one smaller, unless told otherwise."""
-        made = engines.tiny_config(family, **(config or {}))
+        """Make a setup; by default a batch is three micro-batches, the last one smaller."""
+        model_config = engines.tiny_config(family, **(config or {}))
         work = {"batch": 5, "micro_batch": 2, "clip": 0.5} | work
         dtype = torch.float16 if work.get("dtype") == "fp16" else torch.bfloat16
         return cls(
-            made,
-            engines.inventory(made, freeze),
+            model_config,
+            engines.inventory(model_config, freeze),
             engines.workload(**work),
-            engines.plain_model(made, dtype),
+            engines.plain_model(model_config, dtype),
         )
 
     def batches(self, count: int = STEPS) -> list[Any]:
         return engines.batches(count, self.work, self.config.vocab_size)
 
     def plan(self, way: Way, disk: Path) -> Plan:
-        """On disk where the way says so."""
+        """Make the plan of a way; `disk` is used only if the way puts something on NVMe."""
         on_disk = any("n" in row for row in way.spots)
         rows = way.rows(len(self.model.blocks))
-        where = disk if on_disk else None
-        return engines.make_plan_of(self.model, self.work, rows, disk=where, **way.plan)
+        path = disk if on_disk else None
+        return engines.make_plan_of(self.model, self.work, rows, disk=path, **way.plan)
 
     def engine(self, way: Way, disk: Path, **settings: Any) -> Engine:
         given: dict[str, Any] = {"optimizer": OPTIMIZER, "sweep_threads": way.threads}
@@ -76,11 +76,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Way:
-    """How the work is done: nothing here may change a bit."""
+    """One way to do the work: placement, schedule, store and threads. None may change a bit."""
 
     name: str
     spots: tuple[str, ...]
-    """Weight, state, gradient and input of a block; the rows are dealt to the blocks in turn."""
+    """Tiers of weight, state, gradient and activations; rows are assigned to blocks in turn."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     store: Mapping[str, Any] = field(default_factory=dict)
     threads: int | None = None
@@ -107,28 +107,28 @@ WAYS = (
         {"rounds": 3, "slots": 4, "ahead": 2, "piece": 8192}, {"workers": 4}),
 )  # fmt: skip
 FEW = (RESIDENT, WAYS[3], WAYS[8])
-"""Where all of them would tell no more: nothing streamed, a mix, and everything streamed."""
+"""A selection for slow tests: nothing streamed, a mix, and everything streamed."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave."""
+    """The result of a run."""
 
     losses: list[float]
     norms: list[float]
     state: dict[str, torch.Tensor]
-    """Weights, rests and moments, by tensor and role."""
+    """Weights, master weights and moments, by tensor and role."""
 
 
 def train(setup: Setup, way: Way, disk: Path, *, steps: int = STEPS, **settings: Any) -> Result:
-    """With a schedule, as a user would have it."""
+    """Train with a learning-rate schedule, as a user would."""
     with setup.engine(way, disk, **settings) as engine:
         losses, norms = follow(engine, setup.batches(steps))
         return Result(losses, norms, state_of(engine))
 
 
 def follow(engine: Engine, batches: Iterable[Any]) -> tuple[list[float], list[float]]:
-    """Train, each group with a schedule of its own; losses and norms."""
+    """Train, with one schedule per param group; return losses and gradient norms."""
     factors = [warm_up, lambda step: 0.5 * warm_up(step)]
     scheduler = LambdaLR(engine.optimizer, factors[: len(engine.optimizer.param_groups)])
     losses, norms = [], []
@@ -140,24 +140,25 @@ def follow(engine: Engine, batches: Iterable[Any]) -> tuple[list[float], list[fl
 
 
 def state_of(engine: Engine) -> dict[str, torch.Tensor]:
-    """Everything that a sweep changes, and frozen weights."""
+    """Return everything that a sweep changes, and the frozen weights."""
     engine.finish()
-    found = {}
+    state = {}
     for block in engine.inventory.blocks:
         for tensor in block.tensors:
             for role in (Role.WEIGHT, *STATE) if tensor.trainable else (Role.WEIGHT,):
-                found[f"{tensor.name} {role}"] = whole(engine, tensor.name, role)
+                state[f"{tensor.name} {role}"] = whole(engine, tensor.name, role)
                 if engine.access.has_bases and role in (Role.FIRST, Role.SECOND):
-                    found[f"{tensor.name} {role} bases"] = whole(engine, tensor.name, role, True)
-    return found
+                    state[f"{tensor.name} {role} bases"] = whole(engine, tensor.name, role, True)
+    return state
 
 
 def whole(engine: Engine, name: str, role: Role, bases: bool = False) -> torch.Tensor:
+    """Return a role of a tensor as one host tensor."""
     return torch.cat([part.clone() for part in engine.access.parts(name, role, bases=bases)])
 
 
 def differing(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of what is not equal to the bit: empty is equal."""
+    """Return the names of tensors that are not equal bit for bit."""
     assert first.keys() == second.keys()
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     found = []

@@ -1,4 +1,4 @@
-"""Compiled layers: compiled once, and the same bits under every plan."""
+"""Layers are compiled once, and compiled layers give the same bits under every plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.equivalence.test_models import CONFIGS, OTHERS
 from tests.support.engines import FAMILIES
 
 TILE = 20
-"""Of 32 tokens: two tiles, the last one smaller."""
+"""MLP tile for 32 tokens: two tiles, the second one smaller."""
 
 
 def setup_of(family: str, **work: Any) -> Setup:
@@ -38,11 +38,13 @@ def setup_of(family: str, **work: Any) -> Setup:
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
-def test_nothing_is_compiled_again_for_another_layer_slot_or_batch(
+def test_another_layer_slot_or_batch_does_not_recompile(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For each kind of layer once with gradients and once without; for rows that are one document
-    each, and for all others. Nothing is left out of the compiled code."""
+    """Each kind of layer is compiled with and without gradients, for whole and for packed rows.
+
+    There are no graph breaks.
+    """
     compile_by("eager", monkeypatch)
     setup = setup_of(family)
     packed = setup.work.numerics.attention == "varlen"
@@ -74,14 +76,14 @@ def assert_same(found: list[tuple[Any, Any, Any]]) -> None:
         assert differing(state, other[2]) == []
 
 
-def test_packed_rows_in_compiled_tiles_are_the_same_under_every_plan(
+def test_compiled_tiles_of_packed_rows_give_the_same_bits_under_every_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And near what neither compiled code, nor tiles, nor a call for all documents give."""
+    """They are also close to eager code without tiles and with one call per document."""
     compile_by("aot_eager", monkeypatch)
     found = results(setup_of("llama"), (RESIDENT, DISK), tmp_path)
     assert_same(found)
-    # With gradients and without, in each engine; however rows were packed.
+    # With and without gradients, in each engine, however rows were packed.
     assert graphs() == 4
     assert breaks() == {}
 
@@ -93,18 +95,20 @@ def test_packed_rows_in_compiled_tiles_are_the_same_under_every_plan(
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-def test_optimised_code_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_code_gives_the_same_bits_under_every_plan(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compile_by("inductor", monkeypatch)
     assert_same(results(setup_of(family, batch=6), FEW, tmp_path))
     assert breaks() == {}
 
 
-def test_uncompiled_packed_rows_in_one_call_are_the_same_under_every_plan(tmp_path: Path) -> None:
+def test_eager_packed_rows_give_the_same_bits_under_every_plan(tmp_path: Path) -> None:
     assert_same(results(setup_of("gemma3", compiled=False, batch=6), FEW, tmp_path))
 
 
-def test_layers_of_one_kind_share_one_body() -> None:
-    """What differs in a number or in what it holds is another kind; its place in the row is not."""
+def test_layers_of_one_kind_share_one_compiled_function() -> None:
+    """Other sizes or submodules make another kind; the layer index does not matter."""
     layers = [torch.nn.Sequential(torch.nn.Linear(4, size), torch.nn.GELU()) for size in (4, 4, 8)]
     layers[0].layer_idx, layers[1].layer_idx = 0, 1
     first, second, third = layer_kinds(layers)

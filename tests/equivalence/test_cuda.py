@@ -1,4 +1,4 @@
-"""On the GPU: every plan gives the same bits, and the sweep's side does not matter."""
+"""On a GPU, every plan gives the same bits, whether the CPU or the GPU sweeps."""
 
 from __future__ import annotations
 
@@ -79,14 +79,16 @@ def test_every_plan_gives_the_same_bits(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
-def test_small_moments_too(moments: str, tmp_path: Path) -> None:
+def test_compressed_moments_give_the_same_bits_under_every_plan(
+    moments: str, tmp_path: Path
+) -> None:
     wanted = train("llama", "resident", tmp_path, moments=moments)
     for name in ("dram", "all on disk", "two rounds"):
         found = train("llama", name, tmp_path, moments=moments)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
 
 
-def test_compiled_bodies_too(tmp_path: Path) -> None:
+def test_compiled_layers_give_the_same_bits_under_every_plan(tmp_path: Path) -> None:
     how = {"compiled": True, "loss_kernel": "fused"}
     wanted = train("llama", "resident", tmp_path, **how)
     for name in ("dram", "split", "all on disk", "two rounds"):
@@ -95,7 +97,7 @@ def test_compiled_bodies_too(tmp_path: Path) -> None:
 
 
 def digest(name: str, disk: Path, **how: Any) -> str:
-    """Of every bit that a run leaves."""
+    """Return a hash of every bit of a run's result."""
     sums = hashlib.sha256()
     for tensor in train("llama", name, disk, **how):
         sums.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -121,7 +123,9 @@ def test_another_process_gives_the_same_bits(compiled: bool, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_packed_rows_in_tiles_too(family: str, compiled: bool, tmp_path: Path) -> None:
+def test_tiles_of_packed_rows_give_the_same_bits_under_every_plan(
+    family: str, compiled: bool, tmp_path: Path
+) -> None:
     how = {"compiled": compiled, "attention": "varlen", "mlp_tile": 40, "packed": True}
     wanted = train(family, "resident", tmp_path, **how)
     for name in ("dram", "split", "all on disk", "two rounds"):
@@ -133,18 +137,18 @@ def test_packed_rows_in_tiles_too(family: str, compiled: bool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_nothing_is_compiled_again_for_another_layer_or_slot(packed: bool, tmp_path: Path) -> None:
+def test_another_layer_or_slot_does_not_recompile(packed: bool, tmp_path: Path) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     how = {"compiled": True, "loss_kernel": "fused", "mlp_tile": 40, "packed": packed}
     train("llama", "dram", tmp_path, attention="varlen", **how)
-    # With gradients and without, and both again for the layer that has a frozen tensor.
+    # With and without gradients, and both again for the layer with a frozen tensor.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.parametrize("vocabulary", [7, 1000, 8192, 151936])
-def test_the_fused_loss_is_torchs(vocabulary: int) -> None:
+def test_the_fused_loss_equals_torchs(vocabulary: int) -> None:
     torch.manual_seed(0)
     logits = (4 * torch.randn(64, vocabulary, device="cuda")).to(torch.bfloat16)
     targets = torch.randint(0, vocabulary, (64,), device="cuda")

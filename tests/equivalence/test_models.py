@@ -1,4 +1,4 @@
-"""Other families, packed documents, windows and caps."""
+"""Model families, packed documents, sliding windows and logit caps equal the plain model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OTHERS = ("mistral", "qwen2", "olmo2", "phi3", "gpt_neox", "gpt2", "gemma2")
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_a_step_of_every_family_equals_the_plain_loop(family: str, tmp_path: Path) -> None:
-    """To the bit, Gemma 2 included, whose capped attention is the eager one of transformers."""
+    """Bit for bit. Gemma 2's capped attention is transformers' eager one in both cases."""
     setup = Setup.of(family, freeze=(), config=CONFIGS.get(family))
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     loop = PlainLoop(setup.source, micro_batch=2, clip=setup.work.clip, settings=settings)
@@ -36,11 +36,11 @@ CONFIGS = {"mistral": {"sliding_window": None}}
 PACKED = [("llama", {}), ("gemma3", {"sliding_window": 3}), ("gemma2", {"sliding_window": 3}),
           ("gpt2", {})]  # fmt: skip
 BOUNDS = (0, 5, 6, 16)
-"""Three documents in a row of sixteen tokens; one of them a single token."""
+"""Boundaries of three documents in a row of sixteen tokens; one is a single token."""
 
 
 def loss_of(engine: Any, batch: dict[str, torch.Tensor], low: int, high: int) -> float:
-    """Of the documents in those columns alone, the others being there all the same."""
+    """Return the loss of the documents in those columns, with the others still in the batch."""
     labels = torch.full_like(batch["labels"], -100)
     labels[:, low:high] = batch["input_ids"][:, low:high]
     return float(engine.evaluate([batch | {"labels": labels}]).loss)
@@ -57,7 +57,7 @@ def packed_batch(setup: Setup) -> dict[str, torch.Tensor]:
 def test_packed_documents_do_not_see_each_other(
     family: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
-    setup = loud(family, config)
+    setup = large_weights_setup(family, config)
     batch = packed_batch(setup)
     with setup.engine(DRAM, tmp_path) as engine:
         first, last = loss_of(engine, batch, 0, 5), loss_of(engine, batch, 6, 16)
@@ -69,19 +69,19 @@ def test_packed_documents_do_not_see_each_other(
 
         for low, high, packed in ((0, 5, first), (6, 16, last)):
             alone = {k: batch[k][:, low:high] for k in ("input_ids", "labels")}
-            # Products of other shapes may sum in another order: a few last bits of bf16.
+            # Matrix products of other shapes may sum in another order: a few last bits of bf16.
             assert packed == pytest.approx(loss_of(engine, alone, 0, high - low), rel=2e-3)
 
 
-def test_a_packed_step_trains_as_documents_one_by_one(tmp_path: Path) -> None:
-    """Gradients too: the same norm as of a batch that has each document in a row of its own."""
-    setup = loud("llama", {}, batch=2, micro_batch=2)
+def test_a_packed_step_equals_separate_documents(tmp_path: Path) -> None:
+    """The gradient norm equals that of a batch with each document in a row of its own."""
+    setup = large_weights_setup("llama", {}, batch=2, micro_batch=2)
     batch = packed_batch(setup)
     with setup.engine(DRAM, tmp_path) as engine:
         packed = float(engine.forward_backward(batch))
         engine.apply()
         norm = engine.grad_norm
-    rows = loud("llama", {}, batch=4, micro_batch=4)
+    rows = large_weights_setup("llama", {}, batch=4, micro_batch=4)
     ids = torch.zeros(4, 10, dtype=torch.int64)
     labels = torch.full((4, 10), -100)
     for at, (low, high) in enumerate(((0, 5), (6, 16))):
@@ -94,8 +94,8 @@ def test_a_packed_step_trains_as_documents_one_by_one(tmp_path: Path) -> None:
         assert norm == pytest.approx(engine.grad_norm, rel=1e-2)
 
 
-def loud(family: str, config: dict[str, Any], **work: Any) -> Setup:
-    """With weights large enough for attention to matter."""
+def large_weights_setup(family: str, config: dict[str, Any], **work: Any) -> Setup:
+    """Return a setup whose weights are large enough for attention to matter."""
     return Setup.of(family, freeze=(), config={"initializer_range": 0.25} | config, **work)
 
 
@@ -113,14 +113,16 @@ EAGER = {
 
 
 @pytest.mark.parametrize(("family", "config", "without"), EAGER.values(), ids=EAGER)
-def test_windows_and_caps_are_those_of_transformers(
+def test_windows_and_caps_equal_those_of_transformers(
     family: str, config: dict[str, Any], without: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Against its eager attention with a mask, in loss and gradient. Both round to bf16 after
-    every product, the bands here over other shapes."""
+    """Compare loss and gradient with transformers' eager attention with a mask.
+
+    Both round to bf16 after every product, but the bands here have other shapes.
+    """
     losses = []
     for changes in (config, config | without):
-        setup = loud(family, changes)
+        setup = large_weights_setup(family, changes)
         eager = engines.plain_model(setup.config)
         eager.set_attn_implementation("eager")
         loop = PlainLoop(eager, micro_batch=2, clip=None, settings={"weight_decay": 0.0, "lr": 0.0,
@@ -130,5 +132,5 @@ def test_windows_and_caps_are_those_of_transformers(
             losses.append(float(engine.step(batch)))
             assert losses[-1] == pytest.approx(loop.step(batch), rel=1e-3)
             assert engine.grad_norm == pytest.approx(loop.grad_norm, rel=2e-2)
-    # The tolerance would see it if the window or the cap were left out.
+    # Without the window or the cap, the loss would differ by more than the tolerance.
     assert abs(losses[0] / losses[1] - 1) > 2e-3

@@ -1,4 +1,4 @@
-"""Chunks, tiles and dropout: what they change is bounded, and no plan adds to it."""
+"""Chunks, tiles and dropout change results within bounds, and the plan changes nothing."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ def assert_same_under_plans(setup: Setup, disk: Path) -> list[float]:
 
 
 def assert_near(first: Setup, second: Setup, disk: Path) -> None:
-    """Products of fewer rows may sum in another order, and each part's gradient is rounded to bf16
-    before the parts are summed in fp32: a relative error of 2^-9 per part, of either sign."""
+    """Compare losses and gradient norms within rounding errors.
+
+    Products of fewer rows may sum in another order, and each part's gradient is rounded to bf16
+    before the parts are summed in fp32: a relative error of 2^-9 per part, of either sign.
+    """
     one, other = (train(setup, RESIDENT, disk, steps=STEPS) for setup in (first, second))
     assert one.losses == pytest.approx(other.losses, rel=1e-3)
     assert one.norms == pytest.approx(other.norms, rel=2.0**-7)
 
 
-def test_loss_chunks_change_little_and_under_no_plan_more(tmp_path: Path) -> None:
-    """Chunks of 7 tokens, which divide no row, against one chunk."""
+def test_loss_chunks_change_little_and_the_plan_nothing(tmp_path: Path) -> None:
+    """Compare chunks of 7 tokens, which do not divide a row, with one chunk."""
     cut, whole = Setup.of("llama", loss_chunk=7), Setup.of("llama")
 
     assert_same_under_plans(cut, tmp_path)
     assert_near(cut, whole, tmp_path)
 
 
-def test_mlp_tiles_change_little_and_under_no_plan_more(tmp_path: Path) -> None:
+def test_mlp_tiles_change_little_and_the_plan_nothing(tmp_path: Path) -> None:
     cut, whole = Setup.of("llama", mlp_tile=10), Setup.of("llama")
 
     assert_same_under_plans(cut, tmp_path)
@@ -64,7 +67,7 @@ def test_dropout_is_the_same_under_every_plan(
 def test_backward_replays_the_dropout_of_forward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What backward recomputes is what forward computed."""
+    """The recomputation in backward gives the output of forward."""
     setup = Setup.of("gpt2", config={"resid_pdrop": 0.2, "attn_pdrop": 0.2}, micro_batch=5)
     seen: dict[int, list[torch.Tensor]] = {}
     plain = SplitModel.layer
@@ -84,7 +87,7 @@ def test_backward_replays_the_dropout_of_forward(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_nothing_is_dropped_when_evaluating(family: str, tmp_path: Path) -> None:
+def test_evaluation_uses_no_dropout(family: str, tmp_path: Path) -> None:
     rates = {"attention_dropout": 0.5} if family == "llama" else {
         "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}  # fmt: skip
     dropping, plain = Setup.of(family, config=rates), Setup.of(family)
@@ -96,8 +99,8 @@ def test_nothing_is_dropped_when_evaluating(family: str, tmp_path: Path) -> None
     assert found[0] == found[1]
 
 
-def test_a_model_in_eval_mode_is_trained_with_dropout_all_the_same(tmp_path: Path) -> None:
-    """`from_pretrained` hands models out in that mode."""
+def test_a_model_in_eval_mode_is_still_trained_with_dropout(tmp_path: Path) -> None:
+    """`from_pretrained` returns models in eval mode."""
     from penstock.engine.prepare import prepare
 
     losses = []

@@ -1,4 +1,4 @@
-"""Where everything rests cannot be seen in the result, not in one bit of it."""
+"""Every plan gives the same result, bit for bit."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def assert_same(results: dict[str, Result]) -> None:
         assert differing(results[first].state, results[name].state) == [], name
 
 
-def over(setup: Setup, ways: tuple[Way, ...], disk: Path, **told: Any) -> dict[str, Result]:
-    return {way.name: train(setup, way, disk, **told) for way in ways}
+def train_each(
+    setup: Setup, ways: tuple[Way, ...], disk: Path, **options: Any
+) -> dict[str, Result]:
+    return {way.name: train(setup, way, disk, **options) for way in ways}
 
 
 @pytest.mark.parametrize(
@@ -51,18 +53,21 @@ def over(setup: Setup, ways: tuple[Way, ...], disk: Path, **told: Any) -> dict[s
 def test_twenty_steps_are_the_same_to_the_bit_under_every_plan(
     family: str, ways: tuple[Way, ...], tmp_path: Path
 ) -> None:
-    """A schedule, clipping, three micro-batches, two groups, a frozen tensor; both store engines
-    and several counts of threads. And the plain loop over the unmodified model gives the same."""
+    """The plain loop over the unmodified model gives the same bits as well.
+
+    The runs have a schedule, clipping, three micro-batches, two param groups, a frozen tensor, both
+    store engines and several numbers of threads.
+    """
     setup = Setup.of(family)
 
-    results = over(setup, ways, tmp_path)
+    results = train_each(setup, ways, tmp_path)
 
     assert_same(results)
     assert_equal_to_the_plain_loop(setup, results[RESIDENT.name])
     assert min(results[RESIDENT.name].norms) > setup.work.clip, "clipping was at work"
 
 
-def assert_equal_to_the_plain_loop(setup: Setup, result: Result, **told: Any) -> None:
+def assert_equal_to_the_plain_loop(setup: Setup, result: Result, **options: Any) -> None:
     frozen = {t.name for b in setup.model.blocks for t in b.tensors if not t.trainable}
     loop = PlainLoop(
         setup.source,
@@ -73,7 +78,7 @@ def assert_equal_to_the_plain_loop(setup: Setup, result: Result, **told: Any) ->
         moments=setup.work.moments,
         order=[t.name for b in setup.model.blocks for t in b.tensors],
         lr_of=lambda step, dims: OPTIMIZER["lr"] * warm_up(step) * (1.0 if dims >= 2 else 0.5),
-        **told,
+        **options,
     )
     norms = []
     for batch in setup.batches(len(result.losses)):
@@ -87,10 +92,10 @@ def assert_equal_to_the_plain_loop(setup: Setup, result: Result, **told: Any) ->
 def test_moments_of_every_format_are_the_same_under_every_plan(
     moments: str, tmp_path: Path
 ) -> None:
-    """Stochastic rounding too: it follows from seed, step, tensor and element."""
+    """Stochastic rounding depends on seed, step, tensor and element only."""
     setup = Setup.of("llama", moments=moments)
 
-    results = over(setup, FEW, tmp_path, steps=6)
+    results = train_each(setup, FEW, tmp_path, steps=6)
 
     assert_same(results)
     assert_equal_to_the_plain_loop(setup, results[RESIDENT.name])
@@ -112,14 +117,14 @@ def test_fp16_is_the_same_under_every_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", FEW, ids=lambda way: way.name)
 def test_a_step_that_overflows_changes_nothing_but_the_scale(way: Way, tmp_path: Path) -> None:
     setup = Setup.of("llama", dtype="fp16")
-    before, wild, after = setup.batches(3)
+    before, overflowing, after = setup.batches(3)
     with setup.engine(way, tmp_path) as engine:
         engine.scale.value = 1024.0
         engine.step(before)
         held, rates = state_of(engine), [g["lr"] for g in engine.optimizer.param_groups]
         engine.scale.value = 2.0**60
 
-        engine.step(wild)
+        engine.step(overflowing)
 
         assert engine.skipped
         assert engine.steps == 1
@@ -141,11 +146,11 @@ def test_tied_embeddings_are_the_same_under_every_plan(tmp_path: Path) -> None:
     setup = Setup.of("gemma3", config={"tie_word_embeddings": True})
     one_round = [way for way in WAYS if way.plan.get("rounds", 1) == 1]
 
-    results = over(setup, one_round, tmp_path, steps=6)
+    results = train_each(setup, one_round, tmp_path, steps=6)
 
     assert_same(results)
-    # The table's gradient from the head is summed over all micro-batches before the embedding's
-    # is added; the plain loop adds the two for each micro-batch, in bf16. So not to the bit.
+    # Not bit for bit: the head's gradient of the tied table is summed over all micro-batches before
+    # the embedding's is added; the plain loop adds the two for each micro-batch, in bf16.
     loop = PlainLoop(setup.source, micro_batch=2, clip=setup.work.clip, settings=OPTIMIZER,
                      frozen=lambda name: "layers.1.mlp.up_proj" in name,
                      lr_of=lambda step, dims: OPTIMIZER["lr"] * warm_up(step)
@@ -157,7 +162,7 @@ def test_tied_embeddings_are_the_same_under_every_plan(tmp_path: Path) -> None:
         assert loop.grad_norm == pytest.approx(norm, rel=1e-2)
 
 
-def test_rounds_would_change_the_order_of_a_tied_tables_sum(tmp_path: Path) -> None:
+def test_several_rounds_are_rejected_for_tied_embeddings(tmp_path: Path) -> None:
     setup = Setup.of("llama", config={"tie_word_embeddings": True})
     (two,) = (way for way in WAYS if way.name == "two rounds")
 
@@ -172,13 +177,13 @@ def test_one_micro_batch_with_tied_embeddings_equals_the_plain_loop(tmp_path: Pa
     assert_equal_to_the_plain_loop(setup, train(setup, DISK, tmp_path, steps=4))
 
 
-def test_frozen_blocks_stay_as_they_were_under_every_plan(tmp_path: Path) -> None:
-    """A whole layer, the embedding, and parts of others: nothing to sweep, or little."""
+def test_frozen_blocks_do_not_change_under_any_plan(tmp_path: Path) -> None:
+    """Freeze a whole layer, the embedding, and parts of others: little or nothing to sweep."""
     freeze = ("model.embed_tokens.*", "model.layers.1.*", "*.norm.weight", "*.0.self_attn.*")
     setup = Setup.of("llama", freeze=freeze)
     first = {f"{name} weight": t.clone().view(-1) for name, t in setup.source.state_dict().items()}
 
-    results = over(setup, (DRAM, *FEW), tmp_path, steps=4)
+    results = train_each(setup, (DRAM, *FEW), tmp_path, steps=4)
 
     assert_same(results)
     frozen = [f"{t.name} weight" for b in setup.model.blocks for t in b.tensors if not t.trainable]
@@ -188,7 +193,7 @@ def test_frozen_blocks_stay_as_they_were_under_every_plan(tmp_path: Path) -> Non
 
 
 def test_a_batch_smaller_than_planned_is_the_same_under_every_plan(tmp_path: Path) -> None:
-    """Fewer rows, shorter rows: some rounds then have nothing to do."""
+    """With fewer or shorter rows, some rounds have nothing to do."""
     setup = Setup.of("llama")
     states = []
     for way in FEW:

@@ -1,4 +1,4 @@
-"""Whichever lane is late, the result is the same."""
+"""The result does not depend on which lane is late."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.equivalence.races import make_lanes_dawdle, random_way, thin_setup
+from tests.equivalence.races import delay_lanes, random_way, thin_setup
 from tests.equivalence.runs import RESIDENT, Result, differing, train
 
 STEPS = 3
@@ -24,7 +24,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Result:
 def check(seed: int, expected: Result, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = thin_setup()
     way = random_way(seed, len(setup.model.blocks))
-    make_lanes_dawdle(monkeypatch, seed)
+    delay_lanes(monkeypatch, seed)
 
     found = train(setup, way, disk, steps=STEPS)
 

@@ -1,4 +1,4 @@
-"""A run that was killed, or stopped, goes on under another plan as if nothing had been."""
+"""A killed or stopped run continues under another plan, bit for bit."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ for number, batch in enumerate(setup.batches(6), 1):
 """
 
 
-def dropping(moments: str = "fp32") -> Setup:
+def setup_with_dropout(moments: str = "fp32") -> Setup:
     return Setup.of("llama", moments=moments, config={"attention_dropout": 0.1})
 
 
 @pytest.mark.parametrize("moments", [pytest.param("fp32", marks=pytest.mark.long), "int8"])
-def test_a_run_killed_and_resumed_under_another_plan_equals_one_never_killed(
+def test_a_killed_run_resumed_under_another_plan_equals_an_uninterrupted_run(
     moments: str, tmp_path: Path
 ) -> None:
-    folder, disk = tmp_path / "kept", tmp_path / "disk"
+    folder, disk = tmp_path / "saved", tmp_path / "disk"
     folder.mkdir()
     disk.mkdir()
     with subprocess.Popen(
@@ -54,7 +54,7 @@ def test_a_run_killed_and_resumed_under_another_plan_equals_one_never_killed(
         while victim.stdout.readline().strip() != "5":
             assert victim.poll() is None
         victim.send_signal(signal.SIGKILL)
-    setup = dropping(moments)
+    setup = setup_with_dropout(moments)
     with setup.engine(WAYS[8], disk) as engine:
         engine.read(folder)
         assert engine.steps == KEPT
@@ -70,13 +70,13 @@ def test_a_run_killed_and_resumed_under_another_plan_equals_one_never_killed(
 
 
 @pytest.mark.parametrize("way", [RESIDENT, DRAM, DISK, WAYS[8]], ids=lambda way: way.name)
-def test_what_every_plan_keeps_is_the_same_to_the_byte(way: Way, tmp_path: Path) -> None:
-    setup = dropping()
+def test_checkpoints_of_all_plans_are_equal_byte_for_byte(way: Way, tmp_path: Path) -> None:
+    setup = setup_with_dropout()
     kept = []
-    for number, one in enumerate((DRAM, way)):
+    for number, each in enumerate((DRAM, way)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with setup.engine(one, tmp_path) as engine:
+        with setup.engine(each, tmp_path) as engine:
             for batch in setup.batches(2):
                 engine.step(batch)
             engine.write(folder)
@@ -86,30 +86,32 @@ def test_what_every_plan_keeps_is_the_same_to_the_byte(way: Way, tmp_path: Path)
     assert "model.safetensors" in kept[0] or "model.safetensors.index.json" in kept[0]
 
 
-def test_keeping_does_not_change_what_follows(tmp_path: Path) -> None:
-    """Saving, evaluating and looking at parameters finish sweeps early: to the same bits."""
-    setup, states = dropping(), []
-    for looks in (False, True):
+def test_saving_does_not_change_later_steps(tmp_path: Path) -> None:
+    """Saving, evaluating and reading parameters finish sweeps early, with the same bits."""
+    setup, states = setup_with_dropout(), []
+    for inspects in (False, True):
         with setup.engine(DISK, tmp_path) as engine:
             for number, batch in enumerate(setup.batches(4)):
                 engine.step(batch)
-                if looks and number == 1:
-                    (tmp_path / "kept").mkdir()
-                    engine.write(tmp_path / "kept")
+                if inspects and number == 1:
+                    (tmp_path / "saved").mkdir()
+                    engine.write(tmp_path / "saved")
                     engine.evaluate(setup.batches(1))
-                if looks and number == 2:
+                if inspects and number == 2:
                     assert "exp_avg" in engine.state["lm_head.weight"]
             states.append(state_of(engine))
 
     assert differing(*states) == []
 
 
-def test_a_later_change_of_the_rate_does_not_reach_a_pending_sweep(tmp_path: Path) -> None:
-    setup, states = dropping(), []
-    for meddles in (False, True):
+def test_a_later_change_of_the_learning_rate_does_not_affect_a_pending_sweep(
+    tmp_path: Path,
+) -> None:
+    setup, states = setup_with_dropout(), []
+    for changes in (False, True):
         with setup.engine(DISK, tmp_path) as engine:
             engine.step(setup.batches(1)[0])
-            if meddles:
+            if changes:
                 for group in engine.optimizer.param_groups:
                     group.update(lr=100.0, betas=(0.1, 0.1), weight_decay=3.0)
             states.append(state_of(engine))
@@ -122,15 +124,15 @@ def test_a_later_change_of_the_rate_does_not_reach_a_pending_sweep(tmp_path: Pat
     [({"moments": "bf16"}, "moments"), ({"dtype": "fp16"}, "dtype")],
     ids=["moments", "dtype"],
 )
-def test_a_checkpoint_of_other_numerics_is_refused(
+def test_a_checkpoint_with_other_numerics_is_rejected(
     change: dict[str, str], field: str, tmp_path: Path
 ) -> None:
-    with dropping().engine(DRAM, tmp_path) as engine:
-        (tmp_path / "kept").mkdir()
-        engine.write(tmp_path / "kept")
+    with setup_with_dropout().engine(DRAM, tmp_path) as engine:
+        (tmp_path / "saved").mkdir()
+        engine.write(tmp_path / "saved")
     other = Setup.of("llama", config={"attention_dropout": 0.1}, **change)
     with other.engine(DRAM, tmp_path) as engine:
         before = state_of(engine)
         with pytest.raises(EngineStateError, match=f"{field}: was"):
-            engine.read(tmp_path / "kept")
+            engine.read(tmp_path / "saved")
         assert differing(before, state_of(engine)) == []

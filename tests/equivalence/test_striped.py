@@ -1,4 +1,4 @@
-"""States striped over CXL nodes, in the guest that has them: the same bits as anywhere."""
+"""States striped over CXL nodes, in a virtual machine that has them, give the same bits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.equivalence.runs import DRAM, Setup, Way, differing, train
 pytestmark = pytest.mark.vm
 
 WIDE = {"vocab_size": 40000}
-"""A table whose moments are several stripes long."""
+"""A vocabulary so large that the embedding's moments span several stripes."""
 
 WORK = {"batch": 3, "micro_batch": 2, "context": 4}
-"""Few tokens: the guest is emulated, and each has a logit for every row of that table."""
+"""Few tokens: the machine is emulated, and each token has a logit per vocabulary entry."""
 
 STRIPED = (
     Way("states over DRAM and CXL", ("dmdd",)),
@@ -36,7 +36,7 @@ def test_states_striped_over_cxl_nodes_give_the_same_bits(tmp_path: Path) -> Non
         assert differing(found.state, expected.state) == [], way.name
 
 
-def test_striped_states_lie_on_the_nodes_that_the_plan_names(tmp_path: Path) -> None:
+def test_striped_states_are_on_the_nodes_of_the_plan(tmp_path: Path) -> None:
     setup = Setup.of("llama", config=WIDE, **WORK)
     cards = {node.id for node in discover().cxl_nodes}
     assert len(cards) > 1

@@ -1,4 +1,4 @@
-"""Engines in which something goes wrong at a moment of the test's choosing."""
+"""Engines in which an operation fails at a chosen moment."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ PLACES = (RESIDENT, DRAM, SMALL, MIXED, WAYS[8])
 
 
 class BrokenTicket:
-    """A transfer that ended badly."""
+    """A read that failed after the transfer."""
 
     def __init__(self, ticket: StoreTicket) -> None:
         self.ticket = ticket
+
+    def done(self) -> bool:
+        return self.ticket.done()
 
     def settle(self, timeout: float | None = None) -> None:
         self.ticket.settle(timeout)
@@ -39,10 +42,10 @@ class BrokenTicket:
 
 
 class Trap:
-    """Does something at the n-th call of a method from now, once."""
+    """Runs an action once, after a chosen number of calls of a method."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type, method: str) -> None:
-        self.left: int | None = None
+        self.calls_left: int | None = None
         self.action: Callable[[Any], Any] = lambda out: out
         plain = getattr(kind, method)
         lock = threading.Lock()
@@ -50,22 +53,22 @@ class Trap:
         def trapped(*args: Any, **kwargs: Any) -> Any:
             out = plain(*args, **kwargs)
             with lock:
-                if self.left is None:
+                if self.calls_left is None:
                     return out
-                self.left -= 1
-                sprung = self.left < 0
-                if sprung:
-                    self.left = None
-            return self.action(out) if sprung else out
+                self.calls_left -= 1
+                fires = self.calls_left < 0
+                if fires:
+                    self.calls_left = None
+            return self.action(out) if fires else out
 
         monkeypatch.setattr(kind, method, trapped)
 
     def set(self, after: int, action: Callable[[Any], Any]) -> None:
-        self.left, self.action = after, action
+        self.calls_left, self.action = after, action
 
     @property
-    def sprung(self) -> bool:
-        return self.left is None
+    def fired(self) -> bool:
+        return self.calls_left is None
 
 
 def raising(error: BaseException) -> Callable[[Any], Any]:
@@ -76,7 +79,7 @@ def raising(error: BaseException) -> Callable[[Any], Any]:
 
 
 def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.003) -> None:
-    """So that swept pieces wait for their turn to be written."""
+    """Slow down writes, so that swept pieces wait for their turn to be written."""
     plain = Store.start_write
 
     def start_write(self: Store, *args: Any, **kwargs: Any) -> StoreTicket:
@@ -87,16 +90,17 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.003) -> None
 
 
 def engine_threads() -> list[str]:
+    """Return the names of all threads that engines started."""
     return [t.name for t in threading.enumerate() if t.name.startswith("penstock ")]
 
 
 def layers(monkeypatch: pytest.MonkeyPatch) -> Trap:
-    """Springs in the thread that computes."""
+    """Return a trap in the computing thread."""
     return Trap(monkeypatch, SplitModel, "layer")
 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> Trap:
-    """Springs in a lane that reads."""
+    """Return a trap in a lane that reads."""
     return Trap(monkeypatch, Store, "start_read")
 
 

@@ -1,9 +1,10 @@
-"""What goes wrong in the middle of a step is named, leaves nothing behind and loses nothing."""
+"""A failure in the middle of a step is reported, leaves nothing behind and loses no update."""
 
 from __future__ import annotations
 
 import _thread
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.support.disks import direct_directory
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def undisturbed(steps: int, disk: Path) -> dict[str, torch.Tensor]:
+def state_without_failure(steps: int, disk: Path) -> dict[str, torch.Tensor]:
     setup = small_setup()
     with setup.engine(RESIDENT, disk) as engine:
         for batch in setup.batches(steps):
@@ -38,7 +39,7 @@ def undisturbed(steps: int, disk: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("after", [0, 3, 17, 40])
-def test_a_read_that_fails_in_mid_step_is_told_and_leaves_nothing(
+def test_a_failed_read_is_reported_and_leaves_nothing_behind(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup, trap = small_setup(), reads(monkeypatch)
@@ -52,14 +53,14 @@ def test_a_read_that_fails_in_mid_step_is_told_and_leaves_nothing(
             engine.step(second)
 
         assert caught.value.extent.startswith(("model.", "lm_head"))
-        assert trap.sprung
+        assert trap.fired
     finally:
         engine.close()
     assert engine_threads() == []
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_that_was_cut_short_under_the_engine_is_named(tmp_path: Path) -> None:
+def test_a_truncated_store_file_is_reported(tmp_path: Path) -> None:
     setup = small_setup()
     direct_directory(tmp_path)
     first, second = setup.batches(2)
@@ -79,30 +80,30 @@ def test_a_file_that_was_cut_short_under_the_engine_is_named(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("way", PLACES, ids=lambda way: way.name)
 @pytest.mark.parametrize("after", [0, 4, 8, 12])
-def test_after_a_failure_the_pending_sweeps_can_be_finished_and_training_goes_on(
+def test_pending_sweeps_finish_and_training_continues_after_a_failure(
     way: Way, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In forward (nine calls of a layer) or in backward: the model is what it would have been."""
+    """The failure is in forward (the first nine layer calls) or in backward."""
     setup, trap = small_setup(), layers(monkeypatch)
     slow_writes(monkeypatch)
     first, second = setup.batches(2)
     with setup.engine(way, tmp_path) as engine:
         engine.step(first)
-        trap.set(after, raising(RuntimeError("the ceiling came down")))
+        trap.set(after, raising(RuntimeError("layer failed")))
 
-        with pytest.raises(RuntimeError, match="ceiling"):
+        with pytest.raises(RuntimeError, match="layer failed"):
             engine.step(second)
 
-        assert differing(state_of(engine), undisturbed(1, tmp_path)) == []
+        assert differing(state_of(engine), state_without_failure(1, tmp_path)) == []
         engine.step(second)
-        assert differing(state_of(engine), undisturbed(2, tmp_path)) == []
+        assert differing(state_of(engine), state_without_failure(2, tmp_path)) == []
 
 
 @pytest.mark.parametrize("after", [0, 7, 23])
-def test_after_a_failed_read_training_goes_on_if_the_disk_does(
+def test_training_continues_after_a_read_that_failed_once(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a finish in between: the same batch again."""
+    """The same batch is repeated, without finish() in between."""
     setup, trap = small_setup(), reads(monkeypatch)
     slow_writes(monkeypatch)
     first, second = setup.batches(2)
@@ -114,13 +115,13 @@ def test_after_a_failed_read_training_goes_on_if_the_disk_does(
 
         engine.step(second)
 
-        assert differing(state_of(engine), undisturbed(2, tmp_path)) == []
+        assert differing(state_of(engine), state_without_failure(2, tmp_path)) == []
 
 
 @pytest.mark.parametrize("way", [DRAM, SMALL], ids=lambda way: way.name)
-def test_an_error_of_the_users_loss_comes_through_as_it_is(way: Way, tmp_path: Path) -> None:
+def test_an_error_of_the_users_loss_is_raised_unchanged(way: Way, tmp_path: Path) -> None:
     setup, broken = small_setup(), [True]
-    error = ZeroDivisionError("mine")
+    error = ZeroDivisionError("in the loss")
 
     def loss(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if broken[0]:
@@ -138,10 +139,10 @@ def test_an_error_of_the_users_loss_comes_through_as_it_is(way: Way, tmp_path: P
 
 
 @pytest.mark.parametrize("after", [0, 5, 30])
-def test_ctrl_c_ends_the_step_and_loses_nothing(
+def test_ctrl_c_ends_the_step_and_loses_no_update(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The signal arrives while a lane works; the thread that computes sees it where it is."""
+    """The signal arrives while a lane works; the computing thread handles it wherever it is."""
     setup, trap = small_setup(), reads(monkeypatch)
     slow_writes(monkeypatch)
     first, second = setup.batches(2)
@@ -157,28 +158,22 @@ def test_ctrl_c_ends_the_step_and_loses_nothing(
             engine.step(second)
 
         assert engine.waiting() == ""
-        assert differing(state_of(engine), undisturbed(1, tmp_path)) == []
+        assert differing(state_of(engine), state_without_failure(1, tmp_path)) == []
     assert engine_threads() == []
 
 
-def test_gradients_that_a_failure_left_half_summed_are_not_applied(
+def test_half_summed_gradients_of_a_failed_batch_are_not_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = small_setup()
-    setup = type(setup)(setup.config, setup.model, accumulating(setup.work), setup.source)
+    setup = replace(setup, work=replace(setup.work, accumulate=True))
     trap = layers(monkeypatch)
     first, second = setup.batches(2)
     with setup.engine(DRAM, tmp_path) as engine:
         engine.forward_backward(first)
-        trap.set(7, raising(RuntimeError("the ceiling came down")))
-        with pytest.raises(RuntimeError, match="ceiling"):
+        trap.set(7, raising(RuntimeError("layer failed")))
+        with pytest.raises(RuntimeError, match="layer failed"):
             engine.forward_backward(second)
 
         with pytest.raises(EngineError, match="no gradients"):
             engine.apply()
-
-
-def accumulating(work: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(work, accumulate=True)

@@ -1,4 +1,4 @@
-"""Sweeps that were started and not waited for: whatever ends the run, they have ended with it."""
+"""Queued CPU sweeps have always ended when a step ends, however it ends."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from tests.equivalence.runs import DRAM, OPTIMIZER
 from tests.faults.engine_runs import small_setup
 
 
-def test_every_tensor_with_a_refused_element_is_named(tmp_path: Path) -> None:
+def test_the_error_names_every_tensor_with_a_refused_element(tmp_path: Path) -> None:
     setup = small_setup()
     with setup.engine(DRAM, tmp_path, optimizer=OPTIMIZER | {"lr": 1e39}) as engine:
         engine.step(setup.batches(1)[0])
-        with pytest.raises(NonFiniteMasterError) as told:
+        with pytest.raises(NonFiniteMasterError) as caught:
             engine.finish()
 
         blocks = [block for block in engine.inventory.blocks if block.parameters(True)]
-        named = [str(told.value), *told.value.__notes__]
+        named = [str(caught.value), *caught.value.__notes__]
         for block in blocks:
             assert any(tensor.name in words for tensor in block.tensors for words in named)
         assert len(named) == len(set(named)) == len(blocks)
         assert engine._pending is None
 
 
-def test_memory_goes_with_the_engine_also_while_a_failure_is_remembered(
+def test_a_kept_exception_does_not_keep_the_engines_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a notebook remembers the last one."""
-    made: list[Arena] = []
+    """A notebook keeps the last exception, and its traceback refers to the engine's frames."""
+    arenas: list[Arena] = []
 
-    def arena(*given: Any, **how: Any) -> Arena:
-        made.append(Arena(*given, **how))
-        return made[-1]
+    def arena(*args: Any, **kwargs: Any) -> Arena:
+        arenas.append(Arena(*args, **kwargs))
+        return arenas[-1]
 
     def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("no layer")
+        raise RuntimeError("layer failed")
 
     monkeypatch.setattr(tier_memory, "Arena", arena)
     setup = small_setup()
@@ -54,26 +54,26 @@ def test_memory_goes_with_the_engine_also_while_a_failure_is_remembered(
     engine = setup.engine(DRAM, tmp_path)
     engine.step(first)
     monkeypatch.setattr(SplitModel, "layer", fail)
-    with pytest.raises(RuntimeError, match="no layer") as kept:
+    with pytest.raises(RuntimeError, match="layer failed") as caught:
         engine.step(second)
     engine.close()
     gc.collect()
 
-    assert kept.value.__traceback__ is not None
-    assert [each.stats.live for each in made] == [0] * len(made)
+    assert caught.value.__traceback__ is not None
+    assert [arena.stats.live for arena in arenas] == [0] * len(arenas)
 
 
-def test_a_second_ctrl_c_ends_all_waiting_but_that_for_sweeps(
+def test_a_second_ctrl_c_ends_all_waiting_except_for_sweeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = small_setup()
     started: list[sweep.SweepTicket] = []
     busy = torch.ones(1 << 23)
 
-    def start(rule: Any, segments: Any, *, pool: Any, **how: Any) -> sweep.SweepTicket:
-        for _ in range(10):  # which come before it
+    def start(rule: Any, segments: Any, *, pool: Any, **kwargs: Any) -> sweep.SweepTicket:
+        for _ in range(10):  # work that the pool does before the sweep
             pool.native.stats([sweep._grad_only(busy)], _native.GradType.fp32)
-        started.append(sweep_start(rule, segments, pool=pool, **how))
+        started.append(sweep_start(rule, segments, pool=pool, **kwargs))
         return started[-1]
 
     def interrupted(*_: object) -> None:

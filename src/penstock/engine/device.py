@@ -121,7 +121,7 @@ class CpuDevice:
         self, rule: RuleName, segments: Sequence[Segment], pool: Pool
     ) -> Ticket[object]:
         ticket = sweep.start(rule, segments, pool=pool)
-        ticket.settle()  # refused elements are reported by whoever waits for the ticket
+        ticket.settle()  # `wait` reports a refused element
         return ticket
 
     def limit_memory(self, nbytes: int | None) -> None:

@@ -72,7 +72,7 @@ class EngineSettings:
     sweep_threads: int | None = None
     """Number of threads of the CPU sweep; None for one per CPU."""
     nonfinite: str = "raise"
-    """What to do with a loss or gradient that is not finite: `raise` an error, or `skip` the step.
+    """Response to a loss or gradient that is not finite: `raise` an error, or `skip` the step.
     With fp16, an overflow of the gradient always skips the step and halves the loss scale."""
 
 
@@ -386,7 +386,7 @@ class Engine:
         return records.to_json(EngineState.of(self))
 
     def read(self, folder: str | Path) -> None:
-        """Continue from what `write` wrote, bit for bit, whatever plan wrote it."""
+        """Continue, bit for bit, from a checkpoint of `write` under this or any other plan."""
         state = EngineState.load(folder)
         state.check(self)
         self._pending = self._stats = None
@@ -421,7 +421,7 @@ class Engine:
     def _run(self, step: StepState) -> None:
         """Run a step, which may sweep the pending update.
 
-        A failed step leaves the update pending with a note of which blocks are done, so the next
+        After a failure the update stays pending and records the blocks that are done. The next
         step, or `finish`, completes it.
         """
         try:

@@ -144,7 +144,7 @@ def fused_loss(logits: torch.Tensor, targets: torch.Tensor, scale: float | None)
 class LossScale:
     """The loss scale that keeps small gradients inside the range of fp16, as in GradScaler.
 
-    For bf16 it is fixed at 1.
+    With bf16 the scale is always 1.
     """
 
     value: float = 1.0

@@ -1,7 +1,7 @@
 """Memory and disk space that engines really use outside the device.
 
-The numbers are counted where memory is allocated, from what was allocated and not from the plan, so
-that the two can be compared. Any thread may read them.
+Every allocation is counted when it is made, so the numbers do not depend on the plan and can be
+compared with it. Any thread may read them.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Runner:
         jobs = self._jobs(step)
         notify_started(step)
         device = self._memory.device
-        device.synchronize()  # what was written between steps was issued on no lane
+        device.synchronize()  # writes between steps are on no lane that this step waits for
         step.origin = device.record()
         idle = [self._lanes[name].start(todo, step.tickets) for name, todo in jobs.items() if todo]
         try:

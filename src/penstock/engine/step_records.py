@@ -27,7 +27,7 @@ from penstock.ticket import Finished, Ticket, TicketGroup
 Kind = Literal["step", "evaluate", "update"]
 
 Moved = Mapping[Part, tuple[Transfer, ...]]
-"""What each part of a program moves."""
+"""The transfers of each part of a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Event:
     start: float
     end: float
     transfers: tuple[Transfer, ...] = ()
-    """What it moved."""
+    """Transfers that it made."""
 
     @property
     def seconds(self) -> float:
@@ -159,7 +159,7 @@ class Event:
 
 
 def transfers_of(record: StepRecord) -> Moved:
-    """Return what each part moved: equal for all runs of a program with batches of one shape."""
+    """Return the transfers of each part, which depend only on the program and the batch shape."""
     traffic = Traffic.of(record.inventory, record.plan.workload, record.plan.placement)
     operations = record.program.operations
     shapes = record.shapes or [()] * (1 + max(op.round for op in operations))

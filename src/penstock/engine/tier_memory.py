@@ -48,7 +48,7 @@ class StoreSettings:
 
 
 class TierMemory:
-    """Where every role of every block lives."""
+    """The memory of every role of every block."""
 
     def __init__(
         self, plan: Plan, inventory: Inventory, device: Device, settings: StoreSettings

@@ -39,7 +39,7 @@ from penstock.ticket import Finished, TicketGroup
 Move = Callable[[Extent, torch.Tensor], None]
 
 SWEPT_ROLES = (Role.WEIGHT, *STATE, Role.GRADIENT)
-"""What an optimizer sweep reads or writes."""
+"""Roles that an optimizer sweep reads or writes."""
 
 
 class Mover:

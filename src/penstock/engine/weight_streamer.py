@@ -36,7 +36,7 @@ Progress = Callable[[int, int, str], None]
 
 
 class WeightSource(Protocol):
-    """Where weights live while they are not on the device."""
+    """A place that holds weights while they are not on the device."""
 
     def copy(self, tensor: TensorSpec, into: torch.Tensor) -> None:
         """Copy a whole tensor into flat device memory, on the current lane."""

@@ -1,5 +1,4 @@
-"""Sweeps on the CPU follow one another without waiting for Python or for stragglers, and tell when
-they ran."""
+"""CPU sweeps are queued without waiting for each other, and the timeline shows when they ran."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from tests.equivalence.runs import WAYS, Setup, Way
 
 
 class HeldTicket:
-    """A sweep whose end nobody sees before all have been started."""
+    """A sweep that does not appear to finish before all sweeps have been started."""
 
     def __init__(self, ticket: sweep.SweepTicket, all_started: threading.Event) -> None:
         self._ticket, self._all_started = ticket, all_started
@@ -36,7 +35,7 @@ class HeldTicket:
         self._ticket.settle()
 
 
-def test_the_next_sweep_is_started_while_one_runs(
+def test_the_next_sweep_starts_while_one_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = Setup.of("llama")
@@ -45,8 +44,8 @@ def test_the_next_sweep_is_started_while_one_runs(
         count = sum(op.verb is Verb.SWEEP for op in engine._programs.sweep.operations)
         all_started, started = threading.Event(), []
 
-        def start(*given: Any, **how: Any) -> Any:
-            started.append(HeldTicket(real(*given, **how), all_started))
+        def start(*args: Any, **kwargs: Any) -> Any:
+            started.append(HeldTicket(real(*args, **kwargs), all_started))
             if len(started) == count:
                 all_started.set()
             return started[-1]
@@ -59,7 +58,7 @@ def test_the_next_sweep_is_started_while_one_runs(
 
 
 @pytest.mark.parametrize("way", [WAYS[1], WAYS[3]], ids=lambda way: way.name)
-def test_sweeps_are_told_without_overlap_and_before_what_needs_them(
+def test_sweeps_in_the_timeline_do_not_overlap_and_precede_their_users(
     way: Way, tmp_path: Path
 ) -> None:
     setup = Setup.of("llama")
@@ -72,30 +71,34 @@ def test_sweeps_are_told_without_overlap_and_before_what_needs_them(
     assert len(swept) > 2
     for before, after in itertools.pairwise(swept):
         assert 0 <= before.start <= before.end
-        assert before.end <= after.start or after.start == after.end  # or ended before it
+        assert (
+            before.end <= after.start or after.start == after.end
+        )  # it ended before the previous one
     forward = {e.operation.block: e.start for e in events if e.operation.verb is Verb.FORWARD}
     for event in swept:
         assert event.end <= forward.get(event.operation.block, event.end)
 
 
-def test_sweeps_that_overlap_are_told_from_where_the_one_before_has_ended() -> None:
+def test_an_overlapping_sweep_starts_where_the_previous_one_ends() -> None:
     spans = [(0.0, 5.0), (4.0, 9.0), (6.0, 8.0), (8.5, 12.0)]
     events = [
         Event(Operation(Verb.SWEEP, at, (), "forward"), *span) for at, span in enumerate(spans)
     ]
     copy = Event(Operation(Verb.FETCH, 0, (Role.WEIGHT,), "forward"), 1.0, 7.0)
 
-    told = list(step_records._without_sweep_overlap([*events, copy]))
+    shown = list(step_records._without_sweep_overlap([*events, copy]))
 
-    found = {e.operation.block: (e.start, e.end) for e in told if e.operation.verb is Verb.SWEEP}
-    assert found == {0: (0.0, 5.0), 1: (5.0, 9.0), 2: (8.0, 8.0), 3: (9.0, 12.0)}
-    assert copy in told
+    spans_by_block = {
+        e.operation.block: (e.start, e.end) for e in shown if e.operation.verb is Verb.SWEEP
+    }
+    assert spans_by_block == {0: (0.0, 5.0), 1: (5.0, 9.0), 2: (8.0, 8.0), 3: (9.0, 12.0)}
+    assert copy in shown
 
 
-def test_who_waits_for_a_sweep_that_does_not_end_says_so(
+def test_waiting_names_a_sweep_that_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the watchdog tells: of a disk that does not answer, too."""
+    """The watchdog prints this text; a disk that does not respond is named in the same way."""
     setup = Setup.of("llama")
     with setup.engine(WAYS[1], tmp_path) as engine:
         first, second = setup.batches(2)

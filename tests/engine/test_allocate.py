@@ -1,4 +1,4 @@
-"""What the engine takes is what the plan says, to the byte, tier by tier; and a step takes none."""
+"""The engine allocates what the plan says, to the byte, in every tier; a step allocates nothing."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class Counting:
-    """Everything that is taken from the host and its disks, as it is asked for."""
+class AllocationCounter:
+    """Counts the bytes allocated from host memory and from disks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.taken: Counter[str] = Counter()
+        self.allocated: Counter[str] = Counter()
         make_arena, make_store = Arena.__init__, Store.create
 
         def arena(this: Arena, nbytes: int, *args: Any, **kwargs: Any) -> None:
             make_arena(this, nbytes, *args, **kwargs)
-            self.taken["host"] += nbytes
+            self.allocated["host"] += nbytes
 
         def store(paths: Any, capacity: int, **kwargs: Any) -> Store:
-            self.taken["disk"] += capacity
+            self.allocated["disk"] += capacity
             return make_store(paths, capacity, **kwargs)
 
         monkeypatch.setattr(Arena, "__init__", arena)
@@ -62,14 +62,14 @@ GRID = [
 @pytest.mark.parametrize(
     ("way", "work"), GRID, ids=[f"{way.name} {' '.join(map(str, w.values()))}" for way, w in GRID]
 )
-def test_what_is_taken_is_what_was_planned(
+def test_the_engine_allocates_what_was_planned(
     way: Way, work: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = Setup.of("llama", **work)
     plan = setup.plan(way, tmp_path)
-    counting = Counting(monkeypatch)
+    counter = AllocationCounter(monkeypatch)
     with setup.engine(way, tmp_path) as engine:
-        host, disk = counting.taken["host"], counting.taken["disk"]
+        host, disk = counter.allocated["host"], counter.allocated["disk"]
         device = engine.device.peak_nbytes()
         engine.step(setup.batches(1)[0])
         engine.step(setup.batches(1)[0])
@@ -78,46 +78,46 @@ def test_what_is_taken_is_what_was_planned(
 
         assert host == plan.peak(Tier.DRAM) + plan.peak(Tier.CXL)
         assert disk == plan.peak(Tier.NVME)
-        # What torch takes for itself while it computes is planned too, but not taken beforehand.
+        # The plan also counts what torch allocates while it computes; that comes later.
         pools = {pool.what: pool.nbytes for pool in plan.pools}
         later = pools["working memory"] + pools["allocator slack"] + token_nbytes(setup, plan)
         assert device == plan.peak(Tier.HBM) - later
-        assert counting.taken == Counter(host=host, disk=disk), "a step took more"
-        assert engine.device.peak_nbytes() == device, "a step took more"
+        assert counter.allocated == Counter(host=host, disk=disk), "a step allocated memory"
+        assert engine.device.peak_nbytes() == device, "a step allocated memory"
 
 
 @pytest.mark.parametrize("way", [RESIDENT, DRAM, DISK, WAYS[3]], ids=lambda way: way.name)
-def test_an_engine_says_what_it_really_holds_as_long_as_it_does(way: Way, tmp_path: Path) -> None:
+def test_memory_usage_reports_an_engine_until_it_is_closed(way: Way, tmp_path: Path) -> None:
     setup = Setup.of("llama")
     with setup.engine(way, tmp_path) as engine:
-        (held,) = (own for own in memory_usages() if own is engine._memory.tiers.usage)
+        (usage,) = (each for each in memory_usages() if each is engine._memory.tiers.usage)
         outside = {tier: engine.plan.peak(tier) for tier in Tier if tier is not Tier.HBM}
 
-        assert dict(held.tiers) == {tier: nbytes for tier, nbytes in outside.items() if nbytes}
-        assert (held.pinned, held.gpu) == (0, None)  # no GPU, nothing registered
-    assert not held.tiers
-    gone = weakref.ref(held)
-    del held, engine
+        assert dict(usage.tiers) == {tier: nbytes for tier, nbytes in outside.items() if nbytes}
+        assert (usage.pinned, usage.gpu) == (0, None)  # without a GPU nothing is pinned
+    assert not usage.tiers
+    reference = weakref.ref(usage)
+    del usage, engine
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
-def test_a_striped_arena_is_dealt_over_its_tiers() -> None:
-    held = MemoryUsage(torch.device("cpu"))
-    held.add_arena(Arena(4 * MiB), {Tier.DRAM: 3, Tier.CXL: 1})
-    held.add_arena(Arena(1 * MiB), {Tier.DRAM: 1 * MiB})
+def test_a_striped_arena_counts_for_each_of_its_tiers() -> None:
+    usage = MemoryUsage(torch.device("cpu"))
+    usage.add_arena(Arena(4 * MiB), {Tier.DRAM: 3, Tier.CXL: 1})
+    usage.add_arena(Arena(1 * MiB), {Tier.DRAM: 1 * MiB})
 
-    assert held.tiers == {Tier.DRAM: 4 * MiB, Tier.CXL: 1 * MiB}
+    assert usage.tiers == {Tier.DRAM: 4 * MiB, Tier.CXL: 1 * MiB}
 
 
 def token_nbytes(setup: Setup, plan: Any) -> int:
-    """Ids and labels, which come with the batch."""
+    """Return the bytes of token ids and labels, which arrive with the batch."""
     rounds = plan.placement.rounds
     ring = (round_micro_batches(setup.work, rounds) + 2) * micro_nbytes(setup.model, setup.work)
     return hidden_nbytes(setup.model, setup.work, rounds) - ring
 
 
-def test_the_store_holds_what_the_plan_says_and_is_full(tmp_path: Path) -> None:
+def test_the_store_has_the_planned_size_and_is_full(tmp_path: Path) -> None:
     setup = Setup.of("llama")
     with setup.engine(DISK, tmp_path) as engine:
         (data,) = (path for path in tmp_path.rglob("*") if path.is_file())
@@ -125,21 +125,25 @@ def test_the_store_holds_what_the_plan_says_and_is_full(tmp_path: Path) -> None:
         planned = engine.plan.peak(Tier.NVME)
 
         assert stats.capacity == stats.used == planned
-        assert planned <= os.stat(data).st_blocks * 512 <= planned + 2 * MiB  # and its header
+        assert planned <= os.stat(data).st_blocks * 512 <= planned + 2 * MiB  # plus the header
 
 
 WARM, STEPS = 4, 20
 GROWTH = 128 * KiB
-"""What malloc may have handed out more after 20 steps: dictionaries that find their size, some
-48 KiB and then 2 KiB for every 20 steps more. The smallest role of a layer here is 400 KiB."""
+"""Allowed growth of malloc's memory in use over 20 steps.
+
+Dictionaries that reach their final size account for about 48 KiB, and then for 2 KiB per 20 steps.
+The smallest role of a layer of this model is 400 KiB."""
 PEAK_GROWTH = 2 * MiB
-"""What the most ever held may rise by: gaps between torch's temporaries, seen up to 0.5 MiB. All
-that rests for this model is 14 MiB, and a layer of it 3 MiB."""
+"""Allowed growth of the peak of physical memory over 20 steps.
+
+Gaps between torch's temporary tensors have caused up to 0.5 MiB. The whole state of this model is
+14 MiB, that of one layer 3 MiB."""
 
 
 @pytest.mark.parametrize("way", [RESIDENT, DRAM, DISK], ids=lambda way: way.name)
-def test_steps_after_the_first_take_no_host_memory(way: Way, tmp_path: Path) -> None:
-    """The most that was ever in use does not rise, nor what is in use between steps."""
+def test_later_steps_allocate_no_host_memory(way: Way, tmp_path: Path) -> None:
+    """Neither the peak nor the memory in use between steps grows."""
     config = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 1000, "head_dim": 32}
     setup = Setup.of("llama", config=config, batch=2, micro_batch=1)
     batches = setup.batches(4)
@@ -155,7 +159,7 @@ def test_steps_after_the_first_take_no_host_memory(way: Way, tmp_path: Path) -> 
 
 
 def peak_nbytes() -> int:
-    """The most physical memory this process has held."""
+    """Return the peak of this process's physical memory."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * KiB
@@ -169,11 +173,11 @@ class MallInfo(ctypes.Structure):
 
 
 def in_use_nbytes() -> int:
-    """What malloc has handed out, torch's tensors included."""
+    """Return the memory in use from malloc, torch's tensors included."""
     try:
-        ask = ctypes.CDLL(None).mallinfo2
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
     except AttributeError:
-        pytest.skip("needs mallinfo2, of glibc 2.33")
-    ask.restype = MallInfo
-    found = ask()
-    return int(found.uordblks + found.hblkhd)
+        pytest.skip("needs mallinfo2 (glibc 2.33)")
+    mallinfo2.restype = MallInfo
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
