@@ -1,7 +1,7 @@
-"""What every place promises, whatever is behind it: run here on one node, in the VM on three.
+"""Placement conformance: run on one node here, and on three nodes in the VM.
 
-Parametrised over places (conftest) and backings: pages small, transparent huge and reserved huge;
-pinned or not; a range of one's own or a block of an arena.
+Parametrized over places (conftest) and backings: small, transparent huge and reserved huge pages;
+pinned or not; a separate range or a block of an arena.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ALL_BACKINGS = [
     for pinned in (False, True)
     for arena in (False, True)
 ]
-# Every page with every place, pinned and arena each both ways: enough for a guest that is emulated.
+# A smaller set for the emulated guest: every page size, and both values of `pinned` and `arena`.
 FEW_BACKINGS = [
     Backing("auto", pinned=False, arena=False),
     Backing("thp", pinned=True, arena=True),
@@ -72,7 +72,7 @@ def backing(request: pytest.FixtureRequest) -> Backing:
 
 
 def check_shares(tensor: torch.Tensor, place: Place, grain: int) -> None:
-    """Every page is there, and every node has its share of them to within one grain."""
+    """Check that every page is in memory and every node has its share to within one grain."""
     found = ps.where(tensor)
     assert found.unmapped == 0
     assert set(found.pages) <= set(place.nodes)
@@ -81,7 +81,7 @@ def check_shares(tensor: torch.Tensor, place: Place, grain: int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, 3 * UNIT + PAGE + 4], ids=str)
-def test_pages_are_where_the_place_says(place: Place, backing: Backing, nbytes: int) -> None:
+def test_pages_are_on_the_nodes_of_the_place(place: Place, backing: Backing, nbytes: int) -> None:
     tensor = backing.make(nbytes, place, torch.uint8)
 
     grain = UNIT if backing.huge in ("thp", "2M") or isinstance(place, ps.Stripe) else PAGE
@@ -89,7 +89,7 @@ def test_pages_are_where_the_place_says(place: Place, backing: Backing, nbytes: 
 
 
 @pytest.mark.parametrize("stripe", [p for p in places_here() if isinstance(p, ps.Stripe)], ids=repr)
-def test_a_stripe_deals_exactly_its_units(stripe: ps.Stripe, backing: Backing) -> None:
+def test_every_unit_of_a_stripe_is_on_its_node(stripe: ps.Stripe, backing: Backing) -> None:
     tensor = backing.make(5 * UNIT, stripe, torch.uint8)
 
     for unit in range(5):
@@ -98,7 +98,7 @@ def test_a_stripe_deals_exactly_its_units(stripe: ps.Stripe, backing: Backing) -
         assert dict(ps.where(piece).pages) == {node: UNIT // PAGE}
 
 
-def test_no_more_than_one_page_is_taken_beyond_the_tensor(place: Place, backing: Backing) -> None:
+def test_a_tensor_wastes_less_than_one_page(place: Place, backing: Backing) -> None:
     tensor = backing.make(MiB + 1, place, torch.uint8)
     region = _native.Region.at(tensor.data_ptr())
 
@@ -107,7 +107,7 @@ def test_no_more_than_one_page_is_taken_beyond_the_tensor(place: Place, backing:
     assert region.mapped_nbytes - tensor.nbytes < grain
 
 
-def test_fresh_memory_is_zero_and_holds_what_is_written(place: Place, backing: Backing) -> None:
+def test_new_memory_is_zero_and_writable(place: Place, backing: Backing) -> None:
     tensor = backing.make(MiB + 3, place, torch.float32)
     assert torch.count_nonzero(tensor) == 0
 
@@ -116,7 +116,7 @@ def test_fresh_memory_is_zero_and_holds_what_is_written(place: Place, backing: B
     assert torch.equal(tensor, (torch.arange(tensor.numel()) % 251).float())
 
 
-def test_memory_goes_back_when_the_last_view_goes(place: Place, backing: Backing) -> None:
+def test_memory_is_released_with_the_last_view(place: Place, backing: Backing) -> None:
     tensor = backing.make(4 * MiB, place, torch.uint8)
     address = tensor.data_ptr()
     view = tensor[MiB:].view(-1, 1024)[::3]
@@ -131,14 +131,14 @@ def test_memory_goes_back_when_the_last_view_goes(place: Place, backing: Backing
     assert _native.Region.at(address) is None
 
 
-def test_a_view_may_die_in_another_thread(place: Place, backing: Backing) -> None:
-    held = [backing.make(MiB, place, torch.uint8)]
-    address = held[0].data_ptr()
-    held[0].fill_(7)
+def test_a_view_may_be_released_in_another_thread(place: Place, backing: Backing) -> None:
+    tensors = [backing.make(MiB, place, torch.uint8)]
+    address = tensors[0].data_ptr()
+    tensors[0].fill_(7)
     seen: list[int] = []
 
     def use_and_drop() -> None:
-        view = held.pop()[5:].view(-1)
+        view = tensors.pop()[5:].view(-1)
         seen.append(int(view[0]))
 
     thread = threading.Thread(target=use_and_drop)
@@ -170,10 +170,10 @@ COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_a_copy_is_a_plain_tensor(place: Place, how: str) -> None:
     tensor = ps.full((64, 1024), 3.0, place=place)
 
-    made = COPIES[how](tensor)
+    copied = COPIES[how](tensor)
 
-    assert torch.equal(made, tensor)
-    assert _native.Region.at(made.data_ptr()) is None
+    assert torch.equal(copied, tensor)
+    assert _native.Region.at(copied.data_ptr()) is None
 
 
 def test_moving_keeps_address_contents_and_views(place: Place, backing: Backing) -> None:
@@ -190,14 +190,14 @@ def test_moving_keeps_address_contents_and_views(place: Place, backing: Backing)
 
 
 def other_memory(nbytes: int, advice: int) -> torch.Tensor:
-    """Bytes that Penstock did not map, beginning in the middle of a huge page."""
+    """Return memory that Penstock did not map, starting in the middle of a huge page."""
     mapped = mmap.mmap(-1, nbytes + UNIT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(advice)
     return torch.frombuffer(mapped, dtype=torch.uint8)[3 * PAGE :][:nbytes]
 
 
 @pytest.mark.parametrize("advice", [mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE], ids=["thp", "4k"])
-def test_memory_of_another_allocator_moves_too(place: Place, advice: int) -> None:
+def test_memory_of_another_allocator_is_moved(place: Place, advice: int) -> None:
     tensor = other_memory(6 * UNIT, advice).copy_(torch.arange(6 * UNIT) % 251)
 
     ps.move(tensor, place)
@@ -211,16 +211,16 @@ def test_memory_of_another_allocator_moves_too(place: Place, advice: int) -> Non
 
 
 def policy_of(tensor: torch.Tensor) -> str:
-    """How the kernel will place pages at this address: `default`, `bind:1`, `interleave:0-2`."""
+    """Return the kernel's memory policy at this address: `default`, `bind:1`, `interleave:0-2`."""
     for line in Path("/proc/self/numa_maps").read_text().splitlines():
         address, policy = line.split()[:2]
         if int(address, 16) == tensor.data_ptr():
             return policy
-    raise AssertionError("a range has a mapping of its own")
+    raise AssertionError("the tensor has no mapping of its own")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/numa_maps"), reason="needs numa_maps")
-def test_the_default_place_holds_inside_the_block_alone(place: Place) -> None:
+def test_placing_applies_inside_its_block_only(place: Place) -> None:
     def make() -> torch.Tensor:
         return ps.empty(2 * UNIT, dtype=torch.uint8)
 
@@ -228,7 +228,7 @@ def test_the_default_place_holds_inside_the_block_alone(place: Place) -> None:
     with ps.placing(place):
         inside = make()
         with ps.placing(None):
-            nobodys = make()
+            without_place = make()
         again = make()
     after = make()
 
@@ -236,10 +236,10 @@ def test_the_default_place_holds_inside_the_block_alone(place: Place) -> None:
         assert set(ps.where(tensor).pages) <= set(place.nodes)
         assert policy_of(tensor) == policy_of(ps.empty(2 * UNIT, dtype=torch.uint8, place=place))
         assert policy_of(tensor) != policy_of(before)
-    assert policy_of(nobodys) == policy_of(after) == policy_of(before)
+    assert policy_of(without_place) == policy_of(after) == policy_of(before)
 
 
-def test_untouched_memory_is_unmapped_and_then_lands_on_its_place(place: Place) -> None:
+def test_memory_that_is_not_prefaulted_is_placed_when_it_is_touched(place: Place) -> None:
     tensor = ps.empty(3 * UNIT, dtype=torch.uint8, place=place, prefault=False, huge=None)
     assert ps.where(tensor).unmapped == 3 * UNIT // PAGE
 

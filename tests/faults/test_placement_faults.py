@@ -1,4 +1,4 @@
-"""What the kernel can refuse, and what a user is then told. Each in a process of its own."""
+"""Refusals of the kernel and the resulting errors. Each test runs in a separate process."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def raised(kind, call):
     raise SystemExit(f"no {kind.__name__}")
 
 def refused(kind, call):
-    raised(kind, call)  # the first use of every lazy thing
+    raised(kind, call)  # first use: initializes what is lazy
     before = mapped()
     for _ in range(5):
         error = raised(kind, call)
     gc.collect()
-    assert mapped() <= before, f"{mapped() - before} mappings stayed"
+    assert mapped() <= before, f"{mapped() - before} mappings are left"
     return error
 """
 
@@ -61,21 +61,21 @@ def in_child(body: str, *prefix: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_seccomp
-def test_a_container_that_forbids_mbind_is_named_with_the_way_out() -> None:
+def test_a_container_that_forbids_mbind_is_reported_with_advice() -> None:
     in_child("""
-        ps.empty(4096, place=ps.Node(NODE))  # fine, and the first use of every lazy thing
+        ps.empty(4096, place=ps.Node(NODE))  # works, and initializes what is lazy
         refuse("mbind")
         error = refused(PlacementPermissionError, lambda: ps.empty(4096, place=ps.Node(NODE)))
         assert isinstance(error, PermissionError) and error.errno == errno.EPERM
         assert "mbind is not permitted" in str(error) and "SYS_NICE" in str(error)
         refused(PlacementPermissionError, lambda: ps.empty(4096, place=ps.Stripe([NODE])))
         refused(PlacementPermissionError, lambda: ps.Arena(4096, ps.Interleave([NODE])))
-        assert ps.empty(10).shape == (10,)  # without a place nothing is asked of the kernel
+        assert ps.empty(10).shape == (10,)  # without a place, mbind is not called
         """)
 
 
 @needs_seccomp
-def test_moving_where_mbind_is_forbidden_leaves_the_tensor_whole() -> None:
+def test_a_move_that_mbind_refuses_leaves_the_tensor_intact() -> None:
     in_child("""
         tensor = ps.full(5000, 7.0, place=ps.Node(NODE))
         refuse("mbind")
@@ -85,7 +85,7 @@ def test_moving_where_mbind_is_forbidden_leaves_the_tensor_whole() -> None:
 
 
 @needs_seccomp
-def test_moving_foreign_memory_where_move_pages_is_forbidden_says_so() -> None:
+def test_a_move_that_move_pages_refuses_is_reported() -> None:
     in_child("""
         tensor = torch.ones(1 << 20)
         ps.move(tensor, ps.Node(NODE))
@@ -95,11 +95,11 @@ def test_moving_foreign_memory_where_move_pages_is_forbidden_says_so() -> None:
 
 
 @needs_seccomp
-def test_a_kernel_without_numa_says_to_leave_out_the_place() -> None:
+def test_a_kernel_without_numa_support_is_reported_with_advice() -> None:
     in_child("""
         refuse("mbind", errno.ENOSYS)
         error = refused(MapError, lambda: ps.empty(4096, place=ps.Node(NODE)))
-        assert "leave out `place`" in str(error)
+        assert "omit `place`" in str(error)
         """)
 
 
@@ -107,21 +107,21 @@ def test_a_kernel_without_numa_says_to_leave_out_the_place() -> None:
 def test_memory_that_cannot_be_locked_stays_pageable_with_one_warning() -> None:
     in_child("""
         refuse("mlock")
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            kept = [ps.zeros(4096, pinned=True) for _ in range(3)]
+            tensors = [ps.zeros(4096, pinned=True) for _ in range(3)]
         if torch.cuda.is_available():
             raise SystemExit  # registered instead
-        assert len(said) == 1 and "ulimit -l" in str(said[0].message), said
-        assert all(bool((t == 0).all()) for t in kept)
+        assert len(caught) == 1 and "ulimit -l" in str(caught[0].message), caught
+        assert all(bool((t == 0).all()) for t in tensors)
         """)
 
 
-def test_address_space_that_runs_out_is_an_error_with_numbers() -> None:
+def test_running_out_of_address_space_reports_the_size() -> None:
     in_child("""
         ps.empty(4096)
         used = int(open("/proc/self/statm").read().split()[0]) * 4096
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)  # which only root may raise
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)  # only root may raise it
         resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), hard))
         error = refused(MapError, lambda: ps.empty(1 << 30, dtype=torch.uint8))
         assert error.wanted == 1 << 30 and "1.00 GiB" in str(error)
@@ -129,7 +129,7 @@ def test_address_space_that_runs_out_is_an_error_with_numbers() -> None:
         """)
 
 
-def test_more_than_a_node_has_is_refused_before_the_kernel_kills() -> None:
+def test_more_memory_than_a_node_has_is_refused_before_the_oom_killer_acts() -> None:
     in_child("""
         wanted = System().node_bytes(NODE).total * 2
         error = refused(
@@ -139,7 +139,7 @@ def test_more_than_a_node_has_is_refused_before_the_kernel_kills() -> None:
         """)
 
 
-def test_a_forked_child_drops_its_copy_and_leaves_the_parents_alone() -> None:
+def test_a_forked_child_does_not_affect_its_parents_memory() -> None:
     in_child("""
         tensor = ps.full(1 << 20, 5.0, place=ps.Node(NODE), pinned=True)
         child = os.fork()
@@ -155,7 +155,7 @@ def test_a_forked_child_drops_its_copy_and_leaves_the_parents_alone() -> None:
         """)
 
 
-def test_a_process_that_ends_with_tensors_alive_ends_quietly() -> None:
+def test_a_process_that_exits_with_live_tensors_prints_nothing() -> None:
     run = in_child(
         "keep = ps.zeros(4096, place=ps.Node(NODE), pinned=True); arena = ps.Arena(4096)"
     )
@@ -163,8 +163,8 @@ def test_a_process_that_ends_with_tensors_alive_ends_quietly() -> None:
     assert run.stderr == ""
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a control group is made by root")
-def test_more_than_the_control_group_allows_is_refused_before_the_kernel_kills() -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to create a control group")
+def test_more_memory_than_the_control_group_allows_is_refused() -> None:
     with memory_group(512 << 20) as join:
         in_child(
             """
@@ -177,7 +177,7 @@ def test_more_than_the_control_group_allows_is_refused_before_the_kernel_kills()
 
 
 class memory_group:  # noqa: N801
-    """A control group with a memory limit; enters as the command prefix that joins it."""
+    """A control group with a memory limit. Entering it returns a command prefix that joins it."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -186,7 +186,7 @@ class memory_group:  # noqa: N801
         v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
         is_v2 = (v2 / "cgroup.controllers").exists()
         if not is_v2 and not v1.exists():
-            pytest.skip("no memory control groups here")
+            pytest.skip("needs memory control groups")
         parent = v2 if is_v2 else v1 / self._own_v1_group()
         self.path = parent / f"penstock-test-{os.getpid()}"
         self.switched_on: Path | None = None
@@ -198,8 +198,8 @@ class memory_group:  # noqa: N801
             self.path.mkdir()
             name = "memory.max" if is_v2 else "memory.limit_in_bytes"
             (self.path / name).write_text(str(self.limit))
-        except OSError as failed:
-            pytest.skip(f"no control group can be made here: {failed}")
+        except OSError as error:
+            pytest.skip(f"cannot create a control group: {error}")
         return ["sh", "-c", f'echo $$ > "{self.path}/cgroup.procs" && exec "$@"', "join"]
 
     def __exit__(self, *exc: object) -> None:

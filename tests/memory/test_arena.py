@@ -1,4 +1,4 @@
-"""One range, many blocks: where blocks lie, what a full or busy arena says, what is counted."""
+"""Arenas: alignment of blocks, errors of full and busy arenas, statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = _native.page_nbytes()
 UNIT = _native.UNIT_NBYTES
 
 
-def test_blocks_start_on_256_bytes_unless_told() -> None:
+def test_blocks_are_aligned_to_256_bytes_by_default() -> None:
     arena = Arena(4096)
 
     blocks = [arena.take(1), arena.take(257), arena.take(1)]
@@ -29,7 +29,7 @@ def test_blocks_start_on_256_bytes_unless_told() -> None:
 
 
 @pytest.mark.parametrize("align", [1, 2, 64, 4096, UNIT])
-def test_a_block_starts_where_asked(align: int) -> None:
+def test_a_block_is_aligned_as_requested(align: int) -> None:
     arena = Arena(UNIT + 4096)
     arena.take(1, align=1)
 
@@ -41,7 +41,7 @@ def test_a_block_starts_where_asked(align: int) -> None:
 
 
 @pytest.mark.parametrize("align", [0, -256, 3, 384, 2 * UNIT])
-def test_an_odd_alignment_is_refused_by_name(align: int) -> None:
+def test_an_invalid_alignment_is_refused_with_the_name(align: int) -> None:
     arena = Arena(4096)
 
     with pytest.raises(SizeError, match=rf"wq: .*power of two up to 2.00 MiB, got {align}"):
@@ -51,22 +51,22 @@ def test_an_odd_alignment_is_refused_by_name(align: int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 2**63, 2**64, 2**70])
-def test_a_block_of_no_possible_size_is_refused_by_name(nbytes: int) -> None:
+def test_a_block_of_an_impossible_size_is_refused_with_the_name(nbytes: int) -> None:
     with pytest.raises(SizeError, match=f"wq.*got {nbytes}"):
         Arena(4096).take(nbytes, name="wq")
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 2**63, 2**70])
-def test_an_arena_of_no_possible_size_is_refused(nbytes: int) -> None:
+def test_an_arena_of_an_impossible_size_is_refused(nbytes: int) -> None:
     with pytest.raises(ValueError, match=str(nbytes)):
         Arena(nbytes)
 
 
-def test_a_size_may_be_written_with_its_unit() -> None:
+def test_a_size_may_have_a_unit() -> None:
     assert Arena("3KiB").stats.capacity == 3072
 
 
-def test_a_full_arena_says_who_wanted_what_and_what_was_left() -> None:
+def test_a_full_arena_reports_how_much_was_needed_and_free() -> None:
     arena = Arena(1024)
     arena.take(600)
 
@@ -81,12 +81,12 @@ def test_a_full_arena_says_who_wanted_what_and_what_was_left() -> None:
     assert arena.take(256, name="wo").offset == 768
 
 
-def test_the_largest_size_there_is_is_too_large_for_an_arena() -> None:
+def test_the_largest_possible_size_does_not_fit() -> None:
     with pytest.raises(ArenaFullError):
         Arena(4096).take(2**63 - 1)
 
 
-def test_a_reset_arena_starts_from_the_front() -> None:
+def test_a_reset_arena_allocates_from_the_front() -> None:
     arena = Arena(4096)
     arena.take(4096)
 
@@ -95,16 +95,16 @@ def test_a_reset_arena_starts_from_the_front() -> None:
     assert arena.take(4096).offset == 0
 
 
-def test_an_arena_in_use_says_by_how_many() -> None:
+def test_resetting_an_arena_in_use_reports_the_live_blocks() -> None:
     arena = Arena(4096)
-    held = [arena.take(16), arena.tensor(4)]
+    live = [arena.take(16), arena.tensor(4)]
 
     with pytest.raises(ArenaBusyError, match=r"^2 tensors of this arena are still alive") as caught:
         arena.reset()
     assert caught.value.live == 2
     assert arena.stats.used == 272
 
-    held.clear()
+    live.clear()
     gc.collect()
     arena.reset()
     assert arena.stats.used == 0
@@ -125,7 +125,7 @@ def test_stats_count_every_byte() -> None:
     assert arena.stats == ArenaStats(capacity=4096, used=10, padding=0, peak=306, live=0)
 
 
-def test_tensors_lie_one_behind_the_other_in_the_arena() -> None:
+def test_tensors_are_allocated_one_after_the_other() -> None:
     arena = Arena(4096)
 
     first = arena.tensor((2, 3), torch.float64)
@@ -138,15 +138,15 @@ def test_tensors_lie_one_behind_the_other_in_the_arena() -> None:
     assert offsets == [0, 256, 276]
 
 
-def test_a_tensor_too_large_for_its_arena_is_named() -> None:
+def test_a_tensor_too_large_for_the_arena_is_named() -> None:
     with pytest.raises(ArenaFullError, match=r"^wq needs 4.00 KiB"):
         Arena(1024).tensor(1024, name="wq")
 
 
-def test_what_no_tensor_can_be_is_refused_and_takes_nothing() -> None:
+def test_invalid_shapes_and_dtypes_are_refused_and_allocate_nothing() -> None:
     arena = Arena(1024)
 
-    with pytest.raises(SizeError, match="every size is 1 or more"):
+    with pytest.raises(SizeError, match="every dimension must be 1 or more"):
         arena.tensor((3, 0))
     with pytest.raises(DtypeError, match="qint8"):
         arena.tensor(3, torch.qint8)
@@ -154,7 +154,7 @@ def test_what_no_tensor_can_be_is_refused_and_takes_nothing() -> None:
     assert arena.stats.used == 0
 
 
-def test_a_tensor_keeps_the_memory_of_an_arena_that_is_gone() -> None:
+def test_a_tensor_keeps_the_memory_of_a_deleted_arena_alive() -> None:
     arena = Arena(4096)
     address = arena.address
     tensor = arena.tensor(1000).fill_(3)
@@ -178,12 +178,12 @@ def test_a_block_is_written_in_place() -> None:
     assert len(view) == 4
 
 
-def test_where_counts_the_whole_range_used_or_not() -> None:
+def test_where_counts_the_whole_range() -> None:
     assert Arena(3 * PAGE - 1, Node(NODE)).where().nbytes == {NODE: 3 * PAGE}
     assert Arena(3 * PAGE, prefault=False, huge=None).where().unmapped == 3
 
 
-def test_an_arena_is_pinned_only_when_cuda_knows_it() -> None:
+def test_an_arena_is_pinned_only_if_it_is_registered_with_cuda() -> None:
     arena = Arena(4096, pinned=True)
 
     assert arena.pinned is (_native.cuda_devices() > 0)

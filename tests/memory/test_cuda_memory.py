@@ -1,4 +1,4 @@
-"""Placed memory and a real GPU: registered, exact in size, fast paths taken, freed in time."""
+"""Placed memory with a real GPU: registration, size, copies and release."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_torch_sees_pinned_memory(place: Place) -> None:
     assert not ps.empty(MiB, place=place).is_pinned()
 
 
-def test_bytes_survive_the_way_there_and_back(place: Place) -> None:
+def test_copies_to_and_from_the_gpu_preserve_every_byte(place: Place) -> None:
     sent = random_bytes(64 * MiB + 3)
     host = ps.empty(sent.numel(), dtype=torch.uint8, place=place, pinned=True)
 
@@ -46,7 +46,7 @@ def test_bytes_survive_the_way_there_and_back(place: Place) -> None:
     assert torch.equal(host, sent.cpu())
 
 
-def test_the_first_pinned_tensor_of_a_process_is_seen_as_pinned() -> None:
+def test_torch_sees_the_first_pinned_tensor_of_a_process_as_pinned() -> None:
     code = "import penstock as ps; raise SystemExit(not ps.zeros(5, pinned=True).is_pinned())"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -60,7 +60,7 @@ def test_an_arena_is_pinned_as_a_whole(place: Place) -> None:
     assert all(tensor.is_pinned() for tensor in tensors)
 
 
-def test_a_pinned_tensor_takes_its_pages_and_no_more() -> None:
+def test_a_pinned_tensor_occupies_only_its_pages() -> None:
     wanted = GiB + 4 * KiB
     tensor = ps.empty(wanted, dtype=torch.uint8, pinned=True)
     region = _native.Region.at(tensor.data_ptr())
@@ -80,8 +80,8 @@ def test_a_moved_tensor_is_pinned_again(place: Place) -> None:
     assert torch.equal(tensor.to("cuda", non_blocking=True), sent)
 
 
-def test_memory_freed_during_a_copy_is_read_to_the_end() -> None:
-    """Freeing waits: without that the copy would read pages that are someone else's by then."""
+def test_freeing_memory_waits_for_copies_in_flight() -> None:
+    """Without that, the copy could read pages that were reused meanwhile."""
     for round_ in range(4):
         host = ps.full(512 * MiB, round_ + 1, dtype=torch.uint8, pinned=True)
         device = torch.empty(512 * MiB, dtype=torch.uint8, device="cuda")
@@ -94,22 +94,22 @@ def test_memory_freed_during_a_copy_is_read_to_the_end() -> None:
         assert bool((device == round_ + 1).all())
 
 
-def test_pinned_memory_is_given_back_to_cuda() -> None:
-    """Registering the same addresses again would fail if the first registration had stayed."""
+def test_freed_memory_is_unregistered_from_cuda() -> None:
+    """Otherwise registering the same addresses again would fail."""
     for _ in range(20):
         tensor = ps.empty(64 * MiB, dtype=torch.uint8, pinned=True)
         assert tensor.is_pinned()
         del tensor
 
 
-def test_pinning_from_a_thread_without_a_context() -> None:
+def test_memory_can_be_pinned_from_a_thread_without_a_context() -> None:
     import threading
 
-    made: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     thread = threading.Thread(
-        target=lambda: made.append(ps.empty(MiB, dtype=torch.uint8, pinned=True))
+        target=lambda: tensors.append(ps.empty(MiB, dtype=torch.uint8, pinned=True))
     )
     thread.start()
     thread.join()
 
-    assert made[0].is_pinned()
+    assert tensors[0].is_pinned()

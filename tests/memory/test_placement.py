@@ -1,4 +1,4 @@
-"""Places are values: stripes deal fairly, nonsense is refused."""
+"""Places: stripes are proportional, and invalid arguments are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from penstock import _native
 from penstock.errors import SizeError
-from penstock.memory.placement import Interleave, Node, Stripe, current_place, deal, placing
+from penstock.memory.placement import (
+    Interleave,
+    Node,
+    Stripe,
+    build_pattern,
+    current_place,
+    placing,
+)
 
 UNIT = _native.UNIT_NBYTES
 
@@ -22,21 +29,21 @@ weights = st.dictionaries(st.integers(0, 63), st.integers(1, 40), min_size=1, ma
 
 @given(weights)
 def test_a_round_gives_each_node_exactly_its_weight(given_weights: dict[int, int]) -> None:
-    pattern = deal(given_weights)
+    pattern = build_pattern(given_weights)
 
     assert {n: pattern.count(n) for n in given_weights} == given_weights
 
 
 @given(weights, st.integers(1, 5000))
-def test_at_any_length_no_node_is_a_unit_off_its_share(
+def test_no_node_is_a_unit_off_its_share_at_any_length(
     given_weights: dict[int, int], units: int
 ) -> None:
     stripe = Stripe(given_weights)
-    dealt = [stripe.pattern[k % len(stripe.pattern)] for k in range(units)]
+    units_of = [stripe.pattern[k % len(stripe.pattern)] for k in range(units)]
     total = sum(given_weights.values())
 
     for node, weight in given_weights.items():
-        assert abs(dealt.count(node) - units * weight / total) < 1
+        assert abs(units_of.count(node) - units * weight / total) < 1
 
 
 @given(weights, st.integers(1, 1 << 40))
@@ -52,14 +59,14 @@ def test_shares_add_up_and_follow_the_pattern(given_weights: dict[int, int], nby
 
 
 @given(weights, st.integers(2, 5))
-def test_only_the_ratio_of_weights_counts(given_weights: dict[int, int], factor: int) -> None:
+def test_only_the_ratio_of_weights_matters(given_weights: dict[int, int], factor: int) -> None:
     scaled = {node: weight * factor for node, weight in given_weights.items()}
 
     assert Stripe(scaled) == Stripe(given_weights)
     assert hash(Stripe(scaled)) == hash(Stripe(given_weights))
 
 
-def test_two_to_one_deals_two_then_one() -> None:
+def test_weights_of_two_to_one_alternate_two_and_one() -> None:
     stripe = Stripe({1: 2, 2: 1})
 
     assert stripe.pattern == (1, 1, 2)
@@ -72,7 +79,7 @@ def test_equal_weights_alternate_in_the_order_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "names"),
+    ("make", "message"),
     [
         (lambda: Node(-1), "-1"),
         (lambda: Stripe({}), "none"),
@@ -84,14 +91,14 @@ def test_equal_weights_alternate_in_the_order_given() -> None:
         (lambda: Interleave([1, 1]), r"\[1, 1\]"),
     ],
 )
-def test_nonsense_is_refused_by_name(make, names) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(SizeError, match=names):
+def test_invalid_places_are_refused_with_the_value(make, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(SizeError, match=message):
         make()
 
 
 @pytest.mark.parametrize("node", ["0", 1.0, None, True])
-def test_a_node_is_a_whole_number(node: object) -> None:
-    with pytest.raises(TypeError, match="whole number"):
+def test_a_node_must_be_an_integer(node: object) -> None:
+    with pytest.raises(TypeError, match="integer"):
         Node(node)  # type: ignore[arg-type]
 
 
@@ -107,7 +114,7 @@ def test_placing_nests_and_ends_with_its_block() -> None:
     assert current_place() is None
 
 
-def test_placing_holds_for_its_own_thread_alone() -> None:
+def test_placing_applies_to_its_own_thread_only() -> None:
     both_inside = threading.Barrier(2, timeout=30)
     seen: dict[int, object] = {}
 
@@ -127,15 +134,15 @@ def test_placing_holds_for_its_own_thread_alone() -> None:
     assert current_place() is None
 
 
-def test_placing_follows_the_tasks_started_inside() -> None:
-    async def look() -> object:
+def test_placing_applies_to_tasks_started_inside() -> None:
+    async def read_place() -> object:
         await asyncio.sleep(0)
         return current_place()
 
     async def start() -> tuple[object, object]:
-        outside = asyncio.create_task(look())
+        outside = asyncio.create_task(read_place())
         with placing(Node(1)):
-            inside = asyncio.create_task(look())
+            inside = asyncio.create_task(read_place())
             await outside
         return await outside, await inside
 
@@ -146,17 +153,17 @@ def test_placing_follows_the_tasks_started_inside() -> None:
     "place", [Node(3), Stripe({2: 4, 0: 6}), Stripe([1, 2]), Interleave([2, 0])], ids=repr
 )
 @pytest.mark.parametrize(
-    "again", [copy.copy, copy.deepcopy, lambda place: pickle.loads(pickle.dumps(place))]
+    "copier", [copy.copy, copy.deepcopy, lambda place: pickle.loads(pickle.dumps(place))]
 )
-def test_a_place_copied_or_pickled_is_the_same_place(place, again) -> None:  # type: ignore[no-untyped-def]
-    made = again(place)
+def test_a_place_copied_or_pickled_is_the_same_place(place, copier) -> None:  # type: ignore[no-untyped-def]
+    copied = copier(place)
 
-    assert type(made) is type(place)
-    assert made == place
-    assert hash(made) == hash(place)
-    assert (made.nodes, repr(made)) == (place.nodes, repr(place))
+    assert type(copied) is type(place)
+    assert copied == place
+    assert hash(copied) == hash(place)
+    assert (copied.nodes, repr(copied)) == (place.nodes, repr(place))
 
 
-def test_placing_takes_a_place_and_says_so() -> None:
+def test_placing_refuses_other_types() -> None:
     with pytest.raises(TypeError, match=r"place=penstock.Node\(1\)"), placing(1):  # type: ignore[arg-type]
         pass

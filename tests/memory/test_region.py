@@ -1,6 +1,7 @@
-"""Ranges, checked before they are taken: room, pools, limits, CPUs, and what a refusal is called.
+"""Checks before an allocation (free memory, huge pages, limits, CPUs), and their errors.
 
-The machine is a listing (fakeroot) and the native core a stand-in, so every node is at hand.
+The machine is a synthetic /sys (fakeroot) and the native core is a stand-in, so that the tests can
+use several nodes on any machine.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ def native(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     return StandIn
 
 
-def take(nbytes: int, place: Place | None, system: System, **options: object) -> _native.Region:
+def allocate(nbytes: int, place: Place | None, system: System, **options: object) -> _native.Region:
     return allocate_region(nbytes, place, RegionOptions(**options), system)  # type: ignore[arg-type]
 
 
-def test_every_node_keeps_64_mib_for_the_kernel(tmp_path: Path, native: type[StandIn]) -> None:
+def test_64_mib_of_every_node_are_left_to_the_kernel(tmp_path: Path, native: type[StandIn]) -> None:
     system = machine(tmp_path, free={1: 74 * MiB, 2: 96 * MiB})
-    take(10 * MiB, Node(1), system)
+    allocate(10 * MiB, Node(1), system)
 
     with pytest.raises(NodeFullError) as caught:
-        take(10 * MiB + 1, Node(1), system)
+        allocate(10 * MiB + 1, Node(1), system)
 
     assert 64 * MiB == KEEP_FREE
     assert (caught.value.node, caught.value.wanted) == (1, 10 * MiB + PAGE)
@@ -64,34 +65,34 @@ def test_every_node_keeps_64_mib_for_the_kernel(tmp_path: Path, native: type[Sta
 
 @pytest.mark.parametrize("place", [Stripe({0: 1, 1: 1}), Interleave([0, 1])], ids=repr)
 @pytest.mark.usefixtures("native")
-def test_each_node_needs_room_for_its_share_alone(tmp_path: Path, place: Place) -> None:
+def test_each_node_needs_room_for_its_share_only(tmp_path: Path, place: Place) -> None:
     system = machine(tmp_path, free={1: 72 * MiB})
-    take(16 * MiB, place, system)
+    allocate(16 * MiB, place, system)
 
     with pytest.raises(NodeFullError) as caught:
-        take(20 * MiB, place, system)
+        allocate(20 * MiB, place, system)
 
     assert (caught.value.node, caught.value.wanted, caught.value.free) == (1, 10 * MiB, 8 * MiB)
 
 
 @pytest.mark.parametrize("place", [None, Node(0)], ids=repr)
 @pytest.mark.usefixtures("native")
-def test_a_control_groups_limit_is_kept(tmp_path: Path, place: Place | None) -> None:
+def test_the_limit_of_a_control_group_is_respected(tmp_path: Path, place: Place | None) -> None:
     system = machine(tmp_path, group_limit(100 * MiB))
-    take(100 * MiB, place, system)
+    allocate(100 * MiB, place, system)
 
     with pytest.raises(MemoryLimitError) as caught:
-        take(100 * MiB + 1, place, system)
+        allocate(100 * MiB + 1, place, system)
 
     error = caught.value
     assert (error.wanted, error.free, error.limit) == (100 * MiB + PAGE, 100 * MiB, 512 * MiB)
 
 
 @pytest.mark.usefixtures("native")
-def test_memory_to_be_touched_later_is_not_counted_now(tmp_path: Path) -> None:
+def test_memory_that_is_not_prefaulted_is_not_checked(tmp_path: Path) -> None:
     system = machine(tmp_path, group_limit(MiB), free={1: 65 * MiB})
 
-    assert take(300 * MiB, Node(1), system, prefault=False).nbytes == 300 * MiB
+    assert allocate(300 * MiB, Node(1), system, prefault=False).nbytes == 300 * MiB
 
 
 def test_a_node_is_unknown_offline_or_forbidden(tmp_path: Path, native: type[StandIn]) -> None:
@@ -99,26 +100,26 @@ def test_a_node_is_unknown_offline_or_forbidden(tmp_path: Path, native: type[Sta
     system = machine(tmp_path, status)
     for node, error in {1: ForbiddenNodeError, 3: OfflineNodeError, 4: UnknownNodeError}.items():
         with pytest.raises(error, match=f"node {node}") as caught:
-            take(1, Stripe([0, node]), system, prefault=False)
+            allocate(1, Stripe([0, node]), system, prefault=False)
         assert caught.value.node == node  # type: ignore[attr-defined]
     assert native.asked == []
 
 
 @pytest.mark.usefixtures("native")
-def test_an_untouched_stripe_takes_no_more_than_half_the_mappings(tmp_path: Path) -> None:
+def test_a_stripe_that_is_not_prefaulted_uses_at_most_half_the_mappings(tmp_path: Path) -> None:
     system = machine(tmp_path, {"proc/sys/vm/max_map_count": "100"})
-    take(50 * UNIT, Stripe([0, 1]), system, prefault=False)
-    take(51 * UNIT, Node(0), system, prefault=False)
-    take(51 * UNIT, Stripe([0, 1]), system)
+    allocate(50 * UNIT, Stripe([0, 1]), system, prefault=False)
+    allocate(51 * UNIT, Node(0), system, prefault=False)
+    allocate(51 * UNIT, Stripe([0, 1]), system)
 
-    with pytest.raises(MapError, match=r"51 mappings of the 100.*prefault=True or raise vm.max"):
-        take(51 * UNIT, Stripe([0, 1]), system, prefault=False)
+    with pytest.raises(MapError, match=r"51 mappings of the 100.*prefault=True, or raise vm.max"):
+        allocate(51 * UNIT, Stripe([0, 1]), system, prefault=False)
 
 
 def test_reserved_pages_are_counted_per_node(tmp_path: Path, native: type[StandIn]) -> None:
     system = machine(tmp_path, pools({0: 8, 1: 0, 2: 1}))
-    take(8 * UNIT, Node(0), system, huge="2M")
-    take(9 * UNIT, None, system, huge="2M")
+    allocate(8 * UNIT, Node(0), system, huge="2M")
+    allocate(9 * UNIT, None, system, huge="2M")
     stripe = Stripe({0: 2, 2: 1})
     refused: list[tuple[Place | None, int, tuple[int | None, int, int]]] = [
         (Node(1), UNIT + 1, (1, 2, 0)),
@@ -127,7 +128,7 @@ def test_reserved_pages_are_counted_per_node(tmp_path: Path, native: type[StandI
     ]
     for place, nbytes, expected in refused:
         with pytest.raises(HugePagesError, match="huge='thp'") as caught:
-            take(nbytes, place, system, huge="2M")
+            allocate(nbytes, place, system, huge="2M")
         assert (caught.value.node, caught.value.wanted, caught.value.free) == expected
         assert (f"on node {expected[0]}" in str(caught.value)) is (place is not None)
     assert len(native.asked) == 2
@@ -140,38 +141,38 @@ def test_reserved_pages_need_no_ordinary_memory(
     full = dict.fromkeys(range(3), 10 * MiB)
     system = machine(tmp_path, pools({0: 0, 1: 64, 2: 0}) | group_limit(MiB), free=full)
 
-    take(128 * MiB, place, system, huge="2M")
+    allocate(128 * MiB, place, system, huge="2M")
 
     assert native.asked[0]["huge"] is _native.Huge.reserved
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EFAULT])
-def test_a_pool_that_ran_dry_meanwhile_is_said(
+def test_a_pool_that_is_empty_by_now_is_reported(
     tmp_path: Path, native: type[StandIn], code: int
 ) -> None:
-    native.failure = OSError(code, "madvise(MADV_POPULATE_WRITE): whatever")
+    native.failure = OSError(code, "madvise(MADV_POPULATE_WRITE): failed")
 
     with pytest.raises(HugePagesError) as caught:
-        take(3 * UNIT, None, machine(tmp_path, pools({0: 4})), huge="2M")
+        allocate(3 * UNIT, None, machine(tmp_path, pools({0: 4})), huge="2M")
 
     assert (caught.value.wanted, caught.value.free) == (3, 4)
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 2**63, 2**64, 2**70])
-def test_a_range_of_no_possible_size_is_refused(
+def test_a_range_of_an_impossible_size_is_refused(
     tmp_path: Path, native: type[StandIn], nbytes: int
 ) -> None:
     with pytest.raises(SizeError, match=f"got {nbytes}"):
-        take(nbytes, Node(0), machine(tmp_path))
+        allocate(nbytes, Node(0), machine(tmp_path))
     assert native.asked == []
 
 
-def test_pages_are_huge_except_where_they_are_dealt(tmp_path: Path, native: type[StandIn]) -> None:
+def test_pages_are_huge_except_with_interleave(tmp_path: Path, native: type[StandIn]) -> None:
     system = machine(tmp_path)
     for place in (None, Node(0), Stripe([0, 1]), Interleave([0, 1])):
-        take(PAGE, place, system)
-    take(PAGE, Interleave([0, 1]), system, huge="thp")
-    take(PAGE, Node(0), system, huge=None)
+        allocate(PAGE, place, system)
+    allocate(PAGE, Interleave([0, 1]), system, huge="thp")
+    allocate(PAGE, Node(0), system, huge=None)
 
     none, transparent = _native.Huge.none, _native.Huge.transparent
     assert [asked["huge"] for asked in native.asked] == [
@@ -182,21 +183,21 @@ def test_pages_are_huge_except_where_they_are_dealt(tmp_path: Path, native: type
     ]
 
 
-def test_an_unknown_kind_of_page_is_refused() -> None:
+def test_an_unknown_page_size_is_refused() -> None:
     with pytest.raises(SizeError, match="got '1G'"):
         RegionOptions(huge="1G")  # type: ignore[arg-type]
 
 
-def test_each_nodes_memory_is_touched_from_its_nearest_cpus(
+def test_the_memory_of_a_node_is_touched_from_its_nearest_cpus(
     tmp_path: Path, native: type[StandIn]
 ) -> None:
     usable = sorted(os.sched_getaffinity(0))
     cpus = {f"{NODE_DIR}/node1/cpulist": str(usable[-1]), f"{NODE_DIR}/node0/cpulist": "9999"}
     system = machine(tmp_path, cpus)
-    with placing(Node(2)):  # without CPUs; node 1 has the nearest that may be used
-        take(PAGE, Stripe([1]), system)
-        take(PAGE, None, system)
-    take(PAGE, None, system)
+    with placing(Node(2)):  # has no CPUs; those of node 1 are the nearest that may be used
+        allocate(PAGE, Stripe([1]), system)
+        allocate(PAGE, None, system)
+    allocate(PAGE, None, system)
 
     asked = [asked["cpus"] for asked in native.asked]
     assert asked == [
@@ -206,19 +207,19 @@ def test_each_nodes_memory_is_touched_from_its_nearest_cpus(
     ]
 
 
-def test_a_gpu_driver_that_registers_no_more_is_a_pin_error(
+def test_a_failed_registration_raises_a_pin_error(
     tmp_path: Path, native: type[StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_native, "cuda_devices", lambda: 1)
     native.failure = _native.CudaError(2, "CUDA_ERROR_OUT_OF_MEMORY")
 
     with pytest.raises(PinError, match=r"8.00 KiB of host.*CUDA_ERROR_OUT_OF_MEMORY") as caught:
-        take(2 * 4096, Node(0), machine(tmp_path), pinned=True)
+        allocate(2 * 4096, Node(0), machine(tmp_path), pinned=True)
 
     assert (caught.value.wanted, caught.value.code) == (8192, 2)
 
 
-def test_memory_that_cannot_be_locked_is_said_once_where_it_was_asked_for(
+def test_a_failure_to_lock_memory_is_warned_about_once_at_the_callers_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(_: _native.Region) -> None:
@@ -228,11 +229,11 @@ def test_memory_that_cannot_be_locked_is_said_once_where_it_was_asked_for(
     monkeypatch.setattr(_native, "cuda_devices", lambda: 0)
     module._warn_unpinned.cache_clear()
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        kept = [Arena(PAGE, pinned=True) for _ in range(3)]
+        arenas = [Arena(PAGE, pinned=True) for _ in range(3)]
 
-    assert [(Path(w.filename).name, "ulimit -l" in str(w.message)) for w in said] == [
+    assert [(Path(w.filename).name, "ulimit -l" in str(w.message)) for w in caught] == [
         (Path(__file__).name, True)
     ]
-    assert not any(arena.pinned for arena in kept)
+    assert not any(arena.pinned for arena in arenas)

@@ -1,4 +1,4 @@
-"""Moving part of a range: what room it needs, and what a refusal is called."""
+"""Migrating part of a range: the free memory it needs, and its errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGE = _native.page_nbytes()
 
 @pytest.fixture
 def region(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """64 MiB, every page of it on node 0."""
+    """A range of 64 MiB whose pages are all on node 0."""
 
     def on_node_0(address: int, nbytes: int) -> Residency:
         return Residency(pages={0: nbytes // PAGE}, unmapped=0)
@@ -39,7 +39,7 @@ def region(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return StandIn(nbytes=64 * MiB)
 
 
-def test_the_part_named_is_moved(tmp_path: Path, region: StandIn) -> None:
+def test_only_the_given_part_is_moved(tmp_path: Path, region: StandIn) -> None:
     move_region(region, 3 * PAGE, 5 * PAGE, Stripe([1, 2]), machine(tmp_path))
 
     asked = region.asked[-1]
@@ -47,13 +47,13 @@ def test_the_part_named_is_moved(tmp_path: Path, region: StandIn) -> None:
     assert isinstance(asked["to"], _native.Placement)
 
 
-def test_moving_asks_nothing_of_the_control_group(tmp_path: Path, region: StandIn) -> None:
+def test_moving_ignores_the_limit_of_the_control_group(tmp_path: Path, region: StandIn) -> None:
     move_region(region, 0, 64 * MiB, Node(1), machine(tmp_path, group_limit(MiB)))
 
     assert len(region.asked) == 2
 
 
-def test_what_is_not_in_memory_needs_no_room(
+def test_pages_that_are_not_in_memory_need_no_room(
     tmp_path: Path, region: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     untouched = Residency(pages={}, unmapped=64 * MiB // PAGE)
@@ -64,7 +64,7 @@ def test_what_is_not_in_memory_needs_no_room(
     assert region.asked[-1]["nbytes"] == 64 * MiB
 
 
-def test_what_is_there_already_needs_no_room(tmp_path: Path, region: StandIn) -> None:
+def test_pages_on_the_target_node_need_no_room(tmp_path: Path, region: StandIn) -> None:
     system = machine(tmp_path, free={0: 10 * MiB, 1: (64 + 32) * MiB})
 
     move_region(region, 0, 64 * MiB, Node(0), system)
@@ -78,17 +78,17 @@ def test_what_is_there_already_needs_no_room(tmp_path: Path, region: StandIn) ->
     [(Node(1), 64 * MiB), (Interleave([0, 1]), 32 * MiB), (Stripe({0: 3, 1: 1}), 16 * MiB)],
     ids=repr,
 )
-def test_a_full_target_says_what_was_missing(
+def test_a_full_target_reports_how_much_was_needed_and_free(
     tmp_path: Path, region: StandIn, place: Place, wanted: int
 ) -> None:
     with pytest.raises(NodeFullError) as caught:
         move_region(region, 0, 64 * MiB, place, machine(tmp_path, free={1: (64 + 8) * MiB}))
 
     assert (caught.value.node, caught.value.wanted, caught.value.free) == (1, wanted, 8 * MiB)
-    assert len(region.asked) == 1, "it was moved all the same"
+    assert len(region.asked) == 1, "the pages were moved all the same"
 
 
-def test_a_target_that_cannot_be_used_is_named(tmp_path: Path, region: StandIn) -> None:
+def test_an_unusable_target_is_named(tmp_path: Path, region: StandIn) -> None:
     system = machine(tmp_path, {"proc/self/status": "Mems_allowed_list:\t0"})
 
     with pytest.raises(ForbiddenNodeError, match="node 1"):
@@ -103,13 +103,13 @@ def test_a_target_that_cannot_be_used_is_named(tmp_path: Path, region: StandIn) 
     [
         (OSError(errno.EPERM, "mbind: no"), PlacementPermissionError, "mbind is not permitted"),
         (OSError(errno.EACCES, "mbind: no"), PlacementPermissionError, "SYS_NICE"),
-        (OSError(errno.EIO, "mbind: no"), MoveError, "1.00 MiB: the kernel holds some pages"),
+        (OSError(errno.EIO, "mbind: no"), MoveError, "1.00 MiB: some pages cannot move"),
         (OSError(errno.ENOMEM, "mbind: no"), MoveError, "1.00 MiB: .*out of memory"),
         (OSError(errno.EINVAL, "mbind: odd"), MoveError, "1.00 MiB: mbind: odd"),
     ],
     ids=lambda value: errno.errorcode[value.errno] if isinstance(value, OSError) else "",
 )
-def test_a_refusal_of_the_kernel_is_explained(
+def test_errors_of_the_kernel_are_explained(
     tmp_path: Path, region: StandIn, failure: OSError, error: type[PenstockError], text: str
 ) -> None:
     StandIn.failure = failure
@@ -118,7 +118,7 @@ def test_a_refusal_of_the_kernel_is_explained(
         move_region(region, 0, MiB, Node(1), machine(tmp_path))
 
 
-def test_a_gpu_driver_that_does_not_take_memory_back_is_a_pin_error(
+def test_a_failed_registration_after_a_move_raises_a_pin_error(
     tmp_path: Path, region: StandIn
 ) -> None:
     StandIn.failure = _native.CudaError(2, "CUDA_ERROR_OUT_OF_MEMORY")

@@ -1,4 +1,4 @@
-"""Where pages are: two ways to ask the kernel, one answer, and what a refusal says."""
+"""Residency: both ways to ask the kernel agree, and refusals are explained."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ PER_UNIT = _native.UNIT_NBYTES // PAGE
 needs_4k = pytest.mark.skipif(PAGE != 4096, reason="the listings are of 4 KiB pages")
 
 
-def take(nbytes: int, **options: object) -> _native.Region:
+def allocate(nbytes: int, **options: object) -> _native.Region:
     return allocate_region(nbytes, Node(NODE), RegionOptions(huge=None, **options))  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every question goes to numa_maps, where it can be answered."""
+    """Use numa_maps whenever it has the answer."""
     monkeypatch.setattr(module, "_walk_is_cheaper", lambda *_: True)
 
 
 @pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Questions page by page, as they were asked; each is answered from the kernel."""
-    asked: list[tuple[int, int]] = []
+def queries(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Record the queries to `move_pages`."""
+    recorded: list[tuple[int, int]] = []
     real = _native.count_pages
 
     def count(address: int, nbytes: int, threads: int) -> dict[int, int]:
-        asked.append((address, nbytes))
+        recorded.append((address, nbytes))
         return real(address, nbytes, threads)
 
     monkeypatch.setattr(_native, "count_pages", count)
-    return asked
+    return recorded
 
 
-def lay_files(
+def write_proc_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mappings: list[str], numa: list[str]
 ) -> None:
     (tmp_path / "maps").write_text("".join(f"{line} rw-p 0 00:00 0\n" for line in mappings))
@@ -60,33 +60,31 @@ def lay_files(
     monkeypatch.setattr(module, "_NUMA_MAPS", str(tmp_path / "numa_maps"))
 
 
-def test_a_residency_speaks_of_bytes() -> None:
-    found = Residency(pages={0: 3, 2: 512}, unmapped=1, page_nbytes=4096)
+def test_a_residency_is_shown_in_bytes() -> None:
+    counted = Residency(pages={0: 3, 2: 512}, unmapped=1, page_nbytes=4096)
 
-    assert found.nbytes == {0: 3 * 4096, 2: 512 * 4096}
-    assert str(found) == "node 0: 12.0 KiB, node 2: 2.00 MiB, not in memory: 4.00 KiB"
+    assert counted.nbytes == {0: 3 * 4096, 2: 512 * 4096}
+    assert str(counted) == "node 0: 12.0 KiB, node 2: 2.00 MiB, not in memory: 4.00 KiB"
     assert str(Residency(pages={1: 1}, unmapped=0, page_nbytes=4096)) == "node 1: 4.00 KiB"
 
 
-def test_every_page_touched_even_by_one_byte_counts() -> None:
-    region = take(8 * PAGE)
+def test_every_page_that_the_range_touches_counts() -> None:
+    region = allocate(8 * PAGE)
 
     assert residency(region.address, 1).pages == {NODE: 1}
     assert residency(region.address + PAGE - 1, 2).pages == {NODE: 2}
     assert residency(region.address + 1, 8 * PAGE - 1).pages == {NODE: 8}
 
 
-def test_pages_not_touched_yet_are_unmapped() -> None:
-    region = take(8 * PAGE, prefault=False)
+def test_pages_that_were_never_touched_are_unmapped() -> None:
+    region = allocate(8 * PAGE, prefault=False)
     memoryview(_native.Block(region))[3 * PAGE] = 1
 
     assert residency(region.address, 8 * PAGE) == Residency(pages={NODE: 1}, unmapped=7)
 
 
-def test_both_ways_of_asking_agree(
-    monkeypatch: pytest.MonkeyPatch, ask: list[tuple[int, int]]
-) -> None:
-    region = take(64 * PAGE, prefault=False)
+def test_both_ways_agree(monkeypatch: pytest.MonkeyPatch, queries: list[tuple[int, int]]) -> None:
+    region = allocate(64 * PAGE, prefault=False)
     memoryview(_native.Block(region))[PAGE : 30 * PAGE] = bytes(29 * PAGE)
     answers = []
     for walking in (True, False):
@@ -94,15 +92,15 @@ def test_both_ways_of_asking_agree(
         answers.append(residency(region.address, 64 * PAGE))
 
     assert answers == [Residency(pages={NODE: 29}, unmapped=35)] * 2
-    assert ask == [(region.address, 64 * PAGE)]
+    assert queries == [(region.address, 64 * PAGE)]
 
 
 @needs_4k
 @pytest.mark.usefixtures("walk")
-def test_huge_pages_count_as_the_small_ones_they_hold(
+def test_huge_pages_are_counted_as_small_pages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    lay_files(
+    write_proc_files(
         monkeypatch,
         tmp_path,
         [f"{BASE:x}-{BASE + 0x600000:x}", f"{BASE + 0x600000:x}-{BASE + 0x605000:x}"],
@@ -120,12 +118,12 @@ def test_huge_pages_count_as_the_small_ones_they_hold(
 
 @needs_4k
 @pytest.mark.usefixtures("walk")
-@pytest.mark.parametrize("reach", [(-0x1000, 0), (0, 0x1000)], ids=["before", "behind"])
-def test_a_mapping_beyond_the_range_is_not_believed(
+@pytest.mark.parametrize("reach", [(-0x1000, 0), (0, 0x1000)], ids=["before", "after"])
+def test_a_mapping_that_extends_beyond_the_range_is_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reach: tuple[int, int]
 ) -> None:
     low, high = BASE + reach[0], BASE + 0x4000 + reach[1]
-    lay_files(monkeypatch, tmp_path, [f"{low:x}-{high:x}"], [f"{low:x} default N0=5"])
+    write_proc_files(monkeypatch, tmp_path, [f"{low:x}-{high:x}"], [f"{low:x} default N0=5"])
     monkeypatch.setattr(_native, "count_pages", lambda *_: {3: 4})
 
     assert residency(BASE, 0x4000).pages == {3: 4}
@@ -133,40 +131,40 @@ def test_a_mapping_beyond_the_range_is_not_believed(
 
 @needs_4k
 @pytest.mark.usefixtures("walk")
-def test_a_kernel_without_numa_maps_is_asked_page_by_page(
+def test_without_numa_maps_the_pages_are_queried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    lay_files(monkeypatch, tmp_path, [f"{BASE:x}-{BASE + 0x4000:x}"], [])
+    write_proc_files(monkeypatch, tmp_path, [f"{BASE:x}-{BASE + 0x4000:x}"], [])
     (tmp_path / "numa_maps").unlink()
     monkeypatch.setattr(_native, "count_pages", lambda *_: {0: 1, -1: 3})
 
     assert residency(BASE, 0x4000) == Residency(pages={0: 1}, unmapped=3)
 
 
-def test_small_questions_are_asked_and_large_ones_looked_up(
-    ask: list[tuple[int, int]],
+def test_small_ranges_are_queried_and_large_ones_read_from_numa_maps(
+    queries: list[tuple[int, int]],
 ) -> None:
-    region = take(4 * PAGE)
+    region = allocate(4 * PAGE)
     residency(region.address, PAGE)
-    assert ask == [(region.address, PAGE)]
-    ask.clear()
+    assert queries == [(region.address, PAGE)]
+    queries.clear()
 
     resident = int(Path("/proc/self/statm").read_text().split()[1])
-    large = take(max(resident, 1) * PAGE, prefault=False)
+    large = allocate(max(resident, 1) * PAGE, prefault=False)
     assert residency(large.address, large.nbytes).unmapped == resident
 
-    assert ask == []
+    assert queries == []
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EACCES])
-def test_a_refusal_names_the_call_and_the_way_out(
+def test_a_refusal_names_the_system_call_and_gives_advice(
     monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def refuse(*_: object) -> dict[int, int]:
         raise OSError(code, f"move_pages: {os.strerror(code)}")
 
     monkeypatch.setattr(_native, "count_pages", refuse)
-    region = take(4 * PAGE)
+    region = allocate(4 * PAGE)
 
     with pytest.raises(PlacementPermissionError, match="move_pages is not permitted") as caught:
         residency(region.address, PAGE)
@@ -176,7 +174,7 @@ def test_a_refusal_names_the_call_and_the_way_out(
 
 
 @pytest.mark.skipif(not SYSCALLS, reason="no system call numbers for this processor")
-def test_a_kernel_that_refuses_for_real_is_named_too() -> None:
+def test_a_system_call_refused_by_seccomp_is_named() -> None:
     code = """if True:
         from penstock.errors import PlacementPermissionError
         from penstock.memory.arena import Arena

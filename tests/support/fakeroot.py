@@ -1,6 +1,7 @@
-"""Machines that are not here: listings of kernel files, laid out below a directory.
+"""Synthetic machines: listings of kernel files, written below a directory.
 
-A listing has a path, a tab and the file's text per line; `\\n` is a new line and `-> x` a link.
+Each line of a listing has a path, a tab and the file's text. `\\n` is a line break, and `-> x` is a
+symbolic link.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 def fake_root(
     root: Path, *listings: str, changes: Mapping[str, str | None] | None = None
 ) -> System:
-    """The listings one over the other, then `changes` by path; None takes a file away."""
+    """Write the listings, later ones over earlier ones, then `changes`; None removes a file."""
     files: dict[str, str | None] = {}
     for listing in listings:
         for line in (FIXTURES / f"{listing}.txt").read_text().splitlines():
@@ -24,14 +25,14 @@ def fake_root(
                 path, _, text = line.partition("\t")
                 files[path] = text.replace("\\n", "\n")
     files.update(changes or {})
-    # Links first: on the kernel's buses the files lie behind them.
+    # Write links first: on the kernel's buses, files are reached through them.
     for path, text in sorted(files.items(), key=lambda item: not (item[1] or "").startswith("-> ")):
         if text is not None:
-            _lay(root / path, text)
+            _write(root / path, text)
     return System(root)
 
 
-def _lay(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not text.startswith("-> "):
         path.write_text(text + "\n")

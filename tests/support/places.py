@@ -1,4 +1,4 @@
-"""The places this machine has: one node here, several in the VM."""
+"""Places for tests on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.memory.placement import Interleave, Node, Place, Stripe
 
 
 def places_here() -> list[Place]:
-    """Every kind of place that can be tried on this machine: one node here, several in the VM."""
+    """Return every kind of place on this machine: one node here, several in the VM."""
     nodes = System().allowed_nodes()
     places: list[Place] = [Node(n) for n in nodes]
     places += [Interleave(nodes), Interleave(nodes[-2:])]

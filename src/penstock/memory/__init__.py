@@ -1,1 +1,1 @@
-"""Host memory with a place. Room: hold -- bytes and addresses, never plans or streams."""
+"""Host memory on chosen NUMA nodes: allocation, placement and pinning."""

@@ -1,4 +1,4 @@
-"""One range, many blocks. Room: hold."""
+"""Arenas: many blocks in one contiguous range of host memory."""
 
 from __future__ import annotations
 
@@ -18,30 +18,39 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 256
-"""Where a block starts unless told otherwise: a GPU's widest aligned access."""
+"""Default alignment of a block: the widest aligned access of a GPU."""
 
 MAX_ALIGNMENT = _native.UNIT_NBYTES
+"""Largest alignment: an arena itself is aligned to this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaStats:
-    """An arena's bytes at one moment."""
+    """An arena's memory usage at one moment."""
 
     capacity: int
     used: int
-    """Handed out since the last reset, padding included."""
+    """Bytes allocated since the last reset, padding included."""
     padding: int
-    """Of `used`, lost between blocks to alignment."""
+    """Part of `used` that is lost to alignment."""
     peak: int
-    """The most that `used` has ever been."""
+    """Highest value that `used` has had."""
     live: int
-    """Blocks still alive."""
+    """Number of blocks that are still alive."""
 
 
 class Arena:
-    """A contiguous range handed out front to back and taken back as a whole.
+    """A contiguous range that is allocated front to back and released as a whole.
 
-    Memory goes back to the kernel when the arena and every block of it are gone.
+    The memory is returned to the kernel when the arena and all of its blocks are gone.
+
+    Args:
+        nbytes: size in bytes or as text such as `"4GiB"`.
+        place: NUMA nodes of the memory; by default the one set by `placing`, or the kernel's
+            choice.
+        pinned: register the memory with CUDA, so that copies run at full speed.
+        huge: kind of huge pages, see `RegionOptions`.
+        prefault: allocate all pages now.
     """
 
     def __init__(
@@ -57,11 +66,15 @@ class Arena:
         self._native = _native.Arena(allocate_region(parse_bytes(nbytes), place, options))
 
     def take(self, nbytes: int, *, align: int = ALIGNMENT, name: str = "a block") -> _native.Block:
-        """Reserve `nbytes` at a multiple of `align`. The block keeps the arena's memory mapped."""
+        """Allocate `nbytes` at a multiple of `align`. The block keeps the arena's memory mapped.
+
+        `name` identifies the block in error messages.
+        """
         check_nbytes(name, nbytes)
         if align < 1 or align & (align - 1) or align > MAX_ALIGNMENT:
             raise SizeError(
-                f"{name}: align is a power of two up to {format_bytes(MAX_ALIGNMENT)}, got {align}"
+                f"{name}: align must be a power of two up to {format_bytes(MAX_ALIGNMENT)}, "
+                f"got {align}"
             )
         try:
             return self._native.take(nbytes, align)
@@ -79,18 +92,18 @@ class Arena:
         align: int = ALIGNMENT,
         name: str = "a tensor",
     ) -> torch.Tensor:
-        """A tensor over the next free bytes. What it holds is whatever was there before."""
-        # Imported here: the core must import without torch.
-        from penstock.memory.views import check_dtype, check_shape, tensor_over, wake_cuda
+        """Allocate an uninitialized tensor."""
+        # Imported here: this module must import without torch.
+        from penstock.memory.views import check_dtype, check_shape, initialize_cuda, tensor_over
 
         dtype = check_dtype(dtype)
         sizes = check_shape(shape)
-        wake_cuda(self.pinned)
+        initialize_cuda(self.pinned)
         block = self.take(math.prod(sizes) * dtype.itemsize, align=align, name=name)
         return tensor_over(block, sizes, dtype)
 
     def reset(self) -> None:
-        """Start again from the front. Raises ArenaBusyError while a block is alive."""
+        """Release all blocks and start from the front. Raises ArenaBusyError if one is alive."""
         try:
             self._native.reset()
         except _native.ArenaBusy as busy:
@@ -98,6 +111,7 @@ class Arena:
 
     @property
     def stats(self) -> ArenaStats:
+        """Memory usage of the arena."""
         native = self._native
         return ArenaStats(
             capacity=native.capacity,
@@ -109,15 +123,16 @@ class Arena:
 
     @property
     def address(self) -> int:
+        """Address of the first byte."""
         return self._native.region.address
 
     @property
     def pinned(self) -> bool:
-        """True when CUDA copies from it at full speed."""
+        """Whether the memory is registered with CUDA, so that copies run at full speed."""
         return self._native.region.pin is _native.Pin.registered
 
     def where(self) -> Residency:
-        """Pages of the whole range, used or not, per node."""
+        """Count the pages of the whole range per node, used or not."""
         return residency(self.address, self._native.capacity)
 
     def __repr__(self) -> str:

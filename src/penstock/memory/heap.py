@@ -1,4 +1,4 @@
-"""The C library's heap, held to what is in use. Room: hold."""
+"""Make the C library return freed memory to the kernel."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import os
 from penstock import _native
 from penstock.units import MiB
 
-LARGE = 4 * MiB
-"""Smaller blocks stay in the heap: a mapping of its own costs a page fault for every 4 KiB."""
+LARGE_NBYTES = 4 * MiB
+"""Blocks from this size on get their own mapping. Smaller ones stay in the heap: a new mapping
+costs a page fault for every 4 KiB."""
 
 
 def return_freed_memory() -> None:
-    """Have blocks of `LARGE` and more go back to the kernel when they are freed, for the whole
-    process and from now on, unless its environment says where they come from.
+    """Return blocks of `LARGE_NBYTES` and more to the kernel as soon as they are freed.
 
-    The C library would learn from the first large blocks that are freed to take those of up to
-    32 MiB from its heap, where what lies above a hole keeps it: a process that computes on the CPU
-    then holds up to a quarter more than it uses, and another amount in every run.
+    This holds for the whole process from now on, unless its environment configures the allocator.
+
+    By default, glibc raises its mmap threshold (up to 32 MiB) when a large block is freed, and
+    serves later blocks below it from the heap. There a freed block stays resident as long as any
+    block above it is in use. A process that computes on the CPU then holds up to a quarter more
+    memory than it uses, and a different amount in every run.
     """
-    said = [name for name in os.environ if name.startswith("MALLOC_")]
-    said.append(os.environ.get("GLIBC_TUNABLES", "").upper())
-    if not any("MMAP_THRESHOLD" in each or "TRIM_THRESHOLD" in each for each in said):
-        _native.map_blocks_from(LARGE)
+    settings = [name for name in os.environ if name.startswith("MALLOC_")]
+    settings.append(os.environ.get("GLIBC_TUNABLES", "").upper())
+    if not any("MMAP_THRESHOLD" in each or "TRIM_THRESHOLD" in each for each in settings):
+        _native.map_blocks_from(LARGE_NBYTES)

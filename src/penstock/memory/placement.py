@@ -1,4 +1,7 @@
-"""Places: what a caller may ask for. Room: hold. Values only; nothing is allocated here."""
+"""Places: on which NUMA nodes memory is allocated.
+
+Places are values. Nothing is allocated here.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from penstock import _native
 from penstock.errors import SizeError
 
 MAX_PATTERN = 4096
-"""Weights are reduced first, so this bounds only ratios such as 4001:97."""
+"""Maximum number of units in a round. Weights are reduced first, so only ratios such as 4001:97
+exceed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """All pages on one node, and nowhere else."""
+    """All pages on one node."""
 
     id: int
 
@@ -30,7 +34,7 @@ class Node:
         return (self.id,)
 
     def shares(self, nbytes: int) -> dict[int, int]:
-        """Bytes that each node will hold."""
+        """Return the number of bytes that each node will hold."""
         return {self.id: nbytes}
 
     def native(self) -> _native.Placement:
@@ -39,17 +43,18 @@ class Node:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Stripe:
-    """Whole 2 MiB units, dealt to nodes in proportion to weights.
+    """Units of 2 MiB, distributed over nodes in proportion to weights.
 
-    `Stripe({1: 2, 2: 1})` gives units 0 and 1 to node 1, unit 2 to node 2, and so on. At any length
-    no node is more than one unit away from its exact share.
+    `Stripe({1: 2, 2: 1})` puts units 0 and 1 on node 1, unit 2 on node 2, and so on.
+    `Stripe([1, 2])` gives all nodes the same weight. At any length, no node is more than one unit
+    away from its exact share.
     """
 
     weights: Mapping[int, int]
-    """Units of each node in one round, reduced to lowest terms."""
+    """Number of units of each node in one round, reduced to lowest terms."""
 
     pattern: tuple[int, ...]
-    """The node of each unit of one round."""
+    """Node of each unit in one round."""
 
     def __init__(self, weights: Mapping[int, int] | Sequence[int]) -> None:
         given = dict(weights) if isinstance(weights, Mapping) else dict.fromkeys(weights, 1)
@@ -58,16 +63,18 @@ class Stripe:
         for node, weight in given.items():
             _check_node(node)
             if isinstance(weight, bool) or not isinstance(weight, int) or weight < 1:
-                raise SizeError(f"node {node}: a weight is a whole number from 1, got {weight!r}")
+                raise SizeError(
+                    f"node {node}: a weight must be an integer of 1 or more, got {weight!r}"
+                )
         divisor = math.gcd(*given.values())
         reduced = {node: weight // divisor for node, weight in given.items()}
         if sum(reduced.values()) > MAX_PATTERN:
             raise SizeError(
-                f"weights {given} make a round of {sum(reduced.values())} units, at most "
-                f"{MAX_PATTERN} can be dealt; round them to a simpler ratio"
+                f"weights {given} need a round of {sum(reduced.values())} units, and at most "
+                f"{MAX_PATTERN} units are possible; use a simpler ratio"
             )
         object.__setattr__(self, "weights", MappingProxyType(reduced))
-        object.__setattr__(self, "pattern", deal(reduced))
+        object.__setattr__(self, "pattern", build_pattern(reduced))
 
     def __repr__(self) -> str:
         return f"Stripe({dict(self.weights)})"
@@ -86,7 +93,7 @@ class Stripe:
         return tuple(self.weights)
 
     def shares(self, nbytes: int) -> dict[int, int]:
-        """Bytes that each node will hold."""
+        """Return the number of bytes that each node will hold."""
         unit, round_units = _native.UNIT_NBYTES, len(self.pattern)
         rounds, rest = divmod(nbytes, unit * round_units)
         shares = {node: rounds * weight * unit for node, weight in self.weights.items()}
@@ -101,7 +108,7 @@ class Stripe:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Interleave:
-    """Page by page over nodes, in the kernel's own round robin."""
+    """Single pages, distributed over nodes round robin by the kernel."""
 
     nodes: tuple[int, ...]
 
@@ -110,14 +117,14 @@ class Interleave:
         for node in given:
             _check_node(node)
         if not given or len(set(given)) != len(given):
-            raise SizeError(f"interleave needs distinct nodes, at least one, got {list(given)}")
+            raise SizeError(f"interleave needs one or more distinct nodes, got {list(given)}")
         object.__setattr__(self, "nodes", given)
 
     def __repr__(self) -> str:
         return f"Interleave({list(self.nodes)})"
 
     def shares(self, nbytes: int) -> dict[int, int]:
-        """Bytes that each node will hold, to within one page."""
+        """Return the number of bytes that each node will hold, to within one page."""
         return dict.fromkeys(self.nodes, -(-nbytes // len(self.nodes)))
 
     def native(self) -> _native.Placement:
@@ -130,16 +137,16 @@ _default: ContextVar[Place | None] = ContextVar("penstock_default_place", defaul
 
 
 def current_place() -> Place | None:
-    """The place set by the innermost `placing`; None leaves it to the kernel."""
+    """Return the place set by the innermost `placing`, or None if the kernel chooses."""
     return _default.get()
 
 
 @contextlib.contextmanager
 def placing(place: Place | None) -> Iterator[None]:
-    """Make `place` the default of `penstock.empty` and the like inside the block.
+    """Make `place` the default of `penstock.empty` and similar functions inside the block.
 
-    It holds for this thread and for async tasks started from it, and for nothing else: torch's own
-    allocations do not look at it.
+    The default applies to this thread and to async tasks started from it. It does not affect
+    torch's own allocations.
     """
     check_place(place)
     token = _default.set(place)
@@ -150,35 +157,35 @@ def placing(place: Place | None) -> Iterator[None]:
 
 
 def check_place(place: object) -> None:
-    """Raise TypeError unless `place` is one of the places, or None."""
+    """Raise TypeError unless `place` is a place or None."""
     if place is not None and not isinstance(place, Node | Stripe | Interleave):
         raise TypeError(
-            f"a place is penstock.Node, Stripe or Interleave, got {place!r}; "
-            f"for node 1 write place=penstock.Node(1)"
+            f"a place must be a penstock.Node, Stripe or Interleave, got {place!r}; "
+            f"for node 1, pass place=penstock.Node(1)"
         )
 
 
-def deal(weights: Mapping[int, int]) -> tuple[int, ...]:
-    """One round of units in which every prefix is within one unit of proportion.
+def build_pattern(weights: Mapping[int, int]) -> tuple[int, ...]:
+    """Build a round of units in which every prefix is within one unit of the exact proportion.
 
-    Unit j (from 1) of a node with weight w in a round of W must fall in
-    [floor((j-1)W/w), ceil(jW/w)). Taking the eligible node whose window ends first meets every
-    window (proportionate fairness), which bounds the deviation by one unit. Ties go to the node
-    named first, so that 2:1 deals 1, 1, 2.
+    Unit j (counted from 1) of a node with weight w in a round of W units must be in the window
+    [floor((j-1)W/w), ceil(jW/w)). Choosing the eligible node whose window ends first satisfies
+    every window (proportionate fairness), which bounds the deviation by one unit. Ties go to the
+    node named first: the weights {1: 2, 2: 1} give 1, 1, 2.
     """
     total = sum(weights.values())
-    dealt = dict.fromkeys(weights, 0)
+    counts = dict.fromkeys(weights, 0)
     pattern: list[int] = []
     for k in range(total):
-        eligible = [n for n, w in weights.items() if dealt[n] * total // w <= k and dealt[n] < w]
-        node = min(eligible, key=lambda n: -(-(dealt[n] + 1) * total // weights[n]))
-        dealt[node] += 1
+        eligible = [n for n, w in weights.items() if counts[n] * total // w <= k and counts[n] < w]
+        node = min(eligible, key=lambda n: -(-(counts[n] + 1) * total // weights[n]))
+        counts[node] += 1
         pattern.append(node)
     return tuple(pattern)
 
 
 def _check_node(node: object) -> None:
     if isinstance(node, bool) or not isinstance(node, int):
-        raise TypeError(f"a node is a whole number, got {node!r}")
+        raise TypeError(f"a node must be an integer, got {node!r}")
     if node < 0:
-        raise SizeError(f"a node is 0 or more, got {node}")
+        raise SizeError(f"a node must be 0 or more, got {node}")

@@ -1,7 +1,8 @@
-"""Ranges of host memory, checked before they are taken. Room: hold.
+"""Allocate, pin and migrate ranges of host memory.
 
-The kernel answers a bound range that does not fit with its OOM killer, not with an error, so room
-is checked first. Native code knows numbers, this file knows names; the message joins both.
+If memory that is bound to a node does not fit there, the kernel does not return an error: its OOM
+killer ends the process. Free memory is therefore checked before every allocation. The native code
+reports errno values; this module turns them into errors with numbers and advice.
 """
 
 from __future__ import annotations
@@ -38,34 +39,36 @@ from penstock.units import MiB, format_bytes, round_up
 Huge = Literal["auto", "thp", "2M"] | None
 
 KEEP_FREE = 64 * MiB
-"""Left on every node for the kernel's own needs: below its watermarks an allocation reclaims and
-then kills."""
+"""Left free on every node for the kernel: below its watermarks an allocation first reclaims memory
+and then invokes the OOM killer."""
 
 MAX_NBYTES = 2**63 - 1
 
 MAX_TOUCHERS = 32
-"""Threads per node for the first touch. Zeroing saturates a node's memory well before this."""
+"""Maximum number of threads per node for the first touch. Fewer already saturate its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionOptions:
-    """How a range is taken. Where it is taken is the place."""
+    """How a range is allocated. Where it is allocated is the place."""
 
     pinned: bool = False
-    """Registered with CUDA where there is a GPU, locked in memory where there is none."""
+    """Register the range with CUDA if there is a GPU; otherwise lock it in memory."""
 
     huge: Huge = "auto"
-    """`"thp"`: 2 MiB pages where the kernel finds them. `"2M"`: from the reserved pool, or an
-    error. None: 4 KiB pages. `"auto"`: `"thp"`, except under Interleave, which deals pages."""
+    """Page size. `"thp"`: transparent huge pages of 2 MiB where the kernel finds them. `"2M"`: huge
+    pages from the reserved pool, or an error. None: 4 KiB pages. `"auto"`: `"thp"`, except with
+    Interleave, which distributes single pages (None)."""
 
     prefault: bool = True
-    """Take every page now, so that a shortage shows here and not in the middle of a step."""
+    """Allocate every page now, so that a shortage is found here and not during a step."""
 
     def __post_init__(self) -> None:
         if self.huge not in ("auto", "thp", "2M", None):
-            raise SizeError(f'huge is "auto", "thp", "2M" or None, got {self.huge!r}')
+            raise SizeError(f'huge must be "auto", "thp", "2M" or None, got {self.huge!r}')
 
     def resolve(self, place: Place | None) -> RegionOptions:
+        """Replace `"auto"` by the kind of pages that suits the place."""
         if self.huge != "auto":
             return self
         return replace(self, huge=None if isinstance(place, Interleave) else "thp")
@@ -77,10 +80,10 @@ def allocate_region(
     options: RegionOptions,
     system: System | None = None,
 ) -> _native.Region:
-    """A new range of at least `nbytes`, in whole pages.
+    """Allocate a range of at least `nbytes`, in whole pages.
 
-    Without a `place` it is the one set by `placing`, or else the kernel's own choice. Nothing is
-    left mapped when this raises.
+    Without a `place`, use the one set by `placing`, or else the kernel's choice. If this raises,
+    nothing stays mapped.
     """
     system = system or System()
     check_place(place)
@@ -108,41 +111,46 @@ def allocate_region(
 def move_region(
     region: _native.Region, offset: int, nbytes: int, place: Place, system: System | None = None
 ) -> None:
-    """Migrate part of a range, widened to whole pages. No copy may be in flight."""
+    """Migrate part of a range, widened to whole pages.
+
+    No copy to or from the range may be in flight: a pinned range is unregistered meanwhile.
+    """
     check_move(region.address + offset, nbytes, place, system or System())
     try:
         region.move(offset, nbytes, place.native())
     except OSError as failed:
         raise explain_move(failed, nbytes) from None
-    except _native.CudaError as failed:  # moved, but no longer pinned
+    except _native.CudaError as failed:  # the pages were moved, but are no longer pinned
         raise _explain_pin(failed, region) from None
 
 
 def check_move(address: int, nbytes: int, place: Place, system: System) -> None:
-    """Raise unless the nodes of `place` have room for what is not there yet.
+    """Raise unless the nodes of `place` have room for the pages that are not on them yet.
 
-    Moving takes no more memory in all, so a control group has no say in it.
+    Moving does not increase the total memory usage, so the control group's limit does not matter.
     """
     _check_nodes(place.nodes, system)
-    found = residency(address, nbytes)
-    here, in_memory = found.nbytes, nbytes - found.unmapped * found.page_nbytes
-    shares = place.shares(max(0, in_memory))  # what is not in memory does not move
-    _check_free({n: max(0, share - here.get(n, 0)) for n, share in shares.items()}, system)
+    pages = residency(address, nbytes)
+    already_there, in_memory = pages.nbytes, nbytes - pages.unmapped * pages.page_nbytes
+    shares = place.shares(max(0, in_memory))  # pages that are not in memory do not move
+    _check_free({n: max(0, share - already_there.get(n, 0)) for n, share in shares.items()}, system)
 
 
 def explain_move(failed: OSError, nbytes: int) -> Exception:
+    """Turn an OS error of a migration into a Penstock error."""
     if failed.errno in (errno.EPERM, errno.EACCES):
         return PlacementPermissionError(_call(failed), failed.errno)
     reason = {
-        errno.EIO: "the kernel holds some pages in place (pinned by a driver or by I/O in flight)",
-        errno.ENOMEM: "the target ran out of memory, or the process out of vm.max_map_count",
+        errno.EIO: "some pages cannot move (pinned by a driver or by I/O in flight)",
+        errno.ENOMEM: "the target node ran out of memory, or the process reached vm.max_map_count",
     }.get(failed.errno or 0, str(failed.strerror))
     return MoveError(wanted=nbytes, reason=reason)
 
 
-def check_nbytes(what: str, nbytes: int) -> None:
+def check_nbytes(name: str, nbytes: int) -> None:
+    """Raise SizeError unless `nbytes` is a possible size. `name` is used in the message."""
     if not 1 <= nbytes <= MAX_NBYTES:
-        raise SizeError(f"{what} holds from 1 to {MAX_NBYTES} bytes, got {nbytes}")
+        raise SizeError(f"{name} must have 1 to {MAX_NBYTES} bytes, got {nbytes}")
 
 
 def _check_room(place: Place | None, wanted: int, options: RegionOptions, system: System) -> None:
@@ -171,7 +179,7 @@ def _check_free(shares: Mapping[int, int], system: System) -> None:
 
 
 def _check_pool(place: Place | None, wanted: int, system: System) -> None:
-    """Reserved pages are apart from ordinary memory: their pool alone counts."""
+    """Check the pool of reserved huge pages, which is separate from ordinary memory."""
     unit = _native.UNIT_NBYTES
     shares: Iterable[tuple[int | None, int]] = [(None, wanted)]
     if place is not None:
@@ -199,7 +207,10 @@ def _check_nodes(nodes: tuple[int, ...], system: System) -> None:
 
 
 def _check_maps(place: Place | None, wanted: int, system: System) -> None:
-    """A stripe that is not touched now stays one kernel mapping per run of units."""
+    """Raise if a stripe would need too many mappings.
+
+    Until it is touched, a stripe is one kernel mapping per run of units on a node.
+    """
     if not isinstance(place, Stripe):
         return
     runs = wanted // _native.UNIT_NBYTES
@@ -208,16 +219,17 @@ def _check_maps(place: Place | None, wanted: int, system: System) -> None:
         raise MapError(
             wanted=wanted,
             errno=errno.ENOMEM,
-            reason=f"an untouched stripe of that length takes up to {runs} mappings of the "
-            f"{limit} a process may have",
-            advice="use prefault=True or raise vm.max_map_count",
+            reason=f"a stripe of that length that is not prefaulted needs up to {runs} mappings of "
+            f"the {limit} that a process may have",
+            advice="use prefault=True, or raise vm.max_map_count",
         )
 
 
 def _cpus_for(place: Place | None, system: System) -> dict[int, list[int]]:
+    """Return the CPUs that touch the pages of each node first."""
     nodes = place.nodes if place else ()
     cpus = {node: list(system.nearest_cpus(node)) for node in nodes}
-    # For memory of no one node: every CPU we may use.
+    # -1 stands for memory that is bound to no node: every CPU that the process may use.
     cpus[-1] = sorted(os.sched_getaffinity(0))
     return cpus
 
@@ -245,9 +257,9 @@ def _explain(failed: OSError, wanted: int, huge: Huge, system: System) -> Except
         unit = _native.UNIT_NBYTES
         free = system.free_huge_pages(None)
         return HugePagesError(wanted=wanted // unit, free=free, unit=unit, node=None)
-    advice = "free memory or ask for less; `ulimit -v` and vm.overcommit_memory also limit it"
+    advice = "free some memory or request less; `ulimit -v` and vm.overcommit_memory also limit it"
     if failed.errno == errno.ENOSYS:
-        advice = "this kernel has no NUMA support; leave out `place`"
+        advice = "this kernel has no NUMA support; omit `place`"
     return MapError(
         wanted=wanted,
         errno=failed.errno or 0,
@@ -257,7 +269,7 @@ def _explain(failed: OSError, wanted: int, huge: Huge, system: System) -> Except
 
 
 def _call(failed: OSError) -> str:
-    """`mbind: Operation not permitted` -> `mbind`."""
+    """Return the system call in a native error: `mbind: Operation not permitted` gives `mbind`."""
     return str(failed.strerror).split(":")[0]
 
 
@@ -279,19 +291,19 @@ def _explain_pin(failed: _native.CudaError, region: _native.Region) -> PinError:
     return PinError(wanted=region.mapped_nbytes, code=code, name=name)
 
 
-@functools.cache  # once a process: a training run makes thousands of tensors
+@functools.cache  # warn once per process: a training run allocates thousands of tensors
 def _warn_unpinned() -> None:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     allowed = "no more" if limit == resource.RLIM_INFINITY else f"only {format_bytes(limit)}"
     warnings.warn(
-        f"pinned=True: there is no GPU, and this process may lock {allowed}, so memory stays "
-        f"pageable; results are the same. `ulimit -l unlimited` lifts the limit",
-        stacklevel=_frames_of_ours(),
+        f"pinned=True: there is no GPU, and this process may lock {allowed} memory, so memory "
+        f"stays pageable. Results are the same. `ulimit -l unlimited` removes the limit",
+        stacklevel=_stacklevel_of_caller(),
     )
 
 
-def _frames_of_ours() -> int:
-    """How far up the stack the user's own code is, as `warnings.warn` counts."""
+def _stacklevel_of_caller() -> int:
+    """Return the `stacklevel` of the first caller outside Penstock."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("penstock"):
         depth, frame = depth + 1, frame.f_back

@@ -1,4 +1,9 @@
-"""Where pages are, asked from the kernel. Room: hold."""
+"""Ask the kernel on which NUMA nodes pages are.
+
+There are two ways. `move_pages` reports single pages, and `/proc/self/numa_maps` has totals per
+mapping of the process. The second is faster for large ranges, but works only if the range consists
+of whole mappings.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +20,29 @@ from penstock.units import format_bytes, round_up
 _MAPS = "/proc/self/maps"
 _NUMA_MAPS = "/proc/self/numa_maps"
 
-# Seconds a page, measured: asking for one page by system call, and letting the kernel walk its
-# tables for numa_maps, which counts every page of the process.
-_ASK_SECONDS = 100e-9
+_QUERY_SECONDS = 100e-9
+"""Measured time to query one page with `move_pages`."""
+
 _WALK_SECONDS = 20e-9
+"""Measured time per resident page of the process to read numa_maps, for which the kernel walks all
+page tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Pages per node, as the kernel counted them."""
+    """Number of pages on each node, as counted by the kernel."""
 
     pages: Mapping[int, int]
     """Pages of `page_nbytes` on each node."""
 
     unmapped: int
-    """Pages that have no memory of their own: never touched, or swapped out."""
+    """Pages that are not in memory: never touched, or swapped out."""
 
     page_nbytes: int = field(default_factory=_native.page_nbytes, repr=False)
 
     @property
     def nbytes(self) -> dict[int, int]:
-        """Bytes on each node, whole pages."""
+        """Bytes on each node, in whole pages."""
         return {node: count * self.page_nbytes for node, count in self.pages.items()}
 
     def __str__(self) -> str:
@@ -46,25 +53,25 @@ class Residency:
 
 
 def residency(address: int, nbytes: int) -> Residency:
-    """Count the pages that `[address, address + nbytes)` touches."""
+    """Count the pages that `[address, address + nbytes)` touches, per node."""
     page = _native.page_nbytes()
     first = address // page * page
     last = round_up(address + nbytes, page)
-    counts = _from_numa_maps(first, last, page) if _walk_is_cheaper(last - first, page) else None
+    counts = _read_numa_maps(first, last, page) if _walk_is_cheaper(last - first, page) else None
     if counts is None:
-        counts = _ask(first, last - first)
-    counts.pop(-1, None)
+        counts = _query_pages(first, last - first)
+    counts.pop(-1, None)  # pages that are not in memory
     total = (last - first) // page
     return Residency(pages=dict(sorted(counts.items())), unmapped=total - sum(counts.values()))
 
 
-def _ask(address: int, nbytes: int) -> dict[int, int]:
+def _query_pages(address: int, nbytes: int) -> dict[int, int]:
     try:
         return _native.count_pages(address, nbytes, os.cpu_count() or 1)
-    except PermissionError as failed:
-        raise PlacementPermissionError("move_pages", failed.errno or errno.EPERM) from None
-    except OSError as failed:
-        raise PlacementError(f"the kernel would not say where pages are: {failed}") from None
+    except PermissionError as error:
+        raise PlacementPermissionError("move_pages", error.errno or errno.EPERM) from None
+    except OSError as error:
+        raise PlacementError(f"the kernel could not report where pages are: {error}") from None
 
 
 def _walk_is_cheaper(nbytes: int, page: int) -> bool:
@@ -73,11 +80,11 @@ def _walk_is_cheaper(nbytes: int, page: int) -> bool:
             resident = int(statm.read().split()[1])
     except OSError:
         return False
-    return nbytes // page * _ASK_SECONDS > resident * _WALK_SECONDS
+    return nbytes // page * _QUERY_SECONDS > resident * _WALK_SECONDS
 
 
-def _from_numa_maps(first: int, last: int, page: int) -> dict[int, int] | None:
-    """Counts from the kernel's own per-mapping totals, or None where mappings straddle the ends."""
+def _read_numa_maps(first: int, last: int, page: int) -> dict[int, int] | None:
+    """Sum the kernel's totals per mapping. Return None if a mapping extends beyond the range."""
     inside = _mappings_inside(first, last)
     if inside is None:
         return None
@@ -97,7 +104,7 @@ def _from_numa_maps(first: int, last: int, page: int) -> dict[int, int] | None:
 
 
 def _mappings_inside(first: int, last: int) -> set[int] | None:
-    """Starts of the mappings that make up the range; None if one reaches beyond it."""
+    """Return the start addresses of the range's mappings, or None if one extends beyond it."""
     starts = set()
     with open(_MAPS) as maps:
         for line in maps:

@@ -1,4 +1,4 @@
-"""Tensors over placed memory. Room: hold. The only file that knows both blocks and torch."""
+"""Create, query and move CPU tensors on chosen NUMA nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.memory.region import (
     move_region,
 )
 from penstock.memory.residency import Residency, residency
-from penstock.memory.views import Shape, check_dtype, check_shape, tensor_over, wake_cuda
+from penstock.memory.views import Shape, check_dtype, check_shape, initialize_cuda, tensor_over
 
 
 def empty(
@@ -33,15 +33,25 @@ def empty(
     prefault: bool = True,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """A CPU tensor whose memory is on `place`.
+    """Return an uninitialized CPU tensor whose memory is on `place`.
 
-    Like `torch.empty`, the contents are not promised. The memory goes back to the kernel when the
-    last view of the last tensor over it is gone; copies and pickles are plain torch tensors.
+    The memory is returned to the kernel when the last tensor or view of it is gone. Copies and
+    pickles of the tensor are ordinary torch tensors.
+
+    Args:
+        shape: shape of the tensor.
+        dtype: dtype; by default `torch.get_default_dtype()`.
+        place: NUMA nodes of the memory; by default the one set by `placing`, or the kernel's
+            choice.
+        pinned: register the memory with CUDA, so that copies run at full speed.
+        huge: `"thp"` for transparent huge pages, `"2M"` for reserved ones, None for 4 KiB pages.
+        prefault: allocate all pages now instead of on first use.
+        requires_grad: record operations on the tensor for autograd.
     """
     dtype = check_dtype(dtype)
     sizes = check_shape(shape)
     options = RegionOptions(pinned=pinned, huge=huge, prefault=prefault)
-    wake_cuda(pinned)
+    initialize_cuda(pinned)
     region = allocate_region(math.prod(sizes) * dtype.itemsize, place, options)
     return tensor_over(_native.Block(region), sizes, dtype).requires_grad_(requires_grad)
 
@@ -56,7 +66,7 @@ def zeros(
     prefault: bool = True,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """`empty`, all zero. It costs no more: the kernel hands out zeroed pages."""
+    """Return a tensor of zeros. This is as fast as `empty`: new pages are zero already."""
     return empty(
         shape,
         dtype=dtype,
@@ -79,7 +89,7 @@ def full(
     prefault: bool = True,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """`empty`, every element `fill_value`. The type is inferred from it as `torch.full` does."""
+    """Return a tensor filled with `fill_value`. Its dtype is inferred as in `torch.full`."""
     dtype = dtype or torch.full((), fill_value).dtype
     tensor = empty(shape, dtype=dtype, place=place, pinned=pinned, huge=huge, prefault=prefault)
     return tensor.fill_(fill_value).requires_grad_(requires_grad)
@@ -92,7 +102,7 @@ def from_tensor(
     pinned: bool = False,
     huge: Huge = "auto",
 ) -> torch.Tensor:
-    """A placed, contiguous copy of any tensor, on whatever device it is."""
+    """Return a placed, contiguous copy of a tensor on any device."""
     if tensor.layout is not torch.strided:
         raise DtypeError(f"only dense tensors can be placed, got layout {tensor.layout}")
     placed = empty(tensor.shape, dtype=tensor.dtype, place=place, pinned=pinned, huge=huge)
@@ -102,15 +112,15 @@ def from_tensor(
 
 
 def where(tensor: torch.Tensor) -> Residency:
-    """Pages per node of a CPU tensor's memory, asked from the kernel; any CPU tensor will do."""
+    """Ask the kernel on which nodes the pages of a CPU tensor are. Any CPU tensor works."""
     return residency(*_span(tensor))
 
 
 def move(tensor: torch.Tensor, place: Place) -> None:
-    """Migrate a CPU tensor's pages; address, contents and views stay as they are.
+    """Migrate a CPU tensor's pages. Its address, contents and views do not change.
 
-    Whole pages move, so what shares the first and last page moves along. A pinned tensor is let go
-    by CUDA and registered again: no copy to or from it may be in flight.
+    Whole pages move, including other data in the first and last page. A pinned tensor is
+    unregistered from CUDA and registered again, so no copy to or from it may be in flight.
     """
     check_place(place)
     if place is None:
@@ -120,24 +130,24 @@ def move(tensor: torch.Tensor, place: Place) -> None:
     if region is not None:
         move_region(region, address - region.address, nbytes, place)
         return
-    # Another allocator's memory: its pages move, its policy is not ours to change. They are dealt
-    # in whole 2 MiB, for there may be huge pages among them.
+    # Memory of another allocator: move its pages, but leave its policy alone. Pages are distributed
+    # in units of 2 MiB, because some of them may be huge pages.
     check_move(address, nbytes, place, System())
     try:
         stuck = _native.migrate_pages(address, nbytes, place.native(), os.cpu_count() or 1)
     except OSError as failed:
         raise explain_move(failed, nbytes) from None
     if stuck:
-        raise MoveError(wanted=nbytes, reason=f"the kernel left {stuck} pages where they were")
+        raise MoveError(wanted=nbytes, reason=f"{stuck} pages stayed where they were")
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses from a tensor's first element to its last, strides and all."""
+    """Return the address and length from a tensor's first element to its last."""
     if tensor.device.type != "cpu":
-        raise TypeError(f"only host memory has a node; this tensor is on {tensor.device}")
+        raise TypeError(f"only CPU tensors are on a NUMA node; this tensor is on {tensor.device}")
     if tensor.layout is not torch.strided:
-        raise SizeError(f"only dense tensors lie in one range, this one is {tensor.layout}")
+        raise SizeError(f"only dense tensors are contiguous in memory; this one is {tensor.layout}")
     if tensor.numel() == 0:
-        raise SizeError(f"a tensor of shape {tuple(tensor.shape)} has no memory to look at")
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), (reach + 1) * tensor.element_size()
+        raise SizeError(f"a tensor of shape {tuple(tensor.shape)} has no memory")
+    extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), (extent + 1) * tensor.element_size()
