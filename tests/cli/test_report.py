@@ -1,4 +1,4 @@
-"""`penstock report` and `penstock compare`: good runs, bad ones, and none."""
+"""`penstock report` and `penstock compare` with valid, damaged and missing runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def test_a_report_is_written_into_the_run_and_summarized(
 
     assert main.run(["report", str(run)]) == 0
 
-    said = capsys.readouterr().out
-    assert "No single bottleneck" in said
-    assert "GPU idle for 600 ms per step during the CPU optimizer sweep" in said
+    output = capsys.readouterr().out
+    assert "No single bottleneck" in output
+    assert "GPU idle for 600 ms per step during the CPU optimizer sweep" in output
     html = (run / "report.html").read_text()
     assert html.startswith("<!doctype html>")
     assert sorted(path.name for path in run.iterdir()) == [
@@ -37,11 +37,11 @@ def test_json_is_the_only_output(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     assert main.run(["report", str(run), "--json", "-o", str(out)]) == 0
 
-    told = json.loads(capsys.readouterr().out)
-    assert told["report"] == str(out)
-    assert told["bound_by"] == "gpu"
-    assert told["links"]["h2d"]["nbytes"] == 24e9
-    assert told["peaks"]["tier.hbm"]["planned"] == 7 << 30
+    report = json.loads(capsys.readouterr().out)
+    assert report["report"] == str(out)
+    assert report["bound_by"] == "gpu"
+    assert report["links"]["h2d"]["nbytes"] == 24e9
+    assert report["peaks"]["tier.hbm"]["planned"] == 7 << 30
     assert not (run / "report.html").exists()
 
 
@@ -66,8 +66,8 @@ def test_the_run_of_a_killed_program_is_reported(
 
     assert main.run(["report", str(run)]) == 0
 
-    said = capsys.readouterr().out
-    assert "samples.jsonl: the last line was cut off" in said
+    output = capsys.readouterr().out
+    assert "samples.jsonl: the last line was cut off" in output
     assert "cut off, or is still running" in (run / "report.html").read_text()
 
 
@@ -87,8 +87,8 @@ def test_a_missing_run_and_another_version_are_rejected_in_one_line(
     assert main.run(["report", str(tmp_path / "none")]) == 1
     none = capsys.readouterr().err
     run = write_run(offloaded(1), tmp_path / "run")
-    told = json.loads((run / "observe.json").read_text())
-    (run / "observe.json").write_text(json.dumps({**told, "version": 7}))
+    observation = json.loads((run / "observe.json").read_text())
+    (run / "observe.json").write_text(json.dumps({**observation, "version": 7}))
     assert main.run(["report", str(run)]) == 1
     newer = capsys.readouterr().err
 
@@ -110,13 +110,13 @@ def test_an_unwritable_path_suggests_another(
     assert main.run(["report", str(run), "-o", str(tmp_path / "no" / "r.html")]) == 1
     missing = capsys.readouterr().err
 
-    for said in (taken, missing):
-        assert "cannot be written" in said
-        assert "--out" in said
-    assert not list(run.glob(".*"))  # no draft is left
+    for output in (taken, missing):
+        assert "cannot be written" in output
+        assert "--out" in output
+    assert not list(run.glob(".*"))  # no temporary file is left
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write anywhere")
 def test_a_read_only_run_can_be_reported_elsewhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,15 +138,15 @@ def test_a_comparison_has_a_table_sentences_and_a_page(
     out = tmp_path / "compare.html"
 
     assert main.run(["compare", str(a), str(b), "-o", str(out)]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert main.run(["compare", str(a), str(b), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
 
-    assert "B is 1.33 times as fast as A" in said
+    assert "B is 1.33 times as fast as A" in output
     assert out.read_text().count("<figure") >= 8
-    step = next(row for row in told["rows"] if row["name"] == "step time")
+    step = next(row for row in report["rows"] if row["name"] == "step time")
     assert step["ratio"] == pytest.approx(0.75)
-    assert told["words"][0].startswith("B is 1.33 times")
+    assert report["words"][0].startswith("B is 1.33 times")
 
 
 def test_a_comparison_without_a_run_exits_with_1(

@@ -1,4 +1,4 @@
-"""Headless Chromium over a pipe, by its DevTools protocol: no more than the tests need."""
+"""A minimal DevTools client that controls headless Chromium over a pipe."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def find_browser() -> str | None:
-    """The program, or None where none is installed."""
+    """Return the path of an installed browser, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
-# The protocol is on descriptors 3 and 4 of the browser. Ours may be those two in another order.
+# The browser expects the protocol on descriptors 3 and 4, and ours may be those two in the other
+# order. So both are duplicated to high numbers first.
 LAUNCH = (
     sys.executable, "-SEc",
     "import fcntl, os, sys\n"
@@ -32,7 +33,7 @@ LAUNCH = (
 
 
 class Browser:
-    """One page in one browser. Messages are JSON, each ended by a zero byte."""
+    """One page in one browser. Messages are JSON, each followed by a zero byte."""
 
     def __init__(self, program: str, width: int = 1280, height: int = 900) -> None:
         self.profile = tempfile.TemporaryDirectory(prefix="penstock-browser-")
@@ -53,8 +54,8 @@ class Browser:
         os.close(from_child)
         self._rest, self._number = b"", 0
         self._session: str | None = None
-        self.said: list[str] = []
-        """Errors, warnings and refused loads: everything a console would show."""
+        self.messages: list[str] = []
+        """Console messages, exceptions, and requests to the network."""
         try:
             self._attach()
         except BaseException:
@@ -69,7 +70,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command, answered. What else comes in the meantime is kept."""
+        """Send a command and return its result. Other messages that arrive are recorded."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -86,7 +87,7 @@ class Browser:
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
             piece = os.read(self._read, 1 << 16)
-            assert piece, "the browser went away"
+            assert piece, "the browser has exited"
             self._rest += piece
         raw, _, self._rest = self._rest.partition(b"\0")
         message: dict[str, Any] = json.loads(raw)
@@ -95,13 +96,13 @@ class Browser:
     def _note(self, message: dict[str, Any]) -> None:
         method, params = message.get("method", ""), message.get("params", {})
         if method == "Runtime.exceptionThrown":
-            self.said.append(json.dumps(params["exceptionDetails"])[:500])
+            self.messages.append(json.dumps(params["exceptionDetails"])[:500])
         elif method == "Runtime.consoleAPICalled" or method == "Log.entryAdded":
-            self.said.append(json.dumps(params)[:500])
+            self.messages.append(json.dumps(params)[:500])
         elif method == "Network.requestWillBeSent":
             url = params["request"]["url"]
             if not url.startswith(("file:", "data:")):
-                self.said.append(f"asked the network for {url}")
+                self.messages.append(f"network request: {url}")
 
     def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -113,7 +114,7 @@ class Browser:
             pass
 
     def run(self, expression: str) -> Any:
-        """A JavaScript expression's value. The page's policy does not bind the tester."""
+        """Evaluate a JavaScript expression. The page's security policy does not apply to it."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -140,12 +141,12 @@ class Browser:
         self.close()
 
     def close(self) -> None:
-        os.close(self._write)  # the browser ends when nobody talks to it any more
+        os.close(self._write)  # the browser exits when its pipe is closed
         try:
             self._child.wait(timeout=20)
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
         os.close(self._read)
-        with contextlib.suppress(OSError):  # a helper of its may still be writing there
+        with contextlib.suppress(OSError):  # one of its child processes may still be writing
             self.profile.cleanup()

@@ -1,4 +1,4 @@
-"""One thread: what is tested is small."""
+"""Run these tests with one torch thread: the models are tiny."""
 
 from __future__ import annotations
 

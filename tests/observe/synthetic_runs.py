@@ -1,4 +1,4 @@
-"""Runs whose every figure is known, because they are made up."""
+"""Synthetic runs whose figures are known."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ CEILINGS = {"h2d": 25.0 * GB, "d2h": 25.0 * GB, "disk:nvme0n1:read": 6.0 * GB}
 
 
 def observation(**changed: object) -> Observation:
-    whole = {
+    defaults = {
         "began": "2026-11-15T10:00:00Z", "ended": 60.0, "command": ("python", "train.py"),
         "pid": 4242, "hardware": HARDWARE, "ceilings": CEILINGS, "ended_by": "exit", "exit_code": 0,
     }  # fmt: skip
-    return Observation(**{**whole, **changed})  # type: ignore[arg-type]
+    return Observation(**{**defaults, **changed})  # type: ignore[arg-type]
 
 
 def make_run(
@@ -56,7 +56,7 @@ def make_run(
 
 
 def write_run(run: RecordedRun, path: Path) -> Path:
-    """As the recorder lays it out."""
+    """Write a run in the recorder's format."""
     path.mkdir(parents=True, exist_ok=True)
     records.save(run.observation, path / "observe.json")
     for name, lines in (
@@ -68,7 +68,7 @@ def write_run(run: RecordedRun, path: Path) -> Path:
     return path
 
 
-# Offloaded, as the study saw it: 2 s a step, of which the GPU works 1.0.
+# Offloaded training as in the study: 2 s per step, of which the GPU is busy for 1.0.
 #
 #   0.0 forward 0.4 backward 1.2 update 2.0
 #   gpu     0.0-0.4, 0.5-1.1         d2h 0.9-1.2 (6 GB, pinned)
@@ -109,7 +109,7 @@ def _offloaded_events(step: int, at: float) -> Iterator[Event]:
 
 
 def _offloaded_sample(t: float) -> Sample:
-    """20 GiB at the peak of backward, 2 GiB throughout update."""
+    """Use 20 GiB at the peak of backward, and 2 GiB throughout update."""
     inside = round(t % 2.0, 6)
     phase = next(n for n, (start, end) in OFFLOADED.items() if start <= inside < end)
     ramps = {
@@ -117,13 +117,13 @@ def _offloaded_sample(t: float) -> Sample:
         "backward": 12 + 10 * (inside - 0.4) if inside < 1.15 else 20,
         "update": 2,
     }
-    held = int(ramps[phase] * GiB)
+    allocated = int(ramps[phase] * GiB)
     busy = 1.0 if inside < 0.4 or 0.5 <= inside < 1.1 else 0.0
     return Sample(
         t=t, step=int(t // 2.0), phase=phase,
         gpu=(
             GpuSample(
-                held, 21 * GiB, 22 * GiB, busy,
+                allocated, 21 * GiB, 22 * GiB, busy,
                 15.0 * GB if inside >= 1.8 else 0.0, 20.0 * GB if 0.9 <= inside < 1.2 else 0.0,
             ),
         ),
@@ -134,12 +134,12 @@ def _offloaded_sample(t: float) -> Sample:
 
 
 def sampled(steps: int = 6) -> RecordedRun:
-    """The same program without events: what samples alone tell."""
+    """Return the same run with samples only."""
     run = offloaded(steps)
     return make_run(list(run.phases), [], list(run.samples), ended=2.0 * steps)
 
 
-# Streamed, as Penstock does it: 1.5 s a step, compute hides nearly everything.
+# Streamed training with Penstock: 1.5 s per step, nearly everything is hidden behind compute.
 
 LAYERS = 12
 
@@ -171,8 +171,8 @@ def streamed(steps: int = 8, **changed: object) -> RecordedRun:
         ]
         events += _streamed_events(step, at)
     samples = [_streamed_sample(k * 0.05) for k in range(30 * steps)]
-    told = {"planned": PLANNED, "ended": 1.5 * steps, "command": ("penstock", "train", "model")}
-    return make_run(phases, events, samples, **{**told, **changed})
+    defaults = {"planned": PLANNED, "ended": 1.5 * steps, "command": ("penstock", "train", "model")}
+    return make_run(phases, events, samples, **{**defaults, **changed})
 
 
 def _streamed_events(step: int, at: float) -> Iterator[Event]:
@@ -209,8 +209,8 @@ def _streamed_sample(t: float) -> Sample:
     )  # fmt: skip
 
 
-def finishing(run: RecordedRun, *steps: int) -> RecordedRun:
-    """The same with a sweep of 0.3 s apart, at the end of some of the steps."""
+def with_separate_sweeps(run: RecordedRun, *steps: int) -> RecordedRun:
+    """Return the run with a separate sweep of 0.3 s at the end of these steps."""
     late = [Phase("update", n, 1.5 * n + 1.5 - 0.3, 1.5 * n + 1.5) for n in steps]
     cut = [
         replace(p, end=p.end - 0.3) if p.name == "backward" and p.step in steps else p
@@ -220,7 +220,7 @@ def finishing(run: RecordedRun, *steps: int) -> RecordedRun:
 
 
 def on_cpu(steps: int = 4) -> RecordedRun:
-    """No GPU, no events, a small machine."""
+    """Return a run without GPU and events on a small machine."""
     phases, samples = [], []
     for step in range(steps):
         at = 0.2 * step
@@ -240,7 +240,7 @@ HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"
 
 
 def hostile() -> RecordedRun:
-    """Every text that a program can choose is an attack on the page."""
+    """Return a run in which every text that a program can choose attacks the page."""
     phases = [Phase(HOSTILE, 0, 0.0, 1.0), Phase("forward", 1, 1.0, 2.0)]
     phases.append(Phase("a" * 5000, 2, 2.0, 3.0))
     events = [

@@ -1,4 +1,4 @@
-"""Penstock's own runs: what is recorded of a step is what its schedule says."""
+"""Recordings of Penstock engines agree with their schedules and plans."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_an_exact_step_is_kept_and_profiler_time_belongs_to_no_step(tmp_path: Pa
 
 def test_phases_plan_and_tiers_come_from_the_engine(tmp_path: Path) -> None:
     setup = Setup.of("llama")
-    gc.collect()  # engines that others left
+    gc.collect()  # engines of other tests
 
     run = observed(setup, DRAM, tmp_path, tmp_path / "run")
 
@@ -96,9 +96,9 @@ def test_phases_plan_and_tiers_come_from_the_engine(tmp_path: Path) -> None:
     plan, planned = setup.plan(DRAM, tmp_path), run.observation.planned
     assert planned is not None
     assert planned.tiers["dram"].peak == plan.peak(Tier.DRAM)
-    held = [sample.tiers for sample in run.samples]
-    assert held[0] == {"dram": plan.peak(Tier.DRAM)}  # before the first step has ended
-    assert held == held[:1] * len(held)
+    tiers = [sample.tiers for sample in run.samples]
+    assert tiers[0] == {"dram": plan.peak(Tier.DRAM)}  # before the first step has ended
+    assert tiers == tiers[:1] * len(tiers)
     assert planned.phases.keys() == {"forward", "backward", "update"}
     assert planned.step_seconds is not None
     assert planned.bound_by
@@ -128,7 +128,7 @@ def test_no_watcher_is_left_after_observing(tmp_path: Path) -> None:
 def test_the_planned_cost_uses_the_speeds_of_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The speeds are those of the cached probe, and those of compiled layers if they are compiled."""
+    """The speeds are those of the cached probe, of compiled layers if layers are compiled."""
     probed = machine(cards=0)
     bare = replace(probed, nodes=tuple(replace(n, rates=()) for n in probed.nodes), transfers=())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""What a run shows, in words: said where it is so, and only there."""
+"""Findings appear in runs that show them, and only there."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from tests.observe.synthetic_runs import (
 )
 
 
-def found(run: RecordedRun) -> dict[str, Finding]:
-    """The first finding of each kind."""
+def by_kind(run: RecordedRun) -> dict[str, Finding]:
+    """Return the first finding of each kind."""
     kinds: dict[str, Finding] = {}
     for finding in find(measure(run)):
         kinds.setdefault(finding.kind, finding)
     return kinds
 
 
-def said(run: RecordedRun, kind: str) -> list[Finding]:
+def of_kind(run: RecordedRun, kind: str) -> list[Finding]:
     return [finding for finding in find(measure(run)) if finding.kind == kind]
 
 
@@ -65,7 +65,7 @@ def test_an_offloaded_run_has_the_findings_of_the_study(said: str) -> None:
 
 
 def test_a_streamed_run_has_none_of_these_findings() -> None:
-    kinds = found(streamed())
+    kinds = by_kind(streamed())
 
     assert not {"waiting", "overlap", "pageable", "link-idle", "plan-bytes", "serial"} & set(kinds)
     assert "hidden behind compute" in kinds["sweep"].text
@@ -82,7 +82,7 @@ def test_findings_are_sorted_by_severity_and_cost() -> None:
 
 
 def test_samples_show_an_idle_gpu_and_busy_cores() -> None:
-    kinds = found(sampled())
+    kinds = by_kind(sampled())
 
     assert kinds["gpu-idle"].text == (
         "GPU idle for 100 % of update, which takes 40 % of a step; CPU cores 100 % busy"
@@ -98,7 +98,7 @@ def test_differences_from_the_plan_are_found_to_the_byte() -> None:
         links={"h2d": PLANNED.links["h2d"] - 1, "d2h": PLANNED.links["d2h"]},
         step_seconds=1.0,
     )
-    kinds = found(streamed(planned=planned))
+    kinds = by_kind(streamed(planned=planned))
 
     assert kinds["plan-peak"].level == "bad"
     assert "1 bytes above" in kinds["plan-peak"].text
@@ -135,7 +135,7 @@ def test_a_killed_or_failed_program_is_the_first_finding() -> None:
 
 
 def steady(grow: int = 0, available: int = 64 * GiB, reserved: int = 10 * GiB) -> RecordedRun:
-    """Twelve steps of a second, of which each may hold more than the last."""
+    """Return twelve steps of one second, each of which may use more memory than the last."""
     phases = [Phase("forward", n, float(n), n + 1.0) for n in range(12)]
     samples = [
         Sample(
@@ -150,10 +150,10 @@ def steady(grow: int = 0, available: int = 64 * GiB, reserved: int = 10 * GiB) -
 
 
 def test_growing_fragmented_and_low_memory_are_found() -> None:
-    assert found(steady()) == {}
-    assert "10.1 GiB" in found(steady(grow=GiB // 10))["growth"].text
-    assert "holds 6.00 GiB more" in found(steady(reserved=16 * GiB))["fragmentation"].text
-    assert "down to 1.00 GiB of 128 GiB" in found(steady(available=GiB))["host-memory"].text
+    assert by_kind(steady()) == {}
+    assert "10.1 GiB" in by_kind(steady(grow=GiB // 10))["growth"].text
+    assert "holds 6.00 GiB more" in by_kind(steady(reserved=16 * GiB))["fragmentation"].text
+    assert "down to 1.00 GiB of 128 GiB" in by_kind(steady(available=GiB))["host-memory"].text
 
 
 def test_slow_steps_are_counted() -> None:
@@ -163,7 +163,7 @@ def test_slow_steps_are_counted() -> None:
         phases.append(Phase("forward", number, at, at + seconds))
         at += seconds
 
-    said = found(make_run(phases, [], []))["slow-steps"].text
+    said = by_kind(make_run(phases, [], []))["slow-steps"].text
     assert said == "1 of 9 steps took more than twice the median; step 9 took 4.00 s"
 
 
@@ -185,7 +185,7 @@ def test_the_verdict_is_one_sentence(run: RecordedRun, said: str) -> None:
 
 
 def test_without_a_gpu_there_are_no_findings_about_pcie_or_pinning() -> None:
-    kinds = found(offloaded(hardware=replace(HARDWARE, gpus=())))
+    kinds = by_kind(offloaded(hardware=replace(HARDWARE, gpus=())))
 
     assert "waiting" in kinds
     assert not {"pageable", "link-idle"} & set(kinds)
@@ -219,16 +219,15 @@ def test_a_disks_plan_covers_both_directions() -> None:
     kept = streamed(planned=replace(PLANNED, links={"disk:nvme0n1": both}))
     missed = streamed(planned=replace(PLANNED, links={"disk:nvme0n1": both + 1}))
 
-    assert "plan-bytes" not in found(kept)
-    assert found(missed)["plan-bytes"].text.startswith("Disk nvme0n1 carried 900 MB per step")
+    assert "plan-bytes" not in by_kind(kept)
+    assert by_kind(missed)["plan-bytes"].text.startswith("Disk nvme0n1 carried 900 MB per step")
 
 
 # Waits and overlap.
 
 
-def unswept(busy: float = 0.8) -> RecordedRun:
-    """An optimizer on the CPU that nobody recorded: no sweep, but cores that work in update. A
-    sample says what they did since the one before."""
+def without_sweep_events(busy: float = 0.8) -> RecordedRun:
+    """Return a run whose CPU optimizer was not recorded: no sweep, but busy cores in update."""
     run = offloaded()
     before = [None, *(sample.phase for sample in run.samples)]
     samples = tuple(
@@ -240,9 +239,9 @@ def unswept(busy: float = 0.8) -> RecordedRun:
 
 
 def test_an_unexplained_wait_names_its_phase_and_busy_cores() -> None:
-    found = said(unswept(), "waiting")[0]
+    found = of_kind(without_sweep_events(), "waiting")[0]
 
-    # Of each step: 0.1 s before backward's first kernel, 0.6 of update.
+    # Per step: 0.1 s before the first kernel of backward, and 0.6 s in update.
     assert found.text == (
         "GPU idle for 700 ms per step, cause not recorded: 600 ms in update, "
         "with 13 of 16 CPU cores busy"
@@ -252,18 +251,18 @@ def test_an_unexplained_wait_names_its_phase_and_busy_cores() -> None:
 
 
 def test_few_busy_cores_and_unknown_cores_give_different_advice() -> None:
-    alone, unknown = unswept(busy=0.1), unswept()
+    alone, unknown = without_sweep_events(busy=0.1), without_sweep_events()
     blind = replace(unknown, samples=tuple(replace(s, cpu=()) for s in unknown.samples))
 
-    assert "with 2 of 16 CPU cores busy" in said(alone, "waiting")[0].text
-    assert "main thread" in said(alone, "waiting")[0].advice
-    assert said(blind, "waiting")[0].text.endswith("600 ms in update")
-    assert said(blind, "waiting")[0].advice.startswith("Possible causes: Python code")
+    assert "with 2 of 16 CPU cores busy" in of_kind(alone, "waiting")[0].text
+    assert "main thread" in of_kind(alone, "waiting")[0].advice
+    assert of_kind(blind, "waiting")[0].text.endswith("600 ms in update")
+    assert of_kind(blind, "waiting")[0].advice.startswith("Possible causes: Python code")
 
 
 def test_core_load_counts_only_for_the_phase_that_it_covers() -> None:
-    """Read every 0.7 s, most figures are of two phases; those of update alone say what it was."""
-    run = unswept()
+    """With a sample every 0.7 s, most samples cover two phases and do not count."""
+    run = without_sweep_events()
     sparse, last, busy = [], 0.0, 0.0
     for sample in run.samples:
         busy += 0.05 * sample.cpu[0]
@@ -280,25 +279,25 @@ def test_core_load_counts_only_for_the_phase_that_it_covers() -> None:
 
 
 def test_an_unexplained_wait_in_two_phases_names_both() -> None:
-    run = unswept()
+    run = without_sweep_events()
     events = tuple(e for e in run.events if e.phase != "forward")
     m = measure(replace(run, events=events))
 
     assert unexplained_idle(m) == pytest.approx({"update": 0.6, "forward": 0.4, "backward": 0.1})
-    text = said(replace(run, events=events), "waiting")[0].text
+    text = of_kind(replace(run, events=events), "waiting")[0].text
     assert text.endswith(
         "600 ms in update and 400 ms in forward, with 13 of 16 CPU cores busy in update"
     )
 
 
 def test_copies_during_a_sweep_cost_no_extra_time() -> None:
-    """The weights of each step come while the sweep goes on: it is the sweep that costs."""
+    """The weights are copied during the sweep, so the sweep is what costs time."""
     run = offloaded()
     events = [
         replace(e, start=e.start - 0.2, end=e.end - 0.2) if e.name == "weights" else e
         for e in run.events
     ]
-    found = said(replace(run, events=tuple(events)), "overlap")[0]
+    found = of_kind(replace(run, events=tuple(events)), "overlap")[0]
 
     assert found.text == (
         "40 % of copy time hidden behind compute; 300 ms per step not hidden, "
@@ -306,15 +305,15 @@ def test_copies_during_a_sweep_cost_no_extra_time() -> None:
     )
     assert (found.level, found.seconds) == ("warn", pytest.approx(0.1))
     quick = [replace(e, end=e.start + 0.2) if e.name == "gradients" else e for e in events]
-    assert said(replace(run, events=tuple(quick)), "overlap")[0].level == "note"
+    assert of_kind(replace(run, events=tuple(quick)), "overlap")[0].level == "note"
 
 
 def test_pcie_is_not_reported_as_idle_if_nothing_uses_it() -> None:
     run = offloaded()
     tokens = tuple(replace(e, nbytes=1000) if e.link else e for e in run.events)
 
-    assert said(run, "link-idle")
-    assert not said(replace(run, events=tokens), "link-idle")
+    assert of_kind(run, "link-idle")
+    assert not of_kind(replace(run, events=tokens), "link-idle")
 
 
 def test_unused_memory_is_not_reported_for_phases_with_few_samples() -> None:
@@ -322,5 +321,5 @@ def test_unused_memory_is_not_reported_for_phases_with_few_samples() -> None:
     few = tuple(s for s in run.samples if s.phase != "update" or s.step == 3)
     none = tuple(s for s in few if s.phase != "update" or s.t < 7.6)
 
-    assert "during update" in said(replace(run, samples=few), "trough")[0].text
-    assert "during update" not in said(replace(run, samples=none), "trough")[0].text
+    assert "during update" in of_kind(replace(run, samples=few), "trough")[0].text
+    assert "during update" not in of_kind(replace(run, samples=none), "trough")[0].text

@@ -1,4 +1,4 @@
-"""Loops that others wrote: their phases are found with nothing said."""
+"""Training loops of other libraries: phases are detected without any changes to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import penstock
 from penstock.observe.run_files import read_run
-from tests.observe.training_loops import STEP, expected, names
+from tests.observe.training_loops import STEP, expected, phases_and_steps
 
 STEPS = 3
 
@@ -42,7 +42,7 @@ def test_phases_of_a_transformers_trainer_are_detected(tmp_path: Path) -> None:
 
     run = read_run(tmp_path / "run")
     wanted = expected(STEPS, ["forward", "backward", "forward", "backward", "update"])
-    assert [pair for pair in names(run) if pair[0] != "data"] == wanted
+    assert [pair for pair in phases_and_steps(run) if pair[0] != "data"] == wanted
     assert run.notes == ()
 
 
@@ -58,13 +58,13 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 def test_phases_of_fsdp_with_cpu_offload_are_detected(tmp_path: Path) -> None:
     model = tiny_model()
-    told: Any = {
+    options: Any = {
         "mesh": init_device_mesh("cpu", (1,)),
         "offload_policy": CPUOffloadPolicy(pin_memory=False),
     }
     for layer in model.model.layers:
-        fully_shard(layer, **told)
-    fully_shard(model, **told)
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.arange(16)[None]
     with penstock.observe(tmp_path / "run"):
@@ -74,4 +74,4 @@ def test_phases_of_fsdp_with_cpu_offload_are_detected(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    assert names(read_run(tmp_path / "run")) == expected(STEPS, STEP)
+    assert phases_and_steps(read_run(tmp_path / "run")) == expected(STEPS, STEP)

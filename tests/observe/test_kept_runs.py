@@ -1,4 +1,4 @@
-"""The runs that docs/observe-study.md speaks of, read again: files, figures and page agree."""
+"""The recorded runs behind docs/observe-study.md: files, figures and pages agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNS = ("plain", "deepspeed-zero3", "fsdp2", "penstock")
 FIGURES = REPO / "bench/results/observe_study_nvidia-h200_2026-11-15.json"
 
 pytestmark = pytest.mark.skipif(
-    not KEPT.parent.exists(), reason="results are in the repository, not in source distributions"
+    not KEPT.parent.exists(), reason="source distributions do not contain the results"
 )
 
 
@@ -41,7 +41,7 @@ def leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
         for key, inner in value.items():
             yield from leaves(inner, f"{at}.{key}")
     else:
-        yield at, -1 if value is None else value  # no figure is below zero
+        yield at, -1 if value is None else value  # no figure is negative
 
 
 def test_a_kept_run_reproduces_the_results_file(
@@ -53,7 +53,7 @@ def test_a_kept_run_reproduces_the_results_file(
 
 
 def test_a_kept_report_has_the_current_verdict(run: tuple[str, Measures]) -> None:
-    """Where this fails, `penstock report` renders it again."""
+    """If this fails, render the kept reports again with `penstock report`."""
     name, m = run
     kept = (KEPT / name / "report.html").read_text(encoding="utf-8")
 

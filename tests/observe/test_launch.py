@@ -1,4 +1,4 @@
-"""`penstock profile`: any program, whatever end it comes to."""
+"""`penstock profile`: programs that end normally, fail, or are killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.observe.run_files import read_run
 
 PROGRAM = """
 import os, sys
-import theirs  # of the program's own sitecustomize
+import theirs  # set up by the program's own sitecustomize
 assert theirs.ran
 import torch
 torch.set_num_threads(1)
@@ -64,7 +64,7 @@ def profile(
 
 
 def program(tmp_path: Path, rest: str) -> Path:
-    """A program, and a sitecustomize of its own."""
+    """Write a program with its own sitecustomize, and return the directory of the latter."""
     own = tmp_path / "own"
     own.mkdir()
     (own / "theirs.py").write_text("ran = False\n")
@@ -142,7 +142,7 @@ def test_wrong_options_are_usage_errors(tmp_path: Path, options: tuple[str, ...]
 def test_signals_are_passed_on_to_the_program(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, time\n"
-        "signal.signal(signal.SIGINT, lambda *_: (os.write(1, b'heard\\n'), sys.exit(5)))\n"
+        "signal.signal(signal.SIGINT, lambda *_: (os.write(1, b'received\\n'), sys.exit(5)))\n"
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -154,7 +154,7 @@ def test_signals_are_passed_on_to_the_program(tmp_path: Path) -> None:
         assert started.stdout is not None
         assert started.stdout.readline() == "ready\n"
         os.kill(started.pid, signal.SIGINT)
-        assert started.stdout.read() == "heard\n"
+        assert started.stdout.read() == "received\n"
 
     assert started.returncode == 5
     assert read_run(tmp_path / "run").observation.exit_code == 5

@@ -1,4 +1,4 @@
-"""Figures of runs whose answers are known, and sets of time against brute force."""
+"""Figures of runs whose answers are known."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from penstock.observe.records import Event, GpuSample, HostSample, Phase, Sample
 from penstock.units import GiB
 from tests.observe.synthetic_runs import (
     GB,
-    finishing,
     make_run,
     offloaded,
     on_cpu,
     sampled,
     streamed,
+    with_separate_sweeps,
 )
 
 
 def test_the_lower_bound_never_exceeds_the_step_time() -> None:
-    """As when the steps whose events were kept are not the typical ones."""
+    """Even if the steps whose events were kept are slower than the median."""
     m = measure(offloaded())
 
     assert dataclasses.replace(m, seconds=1.0).floor == pytest.approx(0.5)
@@ -60,7 +60,7 @@ def test_a_streamed_run_is_compute_bound_and_matches_its_plan() -> None:
     assert {link: m.links[link].nbytes for link in planned.links} == planned.links
     tiers = {peak.key: (peak.planned, peak.budget) for peak in m.peaks if peak.planned is not None}
     assert tiers["tier.hbm"] == (7 * GiB, 8 * GiB)
-    assert "tier.cxl" not in tiers  # nothing was planned there, and nothing was
+    assert "tier.cxl" not in tiers  # neither planned nor used
 
 
 def test_figures_from_samples_are_marked_as_inexact() -> None:
@@ -121,18 +121,18 @@ def test_low_disk_traffic_is_not_attributed_to_the_run() -> None:
 
 
 def test_a_final_sweep_belongs_to_no_step() -> None:
-    m = measure(finishing(streamed(), 7))
+    m = measure(with_separate_sweeps(streamed(), 7))
 
     assert "update" not in m.phases
     assert m.steps[-1].seconds == pytest.approx(1.2)
 
 
 def test_updates_of_most_steps_belong_to_the_steps() -> None:
-    every = measure(finishing(streamed(), *range(8)))
-    anybodys = measure(replace(offloaded(), phases=offloaded().phases[:-1]))
+    every = measure(with_separate_sweeps(streamed(), *range(8)))
+    other = measure(replace(offloaded(), phases=offloaded().phases[:-1]))
 
     assert every.phases["update"] == pytest.approx(0.3)
-    assert anybodys.phases["update"] == pytest.approx(0.8 * 4 / 5)
+    assert other.phases["update"] == pytest.approx(0.8 * 4 / 5)
 
 
 def test_a_copy_within_the_gpu_counts_as_gpu_work() -> None:
@@ -149,8 +149,8 @@ def test_a_copy_within_the_gpu_counts_as_gpu_work() -> None:
     assert not any("d2d" in names for names in m.waits)
 
 
-def ahead() -> Measures:
-    """A host that is through with backward before the GPU is through with forward."""
+def host_ahead_of_gpu() -> Measures:
+    """A host that finishes backward before the GPU finishes forward."""
     phases = [
         Phase(name, n, n + a, n + b)
         for n in range(6)
@@ -171,11 +171,11 @@ def ahead() -> Measures:
 
 
 def test_torch_memory_follows_the_hosts_phase_and_other_figures_the_gpus() -> None:
-    m = ahead()
-    torchs, kernels = m.stats(m.memory["gpu0.allocated"]), m.stats(m.memory["host.rss"])
+    m = host_ahead_of_gpu()
+    by_torch, by_kernel = m.stats(m.memory["gpu0.allocated"]), m.stats(m.memory["host.rss"])
 
-    assert (torchs["forward"].high, torchs["backward"].high) == (2 * GiB, 9 * GiB)
-    assert (kernels["forward"].high, kernels["backward"].high) == (9 * GiB, 2 * GiB)
+    assert (by_torch["forward"].high, by_torch["backward"].high) == (2 * GiB, 9 * GiB)
+    assert (by_kernel["forward"].high, by_kernel["backward"].high) == (9 * GiB, 2 * GiB)
     peaks = {peak.key: (peak.step, peak.phase) for peak in m.peaks}
     assert peaks["gpu0.allocated"] == (0, "backward")
     assert peaks["host.rss"] == (0, "forward")
@@ -192,11 +192,11 @@ def test_a_peak_before_the_first_phase_is_described() -> None:
 
 def test_a_peak_between_samples_comes_from_torch() -> None:
     run = offloaded()
-    told = tuple(
+    with_peaks = tuple(
         replace(s, gpu=(replace(s.gpu[0], peak=(9 if s.t < 5.0 else 23) * GiB),))
         for s in run.samples
     )
-    known, unknown = measure(replace(run, samples=told)), measure(run)
+    known, unknown = measure(replace(run, samples=with_peaks)), measure(run)
 
     def tensors(m: Measures) -> tuple[int | None, int | None, str | None]:
         peak = next(peak for peak in m.peaks if peak.key == "gpu0.allocated")
@@ -209,12 +209,12 @@ def test_a_peak_between_samples_comes_from_torch() -> None:
 
 def test_reserved_hbm_is_not_mistaken_for_used_hbm() -> None:
     run = streamed()
-    aside = tuple(replace(s, tiers={**s.tiers, "hbm": 7 * GiB}) for s in run.samples)
-    m = measure(replace(run, samples=aside))
+    reserved = tuple(replace(s, tiers={**s.tiers, "hbm": 7 * GiB}) for s in run.samples)
+    m = measure(replace(run, samples=reserved))
 
-    held = max(sample.gpu[0].allocated or 0 for sample in run.samples)
+    used = max(sample.gpu[0].allocated or 0 for sample in run.samples)
     tier = next(peak for peak in m.peaks if peak.key == "tier.hbm")
-    assert (tier.planned, tier.measured) == (7 * GiB, held)
+    assert (tier.planned, tier.measured) == (7 * GiB, used)
     window = step_window(m)
     assert window is not None
     drawn = memory_plots(m, window)[0]

@@ -1,4 +1,4 @@
-"""Any PyTorch program: its phases are found, and it is left as it was."""
+"""`penstock.observe` in a PyTorch program: phases are detected, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import penstock
 from penstock.observe.run_files import read_run
-from tests.observe.training_loops import STEP, Loop, expected, names
+from tests.observe.training_loops import STEP, Loop, expected, phases_and_steps
 
 
 def test_phases_are_detected(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_phases_are_detected(tmp_path: Path) -> None:
             loop.model(torch.randn(2, 8))
 
     run = read_run(tmp_path)
-    assert names(run) == [*expected(3), ("evaluate", 3)]
+    assert phases_and_steps(run) == [*expected(3), ("evaluate", 3)]
     assert run.observation.ended_by == "exit"
     assert run.notes == ()
 
@@ -42,12 +42,12 @@ def test_data_loading_accumulation_and_saving_are_detected(tmp_path: Path) -> No
             loop.step(micro_batches=2)
         torch.save(loop.model.state_dict(), tmp_path / "weights.pt")
 
-    one = ["data", "forward", "backward", "forward", "backward", "update"]
-    assert names(read_run(tmp_path / "run")) == [*expected(2, one), ("save", 2)]
+    phases = ["data", "forward", "backward", "forward", "backward", "update"]
+    assert phases_and_steps(read_run(tmp_path / "run")) == [*expected(2, phases), ("save", 2)]
 
 
 def test_models_created_while_observing_are_detected(tmp_path: Path) -> None:
-    """Their first forward is over by the time that anybody knows of them."""
+    """Their first forward has ended before they have hooks."""
     with penstock.observe(tmp_path):
         loop = Loop()
         for _ in range(3):
@@ -56,8 +56,8 @@ def test_models_created_while_observing_are_detected(tmp_path: Path) -> None:
             other.step()
 
     run = read_run(tmp_path)
-    assert names(run)[-3:] == [(name, 6) for name in STEP]
-    assert [name for name, _ in names(run)].count("update") == 6
+    assert phases_and_steps(run)[-3:] == [(name, 6) for name in STEP]
+    assert [name for name, _ in phases_and_steps(run)].count("update") == 6
 
 
 def test_observing_does_not_recompile_a_compiled_model(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_observing_does_not_recompile_a_compiled_model(tmp_path: Path) -> None:
             loop.step()
 
     assert len(compiled) == before
-    assert names(read_run(tmp_path)) == expected(2)
+    assert phases_and_steps(read_run(tmp_path)) == expected(2)
 
 
 def test_two_models_and_two_optimizers_are_one_step(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_two_models_and_two_optimizers_are_one_step(tmp_path: Path) -> None:
             first.optimizer.step()
             second.optimizer.step()
 
-    assert names(read_run(tmp_path)) == expected(2)
+    assert phases_and_steps(read_run(tmp_path)) == expected(2)
 
 
 def test_recomputation_in_backward_belongs_to_backward(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_recomputation_in_backward_belongs_to_backward(tmp_path: Path) -> None:
             out.sum().backward()
             loop.optimizer.step()
 
-    assert names(read_run(tmp_path)) == expected(2)
+    assert phases_and_steps(read_run(tmp_path)) == expected(2)
 
 
 def test_an_exception_of_the_program_propagates_and_is_recorded(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_an_exception_of_the_program_propagates_and_is_recorded(tmp_path: Path) 
 
     run = read_run(tmp_path)
     assert run.observation.ended_by == "RuntimeError"
-    assert names(run) == [*expected(1), ("forward", 2)]
+    assert phases_and_steps(run) == [*expected(1), ("forward", 2)]
 
 
 def test_all_hooks_and_threads_are_removed(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_all_hooks_and_threads_are_removed(tmp_path: Path) -> None:
 def test_a_wrapper_that_was_added_later_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "save", torch.save)  # put back afterwards
+    monkeypatch.setattr(torch, "save", torch.save)  # so that it is restored afterwards
     with penstock.observe(tmp_path):
         ours = torch.save
 
@@ -162,12 +162,11 @@ def test_named_phases_and_steps_are_recorded(tmp_path: Path) -> None:
                 loop.step()
             obs.step()
 
-    assert names(read_run(tmp_path)) == [("rollout", 1), ("rollout", 2)]
+    assert phases_and_steps(read_run(tmp_path)) == [("rollout", 1), ("rollout", 2)]
 
 
 def test_phases_last_as_long_as_the_sleeps_inside(tmp_path: Path) -> None:
-    """Nothing here depends on how fast the machine is: a sleep is never shorter than asked, and
-    phases that follow one another have no time between them to lose."""
+    """This does not depend on the speed of the machine: a sleep is never shorter than requested."""
     with penstock.observe(tmp_path) as obs:
         began = time.perf_counter()
         for name in ("forward", "backward", "update"):

@@ -1,4 +1,4 @@
-"""On a GPU: copies of known size, and phases that wait for the card."""
+"""Observing a program that uses a GPU."""
 
 from __future__ import annotations
 

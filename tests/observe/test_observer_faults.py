@@ -1,4 +1,4 @@
-"""Whatever goes wrong while a program is observed, the program goes on."""
+"""Failures of the recording: the observed program continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import penstock
 from penstock.observe import recorder as recording
 from penstock.observe.errors import ObserveError
 from penstock.observe.run_files import read_run
-from tests.observe.training_loops import Loop, expected, names
+from tests.observe.training_loops import Loop, expected, phases_and_steps
 
 
 def test_a_full_disk_stops_the_recording_but_not_the_program(
@@ -28,13 +28,13 @@ def test_a_full_disk_stops_the_recording_but_not_the_program(
         with penstock.observe(tmp_path, interval=0.005) as obs:
             loop.step()
             monkeypatch.setattr("penstock.observe.run_files.LineFile.flush", full)
-            obs._running()._thread.join()  # it has ended by itself
+            obs._running()._thread.join()  # it has stopped because of the error
             loop.step()
 
-    with pytest.warns(RuntimeWarning, match=r"No space left on device.*continues") as told:
+    with pytest.warns(RuntimeWarning, match=r"No space left on device.*continues") as warned:
         program()
 
-    assert len(told) == 1
+    assert len(warned) == 1
     assert read_run(tmp_path).observation.ended is None
 
 
@@ -51,7 +51,7 @@ def test_an_error_in_the_tracker_becomes_a_note(
         loop.step()
 
     run = read_run(tmp_path)
-    assert names(run) == expected(1)
+    assert phases_and_steps(run) == expected(1)
     assert run.notes == ("phases are no longer tracked: the clock has stopped",)
 
 
@@ -62,7 +62,7 @@ def test_an_unwritable_directory_is_rejected_before_the_program_runs(tmp_path: P
         pytest.raises(ObserveError, match="cannot be written to"),
         penstock.observe(tmp_path / "run"),
     ):
-        pytest.fail("it ran")
+        pytest.fail("the program ran")
 
 
 @pytest.mark.parametrize(
@@ -90,5 +90,5 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
         loop.step()
 
     run = read_run(tmp_path)
-    assert names(run) == expected(2)
+    assert phases_and_steps(run) == expected(2)
     assert run.observation.ended is not None

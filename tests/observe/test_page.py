@@ -1,4 +1,4 @@
-"""The page: whole, small, harmless, and readable by everybody."""
+"""The report page: complete, small, safe and accessible."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CSS = Path(page_module.__file__).with_name("page.css").read_text()
 
 
 class Reader(HTMLParser):
-    """Elements as a browser would see them."""
+    """Collects elements as a browser would see them."""
 
     VOID = ("meta", "br", "img", "input", "link")
 
@@ -44,7 +44,7 @@ class Reader(HTMLParser):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, f"</{tag}> closes something else"
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
 
     def all(self, tag: str, **wanted: str) -> list[dict[str, str | None]]:
         return [
@@ -108,7 +108,7 @@ def test_hostile_names_are_escaped(pages: dict[str, str]) -> None:
     assert html.count("<script") == 2
     assert "<img" not in html
     assert "&lt;/script&gt;" in html
-    html.encode("utf-8")  # the lone surrogate is gone
+    html.encode("utf-8")  # fails on a lone surrogate
     data = re.search(r'id="data">(.*?)</script>', html, re.DOTALL)
     assert data is not None
     assert "<" not in data[1]
@@ -142,7 +142,7 @@ def test_several_processes_are_listed() -> None:
 
 
 def long_run() -> RecordedRun:
-    """Many samples, and a step of thirty thousand kernels."""
+    """Return a run with many samples, and a step of thirty thousand kernels."""
     phases = [Phase("forward", n, n * 10.0, n * 10.0 + 10.0) for n in range(120)]
     samples = [
         Sample(t=k * 0.1, gpu=(GpuSample(k % 977, 2000, 3000, 0.5, 1.0, 1.0),))

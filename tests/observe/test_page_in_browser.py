@@ -1,4 +1,4 @@
-"""The page in a real browser: `make test-browser`, where Chromium is installed."""
+"""The report page in a real browser: `make test-browser`, if Chromium is installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ PROGRAM = find_browser()
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(
-        PROGRAM is None, reason="no Chromium here; on Debian and Ubuntu: apt install chromium"
+        PROGRAM is None,
+        reason="Chromium is not installed; on Debian and Ubuntu: apt install chromium",
     ),
 ]
 
@@ -56,7 +57,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def pixels(png: bytes) -> tuple[int, int, list[bytes]]:
-    """Width, height and rows of RGB of a PNG of 8 bits without interlacing."""
+    """Decode an 8-bit PNG without interlacing to width, height and rows of RGB."""
     at, packed, wide, tall, channels = 8, b"", 0, 0, 3
     while at < len(png):
         length, kind = struct.unpack(">I4s", png[at : at + 8])
@@ -99,7 +100,7 @@ def unfiltered(kind: int, row: bytearray, above: bytes, step: int) -> bytes:
 
 
 def colours_in(browser: Browser, selector: str) -> Counter[tuple[int, ...]]:
-    """Pixels of an element as it is on the screen, by colour."""
+    """Count the pixels of an element on the screen by colour."""
     box = browser.run(
         f"(() => {{const e = document.querySelector({selector!r}); e.scrollIntoView();"
         "const b = e.getBoundingClientRect();"
@@ -120,13 +121,13 @@ def colours_in(browser: Browser, selector: str) -> Counter[tuple[int, ...]]:
 def test_a_page_opens_offline_without_console_messages(
     name: str, width: int, dark: bool, browser: Browser, pages: dict[str, Path]
 ) -> None:
-    browser.said.clear()
+    browser.messages.clear()
     browser.call("Network.emulateNetworkConditions", offline=True, latency=0,
                  downloadThroughput=0, uploadThroughput=0)  # fmt: skip
     browser.open(pages[name], width=width, dark=dark)
 
     assert browser.run("document.documentElement.dataset.ready") == "true"
-    assert browser.said == []
+    assert browser.messages == []
     assert browser.run("document.title") != "owned"
     assert browser.run("document.querySelectorAll('h1').length") == 1
     # Nothing sticks out to the right: wide tables scroll within themselves.
@@ -160,8 +161,8 @@ def test_plots_are_drawn_without_the_script(browser: Browser, pages: dict[str, P
 
 
 def view(browser: Browser, figure: str = "timeline") -> tuple[float, float]:
-    told = browser.run(f"document.getElementById('{figure}').dataset.view || '0 1000'")
-    low, high = map(float, told.split())
+    readout = browser.run(f"document.getElementById('{figure}').dataset.view || '0 1000'")
+    low, high = map(float, readout.split())
     return low, high
 
 
@@ -265,13 +266,13 @@ def test_the_cursor_shows_values_and_boxes(browser: Browser, pages: dict[str, Pa
     browser.open(pages["offloaded"])
     place = area(browser, "memory-0")
     browser.mouse("mouseMoved", place["x"] + 0.9 * place["width"], place["y"] + 60)
-    told = browser.run("document.querySelector('#memory-0 .readout').innerText")
-    assert told.startswith("at 1.80 s · tensors 2.00 GiB")
+    readout = browser.run("document.querySelector('#memory-0 .readout').innerText")
+    assert readout.startswith("at 1.80 s · tensors 2.00 GiB")
 
     place = area(browser)
     browser.mouse("mouseMoved", place["x"] + 0.95 * place["width"], place["y"] + 18 + 24 + 10)
-    told = browser.run("document.querySelector('#timeline .readout').innerText")
-    assert told.endswith("h2d · weights · 200 ms · 3.00 GB, 15.0 GB/s · update")
+    readout = browser.run("document.querySelector('#timeline .readout').innerText")
+    assert readout.endswith("h2d · weights · 200 ms · 3.00 GB, 15.0 GB/s · update")
 
 
 def test_every_control_is_reachable_by_keyboard(browser: Browser, pages: dict[str, Path]) -> None:

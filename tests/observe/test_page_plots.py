@@ -1,4 +1,4 @@
-"""The stretch of time that a plot shows, and the points that it has of it."""
+"""The time windows of plots, and the points in them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.observe.test_intervals import SPANS
 
 
 def sparse(gap_after: int | None = None) -> Measures:
-    """Eight steps of 1 s with a sample every 0.3 s: GPU memory is as many GiB as tenths of the
-    step have passed. Every other step is half as fast again, in both of its phases."""
+    """Return eight steps of 1 s with a sample every 0.3 s. GPU memory grows by 1 GiB per tenth of a
+    step, and every other step takes 1.5 s."""
     phases, samples, at = [], [], 0.0
     for n in range(8):
         wide = 1.5 if n % 2 else 1.0
@@ -50,9 +50,9 @@ def test_a_step_with_few_samples_is_drawn_from_all_steps() -> None:
     m = sparse()
     window = step_window(m)
     assert window is not None
-    laid = overlay_steps(m, window, ["gpu0.allocated"])
+    overlaid = overlay_steps(m, window, ["gpu0.allocated"])
 
-    points = points_in(m.memory["gpu0.allocated"], laid)
+    points = points_in(m.memory["gpu0.allocated"], overlaid)
 
     seconds = window.end - window.start
     assert len(points) == 3 * 4 + 4 * 5
@@ -105,7 +105,7 @@ def test_the_warmup_step_is_mentioned_and_not_drawn() -> None:
 
 
 def test_a_phase_has_the_same_colour_in_bars_and_plots() -> None:
-    """Time that no phase claims has none, and takes no other's."""
+    """Time between phases has no colour, and does not shift the colours of phases."""
     phases = [Phase(name, n, n + a, n + b) for n in range(4)
               for name, a, b in (("forward", 0.0, 0.3), ("update", 0.6, 1.0))]  # fmt: skip
     samples = [Sample(t=0.1 * k, host=HostSample(rss=GiB)) for k in range(40)]

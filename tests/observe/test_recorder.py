@@ -1,4 +1,4 @@
-"""How often samples are taken: fewer where they cost too much, and only then."""
+"""The sampling interval adapts to the cost of samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.observe.samplers import Reading
 
 
 class Clocks:
-    """Time that passes when it is told to: the wall's, and the thread's own."""
+    """Wall-clock and thread time that the test controls."""
 
     def __init__(self) -> None:
         self.wall = self.thread = 100.0
@@ -27,8 +27,10 @@ class Clocks:
         return self.wall
 
 
-class Costly:
-    name, every = "costly", 1
+class ExpensiveSampler:
+    """A sampler that takes a given CPU time."""
+
+    name, every = "expensive", 1
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks, self.seconds = clocks, 0.0
@@ -39,13 +41,13 @@ class Costly:
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
-    made = Clocks()
-    monkeypatch.setattr(recording, "time", made)
-    return made
+    fake = Clocks()
+    monkeypatch.setattr(recording, "time", fake)
+    return fake
 
 
 def pass_time(recorder: Recorder, clocks: Clocks, windows: int = 1) -> None:
-    """Sample for some of the stretches over which the cost is watched."""
+    """Sample for some windows over which the CPU time is measured."""
     until = clocks.wall + windows * (CPU_WINDOW + 1)
     while clocks.wall < until:
         recorder._record()
@@ -53,15 +55,15 @@ def pass_time(recorder: Recorder, clocks: Clocks, windows: int = 1) -> None:
 
 
 def test_expensive_samples_are_taken_less_often_for_a_while(tmp_path: Path, clocks: Clocks) -> None:
-    costly = Costly(clocks)
-    recorder = Recorder(tmp_path, [costly])
+    sampler = ExpensiveSampler(clocks)
+    recorder = Recorder(tmp_path, [sampler])
     pass_time(recorder, clocks)
-    costly.seconds = 0.05 * INTERVAL
+    sampler.seconds = 0.05 * INTERVAL
     pass_time(recorder, clocks, 3)
 
     assert recorder.interval > INTERVAL
     assert recorder.folder.observation.interval == recorder.interval
-    costly.seconds = 0.0
+    sampler.seconds = 0.0
     pass_time(recorder, clocks, 6)
     assert recorder.interval == INTERVAL
     recorder.stop()
@@ -71,9 +73,9 @@ def test_expensive_samples_are_taken_less_often_for_a_while(tmp_path: Path, cloc
 
 
 def test_writing_an_exact_step_does_not_slow_down_sampling(tmp_path: Path, clocks: Clocks) -> None:
-    costly = Costly(clocks)
-    costly.seconds = 0.005 * INTERVAL
-    recorder = Recorder(tmp_path, [costly])
+    sampler = ExpensiveSampler(clocks)
+    sampler.seconds = 0.005 * INTERVAL
+    recorder = Recorder(tmp_path, [sampler])
 
     def write() -> None:
         clocks.thread += 1.0

@@ -1,4 +1,4 @@
-"""A run's directory: what is written is read back, whatever end it came to."""
+"""A run's directory: written, rotated, damaged, and read back."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ RECORDS: list[Sample | Phase | Event] = [
 ]
 
 
-def written(folder: Path, observation: Observation = OBSERVATION) -> Path:
+def write_example(folder: Path, observation: Observation = OBSERVATION) -> Path:
     run = RunFolder(folder, observation)
     for record in RECORDS:
         run.write(record)
@@ -77,7 +77,7 @@ def test_a_line_contains_the_whole_record(record: Sample | Phase | Event) -> Non
 
 
 def test_a_written_run_is_read_back(tmp_path: Path) -> None:
-    run = read_run(written(tmp_path / "run"))
+    run = read_run(write_example(tmp_path / "run"))
 
     assert run.observation == OBSERVATION
     assert [*run.samples, *run.phases, *run.events] == RECORDS
@@ -85,7 +85,7 @@ def test_a_written_run_is_read_back(tmp_path: Path) -> None:
 
 
 def test_a_truncated_line_is_skipped_and_noted(tmp_path: Path) -> None:
-    path = written(tmp_path) / "samples.jsonl"
+    path = write_example(tmp_path) / "samples.jsonl"
     os.truncate(path, path.stat().st_size - 5)
 
     run = read_run(tmp_path)
@@ -96,7 +96,7 @@ def test_a_truncated_line_is_skipped_and_noted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["{", "[1]", "null", '{"t": "x"}', '{"t": NaN}', '{"step": 1}'])
 def test_an_invalid_line_is_skipped_and_noted(tmp_path: Path, line: str) -> None:
-    path = written(tmp_path) / "samples.jsonl"
+    path = write_example(tmp_path) / "samples.jsonl"
     path.write_text(f"{line}\n{path.read_text()}")
 
     run = read_run(tmp_path)
@@ -113,7 +113,7 @@ def test_a_run_without_an_end_has_a_note(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [0, 2])
 def test_a_run_of_another_version_is_rejected(tmp_path: Path, version: int) -> None:
-    path = written(tmp_path) / "observe.json"
+    path = write_example(tmp_path) / "observe.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": version}))
 
     with pytest.raises(ObserveError, match=rf"observe\.json: version: .*{version}"):
@@ -126,17 +126,17 @@ def test_a_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_file_in_place_of_the_directory_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("mine")
+    (tmp_path / "run").write_text("user data")
 
     with pytest.raises(ObserveError, match="cannot be written to"):
         RunFolder(tmp_path / "run", OBSERVATION)
-    assert (tmp_path / "run").read_text() == "mine"
+    assert (tmp_path / "run").read_text() == "user data"
 
 
 def test_a_new_run_replaces_an_old_one_and_nothing_else(tmp_path: Path) -> None:
-    written(tmp_path)
+    write_example(tmp_path)
     (tmp_path / "events.4.jsonl").write_text("")
-    (tmp_path / "train.py").write_text("mine")
+    (tmp_path / "train.py").write_text("user data")
 
     RunFolder(tmp_path, OBSERVATION).close()
 
@@ -161,7 +161,7 @@ def test_parts_stay_within_the_limit_and_include_the_first_and_newest(tmp_path: 
 
 def test_parts_are_read_in_order(tmp_path: Path) -> None:
     file = LineFile(tmp_path, "phases", limit=12 * 60, parts=12)
-    for i in range(11):  # ten parts and more: "10" comes after "9"
+    for i in range(11):  # more than ten parts: "10" must come after "9"
         file.write(line_of(Phase("a", i, 0.0, 0.0)) * 3)
     file.close()
     RunFolder(tmp_path / "other", OBSERVATION).close()
@@ -187,7 +187,7 @@ def test_processes_are_read_together_with_their_run(tmp_path: Path) -> None:
     outside.close()
     RunFolder(tmp_path / "process-5", OBSERVATION).close()
     for rank in (10, 2):
-        written(tmp_path / f"rank-{rank}")
+        write_example(tmp_path / f"rank-{rank}")
 
     run = read_run(tmp_path)
 
@@ -202,7 +202,7 @@ def test_processes_are_read_together_with_their_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("own", [None, 5 * MiB])
 def test_the_process_own_memory_figure_takes_precedence(tmp_path: Path, own: int | None) -> None:
-    """From outside, what forked children share is counted for each of them."""
+    """From outside, memory that forked children share is counted once per child."""
     outside = RunFolder(tmp_path, OBSERVATION)
     outside.write(Sample(1.0, host=HostSample(rss=99 * MiB, available=GiB)))
     outside.close()

@@ -1,6 +1,6 @@
-"""What is read at every sample, from machines that are shown and machines that fail."""
+"""Samplers on fake machines, on this machine, and with a fake driver."""
 
-# ruff: noqa: N802 - the driver's own names
+# ruff: noqa: N802 - the driver's function names
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from penstock.tiers import Tier
 from tests.support.machines import machine
 
 
-def shown(root: Path, files: dict[str, str]) -> System:
+def fake_system(root: Path, files: dict[str, str]) -> System:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,10 +45,10 @@ def shown(root: Path, files: dict[str, str]) -> System:
 
 
 def test_process_memory_includes_descendants(tmp_path: Path) -> None:
-    system = shown(tmp_path, {
+    system = fake_system(tmp_path, {
         "proc/5/statm": "100 10 0 0 0 0 0", "proc/5/task/5/children": "6 7 ",
         "proc/6/statm": "100 20 0 0 0 0 0", "proc/6/task/6/children": "",
-        # 7 has ended meanwhile
+        # process 7 has just ended
     })  # fmt: skip
     reading = Reading()
 
@@ -58,7 +58,7 @@ def test_process_memory_includes_descendants(tmp_path: Path) -> None:
 
 
 def test_machine_and_node_memory_are_read_from_meminfo(tmp_path: Path) -> None:
-    system = shown(tmp_path, {
+    system = fake_system(tmp_path, {
         "proc/meminfo": "MemTotal: 100 kB\nMemAvailable:    60 kB\n",
         "sys/devices/system/node/has_memory": "0,2\n",
         "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal: 9 kB\nNode 0 MemUsed:  7 kB\n",
@@ -73,7 +73,7 @@ def test_machine_and_node_memory_are_read_from_meminfo(tmp_path: Path) -> None:
 
 
 def test_disk_traffic_counts_physical_disks_only(tmp_path: Path) -> None:
-    system = shown(tmp_path, {
+    system = fake_system(tmp_path, {
         "proc/diskstats": "259 0 nvme0n1 1 2 10 4 5 6 20 8 0 0 0\n7 0 loop0 1 2 3 4 5 6 7 8 0 0\n",
         "sys/block/nvme0n1/device/model": "a disk", "sys/block/loop0/size": "4",
     })  # fmt: skip
@@ -86,11 +86,11 @@ def test_disk_traffic_counts_physical_disks_only(tmp_path: Path) -> None:
 
 def test_core_load_covers_the_time_since_the_previous_sample(tmp_path: Path) -> None:
     line = "cpu{} {} 0 0 {} {} 0 0 0 0 0\n"
-    system = shown(tmp_path, {"proc/stat": "cpu 1 1\n" + line.format(0, 10, 10, 0)
+    system = fake_system(tmp_path, {"proc/stat": "cpu 1 1\n" + line.format(0, 10, 10, 0)
                               + line.format(1, 0, 0, 0)})  # fmt: skip
     cores, reading = CoreLoad(system), Reading()
     cores.read(Reading())
-    shown(
+    fake_system(
         tmp_path, {"proc/stat": "cpu 1 1\n" + line.format(0, 40, 15, 5) + line.format(1, 0, 0, 9)}
     )
 
@@ -99,51 +99,51 @@ def test_core_load_covers_the_time_since_the_previous_sample(tmp_path: Path) -> 
     assert reading.cpu == (0.75, 0.0)
 
 
-class Failing:
-    """Works once."""
+class FailingSampler:
+    """A sampler that works a limited number of times."""
 
-    name, every = "the weather", 1
+    name, every = "room temperature", 1
 
     def __init__(self) -> None:
         self.left = 1
 
     def read(self, into: Reading) -> None:
         if not self.left:
-            raise OSError("it is gone")
+            raise OSError("sensor removed")
         self.left -= 1
         into.host["rss"] = 5
 
 
 def test_a_sampler_that_fails_is_switched_off_with_one_note() -> None:
     notes: list[str] = []
-    held = TierMemory()
-    held.memory_usages = lambda: [holding(dram=3, pinned=7)]
-    samplers = Samplers([Failing(), held], notes.append)
+    tiers = TierMemory()
+    tiers.memory_usages = lambda: [memory_usage(dram=3, pinned=7)]
+    samplers = Samplers([FailingSampler(), tiers], notes.append)
 
     first, *later = [samplers.read().sample(0.0, 1, None) for _ in range(3)]
 
     assert first.host.rss == 5
     assert [sample.host.rss for sample in later] == [None, None]
     assert [(sample.tiers, sample.host.pinned) for sample in later] == [({"dram": 3}, 7)] * 2
-    assert notes == ["the weather is no longer sampled: it is gone"]
+    assert notes == ["room temperature is no longer sampled: sensor removed"]
 
 
-def holding(*, dram: int, pinned: int, where: str = "cpu") -> MemoryUsage:
+def memory_usage(*, dram: int, pinned: int, where: str = "cpu") -> MemoryUsage:
     found = MemoryUsage(torch.device(where))
     found.tiers, found.pinned = {Tier.DRAM: dram}, pinned
     return found
 
 
 def test_tier_memory_is_read_from_engines_at_every_sample() -> None:
-    one, other = holding(dram=3, pinned=0), holding(dram=4, pinned=9, where="cuda:1")
-    held = TierMemory()
-    held.memory_usages = lambda: [one, other]
+    one, other = memory_usage(dram=3, pinned=0), memory_usage(dram=4, pinned=9, where="cuda:1")
+    tiers = TierMemory()
+    tiers.memory_usages = lambda: [one, other]
     first = Reading(host={"pinned": 1})
     first.gpus[0]["allocated"], first.gpus[1]["allocated"] = 50, 60
 
-    held.read(first)
+    tiers.read(first)
     other.clear()
-    held.read(later := Reading())
+    tiers.read(later := Reading())
 
     assert first.tiers == {"dram": 7, "hbm": 60}
     assert first.host["pinned"] == 10
@@ -151,7 +151,7 @@ def test_tier_memory_is_read_from_engines_at_every_sample() -> None:
 
 
 def test_a_slow_sampler_is_read_less_often() -> None:
-    slow = Failing()
+    slow = FailingSampler()
     slow.every, slow.left = 3, 99
     samplers = Samplers([slow], lambda text: None)
 
@@ -161,37 +161,37 @@ def test_a_slow_sampler_is_read_less_often() -> None:
 
 
 def test_this_machine_can_be_sampled() -> None:
-    parts = describe_hardware()
+    hardware = describe_hardware()
     samplers: list[Sampler] = [
-        ProcessMemory(), MachineMemory(), DiskTraffic(parts.disks), CoreLoad(),
+        ProcessMemory(), MachineMemory(), DiskTraffic(hardware.disks), CoreLoad(),
     ]  # fmt: skip
-    together = Samplers(samplers, pytest.fail)
-    for _ in range(5):  # of cores, the first says nothing yet
-        reading = together.read()
+    all_samplers = Samplers(samplers, pytest.fail)
+    for _ in range(5):  # the first reading has no core load yet
+        reading = all_samplers.read()
 
     assert reading.host["rss"] > 1 << 20
     assert reading.host["available"] > 0
     assert len(reading.cpu) >= 1
-    assert parts.cpus >= 1
-    assert parts.nodes
+    assert hardware.cpus >= 1
+    assert hardware.nodes
 
 
 def test_ceilings_are_read_from_a_machine_file() -> None:
     found = ceilings(machine(link=25e9, dram=80e9))
 
     assert found["h2d"] == found["d2h"] == 25e9
-    assert found["node0"] == 80e9  # a copy of 40 reads 40 and writes 40
+    assert found["node0"] == 80e9  # a copy at 40 GB/s reads 40 and writes 40
 
 
-# GpuDriver.
+# The NVIDIA driver.
 
 
 class NvmlError(Exception):
-    """What the driver's library raises."""
+    """The exception of the driver's library."""
 
 
 class FakeNvml:
-    """A driver with two cards, of which the first has PCIe counters."""
+    """A driver with two GPUs. Only the first has PCIe counters."""
 
     NVMLError = NvmlError
     NVML_PCIE_UTIL_RX_BYTES, NVML_PCIE_UTIL_TX_BYTES = 1, 0
@@ -237,10 +237,10 @@ def test_the_driver_reports_memory_utilisation_and_pcie_traffic(
     def opened() -> Iterator[FakeNvml]:
         yield nvml
 
-    cards = GpuDriver(opened)
+    gpus = GpuDriver(opened)
     assert nvml.asked.wait(10)
-    cards.read(reading)
-    cards.close()
+    gpus.read(reading)
+    gpus.close()
 
     assert reading.sample(0.0, None, None).gpu == (
         GpuSample(used=100, utilisation=0.5, h2d=4000.0, d2h=2000.0),
@@ -255,9 +255,9 @@ def test_without_a_driver_no_gpus_are_sampled() -> None:
     def opened() -> Iterator[None]:
         yield None
 
-    cards = GpuDriver(opened)
-    cards.read(reading)
-    cards.close()
+    gpus = GpuDriver(opened)
+    gpus.read(reading)
+    gpus.close()
 
     assert reading.gpus == {}
 

@@ -1,4 +1,4 @@
-"""What an engine sweeps apart from its steps is recorded, and is no step's."""
+"""Optimizer sweeps outside steps: they are recorded, and belong to no step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from penstock.observe.run_files import read_run
 from penstock.plan.build_schedule import sweep_schedule
 from penstock.plan.traffic import step_traffic
 from tests.equivalence.runs import WAYS, Setup, Way
-from tests.observe.synthetic_runs import finishing, streamed
+from tests.observe.synthetic_runs import streamed, with_separate_sweeps
 
 STEPS = 4
 
 
-def links(events: list[Event]) -> Counter[str]:
+def bytes_per_link(events: list[Event]) -> Counter[str]:
     found: Counter[str] = Counter()
     for event in events:
         if event.link is not None and event.nbytes is not None:
@@ -45,20 +45,22 @@ def test_a_separate_sweep_is_recorded_to_the_byte_and_changes_no_step(
         placement = engine.plan.placement
     run = read_run(tmp_path / "run")
 
-    apart = [event for event in run.events if event.step is None]
+    separate = [event for event in run.events if event.step is None]
     planned = step_traffic(
         setup.model, setup.work, placement, sweep_schedule(setup.model, placement)
     )
     names = {f"disk:{disk}": f"disk:{disk_name(str(disk))}"}
-    assert links(apart) == {names.get(link, link): nbytes for link, nbytes in planned.items()}
+    assert bytes_per_link(separate) == {
+        names.get(link, link): nbytes for link, nbytes in planned.items()
+    }
     moved = (after.read_nbytes - before.read_nbytes) + (
         after.written_nbytes - before.written_nbytes
     )
-    assert links(apart)[names[f"disk:{disk}"]] == moved > 0
-    assert {event.kind for event in apart} >= {"read", "write", "sweep"}
+    assert bytes_per_link(separate)[names[f"disk:{disk}"]] == moved > 0
+    assert {event.kind for event in separate} >= {"read", "write", "sweep"}
     (phase,) = (phase for phase in run.phases if phase.name == "update")
-    assert {event.phase for event in apart} == {"update"}
-    assert all(phase.start <= e.start <= e.end <= phase.end + 1e-6 for e in apart)
+    assert {event.phase for event in separate} == {"update"}
+    assert all(phase.start <= e.start <= e.end <= phase.end + 1e-6 for e in separate)
     assert_same_steps(run, replace(run, events=tuple(e for e in run.events if e.step is not None)))
 
 
@@ -73,37 +75,37 @@ def assert_same_steps(run: RecordedRun, other: RecordedRun) -> None:
     assert (one.busy, one.bottleneck, one.shown) == (two.busy, two.bottleneck, two.shown)
 
 
-def swept(step: int, nbytes: int = 7) -> Event:
-    """At the end of a step of `finishing`."""
+def sweep_event(step: int, nbytes: int = 7) -> Event:
+    """An event in the sweep at the end of a step of `with_separate_sweeps`."""
     start = 1.5 * step + 1.2
     return Event("node0", "sweep", "layer", start, start + 0.3, None, "update", "node0", nbytes)
 
 
 def test_bytes_without_a_step_count_for_the_step_around_them() -> None:
     run = streamed()
-    once = finishing(run, 7)
-    assert_same_steps(replace(once, events=(*once.events, swept(7))), once)
-    every = finishing(run, *range(8))  # the sweeps are then within the steps
-    more = replace(every, events=(*every.events, *(swept(step) for step in range(8))))
+    once = with_separate_sweeps(run, 7)
+    assert_same_steps(replace(once, events=(*once.events, sweep_event(7))), once)
+    every = with_separate_sweeps(run, *range(8))  # so the sweeps are part of the steps
+    more = replace(every, events=(*every.events, *(sweep_event(step) for step in range(8))))
 
     assert measure(more).links["node0"].nbytes == 7
     assert "node0" not in measure(every).links
 
 
 def test_separate_sweeps_are_reported() -> None:
-    once = finishing(streamed(), 7)
-    read = replace(swept(7), track="disk:vda", kind="read", link="disk:vda", nbytes=3000)
-    one = replace(once, events=(*once.events, swept(7), read))
-    twice = finishing(streamed(), 3, 7)
-    two = replace(twice, events=(*twice.events, swept(3), swept(7)))
+    once = with_separate_sweeps(streamed(), 7)
+    read = replace(sweep_event(7), track="disk:vda", kind="read", link="disk:vda", nbytes=3000)
+    one = replace(once, events=(*once.events, sweep_event(7), read))
+    twice = with_separate_sweeps(streamed(), 3, 7)
+    two = replace(twice, events=(*twice.events, sweep_event(3), sweep_event(7)))
 
-    def told(run: RecordedRun) -> list[str]:
+    def texts(run: RecordedRun) -> list[str]:
         return [f.text for f in find(measure(run)) if f.kind == "swept-apart"]
 
-    assert told(one) == [
+    assert texts(one) == [
         "1 optimizer sweep ran outside steps and took 300 ms, with 3.00 kB of reads from vda"
     ]
-    assert told(two) == ["2 optimizer sweeps ran outside steps and took 300 ms each"]
-    assert told(once) == []  # a run that did not record it
-    every = finishing(streamed(), *range(8))
-    assert told(replace(every, events=(*every.events, swept(7)))) == []
+    assert texts(two) == ["2 optimizer sweeps ran outside steps and took 300 ms each"]
+    assert texts(once) == []  # without recorded events
+    every = with_separate_sweeps(streamed(), *range(8))
+    assert texts(replace(every, events=(*every.events, sweep_event(7)))) == []

@@ -10,19 +10,19 @@ from penstock.observe.step_selector import MakeEvents, StepSelector
 from tests.observe.synthetic_runs import observation
 
 
-def made(step: int | None, number: int) -> MakeEvents:
+def event_maker(step: int | None, number: int) -> MakeEvents:
     return lambda: [Event("gpu", "compute", str(number), float(number), number + 0.5, step)]
 
 
 def test_a_sweep_after_a_step_is_kept_once_with_the_step(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, observation())
-    keeper = StepSelector(folder)
-    keeper.follow(made(None, 0))  # of a step before the recording began
+    selector = StepSelector(folder)
+    selector.follow(event_maker(None, 0))  # its step ended before the recording began
     for number in range(1, 21):
         seconds = 9.0 if number in (2, 10, 20) else 1.0
-        keeper.add(number, seconds, made(number, number), now=0.1 * number)
-        keeper.follow(made(None, number))
-    keeper.close()
+        selector.add(number, seconds, event_maker(number, number), now=0.1 * number)
+        selector.follow(event_maker(None, number))
+    selector.close()
     folder.close()
 
     events = read_run(tmp_path).events

@@ -1,4 +1,4 @@
-"""Exact steps: what is read from a trace of torch's profiler."""
+"""Events read from a trace of torch's profiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.observe.records import Event
 from penstock.observe.torch_profiler import MARK, events_of
 
 BASE = 5_000_000.0
-"""Where the profiler's clock stood, in microseconds, when ours stood at 2 s."""
+"""The profiler's clock in microseconds when ours is at 2 s."""
 
 
 def ranged(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def launched(ts: float, correlation: int, tid: int = 1) -> dict[str, Any]:
 
 TRACE = {
     "schemaVersion": 1,
-    "deviceProperties": [{"id": 0, "name": "a card"}],
+    "deviceProperties": [{"id": 0, "name": "a GPU"}],
     "traceEvents": [
         {
             "ph": "M",
@@ -45,19 +45,19 @@ TRACE = {
         },
         ranged("user_annotation", MARK, 0, 1),
         ranged("user_annotation", "ProfilerStep#3", 0, 5000),
-        # The batch, from pageable memory, in forward.
+        # The batch, copied from pageable memory in forward.
         ranged("cpu_op", "aten::to", 100, 50),
         ranged("cpu_op", "aten::copy_", 110, 30),
         launched(120, 11),
         copied("HtoD (Pageable -> Device)", 130, 40, 11, 4096),
-        # Two kernels close to one another, one later.
+        # Two kernels close together, and a later one.
         ranged("cpu_op", "aten::mm", 200, 20),
         ranged("cuda_runtime", "cudaLaunchKernel", 205, 3, correlation=12),
         ranged("cuda_runtime", "cudaLaunchKernel", 209, 3, correlation=13),
         ranged("kernel", "short", 300, 10, 7, correlation=12, stream=7),
         ranged("kernel", "long", 315, 100, 7, correlation=13, stream=7),
         ranged("kernel", "late", 900, 10, 7, stream=7),
-        # Offloaded gradients, by a thread of autograd's, and states within the optimizer.
+        # Gradients offloaded by an autograd thread, and states copied in the optimizer.
         ranged("cpu_op", "autograd::engine::evaluate_function: ToCopyBackward0", 1100, 50, 2),
         launched(1110, 14, tid=2),
         copied("DtoH (Device -> Pinned)", 1200, 80, 14, 1 << 20),
@@ -115,7 +115,7 @@ def test_a_trace_without_our_mark_is_rejected() -> None:
 
 
 def test_a_real_cpu_trace_contains_our_mark(tmp_path: Path) -> None:
-    """The form is the profiler's own: here its clock is set against ours by a second mark."""
+    """A second mark checks the conversion between the profiler's clock and ours."""
     wanted = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=wanted) as profiler:
         marked = time.perf_counter()
@@ -133,6 +133,6 @@ def test_a_real_cpu_trace_contains_our_mark(tmp_path: Path) -> None:
     assert events_of(trace, marked, 1, phase_at) == []
     rows = {e["name"]: e["ts"] / 1e6 for e in trace["traceEvents"] if e.get("ph") == "X"}
     found = marked + rows["later"] - rows[MARK]
-    # The mark was made after its time was read, and before it was over.
+    # The mark was recorded after `marked` was read and before `made` was.
     assert later - (made - marked) <= found <= after
     assert {"cpu_op", "user_annotation"} <= {e.get("cat") for e in trace["traceEvents"]}

@@ -1,4 +1,4 @@
-"""The trace that Perfetto opens: fields, order, and nothing left open."""
+"""The Chrome trace: required fields, order, and no open ranges."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rows_of(run: RecordedRun, folder: Path) -> list[dict[str, Any]]:
 
 
 def validate(rows: list[dict[str, Any]]) -> None:
-    """What both viewers ask for."""
+    """Check what Perfetto and chrome://tracing require."""
     named = {(row["pid"], row["tid"]) for row in rows if row["name"] == "thread_name"}
     reached, open_ranges = 0.0, 0
     ends: dict[tuple[int, int], list[float]] = {}
@@ -64,7 +64,7 @@ def validate(rows: list[dict[str, Any]]) -> None:
             assert track in named
             within = [end for end in ends.get(track, ()) if end > row["ts"]]
             end = round(row["ts"] + row["dur"], 3)
-            assert not within or end <= within[-1], "begins within a range and ends after it"
+            assert not within or end <= within[-1], "overlaps another range without nesting"
             ends[track] = [*within, end]
         if row["ph"] == "C":
             assert row["args"]

@@ -1,4 +1,4 @@
-"""Small training loops, and what is expected to be seen of them."""
+"""Small training loops, and the phases that are expected of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.observe.records import RecordedRun
 
 
 class Loop:
-    """A model and its optimizer."""
+    """A small model and its optimizer."""
 
     def __init__(self, wrap: Callable[[nn.Module], Any] = lambda model: model) -> None:
         inner = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Sequential(nn.Linear(16, 4)))
@@ -26,12 +26,12 @@ class Loop:
         self.optimizer.zero_grad()
 
 
-def names(run: RecordedRun) -> list[tuple[str, int | None]]:
+def phases_and_steps(run: RecordedRun) -> list[tuple[str, int | None]]:
     return [(phase.name, phase.step) for phase in run.phases]
 
 
 STEP = ["forward", "backward", "update"]
 
 
-def expected(steps: int, one: list[str] = STEP) -> list[tuple[str, int | None]]:
-    return [(name, step) for step in range(1, steps + 1) for name in one]
+def expected(steps: int, phases: list[str] = STEP) -> list[tuple[str, int | None]]:
+    return [(name, step) for step in range(1, steps + 1) for name in phases]
