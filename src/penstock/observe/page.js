@@ -2,7 +2,8 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const WIDTH = 1000, LANE_HEIGHT = 24, MIN_WIDTH = 0.2; // as in plots.py and timeline.py
+  const WIDTH = 1000, LANE_HEIGHT = 24; // as in plots.py and timeline.py
+  const MIN_WIDTH = 0.2; // the narrowest part of 0..1000 that can be shown
   const figures = [...document.querySelectorAll("figure.plot")];
   const views = new Map(); // the visible part of 0..1000 of each time window
   let active = document.getElementById("timeline") || figures[0];
