@@ -1,4 +1,4 @@
-"""Moments start at zero in every format and tier, whatever the memory held before."""
+"""Moments start at zero in every format and tier, also in memory that was used before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that wait on a ticket board: everybody is woken, once, whatever ends the wait."""
+"""A ticket or a failure wakes every thread that waits for it on a ticket board, once."""
 
 from __future__ import annotations
 

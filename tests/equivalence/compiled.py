@@ -1,4 +1,4 @@
-"""Compile layers on a CPU, and count what was compiled."""
+"""Compile layers on a CPU, and count compiled graphs and graph breaks."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ class Engine:
     # Evaluation and inspection.
 
     def evaluate(self, batches: Iterable[Mapping[str, torch.Tensor]]) -> Evaluation:
-        """Return the mean loss over trained tokens; nothing changes except pending sweeps."""
+        """Return the mean loss over trained tokens. Pending sweeps are finished first."""
         self.finish()
         self.body.train(False)
         total, tokens = 0.0, 0

@@ -41,10 +41,6 @@ class HiddenStates:
         self._occupants: dict[int, tuple[int, int]] = {}  # slot -> (block, micro-batch)
         self._slot_of: dict[tuple[int, int], int] = {}
 
-    @property
-    def nbytes(self) -> int:
-        return int(self._ring.numel())
-
     def release(self) -> None:
         self._ring = self._ring.new_empty(0)
 

@@ -2,7 +2,9 @@
 
 Its parameters have names and shapes but no memory: the values live in tiers and are read through
 `engine.state`. `step` asks the engine to apply the update; the arithmetic is in `penstock.optim`
-(`optim/rules.py` computes the coefficients, `optim/sweep.py` applies them).
+(`optim/rules.py` computes the coefficients, `optim/sweep.py` applies them). The docstring of
+`penstock.optim` explains how to add an optimizer. The engine itself names AdamW in two places:
+`StreamedAdamW.coefficients` and `Engine.apply`.
 """
 
 from __future__ import annotations

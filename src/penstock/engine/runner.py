@@ -219,5 +219,5 @@ class Lane:
 
 
 def _wait_for_event(event: threading.Event) -> None:
-    while not event.wait(0.2):  # a wait without a timeout would not notice Ctrl-C
+    while not event.wait(0.2):  # in slices, so that Ctrl-C is handled soon
         pass

@@ -38,9 +38,6 @@ class StepRecord:
     inventory: Inventory
     device: Device
     program: Program
-    batch_number: int
-    """Number of batches before this one."""
-
     origin: Ticket[None]
     started: Mapping[Part, Ticket[object]]
     ended: Mapping[Part, Ticket[object]]
@@ -131,7 +128,6 @@ def record_step(memory: EngineMemory, step: StepState) -> StepRecord:
         inventory=tiers.inventory,
         device=memory.device,
         program=step.program,
-        batch_number=step.batch_number,
         origin=step.origin,
         started=started,
         ended=ended,

@@ -118,7 +118,7 @@ class WeightStreamer:
         for index in self.kept:
             memory = device.empty(sizes[index], "weights that stay on the device")
             self._fetched[index] = self._copy_block(index, memory)
-        self.passing_nbytes = sum(streamed)
+        self.streamed_nbytes = sum(streamed)
         """Number of bytes copied to the device in one forward pass."""
 
     def fetch(self, block: int) -> None:

@@ -112,7 +112,7 @@ def load(settings: GenerateSettings, progress: Progress) -> LoadedModel:
         config, inventory, folder, dtype=dtype, keep=memory.keep, device=device, progress=progress,
         trust_remote_code=trust,
     )  # fmt: skip
-    note = streaming_note(memory, forward.weights.passing_nbytes)
+    note = streaming_note(memory, forward.weights.streamed_nbytes)
     return LoadedModel(forward=forward, tokenizer=tokenizer, memory=memory, notes=(note,))
 
 
