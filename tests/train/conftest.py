@@ -9,10 +9,12 @@ import torch
 
 from tests.train.runs import RESIDENT, Runs
 
+STEPS = 6
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """As the children have it: on the CPU bits hang on threads."""
+    """Use one thread, as the child processes do: on the CPU, bits depend on the thread count."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -24,12 +26,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
-STEPS = 6
-
-
 @pytest.fixture(scope="session")
 def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> object:
-    """A run of six steps that nothing disturbed: its directory and what it said."""
+    """An undisturbed run of six steps: its output directory and its result."""
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("whole") / "out"
     return out, runs.run(out, *RESIDENT, "--steps", str(STEPS), "--save-every", "2")

@@ -1,4 +1,4 @@
-"""Tiny runs of `penstock train`, in this process and in children of it."""
+"""Tiny runs of `penstock train`, in this process and in child processes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SETTINGS = ("--context", "32", "--batch", "4", "--micro-batch", "2", "--lr", "1e
 
 RESIDENT = ("--hbm", "64MiB", "--dram", "64MiB")
 TIGHT = ("--hbm", "900KiB", "--dram", "500KiB")
-"""With a disk: a part of the states must go there."""
+"""Budgets so small that some optimizer states must be stored on a disk."""
 
 
 def make_model(directory: Path, *, weights: bool = True, **changes: Any) -> Path:
-    """A Llama of a few ten thousand parameters, with a tokenizer."""
+    """Save a Llama of some ten thousand parameters with a tokenizer."""
     tokenizer = small_tokenizer(MARKED)
-    told = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, **changes}
-    config = tiny_config("llama", **told)
+    values = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, **changes}
+    config = tiny_config("llama", **values)
     if weights:
         plain_model(config).save_pretrained(directory)
     else:
@@ -37,7 +37,7 @@ def make_model(directory: Path, *, weights: bool = True, **changes: Any) -> Path
 
 
 def make_texts(path: Path, count: int = 60) -> Path:
-    """Texts that differ, as JSON lines."""
+    """Write distinct texts as JSON Lines."""
     words = WORDS.split()
     lines = []
     for number in range(count):
@@ -48,8 +48,8 @@ def make_texts(path: Path, count: int = 60) -> Path:
     return path
 
 
-class Ended:
-    """A run that is over."""
+class RunResult:
+    """Exit code, standard output and standard error of a command."""
 
     def __init__(self, code: int, output: str, errors: str) -> None:
         self.code, self.output, self.errors = code, output, errors
@@ -67,7 +67,7 @@ class Ended:
 
 
 class Runs:
-    """The command, over one model and one file of data."""
+    """Runs the command with one model and one file of data."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,44 +83,44 @@ class Runs:
     def tight(self) -> list[str]:
         return [*TIGHT, "--nvme", f"{self.disk}:64MiB"]
 
-    def run(self, out: Path, *more: str) -> Ended:
-        """In this process."""
-        return told(self.flags(out, *more))
+    def run(self, out: Path, *more: str) -> RunResult:
+        """Train in this process."""
+        return run_command(self.flags(out, *more))
 
     def start(self, out: Path, *more: str) -> subprocess.Popen[str]:
-        """In a child."""
+        """Start training in a child process."""
         command = [sys.executable, "-m", "penstock", *self.flags(out, *more)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
-def told(arguments: list[str]) -> Ended:
-    """A command line, and all that it says."""
+def run_command(arguments: list[str]) -> RunResult:
+    """Run a command line in this process and capture its output."""
     output, errors = io.StringIO(), io.StringIO()
     with redirect_stdout(output), redirect_stderr(errors):
         code = main.run(arguments)
-    return Ended(code, output.getvalue(), errors.getvalue())
+    return RunResult(code, output.getvalue(), errors.getvalue())
 
 
-def ended(child: subprocess.Popen[str]) -> Ended:
+def wait_for_exit(child: subprocess.Popen[str]) -> RunResult:
     output, errors = child.communicate()
-    return Ended(child.returncode, output, errors)
+    return RunResult(child.returncode, output, errors)
 
 
-def wait_for(child: subprocess.Popen[str], *signs: str) -> str:
-    """Reads events until a line holds all the signs; all that was read."""
+def wait_for_line(child: subprocess.Popen[str], *parts: str) -> str:
+    """Read events until a line contains all parts, and return everything that was read."""
     assert child.stdout is not None
     read = ""
     for line in child.stdout:
         read += line
-        if all(sign in line for sign in signs):
+        if all(part in line for part in parts):
             return read
-    raise AssertionError(f"no line with {signs} in:\n{read}")
+    raise AssertionError(f"no line with {parts} in:\n{read}")
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """What must be equal, to the bit, of two runs' last checkpoints."""
+    """Return the parts of a run's last checkpoint that must be equal to the bit in equal runs."""
     last = max(out.glob("checkpoint-*"))
     tensors = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
     state = json.loads((last / "training_state.json").read_text())

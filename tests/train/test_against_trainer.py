@@ -1,9 +1,9 @@
-"""The first hundred losses are those of Hugging Face's Trainer on the same tensors.
+"""The first hundred losses match those of transformers' Trainer on the same tensors.
 
-The Trainer keeps fp32 weights and computes in bf16 through autocast. Penstock computes with bf16
-weights whose fp32 master rests elsewhere: the same mathematics with other roundings, so losses
-agree within what bf16 resolves and not to the bit. tests/equivalence has the plain loop that they
-do equal to the bit.
+The Trainer keeps fp32 weights and computes in bf16 with autocast. Penstock computes with bf16
+weights and stores their fp32 masters elsewhere. Both do the same computation with different
+rounding, so losses agree within the resolution of bf16, but not to the bit. tests/equivalence
+compares Penstock with a plain training loop, to the bit.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from tests.train.runs import RESIDENT, Runs
 STEPS, BATCH, MICRO_BATCH = 100, 4, 2
 
 TOLERANCE = 0.01
-"""Of one loss, while they fall from 6 to 2; of the mean over all a fifth. The greatest gap that was
-seen is 0.0024 and the mean 0.0007."""
+"""Maximum difference of one loss, while losses fall from 6 to 2; the mean difference may be a fifth
+of it. The largest difference measured is 0.0024, and the mean 0.0007."""
 
 FLAGS = ("--steps", str(STEPS), "--lr", "3e-3", "--warmup", "10", "--weight-decay", "0.1")
 
 
 class InOrder(transformers.Trainer):  # type: ignore[misc]
-    """The rows as they come."""
+    """A Trainer that reads the rows in order."""
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)
 
 
 def same_document(positions: torch.Tensor) -> torch.Tensor:
-    """[rows, 1, T, T]: which tokens see which, as the model takes it."""
+    """Return the attention mask of packed documents, with shape [rows, 1, T, T]."""
     documents = (positions == 0).cumsum(1)
     length = positions.shape[1]
     before = torch.ones(length, length, dtype=torch.bool).tril()
@@ -80,10 +80,10 @@ def trainer_losses(model: Path, packed: Packed, folder: Path) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def test_the_first_hundred_losses_are_the_trainers(runs: Runs, tmp_path: Path) -> None:
-    ended = runs.run(tmp_path / "out", *RESIDENT, *FLAGS)
-    assert ended.code == 0, ended.errors
-    ours = torch.tensor(list(ended.losses.values()))
+def test_the_first_hundred_losses_match_the_trainer(runs: Runs, tmp_path: Path) -> None:
+    result = runs.run(tmp_path / "out", *RESIDENT, *FLAGS)
+    assert result.code == 0, result.errors
+    ours = torch.tensor(list(result.losses.values()))
     dataset = open_dataset(str(runs.data), load_tokenizer(runs.model), cache_dir=tmp_path / "cache")
     train, _ = dataset.split(0.2)
 

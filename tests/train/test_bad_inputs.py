@@ -1,4 +1,4 @@
-"""What a user may get wrong: each one message, exit 1, and a directory that is as it was."""
+"""Mistakes of the user: one message each, exit code 1, and an unchanged directory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import yaml
 from penstock.engine.engine import Engine
 from penstock.plan.budget import Budget
 from penstock.planner import make_plan
-from penstock.train.errors import GpuMemoryError
-from penstock.train.failures import memory_told
+from penstock.train.errors import GpuMemoryError, explain_out_of_memory
 from penstock.units import GiB
 from tests.support.machines import machine
 from tests.support.models import model, work
 from tests.support.small_tokenizers import small_tokenizer
-from tests.train.runs import RESIDENT, Runs, make_model, told
+from tests.train.runs import RESIDENT, Runs, make_model, run_command
 
 
 def edit_config(model: Path, **changes: Any) -> None:
@@ -97,7 +96,7 @@ CASES: dict[str, tuple[Spoil, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_told_in_one_message(name: str, runs: Runs, tmp_path: Path) -> None:
+def test_a_bad_input_is_reported_in_one_message(name: str, runs: Runs, tmp_path: Path) -> None:
     spoil, words = CASES[name]
     model, data = make_model(tmp_path / "model"), tmp_path / "data.jsonl"
     data.write_bytes(runs.data.read_bytes())
@@ -106,7 +105,7 @@ def test_it_is_told_in_one_message(name: str, runs: Runs, tmp_path: Path) -> Non
     flags[flags.index(str(runs.data))] = str(data)
     flags[1] = str(model)
 
-    ended = told([f for f in flags if f not in ("--eval-split", "0.2")])
+    ended = run_command([f for f in flags if f not in ("--eval-split", "0.2")])
 
     assert ended.code == 1, ended.errors
     assert words in ended.errors
@@ -125,7 +124,9 @@ FLAGS: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_flags_that_cannot_be_had(name: str, runs: Runs, tmp_path: Path) -> None:
+def test_an_impossible_flag_is_reported_before_anything_is_written(
+    name: str, runs: Runs, tmp_path: Path
+) -> None:
     more, words = FLAGS[name]
 
     ended = runs.run(tmp_path / "out", *RESIDENT, "--steps", "1", *more)
@@ -146,22 +147,22 @@ USAGE: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("name", USAGE)
-def test_wrong_usage_is_2(name: str, runs: Runs, tmp_path: Path) -> None:
+def test_wrong_usage_exits_with_2(name: str, runs: Runs, tmp_path: Path) -> None:
     assert runs.run(tmp_path / "out", *USAGE[name]).code == 2
 
 
 @pytest.mark.parametrize("missing", ["MODEL", "--data", "--out"])
-def test_what_must_be_given(missing: str) -> None:
+def test_a_missing_argument_is_a_usage_error(missing: str) -> None:
     given = {"MODEL": ["m"], "--data": ["--data", "d"], "--out": ["--out", "o"]}
     flags = [word for name, words in given.items() if name != missing for word in words]
 
-    ended = told(["train", *flags])
+    ended = run_command(["train", *flags])
 
     assert ended.code == 2
     assert missing in ended.errors
 
 
-def test_a_directory_that_is_not_empty_is_left_alone(runs: Runs, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_empty_is_not_touched(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
 
     ended = runs.run(tmp_path, *RESIDENT, "--steps", "1")
@@ -172,7 +173,7 @@ def test_a_directory_that_is_not_empty_is_left_alone(runs: Runs, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_an_unknown_key_of_a_file_is_named(runs: Runs, tmp_path: Path) -> None:
+def test_an_unknown_key_in_a_settings_file_is_named(runs: Runs, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump({"learning_rate": 1e-4}))
 
@@ -182,7 +183,7 @@ def test_an_unknown_key_of_a_file_is_named(runs: Runs, tmp_path: Path) -> None:
     assert f"{config}: learning_rate" in ended.errors
 
 
-def test_a_loss_that_is_not_finite_keeps_the_batch(
+def test_a_loss_that_is_not_finite_saves_the_batch(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from safetensors.torch import load_file
@@ -197,12 +198,12 @@ def test_a_loss_that_is_not_finite_keeps_the_batch(
     assert "capital" in (out / "bad-batch-000003.txt").read_text()
     assert [event["step"] for event in ended.of("save")] == [2]
     monkeypatch.undo()
-    again = told(["train", "--out", str(out), "--resume", "--json"])
+    again = run_command(["train", "--out", str(out), "--resume", "--json"])
     assert list(again.losses) == [3, 4, 5], again.errors
 
 
 def spoil_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """The loss of one step becomes NaN, where the engine looks at it."""
+    """Make the loss of one step NaN where the engine checks it."""
     plain = Engine._check_finite
 
     def check(self: Engine, loss: torch.Tensor) -> None:
@@ -211,7 +212,7 @@ def spoil_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(Engine, "_check_finite", check)
 
 
-def test_too_little_gpu_memory_says_which_budget_to_lower(
+def test_an_out_of_memory_gpu_names_the_budget_to_lower(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Engine, batch: Any) -> torch.Tensor:
@@ -224,7 +225,7 @@ def test_too_little_gpu_memory_says_which_budget_to_lower(
     assert "Lower --hbm" in ended.errors
 
 
-def test_a_gpu_with_memory_left_is_not_what_was_too_small() -> None:
+def test_the_advice_for_a_plan_limit_is_not_a_lower_budget() -> None:
     error = GpuMemoryError(budget=22 << 30, free=1 << 30, total=24 << 30, by_plan=True)
 
     assert "lower --micro-batch" in str(error)
@@ -232,18 +233,18 @@ def test_a_gpu_with_memory_left_is_not_what_was_too_small() -> None:
 
 
 @pytest.mark.parametrize(("free", "by_plan"), [(90, True), (13, True), (11, False)])
-def test_which_of_both_was_too_small_is_told_by_what_the_device_could_have_given(
+def test_free_device_memory_tells_which_limit_was_reached(
     free: int, by_plan: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inventory = model("qwen2.5-3b")
     budget = Budget(hbm=24 * GiB, dram=60 * GiB)
     plan = make_plan(inventory, work(inventory, 4096, 4), budget, machine()).plan
-    had = plan.allocator_nbytes - 12 * GiB
+    reserved = plan.allocator_nbytes - 12 * GiB
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free * GiB, 140 * GiB))
-    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: had)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: reserved)
 
-    with pytest.raises(GpuMemoryError) as told, memory_told(plan):
+    with pytest.raises(GpuMemoryError) as raised, explain_out_of_memory(plan):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    assert ("--hbm" not in str(told.value)) == by_plan
+    assert ("--hbm" not in str(raised.value)) == by_plan

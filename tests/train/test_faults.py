@@ -1,4 +1,4 @@
-"""Signals, kills and full disks: at most the work since the last checkpoint is lost."""
+"""After signals, kills and full disks, at most the work since the last checkpoint is lost."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ import pytest
 
 from penstock.checkpoint.run_directory import list_checkpoints
 from tests.train.conftest import STEPS
-from tests.train.runs import RESIDENT, Ended, Runs, contents, ended, wait_for
+from tests.train.runs import RESIDENT, RunResult, Runs, contents, wait_for_exit, wait_for_line
 
-Whole = tuple[Path, Ended]
+Whole = tuple[Path, RunResult]
 
 
-def test_a_signal_ends_the_step_and_saves(runs: Runs, tmp_path: Path) -> None:
+def test_a_signal_stops_the_run_after_the_step_and_saves(runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "out"
     child = runs.start(out, *RESIDENT, "--steps", "100000")
-    wait_for(child, '"step": 2')
+    wait_for_line(child, '"step": 2')
     child.send_signal(signal.SIGTERM)
-    over = ended(child)
+    result = wait_for_exit(child)
 
-    assert over.code == 143, over.errors
-    assert over.events[-1]["event"] == "stopped"
-    last = over.events[-1]["step"]
+    assert result.code == 143, result.errors
+    assert result.events[-1]["event"] == "stopped"
+    last = result.events[-1]["step"]
     assert list_checkpoints(out).whole[0].step == last >= 2
-    assert "Traceback" not in over.errors
+    assert "Traceback" not in result.errors
 
 
-def test_a_second_signal_ends_it_at_once(runs: Runs, tmp_path: Path) -> None:
+def test_a_second_signal_stops_the_run_immediately(runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "out"
     slow = runs.start(out, *RESIDENT, "--steps", "100000", "--save-every", "2")
-    wait_for(slow, '"event": "save"')
-    # The first must be heard before the second is sent, or the kernel makes one of the two.
+    wait_for_line(slow, '"event": "save"')
+    # Two different signals, sent while the process is stopped: the kernel merges equal ones.
     slow.send_signal(signal.SIGSTOP)
     slow.send_signal(signal.SIGINT)
     slow.send_signal(signal.SIGTERM)
     slow.send_signal(signal.SIGCONT)
-    over = ended(slow)
+    result = wait_for_exit(slow)
 
-    assert over.code in (130, 143), over.errors
-    assert "stopped at once" in over.errors
+    assert result.code in (130, 143), result.errors
+    assert "stopped immediately" in result.errors
     assert list_checkpoints(out).whole
     assert not list_checkpoints(out).damaged
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.long)])
-def test_kills_at_any_moment_and_resumes_give_the_same_bits(
+def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(
     kills: int, runs: Runs, whole: Whole, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -61,19 +61,19 @@ def test_kills_at_any_moment_and_resumes_give_the_same_bits(
     for number in range(kills):
         budget = runs.tight() if number % 2 else RESIDENT
         child = runs.start(out, *budget, "--steps", str(STEPS), "--save-every", "1", "--resume")
-        wait_for(child, '"event": "plan"')
-        time.sleep(draw.uniform(0.0, 1.5))  # into loading, stepping or saving: anywhere is right
+        wait_for_line(child, '"event": "plan"')
+        time.sleep(draw.uniform(0.0, 1.5))  # while loading, stepping or saving: any moment will do
         child.kill()
         child.communicate()
-    over = runs.run(out, *runs.tight(), "--steps", str(STEPS), "--resume")
+    result = runs.run(out, *runs.tight(), "--steps", str(STEPS), "--resume")
 
-    assert over.code == 0, over.errors
+    assert result.code == 0, result.errors
     assert contents(out) == contents(whole[0])
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of two megabytes, filled to the brim by `fill`."""
+    """A file system of four megabytes, which `fill` can fill completely."""
     if os.geteuid() != 0 or sys.platform != "linux":
         pytest.skip("mounting a small file system needs root")
     at = tmp_path / "small"
@@ -86,7 +86,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Leaves no byte free."""
+    """Fill the file system completely, and return the file that fills it."""
     path = disk / "filler"
     with path.open("wb", buffering=0) as file:
         try:
@@ -96,7 +96,7 @@ def fill(disk: Path) -> Path:
             return path
 
 
-def test_a_disk_that_fills_up_is_told_and_training_goes_on(
+def test_training_continues_when_the_disk_is_full(
     runs: Runs, whole: Whole, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from penstock.engine.engine import Engine
@@ -113,25 +113,25 @@ def test_a_disk_that_fills_up_is_told_and_training_goes_on(
         return plain(self, batch)
 
     monkeypatch.setattr(Engine, "step", step)
-    over = runs.run(out, *RESIDENT, "--steps", str(STEPS), "--save-every", "1", "--keep", "1")
+    result = runs.run(out, *RESIDENT, "--steps", str(STEPS), "--save-every", "1", "--keep", "1")
 
-    assert over.code == 0, over.errors
-    assert over.errors.count("not saved") == 2
-    assert "the disk is full" in over.errors
-    assert [event["step"] for event in over.of("save")] == [1, 2, 5, 6]
+    assert result.code == 0, result.errors
+    assert result.errors.count("checkpoint not saved") == 2
+    assert "the disk is full" in result.errors
+    assert [event["step"] for event in result.of("save")] == [1, 2, 5, 6]
     assert contents(out) == contents(whole[0])
     assert not list(out.glob(".*tmp*"))
 
 
-def test_room_for_checkpoints_is_checked_before_the_first_step(
+def test_space_for_checkpoints_is_checked_before_the_first_step(
     runs: Runs, small_disk: Path
 ) -> None:
     filler = small_disk / "filler"
     filler.write_bytes(bytes(3 << 20))
 
-    over = runs.run(small_disk / "out", *RESIDENT, "--steps", "2")
+    result = runs.run(small_disk / "out", *RESIDENT, "--steps", "2")
 
-    assert over.code == 1
-    assert "checkpoints need" in over.errors
-    assert over.losses == {}
+    assert result.code == 1
+    assert "checkpoints need" in result.errors
+    assert result.losses == {}
     assert not (small_disk / "out").exists()

@@ -7,7 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from penstock.settings import ScheduleSettings, Settings
-from penstock.train.learning_rate import Rate
+from penstock.train.learning_rate import LearningRateSchedule
 
 
 def sgd(lr: float) -> torch.optim.Optimizer:
@@ -21,7 +21,7 @@ def test_the_schedule_has_the_shape_of_transformers(schedule: str) -> None:
     theirs, ours = sgd(0.5), sgd(0.1)
     reference = get_scheduler(names.get(schedule, schedule), theirs, warmup, steps)
     settings = Settings.of({"schedule": schedule, "warmup": 0.25})
-    scheduler = Rate.of(settings, steps).scheduler(ours, taken=0, highest=0.5)
+    scheduler = LearningRateSchedule.of(settings, steps).scheduler(ours, taken=0, peak=0.5)
     for _ in range(steps):
         assert scheduler.get_last_lr()[0] == pytest.approx(reference.get_last_lr()[0], abs=1e-12)
         for optimizer, stepped in ((theirs, reference), (ours, scheduler)):
@@ -30,14 +30,14 @@ def test_the_schedule_has_the_shape_of_transformers(schedule: str) -> None:
 
 
 def test_a_resumed_schedule_continues_to_the_bit() -> None:
-    rate = Rate("cosine", 3, 20)
+    rate = LearningRateSchedule("cosine", 3, 20)
     optimizer = sgd(0.5)
-    scheduler = rate.scheduler(optimizer, taken=0, highest=0.5)
+    scheduler = rate.scheduler(optimizer, taken=0, peak=0.5)
     for _ in range(11):
         optimizer.step()
         scheduler.step()
 
-    resumed = rate.scheduler(sgd(0.5), taken=11, highest=0.5)
+    resumed = rate.scheduler(sgd(0.5), taken=11, peak=0.5)
 
     assert resumed.get_last_lr() == scheduler.get_last_lr()
 
@@ -45,4 +45,4 @@ def test_a_resumed_schedule_continues_to_the_bit() -> None:
 def test_warmup_is_a_fraction_below_1_and_steps_otherwise() -> None:
     for warmup, steps in ((0.25, 5), (0.01, 1), (3, 3), (30, 20)):
         settings = Settings(schedule=ScheduleSettings(warmup=warmup))
-        assert Rate.of(settings, 20).warmup == steps
+        assert LearningRateSchedule.of(settings, 20).warmup == steps

@@ -1,4 +1,4 @@
-"""The command's first day on a machine with a GPU."""
+"""`penstock train` on a new machine with a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import Runs, ended
+from tests.train.runs import Runs, wait_for_exit
 
 
 @pytest.mark.gpu
@@ -16,8 +16,8 @@ def test_a_first_run_needs_no_probe(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing"))
     budget = ("--hbm", "8GiB", "--dram", "1GiB")
 
-    told = ended(runs.start(tmp_path / "out", *budget, "--steps", "6"))
+    result = wait_for_exit(runs.start(tmp_path / "out", *budget, "--steps", "6"))
 
-    assert told.code == 0, told.errors
-    assert len(told.losses) == 6
-    assert told.losses[6] < told.losses[1]
+    assert result.code == 0, result.errors
+    assert len(result.losses) == 6
+    assert result.losses[6] < result.losses[1]

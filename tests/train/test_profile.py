@@ -1,4 +1,4 @@
-"""`penstock train --profile N`: the first steps, recorded beside the run."""
+"""`penstock train --profile N` records the first steps of a run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from penstock.observe.run_files import read_run
 from tests.train.runs import RESIDENT, Runs, contents
 
 
-def test_the_first_steps_are_recorded_and_the_result_is_the_same(
-    runs: Runs, tmp_path: Path
-) -> None:
+def test_recording_the_first_steps_does_not_change_the_result(runs: Runs, tmp_path: Path) -> None:
     plain = runs.run(tmp_path / "plain", *RESIDENT, "--steps", "4")
     profiled = runs.run(tmp_path / "out", *RESIDENT, "--steps", "4", "--profile", "2")
 
@@ -26,9 +24,11 @@ def test_the_first_steps_are_recorded_and_the_result_is_the_same(
     assert json.loads((tmp_path / "out/profile/trace.json").read_text())["traceEvents"]
 
 
-def test_a_run_that_ends_before_is_recorded_to_its_end(runs: Runs, tmp_path: Path) -> None:
+def test_a_run_shorter_than_the_recording_is_recorded_to_its_end(
+    runs: Runs, tmp_path: Path
+) -> None:
     ended = runs.run(tmp_path / "out", *RESIDENT, "--steps", "1", "--profile", "9")
 
     assert ended.code == 0
-    told = read_run(tmp_path / "out/profile").observation
-    assert told.ended_by == "the end of the run"
+    observation = read_run(tmp_path / "out/profile").observation
+    assert observation.ended_by == "the end of the run"

@@ -1,4 +1,4 @@
-"""`penstock train`: one run, from settings to a folder of results.
+"""`penstock train`: run a training from its settings to the trained model.
 
-docs/train.md tells it to users.
+`session` is the entry point; `loop` takes the steps. docs/train.md is the user's guide.
 """

@@ -1,11 +1,10 @@
-"""Checkpoints of a run, and its model at the end. Room: show."""
+"""Save the checkpoints of a run, and publish its model at the end."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,76 +16,79 @@ from penstock.checkpoint.run_directory import list_checkpoints, new_checkpoint
 from penstock.checkpoint.training_state import Software, TrainingState
 from penstock.records import to_json
 from penstock.settings import AFFECTS_RESULT, Settings
+from penstock.train.events import ReportProgress
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.model.inventory import Inventory
 
-Tell = Callable[[int, int, str], None]
-
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a run is, beside what the engine knows."""
+class RunPosition:
+    """How far a run has come, besides what the engine knows."""
 
     step: int
-    """Batches taken, skipped ones too: what checkpoints are numbered by."""
-    position: Any
-    """In the data."""
+    """Number of batches taken, including skipped ones. Checkpoints are named by it."""
+    data: Any
+    """Position in the data."""
     schedule: Any
-    """Of the learning rate."""
+    """The learning-rate schedule."""
 
 
 class CheckpointSaver:
-    """Writes an engine into a run's directory."""
+    """Saves checkpoints of an engine into the output directory of a run."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine, self._settings = engine, settings
         self._out = Path(settings.checkpoint.out)
-        self._sizes = [writer.nbytes for writer in self._writers()]
+        self._with_optimizer = not settings.checkpoint.save_weights_only
+        writers = engine.files.writers(optimizer=self._with_optimizer)
+        self._sizes = [writer.nbytes for writer in writers]
         self.saved_step: int | None = None
-        """Of the newest checkpoint of this run."""
+        """Step of the newest checkpoint of this run."""
 
     @property
     def nbytes(self) -> int:
-        """Of one checkpoint."""
+        """Size of one checkpoint."""
         return sum(self._sizes)
 
-    def check_room(self) -> None:
-        """While one is written, those that are kept are all there, one with optimizer state."""
-        weights, rest = self._sizes[0], sum(self._sizes[1:])
-        wanted = (self._settings.checkpoint.keep + 1) * weights + 2 * rest
-        there = sum(found.nbytes for found in list_checkpoints(self._out).whole)
-        check_room(self._out, max(self.nbytes, wanted - there))
+    def check_space(self) -> None:
+        """Raise CheckpointSpaceError unless the disk has space for all checkpoints of the run.
 
-    def save(self, standing: Standing, tell: Tell | None = None) -> Path:
-        """A whole checkpoint, or an error and none. Training can go on in either case."""
-        optimizer = not self._settings.checkpoint.save_weights_only
+        While a checkpoint is written, the `keep` earlier ones still exist, one of them with
+        optimizer states.
+        """
+        weights, states = self._sizes[0], sum(self._sizes[1:])
+        needed = (self._settings.checkpoint.keep + 1) * weights + 2 * states
+        existing = sum(checkpoint.nbytes for checkpoint in list_checkpoints(self._out).whole)
+        check_room(self._out, max(self.nbytes, needed - existing))
+
+    def save(self, position: RunPosition, report: ReportProgress | None = None) -> Path:
+        """Save a checkpoint. On an error there is none, and training may continue."""
         keep, out = self._settings.checkpoint.keep, self._out
-        with new_checkpoint(out, standing.step, keep=keep, nbytes=self.nbytes) as folder:
-            self._engine.write(folder, optimizer=optimizer, progress=tell)
-            self._state(standing).save(folder)
+        with new_checkpoint(out, position.step, keep=keep, nbytes=self.nbytes) as folder:
+            self._engine.write(folder, optimizer=self._with_optimizer, progress=report)
+            # Replaces the state that the engine wrote, which has only the engine's part.
+            self._training_state(position).save(folder)
             trust = self._settings.model.trust_remote_code
             copy_model_files(out, folder, trust_remote_code=trust)
-        self.saved_step = standing.step
-        return out / folder_name(standing.step)
+        self.saved_step = position.step
+        return out / folder_name(position.step)
 
     def publish(self) -> None:
-        """The newest checkpoint's weights as the run's own, beside config and tokenizer."""
+        """Put the newest checkpoint's weights into the output directory, next to the config."""
         assert self.saved_step is not None
         folder = self._out / folder_name(self.saved_step)
         names = sorted(n for n in os.listdir(folder) if n.startswith("model"))
-        for name in sorted(names, key=lambda n: n.endswith(".json")):  # the index last
+        # Link the index last: a reader that finds it finds all shards.
+        for name in sorted(names, key=lambda n: n.endswith(".json")):
             _link(folder / name, self._out / name)
         sync(self._out)
 
-    def _writers(self) -> list[Any]:
-        return self._engine.files.writers(optimizer=not self._settings.checkpoint.save_weights_only)
-
-    def _state(self, standing: Standing) -> TrainingState:
-        engine, settings = self._engine, self._settings
+    def _training_state(self, position: RunPosition) -> TrainingState:
+        engine = self._engine
         on_gpu = engine.device.torch_device.type == "cuda"
-        values = settings.flat()
+        values = self._settings.flat()
         numerics: Any = {
             "workload": to_json(engine.workload.numerics),
             "settings": {name: to_json(values[name]) for name in AFFECTS_RESULT},
@@ -95,16 +97,16 @@ class CheckpointSaver:
         return TrainingState(
             engine=engine.state_record(),
             software=Software.here(gpu=on_gpu),
-            schedule=standing.schedule,
-            data=standing.position,
+            schedule=position.schedule,
+            data=position.data,
             numerics=numerics,
         )
 
 
-def write_companions(
+def write_model_files(
     out: Path, source: Path, config: Any, inventory: Inventory, settings: Settings
 ) -> None:
-    """Config and tokenizer into the run's directory, from where every checkpoint takes them."""
+    """Write config and tokenizer into the output directory. Checkpoints copy them from there."""
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[settings.model.dtype]
@@ -113,14 +115,14 @@ def write_companions(
 
 
 def torch_threads() -> int:
-    """On the CPU, sums are cut by threads: another number of them gives other bits."""
+    """Return torch's number of CPU threads, which decides how sums on the CPU are split."""
     import torch
 
     return torch.get_num_threads()
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same file under a second name, or a copy where the file system has no such thing."""
+    """Hard-link a file, or copy it if the file system has no hard links."""
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         os.link(source, draft)

@@ -1,26 +1,38 @@
-"""What can be wrong with a run that a user can mend. Room: show."""
+"""Errors of a run that the user can fix, and what is saved when a step fails."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError
+from penstock.tiers import Tier
 from penstock.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.plan.plan import Plan
+
+_HOST_OUT_OF_MEMORY = "can't allocate memory"
+"""Part of torch's message when the host has too little memory; torch has no exception for it."""
 
 
 class TrainError(PenstockError):
-    """A run that cannot begin or go on."""
+    """A run cannot start or continue."""
 
 
 class OutNotEmptyError(TrainError, FileExistsError):
-    """The run's directory holds something already."""
+    """The output directory of a new run is not empty."""
 
     def __init__(self, path: str, found: Sequence[str]) -> None:
         self.path, self.found = path, tuple(found)
         more = ", ..." if len(found) > 3 else ""
         super().__init__(
-            f"{path} is not empty ({', '.join(found[:3])}{more}); continue what is there with "
-            f"--resume, or give another --out"
+            f"{path} is not empty ({', '.join(found[:3])}{more}); continue the run there with "
+            f"--resume, or choose another --out"
         )
 
 
@@ -29,80 +41,128 @@ class OutInUseError(TrainError):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        super().__init__(f"{path}: another run writes there; wait for it, or give another --out")
+        super().__init__(
+            f"{path}: another run writes there; wait until it ends, or choose another --out"
+        )
 
 
 class NotResumableError(TrainError):
-    """There are checkpoints, but none that a run can go on from."""
+    """None of the checkpoints has optimizer states."""
 
     def __init__(self, path: str, newest: str) -> None:
         self.path, self.newest = path, newest
         super().__init__(
-            f"{path}: no checkpoint has optimizer state (they were saved with --save-weights-only, "
-            f"or it was removed). Begin a new run from its weights instead: penstock train {newest}"
+            f"{path}: no checkpoint has optimizer states (they were saved with "
+            f"--save-weights-only, or the states were deleted). Start a new run from the newest "
+            f"weights instead: penstock train {newest}"
         )
 
 
 class MissingLoggerError(TrainError):
-    """A logger that is not installed."""
+    """An experiment tracker is not installed."""
 
     def __init__(self, name: str, package: str) -> None:
         self.name, self.package = name, package
         super().__init__(
-            f"--log {name} needs the package {package}: pip install {package}, or leave it out "
+            f"--log {name} needs the package {package}: pip install {package}, or leave --log out "
             f"(metrics.jsonl is always written)"
         )
 
 
 class ContextTooLongError(TrainError, ValueError):
-    """A context beyond the positions that the model knows."""
+    """The context is longer than the model's position embeddings."""
 
     def __init__(self, model: str, *, wanted: int, limit: int) -> None:
         self.model, self.wanted, self.limit = model, wanted, limit
         super().__init__(
-            f"--context {wanted} is beyond the {limit} positions of {model}; ask for less, or "
-            f"widen them with --model-config max_position_embeddings={wanted} (and the rope "
-            f"settings that go with it, such as --model-config rope_theta=1e6)"
+            f"--context {wanted} exceeds the {limit} positions of {model}; use a shorter context, "
+            f"or extend the positions with --model-config max_position_embeddings={wanted} (and "
+            f"the matching rope settings, such as --model-config rope_theta=1e6)"
         )
 
 
 class TokenRangeError(TrainError, ValueError):
-    """Data with tokens that the model has no embedding for."""
+    """The data contains a token that the model has no embedding for."""
 
     def __init__(self, *, token: int, vocabulary: int) -> None:
         self.token, self.vocabulary = token, vocabulary
         super().__init__(
-            f"the data holds token {token}, but the model's embedding has {vocabulary} rows; "
-            f"tokenizer and model do not belong together"
+            f"the data contains token {token}, but the model's embedding has {vocabulary} rows; "
+            f"the tokenizer does not match the model"
         )
 
 
 class GpuMemoryError(TrainError, MemoryError):
-    """The GPU ran out of memory in the middle of a step."""
+    """The GPU ran out of memory during a step."""
 
     def __init__(self, *, budget: int, free: int, total: int, by_plan: bool) -> None:
-        """`by_plan`: the plan's own bound was reached, not the device's."""
+        """`by_plan`: the limit that the plan set was reached, not that of the device."""
         self.budget, self.free, self.total = budget, free, total
-        if by_plan:  # a lower budget would lower the bound as well
-            advice = "The step wanted more than the plan counted: lower --micro-batch or --context"
+        if by_plan:
+            # A lower --hbm would lower the plan's limit as well, and not help.
+            advice = "The step needed more than the plan reserved: lower --micro-batch or --context"
         else:
             advice = (
-                f"Lower --hbm, say to {format_bytes(int(0.9 * budget))}, or --micro-batch, or end "
-                f"what else uses the GPU"
+                f"Lower --hbm, for example to {format_bytes(int(0.9 * budget))}, or --micro-batch, "
+                f"or stop other programs that use the GPU"
             )
         super().__init__(
-            f"the GPU is out of memory: the plan was given {format_bytes(budget)} of its "
-            f"{format_bytes(total)}, {format_bytes(free)} are free now. {advice}; then go on from "
-            f"the last checkpoint with --resume"
+            f"the GPU is out of memory: the plan may use {format_bytes(budget)} of its "
+            f"{format_bytes(total)}, and {format_bytes(free)} are free now. {advice}; then "
+            f"continue from the last checkpoint with --resume"
         )
 
 
 class HostMemoryError(TrainError, MemoryError):
-    """The host ran out of memory in the middle of a step."""
+    """The host ran out of memory during a step."""
 
     def __init__(self, problem: str) -> None:
         self.problem = problem
         super().__init__(
-            f"out of host memory ({problem}); lower --dram (and --hbm where the CPU computes) or "
-            f"--micro-batch, then go on from the last checkpoint with --resume"
+            f"the host is out of memory ({problem}); lower --dram (and --hbm if the CPU computes) "
+            f"or --micro-batch, then continue from the last checkpoint with --resume"
         )
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(plan: Plan) -> Iterator[None]:
+    """Replace torch's out-of-memory errors by errors that name the budget to lower."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as failed:
+        raise _gpu_memory_error(plan) from failed
+    except RuntimeError as failed:
+        if _HOST_OUT_OF_MEMORY not in str(failed):
+            raise
+        raise HostMemoryError(str(failed).splitlines()[0]) from failed
+
+
+def _gpu_memory_error(plan: Plan) -> GpuMemoryError:
+    import torch
+
+    budget = plan.budget.of(Tier.HBM)
+    if not torch.cuda.is_available():
+        return GpuMemoryError(budget=budget, free=0, total=0, by_plan=False)
+    free, total = torch.cuda.mem_get_info()
+    # The plan caps torch's allocator. If the device still has more free memory than the allocator
+    # may take, the cap was the limit.
+    left = plan.allocator_nbytes - torch.cuda.memory_reserved()
+    return GpuMemoryError(budget=budget, free=free, total=total, by_plan=free >= left)
+
+
+def save_bad_batch(
+    out: Path, step: int, batch: Mapping[str, torch.Tensor], decode: Callable[[Any], str]
+) -> Path:
+    """Save the batch of a failed step as tensors and, in a second file, as text."""
+    from safetensors.torch import save_file
+
+    path = out / f"bad-batch-{step:06d}.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in batch.items()}, path)
+    rows = [
+        f"--- row {number}\n{decode(row.tolist())}\n"
+        for number, row in enumerate(batch["input_ids"])
+    ]
+    path.with_suffix(".txt").write_text("".join(rows), encoding="utf-8")
+    return path

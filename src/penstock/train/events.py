@@ -1,7 +1,8 @@
-"""What happens in a run, as plain mappings that every listener reads. Room: show.
+"""Events of a run, and the listeners that print, log or record them.
 
-One of them is one line of `--json`: `plan`, `note`, `eval`, `sample`, `step`, `skipped`, `save`,
-`done`.
+An event is a plain mapping with its kind under `event`: `plan`, `note`, `eval`, `sample`, `step`,
+`skipped`, `save`, `stopped` or `done`. With `--json`, each event except a note is one line on
+standard output. Programs read these lines and metrics.jsonl, so names must not change.
 """
 
 from __future__ import annotations
@@ -9,22 +10,25 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 Event = Mapping[str, Any]
 
+ReportProgress = Callable[[int, int, str], None]
+"""Called with the work done, the total (0 if unknown), and a description of the work."""
+
 
 class Listener(Protocol):
-    """Whoever wants to know."""
+    """Handles the events of a run."""
 
-    def hear(self, event: Event) -> None: ...
+    def handle(self, event: Event) -> None: ...
 
     def close(self) -> None: ...
 
 
 class Listeners:
-    """All of them, in turn."""
+    """Passes each event to all listeners, in the order they were added."""
 
     def __init__(self, listeners: Sequence[Listener] = ()) -> None:
         self._listeners = list(listeners)
@@ -32,38 +36,40 @@ class Listeners:
     def add(self, listener: Listener) -> None:
         self._listeners.append(listener)
 
-    def tell(self, kind: str, **what: Any) -> None:
-        event = {"event": kind, **what}
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Pass an event to all listeners."""
+        event = {"event": kind, **fields}
         for listener in self._listeners:
-            listener.hear(event)
+            listener.handle(event)
 
     def note(self, text: str) -> None:
-        """Something for a person."""
-        self.tell("note", text=text)
+        """Pass a message for people to all listeners."""
+        self.emit("note", text=text)
 
     def close(self) -> None:
+        """Close all listeners, the last one first."""
         for listener in reversed(self._listeners):
             listener.close()
 
 
 class JsonLines:
-    """One object per line on standard output, as it happens; words for people on the other one."""
+    """Prints events as JSON lines on standard output, and notes on standard error."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
 
-    def hear(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         if event["event"] == "note":
             print(event["text"], file=sys.stderr, flush=True)
         else:
-            print(as_line(event), file=self._stream, flush=True)
+            print(to_json_line(event), file=self._stream, flush=True)
 
     def close(self) -> None:
         return
 
 
-def as_line(event: Event) -> str:
-    """JSON as the standard has it: what is not finite is null."""
+def to_json_line(event: Event) -> str:
+    """Convert an event to standard JSON, which has no NaN and no infinity: they become null."""
     return json.dumps({name: _finite(value) for name, value in event.items()}, allow_nan=False)
 
 

@@ -1,8 +1,8 @@
-"""A run's model and data, found and checked before anything is taken. Room: show."""
+"""Load and check a run's model and data, before anything is allocated or written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,18 +11,16 @@ from penstock.data import Packed, TokenDataset, load_tokenizer, open_dataset
 from penstock.model.inventory import Inventory
 from penstock.settings import Settings
 from penstock.train.errors import ContextTooLongError
-from penstock.train.events import Listeners
-from penstock.train.samples import Samples, find_samples
+from penstock.train.events import Listeners, ReportProgress
+from penstock.train.samples import Samples, load_samples
 
 if TYPE_CHECKING:
     from penstock.data.batches import Batches
 
-Tell = Callable[[int, int, str], None]
-
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What is to be trained, without its weights."""
+class ModelSource:
+    """The model to train, without its weights."""
 
     source: str
     """Where config, tokenizer and weights are: the user's model, or a checkpoint of the run."""
@@ -31,91 +29,75 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
-    """What it is trained on."""
+class TrainingData:
+    """The data to train and evaluate on."""
 
     train: Packed
     held_out: Packed | None
     dataset: TokenDataset
     samples: Samples | None = None
-    """Prompts that are answered at each evaluation."""
+    """Prompts to answer at each evaluation."""
 
     def batches(self, settings: Settings, position: Any = None) -> Batches:
-        """In order, from the position on."""
+        """Return the batches of the run, starting at a position in the data."""
+        schedule = settings.schedule
         return self.train.batches(
-            settings.schedule.batch,
-            epochs=settings.schedule.epochs,
-            steps=settings.schedule.steps,
-            seed=settings.schedule.seed,
+            schedule.batch,
+            epochs=schedule.epochs,
+            steps=schedule.steps,
+            seed=schedule.seed,
             position=position,
         )
 
 
-def find_model(settings: Settings, checkpoint: Path | None) -> Model:
-    """From the checkpoint that is resumed, where there is one: the original may be gone."""
+def load_model(settings: Settings, checkpoint: Path | None) -> ModelSource:
+    """Load the config of the model, and survey its blocks.
+
+    A resumed run reads them from its checkpoint: the original model may be gone.
+    """
     from penstock.engine.prepare import inspect_model
     from penstock.model.skeleton import check_trainable
 
-    source = str(checkpoint or settings.model.model)
+    name, context = settings.model.model, settings.data.context
+    source = str(checkpoint or name)
     chosen = settings if checkpoint is None else settings.replace({"revision": None})
-    config, inventory = inspect_model(source, chosen, name=settings.model.model)
+    config, inventory = inspect_model(source, chosen, name=name)
     limit = inventory.max_context
-    if limit is not None and settings.data.context > limit:
-        raise ContextTooLongError(settings.model.model, wanted=settings.data.context, limit=limit)
+    if limit is not None and context > limit:
+        raise ContextTooLongError(name, wanted=context, limit=limit)
     check_trainable(inventory)
-    return Model(source, config, inventory)
+    return ModelSource(source, config, inventory)
 
 
-def find_data(settings: Settings, model: Model, listeners: Listeners, tell: Tell) -> Data:
-    """Tokenized now, or found in the cache."""
-    local = Path(model.source).is_dir()
+def load_data(
+    settings: Settings, model: ModelSource, listeners: Listeners, report: ReportProgress
+) -> TrainingData:
+    """Tokenize the data, or read it from the cache, and pack it into sequences."""
+    seed, evaluation = settings.schedule.seed, settings.evaluation
+    is_local = Path(model.source).is_dir()
     tokenizer = load_tokenizer(
         model.source,
-        revision=None if local else settings.model.revision,
+        revision=None if is_local else settings.model.revision,
         trust_remote_code=settings.model.trust_remote_code,
     )
-    dataset = _open(settings.data.data, tokenizer, settings, tell)
+    dataset = everything = _open_dataset(settings.data.data, tokenizer, settings, report)
     held_out = None
-    whole = dataset
-    if settings.evaluation.eval_split is not None:
-        dataset, held_out = dataset.split(
-            settings.evaluation.eval_split, seed=settings.schedule.seed
-        )
-    elif settings.evaluation.eval_data:
-        held_out = _open(settings.evaluation.eval_data, tokenizer, settings, tell)
-    for note in whole.notes:
+    if evaluation.eval_split is not None:
+        dataset, held_out = dataset.split(evaluation.eval_split, seed=seed)
+    elif evaluation.eval_data:
+        held_out = _open_dataset(evaluation.eval_data, tokenizer, settings, report)
+    for note in everything.notes:
         listeners.note(f"note: {note}")
-    if whole.bad_count:
-        listeners.note(f"{whole.bad_count} lines were left out, first: {whole.bad_lines[0]}")
-    packed = dataset.pack(
-        settings.data.context, overlong=settings.data.overlong, seed=settings.schedule.seed
-    )
-    listeners.note(_about(packed))
-    rows = None
-    if held_out is not None:
-        rows = held_out.pack(
-            settings.data.context, overlong=settings.data.overlong, seed=settings.schedule.seed
-        )
-    return Data(packed, rows, dataset, find_samples(settings, tokenizer))
+    if everything.bad_count:
+        listeners.note(f"{everything.bad_count} lines skipped, first: {everything.bad_lines[0]}")
+    packed = _pack(dataset, settings)
+    listeners.note(_describe(packed))
+    rows = None if held_out is None else _pack(held_out, settings)
+    return TrainingData(packed, rows, dataset, load_samples(settings, tokenizer))
 
 
-def _open(sources: Sequence[str], tokenizer: Any, settings: Settings, tell: Tell) -> TokenDataset:
-    skip = settings.data.skip_bad_lines
-    return open_dataset(
-        list(sources), tokenizer, cache_dir=settings.data.cache, skip_bad_lines=skip, tell=tell
-    )
-
-
-def _about(packed: Packed) -> str:
-    counts = packed.counts
-    return (
-        f"{counts.documents:,} documents in {counts.rows:,} sequences of {packed.context:,} "
-        f"tokens, {counts.targets:,} tokens trained"
-    )
-
-
-def companions_directory(settings: Settings, model: Model) -> Path:
-    """Where the small files are; of the hub, fetched, without weights if none are wanted."""
+def model_files_directory(settings: Settings, model: ModelSource) -> Path:
+    """Return the directory with config and tokenizer. Download them if the model is on the Hub."""
     from penstock.engine.prepare import model_directory
 
     if Path(model.source).is_dir():
@@ -124,7 +106,33 @@ def companions_directory(settings: Settings, model: Model) -> Path:
         return model_directory(model.source, settings.model.revision)
     from huggingface_hub import snapshot_download
 
+    # Random initial weights: leave the pretrained ones on the Hub.
     small = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
-    return Path(
-        snapshot_download(model.source, revision=settings.model.revision, allow_patterns=small)
+    revision = settings.model.revision
+    return Path(snapshot_download(model.source, revision=revision, allow_patterns=small))
+
+
+def _open_dataset(
+    sources: Sequence[str], tokenizer: Any, settings: Settings, report: ReportProgress
+) -> TokenDataset:
+    return open_dataset(
+        list(sources),
+        tokenizer,
+        cache_dir=settings.data.cache,
+        skip_bad_lines=settings.data.skip_bad_lines,
+        tell=report,
+    )
+
+
+def _pack(dataset: TokenDataset, settings: Settings) -> Packed:
+    return dataset.pack(
+        settings.data.context, overlong=settings.data.overlong, seed=settings.schedule.seed
+    )
+
+
+def _describe(packed: Packed) -> str:
+    counts = packed.counts
+    return (
+        f"{counts.documents:,} documents in {counts.rows:,} sequences of {packed.context:,} "
+        f"tokens, {counts.targets:,} tokens trained"
     )

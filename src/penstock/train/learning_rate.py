@@ -1,4 +1,4 @@
-"""The learning rate over a run. Room: show."""
+"""The learning rate over a run."""
 
 from __future__ import annotations
 
@@ -13,24 +13,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
-    """A share of the highest rate, as a pure function of steps taken: it has no state to lose."""
+class LearningRateSchedule:
+    """A factor of the peak learning rate, as a pure function of the number of steps taken.
+
+    A checkpoint therefore needs no scheduler state to resume to the bit.
+    """
+
+    # The shapes are those of transformers.get_scheduler, but it is not used: its linear schedule
+    # computes (steps - taken) / (steps - warmup) and rounds differently from `1 - done` below, and
+    # its cosine rises again after the last step. Resumed runs must see the same bits.
 
     schedule: Schedule
     warmup: int
-    """Steps over which it rises."""
+    """Number of steps over which the rate rises linearly from zero."""
     steps: int
-    """Of the whole run."""
+    """Number of steps in the run."""
 
     @classmethod
-    def of(cls, settings: Settings, steps: int) -> Rate:
-        """A warmup below 1 is a share of the steps."""
-        wanted = settings.schedule.warmup
-        warmup = math.ceil(wanted * steps) if wanted < 1 else round(wanted)
-        return cls(settings.schedule.schedule, min(warmup, steps), steps)
+    def of(cls, settings: Settings, steps: int) -> LearningRateSchedule:
+        """Build the schedule of a run. A warmup below 1 is a fraction of the steps."""
+        warmup = settings.schedule.warmup
+        warmup_steps = math.ceil(warmup * steps) if warmup < 1 else round(warmup)
+        return cls(settings.schedule.schedule, min(warmup_steps, steps), steps)
 
     def __call__(self, taken: int) -> float:
-        """For the step after `taken` others, as Hugging Face has it: a warmup begins at zero."""
+        """Return the factor for the next step, after `taken` steps."""
         if taken < self.warmup:
             return taken / self.warmup
         if self.schedule == "constant":
@@ -39,10 +46,10 @@ class Rate:
         done = min(1.0, done)
         return 1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
-    def scheduler(self, optimizer: Any, *, taken: int, highest: float) -> LambdaLR:
-        """On a torch optimizer that has taken so many steps."""
+    def scheduler(self, optimizer: Any, *, taken: int, peak: float) -> LambdaLR:
+        """Make a torch scheduler for an optimizer that has taken `taken` steps."""
         from torch.optim.lr_scheduler import LambdaLR
 
         for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"] = highest
+            group["initial_lr"] = group["lr"] = peak
         return LambdaLR(optimizer, self, last_epoch=taken - 1)

@@ -1,4 +1,4 @@
-"""metrics.jsonl, TensorBoard and Weights & Biases. Room: show."""
+"""Log metrics to metrics.jsonl, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from typing import Any
 
 from penstock.settings import Settings
 from penstock.train.errors import MissingLoggerError
-from penstock.train.events import Event, Listener, as_line
+from penstock.train.events import Event, Listener, to_json_line
 
 METRICS = "metrics.jsonl"
 
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
-
-_KEPT = ("step", "skipped", "eval", "sample", "save", "done")
+LOGGED = ("step", "skipped", "eval", "sample", "save", "done")
+"""Events that metrics.jsonl contains."""
 
 HF_NAMES = {
     "step": {
@@ -31,42 +30,54 @@ HF_NAMES = {
     },
     "eval": {"loss": "eval/loss"},
 }
-"""What Hugging Face's Trainer calls them."""
+"""Names of the metrics in transformers' Trainer, by event and by our name."""
+
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """MissingLoggerError before the work and not after it."""
+    """Raise MissingLoggerError, before the run starts, if a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
             raise MissingLoggerError(name, _PACKAGES[name])
 
 
 def open_loggers(settings: Settings) -> list[Listener]:
+    """Open the experiment trackers that the settings name."""
     kinds: dict[str, Callable[[Settings], Listener]]
     kinds = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases}
     return [kinds[name](settings) for name in settings.logging.log]
 
 
+def hf_metrics(event: Event) -> dict[str, float]:
+    """Return the numbers of an event under the names that transformers' Trainer uses."""
+    names = HF_NAMES.get(event["event"], {})
+    return {hf: float(event[ours]) for ours, hf in names.items() if event.get(ours) is not None}
+
+
 class MetricsFile:
-    """A line per event, written at once. A resumed run goes on in the same file."""
+    """Appends one line per event to metrics.jsonl, and flushes it immediately.
+
+    A resumed run continues the file after step `after`, that of its checkpoint.
+    """
 
     def __init__(self, out: str | Path, *, after: int) -> None:
         path = Path(out) / METRICS
-        _forget_later(path, after)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - for as long as the run
+        _drop_later_lines(path, after)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
 
-    def hear(self, event: Event) -> None:
-        if event["event"] in _KEPT:
-            plain = {name: value for name, value in event.items() if name != "tiers"}
-            self._file.write(as_line({**plain, "time": round(time.time(), 3)}) + "\n")
+    def handle(self, event: Event) -> None:
+        if event["event"] in LOGGED:
+            logged = {name: value for name, value in event.items() if name != "tiers"}
+            self._file.write(to_json_line({**logged, "time": round(time.time(), 3)}) + "\n")
             self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
-def _forget_later(path: Path, after: int) -> None:
-    """Lines of steps that a killed run had taken beyond its checkpoint: they come again."""
+def _drop_later_lines(path: Path, after: int) -> None:
+    """Drop the lines of steps after the checkpoint: the resumed run takes these steps again."""
     if not path.exists():
         return
     kept = []
@@ -74,7 +85,7 @@ def _forget_later(path: Path, after: int) -> None:
         try:
             event = json.loads(line)
         except ValueError:
-            continue  # torn by the kill
+            continue  # cut off when the run was killed
         if isinstance(event, dict) and event.get("step", after + 1) <= after:
             kept.append(line)
     draft = path.with_name(f".{path.name}.tmp")
@@ -82,19 +93,13 @@ def _forget_later(path: Path, after: int) -> None:
     os.replace(draft, path)
 
 
-def named(event: Event) -> dict[str, float]:
-    """An event's numbers under Hugging Face's names."""
-    names = HF_NAMES.get(event["event"], {})
-    return {hf: float(event[ours]) for ours, hf in names.items() if event.get(ours) is not None}
-
-
 class _TensorBoard:
     def __init__(self, settings: Settings) -> None:
         module: Any = importlib.import_module("torch.utils.tensorboard")
         self._writer = module.SummaryWriter(log_dir=str(Path(settings.checkpoint.out) / "runs"))
 
-    def hear(self, event: Event) -> None:
-        for name, value in named(event).items():
+    def handle(self, event: Event) -> None:
+        for name, value in hf_metrics(event).items():
             self._writer.add_scalar(name, value, event["step"])
 
     def close(self) -> None:
@@ -110,10 +115,10 @@ class _WeightsAndBiases:
             config=settings.flat(),
         )  # fmt: skip
 
-    def hear(self, event: Event) -> None:
-        numbers = named(event)
-        if numbers:
-            self._run.log({**numbers, "train/global_step": event["step"]})
+    def handle(self, event: Event) -> None:
+        metrics = hf_metrics(event)
+        if metrics:
+            self._run.log({**metrics, "train/global_step": event["step"]})
 
     def close(self) -> None:
         self._run.finish()

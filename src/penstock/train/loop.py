@@ -1,4 +1,4 @@
-"""The loop: batches in, steps taken, saved and told. Room: show."""
+"""The training loop: take steps, save checkpoints and evaluate until the end or a stop request."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from penstock.checkpoint.errors import (
 from penstock.errors import NonFiniteLossError, PenstockError
 from penstock.records import to_json
 from penstock.settings import Settings, parse_interval
-from penstock.train.checkpoints import CheckpointSaver, Standing
-from penstock.train.errors import TokenRangeError
+from penstock.train.checkpoints import CheckpointSaver, RunPosition
+from penstock.train.errors import TokenRangeError, explain_out_of_memory, save_bad_batch
 from penstock.train.events import Listeners
-from penstock.train.failures import keep_batch, memory_told
-from penstock.train.inputs import Data
-from penstock.train.learning_rate import Rate
+from penstock.train.inputs import TrainingData
+from penstock.train.learning_rate import LearningRateSchedule
 from penstock.train.progress import View
-from penstock.train.signals import Stopping
+from penstock.train.signals import StopRequest
 from penstock.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -33,59 +32,61 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """Everything that a run needs, ready."""
+    """Everything that the loop needs, ready for the first step."""
 
     settings: Settings
     engine: Engine
-    data: Data
+    data: TrainingData
     batches: Batches
-    keeper: CheckpointSaver
+    saver: CheckpointSaver
     resumed: bool
 
 
-class Loop:
-    """Takes a run to its end, or to where it is told to stop."""
+class TrainingLoop:
+    """Trains until the last step or until the user asks to stop."""
 
     def __init__(
-        self, run: TrainingRun, listeners: Listeners, view: View, stopping: Stopping
+        self, run: TrainingRun, listeners: Listeners, view: View, stop: StopRequest
     ) -> None:
-        self._run, self._listeners, self._view, self._stopping = run, listeners, view, stopping
-        self._engine, self._batches = run.engine, run.batches
-        self._rate = Rate.of(run.settings, run.batches.steps)
+        self._run, self._listeners, self._view, self._stop = run, listeners, view, stop
+        self._engine, self._batches, self._saver = run.engine, run.batches, run.saver
+        self._out = Path(run.settings.checkpoint.out)
+        self._rate = LearningRateSchedule.of(run.settings, run.batches.steps)
         self._scheduler = self._rate.scheduler(
-            run.engine.optimizer, taken=run.engine.steps, highest=run.settings.schedule.lr
+            run.engine.optimizer, taken=run.engine.steps, peak=run.settings.schedule.lr
         )
-        self._every = parse_interval(run.settings.checkpoint.save_every)
+        self._save_interval = parse_interval(run.settings.checkpoint.save_every)
         self._watchdog = Watchdog(run.engine.waiting, listeners.note)
-        self._evaluated: int | None = None
-        self._sampled: int | None = None
-        self._evaluating = False
-        self._tried_step, self._tried_at = run.batches.step, time.monotonic()
+        self._evaluated_step: int | None = None
+        self._sampled_step: int | None = None
+        self._is_evaluating = False
+        # When a save was last tried. A failed save counts, so that it is not repeated every step.
+        self._save_step, self._save_time = run.batches.step, time.monotonic()
 
     def run(self) -> bool:
-        """Whether it came to its end."""
-        with self._watchdog, memory_told(self._engine.plan):
-            self._engine.on_progress = self._progress
+        """Train. Return True at the end of the run, False if the user stopped it."""
+        with self._watchdog, explain_out_of_memory(self._engine.plan):
+            self._engine.on_progress = self._report_step_progress
             if not self._run.resumed:
-                self._look()
-            while not self._ended and not self._stopping.requested:
-                self._step()
+                self._evaluate_and_sample()
+            while not self._at_end and not self._stop.requested:
+                self._take_step()
                 self._save_if_due()
                 self._evaluate_if_due()
-            if not self._ended:
-                self._stop()
+            if not self._at_end:
+                self._stop_early()
                 return False
             self._finish()
             return True
 
     @property
-    def _ended(self) -> bool:
+    def _at_end(self) -> bool:
         return self._batches.step >= self._batches.steps
 
-    # One step.
+    # Steps.
 
-    def _step(self) -> None:
-        begun = time.monotonic()
+    def _take_step(self) -> None:
+        started = time.monotonic()
         position = self._batches.position
         batch = next(self._batches)
         rate = self._scheduler.get_last_lr()[0]
@@ -93,22 +94,23 @@ class Loop:
         try:
             loss = self._engine.step(batch)
         except NonFiniteLossError:
-            self._keep_bad(batch, position)
+            self._save_before_bad_batch(batch, position)
             raise
-        told: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "step": self._batches.step,
             "loss": float(loss),
             "grad_norm": self._engine.grad_norm,
             "lr": rate,
         }
         if self._engine.skipped:
-            self._listeners.tell("skipped", **told, loss_scale=self._engine.scale.value)
+            # The optimizer took no step, so the learning rate stays where it is.
+            self._listeners.emit("skipped", **metrics, loss_scale=self._engine.scale.value)
             return
         self._scheduler.step()
-        seconds = time.monotonic() - begun
-        self._listeners.tell(
+        seconds = time.monotonic() - started
+        self._listeners.emit(
             "step",
-            **told,
+            **metrics,
             epoch=round(self._batches.epoch, 6),
             seconds=seconds,
             tokens_per_second=batch["input_ids"].numel() / seconds,
@@ -120,154 +122,158 @@ class Loop:
         if token >= rows:
             raise TokenRangeError(token=token, vocabulary=rows)
 
-    def _keep_bad(self, batch: Any, position: Any) -> None:
-        """For a look at it; and the run as it was before it."""
+    def _save_before_bad_batch(self, batch: Any, position: Any) -> None:
+        """Save the batch for inspection, and a checkpoint of the run before this batch."""
         step = self._batches.step
-        path = keep_batch(
-            Path(self._run.settings.checkpoint.out), step, batch, self._run.data.dataset.decode
-        )
-        self._listeners.note(f"the batch of step {step} is in {path} and, as text, beside it")
-        if step - 1 > 0 and self._run.keeper.saved_step != step - 1:
-            self._save(Standing(step - 1, position, to_json(self._rate)))
+        path = save_bad_batch(self._out, step, batch, self._run.data.dataset.decode)
+        text = path.with_suffix(".txt").name
+        self._listeners.note(f"the batch of step {step} was saved to {path} and, as text, {text}")
+        if step - 1 > 0 and self._saver.saved_step != step - 1:
+            self._save(RunPosition(step - 1, position, to_json(self._rate)))
 
-    def _progress(self, done: int, total: int, what: str) -> None:
-        self._watchdog.moved(what)
-        if self._evaluating:
-            self._view.busy(0, 0, f"evaluating: {what}")
+    def _report_step_progress(self, done: int, total: int, text: str) -> None:
+        self._watchdog.report_progress(text)
+        if self._is_evaluating:
+            self._view.show_work(0, 0, f"evaluating: {text}")
         else:
-            self._view.progress(done, total, what)
+            self._view.show_step_progress(done, total, text)
 
-    # Keeping.
-
-    def _save_if_due(self) -> None:
-        steps, seconds = self._batches.step - self._tried_step, time.monotonic() - self._tried_at
-        if self._every.is_due(steps=steps, seconds=seconds) and not self._ended:
-            try:
-                self._save(self._standing)
-            except (CheckpointSpaceError, CheckpointWriteError) as failed:
-                self._listeners.note(f"not saved: {failed}. Training goes on; tried again later")
-
-    def _save(self, standing: Standing) -> None:
-        self._tried_step = standing.step
-        begun = time.monotonic()
-        try:
-            path = self._run.keeper.save(standing, self._saving)
-        finally:
-            self._tried_at = time.monotonic()
-        self._listeners.tell(
-            "save",
-            step=standing.step,
-            path=str(path),
-            bytes=self._run.keeper.nbytes,
-            seconds=self._tried_at - begun,
-        )
-
-    def _saving(self, done: int, total: int, what: str) -> None:
-        self._watchdog.moved("saving")
-        self._view.busy(done, total, "saving")
+    # Checkpoints.
 
     @property
-    def _standing(self) -> Standing:
-        return Standing(self._batches.step, self._batches.position, to_json(self._rate))
+    def _position(self) -> RunPosition:
+        return RunPosition(self._batches.step, self._batches.position, to_json(self._rate))
+
+    def _save_if_due(self) -> None:
+        steps, seconds = self._batches.step - self._save_step, time.monotonic() - self._save_time
+        if self._save_interval.is_due(steps=steps, seconds=seconds) and not self._at_end:
+            try:
+                self._save(self._position)
+            except (CheckpointSpaceError, CheckpointWriteError) as failed:
+                self._listeners.note(
+                    f"checkpoint not saved: {failed}. Training continues; the next save is due "
+                    f"after the usual interval"
+                )
+
+    def _save(self, position: RunPosition) -> None:
+        self._save_step = position.step
+        started = time.monotonic()
+        try:
+            path = self._saver.save(position, self._report_save_progress)
+        finally:
+            self._save_time = time.monotonic()
+        self._listeners.emit(
+            "save",
+            step=position.step,
+            path=str(path),
+            bytes=self._saver.nbytes,
+            seconds=self._save_time - started,
+        )
+
+    def _report_save_progress(self, done: int, total: int, text: str) -> None:
+        self._watchdog.report_progress("saving")
+        self._view.show_work(done, total, "saving")
 
     def _save_last(self) -> None:
-        if self._run.keeper.saved_step != self._batches.step:
+        """Save the current step, unless a checkpoint of it exists."""
+        if self._saver.saved_step != self._batches.step:
             try:
-                self._save(self._standing)
+                self._save(self._position)
             except CheckpointExistsError:
-                self._run.keeper.saved_step = self._batches.step
+                self._saver.saved_step = self._batches.step
 
-    # Looking.
+    # Evaluation.
 
     def _evaluate_if_due(self) -> None:
         every = self._run.settings.evaluation.eval_every
-        if every is not None and self._batches.step % every == 0 and not self._ended:
-            self._look()
+        if every is not None and self._batches.step % every == 0 and not self._at_end:
+            self._evaluate_and_sample()
 
-    def _look(self) -> None:
+    def _evaluate_and_sample(self) -> None:
         self._evaluate()
         self._sample()
 
-    def _sample(self) -> None:
-        """What the model answers by now. There may be no room for it beside training."""
-        samples, step = self._run.data.samples, self._batches.step
-        if samples is None or self._stopping.requested or self._sampled == step:
-            return
-        self._sampled = step
-        self._view.busy(0, 0, "answering the sample prompts")
-        with (
-            self._engine.gradient_buffers_released() as room
-        ):  # which, if it is not had back, ends the run
-            try:
-                for answer in samples.answers(self._engine, room):
-                    self._watchdog.moved("sampling")
-                    self._listeners.tell("sample", step=step, **answer)
-            except (PenstockError, MemoryError) as problem:
-                self._listeners.note(f"no samples: {problem}. Training goes on")
-
     def _evaluate(self) -> None:
+        """Compute the held-out loss, unless it is known for this step."""
         held_out = self._run.data.held_out
-        if held_out is None or self._evaluated == self._batches.step:
+        if held_out is None or self._evaluated_step == self._batches.step:
             return
-        begun = time.monotonic()
-        rows = held_out.batches(self._run.settings.schedule.batch, shuffle=False)
-        self._evaluating = True
+        started = time.monotonic()
+        batches = held_out.batches(self._run.settings.schedule.batch, shuffle=False)
+        self._is_evaluating = True
         try:
-            found = self._engine.evaluate(self._unless_stopped(rows))
+            result = self._engine.evaluate(self._until_stopped(batches))
         except _StoppedError:
             return
         finally:
-            self._evaluating = False
-        self._evaluated = self._batches.step
-        self._listeners.tell(
+            self._is_evaluating = False
+        self._evaluated_step = self._batches.step
+        self._listeners.emit(
             "eval",
             step=self._batches.step,
-            loss=found.loss,
-            tokens=found.tokens,
-            seconds=time.monotonic() - begun,
+            loss=result.loss,
+            tokens=result.tokens,
+            seconds=time.monotonic() - started,
         )
 
-    def _unless_stopped(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _until_stopped(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
-            if self._stopping.requested:
+            if self._stop.requested:
                 raise _StoppedError
             yield batch
 
-    # Ending.
+    def _sample(self) -> None:
+        """Answer the sample prompts. Training continues if there is too little memory for it."""
+        samples, step = self._run.data.samples, self._batches.step
+        if samples is None or self._stop.requested or self._sampled_step == step:
+            return
+        self._sampled_step = step
+        self._view.show_work(0, 0, "answering the sample prompts")
+        # Outside the `try`: if the engine cannot get its memory back, the run must end.
+        with self._engine.gradient_buffers_released() as nbytes:
+            try:
+                for answer in samples.generate(self._engine, nbytes):
+                    self._watchdog.report_progress("sampling")
+                    self._listeners.emit("sample", step=step, **answer)
+            except (PenstockError, MemoryError) as problem:
+                self._listeners.note(f"no samples: {problem}. Training continues")
 
-    def _stop(self) -> None:
-        """As the user asked."""
+    # The end.
+
+    def _stop_early(self) -> None:
         if self._batches.step > 0:
             self._save_last()
-        self._listeners.tell(
-            "stopped",
-            step=self._batches.step,
-            steps=self._batches.steps,
-            out=self._run.settings.checkpoint.out,
+        self._listeners.emit(
+            "stopped", step=self._batches.step, steps=self._batches.steps, out=self._out_text
         )
 
     def _finish(self) -> None:
         self._save_last()
-        self._look()
-        self._run.keeper.publish()
-        self._listeners.tell(
+        self._evaluate_and_sample()
+        self._saver.publish()
+        self._listeners.emit(
             "done",
             steps=self._batches.step,
             peak_host_bytes=peak_host_nbytes(),
             peak_hbm_bytes=self._engine.device.peak_nbytes(),
-            out=self._run.settings.checkpoint.out,
+            out=self._out_text,
         )
+
+    @property
+    def _out_text(self) -> str:
+        """The output directory as the user wrote it."""
+        return self._run.settings.checkpoint.out
 
 
 class _StoppedError(Exception):
-    """An evaluation that the user does not wait for."""
+    """The user asked to stop during an evaluation."""
 
 
 def peak_host_nbytes() -> int:
-    """The most memory that this process has had resident; 0 where the kernel does not say."""
+    """Return this process's peak resident memory; 0 if the kernel does not report it."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return 0
-    high = next((line for line in lines if line.startswith("VmHWM:")), "VmHWM: 0 kB")
-    return int(high.split()[1]) * 1024
+    peak = next((line for line in lines if line.startswith("VmHWM:")), "VmHWM: 0 kB")
+    return int(peak.split()[1]) * 1024

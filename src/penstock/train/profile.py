@@ -1,4 +1,4 @@
-"""`penstock train --profile N`: the first steps of a run, recorded. Room: show."""
+"""`penstock train --profile N`: record the first steps of a run."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from penstock.observe.observer import Observer, finish
 from penstock.train.events import Event
 
 PROFILE = "profile"
-"""The directory within the run's own."""
+"""Directory of the recording, in the output directory of the run."""
 
 
-class ProfiledSteps:
-    """Listens, and ends the recording after so many steps."""
+class StepProfiler:
+    """Records a run until it has taken a number of steps or ends."""
 
     def __init__(self, out: str | Path, steps: int, note: Callable[[str], None]) -> None:
         self._path, self._left, self._note = Path(out) / PROFILE, steps, note
         self._observer = Observer(self._path)
         self._observer.start()
 
-    def hear(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         if event["event"] not in ("step", "skipped") or not self._left:
             return
         self._left -= 1
         if not self._left:
-            self._end("exit")
+            self._stop("exit")
 
     def close(self) -> None:
-        """The run has ended before."""
+        """Stop the recording if the run has ended before the last recorded step."""
         if self._left:
             self._left = 0
-            self._end("the end of the run")
+            self._stop("the end of the run")
 
-    def _end(self, ended_by: str) -> None:
+    def _stop(self, ended_by: str) -> None:
         self._observer.stop(ended_by)
         self._note(finish(self._path))

@@ -1,4 +1,4 @@
-"""Events in words. Room: show."""
+"""Show a run to the user: a live view on terminals, lines on pipes, nothing with --json."""
 
 from __future__ import annotations
 
@@ -15,100 +15,55 @@ from rich.text import Text
 
 from penstock.planner.plan_view import plan_view, tier_table
 from penstock.train.events import Event
-from penstock.train.plan_choice import Chosen
+from penstock.train.plan_choice import PlanChoice
 from penstock.units import format_bytes, format_seconds
 
-
-def line_of(event: Event, steps: int) -> str:
-    """One line; "" for what needs none."""
-    match event["event"]:
-        case "step":
-            return f"step {event['step']}/{steps}  {numbers(event)}"
-        case "skipped":
-            return (
-                f"step {event['step']}/{steps} left out: not finite; "
-                f"loss scale {event['loss_scale']:g} now"
-            )
-        case "eval":
-            return f"held-out loss {event['loss']:.4f} at step {event['step']}"
-        case "sample":
-            return f"sample at step {event['step']}: {event['prompt']!r} -> {event['text']!r}"
-        case "save":
-            size = format_bytes(event["bytes"])
-            return f"saved {event['path']} ({size}, {format_seconds(event['seconds'])})"
-        case "stopped":
-            return f"stopped after step {event['step']}/{steps}; --resume goes on from there"
-        case "done":
-            return (
-                f"done: {event['steps']} steps; the model is in {event['out']}; "
-                f"most host memory {format_bytes(event['peak_host_bytes'])}"
-            )
-        case "note":
-            return str(event["text"])
-    return ""
-
-
-def numbers(event: Event) -> str:
-    return (
-        f"loss {event['loss']:.4f}  norm {event['grad_norm']:.3g}  lr {event['lr']:.3g}  "
-        f"{event['tokens_per_second']:,.0f} tokens/s"
-    )
-
-
-def duration(seconds: float) -> str:
-    """`2 h 05 min`, `3 min 20 s`, `14 s`."""
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    if whole >= 60:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole} s"
-
-
-# --------
-# What a person sees of a run. Room: show.
-
 LINE_SECONDS = 10.0
-"""On a pipe, at most one line of steps in so many seconds."""
+"""On a pipe, the minimum number of seconds between two lines about steps."""
+
+REFRESH_PER_SECOND = 8
+
+SMOOTHING = 0.2
+"""Weight of the newest step in the moving average of step times."""
 
 
 class View(Protocol):
-    """A listener that also sees what happens between events."""
+    """A listener that is also told about work between events."""
 
-    def hear(self, event: Event) -> None: ...
+    def handle(self, event: Event) -> None: ...
 
     def close(self) -> None: ...
 
-    def show_plan(self, chosen: Chosen, steps: int) -> None: ...
+    def show_plan(self, choice: PlanChoice, steps: int) -> None: ...
 
-    def progress(self, done: int, total: int, what: str) -> None:
-        """Within a step."""
+    def show_step_progress(self, done: int, total: int, text: str) -> None:
+        """Show how far the current step is."""
 
-    def busy(self, done: int, total: int, what: str) -> None:
-        """Something else: tokens are made, a checkpoint is written."""
+    def show_work(self, done: int, total: int, text: str) -> None:
+        """Show how far other work is, such as tokenizing data or saving a checkpoint."""
 
 
-class Silent:
-    """For programs, which read events."""
+class SilentView:
+    """Shows nothing, for programs that read the events."""
 
-    def hear(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         return
 
     def close(self) -> None:
         return
 
-    def show_plan(self, chosen: Chosen, steps: int) -> None:
+    def show_plan(self, choice: PlanChoice, steps: int) -> None:
         return
 
-    def progress(self, done: int, total: int, what: str) -> None:
+    def show_step_progress(self, done: int, total: int, text: str) -> None:
         return
 
-    def busy(self, done: int, total: int, what: str) -> None:
+    def show_work(self, done: int, total: int, text: str) -> None:
         return
 
 
-class Lines(Silent):
-    """A line per interval, for pipes and logs."""
+class LineView(SilentView):
+    """Prints lines, for pipes and log files: at most one about steps per interval."""
 
     def __init__(self, interval: float = LINE_SECONDS) -> None:
         self._interval, self._last = interval, 0.0
@@ -116,24 +71,23 @@ class Lines(Silent):
         self._pending: str | None = None
         self._seconds: float | None = None
 
-    def show_plan(self, chosen: Chosen, steps: int) -> None:
+    def show_plan(self, choice: PlanChoice, steps: int) -> None:
         self._steps = steps
-        print_plan(Console(file=sys.stdout, width=120, highlight=False), chosen)
+        print_plan(Console(file=sys.stdout, width=120, highlight=False), choice)
 
-    def hear(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         if event["event"] == "step":
-            self._hear_step(event)
+            self._handle_step(event)
             return
         self._flush()
-        line = line_of(event, self._steps)
+        line = format_event(event, self._steps)
         if line:
             print(line, flush=True)
 
-    def _hear_step(self, event: Event) -> None:
-        last = self._seconds
-        self._seconds = event["seconds"] if last is None else 0.8 * last + 0.2 * event["seconds"]
+    def _handle_step(self, event: Event) -> None:
+        self._seconds = _smooth(self._seconds, event["seconds"])
         left = (self._steps - event["step"]) * self._seconds
-        self._pending = f"{line_of(event, self._steps)}  {duration(left)} left"
+        self._pending = f"{format_event(event, self._steps)}  {format_duration(left)} left"
         if time.monotonic() - self._last >= self._interval:
             self._flush()
 
@@ -146,113 +100,94 @@ class Lines(Silent):
         self._flush()
 
 
-def print_plan(console: Console, chosen: Chosen) -> None:
-    """The table that `penstock plan` shows."""
-    part: Any = tier_table(chosen.plan)
-    if chosen.planned is not None:
-        part = plan_view(chosen.planned, chosen.machine)
-    console.print(part)
-    console.print()
-
-
-# --------
-# The live view of a terminal. Room: show.
-
-REFRESH = 8
-"""Times a second."""
-
-SMOOTHING = 0.2
-
-
-class Live:
-    """A few lines at the bottom that move; what was said scrolls above them."""
+class LiveView:
+    """Updates a few lines at the bottom of a terminal; messages scroll above them."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
         self._steps = self._step = 0
         self._within = 0.0
-        self._what = self._bound = ""
-        self._numbers = ""
+        self._activity = self._bottleneck = ""
+        self._metrics = ""
         self._seconds: float | None = None
-        self._begun: float | None = None
+        self._step_started: float | None = None
         self._tiers: Mapping[str, Mapping[str, int]] = {}
         self._live = rich.live.Live(
-            console=self.console, get_renderable=self.render, refresh_per_second=REFRESH,
-            transient=True,
+            console=self.console, get_renderable=self.render,
+            refresh_per_second=REFRESH_PER_SECOND, transient=True,
         )  # fmt: skip
 
-    # What happens.
-
-    def show_plan(self, chosen: Chosen, steps: int) -> None:
+    def show_plan(self, choice: PlanChoice, steps: int) -> None:
         self._stop()
-        print_plan(self.console, chosen)
-        self._steps, self._bound = steps, chosen.bound
+        print_plan(self.console, choice)
+        self._steps, self._bottleneck = steps, choice.bottleneck
 
-    def hear(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         kind = event["event"]
         if kind in ("step", "skipped", "eval", "save"):
-            self._step, self._within, self._begun = event["step"], 0.0, None
+            self._step, self._within, self._step_started = event["step"], 0.0, None
         if kind == "plan":
             self._tiers = event["tiers"]
         elif kind == "step":
-            self._numbers = numbers(event)
+            self._metrics = format_metrics(event)
             self._tiers = event["tiers"]
-            last, now = self._seconds, event["seconds"]
-            self._seconds = now if last is None else (1 - SMOOTHING) * last + SMOOTHING * now
-        elif line := line_of(event, self._steps):
+            self._seconds = _smooth(self._seconds, event["seconds"])
+        elif line := format_event(event, self._steps):
             self.console.print(line, markup=False)
 
-    def progress(self, done: int, total: int, what: str) -> None:
-        if self._begun is None:
-            self._begun = time.monotonic()
-        self._within, self._what = done / max(total, 1), what
+    def show_step_progress(self, done: int, total: int, text: str) -> None:
+        if self._step_started is None:
+            self._step_started = time.monotonic()
+        self._within, self._activity = done / max(total, 1), text
         self._start()
 
-    def busy(self, done: int, total: int, what: str) -> None:
+    def show_work(self, done: int, total: int, text: str) -> None:
         share = f" {done / total:.0%}" if total else ""
-        self._what = f"{what}{share}"
+        self._activity = f"{text}{share}"
         self._start()
 
     def close(self) -> None:
         self._stop()
 
-    # What is shown.
-
     def render(self) -> RenderableType:
+        """Render the lines at the bottom: progress, metrics, memory and current activity."""
         if not self._steps:
-            return Text(self._what)
+            return Text(self._activity)
         done = self._step + self._within
         bar = Table.grid(padding=(0, 1))
         bar.add_row(
             f"step {self._step}/{self._steps}",
             ProgressBar(total=self._steps, completed=min(done, self._steps), width=40),
             f"{done / self._steps:.1%}",
-            self._left(done),
+            self._time_left(done),
         )
         rows: list[RenderableType] = [bar]
-        if self._numbers:
-            rows.append(Text(self._numbers))
-        rows.append(self._fullness())
-        bound = f"; bound by {self._bound}" if self._bound else ""
-        rows.append(Text(f"{self._what}{bound}", style="dim"))
+        if self._metrics:
+            rows.append(Text(self._metrics))
+        rows.append(self._memory_bars())
+        bound = f"; bound by {self._bottleneck}" if self._bottleneck else ""
+        rows.append(Text(f"{self._activity}{bound}", style="dim"))
         return Group(*rows)
 
-    def _left(self, done: float) -> str:
-        each = self._seconds
-        if each is None and self._begun is not None and self._within > 0.05:
-            each = (time.monotonic() - self._begun) / self._within
-        return "" if each is None else f"{duration((self._steps - done) * each)} left"
+    def _time_left(self, done: float) -> str:
+        seconds = self._seconds
+        # Extrapolate the first step, as soon as enough of it is done.
+        if seconds is None and self._step_started is not None and self._within > 0.05:
+            seconds = (time.monotonic() - self._step_started) / self._within
+        if seconds is None:
+            return ""
+        return f"{format_duration((self._steps - done) * seconds)} left"
 
-    def _fullness(self) -> Table:
+    def _memory_bars(self) -> Table:
         table = Table.grid(padding=(0, 1))
         cells: list[Any] = []
-        for tier, held in self._tiers.items():
-            if held["budget"]:
-                full = held["peak"] / held["budget"]
+        for tier, usage in self._tiers.items():
+            if usage["budget"]:
+                share = usage["peak"] / usage["budget"]
                 cells += [
                     Text(tier),
-                    ProgressBar(total=1.0, completed=min(1.0, full), width=10),
-                    Text(f"{format_bytes(held['peak'])} of {format_bytes(held['budget'])}  "),
+                    ProgressBar(total=1.0, completed=min(1.0, share), width=10),
+                    Text(f"{format_bytes(usage['peak'])} of {format_bytes(usage['budget'])}  "),
                 ]
         table.add_row(*cells)
         return table
@@ -264,3 +199,63 @@ class Live:
     def _stop(self) -> None:
         if self._live.is_started:
             self._live.stop()
+
+
+def print_plan(console: Console, choice: PlanChoice) -> None:
+    """Print the table that `penstock plan` shows."""
+    table: Any = tier_table(choice.plan)
+    if choice.planned is not None:
+        table = plan_view(choice.planned, choice.machine)
+    console.print(table)
+    console.print()
+
+
+def format_event(event: Event, steps: int) -> str:
+    """Describe an event in one line; "" for events that need none."""
+    match event["event"]:
+        case "step":
+            return f"step {event['step']}/{steps}  {format_metrics(event)}"
+        case "skipped":
+            return (
+                f"step {event['step']}/{steps} skipped: loss or gradient not finite; "
+                f"the loss scale is now {event['loss_scale']:g}"
+            )
+        case "eval":
+            return f"held-out loss {event['loss']:.4f} at step {event['step']}"
+        case "sample":
+            return f"sample at step {event['step']}: {event['prompt']!r} -> {event['text']!r}"
+        case "save":
+            size = format_bytes(event["bytes"])
+            return f"saved {event['path']} ({size}, {format_seconds(event['seconds'])})"
+        case "stopped":
+            return f"stopped after step {event['step']}/{steps}; continue with --resume"
+        case "done":
+            return (
+                f"done: {event['steps']} steps; the model is in {event['out']}; "
+                f"peak host memory {format_bytes(event['peak_host_bytes'])}"
+            )
+        case "note":
+            return str(event["text"])
+    return ""
+
+
+def format_metrics(event: Event) -> str:
+    """Format loss, gradient norm, learning rate and throughput of a step."""
+    return (
+        f"loss {event['loss']:.4f}  norm {event['grad_norm']:.3g}  lr {event['lr']:.3g}  "
+        f"{event['tokens_per_second']:,.0f} tokens/s"
+    )
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration such as `2 h 05 min`, `3 min 20 s` or `14 s`."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    if whole >= 60:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole} s"
+
+
+def _smooth(average: float | None, newest: float) -> float:
+    return newest if average is None else (1 - SMOOTHING) * average + SMOOTHING * newest

@@ -1,4 +1,4 @@
-"""What a run goes on from, and what is no longer as it was. Room: show."""
+"""Lock a run's output directory, find the checkpoint to resume from, and report what changed."""
 
 from __future__ import annotations
 
@@ -22,59 +22,70 @@ from penstock.train.errors import NotResumableError, OutInUseError, OutNotEmptyE
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
-    """A checkpoint to go on from."""
+class ResumePoint:
+    """A checkpoint to resume from."""
 
     checkpoint: Checkpoint
     state: TrainingState
 
     @property
     def numerics(self) -> Numerics:
-        """Those of the run, whatever budgets it has now."""
-        kept: Any = self._told("workload")
-        return from_json(Numerics, kept, where=str(self.checkpoint.path), error=StateError)
+        """Numerics of the run, which do not depend on its budgets."""
+        saved: Any = self._saved("workload")
+        return from_json(Numerics, saved, where=str(self.checkpoint.path), error=StateError)
 
     def differences(
         self, settings: Settings, numerics: Numerics, *, steps: int, on_gpu: bool
     ) -> list[str]:
-        """Why what follows is not, to the bit, what would have followed then."""
+        """Describe what differs from the run so far, so that the result is not bit-identical."""
         found = list(self.state.software.differences(Software.here(gpu=on_gpu)))
         schedule: Any = self.state.schedule
         if isinstance(schedule, Mapping) and schedule.get("steps", steps) != steps:
-            found.append(f"the run's steps were {schedule['steps']} and are {steps}")
-        threads = self._told("threads")
+            found.append(f"the number of steps was {schedule['steps']} and is {steps}")
+        threads = self._saved("threads")
         if threads is not None and not on_gpu and threads != torch_threads():
-            found.append(f"torch's threads were {threads} and are {torch_threads()}")
-        told: Any = self._told("settings")
-        values = settings.flat()
-        for name in AFFECTS_RESULT:
-            now = to_json(values[name])
-            if isinstance(told, Mapping) and told.get(name, now) != now:
-                found.append(f"{name} was {told[name]} and is {now}")
+            found.append(f"torch's number of threads was {threads} and is {torch_threads()}")
+        return found + self._changed_settings(settings) + self._changed_numerics(numerics)
+
+    def _changed_settings(self, settings: Settings) -> list[str]:
+        saved: Any = self._saved("settings")
+        if not isinstance(saved, Mapping):
+            return []
+        now = {name: to_json(value) for name, value in settings.flat().items()}
+        return [
+            f"{name} was {saved[name]} and is {now[name]}"
+            for name in AFFECTS_RESULT
+            if saved.get(name, now[name]) != now[name]
+        ]
+
+    def _changed_numerics(self, numerics: Numerics) -> list[str]:
         before = self.numerics
-        for field in fields(Numerics):
-            was, now = getattr(before, field.name), getattr(numerics, field.name)
-            if was != now and field.name not in AFFECTS_RESULT:
-                found.append(f"{field.name} was {was} and is {now}")
-        return found
+        pairs = ((f.name, getattr(before, f.name), getattr(numerics, f.name))
+                 for f in fields(Numerics))  # fmt: skip
+        return [
+            f"{name} was {was} and is {now}"
+            for name, was, now in pairs
+            if was != now and name not in AFFECTS_RESULT
+        ]
 
-    def _told(self, name: str) -> object:
-        kept: Any = self.state.numerics
-        if not isinstance(kept, Mapping) or name not in kept:
+    def _saved(self, name: str) -> object:
+        saved: Any = self.state.numerics
+        if not isinstance(saved, Mapping) or name not in saved:
             raise StateError("numerics", f"has no {name}", where=str(self.checkpoint.path))
-        return kept[name]
+        return saved[name]
 
 
-class OutFolder:
-    """A run's directory, of one process at a time."""
+class OutputDirectory:
+    """A run's output directory, locked against other processes."""
 
     def __init__(self, out: str | Path, *, resume: bool) -> None:
         self.path = Path(out)
         if not resume:
-            found = sorted(os.listdir(self.path)) if self.path.is_dir() else []
-            if found:
-                raise OutNotEmptyError(str(self.path), found)
+            existing = sorted(os.listdir(self.path)) if self.path.is_dir() else []
+            if existing:
+                raise OutNotEmptyError(str(self.path), existing)
         self.path.mkdir(parents=True, exist_ok=True)
+        # Lock the directory itself. The kernel releases the lock when the process dies.
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,11 +93,11 @@ class OutFolder:
             os.close(self._lock)
             raise OutInUseError(str(self.path)) from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
         remove_leftovers(self.path)
 
-    def past(self) -> Past | None:
-        """The newest checkpoint with all that it takes; None if there is no checkpoint at all."""
+    def find_resume_point(self) -> ResumePoint | None:
+        """Find the newest checkpoint with optimizer states; None if there are no checkpoints."""
         found = list_checkpoints(self.path)
         resumable = next((c for c in found.whole if c.resumable), None)
         if resumable is None:
@@ -95,23 +106,23 @@ class OutFolder:
             if found.damaged:
                 raise found.damaged[0]
             return None
-        return Past(resumable, TrainingState.load(resumable.path))
+        return ResumePoint(resumable, TrainingState.load(resumable.path))
 
     def close(self) -> None:
-        """A directory into which nothing was written is taken away again."""
+        """Release the lock, and remove the directory if it is empty."""
         with contextlib.suppress(OSError):
             os.rmdir(self.path)
         os.close(self._lock)
 
 
-def kept_numerics(fresh: Numerics, past: Past | None, settings: Settings) -> Numerics:
-    """The past's, but for what the user says now; without a past, what follows from the model."""
-    if past is None:
+def resumed_numerics(fresh: Numerics, resume: ResumePoint | None, settings: Settings) -> Numerics:
+    """Return the numerics of the checkpoint with what the user sets now, or `fresh` if new."""
+    if resume is None:
         return fresh
-    kept = past.numerics
-    micro_batch = settings.schedule.micro_batch_size or kept.micro_batch
+    saved = resume.numerics
+    micro_batch = settings.schedule.micro_batch_size or saved.micro_batch
     return replace(
-        kept,
+        saved,
         micro_batch=min(micro_batch, settings.schedule.batch),
         deterministic=settings.schedule.deterministic,
     )

@@ -1,4 +1,4 @@
-"""What the model answers while it is trained. Room: show."""
+"""Answer sample prompts during training, with the current weights."""
 
 from __future__ import annotations
 
@@ -15,54 +15,60 @@ if TYPE_CHECKING:
     from penstock.generate.requests import Request
 
 LEAST_CACHE = 64 * MiB
-"""Where a model's gradient buffers are less than this, as those of small models are."""
+"""Minimum size of the KV cache. Small models have gradient buffers that are smaller than this."""
+
+MOST_CONCURRENT = 8
+"""Maximum number of prompts answered concurrently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Prompts, ready."""
+    """Prompts to answer at each evaluation."""
 
     requests: tuple[Request, ...]
     tokenizer: Any
     context: int
+    """Maximum number of tokens in a prompt and its answer."""
 
-    def answers(self, engine: Engine, room: int) -> Iterator[dict[str, Any]]:
-        """One for each prompt, as the engine's weights are now, whole ones only. Slots and cache
-        take `room` bytes of the device, which the engine lends, so that the budget of training
-        holds; what does not fit at once is answered in turn."""
+    def generate(self, engine: Engine, nbytes: int) -> Iterator[dict[str, Any]]:
+        """Answer each prompt with the engine's current weights, and yield complete answers.
+
+        Weight buffers and KV cache use `nbytes` of device memory, which the engine lends from its
+        gradient buffers, so that sampling stays within the budget of training. Prompts that do not
+        fit concurrently are answered one after the other.
+        """
         from penstock.generate.generator import Generator
         from penstock.generate.streamed_forward import engine_forward
 
-        told: dict[str | int, str] = {}
+        texts: dict[str | int, str] = {}
         with engine_forward(engine) as forward:
-            budget = max(LEAST_CACHE, room - forward.weights.nbytes)
-            most = min(8, len(self.requests))
+            budget = max(LEAST_CACHE, nbytes - forward.weights.nbytes)
+            most = min(MOST_CONCURRENT, len(self.requests))
             with Generator(
                 forward, budget=budget, max_batch=most, max_context=self.context,
                 tokenizer=self.tokenizer,
             ) as generator:  # fmt: skip
                 for piece in generator.run(self.requests):
-                    told[piece.request] = told.get(piece.request, "") + piece.text
+                    texts[piece.request] = texts.get(piece.request, "") + piece.text
                     if piece.finished is not None:
-                        yield self._answer(piece, told[piece.request])
+                        yield self._answer(piece, texts[piece.request])
 
     def _answer(self, piece: Any, text: str) -> dict[str, Any]:
-        asked = self.requests[piece.request].prompt
-        prompt = asked if isinstance(asked, str) else self.tokenizer.decode(asked)
+        given = self.requests[piece.request].prompt
+        prompt = given if isinstance(given, str) else self.tokenizer.decode(given)
         error = None if piece.error is None else str(piece.error)
         return {"prompt": prompt, "text": text, "finished": piece.finished, "error": error}
 
 
-def find_samples(settings: Settings, tokenizer: Any) -> Samples | None:
-    """Read and checked before the first step."""
-    if settings.evaluation.sample_prompts is None:
+def load_samples(settings: Settings, tokenizer: Any) -> Samples | None:
+    """Read and check the sample prompts, if the settings name a file of them."""
+    chosen = settings.evaluation
+    if chosen.sample_prompts is None:
         return None
     from penstock.generate.prompts import Prompts
     from penstock.generate.requests import Request
 
-    defaults = Request(
-        prompt="-", max_new=settings.evaluation.sample_new, seed=settings.schedule.seed
-    )
-    asked = Prompts(tokenizer, defaults).from_file(Path(settings.evaluation.sample_prompts))
-    numbered = tuple(replace(request, id=at) for at, request in enumerate(asked))
-    return Samples(numbered, tokenizer, settings.data.context + settings.evaluation.sample_new)
+    defaults = Request(prompt="-", max_new=chosen.sample_new, seed=settings.schedule.seed)
+    requests = Prompts(tokenizer, defaults).from_file(Path(chosen.sample_prompts))
+    numbered = tuple(replace(request, id=number) for number, request in enumerate(requests))
+    return Samples(numbered, tokenizer, settings.data.context + chosen.sample_new)

@@ -1,7 +1,7 @@
-"""From settings to a finished run. Room: show.
+"""Run a training from its settings to the finished model.
 
-Nothing is written into the run's directory until all is ready for the first step: a mistake in the
-settings leaves it as it was.
+Nothing is written into the output directory until everything is ready for the first step, so that
+a mistake in the settings leaves the directory as it was.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 from penstock.planner.plan_view import plan_json
 from penstock.settings import RUN_FILE, Settings, write_yaml
 from penstock.tiers import Tier
-from penstock.train.checkpoints import CheckpointSaver, write_companions
-from penstock.train.events import JsonLines, Listener, Listeners
-from penstock.train.inputs import Model, companions_directory, find_data, find_model
+from penstock.train.checkpoints import CheckpointSaver, write_model_files
+from penstock.train.errors import explain_out_of_memory
+from penstock.train.events import JsonLines, Listeners
+from penstock.train.inputs import ModelSource, load_data, load_model, model_files_directory
 from penstock.train.loggers import MetricsFile, check_loggers, open_loggers
-from penstock.train.loop import Loop, TrainingRun
-from penstock.train.plan_choice import Chosen, choose_plan, describe_budget
-from penstock.train.progress import Lines, Live, Silent, View
-from penstock.train.resume import OutFolder, Past
-from penstock.train.signals import Stopping
+from penstock.train.loop import TrainingLoop, TrainingRun
+from penstock.train.plan_choice import PlanChoice, choose_plan, describe_budget
+from penstock.train.progress import LineView, LiveView, SilentView, View
+from penstock.train.resume import OutputDirectory, ResumePoint
+from penstock.train.signals import StopRequest
 from penstock.version import __version__
 
 if TYPE_CHECKING:
@@ -39,97 +40,100 @@ def train(
     as_json: bool = False,
     profile: int | None = None,
 ) -> int:
-    """The exit code: 0 at the end, 128 and the signal where one stopped it. The first `profile`
-    steps are recorded."""
+    """Train, and return the exit code: 0 at the end, or 128 plus the number of a signal.
+
+    Args:
+        settings: Settings of the run.
+        resume: Whether to continue from the newest checkpoint in the output directory.
+        view: What the user sees.
+        as_json: Whether to print events as JSON lines on standard output.
+        profile: Number of steps to record, from the first one on.
+    """
     check_loggers(settings.logging.log)
     listeners = Listeners([view])
     if as_json:
         listeners.add(JsonLines())
-    out = OutFolder(settings.checkpoint.out, resume=resume)
+    directory = OutputDirectory(settings.checkpoint.out, resume=resume)
     try:
-        past = out.past() if resume else None
+        point = directory.find_resume_point() if resume else None
         if resume:
-            listeners.note(_about_past(past, settings))
-        with _opened(settings, past, listeners, view) as run, Stopping() as stopping:
-            stopping.before_leaving = view.close
+            listeners.note(_describe_start(point, settings))
+        with _open_run(settings, point, listeners, view) as run, StopRequest() as stop:
+            stop.before_exit = view.close
             if profile is not None:
-                listeners.add(_profiled(settings, profile, listeners))
-            ended = Loop(run, listeners, view, stopping).run()
-            return 0 if ended else stopping.exit_code
+                from penstock.train.profile import StepProfiler
+
+                listeners.add(StepProfiler(settings.checkpoint.out, profile, listeners.note))
+            finished = TrainingLoop(run, listeners, view, stop).run()
+            return 0 if finished else stop.exit_code
     finally:
         listeners.close()
-        out.close()
+        directory.close()
 
 
 def pick_view(as_json: bool) -> View:
-    """What suits where it is shown."""
+    """Choose the view for standard output: a terminal, a pipe, or a program that reads JSON."""
     if as_json:
-        return Silent()
-    live = Live()
-    return live if live.console.is_terminal else Lines()
-
-
-def _profiled(settings: Settings, steps: int, listeners: Listeners) -> Listener:
-    from penstock.train.profile import ProfiledSteps
-
-    return ProfiledSteps(settings.checkpoint.out, steps, listeners.note)
+        return SilentView()
+    live = LiveView()
+    return live if live.console.is_terminal else LineView()
 
 
 @contextlib.contextmanager
-def _opened(
-    settings: Settings, past: Past | None, listeners: Listeners, view: View
+def _open_run(
+    settings: Settings, resume: ResumePoint | None, listeners: Listeners, view: View
 ) -> Iterator[TrainingRun]:
-    model = find_model(settings, past.checkpoint.path if past else None)
-    data = find_data(settings, model, listeners, view.busy)
-    batches = data.batches(settings, past.state.data if past else None)
-    chosen = choose_plan(settings, model, batches.steps, past)
-    _tell_plan(chosen, batches.steps, listeners, view)
-    if chosen.remark:
-        listeners.note(chosen.remark)
-    engine = _engine(settings, model, chosen, past, view)
+    """Load the inputs, choose the plan and prepare the engine, which is closed at the end."""
+    model = load_model(settings, resume.checkpoint.path if resume else None)
+    data = load_data(settings, model, listeners, view.show_work)
+    batches = data.batches(settings, resume.state.data if resume else None)
+    choice = choose_plan(settings, model, batches.steps, resume)
+    _report_plan(choice, batches.steps, listeners, view)
+    if choice.remark:
+        listeners.note(choice.remark)
+    engine = _prepare_engine(settings, model, choice, resume, view)
     try:
-        if past is not None:
-            gpu = engine.device.torch_device.type == "cuda"
-            numerics, steps = engine.workload.numerics, batches.steps
-            found = past.differences(settings, numerics, steps=steps, on_gpu=gpu)
-            if found:
-                listeners.note(f"no longer bit-identical because {'; '.join(found)}")
-        keeper = CheckpointSaver(engine, settings)
-        keeper.saved_step = past.checkpoint.step if past else None
-        keeper.check_room()
-        _write_papers(settings, model, chosen, batches.steps)
+        if resume is not None:
+            _report_differences(resume, settings, engine, batches.steps, listeners)
+        saver = CheckpointSaver(engine, settings)
+        saver.saved_step = resume.checkpoint.step if resume else None
+        saver.check_space()
+        _write_run_files(settings, model, choice, batches.steps)
         listeners.add(MetricsFile(settings.checkpoint.out, after=batches.step))
         for logger in open_loggers(settings):
             listeners.add(logger)
-        yield TrainingRun(settings, engine, data, batches, keeper, past is not None)
+        yield TrainingRun(settings, engine, data, batches, saver, resume is not None)
     finally:
         engine.close()
 
 
-def _engine(
-    settings: Settings, model: Model, chosen: Chosen, past: Past | None, view: View
+def _prepare_engine(
+    settings: Settings,
+    model: ModelSource,
+    choice: PlanChoice,
+    resume: ResumePoint | None,
+    view: View,
 ) -> Engine:
     from penstock.engine.prepare import prepare
-    from penstock.train.failures import memory_told
 
-    view.busy(0, 0, "loading weights")
-    # A resumed run reads weights and config from the checkpoint, whatever the model's revision.
-    arguments: dict[str, Any] = {} if past is None else {"init": "none", "revision": None}
-    with memory_told(chosen.plan):
-        engine = prepare(model.source, plan=chosen.plan, settings=settings, **arguments)
-        if past is not None:
+    view.show_work(0, 0, "loading weights")
+    # A resumed run reads config and weights from the checkpoint, which has no revision.
+    arguments: dict[str, Any] = {} if resume is None else {"init": "none", "revision": None}
+    with explain_out_of_memory(choice.plan):
+        engine = prepare(model.source, plan=choice.plan, settings=settings, **arguments)
+        if resume is not None:
             try:
-                engine.read(past.checkpoint.path)
+                engine.read(resume.checkpoint.path)
             except BaseException:
                 engine.close()
                 raise
     return engine
 
 
-def _tell_plan(chosen: Chosen, steps: int, listeners: Listeners, view: View) -> None:
-    view.show_plan(chosen, steps)
-    plan = chosen.plan
-    told = plan_json(chosen.planned) if chosen.planned else {
+def _report_plan(choice: PlanChoice, steps: int, listeners: Listeners, view: View) -> None:
+    view.show_plan(choice, steps)
+    plan = choice.plan
+    fields = plan_json(choice.planned) if choice.planned else {
         "tiers": {
             tier.value: {"budget": plan.budget.of(tier), "at_rest": plan.at_rest(tier),
                          "peak": plan.peak(tier)}
@@ -137,24 +141,33 @@ def _tell_plan(chosen: Chosen, steps: int, listeners: Listeners, view: View) -> 
         },
         "bytes_per_parameter": plan.bytes_per_parameter,
     }  # fmt: skip
-    told.pop("feasible", None)
-    listeners.tell("plan", **told, parameters=plan.parameters, steps=steps)
+    fields.pop("feasible", None)
+    listeners.emit("plan", **fields, parameters=plan.parameters, steps=steps)
 
 
-def _write_papers(settings: Settings, model: Model, chosen: Chosen, steps: int) -> None:
-    """What a checkpoint takes its small files from, and what the run was."""
-    out = Path(settings.checkpoint.out)
-    write_companions(
-        out, companions_directory(settings, model), model.config, model.inventory, settings
-    )
-    chosen.plan.save(out / PLAN_FILE)
-    plan = chosen.plan
-    remarks = [f"Penstock {__version__}; {steps} steps; {PLAN_FILE} says what rests where"]
+def _report_differences(
+    resume: ResumePoint, settings: Settings, engine: Engine, steps: int, listeners: Listeners
+) -> None:
+    on_gpu = engine.device.torch_device.type == "cuda"
+    found = resume.differences(settings, engine.workload.numerics, steps=steps, on_gpu=on_gpu)
+    if found:
+        listeners.note(f"no longer bit-identical because {'; '.join(found)}")
+
+
+def _write_run_files(
+    settings: Settings, model: ModelSource, choice: PlanChoice, steps: int
+) -> None:
+    """Write the model's config and tokenizer, the plan, and the settings."""
+    out, plan = Path(settings.checkpoint.out), choice.plan
+    source = model_files_directory(settings, model)
+    write_model_files(out, source, model.config, model.inventory, settings)
+    plan.save(out / PLAN_FILE)
+    remarks = [f"Penstock {__version__}; {steps} steps; {PLAN_FILE} says what is stored where"]
     remarks += describe_budget(plan.budget, plan.workload)
     write_yaml(settings, out / RUN_FILE, remarks)
 
 
-def _about_past(past: Past | None, settings: Settings) -> str:
-    if past is None:
-        return f"{settings.checkpoint.out} holds no checkpoint: the run begins anew"
-    return f"going on from {past.checkpoint.path}"
+def _describe_start(resume: ResumePoint | None, settings: Settings) -> str:
+    if resume is None:
+        return f"{settings.checkpoint.out} has no checkpoint: training starts from scratch"
+    return f"resuming from {resume.checkpoint.path}"

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: once to stop after the step, twice to stop at once. Room: show."""
+"""Stop a run on signals: after the current step at the first, immediately at the second."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-STOPPING = "stopping: the step is finished, then all is saved; again to stop at once"
-AT_ONCE = "stopped at once; go on from the last checkpoint with --resume"
+STOPPING = (
+    "stopping: finishing the step and saving a checkpoint; send the signal again to stop "
+    "immediately"
+)
+STOPPED = "stopped immediately; continue from the last checkpoint with --resume"
 
 
-class Stopping:
-    """While it is open, signals are heard here."""
+class StopRequest:
+    """Handles the signals while it is entered as a context."""
 
-    def __init__(self, leave: Callable[[int], None] | None = None) -> None:
-        self._leave = leave or _leave
-        self._kept: dict[int, object] = {}
+    def __init__(self, exit_process: Callable[[int], None] | None = None) -> None:
+        self._exit = exit_process or _exit_process
+        self._previous: dict[int, object] = {}
         self.signal: int | None = None
-        self.before_leaving: Callable[[], None] = lambda: None
-        """Puts the terminal right."""
+        self.before_exit: Callable[[], None] = lambda: None
+        """Called before an immediate exit, to restore the terminal."""
 
     @property
     def requested(self) -> bool:
@@ -30,36 +33,39 @@ class Stopping:
 
     @property
     def exit_code(self) -> int:
-        """As a shell tells a signal: 130 for Ctrl-C, 143 for SIGTERM."""
+        """The exit code by which shells report a signal: 130 for Ctrl-C, 143 for SIGTERM."""
         return 0 if self.signal is None else 128 + self.signal
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> StopRequest:
         for number in SIGNALS:
-            self._kept[number] = signal.signal(number, self._heard)
+            self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:  # fmt: skip
-        for number, handler in self._kept.items():
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _heard(self, number: int, _: FrameType | None) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
         if self.requested:
-            self.before_leaving()
-            _say(AT_ONCE)
-            self._leave(128 + number)
+            self.before_exit()
+            _write_error(STOPPED)
+            self._exit(128 + number)
             return
         self.signal = number
-        _say(STOPPING)
+        _write_error(STOPPING)
 
 
-def _say(text: str) -> None:
-    """Past all buffers and locks: whatever was interrupted may hold them."""
+def _write_error(text: str) -> None:
+    """Write to standard error without Python's buffer, whose lock the interrupted code may hold."""
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())
 
 
-def _leave(code: int) -> None:
-    """Without a word to threads that may hang. What a save had begun is a draft, swept later."""
+def _exit_process(code: int) -> None:
+    # Exit without joining threads, which may hang. An unfinished checkpoint is a draft, which the
+    # next run removes.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Says what is waited for when nothing moves. Room: show."""
+"""Report what a run waits for when it makes no progress."""
 
 from __future__ import annotations
 
@@ -7,29 +7,38 @@ import time
 from collections.abc import Callable
 
 PATIENCE = 60.0
-"""Seconds without a sign of progress until the first word."""
+"""Seconds without progress before the first report, at least."""
 
 SLACK = 5.0
-"""A run whose longest pause was 30 s is not stuck after 60: so many times that is waited."""
+"""The first report comes after this many times the longest pause so far: a run that once paused
+for 30 s is not stuck after 60 s."""
 
 
 class Watchdog:
-    """A thread beside the training. `moved` is called with every sign of progress."""
+    """Runs a thread that reports when `report_progress` has not been called for a while.
+
+    The training thread writes `_last`, `_longest` and `_activity` without a lock, and the watchdog
+    thread only reads them. At worst, a report names the previous activity.
+    """
 
     def __init__(
-        self, waiting: Callable[[], str], tell: Callable[[str], None], patience: float = PATIENCE
+        self,
+        describe_wait: Callable[[], str],
+        report: Callable[[str], None],
+        patience: float = PATIENCE,
     ) -> None:
-        self._waiting, self._tell, self._patience = waiting, tell, patience
+        self._describe_wait, self._report, self._patience = describe_wait, report, patience
         self._last = time.monotonic()
         self._longest = 0.0
-        self._what = "the first step"
+        self._activity = "the first step"
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def moved(self, what: str) -> None:
+    def report_progress(self, activity: str) -> None:
+        """Record that the run makes progress, and what it is doing."""
         now = time.monotonic()
         self._longest = max(self._longest, now - self._last)
-        self._last, self._what = now, what
+        self._last, self._activity = now, activity
 
     def __enter__(self) -> Watchdog:
         self._last = time.monotonic()
@@ -42,21 +51,21 @@ class Watchdog:
 
     @property
     def _limit(self) -> float:
-        """Seconds of silence until the first word."""
+        """Seconds without progress before the first report."""
         return max(self._patience, SLACK * self._longest)
 
     def _watch(self) -> None:
-        told_at, wait = self._last, self._limit
+        seen, limit = self._last, self._limit
         while not self._end.wait(min(self._patience / 4, 1.0)):
             last = self._last
-            if last != told_at:
-                told_at, wait = last, self._limit
+            if last != seen:
+                seen, limit = last, self._limit
             silent = time.monotonic() - last
-            if silent >= wait:
-                wait *= 2
-                self._tell(self._words(silent))
+            if silent >= limit:
+                limit *= 2  # report less and less often
+                self._report(self._message(silent))
 
-    def _words(self, silent: float) -> str:
-        pending = self._waiting()
-        reason = f"waiting for {pending}" if pending else "no copy or disk request is waited for"
-        return f"nothing has moved for {silent:.0f} s in {self._what}: {reason}"
+    def _message(self, silent: float) -> str:
+        pending = self._describe_wait()
+        reason = f"waiting for {pending}" if pending else "no copy or disk request is pending"
+        return f"no progress for {silent:.0f} s in {self._activity}: {reason}"

@@ -1,4 +1,4 @@
-"""Runs from end to end: what they say, write and leave, and that a resume is exact."""
+"""Runs from end to end: what they print and write, and that a resume is bit-identical."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import yaml
 
 from penstock.settings import read_yaml
 from tests.train.conftest import STEPS
-from tests.train.runs import RESIDENT, Ended, Runs, contents, told
+from tests.train.runs import RESIDENT, RunResult, Runs, contents, run_command
 
-Whole = tuple[Path, Ended]
+Whole = tuple[Path, RunResult]
 
 
-def test_events_are_as_promised(whole: Whole) -> None:
+def test_events_have_the_documented_fields(whole: Whole) -> None:
     out, ended = whole
     assert ended.code == 0, ended.errors
     assert ended.events[0]["event"] == "plan"
@@ -43,7 +43,7 @@ def test_events_are_as_promised(whole: Whole) -> None:
     assert done["peak_host_bytes"] > done["peak_hbm_bytes"] > 0
 
 
-def test_transformers_loads_what_is_left(whole: Whole) -> None:
+def test_transformers_loads_the_trained_model(whole: Whole) -> None:
     out, _ = whole
     newest = max(out.glob("checkpoint-*"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
@@ -56,7 +56,7 @@ def test_transformers_loads_what_is_left(whole: Whole) -> None:
     assert torch.equal(*made)
 
 
-def test_the_folder_has_metrics_settings_and_two_checkpoints(whole: Whole) -> None:
+def test_the_output_directory_has_metrics_settings_and_two_checkpoints(whole: Whole) -> None:
     out, ended = whole
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines if line["event"] == "step"] == list(
@@ -72,7 +72,7 @@ def test_the_folder_has_metrics_settings_and_two_checkpoints(whole: Whole) -> No
     assert (out / "checkpoint-000006/optimizer.safetensors").exists()
 
 
-def test_a_tight_budget_with_a_disk_gives_the_same_bits(
+def test_a_tight_budget_with_a_disk_trains_to_the_same_bits(
     runs: Runs, whole: Whole, tmp_path: Path
 ) -> None:
     ended = runs.run(tmp_path / "out", *runs.tight(), "--steps", str(STEPS))
@@ -85,7 +85,7 @@ def test_a_tight_budget_with_a_disk_gives_the_same_bits(
 
 @pytest.fixture
 def stopped(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that was told to stop in its third step."""
+    """The output directory of a run that was stopped in its third step."""
     out = tmp_path / "stopped"
     stop_in_step(monkeypatch, 3)
     ended = runs.run(out, *RESIDENT, "--steps", str(STEPS))
@@ -110,10 +110,10 @@ def stop_in_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(Engine, "step", step)
 
 
-def test_a_stopped_run_goes_on_to_the_bit_under_another_budget(
+def test_a_stopped_run_resumes_to_the_bit_with_another_budget(
     runs: Runs, whole: Whole, stopped: Path
 ) -> None:
-    ended = told(["train", "--out", str(stopped), "--resume", "--json", *runs.tight()])
+    ended = run_command(["train", "--out", str(stopped), "--resume", "--json", *runs.tight()])
 
     assert ended.code == 0, ended.errors
     assert list(ended.losses) == [4, 5, 6]
@@ -125,7 +125,7 @@ def test_a_stopped_run_goes_on_to_the_bit_under_another_budget(
 
 
 def rewrite_as_version_1(out: Path) -> None:
-    """Replace the files of a stopped run by those that Penstock 0.1 wrote."""
+    """Replace the files of a stopped run with those that Penstock 0.1 wrote."""
     values = read_yaml(out / "run.yaml")
     (out / "run.yaml").write_text("# Penstock 0.1.0\n" + yaml.safe_dump(values, sort_keys=False))
     folder = max(out.glob("checkpoint-*"))
@@ -144,7 +144,7 @@ def rewrite_as_version_1(out: Path) -> None:
 def test_a_run_of_version_1_resumes_to_the_bit(whole: Whole, stopped: Path) -> None:
     rewrite_as_version_1(stopped)
 
-    ended = told(["train", "--out", str(stopped), "--resume", "--json"])
+    ended = run_command(["train", "--out", str(stopped), "--resume", "--json"])
 
     assert ended.code == 0, ended.errors
     assert list(ended.losses) == [4, 5, 6]
@@ -153,25 +153,25 @@ def test_a_run_of_version_1_resumes_to_the_bit(whole: Whole, stopped: Path) -> N
     assert "no longer" not in ended.errors
 
 
-def test_what_is_no_longer_the_same_is_told(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_reports_what_changed(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "9.9")
     more = ("--lr", "2e-2", "--micro-batch", "4", "--steps", "4")
 
-    ended = told(["train", "--out", str(stopped), "--resume", "--json", *more])
+    ended = run_command(["train", "--out", str(stopped), "--resume", "--json", *more])
 
     assert ended.code == 0, ended.errors
     assert "no longer bit-identical because" in ended.errors
-    told_of = ("torch was", "and is 9.9", "lr was 0.01 and is 0.02", "micro_batch was 2 and is 4")
-    for words in (*told_of, "steps were 6 and are 4"):
+    reported = ("torch was", "and is 9.9", "lr was 0.01 and is 0.02", "micro_batch was 2 and is 4")
+    for words in (*reported, "the number of steps was 6 and is 4"):
         assert words in ended.errors
 
 
-def test_a_finished_run_is_only_finished_again(whole: Whole, tmp_path: Path) -> None:
+def test_resuming_a_finished_run_only_publishes_the_model(whole: Whole, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(whole[0], out)
     (out / "model.safetensors").unlink()
 
-    ended = told(["train", "--out", str(out), "--resume", "--json"])
+    ended = run_command(["train", "--out", str(out), "--resume", "--json"])
 
     assert ended.code == 0, ended.errors
     assert ended.losses == {}
@@ -179,11 +179,11 @@ def test_a_finished_run_is_only_finished_again(whole: Whole, tmp_path: Path) -> 
     assert (out / "model.safetensors").exists()
 
 
-def test_resume_without_a_checkpoint_begins_anew(runs: Runs, tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_starts_from_scratch(runs: Runs, tmp_path: Path) -> None:
     ended = runs.run(tmp_path / "out", *RESIDENT, "--steps", "1", "--resume")
 
     assert ended.code == 0, ended.errors
-    assert "begins anew" in ended.errors
+    assert "starts from scratch" in ended.errors
     assert list(ended.losses) == [1]
 
 
@@ -192,7 +192,7 @@ def test_weights_only_checkpoints_cannot_be_resumed(runs: Runs, tmp_path: Path) 
     assert runs.run(out, *RESIDENT, "--steps", "2", "--save-weights-only").code == 0
     assert not list(out.glob("checkpoint-*/optimizer*"))
 
-    ended = told(["train", "--out", str(out), "--resume", "--json"])
+    ended = run_command(["train", "--out", str(out), "--resume", "--json"])
 
     assert ended.code == 1
     assert "no checkpoint has optimizer state" in ended.errors
@@ -205,7 +205,7 @@ def test_random_weights_need_only_a_config(runs: Runs, tmp_path: Path) -> None:
     flags = runs.flags(tmp_path / "out", *RESIDENT, "--steps", "1", "--init", "random")
     flags[1] = str(model)
 
-    ended = told(flags)
+    ended = run_command(flags)
 
     assert ended.code == 0, ended.errors
-    assert ended.losses[1] == pytest.approx(6.0, abs=0.5)  # nothing is known: log of 400 tokens
+    assert ended.losses[1] == pytest.approx(6.0, abs=0.5)  # untrained: log(400 tokens)

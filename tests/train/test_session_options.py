@@ -1,4 +1,4 @@
-"""What else a run can be told: plans, files, fp16, frozen tensors, a directory in use."""
+"""Options of a run: plan files, settings files, fp16, frozen tensors, a directory in use."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from safetensors.torch import load_file
 from penstock.engine.loss import LossScale
 from penstock.settings import read_yaml
 from penstock.train.errors import OutInUseError
-from penstock.train.resume import OutFolder
+from penstock.train.resume import OutputDirectory
 from tests.train.conftest import STEPS
-from tests.train.runs import RESIDENT, Ended, Runs, contents, told
+from tests.train.runs import RESIDENT, RunResult, Runs, contents, run_command
 
-Whole = tuple[Path, Ended]
+Whole = tuple[Path, RunResult]
 
 
-def test_a_plan_that_was_kept_gives_the_same_bits(runs: Runs, whole: Whole, tmp_path: Path) -> None:
+def test_a_plan_file_trains_to_the_same_bits(runs: Runs, whole: Whole, tmp_path: Path) -> None:
     out = tmp_path / "out"
     inputs = [str(runs.model), "--data", str(runs.data), "--out", str(out)]
     rest = ["--eval-split", "0.2", "--lr", "1e-2", "--steps", str(STEPS), "--json"]
     plan = ["--plan", str(whole[0] / "plan.json"), "--cache", str(runs.folder / "cache")]
 
-    ended = told(["train", *inputs, *rest, *plan])
+    ended = run_command(["train", *inputs, *rest, *plan])
 
     assert ended.code == 0, ended.errors
     assert contents(out) == contents(whole[0])
@@ -42,18 +42,18 @@ def test_a_plan_for_another_batch_is_refused(runs: Runs, whole: Whole, tmp_path:
     assert "is for 4" in ended.errors
 
 
-def test_flags_win_over_the_file(runs: Runs, tmp_path: Path) -> None:
+def test_flags_override_the_settings_file(runs: Runs, tmp_path: Path) -> None:
     config = tmp_path / "my.yaml"
     config.write_text(yaml.safe_dump({"steps": 9, "lr": "5e-4", "hbm": "64MiB", "dram": "64MiB"}))
 
     ended = runs.run(tmp_path / "out", "--config", str(config), "--steps", "1")
 
     assert ended.code == 0, ended.errors
-    settled = read_yaml(tmp_path / "out/run.yaml")
-    assert (settled["steps"], settled["lr"], settled["hbm"]) == (1, 1e-2, "64MiB")
+    settings = read_yaml(tmp_path / "out/run.yaml")
+    assert (settings["steps"], settings["lr"], settings["hbm"]) == (1, 1e-2, "64MiB")
 
 
-def test_a_step_that_overflows_changes_nothing_and_is_told(
+def test_a_step_that_overflows_changes_nothing_and_is_reported(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scale = LossScale(value=2.0**60, fixed=False)
@@ -73,7 +73,9 @@ def test_a_step_that_overflows_changes_nothing_and_is_told(
     assert state["data"]["step"] == 2
 
 
-def test_frozen_tensors_stay_and_the_config_can_be_changed(runs: Runs, tmp_path: Path) -> None:
+def test_frozen_tensors_stay_and_the_model_config_can_be_overridden(
+    runs: Runs, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     more = ("--freeze", "model.embed_tokens.*", "--model-config", "rope_theta=5e4")
 
@@ -87,11 +89,11 @@ def test_frozen_tensors_stay_and_the_config_can_be_changed(runs: Runs, tmp_path:
     assert "50000.0" in (out / "config.json").read_text()
 
 
-def test_a_directory_is_of_one_run_at_a_time(tmp_path: Path) -> None:
-    first = OutFolder(tmp_path / "out", resume=False)
+def test_only_one_run_at_a_time_uses_a_directory(tmp_path: Path) -> None:
+    first = OutputDirectory(tmp_path / "out", resume=False)
     with pytest.raises(OutInUseError, match="another run"):
-        OutFolder(tmp_path / "out", resume=True)
+        OutputDirectory(tmp_path / "out", resume=True)
     first.close()
-    OutFolder(tmp_path / "out", resume=True).close()
+    OutputDirectory(tmp_path / "out", resume=True).close()
 
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,59 @@
+"""What the user sees of a run on a pipe and on a terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from penstock.train.progress import LineView, LiveView, format_duration
+from tests.train.events import STEP, TIERS
+
+
+def test_lines_about_steps_come_once_per_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    view = LineView(interval=1e9)
+    view._steps = 10
+    view._last = 1e18  # as if a line had just been printed
+    view.handle(STEP)
+    assert capsys.readouterr().out == ""
+    view.handle({"event": "eval", "step": 3, "loss": 2.25, "tokens": 9, "seconds": 1.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step 3/10  loss 2.5000  norm 0.7  lr 0.0001  1,234 tokens/s  14 s")
+    assert lines[1] == "held-out loss 2.2500 at step 3"
+
+
+def rendered(view: LiveView) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(view.render())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return str(text)
+
+
+def test_the_live_view_advances_within_a_step() -> None:
+    view = LiveView(Console(file=io.StringIO(), width=120))
+    view._steps, view._bottleneck = 10, "NVMe at /mnt"
+    view.handle({"event": "plan", "tiers": TIERS})
+    view.handle(STEP)
+    first = rendered(view)
+    assert "step 3/10" in first
+    assert "30.0%" in first
+    assert "14 s left" in first
+    assert "loss 2.5000" in first
+    assert "50 B of 100 B" in first
+    assert "cxl" not in first
+    assert "bound by NVMe at /mnt" in first
+
+    view.show_step_progress(50, 100, "backward layer 1")
+
+    second = rendered(view)
+    assert "35.0%" in second
+    assert "13 s left" in second
+    assert "backward layer 1" in second
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(14.2, "14 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
+)
+def test_a_duration_is_formatted_in_two_units(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
