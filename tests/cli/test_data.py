@@ -11,7 +11,7 @@ import pytest
 from penstock.cli import main
 from penstock.data import load_tokenizer, open_dataset
 from penstock.data.errors import TokenizerError
-from tests.data.making import chat, write_lines
+from tests.data.helpers import chat, write_lines
 from tests.support.small_tokenizers import small_tokenizer
 
 DEMO = Path(__file__).parents[2] / "examples" / "make_demo_data.py"

@@ -1,4 +1,4 @@
-"""Packing: nothing lost, nothing twice, nothing across rows; and batches that resume to the bit."""
+"""Packing loses and duplicates nothing, and batches resume exactly."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from penstock.data import Packed, TokenDataset
 from penstock.data.encode import Encoded
 from penstock.data.errors import CacheError, DataError, EmptyDataError, PositionError
 from penstock.data.packing import WINDOW, best_fit
-from penstock.data.shuffle import mix, shuffled
-from penstock.data.token_cache import Cache, Writer, begin
+from penstock.data.shuffle import hash_values, shuffled_indices
+from penstock.data.token_cache import Cache, Writer, empty_state
 from penstock.data.tokenizer import Tokens
-from tests.data.making import chat, dataset_of
+from tests.data.helpers import chat, dataset_of
 from tests.support.small_tokenizers import small_tokenizer
 
 VOCABULARY = 1000
 
 
-def made(directory: Path, lengths: list[int], *, prompt: int = 0) -> TokenDataset:
-    """Documents of these lengths: document n counts up from 7 n. Trained after the prompt."""
-    writer = Writer(directory / "part", begin("key", VOCABULARY))
+def make_dataset(directory: Path, lengths: list[int], *, prompt: int = 0) -> TokenDataset:
+    """Return documents of these lengths: number n counts up from 7 n after an untrained prompt."""
+    writer = Writer(directory / "part", empty_state("key", VOCABULARY))
     documents = []
     for number, length in enumerate(lengths):
         ids = (np.arange(length) + 7 * number) % VOCABULARY
@@ -41,7 +41,7 @@ def made(directory: Path, lengths: list[int], *, prompt: int = 0) -> TokenDatase
 
 
 def documents_in(packed: Packed, **options: Any) -> list[tuple[list[int], list[int]]]:
-    """Every document of one epoch with its labels, as the position ids part them."""
+    """Return every document of one epoch with its labels, separated by the position ids."""
     found = []
     for batch in packed.batches(3, **options):
         assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
@@ -63,16 +63,16 @@ def test_every_token_is_packed_once(
     lengths: list[int], context: int, seed: int, overlong: st.DataObject, tmp_path_factory: Any
 ) -> None:
     way = overlong.draw(st.sampled_from(["truncate", "drop", "split"]))
-    dataset = made(tmp_path_factory.mktemp("packing"), lengths)
-    wanted = []
+    dataset = make_dataset(tmp_path_factory.mktemp("packing"), lengths)
+    expected = []
     for number in range(len(lengths)):
         ids = dataset[number].ids.tolist()
         pieces = [ids[at : at + context] for at in range(0, len(ids), context)]
         if way == "truncate" or (way == "drop" and len(ids) <= context):
-            wanted.append(pieces[0])
+            expected.append(pieces[0])
         elif way == "split":
-            wanted += [piece for piece in pieces if len(piece) > 1]
-    if not wanted:
+            expected += [piece for piece in pieces if len(piece) > 1]
+    if not expected:
         with pytest.raises(EmptyDataError):
             dataset.pack(context, overlong=way, seed=seed)
         return
@@ -83,12 +83,12 @@ def test_every_token_is_packed_once(
     pad = Tokens(small_tokenizer()).pad
     padding = [ids for ids, labels in found if set(labels) == {-100}]
     real = [(ids, labels) for ids, labels in found if set(labels) != {-100}]
-    assert sorted(ids for ids, _ in real) == sorted(wanted)
+    assert sorted(ids for ids, _ in real) == sorted(expected)
     assert all(labels == [-100, *ids[1:]] for ids, labels in real)
     assert all(set(ids) == {pad} for ids in padding)
     counts = packed.counts
-    assert counts.tokens == sum(map(len, wanted))
-    assert counts.targets == sum(len(piece) - 1 for piece in wanted)
+    assert counts.tokens == sum(map(len, expected))
+    assert counts.targets == sum(len(piece) - 1 for piece in expected)
     assert counts.padding == sum(map(len, padding)) == counts.rows * context - counts.tokens
     long = sum(length > context for length in lengths)
     told = {"truncate": counts.truncated, "drop": counts.dropped, "split": counts.split}
@@ -96,7 +96,7 @@ def test_every_token_is_packed_once(
 
 
 @given(st.lists(st.integers(1, 100), max_size=200).map(lambda some: sorted(some, reverse=True)))
-def test_best_fit_overfills_no_row_and_opens_none_in_vain(lengths: list[int]) -> None:
+def test_best_fit_overfills_no_row_and_opens_no_unnecessary_row(lengths: list[int]) -> None:
     rows = best_fit(lengths, 100)
 
     filled = np.bincount(rows, lengths).tolist() if rows else []
@@ -106,9 +106,9 @@ def test_best_fit_overfills_no_row_and_opens_none_in_vain(lengths: list[int]) ->
 
 
 def test_short_documents_leave_little_padding(tmp_path: Path) -> None:
-    lengths = (2 + shuffled(400, 5) % 60).tolist()
+    lengths = (2 + shuffled_indices(400, 5) % 60).tolist()
 
-    assert made(tmp_path, lengths).pack(128).counts.padding_share < 0.02
+    assert make_dataset(tmp_path, lengths).pack(128).counts.padding_share < 0.02
 
 
 def test_documents_of_several_windows_are_all_packed(
@@ -116,7 +116,7 @@ def test_documents_of_several_windows_are_all_packed(
 ) -> None:
     assert WINDOW > 1000
     monkeypatch.setattr("penstock.data.packing.WINDOW", 7)
-    packed = made(tmp_path, [5] * 50).pack(10)
+    packed = make_dataset(tmp_path, [5] * 50).pack(10)
 
     assert (packed.counts.rows, packed.counts.tokens) == (
         29,
@@ -125,38 +125,38 @@ def test_documents_of_several_windows_are_all_packed(
     assert len([labels for _, labels in documents_in(packed) if set(labels) != {-100}]) == 50
 
 
-def test_what_truncation_leaves_without_a_target_is_left_out(tmp_path: Path) -> None:
-    packed = made(tmp_path, [30, 8], prompt=6).pack(6 + 1)
+def test_truncated_documents_without_a_target_are_skipped(tmp_path: Path) -> None:
+    packed = make_dataset(tmp_path, [30, 8], prompt=6).pack(6 + 1)
     assert (packed.counts.truncated, packed.counts.untrained, packed.counts.rows) == (2, 0, 2)
 
     with pytest.raises(EmptyDataError, match=r"2 are longer than the context of 5.*--overlong"):
-        made(tmp_path / "again", [30, 8], prompt=6).pack(5)
+        make_dataset(tmp_path / "again", [30, 8], prompt=6).pack(5)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"context": 1}, "leaves nothing to predict"), ({"overlong": "cut"}, "overlong can be")],
+    [
+        ({"context": 1}, "leaves nothing to predict"),
+        ({"overlong": "cut"}, "overlong must be one of"),
+    ],
 )
-def test_packing_that_makes_no_sense_is_refused(
+def test_invalid_packing_options_are_rejected(
     options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match=words):
-        made(tmp_path, [5]).pack(**{"context": 8, **options})
-
-
-# Batches.
+        make_dataset(tmp_path, [5]).pack(**{"context": 8, **options})
 
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Packed:
-    return made(tmp_path, [5, 9, 3, 7, 8, 2, 6] * 9).pack(16, seed=3)
+    return make_dataset(tmp_path, [5, 9, 3, 7, 8, 2, 6] * 9).pack(16, seed=3)
 
 
 def rows_of(batches: Any) -> list[list[list[int]]]:
     return [batch["input_ids"].tolist() for batch in batches]
 
 
-def test_an_epoch_holds_every_row_once_and_its_last_batch_may_be_smaller(packed: Packed) -> None:
+def test_an_epoch_contains_every_row_once(packed: Packed) -> None:
     rows = len(packed)
     batches = packed.batches(4, epochs=2)
     assert rows % 4
@@ -174,7 +174,7 @@ def test_an_epoch_holds_every_row_once_and_its_last_batch_may_be_smaller(packed:
     assert batches.epoch == 2
 
 
-def test_order_hangs_on_the_seed_and_on_nothing_else(packed: Packed) -> None:
+def test_the_order_depends_only_on_the_seed(packed: Packed) -> None:
     assert rows_of(packed.batches(4, seed=1)) == rows_of(packed.batches(4, seed=1))
     assert rows_of(packed.batches(4, seed=1)) != rows_of(packed.batches(4, seed=2))
     straight = [row for batch in rows_of(packed.batches(4, shuffle=False)) for row in batch]
@@ -182,7 +182,7 @@ def test_order_hangs_on_the_seed_and_on_nothing_else(packed: Packed) -> None:
     assert straight == again
 
 
-def test_a_run_that_goes_on_sees_what_one_in_one_go_sees(packed: Packed) -> None:
+def test_a_resumed_run_gets_the_same_batches(packed: Packed) -> None:
     options: dict[str, Any] = {"steps": 17, "seed": 5}
     whole = rows_of(packed.batches(4, **options))
     for stop in range(18):
@@ -196,25 +196,25 @@ def test_a_run_that_goes_on_sees_what_one_in_one_go_sees(packed: Packed) -> None
         assert before + rows_of(rest) == whole
 
 
-def test_a_position_of_other_data_is_refused(packed: Packed, tmp_path: Path) -> None:
+def test_a_position_of_other_data_is_rejected(packed: Packed, tmp_path: Path) -> None:
     position = packed.batches(4).position
-    other = made(tmp_path / "other", [5, 9]).pack(16, seed=3)
+    other = make_dataset(tmp_path / "other", [5, 9]).pack(16, seed=3)
 
-    with pytest.raises(PositionError, match="saved data position is for data") as told:
+    with pytest.raises(PositionError, match="saved data position is for data") as caught:
         other.batches(4, position=position)
-    assert told.value.field == "data"
-    with pytest.raises(PositionError, match="for seed 0, this run has 1"):
+    assert caught.value.field == "data"
+    with pytest.raises(PositionError, match="for seed 0, but this run has 1"):
         packed.batches(4, seed=1, position=position)
     with pytest.raises(PositionError, match="for row -1"):
         packed.batches(4, position={**position, "row": -1})
 
 
-def test_the_same_words_elsewhere_are_the_same_data(tmp_path: Path) -> None:
+def test_the_same_text_in_another_file_is_the_same_data(tmp_path: Path) -> None:
     records = [chat(f"What is {n}?", f"It is {n}.") for n in range(20)]
     positions = []
-    for place in ("here", "there"):
-        (tmp_path / place).mkdir()
-        batches = dataset_of(tmp_path / place, records).pack(64).batches(2)
+    for position in ("here", "there"):
+        (tmp_path / position).mkdir()
+        batches = dataset_of(tmp_path / position, records).pack(64).batches(2)
         next(batches)
         positions.append(batches.position)
 
@@ -222,13 +222,13 @@ def test_the_same_words_elsewhere_are_the_same_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"batch": 0}, {"steps": 0}, {"epochs": 1, "steps": 1}])
-def test_batches_that_make_no_sense_are_refused(options: dict[str, Any], packed: Packed) -> None:
+def test_invalid_batch_options_are_rejected(options: dict[str, Any], packed: Packed) -> None:
     with pytest.raises(DataError):
         packed.batches(**{"batch": 2, **options})
 
 
-def test_a_token_beyond_the_vocabulary_is_a_damaged_cache(tmp_path: Path) -> None:
-    packed = made(tmp_path, [5, 6]).pack(16)
+def test_a_token_beyond_the_vocabulary_means_a_damaged_cache(tmp_path: Path) -> None:
+    packed = make_dataset(tmp_path, [5, 6]).pack(16)
     with (tmp_path / "whole" / "tokens.bin").open("r+b") as file:
         file.write(b"\xff\xff")
 
@@ -236,11 +236,8 @@ def test_a_token_beyond_the_vocabulary_is_a_damaged_cache(tmp_path: Path) -> Non
         next(packed.batches(2))
 
 
-# Splits.
-
-
-def test_a_split_parts_the_documents_and_keeps_equal_ones_together(tmp_path: Path) -> None:
-    texts = [f"text {n % 150}" for n in range(300)]  # each one twice
+def test_a_split_keeps_equal_documents_together(tmp_path: Path) -> None:
+    texts = [f"text {n % 150}" for n in range(300)]  # each text twice
     dataset = dataset_of(tmp_path, [{"text": text} for text in texts])
 
     train, held = dataset.split(0.1, seed=1)
@@ -257,7 +254,7 @@ def test_a_split_parts_the_documents_and_keeps_equal_ones_together(tmp_path: Pat
     assert {bytes(other[n].ids) for n in range(len(other))} != sides[1]
 
 
-def test_a_split_holds_out_at_least_one_and_never_all(tmp_path: Path) -> None:
+def test_a_split_holds_out_at_least_one_document_but_never_all(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path, [{"text": "a b"}, {"text": "c d"}])
     assert [len(side) for side in dataset.split(0.001)] == [1, 1]
 
@@ -267,8 +264,10 @@ def test_a_split_holds_out_at_least_one_and_never_all(tmp_path: Path) -> None:
         dataset.split(1.5)
 
 
-def test_the_random_order_is_this_one_for_ever() -> None:
-    """A checkpoint's position means an order; numpy's own may change, this one must not."""
-    assert mix(np.array([0], np.uint64)).tolist() == [0xE220A8397B1DCDAF]  # splitmix64's first
-    assert shuffled(8, 0, 0).tolist() == [4, 0, 1, 7, 6, 2, 5, 3]
-    assert sorted(shuffled(1000, 7).tolist()) == list(range(1000))
+def test_the_random_order_never_changes() -> None:
+    """A saved position depends on this order. numpy's may change, but this one must not."""
+    assert hash_values(np.array([0], np.uint64)).tolist() == [
+        0xE220A8397B1DCDAF
+    ]  # first value of splitmix64
+    assert shuffled_indices(8, 0, 0).tolist() == [4, 0, 1, 7, 6, 2, 5, 3]
+    assert sorted(shuffled_indices(1000, 7).tolist()) == list(range(1000))

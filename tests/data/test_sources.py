@@ -1,4 +1,4 @@
-"""What can be read, and what is said of what cannot: with file and line number."""
+"""Sources: what can be read, and errors with file and line number for everything else."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from penstock.data import open_dataset, sources
 from penstock.data.errors import BadLinesError, EmptyDataError, SourceError
-from penstock.data.sources import Item, LineFile, Place, TextFile
-from tests.data.making import chat, dataset_of, trained_text, whole_text, write_lines
+from penstock.data.sources import Item, LineFile, SourceOffset, TextFile
+from tests.data.helpers import chat, dataset_of, trained_text, whole_text, write_lines
 from tests.support.small_tokenizers import small_tokenizer
 
 GOOD = {"text": "Water runs down."}
@@ -26,10 +26,10 @@ GOOD = {"text": "Water runs down."}
     [
         ("{not json", "is not JSON: .* at column 2"),
         ("[", "is not JSON.*Write one object per line"),
-        ("[1, 2]", "holds an array, not an object"),
-        ("17", "holds a number"),
-        ("{}", "has no keys; wanted messages"),
-        ('{"instruction": "x", "output": "y"}', "has instruction, output; wanted messages"),
+        ("[1, 2]", "contains an array, not an object"),
+        ("17", "contains a number"),
+        ("{}", "has no keys; expected messages"),
+        ('{"instruction": "x", "output": "y"}', "has instruction, output; expected messages"),
         ('{"text": 3}', "text must be a string, got 3"),
         ('{"text": "  "}', "text is empty"),
         ('{"messages": []}', "messages must be a list of messages"),
@@ -40,25 +40,25 @@ GOOD = {"text": "Water runs down."}
             '{"messages": [{"role": "user", "content": 5}]}',
             "the content of message 1 of messages must be text",
         ),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "has no assistant's turn to train"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "has no assistant turn to train"),
         (
             '{"messages": [{"role": "assistant", "content": "x", "weight": 2}]}',
-            "message 1 has weight 2; it can be 0 or 1",
+            "message 1 has weight 2; it must be 0 or 1",
         ),
         ('{"prompt": "x", "completion": ""}', "completion is empty"),
         ('{"prompt": ["x"], "completion": "y"}', "prompt must be a string"),
-        ('{"text": "\\ud83d"}', "holds half of a surrogate pair"),
+        ('{"text": "\\ud83d"}', "contains half of a surrogate pair"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number(line: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(BadLinesError, match=rf"data.jsonl:3: {words}") as told:
+    with pytest.raises(BadLinesError, match=rf"data.jsonl:3: {words}") as caught:
         dataset_of(tmp_path, [GOOD, "", line, GOOD])
 
-    assert told.value.count == 1
-    assert "--skip-bad-lines" in str(told.value)
+    assert caught.value.count == 1
+    assert "--skip-bad-lines" in str(caught.value)
 
 
-def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8_are_named_with_their_line(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_bytes(b'{"text": "fine"}\n{"text": "\xff"}\n')
 
@@ -66,25 +66,25 @@ def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path) -> Non
         open_dataset(file, small_tokenizer(), cache_dir=tmp_path / "cache")
 
 
-def test_bad_lines_are_skipped_on_demand_and_counted(tmp_path: Path) -> None:
+def test_bad_lines_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
     records = [GOOD, "{", {"text": ""}, GOOD]
-    with pytest.raises(BadLinesError) as told:
+    with pytest.raises(BadLinesError) as caught:
         dataset_of(tmp_path, records)
-    assert (told.value.count, len(told.value.lines)) == (2, 2)
+    assert (caught.value.count, len(caught.value.lines)) == (2, 2)
 
     dataset = dataset_of(tmp_path, records, skip_bad_lines=True)
     assert (len(dataset), dataset.bad_count) == (2, 2)
     assert [line.split(" ")[0].rsplit(":", 2)[1] for line in dataset.bad_lines] == ["2", "3"]
 
-    with pytest.raises(BadLinesError):  # also from the cache that is whole now
+    with pytest.raises(BadLinesError):  # also if the cache is complete now
         dataset_of(tmp_path, records)
 
 
-def test_of_many_bad_lines_the_first_are_quoted(tmp_path: Path) -> None:
-    with pytest.raises(BadLinesError, match=r"9 lines are not usable") as told:
+def test_the_first_of_many_bad_lines_are_quoted(tmp_path: Path) -> None:
+    with pytest.raises(BadLinesError, match=r"9 lines are not usable") as caught:
         dataset_of(tmp_path, ["{"] * 9)
-    assert str(told.value).count("data.jsonl:") == 3
-    assert "and 6 more" in str(told.value)
+    assert str(caught.value).count("data.jsonl:") == 3
+    assert "and 6 more" in str(caught.value)
 
 
 @pytest.mark.parametrize("records", [[], ["", "  "]])
@@ -93,25 +93,25 @@ def test_empty_data_is_an_error(records: list[Any], tmp_path: Path) -> None:
         dataset_of(tmp_path, records)
 
 
-def test_data_of_bad_lines_only_is_empty_when_they_are_skipped(tmp_path: Path) -> None:
+def test_data_with_only_bad_lines_is_empty_if_they_are_skipped(tmp_path: Path) -> None:
     with pytest.raises(EmptyDataError, match="1 bad lines"):
         dataset_of(tmp_path, ["{"], skip_bad_lines=True)
 
 
-def test_a_template_that_refuses_a_chat_makes_it_a_bad_line(tmp_path: Path) -> None:
+def test_a_chat_that_the_template_rejects_is_a_bad_line(tmp_path: Path) -> None:
     template = "{{ raise_exception('System role not supported') }}"
 
-    with pytest.raises(BadLinesError, match=r":1: the chat template refuses it: System role not"):
+    with pytest.raises(BadLinesError, match=r":1: the chat template rejects it: System role not"):
         dataset_of(tmp_path, [chat("x", "y")], small_tokenizer(template))
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gone.jsonl", "there is no such file"),
-        ("data.csv", "unknown kind; Penstock reads JSON lines"),
-        ("data.jsonl.gz", "is compressed; unpack it first"),
-        ("empty", "has no data files"),
+        ("gone.jsonl", "no such file"),
+        ("data.csv", "unknown format; Penstock reads JSON lines"),
+        ("data.jsonl.gz", "is compressed; decompress it first"),
+        ("empty", "contains no data files"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(name: str, words: str, tmp_path: Path) -> None:
@@ -119,13 +119,13 @@ def test_a_file_that_cannot_be_read_is_named(name: str, words: str, tmp_path: Pa
     (tmp_path / "data.jsonl.gz").write_bytes(b"\x1f\x8b")
     (tmp_path / "empty").mkdir()
 
-    with pytest.raises(SourceError, match=words) as told:
+    with pytest.raises(SourceError, match=words) as caught:
         open_dataset(tmp_path / name, small_tokenizer(), cache_dir=tmp_path / "cache")
-    assert name in told.value.source
+    assert name in caught.value.source
 
 
 @pytest.mark.parametrize(("name", "library"), [("d.parquet", "pyarrow"), ("own/er", "datasets")])
-def test_a_library_that_is_missing_is_named(
+def test_a_missing_library_is_named(
     name: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("pyarrow", "pyarrow.parquet", "datasets"):
@@ -137,7 +137,7 @@ def test_a_library_that_is_missing_is_named(
         open_dataset(source, small_tokenizer(), cache_dir=tmp_path / "cache")
 
 
-def test_a_directory_is_its_files_in_order(tmp_path: Path) -> None:
+def test_the_files_of_a_directory_are_read_in_order(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     write_lines(folder / "b.jsonl", [{"text": "second"}])
@@ -160,7 +160,7 @@ class FakeBatch:
 
 
 class FakeParquet:
-    """As much of pyarrow.parquet.ParquetFile as is used."""
+    """The used part of pyarrow.parquet.ParquetFile."""
 
     ROWS: tuple[dict[str, Any], ...] = tuple(
         {"text": f"row {n}", "messages": None} for n in range(600)
@@ -174,7 +174,7 @@ class FakeParquet:
             yield FakeBatch(list(self.ROWS[at : at + batch_size]))
 
 
-def test_rows_of_a_table_are_read_from_any_row_on(
+def test_a_parquet_file_can_be_read_from_any_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = ModuleType("pyarrow.parquet")
@@ -184,21 +184,21 @@ def test_rows_of_a_table_are_read_from_any_row_on(
     (tmp_path / "d.parquet").write_bytes(b"PAR1")
 
     (source,) = sources.find_sources(tmp_path / "d.parquet")
-    items = list(source.read(Place(300, 300)))
+    items = list(source.read(SourceOffset(300, 300)))
 
     assert len(items) == 300
-    assert items[0].record == {"text": "row 300"}  # a column without a value is no key
+    assert items[0].record == {"text": "row 300"}  # an empty column is a missing key
     assert items[0].where.endswith("d.parquet, row 301")
     assert len(open_dataset(tmp_path / "d.parquet", small_tokenizer(), cache_dir=tmp_path)) == 600
 
 
-def test_a_dataset_of_the_hub_is_read_with_its_split(
+def test_a_hub_dataset_is_read_with_its_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    calls = []
 
     def load_dataset(name: str, split: str) -> list[dict[str, str]]:
-        asked.append((name, split))
+        calls.append((name, split))
         return [{"text": "first"}, {"text": "second"}]
 
     module = ModuleType("datasets")
@@ -208,10 +208,10 @@ def test_a_dataset_of_the_hub_is_read_with_its_split(
     for name in ("owner/name", "owner/name:test[:10%]"):
         dataset = open_dataset(name, small_tokenizer(), cache_dir=tmp_path)
         assert trained_text(dataset, 1) == ["second<|end|>"]
-    assert asked == [("owner/name", "train"), ("owner/name", "test[:10%]")]
+    assert calls == [("owner/name", "train"), ("owner/name", "test[:10%]")]
 
 
-def test_a_form_feed_parts_documents_and_nothing_else_does(tmp_path: Path) -> None:
+def test_only_a_form_feed_separates_documents(tmp_path: Path) -> None:
     file = tmp_path / "book.txt"
     file.write_text("One.\n\nStill one.\n\fTwo.\f \n\fThree.\n")
 
@@ -221,7 +221,7 @@ def test_a_form_feed_parts_documents_and_nothing_else_does(tmp_path: Path) -> No
     assert texts == ["One.\n\nStill one.\n<|end|>", "Two.<|end|>", "Three.\n<|end|>"]
 
 
-def test_text_that_is_not_utf8_is_refused_with_the_byte(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_rejected_with_the_byte(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
 
     with pytest.raises(SourceError, match="not UTF-8 text at byte 3"):
@@ -229,11 +229,11 @@ def test_text_that_is_not_utf8_is_refused_with_the_byte(tmp_path: Path) -> None:
 
 
 def as_documents(items: list[Item]) -> list[str]:
-    documents, held = [], ""
+    documents, document = [], ""
     for item in items:
-        held = ("" if item.opens else held) + item.record["text"]
+        document = ("" if item.opens else document) + item.record["text"]
         if item.closes:
-            documents.append(held)
+            documents.append(document)
     return documents
 
 
@@ -243,44 +243,44 @@ def as_documents(items: list[Item]) -> list[str]:
     piece=st.integers(4, 40),
     stop=st.integers(0, 30),
 )
-def test_a_long_text_is_read_in_pieces_that_do_not_hang_on_where_reading_began(
+def test_a_long_text_is_split_at_the_same_positions_when_resumed(
     text: str, piece: int, stop: int
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch, _written(text) as file:
+    with pytest.MonkeyPatch.context() as patch, _text_file(text) as file:
         patch.setattr(sources, "TEXT_PIECE", piece)
         source = TextFile(file)
-        items = list(source.read(Place()))
+        items = list(source.read(SourceOffset()))
 
-        wanted = [part for part in text.split("\f") if part.strip()]
-        assert as_documents(items) == wanted
+        expected = [part for part in text.split("\f") if part.strip()]
+        assert as_documents(items) == expected
         assert all(len(item.record["text"].encode()) <= piece for item in items)
         if items:
             at = items[min(stop, len(items) - 1)].after
             assert [i for i in items if i.after.offset > at.offset] == list(source.read(at))
 
 
-def _written(text: str) -> Any:
+def _text_file(text: str) -> Any:
     import contextlib
     import tempfile
 
     @contextlib.contextmanager
-    def made() -> Iterator[Path]:
+    def create() -> Iterator[Path]:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "text.txt"
             file.write_bytes(text.encode())
             yield file
 
-    return made()
+    return create()
 
 
-def test_a_line_that_is_too_long_is_passed_over(
+def test_a_line_that_is_too_long_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "LONGEST_LINE", 32)
     file = write_lines(tmp_path / "data.jsonl", [{"text": "x" * 100}, GOOD])
 
-    first, second = LineFile(file).read(Place())
+    first, second = LineFile(file).read(SourceOffset())
 
-    assert "long; the most is 32 B" in first.problem
+    assert "long; the limit is 32 B" in first.problem
     assert (second.where, second.problem, second.record) == (f"{file}:2", "", GOOD)
-    assert second.after == Place(file.stat().st_size, 2)
+    assert second.after == SourceOffset(file.stat().st_size, 2)

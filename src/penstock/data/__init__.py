@@ -1,4 +1,4 @@
-"""Training data: files to tokens, tokens to packed batches. docs/data.md tells it to users.
+"""Training data: from files to tokens, and from tokens to packed batches (docs/data.md).
 
 ```python
 tokenizer = load_tokenizer("meta-llama/Llama-3.2-1B-Instruct")

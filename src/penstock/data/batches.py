@@ -1,8 +1,8 @@
-"""Packed rows as batches, from any position on. Room: show.
+"""Assemble packed rows into batches, from any position.
 
-A batch is a dict of CPU tensors: `input_ids`, `labels` (not shifted; -100 where nothing is trained)
-and `position_ids`, which begin at 0 with each document: that is how a document's beginning is
-known. Padding is a document of its own.
+A batch is a dict of CPU tensors: `input_ids`, `labels` (not shifted; -100 for tokens that are not
+trained) and `position_ids`. The position ids start at 0 with each document, which is how the engine
+recognizes its start. Padding is a separate document.
 """
 
 from __future__ import annotations
@@ -16,18 +16,23 @@ import numpy.typing as npt
 
 from penstock.data.errors import CacheError, DataError, PositionError
 from penstock.data.packing import Counts, Rows
-from penstock.data.shuffle import shuffled
+from penstock.data.shuffle import shuffled_indices
 from penstock.data.token_cache import Cache
 
 if TYPE_CHECKING:
     import torch
 
 IGNORED = -100
+"""Label of tokens that are not trained, as in torch's cross entropy."""
+
 POSITION_VERSION = 1
+"""Version of the saved position."""
+
+_Row = npt.NDArray[np.int64]
 
 
 class Packed:
-    """Rows of one length, each whole documents and padding."""
+    """Rows of equal length, each of which contains whole documents and padding."""
 
     def __init__(
         self, cache: Cache, rows: Rows, context: int, *, pad: int, identity: Mapping[str, Any]
@@ -35,22 +40,23 @@ class Packed:
         self._cache, self._rows, self._pad = cache, rows, pad
         self.context = context
         self.identity = dict(identity)
-        """What a position must agree with to be gone on from."""
+        """Values that a saved position must match to be resumed from."""
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Return the number of rows."""
         return self.counts.rows
 
     @property
     def counts(self) -> Counts:
+        """Numbers of documents, tokens and rows."""
         return self._rows.counts
 
     def steps_per_epoch(self, batch: int) -> int:
-        """The last batch of an epoch may hold fewer rows; it is not left out."""
+        """Return the number of batches per epoch, including a smaller last one."""
         return -(-len(self) // batch)
 
     def fill(self, number: int, ids: _Row, labels: _Row, positions: _Row) -> None:
-        """Write one row into three arrays of the context's length."""
+        """Write one row into three arrays as long as the context."""
         at = 0
         bounds = self._rows.bounds
         for piece in range(int(bounds[number]), int(bounds[number + 1])):
@@ -76,61 +82,60 @@ class Packed:
         shuffle: bool = True,
         position: Mapping[str, Any] | None = None,
     ) -> Batches:
-        """Batches of `batch` rows: for so many epochs (1 if nothing is said) or so many steps.
+        """Return batches of `batch` rows for a number of epochs (1 by default) or of steps.
 
-        Each epoch has its own order, fixed by the seed. `position` goes on from where another run
-        with the same data and settings was.
+        Each epoch has its own order, which the seed determines. With `position`, continue where
+        another run with the same data and settings stopped.
         """
         if batch < 1:
-            raise DataError(f"a batch must hold 1 row or more, got {batch}")
+            raise DataError(f"the batch size must be 1 or more, got {batch}")
         if epochs is not None and steps is not None:
-            raise DataError(f"give epochs or steps, not both: got {epochs} and {steps}")
+            raise DataError(f"epochs and steps cannot both be given, got {epochs} and {steps}")
         if steps is None:
             steps = math.ceil((1 if epochs is None else epochs) * self.steps_per_epoch(batch))
         if steps < 1:
-            raise DataError(f"there must be 1 step or more, got {steps}")
+            raise DataError(f"the number of steps must be 1 or more, got {steps}")
         batches = Batches(self, batch, steps=steps, seed=seed, shuffle=shuffle)
         if position is not None:
-            batches.go_to(position)
+            batches.seek(position)
         return batches
 
     def assemble(self, numbers: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """These rows as a batch."""
+        """Return these rows as a batch."""
         import torch
 
         shape = (len(numbers), self.context)
         ids, labels, positions = (np.empty(shape, np.int64) for _ in range(3))
         for place, number in enumerate(numbers.tolist()):
             self.fill(number, ids[place], labels[place], positions[place])
-        self._cache.let_go()
+        self._cache.release_pages()
         if int(ids.max()) >= self._cache.vocabulary:
             raise CacheError(
                 str(self._cache.directory),
-                f"holds token {int(ids.max())}, beyond the vocabulary of "
-                f"{self._cache.vocabulary}; remove the directory to tokenize again",
+                f"contains token {int(ids.max())}, beyond the vocabulary of "
+                f"{self._cache.vocabulary}; delete the directory to tokenize again",
             )
         arrays = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-_Row = npt.NDArray[np.int64]
-
-
 class Batches(Iterator["dict[str, torch.Tensor]"]):
-    """Batches in order. What it has handed out is its position, and all its state."""
+    """An iterator over batches. Its position is its only state."""
 
     def __init__(self, packed: Packed, batch: int, *, steps: int, seed: int, shuffle: bool) -> None:
         self._packed, self._batch = packed, batch
         self._seed, self._shuffle = seed, shuffle
         self.steps = steps
-        """Batches in all, those before the position too."""
+        """Total number of batches, including those before the position."""
 
         self.step = 0
+        """Number of batches returned so far."""
+
         self._epoch = self._row = 0
-        self._order = self._shuffled()
+        self._order = self._epoch_order()
 
     def __len__(self) -> int:
-        """Batches still to come."""
+        """Return the number of remaining batches."""
         return max(0, self.steps - self.step)
 
     def __next__(self) -> dict[str, torch.Tensor]:
@@ -138,7 +143,7 @@ class Batches(Iterator["dict[str, torch.Tensor]"]):
             raise StopIteration
         if self._row >= len(self._packed):
             self._epoch, self._row = self._epoch + 1, 0
-            self._order = self._shuffled()
+            self._order = self._epoch_order()
         numbers = self._order[self._row : self._row + self._batch]
         batch = self._packed.assemble(numbers)
         self._row += len(numbers)
@@ -147,12 +152,12 @@ class Batches(Iterator["dict[str, torch.Tensor]"]):
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far: 1.5 is in the middle of the second."""
+        """Number of passes over the data so far: 1.5 is in the middle of the second pass."""
         return self._epoch + self._row / len(self._packed)
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where it is, for JSON: the next batch is the one after the last that was handed out."""
+        """Position of the next batch, as values for JSON."""
         return {
             "version": POSITION_VERSION,
             "epoch": self._epoch,
@@ -161,22 +166,22 @@ class Batches(Iterator["dict[str, torch.Tensor]"]):
             **self._settings(),
         }
 
-    def go_to(self, position: Mapping[str, Any]) -> None:
-        """Go on from a position. PositionError if it is for other data or settings."""
+    def seek(self, position: Mapping[str, Any]) -> None:
+        """Continue from a position. Raises PositionError if it is for other data or settings."""
         for field, here in {"version": POSITION_VERSION, **self._settings()}.items():
             if position.get(field) != here:
                 raise PositionError(field, saved=position.get(field), here=here)
-        places = [position.get(field) for field in ("epoch", "row", "step")]
-        for field, place in zip(("epoch", "row", "step"), places, strict=True):
-            if not isinstance(place, int) or place < 0:
-                raise PositionError(field, saved=place, here="a count of 0 or more")
-        self._epoch, self._row, self.step = (int(place or 0) for place in places)
-        self._order = self._shuffled()
+        values = [position.get(field) for field in ("epoch", "row", "step")]
+        for field, value in zip(("epoch", "row", "step"), values, strict=True):
+            if not isinstance(value, int) or value < 0:
+                raise PositionError(field, saved=value, here="a number of 0 or more")
+        self._epoch, self._row, self.step = (int(value or 0) for value in values)
+        self._order = self._epoch_order()
 
     def _settings(self) -> dict[str, Any]:
         return {"seed": self._seed, "shuffle": self._shuffle, **self._packed.identity}
 
-    def _shuffled(self) -> npt.NDArray[np.int64]:
+    def _epoch_order(self) -> npt.NDArray[np.int64]:
         if self._shuffle:
-            return shuffled(len(self._packed), self._seed, self._epoch, 2)
+            return shuffled_indices(len(self._packed), self._seed, self._epoch, 2)
         return np.arange(len(self._packed), dtype=np.int64)

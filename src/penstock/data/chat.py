@@ -1,9 +1,9 @@
-"""A chat as the model's own template writes it, and which characters are trained. Room: show.
+"""Render chats with the model's chat template, and locate the characters that are trained.
 
-Two ways to find the assistant's words. Where the template marks them with `{% generation %}`, its
-author has said which they are. Else the chat is written turn by turn: what the template adds after
-its own invitation to answer, up to the end of that turn, is the answer. Both are checked against
-the whole text; where the check fails there is an error, never a guess.
+If the template marks the assistant's turns with `{% generation %}`, the marks are used. Otherwise
+the chat is rendered turn by turn: the trained text is what the template adds after its generation
+prompt, up to the end of that turn. Both results are checked against the complete text. If the check
+fails, it is an error; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatWriter:
-    """Writes chats with one tokenizer's template."""
+    """Renders chats with the template of one tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         try:
             self._template = str(tokenizer.get_chat_template())
-        except ValueError as wrong:  # several templates, and none of them is the default
-            raise TokenizerError(f"no chat template can be chosen: {wrong}") from None
+        except ValueError as error:  # several templates, none of them the default
+            raise TokenizerError(f"the tokenizer has no default chat template: {error}") from None
         self._special = dict(tokenizer.special_tokens_map)
-        self._ends = tuple(
+        self._end_tokens = tuple(
             word for word in tokenizer.get_added_vocab() if word and word == word.strip()
         )
         self.is_marked = bool(_MARK.search(self._template))
 
     def write(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The text, and the spans of it that are trained, in order."""
+        """Render a chat; return the text and its trained spans, in order."""
         self._check_tools(chat)
         text, marked = self._render(chat.messages, chat.tools)
-        find = self._by_marks if self.is_marked else self._by_turns
+        find = self._spans_by_marks if self.is_marked else self._spans_by_turns
         spans = find(chat, text, marked)
         if any(later[0] < earlier[1] for earlier, later in pairwise(spans)):
             raise MaskError("two of them overlap in the text")
         return text, spans
 
     def leaves_end_open(self, text: str, spans: Sequence[Span]) -> bool:
-        """A trained turn stops just before the token that ends it, which is then not learnt."""
+        """Return whether a trained span excludes the end-of-turn token that follows it."""
         return any(
-            text.startswith(self._ends, end) and not text[start:end].endswith(self._ends)
+            text.startswith(self._end_tokens, end)
+            and not text[start:end].endswith(self._end_tokens)
             for start, end in spans
         )
 
@@ -58,74 +59,76 @@ class ChatWriter:
         uses["tool_calls"] = any("tool_calls" in message for message in chat.messages)
         for key, is_used in uses.items():
             if is_used and key not in self._template:
-                raise BadRecordError(f"has {key}, which the chat template does not write")
+                raise BadRecordError(f"has {key}, which the chat template does not support")
 
-    def _by_marks(self, chat: Chat, text: str, marked: list[Span]) -> list[Span]:
+    def _spans_by_marks(self, chat: Chat, text: str, marked: list[Span]) -> list[Span]:
         spans = [(start, end) for start, end in marked if start < end]
-        speaking = [n for n, m in enumerate(chat.messages) if m["role"] == "assistant"]
-        if len(spans) != len(speaking):
+        turns = [n for n, m in enumerate(chat.messages) if m["role"] == "assistant"]
+        if len(spans) != len(turns):
             raise MaskError(
-                f"the template marks {len(spans)} spans for {len(speaking)} assistant's turns"
+                f"the template marks {len(spans)} spans for {len(turns)} assistant turns"
             )
-        for (start, end), number in zip(spans, speaking, strict=True):
-            # The last line: a template may leave out what the assistant thought before it spoke.
+        for (start, end), number in zip(spans, turns, strict=True):
+            # Check the last line only: a template may remove the reasoning before the answer.
             lines = str(chat.messages[number].get("content", "")).strip().splitlines()
             if lines and lines[-1].strip() not in text[start:end]:
                 raise MaskError(
-                    f"what the template marks for message {number + 1} does not hold its words"
+                    f"the span that the template marks for message {number + 1} does not contain "
+                    "its "
+                    f"content"
                 )
-        return [span for span, n in zip(spans, speaking, strict=True) if chat.trained[n]]
+        return [span for span, n in zip(spans, turns, strict=True) if chat.trained[n]]
 
-    def _by_turns(self, chat: Chat, text: str, _: list[Span]) -> list[Span]:
+    def _spans_by_turns(self, chat: Chat, text: str, _: list[Span]) -> list[Span]:
         spans = []
         for number, is_trained in enumerate(chat.trained):
             if is_trained:
-                start, end = self._turn(chat, number, text)
-                spans.append((start, self._without_tail(text, start, end)))
+                start, end = self._locate_turn(chat, number, text)
+                spans.append((start, self._strip_blanks_after_end(text, start, end)))
         return spans
 
-    def _turn(self, chat: Chat, number: int, text: str) -> Span:
-        """The span of one turn of the assistant."""
-        before, _ = self._render(chat.messages[:number], chat.tools, invite=True)
+    def _locate_turn(self, chat: Chat, number: int, text: str) -> Span:
+        """Locate one assistant turn by rendering the chat up to it and through it."""
+        before, _ = self._render(chat.messages[:number], chat.tools, generation_prompt=True)
         through = text
         if number + 1 < len(chat.messages):
             through, _ = self._render(chat.messages[: number + 1], chat.tools)
         if not (text.startswith(before) and through.startswith(before)):
             raise MaskError(
-                f"the text before message {number + 1}, written alone, is not how the chat begins"
+                f"the chat does not begin with the text before message {number + 1} rendered alone"
             )
         if text.startswith(through):
             return len(before), len(through)
-        # Some templates write the last turn otherwise than those before it, with an empty place for
-        # thoughts for instance. The words and what ends the turn must still be there to the letter.
+        # Some templates render the last turn differently, for example with an empty block for
+        # reasoning. The content and the end of the turn must still match exactly.
         content = str(chat.messages[number].get("content", ""))
         for words in (content, content.strip()):
             _, found, ending = through[len(before) :].rpartition(words) if words else ("", "", "")
             if found and text.startswith(words + ending, len(before)):
                 return len(before), len(before) + len(words) + len(ending)
-        raise MaskError(f"message {number + 1} is written otherwise when other turns follow it")
+        raise MaskError(f"message {number + 1} is rendered differently when other turns follow it")
 
-    def _without_tail(self, text: str, start: int, end: int) -> int:
-        """The end without blanks after an end-of-turn token: generation stops before them."""
+    def _strip_blanks_after_end(self, text: str, start: int, end: int) -> int:
+        """Exclude blanks after an end-of-turn token from the span: generation stops before them."""
         bare = text[start:end].rstrip()
-        return start + len(bare) if bare.endswith(self._ends) else end
+        return start + len(bare) if bare.endswith(self._end_tokens) else end
 
     def _render(
-        self, messages: Messages, tools: Sequence[Any] | None, *, invite: bool = False
+        self, messages: Messages, tools: Sequence[Any] | None, *, generation_prompt: bool = False
     ) -> tuple[str, list[Span]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            found: Any = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 [[dict(message) for message in messages]],
                 tools=list(tools) if tools else None,
                 chat_template=self._template,
                 return_assistant_tokens_mask=self.is_marked,
-                add_generation_prompt=invite,
+                add_generation_prompt=generation_prompt,
                 **self._special,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as refused:
-            raise BadRecordError(f"the chat template refuses it: {refused}") from None
-        texts, marked = found
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise BadRecordError(f"the chat template rejects it: {error}") from None
+        texts, marked = rendered
         return str(texts[0]), [(int(start), int(end)) for start, end in marked[0]] if marked else []

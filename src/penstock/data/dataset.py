@@ -1,4 +1,4 @@
-"""Documents as tokens, ready to be packed. Room: show."""
+"""Tokenized documents, ready to be packed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy.typing as npt
 from penstock.data.batches import Packed
 from penstock.data.errors import DataError, EmptyDataError
 from penstock.data.packing import Overlong, pack_rows
-from penstock.data.shuffle import Ints, mix
+from penstock.data.shuffle import Ints, hash_values
 from penstock.data.sources import find_sources
-from penstock.data.token_cache import Cache, Tell, default_directory, open_cache
+from penstock.data.token_cache import Cache, OnProgress, default_directory, open_cache
 from penstock.data.tokenizer import Tokens
 
 
@@ -25,12 +25,17 @@ def open_dataset(
     *,
     cache_dir: str | Path | None = None,
     skip_bad_lines: bool = False,
-    tell: Tell | None = None,
+    on_progress: OnProgress | None = None,
 ) -> TokenDataset:
-    """The tokens of files, directories or hub datasets; from the cache, or tokenized into it now.
+    """Tokenize files, directories or Hugging Face datasets, or open their token cache.
 
-    `tell(done, total, what)` is called as it goes on, in bytes of the sources; with zeros for what
-    is only to be said. Lines that are no examples are an error unless they are to be skipped.
+    Args:
+        sources: Files, directories or dataset ids.
+        tokenizer: A transformers tokenizer.
+        cache_dir: Directory for token caches; by default `~/.cache/penstock/tokens`.
+        skip_bad_lines: Skip lines that are not valid examples, instead of raising BadLinesError.
+        on_progress: Called as `on_progress(done, total, what)`, in bytes of the sources. If `total`
+            is 0, `what` is a message.
     """
     tokens = Tokens(tokenizer)
     directory = Path(cache_dir) if cache_dir is not None else default_directory()
@@ -39,22 +44,22 @@ def open_dataset(
         tokens,
         directory,
         skip_bad=skip_bad_lines,
-        tell=tell if tell is not None else lambda done, total, what: None,
+        on_progress=on_progress if on_progress is not None else lambda done, total, what: None,
     )
-    every = np.arange(cache.state.documents, dtype=np.int64)
-    return TokenDataset(cache, tokens, every, part="all")
+    all_documents = np.arange(cache.state.documents, dtype=np.int64)
+    return TokenDataset(cache, tokens, all_documents, part="all")
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One example: its tokens, and which of them are trained."""
+    """The tokens of one example, and which of them are trained."""
 
     ids: npt.NDArray[np.int64]
     trained: npt.NDArray[np.bool_]
 
 
 class TokenDataset:
-    """Documents of a cache: all of them, or one side of a split."""
+    """Documents of a token cache: all of them, or one side of a split."""
 
     def __init__(self, cache: Cache, tokens: Tokens, chosen: Ints, *, part: str) -> None:
         self._cache, self._tokens, self._chosen, self._part = cache, tokens, chosen, part
@@ -63,7 +68,7 @@ class TokenDataset:
         return len(self._chosen)
 
     def __getitem__(self, number: int) -> Document:
-        """A document by its place in the data."""
+        """Return a document by its index."""
         document = int(self._chosen[number])
         ends = self._cache.documents[:, 0]
         start, end = int(ends[document - 1]) if document else 0, int(ends[document])
@@ -72,55 +77,58 @@ class TokenDataset:
 
     @property
     def tokens(self) -> int:
-        """Of all documents, whatever the context."""
+        """Number of tokens in all documents."""
         ends = self._cache.documents[:, 0]
         starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
         return int((ends - starts)[self._chosen].sum())
 
     @property
     def targets(self) -> int:
-        """Tokens that are trained; the first of a document never is."""
+        """Number of trained tokens. The first token of a document is never trained."""
         return int(self._cache.documents[self._chosen, 1].sum())
 
     @property
     def bad_lines(self) -> tuple[str, ...]:
-        """The first of those that were skipped, with file and line number."""
+        """The first skipped lines, with file and line number."""
         return self._cache.state.bad_lines
 
     @property
     def bad_count(self) -> int:
+        """Number of skipped lines."""
         return self._cache.state.bad
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of the data before training on it."""
+        """Warnings about the data that a user should read before training."""
         open_ends = self._cache.state.left_open
         if not open_ends:
             return ()
         return (
-            f"in {open_ends} chats the template's generation marks leave out the token that ends "
-            f"the assistant's turn: the model will not learn to stop",
+            f"In {open_ends} chats, the template's generation marks exclude the token that ends "
+            "the "
+            f"assistant's turn: the model will not learn to stop.",
         )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> str:
-        """The text of some tokens, special ones too."""
+        """Decode tokens, including special tokens, to text."""
         return self._tokens.decode([int(token) for token in ids])
 
     def split(self, fraction: float, *, seed: int = 0) -> tuple[TokenDataset, TokenDataset]:
-        """Two datasets, to train on and to hold out. Equal documents go to the same side.
+        """Split into a dataset to train on and one to hold out.
 
-        Which side a document goes to hangs on its tokens and the seed, not on its place.
+        The side of a document depends only on its tokens and the seed, not on its position, so
+        equal documents are on the same side.
         """
         if not 0 < fraction < 1:
-            raise DataError(f"the share to hold out must lie between 0 and 1, got {fraction}")
-        hashes = mix(self._cache.documents[self._chosen, 2].astype(np.uint64), seed, 1)
+            raise DataError(f"the fraction to hold out must be between 0 and 1, got {fraction}")
+        hashes = hash_values(self._cache.documents[self._chosen, 2].astype(np.uint64), seed, 1)
         count = max(1, round(fraction * len(hashes)))
-        held = hashes <= np.sort(hashes)[count - 1]
-        if held.all():
+        held_out = hashes <= np.sort(hashes)[count - 1]
+        if held_out.all():
             raise EmptyDataError(
-                f"{len(hashes)} documents are too few to hold {fraction:g} of them out"
+                f"{len(hashes)} documents are too few to hold out a fraction of {fraction:g}"
             )
-        sides = (("train", ~held), ("held out", held))
+        sides = (("train", ~held_out), ("held out", held_out))
         train, out = (
             TokenDataset(
                 self._cache,
@@ -133,7 +141,11 @@ class TokenDataset:
         return train, out
 
     def pack(self, context: int, *, overlong: Overlong = "truncate", seed: int = 0) -> Packed:
-        """Rows of `context` tokens. `overlong` says what becomes of longer documents."""
+        """Pack the documents into rows of `context` tokens.
+
+        `overlong` decides what happens to longer documents: "truncate" keeps the first `context`
+        tokens, "drop" skips them, "split" makes several documents of them.
+        """
         rows = pack_rows(self._cache, self._chosen, context, overlong=overlong, seed=seed)
         identity = {
             "data": self._cache.state.content(),

@@ -1,7 +1,8 @@
-"""Examples to tokens with their mask, many at once. Room: show.
+"""Encode examples as tokens with a mask of the trained ones, in batches.
 
-Where trained and untrained text meet, tokens must meet too: what the model is asked to continue is
-the untrained text encoded alone. So a text is encoded whole and in parts, and the two compared.
+A border between trained and untrained text must also be a border between tokens, because at
+inference the model gets the untrained text encoded alone. So each text is encoded completely and in
+parts, and the two are compared.
 """
 
 from __future__ import annotations
@@ -21,33 +22,34 @@ from penstock.data.tokenizer import Tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """An example as one text, before it is tokens."""
+class RenderedExample:
+    """An example as one text, before it is encoded."""
 
     text: str
     spans: tuple[Span, ...]
-    """The trained characters."""
+    """The trained characters, as (start, end)."""
 
     opens: bool
-    """The tokenizer's opening tokens come before it."""
+    """Whether the tokenizer's opening tokens are put before it."""
 
     closes: bool
-    """An end-of-document token comes after it, and is trained."""
+    """Whether an end-of-document token is put after it, and trained."""
 
     ends: bool = True
-    """The document ends with it."""
+    """Whether the document ends with it."""
 
     leaves_end_open: bool = False
+    """Whether a trained turn excludes its end-of-turn token."""
 
     def cuts(self) -> list[int]:
-        """Where trained and untrained characters meet, inside the text."""
-        inside = {place for span in self.spans for place in span}
-        return sorted(inside - {0, len(self.text)})
+        """Return the borders between trained and untrained characters inside the text."""
+        borders = {border for span in self.spans for border in span}
+        return sorted(borders - {0, len(self.text)})
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Tokens of a document, or of a part of a long one."""
+    """Tokens of a document, or of a piece of a long one."""
 
     ids: npt.NDArray[np.int64]
     trained: npt.NDArray[np.uint8]
@@ -57,29 +59,31 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What came of some items."""
+    """The result of encoding some items."""
 
     documents: tuple[Encoded, ...]
     problems: tuple[str, ...]
-    """With file and line number."""
+    """Problems of invalid items, with file and line number."""
 
 
 def encode(items: Sequence[Item], tokens: Tokens) -> Encoding:
-    """The items' tokens, in order, and what is wrong with those that gave none."""
-    written, places, problems = [], [], []
+    """Encode items in order, and collect the problems of those that are invalid."""
+    rendered, locations, problems = [], [], []
     for item in items:
         try:
-            written.append(_write(item, tokens))
-            places.append(item.where)
+            rendered.append(_render(item, tokens))
+            locations.append(item.where)
         except BadRecordError as problem:
             problems.append((item.where, str(problem)))
     documents = []
-    wholes = tokens.encode([one.text for one in written])
-    for one, where, found in zip(
-        written, places, _with_borders(written, wholes, tokens), strict=True
+    wholes = tokens.encode([example.text for example in rendered])
+    for example, where, encoded_parts in zip(
+        rendered, locations, _encode_parts(rendered, wholes, tokens), strict=True
     ):
         try:
-            documents.append(_mask(one, *_checked(one, found, tokens), tokens))
+            documents.append(
+                _mask(example, *_check_borders(example, encoded_parts, tokens), tokens)
+            )
         except BadRecordError as problem:
             problems.append((where, str(problem)))
     order = {item.where: number for number, item in enumerate(items)}
@@ -87,38 +91,38 @@ def encode(items: Sequence[Item], tokens: Tokens) -> Encoding:
     return Encoding(tuple(documents), tuple(f"{where}: {text}" for where, text in problems))
 
 
-def _write(item: Item, tokens: Tokens) -> Written:
+def _render(item: Item, tokens: Tokens) -> RenderedExample:
     if item.problem:
         raise BadRecordError(item.problem)
     if not (item.opens and item.closes):
         text = str(item.record["text"])
-        return Written(text, ((0, len(text)),), item.opens, item.closes, ends=item.closes)
+        return RenderedExample(text, ((0, len(text)),), item.opens, item.closes, ends=item.closes)
     match read_example(item.record):
         case Text(text):
-            return Written(text, ((0, len(text)),), opens=True, closes=True)
+            return RenderedExample(text, ((0, len(text)),), opens=True, closes=True)
         case Completion(prompt, completion):
             whole = prompt + completion
-            return Written(whole, ((len(prompt), len(whole)),), opens=True, closes=True)
+            return RenderedExample(whole, ((len(prompt), len(whole)),), opens=True, closes=True)
         case Chat() as chat:
             if tokens.chat is None:
                 raise NoChatTemplateError(tokens.name, item.where)
             text, spans = tokens.chat.write(chat)
             is_open = tokens.chat.leaves_end_open(text, spans)
-            return Written(text, tuple(spans), False, False, leaves_end_open=is_open)
+            return RenderedExample(text, tuple(spans), False, False, leaves_end_open=is_open)
 
 
-Found = tuple[list[int], list[list[int]]]
-"""The tokens of a whole text, and of its parts between the cuts."""
+EncodedParts = tuple[list[int], list[list[int]]]
+"""The tokens of a complete text, and of its parts between the borders."""
 
 
-def _with_borders(
-    written: Sequence[Written], wholes: Sequence[list[int]], tokens: Tokens
-) -> list[Found]:
-    """Each text's tokens beside those of its parts. One call for all parts of all texts."""
+def _encode_parts(
+    rendered: Sequence[RenderedExample], wholes: Sequence[list[int]], tokens: Tokens
+) -> list[EncodedParts]:
+    """Return the tokens of each text with those of its parts, encoded in one call."""
     parts = [
-        [one.text[a:b] for a, b in pairwise([0, *cuts, len(one.text)])] if cuts else []
-        for one in written
-        for cuts in [one.cuts()]
+        [example.text[a:b] for a, b in pairwise([0, *cuts, len(example.text)])] if cuts else []
+        for example in rendered
+        for cuts in [example.cuts()]
     ]
     encoded = iter(tokens.encode([part for some in parts for part in some]))
     return [
@@ -127,39 +131,45 @@ def _with_borders(
     ]
 
 
-def _checked(one: Written, found: Found, tokens: Tokens) -> tuple[list[int], list[int]]:
-    """Tokens, and how many of them lie before each cut, beyond doubt."""
-    whole, parts = found
+def _check_borders(
+    example: RenderedExample, encoded_parts: EncodedParts, tokens: Tokens
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of a text and the number of them before each border."""
+    whole, parts = encoded_parts
     joined = [token for part in parts for token in part]
     borders = list(accumulate(len(part) for part in parts))[:-1]
     if joined == whole:
         return whole, borders
-    # A tokenizer may put a blank before every text it is given: then parts are no measure, but
-    # what comes before a cut must still begin the whole.
-    heads = tokens.encode([one.text[:cut] for cut in one.cuts()])
+    # Some tokenizers put a blank before every text, so that the parts differ from the complete
+    # text. Then the text before each border must still be a prefix of the complete tokens.
+    heads = tokens.encode([example.text[:cut] for cut in example.cuts()])
     if all(whole[: len(head)] == head for head in heads):
         return whole, [len(head) for head in heads]
-    # A token lies across a cut, a line's end that merges with the answer's first one for instance.
-    # The model will see the question's tokens alone; so must it here.
+    # A token crosses a border, such as a newline that merges with the first one of the answer. At
+    # inference the model gets the tokens of the prompt alone, so train on the same.
     if tokens.decode(joined) == tokens.decode(whole):
         return joined, borders
-    cut = one.cuts()[0]
+    cut = example.cuts()[0]
     raise MaskError(
-        f"a token lies across its border, near {one.text[max(0, cut - 20) : cut + 20]!r}"
+        f"a token crosses the border near {example.text[max(0, cut - 20) : cut + 20]!r}"
     )
 
 
-def _mask(one: Written, ids: list[int], borders: list[int], tokens: Tokens) -> Encoded:
-    places = dict(zip([0, *one.cuts(), len(one.text)], [0, *borders, len(ids)], strict=True))
+def _mask(example: RenderedExample, ids: list[int], borders: list[int], tokens: Tokens) -> Encoded:
+    token_at = dict(
+        zip([0, *example.cuts(), len(example.text)], [0, *borders, len(ids)], strict=True)
+    )
     trained = np.zeros(len(ids), np.uint8)
-    for start, end in one.spans:
-        trained[places[start] : places[end]] = 1
-    before = tokens.opening if one.opens else []
-    after = [tokens.end] if one.closes and (not ids or ids[-1] != tokens.end) else []
+    for start, end in example.spans:
+        trained[token_at[start] : token_at[end]] = 1
+    before = tokens.opening if example.opens else []
+    after = [tokens.end] if example.closes and (not ids or ids[-1] != tokens.end) else []
     ids = [*before, *ids, *after]
     trained = np.concatenate(
         [np.zeros(len(before), np.uint8), trained, np.ones(len(after), np.uint8)]
     )
-    if one.ends and one.opens == one.closes and not trained[1:].any():
-        raise BadRecordError("has nothing to train on: the first token of a document is given")
-    return Encoded(np.array(ids, np.int64), trained, one.ends, one.leaves_end_open)
+    if example.ends and example.opens == example.closes and not trained[1:].any():
+        raise BadRecordError(
+            "has nothing to train on: the first token of a document is never trained"
+        )
+    return Encoded(np.array(ids, np.int64), trained, example.ends, example.leaves_end_open)

@@ -1,7 +1,7 @@
-"""A record as an example: a chat, a prompt with its completion, or a text. Room: show.
+"""Interpret a record as an example: a chat, a prompt with its completion, or a text.
 
-Here the spellings in use are brought to one form, and what is missing or of the wrong type is said
-in words that name the key.
+This module normalizes the spellings in common use. Errors name the key that is missing or has the
+wrong type.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from penstock.data.errors import BadRecordError
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-"""ShareGPT's names for those who speak. Others are the template's to know."""
+"""ShareGPT's names of roles. Other names are passed to the chat template unchanged."""
 
-WANTED = "messages, conversations, prompt and completion, or text"
+EXPECTED_KEYS = "messages, conversations, prompt and completion, or text"
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Turns, and for each whether it is trained. Only the assistant's can be."""
+    """Messages, and for each whether it is trained. Only the assistant's messages can be."""
 
     messages: tuple[Mapping[str, Any], ...]
     trained: tuple[bool, ...]
@@ -29,7 +29,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A text of which only the second part is trained."""
+    """A prompt, which is not trained, and a completion, which is."""
 
     prompt: str
     completion: str
@@ -37,7 +37,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text that is trained from one end to the other."""
+    """A text that is trained completely."""
 
     text: str
 
@@ -46,16 +46,16 @@ Example = Chat | Completion | Text
 
 
 def read_example(record: Mapping[str, Any]) -> Example:
-    """What the record holds, by its keys. BadRecordError says what is wrong with it."""
+    """Interpret a record by its keys. Raises BadRecordError if it is not a valid example."""
     for key in ("messages", "conversations"):
         if key in record:
             return _chat(record, key)
     if "prompt" in record and "completion" in record:
         return _completion(record)
     if "text" in record:
-        return Text(_filled(record["text"], "text"))
+        return Text(_nonempty_string(record["text"], "text"))
     keys = ", ".join(list(record)[:8]) or "no keys"
-    raise BadRecordError(f"has {keys}; wanted {WANTED}")
+    raise BadRecordError(f"has {keys}; expected {EXPECTED_KEYS}")
 
 
 def _chat(record: Mapping[str, Any], key: str) -> Chat:
@@ -73,9 +73,10 @@ def _completion(record: Mapping[str, Any]) -> Chat | Completion:
         return _as_chat(messages, record.get("tools"), first=len(before))
     if not isinstance(prompt, str):
         raise BadRecordError(
-            f"prompt must be a string, or messages as completion is; got {prompt!r:.40}"
+            f"prompt must be a string, or a list of messages if completion is one; "
+            f"got {prompt!r:.40}"
         )
-    return Completion(prompt, _filled(completion, "completion"))
+    return Completion(prompt, _nonempty_string(completion, "completion"))
 
 
 def _as_chat(messages: list[dict[str, Any]], tools: object, *, first: int) -> Chat:
@@ -84,17 +85,17 @@ def _as_chat(messages: list[dict[str, Any]], tools: object, *, first: int) -> Ch
         for number, message in enumerate(messages)
     )
     if not any(trained):
-        raise BadRecordError("has no assistant's turn to train on")
+        raise BadRecordError("has no assistant turn to train on")
     if tools and not isinstance(tools, list):
         raise BadRecordError(f"tools must be a list, got {tools!r:.40}")
     return Chat(tuple(messages), trained, tools if isinstance(tools, list) and tools else None)
 
 
 def _weight(message: dict[str, Any], number: int) -> bool:
-    """`weight: 0` leaves a turn of the assistant untrained."""
+    """Return whether an assistant turn is trained: `"weight": 0` excludes it."""
     weight = message.pop("weight", 1)
     if weight not in (0, 1):
-        raise BadRecordError(f"message {number + 1} has weight {weight!r}; it can be 0 or 1")
+        raise BadRecordError(f"message {number + 1} has weight {weight!r}; it must be 0 or 1")
     return bool(weight)
 
 
@@ -108,9 +109,9 @@ def _message(item: object, name: str) -> dict[str, Any]:
     if not isinstance(item, Mapping):
         raise BadRecordError(f"{name} must be an object, got {item!r:.40}")
     message = {key: value for key, value in item.items() if value is not None}
-    for shared, ours in (("from", "role"), ("value", "content")):
-        if ours not in message and shared in message:
-            message[ours] = message.pop(shared)
+    for sharegpt_key, key in (("from", "role"), ("value", "content")):
+        if key not in message and sharegpt_key in message:
+            message[key] = message.pop(sharegpt_key)
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise BadRecordError(f"{name} has no role (or from)")
@@ -123,7 +124,7 @@ def _message(item: object, name: str) -> dict[str, Any]:
 
 
 def _content(content: object, name: str) -> str:
-    """A string, also where it was given as a list of parts that are all text."""
+    """Return the content as a string. A list of parts is accepted if all of them are text."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(_is_text(part) for part in content):
@@ -135,7 +136,7 @@ def _is_text(part: object) -> bool:
     return isinstance(part, Mapping) and isinstance(part.get("text"), str)
 
 
-def _filled(value: object, key: str) -> str:
+def _nonempty_string(value: object, key: str) -> str:
     if not isinstance(value, str):
         raise BadRecordError(f"{key} must be a string, got {value!r:.40}")
     if not value.strip():

@@ -1,8 +1,8 @@
-"""Documents into rows of the context's length. Room: show.
+"""Pack documents into rows as long as the context.
 
-A row holds whole documents. One that is too long is cut, left out or split first, as the user says;
-what has no target left is left out too. The best-fitting row is found for the longest document
-first, within a window of documents, so that memory is bounded and little is padding.
+A row contains whole documents. A document that is longer than the context is truncated, dropped or
+split first. Pieces without any trained token are skipped. Packing is best-fit decreasing within a
+window of documents, so that memory is bounded and padding is small.
 """
 
 from __future__ import annotations
@@ -14,67 +14,87 @@ from typing import Literal, get_args
 import numpy as np
 
 from penstock.data.errors import DataError, EmptyDataError
-from penstock.data.shuffle import Ints, shuffled
+from penstock.data.shuffle import Ints, shuffled_indices
 from penstock.data.token_cache import Cache
 
 Overlong = Literal["truncate", "drop", "split"]
 WINDOW = 1 << 16
-"""Pieces that are packed together. More would fill the rows hardly better."""
+"""Number of pieces that are packed together. A larger window would hardly reduce padding."""
 
-LET_GO = 1 << 10
-"""Pieces whose masks are looked at before their pages are given back."""
+RELEASE_INTERVAL = 1 << 10
+"""Number of pieces whose masks are read before their pages are released."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """What packing did."""
+    """Numbers of documents, tokens and rows after packing."""
 
     documents: int
-    """All there were."""
+    """Number of documents before packing."""
 
     truncated: int
+    """Number of truncated documents."""
+
     dropped: int
+    """Number of dropped documents."""
+
     split: int
+    """Number of split documents."""
+
     untrained: int
-    """Pieces left out because cutting left no target in them."""
+    """Number of pieces skipped because they have no trained token."""
 
     rows: int
+    """Number of rows."""
+
     tokens: int
-    """In the rows, padding not counted."""
+    """Number of tokens in the rows, without padding."""
 
     targets: int
-    """Tokens that are predicted and trained."""
+    """Number of tokens that are predicted and trained."""
 
     padding: int
+    """Number of padding tokens."""
 
     @property
     def padding_share(self) -> float:
+        """Share of padding in the rows."""
         return self.padding / max(1, self.padding + self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which tokens lie in which row: pieces in row order, and where each row's pieces begin."""
+    """The pieces of all rows, in row order."""
 
     starts: Ints
+    """Index in the cache of the first token of each piece."""
+
     lengths: Ints
+    """Number of tokens of each piece."""
+
     bounds: Ints
+    """Index of the first piece of each row, and the number of pieces."""
+
     counts: Counts
+    """Numbers of documents, tokens and rows."""
 
 
 def pack_rows(cache: Cache, chosen: Ints, context: int, *, overlong: Overlong, seed: int) -> Rows:
-    """Rows of the chosen documents. The same arguments give the same rows."""
+    """Pack the chosen documents into rows. The same arguments give the same rows."""
     if context < 2:
         raise DataError(f"a context of {context} leaves nothing to predict; it must be 2 or more")
     if overlong not in get_args(Overlong):
-        raise DataError(f"overlong can be {', '.join(get_args(Overlong))}; got {overlong!r}")
+        raise DataError(
+            f"overlong must be one of {', '.join(get_args(Overlong))}; got {overlong!r}"
+        )
     pieces, too_long = _pieces(cache, chosen, context, overlong)
     useful = pieces[2] > 0
     starts, lengths, targets = pieces[:, useful]
     if not len(starts):
         raise EmptyDataError(
-            f"nothing is left to train on: of {len(chosen)} documents, {too_long} are longer than "
-            f"the context of {context} and the rest have no trained token; raise --context or "
+            f"there is nothing to train on: of {len(chosen)} documents, {too_long} are longer than "
+            f"the context of {context} and the others have no trained token; increase --context, "
+            "or "
             f"choose another --overlong than {overlong}"
         )
     order, bounds = _assign(lengths, context, seed)
@@ -93,7 +113,7 @@ def pack_rows(cache: Cache, chosen: Ints, context: int, *, overlong: Overlong, s
 
 
 def _pieces(cache: Cache, chosen: Ints, context: int, overlong: Overlong) -> tuple[Ints, int]:
-    """Start, length and targets of all that may go into rows; how many documents are too long."""
+    """Return start, length and targets of each piece, and the number of overlong documents."""
     ends = cache.documents[:, 0]
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[chosen]
     lengths = ends[chosen] - starts
@@ -107,7 +127,7 @@ def _pieces(cache: Cache, chosen: Ints, context: int, overlong: Overlong) -> tup
 
 
 def _cut(cache: Cache, starts: Ints, lengths: Ints, context: int, overlong: Overlong) -> Ints:
-    """The pieces of documents that are too long: start, length, targets."""
+    """Return start, length and targets of the pieces of overlong documents."""
     whole = np.full_like(lengths, context) if overlong == "truncate" else lengths
     count = -(-whole // context)
     first = np.cumsum(count) - count
@@ -117,14 +137,14 @@ def _cut(cache: Cache, starts: Ints, lengths: Ints, context: int, overlong: Over
     targets = np.zeros_like(places)
     for number, (at, size) in enumerate(zip(places, sizes, strict=True)):
         targets[number] = cache.trained[at + 1 : at + size].sum()
-        if number % LET_GO == 0:
-            cache.let_go()
+        if number % RELEASE_INTERVAL == 0:
+            cache.release_pages()
     return np.stack([places, sizes, targets])
 
 
 def _assign(lengths: Ints, context: int, seed: int) -> tuple[Ints, Ints]:
-    """The pieces' order, row after row, and where each row begins in it."""
-    order = shuffled(len(lengths), seed)
+    """Return the pieces in row order, and the index of the first piece of each row."""
+    order = shuffled_indices(len(lengths), seed)
     placed: list[Ints] = []
     sizes: list[Ints] = []
     for at in range(0, len(order), WINDOW):
@@ -137,17 +157,17 @@ def _assign(lengths: Ints, context: int, seed: int) -> tuple[Ints, Ints]:
     return np.concatenate(placed), bounds
 
 
-def best_fit(lengths: list[int], room: int) -> list[int]:
-    """The row of each piece: where it leaves the least room, or a new one."""
+def best_fit(lengths: list[int], context: int) -> list[int]:
+    """Return the row of each piece: the one with the least space that fits, or a new one."""
     rows: list[int] = []
-    spaces: list[tuple[int, int]] = []  # room left in a row, and the row; sorted
-    made = 0
+    spaces: list[tuple[int, int]] = []  # (space left, row), sorted
+    num_rows = 0
     for length in lengths:
         at = bisect.bisect_left(spaces, (length, 0))
         if at < len(spaces):
             space, row = spaces.pop(at)
         else:
-            space, row, made = room, made, made + 1
+            space, row, num_rows = context, num_rows, num_rows + 1
         rows.append(row)
         if space > length:
             bisect.insort(spaces, (space - length, row))

@@ -1,9 +1,10 @@
-"""Tokens on disk: written once, resumable, whole or not taken for whole. Room: show.
+"""The token cache: tokens on disk that are written once and can be resumed.
 
-A cache is a directory of three plain arrays and `state.json`, which says how much of them is valid.
-While it is being made the directory's name ends in `.part`, and the state is also the journal: it
-is replaced after each chunk, once the chunk's bytes are on disk. Who finds a `.part` cuts the
-arrays to what the journal vouches for and goes on there; the last act is the rename.
+A cache is a directory with three plain arrays and `state.json`, which records how much of them is
+valid. While the cache is being written, the name of the directory ends in `.part`, and the state
+serves as a journal: it is replaced after each chunk, once the chunk's bytes are on disk. A process
+that finds a `.part` truncates the arrays to the journaled lengths and continues there. The last
+operation is the rename, so a directory without `.part` is complete.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy.typing as npt
 
 from penstock.data.encode import Encoded, encode
 from penstock.data.errors import BadLinesError, CacheError, EmptyDataError, SourceError
-from penstock.data.sources import Item, Place, Source
+from penstock.data.sources import Item, Source, SourceOffset
 from penstock.data.tokenizer import Tokens
 from penstock.errors import RecordError
 from penstock.records import load, save
@@ -36,95 +37,132 @@ MAGIC = "penstock tokens"
 STATE = "state.json"
 TOKENS, TRAINED, DOCUMENTS = ARRAYS = ("tokens.bin", "trained.bin", "documents.bin")
 COLUMNS = 3
-"""Of documents.bin: the document's end in tokens, its targets, a hash of its tokens."""
+"""Columns of documents.bin: the end of the document in tokens, its targets, a hash of its
+tokens."""
 
 KEPT_LINES = 100
-"""Bad lines that are remembered word by word."""
+"""Number of bad lines whose text is stored."""
+
+CHUNK_BYTES = 2 * MiB
+"""Maximum size of a chunk of source data that is encoded, written and journaled together."""
+
+CHUNK_ITEMS = 4096
+"""Maximum number of items in a chunk."""
+
+OnProgress = Callable[[int, int, str], None]
+"""Called with the bytes done, the total, and what is being done. A total of 0 means a message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """How far a cache is, or with `is_whole` what it holds."""
+    """Progress of a cache that is being written, or the content of a complete one."""
 
     FORMAT: ClassVar[int] = 1
 
     magic: str
+    """Identifies the file."""
+
     version: int
+    """Version of the format."""
+
     key: str
-    """Of the sources, the tokenizer and the template."""
+    """Hash of the sources, the tokenizer and the template."""
 
     itemsize: int
-    """Bytes of a token."""
+    """Size of a token in bytes."""
 
     is_whole: bool = False
+    """Whether the cache is complete."""
+
     source: int = 0
-    """Sources that are done; the next one is read from `offset`, after `number` lines."""
+    """Number of finished sources. The next one is read from `offset`, after `number` lines."""
 
     offset: int = 0
+    """Position in the current source."""
+
     number: int = 0
+    """Number of lines before the position."""
+
     tokens: int = 0
+    """Number of tokens."""
+
     trained: int = 0
+    """Number of trained tokens."""
+
     documents: int = 0
+    """Number of documents."""
+
     checksums: tuple[int, ...] = (0, 0, 0)
-    """Of the three arrays."""
+    """Checksums of the three arrays."""
 
     open_tokens: int = 0
+    """Number of tokens of the last document, if it has not ended yet."""
+
     open_targets: int = 0
+    """Number of trained tokens of the unfinished document."""
+
     open_hash: int = 0
-    """Of a document that is not over yet."""
+    """Hash of the tokens of the unfinished document."""
 
     bad: int = 0
+    """Number of bad lines."""
+
     bad_lines: tuple[str, ...] = ()
+    """The first bad lines, with file and line number."""
+
     left_open: int = 0
-    """Chats whose trained turns stop before the end-of-turn token."""
+    """Number of chats whose trained turns exclude the end-of-turn token."""
 
     @property
     def lengths(self) -> tuple[int, int, int]:
-        """Valid bytes of each array."""
+        """Number of valid bytes of each array."""
         return self.tokens * self.itemsize, self.tokens, self.documents * COLUMNS * 8
 
     def content(self) -> str:
-        """The same for the same tokens, wherever they came from."""
+        """Return a string that is equal for equal tokens, wherever they came from."""
         sums = "".join(f"{part:08x}" for part in self.checksums)
         return f"{self.documents}-{self.tokens}-{sums}"
 
 
-def begin(key: str, vocabulary: int) -> State:
-    """The state of an empty cache."""
+def empty_state(key: str, vocabulary: int) -> State:
+    """Return the state of an empty cache."""
     itemsize = 2 if vocabulary <= 1 << 16 else 4
     return State(magic=MAGIC, version=State.FORMAT, key=key, itemsize=itemsize)
 
 
-def read_state(directory: Path, wanted: State) -> State:
-    """The state of the cache there. CacheError if there is another thing, or it is damaged."""
+def read_state(directory: Path, expected: State) -> State:
+    """Read the state of a cache. Raises CacheError if it is damaged or another cache."""
     try:
         state = load(State, directory / STATE)
     except RecordError as problem:
-        raise CacheError(str(directory), problem.problem or "its state cannot be read") from None
+        raise CacheError(str(directory), problem.problem or "its state is invalid") from None
     for field in ("magic", "version", "key", "itemsize"):
-        if getattr(state, field) != getattr(wanted, field):
-            raise CacheError(str(directory), f"{field} is {getattr(state, field)!r}")
+        if getattr(state, field) != getattr(expected, field):
+            raise CacheError(
+                str(directory),
+                f"{field} is {getattr(state, field)!r}, expected {getattr(expected, field)!r}",
+            )
     for name, length in zip(ARRAYS, state.lengths, strict=True):
         file = directory / name
-        there = file.stat().st_size if file.is_file() else 0
-        if there < length or (state.is_whole and there != length):
-            raise CacheError(str(directory), f"{name} has {there} B of {length}")
+        size = file.stat().st_size if file.is_file() else 0
+        if size < length or (state.is_whole and size != length):
+            raise CacheError(str(directory), f"{name} has {size} B, expected {length} B")
     return state
 
 
 class Writer:
-    """Appends documents to the arrays of a `.part`, from a journaled state on."""
+    """Appends documents to the arrays of a `.part` directory, starting from a journaled state."""
 
     def __init__(self, directory: Path, state: State) -> None:
         self.directory, self.state = directory, state
-        with written_to(directory):
+        with cache_write_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._files = [(directory / name).open("ab") for name in ARRAYS]
             for file, length in zip(self._files, state.lengths, strict=True):
                 file.truncate(length)
 
     def append(self, documents: Sequence[Encoded], **progress: Any) -> None:
-        """Write them, sync, and journal: them and the `progress` of the sources, or neither."""
+        """Write and sync documents, then journal them with the `progress` of the sources."""
         ids = [document.ids for document in documents]
         trained = [document.trained for document in documents]
         arrays = (
@@ -134,7 +172,7 @@ class Writer:
         rows, state = self._rows(documents, [part.tobytes() for part in ids])
         sums = []
         parts = zip(self._files, (*arrays, rows), self.state.checksums, strict=True)
-        with written_to(self.directory):
+        with cache_write_errors(self.directory):
             for file, array, before in parts:
                 raw = array.tobytes()
                 file.write(raw)
@@ -149,19 +187,19 @@ class Writer:
             left_open=state.left_open + sum(document.leaves_end_open for document in documents),
             **progress,
         )
-        with written_to(self.directory):
+        with cache_write_errors(self.directory):
             save(self.state, self.directory / STATE)
 
     def _rows(
         self, documents: Sequence[Encoded], raws: Sequence[bytes]
     ) -> tuple[npt.NDArray[np.int64], State]:
-        """A row for each document that ends here, and the state of the one that does not."""
+        """Return a row for each document that ends here, and the state of an unfinished one."""
         rows, end = [], self.state.tokens
         length, targets = self.state.open_tokens, self.state.open_targets
         hashed = self.state.open_hash
         for document, raw in zip(documents, raws, strict=True):
-            given = 1 if length == 0 else 0  # the first token of a document is never a target
-            targets += int(document.trained[given:].sum())
+            untrained = 1 if length == 0 else 0  # the first token of a document is never a target
+            targets += int(document.trained[untrained:].sum())
             hashed = zlib.crc32(raw, hashed)
             end, length = end + len(document.ids), length + len(document.ids)
             if document.ends:
@@ -177,10 +215,10 @@ class Writer:
         return np.array(rows, "<i8").reshape(-1, COLUMNS), state
 
     def finish(self, final: Path) -> State:
-        """Say that it is whole, and give it its name."""
+        """Mark the cache as complete and rename it to its final name."""
         self.close()
         self.state = replace(self.state, is_whole=True)
-        with written_to(self.directory):
+        with cache_write_errors(self.directory):
             save(self.state, self.directory / STATE)
             if final.exists():
                 shutil.rmtree(final)
@@ -191,43 +229,46 @@ class Writer:
         return self.state
 
     def close(self) -> None:
+        """Close the arrays."""
         for file in self._files:
-            with contextlib.suppress(OSError):  # what was journaled is on disk, the rest not kept
+            with contextlib.suppress(
+                OSError
+            ):  # journaled data is on disk already; the rest is discarded
                 file.close()
 
 
 @contextlib.contextmanager
-def written_to(directory: Path) -> Iterator[None]:
-    """Tell of a disk that is full or not writable as an error the user can mend."""
+def cache_write_errors(directory: Path) -> Iterator[None]:
+    """Raise errors of a full or read-only disk as CacheError."""
     try:
         yield
-    except (OSError, RecordError) as failed:
-        reason = getattr(failed, "strerror", None) or getattr(failed, "problem", None) or failed
+    except (OSError, RecordError) as error:
+        reason = getattr(error, "strerror", None) or getattr(error, "problem", None) or error
         raise CacheError(
             str(directory),
-            f"the token cache cannot be written: {reason}; free some room, or choose another "
-            f"directory with --cache. What was tokenized is kept and gone on from",
-        ) from failed
+            f"the token cache cannot be written: {reason}; free some space, or choose another "
+            f"directory with --cache. The next run continues from the tokens written so far",
+        ) from error
 
 
 class Cache:
-    """A whole cache, mapped."""
+    """A complete cache, memory-mapped."""
 
     def __init__(self, directory: Path, state: State, vocabulary: int) -> None:
         self.directory, self.state, self.vocabulary = directory, state, vocabulary
         self._maps = [_map(directory / name) for name in ARRAYS]
-        raw: list[Any] = [kept if kept is not None else b"" for kept in self._maps]
+        raw: list[Any] = [mapped if mapped is not None else b"" for mapped in self._maps]
         self.tokens = np.frombuffer(raw[0], f"<u{state.itemsize}")
         self.trained = np.frombuffer(raw[1], np.uint8)
         self.documents = np.frombuffer(raw[2], "<i8").reshape(-1, COLUMNS)
         if zlib.crc32(raw[2]) != state.checksums[2]:
-            raise CacheError(str(directory), f"{DOCUMENTS} holds other bytes than were written")
+            raise CacheError(str(directory), f"{DOCUMENTS} does not match its checksum")
 
-    def let_go(self) -> None:
-        """Give the pages back, so that what was read once does not count as this process's."""
-        for kept in self._maps[:2]:
-            if kept is not None:
-                kept.madvise(mmap.MADV_DONTNEED)
+    def release_pages(self) -> None:
+        """Release the mapped pages, so that they do not count as memory of this process."""
+        for mapped in self._maps[:2]:
+            if mapped is not None:
+                mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _map(path: Path) -> mmap.mmap | None:
@@ -237,40 +278,37 @@ def _map(path: Path) -> mmap.mmap | None:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-# --------
-# Making a token cache, or finding it made. Room: show.
-
-CHUNK_BYTES = 2 * MiB
-CHUNK_ITEMS = 4096
-"""At most so much is encoded at once, written and journaled."""
-
-Tell = Callable[[int, int, str], None]
-
-
 def default_directory() -> Path:
-    """Where caches are kept unless the user says otherwise."""
+    """Return the default directory for token caches."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "penstock" / "tokens"
 
 
 def open_cache(
-    sources: Sequence[Source], tokens: Tokens, directory: Path, *, skip_bad: bool, tell: Tell
+    sources: Sequence[Source],
+    tokens: Tokens,
+    directory: Path,
+    *,
+    skip_bad: bool,
+    on_progress: OnProgress,
 ) -> Cache:
-    """The cache of these sources' tokens; made, or made to the end, where it is not whole."""
+    """Open the token cache of these sources; create or finish it if necessary."""
     key = _key(sources, tokens)
-    final, wanted = directory / key, begin(key, tokens.size)
-    if (cache := _open_whole(final, wanted, tokens.size, tell)) is None:
-        with _lock(directory, key, tell):
-            # Another process may have made it while this one waited.
-            cache = _open_whole(final, wanted, tokens.size, tell)
+    final, expected = directory / key, empty_state(key, tokens.size)
+    if (cache := _open_complete(final, expected, tokens.size, on_progress)) is None:
+        with _lock(directory, key, on_progress):
+            # Another process may have created it while this one waited for the lock.
+            cache = _open_complete(final, expected, tokens.size, on_progress)
             if cache is None:
-                state = _make(final, wanted, sources, tokens, skip_bad=skip_bad, tell=tell)
+                state = _tokenize(
+                    final, expected, sources, tokens, skip_bad=skip_bad, on_progress=on_progress
+                )
                 cache = Cache(final, state, tokens.size)
     if cache.state.bad and not skip_bad:
         raise BadLinesError(cache.state.bad_lines, cache.state.bad)
     if not cache.state.documents:
         names = ", ".join(source.name for source in sources)
-        raise EmptyDataError(f"{names}: there is no example in it ({cache.state.bad} bad lines)")
+        raise EmptyDataError(f"{names}: no example found ({cache.state.bad} bad lines)")
     return cache
 
 
@@ -279,65 +317,67 @@ def _key(sources: Sequence[Source], tokens: Tokens) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
-def _open_whole(final: Path, wanted: State, vocabulary: int, tell: Tell) -> Cache | None:
+def _open_complete(
+    final: Path, expected: State, vocabulary: int, on_progress: OnProgress
+) -> Cache | None:
     if not final.exists():
         return None
     try:
-        state = read_state(final, wanted)
+        state = read_state(final, expected)
         if not state.is_whole:
-            raise CacheError(str(final), "is not whole")
+            raise CacheError(str(final), "is incomplete")
         return Cache(final, state, vocabulary)
     except CacheError as problem:
-        tell(0, 0, f"tokenizing again: {problem}")
+        on_progress(0, 0, f"tokenizing again: {problem}")
         return None
 
 
-def _make(
+def _tokenize(
     final: Path,
-    wanted: State,
+    expected: State,
     sources: Sequence[Source],
     tokens: Tokens,
     *,
     skip_bad: bool,
-    tell: Tell,
+    on_progress: OnProgress,
 ) -> State:
-    """Tokenize from where it was left. The `.part` stays if this is stopped, for the next time."""
+    """Tokenize the sources from the journaled position. If interrupted, the `.part` remains."""
     part = final.with_name(f"{final.name}.part")
-    writer = Writer(part, _resume(part, wanted, tell))
+    writer = Writer(part, _journaled_state(part, expected, on_progress))
     try:
         sizes = [source.size for source in sources]
         while writer.state.source < len(sources):
             if writer.state.bad and not skip_bad:
                 raise BadLinesError(writer.state.bad_lines, writer.state.bad)
             number = writer.state.source
-            place = Place(writer.state.offset, writer.state.number)
-            for chunk in _chunks(sources[number].read(place), place):
-                _add(writer, chunk, tokens)
+            position = SourceOffset(writer.state.offset, writer.state.number)
+            for chunk in _chunks(sources[number].read(position), position):
+                _append_chunk(writer, chunk, tokens)
                 done = sum(sizes[:number]) + writer.state.offset
-                tell(done, sum(sizes), f"tokenizing {sources[number].name}")
+                on_progress(done, sum(sizes), f"tokenizing {sources[number].name}")
                 if writer.state.bad and not skip_bad:
                     raise BadLinesError(writer.state.bad_lines, writer.state.bad)
             writer.append([], source=number + 1, offset=0, number=0)
-        if _key(sources, tokens) != wanted.key:
-            raise SourceError("data", "a source changed while it was read; start again")
+        if _key(sources, tokens) != expected.key:
+            raise SourceError("data", "a source changed while it was being read; start again")
         return writer.finish(final)
     finally:
         writer.close()
 
 
-def _resume(part: Path, wanted: State, tell: Tell) -> State:
+def _journaled_state(part: Path, expected: State, on_progress: OnProgress) -> State:
     if part.exists():
         try:
-            return read_state(part, wanted)
+            return read_state(part, expected)
         except CacheError as problem:
-            tell(0, 0, f"starting over: {problem}")
+            on_progress(0, 0, f"starting over: {problem}")
             shutil.rmtree(part)
-    return wanted
+    return expected
 
 
-def _chunks(items: Iterator[Item], place: Place) -> Iterator[list[Item]]:
+def _chunks(items: Iterator[Item], position: SourceOffset) -> Iterator[list[Item]]:
     chunk: list[Item] = []
-    start = place.offset
+    start = position.offset
     for item in items:
         chunk.append(item)
         if item.after.offset - start >= CHUNK_BYTES or len(chunk) >= CHUNK_ITEMS:
@@ -347,7 +387,7 @@ def _chunks(items: Iterator[Item], place: Place) -> Iterator[list[Item]]:
         yield chunk
 
 
-def _add(writer: Writer, chunk: list[Item], tokens: Tokens) -> None:
+def _append_chunk(writer: Writer, chunk: list[Item], tokens: Tokens) -> None:
     encoding = encode(chunk, tokens)
     after, state = chunk[-1].after, writer.state
     room = max(0, KEPT_LINES - len(state.bad_lines))
@@ -361,15 +401,15 @@ def _add(writer: Writer, chunk: list[Item], tokens: Tokens) -> None:
 
 
 @contextlib.contextmanager
-def _lock(directory: Path, key: str, tell: Tell) -> Iterator[None]:
-    """One process at a time makes a cache. The kernel lets go of it when the process ends."""
-    with written_to(directory):
+def _lock(directory: Path, key: str, on_progress: OnProgress) -> Iterator[None]:
+    """Lock a cache while it is created. The kernel releases the lock when the process ends."""
+    with cache_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / f"{key}.lock").open("w")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            tell(0, 0, "waiting for another process that tokenizes the same data")
+            on_progress(0, 0, "waiting for another process that tokenizes the same data")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

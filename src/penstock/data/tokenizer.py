@@ -1,4 +1,4 @@
-"""Tokenizers: loading one, and what must be known of it. Room: show."""
+"""Load tokenizers, and wrap them with what the data pipeline needs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "tekken.json"),
 )
-"""One of these is in every directory that holds a tokenizer."""
+"""Files of which a directory with a tokenizer contains at least one."""
 
 
 def load_tokenizer(
     model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """The tokenizer of a model: a local directory or a Hugging Face id."""
+    """Load the tokenizer of a model: a local directory or a Hugging Face id."""
     from transformers import AutoTokenizer
 
     path = Path(model)
     if path.is_dir() and not trust_remote_code:
-        # Without this, transformers makes up an empty tokenizer for some model types.
+        # Without this check, transformers creates an empty tokenizer for some model types.
         if not any((path / name).is_file() for name in FILES):
             raise TokenizerError(
                 f"{model} has no tokenizer (none of {', '.join(FILES[:4])}...); copy the "
@@ -39,13 +39,13 @@ def load_tokenizer(
         return AutoTokenizer.from_pretrained(
             str(model), revision=revision or "main", trust_remote_code=trust_remote_code
         )
-    except Exception as wrong:  # the kinds it raises differ by version and by file
-        reason = str(wrong).strip().splitlines()[0] if str(wrong).strip() else type(wrong).__name__
-        raise TokenizerError(f"the tokenizer of {model} cannot be loaded: {reason}") from wrong
+    except Exception as error:  # the exceptions differ by version and by file
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TokenizerError(f"the tokenizer of {model} cannot be loaded: {reason}") from error
 
 
 class Tokens:
-    """One tokenizer, as far as the data needs it."""
+    """A tokenizer with the operations that the data pipeline needs."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -55,50 +55,50 @@ class Tokens:
 
     @cached_property
     def chat(self) -> ChatWriter | None:
-        """None where there is no chat template."""
+        """Renders chats; None if the tokenizer has no chat template."""
         return ChatWriter(self._tokenizer) if self._tokenizer.chat_template else None
 
     @cached_property
     def opening(self) -> list[int]:
-        """What the tokenizer puts before a text, a beginning-of-sequence token for instance."""
+        """Tokens that the tokenizer puts before a text, such as a beginning-of-sequence token."""
         bare = self.encode(["x"])[0]
-        dressed = list(self._tokenizer("x", verbose=False)["input_ids"])
-        for start in range(len(dressed) - len(bare) + 1):
-            if dressed[start : start + len(bare)] == bare:
-                return dressed[:start]
+        with_special = list(self._tokenizer("x", verbose=False)["input_ids"])
+        for start in range(len(with_special) - len(bare) + 1):
+            if with_special[start : start + len(bare)] == bare:
+                return with_special[:start]
         return []
 
     @cached_property
     def end(self) -> int:
-        """The token that ends a document."""
+        """Token that ends a document."""
         if self._tokenizer.eos_token_id is None:
             raise TokenizerError(
-                f"{self.name} has no eos_token, and texts need one to end with; "
+                f"{self.name} has no eos_token, which must end every text; "
                 f"set it in tokenizer_config.json"
             )
         return int(self._tokenizer.eos_token_id)
 
     @property
     def pad(self) -> int:
-        """What fills a row. Never trained and never looked at, so any token will do."""
+        """Token that fills a row. It is never trained nor attended to, so any token will do."""
         ids = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
         return int(next(token for token in ids if token is not None))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text and no others."""
+        """Encode texts without special tokens."""
         if not texts:
             return []
-        found = self._tokenizer(
+        encoding = self._tokenizer(
             list(texts),
             add_special_tokens=False,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
         )
-        return [list(ids) for ids in found["input_ids"]]
+        return [list(ids) for ids in encoding["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the tokens, special ones too, not tidied."""
+        """Decode tokens, including special tokens, without cleaning up spaces."""
         return str(
             self._tokenizer.decode(
                 list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -106,11 +106,11 @@ class Tokens:
         )
 
     def fingerprint(self) -> str:
-        """The same for tokenizers that give the same tokens for the same data."""
+        """Return a hash that is equal for tokenizers that encode the same data equally."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
             rules = json.loads(backend.to_str())
-            rules.pop("truncation", None)  # state of the last call
+            rules.pop("truncation", None)  # depends on the last call
             rules.pop("padding", None)
         else:
             rules = sorted(self._tokenizer.get_vocab().items())

@@ -120,7 +120,7 @@ def _open_dataset(
         tokenizer,
         cache_dir=settings.data.cache,
         skip_bad_lines=settings.data.skip_bad_lines,
-        tell=report,
+        on_progress=report,
     )
 
 

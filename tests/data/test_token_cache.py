@@ -1,4 +1,4 @@
-"""The token cache: made once, gone on with after a kill, never taken for whole when it is not."""
+"""The token cache is written once, resumed after a kill, and never used if incomplete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from penstock.data import open_dataset, token_cache
 from penstock.data.errors import CacheError, SourceError
 from penstock.data.token_cache import ARRAYS, STATE
-from tests.data.making import chat, write_lines
+from tests.data.helpers import chat, write_lines
 from tests.support.small_tokenizers import MARKED, small_tokenizer
 
 RECORDS = [chat(f"What is {n}?", f"It is {n}, {'very ' * (n % 7)}much.") for n in range(200)]
@@ -34,35 +34,35 @@ def caches(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-class Told(list[tuple[int, int, str]]):
-    """What `tell` was told."""
+class Reports(list[tuple[int, int, str]]):
+    """Collects the calls of `on_progress`."""
 
     def __call__(self, done: int, total: int, what: str) -> None:
         self.append((done, total, what))
 
     @property
-    def words(self) -> str:
+    def messages(self) -> str:
         return "; ".join(what for _, total, what in self if not total)
 
 
 def bytes_of(caches: Path) -> dict[str, bytes]:
-    """The arrays and the state of the one whole cache there."""
+    """Return the arrays and the state of the only cache, which must be complete."""
     (whole,) = (path for path in caches.iterdir() if path.is_dir())
     assert not whole.name.endswith(".part")
     return {name: (whole / name).read_bytes() for name in (*ARRAYS, STATE)}
 
 
 def test_data_is_tokenized_once(file: Path, caches: Path) -> None:
-    first, second = Told(), Told()
-    dataset = open_dataset(file, small_tokenizer(), cache_dir=caches, tell=first)
-    again = open_dataset(file, small_tokenizer(), cache_dir=caches, tell=second)
+    first, second = Reports(), Reports()
+    dataset = open_dataset(file, small_tokenizer(), cache_dir=caches, on_progress=first)
+    again = open_dataset(file, small_tokenizer(), cache_dir=caches, on_progress=second)
 
     assert first[-1][:2] == (file.stat().st_size, file.stat().st_size)
     assert second == []
     assert all((dataset[n].ids == again[n].ids).all() for n in range(200))
 
 
-def test_another_file_tokenizer_or_template_is_another_cache(file: Path, caches: Path) -> None:
+def test_another_file_tokenizer_or_template_uses_another_cache(file: Path, caches: Path) -> None:
     def count() -> int:
         open_dataset(file, tokenizer, cache_dir=caches)
         return len([path for path in caches.iterdir() if path.is_dir()])
@@ -81,10 +81,10 @@ CHILD = """
 import sys
 import threading
 from pathlib import Path
-from penstock.data import token_cache as build, open_dataset
+from penstock.data import token_cache, open_dataset
 from tests.support.small_tokenizers import small_tokenizer
-build.CHUNK_ITEMS = 20
-real, left = build.encode, int(sys.argv[3])
+token_cache.CHUNK_ITEMS = 20
+real, left = token_cache.encode, int(sys.argv[3])
 def encode(items, tokens):
     global left
     left -= 1
@@ -92,7 +92,7 @@ def encode(items, tokens):
         import os, signal
         os.kill(os.getpid(), signal.SIGKILL)
     return real(items, tokens)
-build.encode = encode
+token_cache.encode = encode
 open_dataset(Path(sys.argv[1]), small_tokenizer(), cache_dir=sys.argv[2])
 """
 
@@ -104,17 +104,17 @@ def tokenize_until_killed(file: Path, caches: Path, chunks: int) -> None:
     assert ended.returncode == -signal.SIGKILL
 
 
-def test_a_killed_tokenization_goes_on_where_it_stopped(
+def test_a_killed_tokenization_resumes_where_it_stopped(
     file: Path, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_dataset(file, small_tokenizer(), cache_dir=tmp_path / "in one go")
+    open_dataset(file, small_tokenizer(), cache_dir=tmp_path / "uninterrupted")
     tokenize_until_killed(file, caches, 3)
     tokenize_until_killed(file, caches, 2)
     (part,) = (path for path in caches.iterdir() if path.is_dir())
     assert part.name.endswith(".part")
     journal = json.loads((part / STATE).read_text())
     assert journal["documents"] == 100
-    for name in ARRAYS:  # what came after the journal is no part of it
+    for name in ARRAYS:  # bytes after the journaled length are discarded
         with (part / name).open("ab") as array:
             array.write(b"half a chunk")
 
@@ -127,17 +127,17 @@ def test_a_killed_tokenization_goes_on_where_it_stopped(
 
     assert [item.where.rsplit(":")[-1] for item in encoded] == [str(n) for n in range(101, 201)]
     assert len(dataset) == 200
-    assert bytes_of(caches) == bytes_of(tmp_path / "in one go")
+    assert bytes_of(caches) == bytes_of(tmp_path / "uninterrupted")
 
 
-def test_a_long_text_killed_in_mid_document_goes_on_too(
+def test_tokenizing_resumes_in_the_middle_of_a_document(
     caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.data.sources.TEXT_PIECE", 64)
     monkeypatch.setattr(token_cache, "CHUNK_ITEMS", 5)
     text = tmp_path / "book.txt"
     text.write_text("".join(f"Water runs down pipe {n}.\n" for n in range(100)) + "\fThe end.")
-    open_dataset(text, small_tokenizer(), cache_dir=tmp_path / "in one go")
+    open_dataset(text, small_tokenizer(), cache_dir=tmp_path / "uninterrupted")
     real, left = token_cache.encode, [3]
 
     def encode(items: Any, tokens: Any) -> Any:
@@ -154,7 +154,7 @@ def test_a_long_text_killed_in_mid_document_goes_on_too(
     dataset = open_dataset(text, small_tokenizer(), cache_dir=caches)
     assert len(dataset) == 2
     assert dataset[0].ids.tolist().count(small_tokenizer().eos_token_id) == 1
-    assert bytes_of(caches) == bytes_of(tmp_path / "in one go")
+    assert bytes_of(caches) == bytes_of(tmp_path / "uninterrupted")
 
 
 def truncate(path: Path) -> None:
@@ -172,7 +172,7 @@ DAMAGE = [
     ("trained.bin", truncate, "trained.bin has"),
     ("trained.bin", Path.unlink, "trained.bin has 0 B"),
     ("documents.bin", truncate, "documents.bin has"),
-    ("documents.bin", flip, "other bytes than were written"),
+    ("documents.bin", flip, "does not match its checksum"),
     (STATE, Path.unlink, "cannot be read"),
     (STATE, lambda path: path.write_text("{}"), ""),
     (
@@ -180,7 +180,11 @@ DAMAGE = [
         lambda path: path.write_text(path.read_text().replace("penstock tokens", "x")),
         "magic",
     ),
-    (STATE, lambda path: path.write_text(path.read_text().replace("true", "false")), "not whole"),
+    (
+        STATE,
+        lambda path: path.write_text(path.read_text().replace("true", "false")),
+        "is incomplete",
+    ),
     (
         STATE,
         lambda path: path.write_text(path.read_text().replace('version": 1', 'version": 9')),
@@ -189,35 +193,35 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "harm", "words"), DAMAGE)
-def test_a_damaged_cache_is_recognised_and_made_again(
-    name: str, harm: Any, words: str, file: Path, caches: Path
+@pytest.mark.parametrize(("name", "damage", "words"), DAMAGE)
+def test_a_damaged_cache_is_detected_and_created_again(
+    name: str, damage: Any, words: str, file: Path, caches: Path
 ) -> None:
     open_dataset(file, small_tokenizer(), cache_dir=caches)
     before = bytes_of(caches)
     (whole,) = (path for path in caches.iterdir() if path.is_dir())
-    harm(whole / name)
+    damage(whole / name)
 
-    told = Told()
-    dataset = open_dataset(file, small_tokenizer(), cache_dir=caches, tell=told)
+    reports = Reports()
+    dataset = open_dataset(file, small_tokenizer(), cache_dir=caches, on_progress=reports)
 
-    assert "tokenizing again" in told.words
-    assert words in told.words
+    assert "tokenizing again" in reports.messages
+    assert words in reports.messages
     assert len(dataset) == 200
     assert bytes_of(caches) == before
 
 
-def test_a_part_that_lost_bytes_is_started_over(file: Path, caches: Path) -> None:
+def test_a_damaged_part_is_started_over(file: Path, caches: Path) -> None:
     tokenize_until_killed(file, caches, 2)
     (part,) = (path for path in caches.iterdir() if path.is_dir())
     truncate(part / "tokens.bin")
 
-    told = Told()
-    assert len(open_dataset(file, small_tokenizer(), cache_dir=caches, tell=told)) == 200
-    assert "starting over" in told.words
+    reports = Reports()
+    assert len(open_dataset(file, small_tokenizer(), cache_dir=caches, on_progress=reports)) == 200
+    assert "starting over" in reports.messages
 
 
-def test_a_source_that_changes_while_it_is_read_gives_no_cache(
+def test_a_source_that_changes_while_it_is_read_is_rejected(
     file: Path, caches: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = token_cache.encode
@@ -228,12 +232,12 @@ def test_a_source_that_changes_while_it_is_read_gives_no_cache(
         return real(items, tokens)
 
     monkeypatch.setattr(token_cache, "encode", encode)
-    with pytest.raises(SourceError, match="changed while it was read"):
+    with pytest.raises(SourceError, match="changed while it was being read"):
         open_dataset(file, small_tokenizer(), cache_dir=caches)
     assert all(path.name.endswith((".part", ".lock")) for path in caches.iterdir())
 
 
-def test_a_full_disk_is_told_and_what_was_written_is_gone_on_from(
+def test_a_full_disk_is_reported_and_tokenizing_resumes_later(
     file: Path, caches: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_cache, "CHUNK_ITEMS", 20)
@@ -252,25 +256,27 @@ def test_a_full_disk_is_told_and_what_was_written_is_gone_on_from(
     assert len(open_dataset(file, small_tokenizer(), cache_dir=caches)) == 200
 
 
-def test_a_directory_that_cannot_be_made_is_told(file: Path, tmp_path: Path) -> None:
+def test_a_cache_directory_that_cannot_be_created_is_reported(file: Path, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("a file")
 
     with pytest.raises(CacheError, match="cannot be written: Not a directory"):
         open_dataset(file, small_tokenizer(), cache_dir=tmp_path / "occupied" / "cache")
 
 
-def test_a_process_waits_while_another_makes_the_cache(file: Path, caches: Path) -> None:
+def test_a_process_waits_while_another_creates_the_cache(file: Path, caches: Path) -> None:
     open_dataset(file, small_tokenizer(), cache_dir=caches)
     (whole,) = (path for path in caches.iterdir() if path.is_dir())
-    whole.rename(whole.with_name("aside"))  # as if the other one were still at it
+    whole.rename(whole.with_name("aside"))  # as if another process were still writing it
     waits, found = threading.Event(), []
 
-    def tell(done: int, total: int, what: str) -> None:
-        assert "waiting for another process" in what  # and never tokenizing
+    def on_progress(done: int, total: int, what: str) -> None:
+        assert "waiting for another process" in what  # it never tokenizes
         waits.set()
 
     def work() -> None:
-        found.append(open_dataset(file, small_tokenizer(), cache_dir=caches, tell=tell))
+        found.append(
+            open_dataset(file, small_tokenizer(), cache_dir=caches, on_progress=on_progress)
+        )
 
     with (caches / f"{whole.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -283,7 +289,7 @@ def test_a_process_waits_while_another_makes_the_cache(file: Path, caches: Path)
     assert len(found[0]) == 200
 
 
-def test_caches_are_kept_where_the_system_keeps_them(
+def test_the_default_cache_directory_follows_xdg_cache_home(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
