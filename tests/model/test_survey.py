@@ -1,4 +1,4 @@
-"""Any causal LM of transformers, from its config alone."""
+"""Surveys of causal language models from their configs alone."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ PUBLISHED = {
 }
 TIED = {"gemma-2-2b", "gemma-3-1b", "gpt2", "qwen2.5-3b"}
 NOT_PLAIN = {"gemma-2-2b", "gpt2"}
-"""One caps attention scores, the other drops some out."""
+"""Models whose attention the variable-length kernel does not support: one soft-caps scores, the
+other uses dropout."""
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
-def test_parameters_are_the_published_ones_each_counted_once(name: str) -> None:
+def test_parameter_counts_match_the_published_ones(name: str) -> None:
     inventory = survey(CONFIGS / name)
     names = [t.name for block in inventory.blocks for t in block.tensors]
 
@@ -47,24 +48,24 @@ def test_parameters_are_the_published_ones_each_counted_once(name: str) -> None:
     ("name", "active", "width"),
     [("mixtral-8x7b", 12.7e9, 2 * 14336), ("qwen3-30b-a3b", 3.0e9, 8 * 768)],
 )
-def test_of_experts_the_active_ones_compute(name: str, active: float, width: int) -> None:
+def test_only_active_experts_count_as_compute(name: str, active: float, width: int) -> None:
     inventory = survey(CONFIGS / name)
-    computing = sum(block.matmul_elements for block in inventory.layers)
+    active_elements = sum(block.matmul_elements for block in inventory.layers)
 
-    assert computing == pytest.approx(active, rel=0.1)
+    assert active_elements == pytest.approx(active, rel=0.1)
     assert inventory.layers[0].mlp_width == width
-    assert "not trained yet" in inventory.not_trainable
+    assert "not trained" in inventory.not_trainable
 
 
-def test_windows_are_found_layer_by_layer() -> None:
+def test_sliding_windows_are_found_for_each_layer() -> None:
     gemma = survey(CONFIGS / "gemma-2-2b")
     qwen = survey(CONFIGS / "qwen2.5-3b")
 
     assert {block.window for block in gemma.layers} == {4096, None}
-    assert {block.window for block in qwen.layers} == {None}  # its window is switched off
+    assert {block.window for block in qwen.layers} == {None}  # use_sliding_window is false
 
 
-def test_frozen_tensors_by_pattern() -> None:
+def test_patterns_freeze_tensors() -> None:
     inventory = survey(CONFIGS / "qwen2.5-3b", freeze=("model.embed_tokens.*", "*layers.0.*"))
 
     assert inventory.blocks[0].parameters(trainable=True) == 0
@@ -72,7 +73,7 @@ def test_frozen_tensors_by_pattern() -> None:
     assert inventory.blocks[2].parameters(trainable=True) > 0
 
 
-def test_layers_can_be_named_and_a_wrong_name_says_what_there_is() -> None:
+def test_the_list_of_layers_can_be_named_and_a_wrong_name_lists_alternatives() -> None:
     assert len(survey(CONFIGS / "gpt2", blocks="transformer.h").layers) == 12
     with pytest.raises(
         SurveyError, match=r"at model\.nowhere; it has lists at transformer\.h.*--blocks"
@@ -80,16 +81,16 @@ def test_layers_can_be_named_and_a_wrong_name_says_what_there_is() -> None:
         survey(CONFIGS / "gpt2", blocks="model.nowhere")
 
 
-def test_a_hub_id_without_a_network_says_to_pass_a_directory(
+def test_a_hub_id_without_network_access_suggests_a_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with pytest.raises(SurveyError, match=r"nobody/nothing.*directory that holds its config\.json"):
+    with pytest.raises(SurveyError, match=r"nobody/nothing.*directory that contains its config"):
         survey("nobody/nothing")
 
 
-def test_a_directory_without_config_and_a_config_of_no_model(tmp_path: Path) -> None:
+def test_missing_directories_and_unknown_model_types_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(SurveyError, match=r"has no config\.json"):
         survey(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))

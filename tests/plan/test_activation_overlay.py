@@ -1,4 +1,4 @@
-"""Inputs that rest where gradients leave room: never both at once, and no byte is counted twice."""
+"""Activations overlaid on gradients never exist at the same time as those gradients."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from penstock.tiers import Tier
 from tests.support.walker import all_on, cases, evaluator_for
 
 Range = tuple[int, int, int]
-"""A node, and bytes of its gradients."""
+"""A node, and a range of bytes counted through its gradients."""
 
 
 def ranges(
     evaluator: PlanEvaluator, candidate: Candidate
 ) -> tuple[dict[int, Range], dict[int, Range]]:
-    """Where gradients and lent inputs lie, by block."""
+    """Return the ranges of gradients and of overlaid activations, by block."""
     blocks = evaluator.placement(candidate).blocks
     gradients: dict[int, Range] = {}
     ends: dict[int, int] = {}
@@ -39,75 +39,82 @@ def ranges(
             gradients[index] = (node, start, ends[node])
     inputs: dict[int, Range] = {}
     accumulate = evaluator.workload.accumulate
-    for index, lent in overlaid_activations(
+    for index, overlaid in overlaid_activations(
         blocks, rounds=candidate.rounds, accumulate=accumulate
     ).items():
         home = blocks[index].home(Role.INPUT)
         assert home is not None
-        inputs[index] = (lent.node, lent.offset, lent.offset + home.nbytes)
+        inputs[index] = (overlaid.node, overlaid.offset, overlaid.offset + home.nbytes)
     return gradients, inputs
 
 
-def meet(one: Range, other: Range) -> bool:
+def overlap(one: Range, other: Range) -> bool:
     return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
 
 
 @settings(max_examples=50, deadline=None)
 @given(cases())
-def test_inputs_lie_in_gradients_of_earlier_blocks_and_never_in_each_other(
+def test_activations_lie_in_gradients_of_earlier_blocks_and_never_overlap(
     case: tuple[PlanEvaluator, Candidate],
 ) -> None:
     gradients, inputs = ranges(*case)
-    for block, held in inputs.items():
-        lenders = [j for j, gradient in gradients.items() if meet(held, gradient)]
+    for block, activation in inputs.items():
+        underlying = [j for j, gradient in gradients.items() if overlap(activation, gradient)]
         covered = sum(
-            min(held[2], gradients[j][2]) - max(held[1], gradients[j][1]) for j in lenders
+            min(activation[2], gradients[j][2]) - max(activation[1], gradients[j][1])
+            for j in underlying
         )
-        assert covered == held[2] - held[1]
-        assert max(lenders) < block
-        assert not any(meet(held, other) for b, other in inputs.items() if b != block)
+        assert covered == activation[2] - activation[1]
+        assert max(underlying) < block
+        assert not any(overlap(activation, other) for b, other in inputs.items() if b != block)
 
 
 @settings(max_examples=25, deadline=None)
 @given(cases(), st.integers(0, 1 << 30))
-def test_an_input_comes_after_the_sweep_and_goes_before_the_next_gradient(
+def test_an_activation_is_written_after_the_sweep_and_read_before_the_next_gradient(
     case: tuple[PlanEvaluator, Candidate], seed: int
 ) -> None:
-    """Whatever lanes do."""
+    """This holds in every order that lanes may take."""
     evaluator, candidate = case
     gradients, inputs = ranges(evaluator, candidate)
     plan = plan_result(evaluator, candidate).plan
     programs = Programs.of(plan, evaluator.inventory)
     for program in (programs.step, programs.first):
-        for block, held in inputs.items():
-            lenders = {j for j, gradient in gradients.items() if meet(held, gradient)}
-            check(program, block, lenders, random.Random(seed))
+        for block, activation in inputs.items():
+            underlying = {j for j, gradient in gradients.items() if overlap(activation, gradient)}
+            assert_disjoint_in_time(program, block, underlying, random.Random(seed))
 
 
-def check(program: Program, block: int, lenders: set[int], drawn: random.Random) -> None:
-    started, ended = replay(program, drawn)
-    (out,) = moments(program, block, Verb.DRAIN, Role.INPUT)
-    (back,) = moments(program, block, Verb.FETCH, Role.INPUT)
-    for lender in lenders:
+def assert_disjoint_in_time(
+    program: Program, block: int, underlying: set[int], random_source: random.Random
+) -> None:
+    started, ended = replay(program, random_source)
+    (written,) = indices(program, block, Verb.DRAIN, Role.INPUT)
+    (read,) = indices(program, block, Verb.FETCH, Role.INPUT)
+    for gradient_block in underlying:
         sweeps = [
             at for at, op in enumerate(program.operations)
-            if op.verb is Verb.SWEEP and op.block == lender
+            if op.verb is Verb.SWEEP and op.block == gradient_block
         ]  # fmt: skip
-        assert all(ended[at] < started[out] for at in sweeps), "the gradient is used up"
-        (leaves,) = moments(program, lender, Verb.DRAIN, Role.GRADIENT)
-        assert ended[back] < started[leaves], "the input is no longer needed"
+        assert all(ended[at] < started[written] for at in sweeps), (
+            "the sweep has consumed the gradient"
+        )
+        (drained,) = indices(program, gradient_block, Verb.DRAIN, Role.GRADIENT)
+        assert ended[read] < started[drained], "backward has read the activation"
 
 
-def moments(program: Program, block: int, verb: Verb, role: Role) -> list[int]:
+def indices(program: Program, block: int, verb: Verb, role: Role) -> list[int]:
     def fits(op: Operation) -> bool:
         return op.verb is verb and op.block == block and op.roles == (role,)
 
     return [at for at, op in enumerate(program.operations) if fits(op)]
 
 
-def replay(program: Program, drawn: random.Random) -> tuple[dict[int, int], dict[int, int]]:
-    """When each operation starts and ends, with lanes in an order of the dice; several sweeps may
-    be under way."""
+def replay(program: Program, random_source: random.Random) -> tuple[dict[int, int], dict[int, int]]:
+    """Return when each operation starts and ends if lanes run in a random order.
+
+    Several sweeps may run concurrently.
+    """
     lanes: dict[str, list[int]] = {}
     for at, op in enumerate(program.operations):
         if op.verb not in INSTANT:
@@ -117,13 +124,15 @@ def replay(program: Program, drawn: random.Random) -> tuple[dict[int, int], dict
     ended: dict[int, int] = {}
     clock = 0
     while any(lanes.values()) or running:
-        held = set(running.values()) - {"sweep"}
+        busy = set(running.values()) - {"sweep"}
         ready = [
             todo[0]
             for lane, todo in lanes.items()
-            if todo and lane not in held and ended.keys() >= set(program.needs[todo[0]])
+            if todo and lane not in busy and ended.keys() >= set(program.needs[todo[0]])
         ]
-        verb, at = drawn.choice([*(("start", r) for r in ready), *(("end", r) for r in running)])
+        verb, at = random_source.choice(
+            [*(("start", r) for r in ready), *(("end", r) for r in running)]
+        )
         clock += 1
         if verb == "start":
             running[at] = program.operations[at].lane
@@ -135,14 +144,14 @@ def replay(program: Program, drawn: random.Random) -> tuple[dict[int, int], dict
     return started, ended
 
 
-def test_nothing_is_lent_where_gradients_stay() -> None:
+def test_nothing_is_overlaid_if_gradients_exist_all_the_time() -> None:
     for rounds, accumulate in ((2, False), (1, True)):
         evaluator = evaluator_for(layers=4, tied=False, accumulate=accumulate)
         candidate = replace(all_on(evaluator, Location.DRAM), rounds=rounds)
         assert not evaluator.overlaid_nbytes(candidate)[Tier.DRAM]
 
 
-def test_inputs_smaller_than_gradients_take_nothing() -> None:
+def test_activations_smaller_than_gradients_need_no_memory() -> None:
     evaluator = evaluator_for(layers=4, tied=False)
     candidate = all_on(evaluator, Location.DRAM)
     plan = plan_result(evaluator, candidate).plan

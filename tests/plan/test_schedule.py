@@ -1,4 +1,4 @@
-"""The order of a step keeps its promises for every placement."""
+"""Schedules are correct for every placement."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.walker import Walker, all_on, cases, evaluator_for
 Case = tuple[PlanEvaluator, Candidate]
 
 
-def whole_passes(evaluator: PlanEvaluator, candidate: Candidate, walker: Walker) -> None:
-    """Every round goes forth, turns, and goes back."""
+def assert_complete_passes(evaluator: PlanEvaluator, candidate: Candidate, walker: Walker) -> None:
+    """Assert that every round runs forward, the head, and backward through all blocks."""
     last = len(evaluator.inventory.blocks) - 1
     for round in range(candidate.rounds):
         done = [(verb, block) for verb, block, r in walker.computed if r == round]
@@ -33,21 +33,21 @@ def whole_passes(evaluator: PlanEvaluator, candidate: Candidate, walker: Walker)
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
-def test_a_step_computes_with_what_is_there_and_leaves_nothing(case: Case) -> None:
+def test_a_step_computes_with_what_is_in_hbm_and_leaves_nothing(case: Case) -> None:
     evaluator, candidate = case
     placement = evaluator.placement(candidate)
     walker = Walker(evaluator.inventory, placement)
 
     walker.run(step_schedule(evaluator.inventory, placement))
 
-    whole_passes(evaluator, candidate, walker)
+    assert_complete_passes(evaluator, candidate, walker)
     trained = {i for i, b in enumerate(placement.blocks) if b.sweep != "none"}
     assert {block for block, _ in walker.swept} == trained
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_a_step_with_nothing_pending_sweeps_and_writes_nothing(case: Case) -> None:
+def test_a_step_without_pending_sweeps_sweeps_and_writes_nothing(case: Case) -> None:
     evaluator, candidate = case
     placement = evaluator.placement(candidate)
     walker = Walker(evaluator.inventory, placement, pending=False)
@@ -55,25 +55,25 @@ def test_a_step_with_nothing_pending_sweeps_and_writes_nothing(case: Case) -> No
 
     walker.run(schedule)
 
-    whole_passes(evaluator, candidate, walker)
+    assert_complete_passes(evaluator, candidate, walker)
     assert not {Verb.SWEEP, Verb.WRITE} & verbs(schedule)
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_a_pass_that_adds_to_gradients_has_them_back_first(case: Case) -> None:
+def test_a_pass_that_adds_to_gradients_fetches_them_first(case: Case) -> None:
     evaluator, candidate = case
     placement = evaluator.placement(candidate)
     walker = Walker(evaluator.inventory, placement, pending=False, adds=True)
 
     walker.run(step_schedule(evaluator.inventory, placement, pending=False, adds=True))
 
-    whole_passes(evaluator, candidate, walker)
+    assert_complete_passes(evaluator, candidate, walker)
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_an_evaluation_goes_forward_once_and_moves_no_gradient(case: Case) -> None:
+def test_an_evaluation_runs_forward_once_and_moves_no_gradient(case: Case) -> None:
     evaluator, candidate = case
     placement = evaluator.placement(candidate)
     walker = Walker(evaluator.inventory, placement, pending=False)
@@ -89,7 +89,7 @@ def test_an_evaluation_goes_forward_once_and_moves_no_gradient(case: Case) -> No
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_finishing_sweeps_everything_once_and_computes_nothing(case: Case) -> None:
+def test_a_sweep_schedule_sweeps_everything_once_and_computes_nothing(case: Case) -> None:
     evaluator, candidate = case
     placement = evaluator.placement(candidate)
     walker = Walker(evaluator.inventory, placement)
@@ -109,8 +109,8 @@ def verbs(schedule: Schedule) -> set[Verb]:
 
 @settings(max_examples=50, deadline=None)
 @given(cases())
-def test_no_more_is_in_flight_than_the_pools_hold(case: Case) -> None:
-    """And no less: of the step, and of a pass that adds to gradients where there is one."""
+def test_pools_are_exactly_as_large_as_the_schedules_need(case: Case) -> None:
+    """The schedules are the step and, with accumulation, a pass that adds to gradients."""
     evaluator, candidate = case
     placement, formats = (
         evaluator.placement(candidate),
@@ -119,7 +119,7 @@ def test_no_more_is_in_flight_than_the_pools_hold(case: Case) -> None:
     schedules = [step_schedule(evaluator.inventory, placement)]
     if evaluator.workload.accumulate:
         schedules.append(step_schedule(evaluator.inventory, placement, pending=False, adds=True))
-    promised = {pool.what: pool.nbytes for pool in evaluator.pools(candidate)}
+    pools = {pool.what: pool.nbytes for pool in evaluator.pools(candidate)}
     needed = {"weight slots": 0, "gradient buffers": 0, "NVMe staging": 0}
 
     for schedule in schedules:
@@ -130,20 +130,20 @@ def test_no_more_is_in_flight_than_the_pools_hold(case: Case) -> None:
             staging_lifetimes(*args),
         )
         for what, lifetimes in zip(needed, lists, strict=True):
-            assert promised.get(what, 0) >= peak_nbytes(lifetimes)
+            assert pools.get(what, 0) >= peak_nbytes(lifetimes)
             needed[what] = max(needed[what], pack(lifetimes, refinements=0).nbytes)
 
-    assert {what: promised.get(what, 0) for what in needed} == needed
+    assert {what: pools.get(what, 0) for what in needed} == needed
 
 
 @settings(max_examples=50, deadline=None)
 @given(cases())
-def test_streamed_layers_never_outnumber_their_slots(case: Case) -> None:
+def test_streamed_layers_never_exceed_the_number_of_slots(case: Case) -> None:
     evaluator, candidate = case
-    facts = PlacementIndex.of(evaluator.inventory, evaluator.placement(candidate))
+    index = PlacementIndex.of(evaluator.inventory, evaluator.placement(candidate))
     inside: set[int] = set()
     for op in step_schedule(evaluator.inventory, evaluator.placement(candidate)).operations:
-        if op.roles == (Role.WEIGHT,) and facts.is_layer(op.block):
+        if op.roles == (Role.WEIGHT,) and index.is_layer(op.block):
             if op.verb is Verb.FETCH:
                 inside.add(op.block)
             elif op.verb is Verb.DROP:
@@ -151,7 +151,7 @@ def test_streamed_layers_never_outnumber_their_slots(case: Case) -> None:
         assert len(inside) <= candidate.slots
 
 
-def test_blocks_still_in_a_slot_are_not_fetched_again_at_the_turn() -> None:
+def test_backward_does_not_fetch_layers_that_are_still_in_a_slot() -> None:
     evaluator = evaluator_for(layers=6, tied=False)
     candidate = all_on(evaluator, Location.DRAM)
     schedule = step_schedule(
@@ -164,7 +164,7 @@ def test_blocks_still_in_a_slot_are_not_fetched_again_at_the_turn() -> None:
         if op.verb is Verb.FETCH and op.roles == (Role.WEIGHT,) and op.phase == "backward"
     ]
 
-    assert again == [3, 2, 1]  # layers 4, 5 and 6 were in the three slots
+    assert again == [3, 2, 1]  # layers 4, 5 and 6 were still in the three slots
 
 
 def test_everything_in_hbm_moves_nothing() -> None:
@@ -177,7 +177,7 @@ def test_everything_in_hbm_moves_nothing() -> None:
     assert all(op.gpu for op in schedule.operations if op.verb is Verb.SWEEP)
 
 
-def test_a_gradient_that_rests_in_hbm_never_leaves_it() -> None:
+def test_a_gradient_stored_in_hbm_is_not_offloaded() -> None:
     evaluator = evaluator_for(layers=3, tied=False)
     candidate = all_on(evaluator, Location.DRAM)
     locations = candidate.locations[1]._replace(
@@ -193,7 +193,7 @@ def test_a_gradient_that_rests_in_hbm_never_leaves_it() -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_each_round_streams_the_weights_once_more(rounds: int) -> None:
+def test_each_round_streams_the_weights_again(rounds: int) -> None:
     evaluator = evaluator_for(layers=8, tied=False)
     candidate = replace(all_on(evaluator, Location.DRAM), rounds=rounds)
     schedule = step_schedule(evaluator.inventory, evaluator.placement(candidate))
@@ -202,13 +202,14 @@ def test_each_round_streams_the_weights_once_more(rounds: int) -> None:
         op for op in schedule.operations if op.verb is Verb.FETCH and op.roles == (Role.WEIGHT,)
     ]
 
-    # Forth and back, less the two still in a slot at each turn; embedding and head once a round.
+    # Forward and backward, without the two layers that are still in a slot when the direction
+    # changes; the embedding and the head once per round.
     turns = 2 * rounds - 1
     assert len(fetches) == 2 * 8 * rounds - 2 * turns + 2 * rounds
 
 
-def test_bytes_on_a_tier_follow_the_spot() -> None:
+def test_a_location_determines_the_tier() -> None:
     evaluator = evaluator_for(layers=2, tied=False)
-    demand = evaluator.stored_nbytes(all_on(evaluator, Location.NVME))
+    stored = evaluator.stored_nbytes(all_on(evaluator, Location.NVME))
 
-    assert set(demand) == {Tier.NVME}
+    assert set(stored) == {Tier.NVME}

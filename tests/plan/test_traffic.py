@@ -1,10 +1,11 @@
-"""What the schedule says an operation moves is what the engine moves, to the byte."""
+"""The engine moves exactly the bytes that plan/traffic computes for each operation."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from penstock.engine.device import CpuDevice
 from penstock.engine.engine import Engine
 from penstock.plan.build_schedule import step_schedule, sweep_schedule
 from penstock.plan.schedule import Verb
-from penstock.plan.traffic import step_traffic
+from penstock.plan.traffic import step_disk_writes, step_traffic
+from penstock.planner.candidate import Candidate, Location
+from penstock.planner.evaluator import PlanEvaluator
+from penstock.tiers import Tier
 from tests.equivalence.runs import DISK, WAYS, Setup, Way
+from tests.support.walker import all_on, evaluator_for
 
 
 @pytest.fixture(autouse=True)
@@ -29,16 +34,16 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Bytes that the lanes copied between host and device, by direction."""
+    """Count the bytes that lanes copy between host and device, by direction."""
     found: Counter[str] = Counter()
-    plain = CpuDevice.copy
+    original = CpuDevice.copy
 
     def copy(this: CpuDevice, into: torch.Tensor, source: torch.Tensor) -> None:
         _, _, lane = threading.current_thread().name.partition(" ")
         direction = {"fetch": "h2d", "drain": "d2h"}.get(lane.split(" ")[0])
         if direction is not None:
             found[direction] += source.numel() * source.element_size()
-        plain(this, into, source)
+        original(this, into, source)
 
     monkeypatch.setattr(CpuDevice, "copy", copy)
     return found
@@ -54,16 +59,16 @@ GRID: list[tuple[Way, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("way", "work"), GRID, ids=[f"{way.name} {' '.join(map(str, w.values()))}" for way, w in GRID]
 )
-def test_bytes_per_link_are_those_that_were_moved_and_planned(
+def test_recorded_bytes_equal_the_copied_and_the_planned_ones(
     way: Way, work: dict[str, Any], tmp_path: Path, copied: Counter[str]
 ) -> None:
     setup = Setup.of("llama", **work)
     first, second = setup.batches(2)
     with setup.engine(way, tmp_path) as engine:
-        engine.step(first)  # which has nothing to sweep
+        engine.step(first)  # the first step has nothing to sweep
         before, on_disk = Counter(copied), disk_counters(engine)
         engine.forward_backward(second)
-        seen, after = told(engine), disk_counters(engine)
+        seen, after = recorded_bytes(engine), disk_counters(engine)
         placement = engine.plan.placement
         schedule = step_schedule(setup.model, placement)
         planned = step_traffic(setup.model, setup.work, placement, schedule)
@@ -77,7 +82,7 @@ def test_bytes_per_link_are_those_that_were_moved_and_planned(
 @pytest.mark.parametrize(
     ("way", "work"), GRID, ids=[f"{way.name} {' '.join(map(str, w.values()))}" for way, w in GRID]
 )
-def test_a_sweep_apart_moves_what_is_told_of_it(
+def test_a_separate_sweep_moves_the_planned_bytes(
     way: Way, work: dict[str, Any], tmp_path: Path, copied: Counter[str]
 ) -> None:
     setup = Setup.of("llama", **work)
@@ -85,7 +90,7 @@ def test_a_sweep_apart_moves_what_is_told_of_it(
         engine.step(setup.batches(1)[0])
         before, on_disk = Counter(copied), disk_counters(engine)
         engine.finish()
-        seen, after = told(engine), disk_counters(engine)
+        seen, after = recorded_bytes(engine), disk_counters(engine)
         placement = engine.plan.placement
         schedule = sweep_schedule(setup.model, placement)
         planned = step_traffic(setup.model, setup.work, placement, schedule)
@@ -98,21 +103,23 @@ def test_a_sweep_apart_moves_what_is_told_of_it(
 
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[3]], ids=lambda way: way.name)
-def test_what_a_failed_run_has_swept_is_not_told_again(way: Way, tmp_path: Path) -> None:
+def test_a_sweep_that_ran_before_a_failure_is_not_recorded_again(way: Way, tmp_path: Path) -> None:
     setup = Setup.of("llama")
     with setup.engine(way, tmp_path) as engine:
         engine.step(setup.batches(1)[0])
         sweeps = [op for op in engine._programs.sweep.operations if op.verb is Verb.SWEEP]
         assert engine._pending is not None
-        engine._pending.done.add((sweeps[0].block, sweeps[0].piece))  # as a failure leaves it
+        # This is the state that a failure leaves behind.
+        engine._pending.done.add((sweeps[0].block, sweeps[0].piece))
         engine.finish()
-        told_of = [e.operation for e in engine.timeline() if e.operation.verb is Verb.SWEEP]
+        recorded = [e.operation for e in engine.timeline() if e.operation.verb is Verb.SWEEP]
 
         assert engine._pending is None
-    assert sorted(map(str, told_of)) == sorted(map(str, sweeps[1:]))
+    assert sorted(map(str, recorded)) == sorted(map(str, sweeps[1:]))
 
 
-def told(engine: Engine) -> Counter[str]:
+def recorded_bytes(engine: Engine) -> Counter[str]:
+    """Return the bytes in the engine's timeline, by link."""
     found: Counter[str] = Counter()
     for event in engine.timeline():
         for transfer in event.transfers:
@@ -128,7 +135,7 @@ def disk_counters(engine: Engine) -> tuple[int, int]:
     return (store.stats.read_nbytes, store.stats.written_nbytes) if store else (0, 0)
 
 
-def test_a_sweep_is_counted_on_the_nodes_it_touches(tmp_path: Path) -> None:
+def test_a_sweep_counts_for_the_nodes_it_touches(tmp_path: Path) -> None:
     setup = Setup.of("llama")
     with setup.engine(WAYS[1], tmp_path) as engine:
         for batch in setup.batches(2):
@@ -139,5 +146,48 @@ def test_a_sweep_is_counted_on_the_nodes_it_touches(tmp_path: Path) -> None:
     moved = {t.link: 0 for e in swept for t in e.transfers}
     for transfer in (t for e in swept for t in e.transfers):
         moved[transfer.link] += transfer.nbytes
-    # Weight, low half, two moments: read and written; the gradient: read.
+    # Weights, low halves and two moments are read and written; gradients are read.
     assert list(moved.values()) == [elements * (2 * 12 + 2)]
+
+
+# Writes to NVMe, which wear drives.
+
+
+def disk_writes(evaluator: PlanEvaluator, rounds: int = 1) -> int:
+    candidate = replace(all_on(evaluator, Location.NVME), rounds=rounds)
+    placement = evaluator.placement(candidate)
+    schedule = step_schedule(evaluator.inventory, placement)
+    return step_disk_writes(evaluator.inventory, evaluator.workload, placement, schedule)
+
+
+def test_a_step_writes_everything_on_nvme_once() -> None:
+    evaluator = evaluator_for(layers=3, tied=False)
+
+    stored = evaluator.stored_nbytes(all_on(evaluator, Location.NVME))
+    assert disk_writes(evaluator) == stored[Tier.NVME]
+
+
+def test_each_round_writes_gradients_and_activations_again() -> None:
+    evaluator = evaluator_for(layers=3, tied=False)
+    blocks = range(len(evaluator.inventory.blocks))
+
+    def stored(*groups: str) -> int:
+        return sum(evaluator.group_nbytes(i, group, 2) for i in blocks for group in groups)
+
+    activations = sum(evaluator.group_nbytes(i, "input", 2) for i in blocks[1:-1])
+    expected = stored("weight", "state") + 2 * (stored("gradient") + activations)
+    assert disk_writes(evaluator, rounds=2) == expected
+
+
+def test_frozen_weights_are_not_written() -> None:
+    evaluator = evaluator_for(layers=3, tied=False, frozen=15)  # all tensors
+    activations = 3 * evaluator.group_nbytes(1, "input", 1)
+
+    locations = tuple(
+        each._replace(state=None, gradient=None)
+        for each in all_on(evaluator, Location.NVME).locations
+    )
+    placement = evaluator.placement(Candidate(locations))
+    schedule = step_schedule(evaluator.inventory, placement)
+    writes = step_disk_writes(evaluator.inventory, evaluator.workload, placement, schedule)
+    assert writes == activations

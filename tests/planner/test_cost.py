@@ -1,4 +1,4 @@
-"""The cost model knows that buffers are few: nothing is timed that could not be."""
+"""The cost model respects the number of buffers, and counts memory, rounds and host time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NVME = (PathBudget(path="/mnt/nvme", nbytes=TiB),)
 MODEL = llama("six", 512, 2048, 6, 512, 128, 8192, False)
 
 
-def evaluator(**speeds: float) -> PlanEvaluator:
+def make_evaluator(**speeds: float) -> PlanEvaluator:
     budget = Budget(hbm=TiB, dram=TiB, nvme=NVME)
     return PlanEvaluator(
         MODEL,
@@ -38,7 +38,7 @@ def evaluator(**speeds: float) -> PlanEvaluator:
     )
 
 
-def everything_at(location: Location, slots: int = 2) -> Candidate:
+def all_at(location: Location, slots: int = 2) -> Candidate:
     layers = range(1, len(MODEL.blocks) - 1)
     locations = (
         BlockLocations(location, location, location, location if i in layers else None)
@@ -47,108 +47,113 @@ def everything_at(location: Location, slots: int = 2) -> Candidate:
     return Candidate(tuple(locations), slots=slots)
 
 
-def most_at_once(intervals: list[tuple[float, float]]) -> int:
+def most_concurrent(intervals: list[tuple[float, float]]) -> int:
+    """Return the largest number of intervals that overlap."""
     moments = sorted([(start, 1) for start, _ in intervals] + [(end, -1) for _, end in intervals])
     live = most = 0
-    for _, change in moments:  # at one moment those that end come first
+    for _, change in moments:  # of events at the same time, ends come first
         live += change
         most = max(most, live)
     return most
 
 
-def buffers(cost: Cost, taken: Verb, given: Verb, roles: tuple[Role, ...] | None) -> list:  # type: ignore[type-arg]
-    """From the start of what takes one to what gives it back, in order, block by block."""
-    found, open_ = [], {}
+def buffer_intervals(
+    cost: Cost, acquire: Verb, release: Verb, roles: tuple[Role, ...] | None
+) -> list[tuple[float, float]]:
+    """Return when each buffer is in use, from the operation that acquires it to its release."""
+    intervals: list[tuple[float, float]] = []
+    open_since: dict[object, list[float]] = {}
     for operation, span in zip(cost.schedule.operations, cost.spans, strict=True):
         if roles is not None and operation.roles != roles:
             continue
-        piece = operation.piece if given is Verb.RELEASE else None
+        piece = operation.piece if release is Verb.RELEASE else None
         key = (operation.block, piece, operation.roles)
-        if operation.verb is taken:
-            open_.setdefault(key, []).append(span.start)
-        elif operation.verb is given:
-            starts = open_.pop(key)
-            found.append((starts[0], span.end))
-    return found
+        if operation.verb is acquire:
+            open_since.setdefault(key, []).append(span.start)
+        elif operation.verb is release:
+            starts = open_since.pop(key)
+            intervals.append((starts[0], span.end))
+    return intervals
 
 
 @pytest.mark.parametrize("disk", [1e8, 1e10])
-def test_no_more_pieces_are_in_staging_than_there_are_places(disk: float) -> None:
-    cost = evaluator(disk=disk).cost(everything_at(Location.NVME))
-    staged = buffers(cost, Verb.READ, Verb.RELEASE, None)
+def test_staging_never_holds_more_than_three_pieces(disk: float) -> None:
+    cost = make_evaluator(disk=disk).cost(all_at(Location.NVME))
+    staged = buffer_intervals(cost, Verb.READ, Verb.RELEASE, None)
 
     assert len(staged) > 50
-    assert most_at_once(staged) == 3
+    assert most_concurrent(staged) == 3
 
 
 @pytest.mark.parametrize("slots", [2, 4])
-def test_no_more_weights_are_in_hbm_than_there_are_slots(slots: int) -> None:
-    # A link so fast that only the slots hold the fetches back.
-    cost = evaluator(link=1e12).cost(everything_at(Location.DRAM, slots))
+def test_hbm_never_holds_more_weights_than_slots(slots: int) -> None:
+    # With a link this fast, only the number of slots limits the fetches.
+    cost = make_evaluator(link=1e12).cost(all_at(Location.DRAM, slots))
     weights = [
         interval
-        for interval in buffers(cost, Verb.FETCH, Verb.DROP, (Role.WEIGHT,))
+        for interval in buffer_intervals(cost, Verb.FETCH, Verb.DROP, (Role.WEIGHT,))
         if interval[1] > interval[0]
     ]
 
-    assert most_at_once(weights) <= slots + 2  # layers, and the embedding or the head
+    assert most_concurrent(weights) <= slots + 2  # plus the embedding and the head
 
 
-def test_a_backward_waits_for_the_gradient_before_the_last_to_have_left() -> None:
-    cost = evaluator(link=1e8).cost(everything_at(Location.DRAM))
+def test_backward_waits_until_the_gradient_two_blocks_ago_has_left() -> None:
+    cost = make_evaluator(link=1e8).cost(all_at(Location.DRAM))
     spans = dict(zip(cost.schedule.operations, cost.spans, strict=True))
-    back = {o.block: s for o, s in spans.items() if o.verb is Verb.BACKWARD}
-    out = {o.block: s for o, s in spans.items()
-           if o.verb is Verb.DRAIN and o.roles == (Role.GRADIENT,)}  # fmt: skip
+    backwards = {o.block: s for o, s in spans.items() if o.verb is Verb.BACKWARD}
+    drains = {
+        o.block: s for o, s in spans.items() if o.verb is Verb.DRAIN and o.roles == (Role.GRADIENT,)
+    }
 
     for block in range(1, len(MODEL.blocks) - 3):
-        assert back[block].start >= out[block + 2].end
+        assert backwards[block].start >= drains[block + 2].end
 
 
-# What is in use, phase by phase.
+# Memory in use in each phase.
 
 
-def phases(candidate: Candidate) -> dict[str, dict[Tier, int]]:
-    table = evaluator()
-    placement, schedule = table.placement(candidate), table.cost(candidate).schedule
-    return phase_peaks(MODEL, table.workload, placement, schedule, table.pools(candidate))
+def peaks(candidate: Candidate) -> dict[str, dict[Tier, int]]:
+    evaluator = make_evaluator()
+    placement, schedule = evaluator.placement(candidate), evaluator.cost(candidate).schedule
+    return phase_peaks(MODEL, evaluator.workload, placement, schedule, evaluator.pools(candidate))
 
 
-def test_a_phase_never_uses_more_than_is_taken_and_one_of_them_nearly_all() -> None:
-    table = evaluator()
+def test_no_phase_uses_more_than_is_allocated_and_one_uses_nearly_all() -> None:
+    evaluator = make_evaluator()
     for location in (Location.HBM, Location.DRAM, Location.NVME):
-        candidate = everything_at(location)
-        taken = table.total_nbytes(candidate)
-        found = phases(candidate)
+        candidate = all_at(location)
+        allocated = evaluator.total_nbytes(candidate)
+        found = peaks(candidate)
         for tier in Tier:
             most = max(found[phase][tier] for phase in PHASES)
-            assert 0.9 * taken[tier] <= most <= taken[tier]
+            assert 0.9 * allocated[tier] <= most <= allocated[tier]
 
 
-def test_staging_is_in_use_while_sweeping_and_gradients_in_backward() -> None:
-    found = phases(everything_at(Location.NVME))
-    rests = evaluator().stored_nbytes(everything_at(Location.NVME))
+def test_sweeps_use_staging_and_backward_uses_gradient_buffers() -> None:
+    found = peaks(all_at(Location.NVME))
+    stored = make_evaluator().stored_nbytes(all_at(Location.NVME))
 
-    assert found["sweep"][Tier.DRAM] > rests[Tier.DRAM] + 3 * 12 * (1 << 18)
-    # On the way back only weights pass through staging, once the last sweep is done with it.
+    assert found["sweep"][Tier.DRAM] > stored[Tier.DRAM] + 3 * 12 * (1 << 18)
+    # In backward only weights pass through staging, after the last sweep.
     assert found["backward"][Tier.DRAM] < found["sweep"][Tier.DRAM]
     assert found["backward"][Tier.HBM] > found["forward"][Tier.HBM]
-    assert found["backward"][Tier.NVME] == found["forward"][Tier.NVME] == rests[Tier.NVME]
+    assert found["backward"][Tier.NVME] == found["forward"][Tier.NVME] == stored[Tier.NVME]
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_all_inputs_of_a_round_are_there_at_the_turn(rounds: int) -> None:
-    """With one round they are where gradients were, and take nothing."""
-    table = evaluator()
-    found = phases(replace(everything_at(Location.DRAM), rounds=rounds))
+def test_all_activations_of_a_round_exist_when_backward_starts(rounds: int) -> None:
+    """With one round they are overlaid on gradients and need no memory of their own."""
+    evaluator = make_evaluator()
+    found = peaks(replace(all_at(Location.DRAM), rounds=rounds))
     groups = itertools.product(range(8), ("weight", "state", "gradient"))
-    rests = sum(table.group_nbytes(i, group, rounds) for i, group in groups)
-    inputs = 6 * table.group_nbytes(1, "input", rounds)
+    stored = sum(evaluator.group_nbytes(i, group, rounds) for i, group in groups)
+    inputs = 6 * evaluator.group_nbytes(1, "input", rounds)
 
-    assert found["backward"][Tier.DRAM] == rests + (inputs if rounds > 1 else 0)
+    assert found["backward"][Tier.DRAM] == stored + (inputs if rounds > 1 else 0)
 
 
-def test_input_bytes_of_the_issue() -> None:
+def test_activation_bytes_of_a_large_batch() -> None:
     inventory = model("llama-3.1-8b")
     evaluator = PlanEvaluator(
         inventory, work(inventory, 32768, 32), machine(), Budget(hbm=TiB, dram=TiB)
@@ -168,28 +173,28 @@ def test_input_bytes_of_the_issue() -> None:
     (4, 2, 5, [2, 2, 0, 0, 0]),
     (5, 1, 1, [5]),
 ])  # fmt: skip
-def test_rounds_are_cut_as_the_engine_cuts_them(
+def test_rounds_have_the_same_sizes_as_in_the_engine(
     batch: int, micro: int, rounds: int, wanted: list[int]
 ) -> None:
-    asked = work(MODEL, 16, batch, micro_batch=micro)
+    workload = work(MODEL, 16, batch, micro_batch=micro)
     ids = torch.zeros((batch, 16), dtype=torch.long)
-    cut = cut_batch({"input_ids": ids}, asked, rounds, torch.device("cpu"))
+    cut = cut_batch({"input_ids": ids}, workload, rounds, torch.device("cpu"))
 
-    assert sequences_by_round(asked, rounds) == wanted
+    assert sequences_by_round(workload, rounds) == wanted
     assert [sum(m.shape[0] for m in micros) for micros in cut.rounds] == wanted
 
 
-def test_more_rounds_than_micro_batches_cost_no_more_computing() -> None:
-    table = evaluator()
-    most = table.workload.micro_batches
-    locations = everything_at(Location.DRAM)
-    few, many = (table.cost(replace(locations, rounds=n)) for n in (most, most + 3))
+def test_more_rounds_than_micro_batches_need_no_more_compute() -> None:
+    evaluator = make_evaluator()
+    most = evaluator.workload.micro_batches
+    candidate = all_at(Location.DRAM)
+    few, many = (evaluator.cost(replace(candidate, rounds=n)) for n in (most, most + 3))
 
     assert few.busy["gpu"] * few.step_seconds == pytest.approx(many.busy["gpu"] * many.step_seconds)
 
 
-def test_a_machine_however_fast_still_takes_the_hosts_time_for_every_operation() -> None:
-    cost = evaluator(disk=1e15, dram=1e15, link=1e15, flops=1e18).cost(everything_at(Location.NVME))
+def test_every_operation_needs_host_time_however_fast_the_machine() -> None:
+    cost = make_evaluator(disk=1e15, dram=1e15, link=1e15, flops=1e18).cost(all_at(Location.NVME))
     moved = (Verb.READ, Verb.SWEEP, Verb.WRITE)
     issued = ISSUING * sum(operation.verb in moved for operation in cost.schedule.operations)
     micro_batches, layers = 4, len(MODEL.blocks) - 2
@@ -199,17 +204,17 @@ def test_a_machine_however_fast_still_takes_the_hosts_time_for_every_operation()
     assert cost.bound_by == "host"
 
 
-def test_smaller_pieces_take_longer_where_nothing_else_does() -> None:
-    whole = evaluator(disk=1e15, dram=1e15, link=1e15)
+def test_smaller_pieces_need_more_host_time() -> None:
+    whole = make_evaluator(disk=1e15, dram=1e15, link=1e15)
     fine = replace(whole, piece_elements=whole.piece_elements >> 2)
-    locations = everything_at(Location.NVME)
+    candidate = all_at(Location.NVME)
 
-    assert fine.cost(locations).step_seconds > 1.5 * whole.cost(locations).step_seconds
+    assert fine.cost(candidate).step_seconds > 1.5 * whole.cost(candidate).step_seconds
 
 
-def test_a_cpu_launches_nothing() -> None:
-    table = evaluator()
-    alone = replace(table, machine=cpu_machine(table.machine)).cost(everything_at(Location.HBM))
+def test_a_machine_without_a_gpu_has_no_launch_time() -> None:
+    evaluator = make_evaluator()
+    alone = replace(evaluator, machine=cpu_machine(evaluator.machine)).cost(all_at(Location.HBM))
 
     sweeps = len(MODEL.blocks) * ISSUING
     assert alone.busy["host"] * alone.step_seconds == pytest.approx(sweeps)

@@ -1,4 +1,4 @@
-"""What the search counts and times quickly is what the schedule says."""
+"""Quick estimates of bytes and time agree with those from the schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NVME = (PathBudget(path="/mnt/nvme", nbytes=TiB),)
 HOST = (Location.DRAM, Location.CXL, Location.NVME)
 
 
-def evaluator(*, tied: bool = False, piece: int = 1 << 20, **budget: int) -> PlanEvaluator:
+def make_evaluator(*, tied: bool = False, piece: int = 1 << 20, **budget: int) -> PlanEvaluator:
     inventory = llama("six", 512, 2048, 6, 512, 128, 8192, tied)
     sizes = {"hbm": 64 * GiB, "dram": 64 * GiB, "cxl": 64 * GiB, **budget}
     return PlanEvaluator(
@@ -31,13 +31,13 @@ def evaluator(*, tied: bool = False, piece: int = 1 << 20, **budget: int) -> Pla
     )  # fmt: skip
 
 
-def some_choice(draw: random.Random, count: int) -> Candidate:
+def random_candidate(draw: random.Random, count: int) -> Candidate:
     def block(layer: bool) -> BlockLocations:
-        kept = draw.choice((*HOST, Location.HBM)) if layer else None
+        input_location = draw.choice((*HOST, Location.HBM)) if layer else None
         if draw.random() < 0.2:
-            return BlockLocations(Location.HBM, Location.HBM, Location.HBM, kept)
+            return BlockLocations(Location.HBM, Location.HBM, Location.HBM, input_location)
         state = draw.choice((*HOST, Location.MIX))
-        return BlockLocations(draw.choice(HOST), state, draw.choice(HOST), kept)
+        return BlockLocations(draw.choice(HOST), state, draw.choice(HOST), input_location)
 
     locations = tuple(block(0 < i < count - 1) for i in range(count))
     slots = draw.choice((2, 3, 4))
@@ -48,36 +48,36 @@ def some_choice(draw: random.Random, count: int) -> Candidate:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("seed", range(25))
-def test_quick_bytes_are_close_and_quick_times_are_a_bound(seed: int, tied: bool) -> None:
-    table = evaluator(tied=tied)
-    candidate = some_choice(random.Random(seed), len(table.inventory.blocks))
-    placement = table.placement(candidate)
-    exact = table.total_nbytes(candidate)
-    quick = table.stored_nbytes(candidate)
-    quick.update(table._sizer.nbytes(candidate))
-    watch = StepTimer(table.inventory, table.workload, table.rates)
-    cost = table.cost(candidate)
+def test_quick_sizes_are_close_and_the_lower_bound_holds(seed: int, tied: bool) -> None:
+    evaluator = make_evaluator(tied=tied)
+    candidate = random_candidate(random.Random(seed), len(evaluator.inventory.blocks))
+    placement = evaluator.placement(candidate)
+    exact = evaluator.total_nbytes(candidate)
+    quick = evaluator.stored_nbytes(candidate)
+    quick.update(evaluator._sizer.nbytes(candidate))
+    timer = StepTimer(evaluator.inventory, evaluator.workload, evaluator.rates)
+    cost = evaluator.cost(candidate)
 
-    # Other tiers hold nothing but what rests; buffers pack nearly as tight as they live.
+    # CXL and NVMe hold no buffers. Packed buffers are nearly as small as the peak of live bytes.
     assert (quick[Tier.CXL], quick[Tier.NVME]) == (exact[Tier.CXL], exact[Tier.NVME])
     assert quick[Tier.HBM] == pytest.approx(exact[Tier.HBM], rel=0.01)
     assert quick[Tier.DRAM] == pytest.approx(exact[Tier.DRAM], rel=0.10)
-    assert watch.seconds(placement, cost.schedule) == cost.step_seconds
-    assert watch.lower_bound(placement) <= cost.step_seconds * (1 + 1e-9)
+    assert timer.seconds(placement, cost.schedule) == cost.step_seconds
+    assert timer.lower_bound(placement) <= cost.step_seconds * (1 + 1e-9)
 
 
-def test_a_stopwatch_used_before_says_the_same() -> None:
-    table = evaluator()
+def test_a_timer_gives_the_same_result_after_other_placements() -> None:
+    evaluator = make_evaluator()
     draw = random.Random(7)
-    choices = [some_choice(draw, len(table.inventory.blocks)) for _ in range(10)]
-    watch = StepTimer(table.inventory, table.workload, table.rates)
-    for candidate in choices:
-        placement, cost = table.placement(candidate), table.cost(candidate)
-        assert watch.seconds(placement, cost.schedule) == pytest.approx(cost.step_seconds)
+    candidates = [random_candidate(draw, len(evaluator.inventory.blocks)) for _ in range(10)]
+    timer = StepTimer(evaluator.inventory, evaluator.workload, evaluator.rates)
+    for candidate in candidates:
+        placement, cost = evaluator.placement(candidate), evaluator.cost(candidate)
+        assert timer.seconds(placement, cost.schedule) == pytest.approx(cost.step_seconds)
 
 
-def test_coarse_pieces_tell_the_time_of_fine_ones() -> None:
-    fine = evaluator(piece=1 << 16)
+def test_coarse_pieces_give_nearly_the_time_of_fine_ones() -> None:
+    fine = make_evaluator(piece=1 << 16)
     nvme = Location.NVME
     layers = range(1, 7)
     candidate = Candidate(
@@ -93,36 +93,36 @@ def test_coarse_pieces_tell_the_time_of_fine_ones() -> None:
     assert fine.seconds(candidate) == pytest.approx(exact, rel=0.05)
 
 
-def test_what_is_handed_out_fits_to_the_byte_however_tight() -> None:
+def test_every_returned_candidate_fits_to_the_byte() -> None:
     found = 0
     for dram in range(60, 140, 8):
-        table = evaluator(cxl=0, hbm=1400 * MiB, dram=dram * MiB, piece=1 << 19)
-        candidate = search(table, QUICK)
+        evaluator = make_evaluator(cxl=0, hbm=1400 * MiB, dram=dram * MiB, piece=1 << 19)
+        candidate = search(evaluator, QUICK)
         if candidate is not None:
             found += 1
-            budget = {tier: table.budget.of(tier) for tier in Tier}
-            assert all(table.total_nbytes(candidate)[tier] <= budget[tier] for tier in Tier)
+            budget = {tier: evaluator.budget.of(tier) for tier in Tier}
+            assert all(evaluator.total_nbytes(candidate)[tier] <= budget[tier] for tier in Tier)
     assert found > 5
 
 
-def test_room_that_packing_takes_is_left_free_for_the_next_candidate() -> None:
-    table = evaluator()
-    candidate = some_choice(random.Random(3), 8)
-    exact = table.total_nbytes(candidate)
-    table = evaluator(hbm=exact[Tier.HBM] - 1, dram=exact[Tier.DRAM], cxl=64 * GiB)
+def test_an_exact_shortage_lowers_the_capacity_for_the_next_candidate() -> None:
+    evaluator = make_evaluator()
+    candidate = random_candidate(random.Random(3), 8)
+    exact = evaluator.total_nbytes(candidate)
+    evaluator = make_evaluator(hbm=exact[Tier.HBM] - 1, dram=exact[Tier.DRAM], cxl=64 * GiB)
 
-    assert table.exact_shortage(candidate) == {Tier.HBM: 1}
-    assert table.capacity(Tier.HBM) == exact[Tier.HBM] - 2
-    assert table.exact_shortage(replace(candidate, slots=candidate.slots)) == {Tier.HBM: 2}
+    assert evaluator.exact_shortage(candidate) == {Tier.HBM: 1}
+    assert evaluator.capacity(Tier.HBM) == exact[Tier.HBM] - 2
+    assert evaluator.exact_shortage(replace(candidate, slots=candidate.slots)) == {Tier.HBM: 2}
 
 
-def test_a_question_asked_with_a_memory_has_the_same_answer() -> None:
-    table = evaluator()
-    args = (table.inventory, table.workload)
-    memory: PlannerCache = {}
+def test_a_shared_cache_does_not_change_the_plan() -> None:
+    evaluator = make_evaluator()
+    args = (evaluator.inventory, evaluator.workload)
+    cache: PlannerCache = {}
     for dram in (70, 90, 200):
         budget = Budget(hbm=1400 * MiB, dram=dram * MiB, nvme=NVME)
         fresh = find_plan(*args, budget, machine(cards=0), effort=QUICK)
-        again = find_plan(*args, budget, machine(cards=0), effort=QUICK, cache=memory)
-        assert fresh == again
-    assert any(memory.values())
+        cached = find_plan(*args, budget, machine(cards=0), effort=QUICK, cache=cache)
+        assert fresh == cached
+    assert any(cache.values())

@@ -1,4 +1,4 @@
-"""Plans hold what they promise: bytes, budgets, time, and the same answer every time."""
+"""Plans respect their budgets, are deterministic, and are close to the optimum."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GRID = [
 
 
 @pytest.mark.parametrize(("name", "budget", "formats"), GRID)
-def test_bytes_are_the_sum_of_their_parts_and_within_every_budget(
+def test_the_peak_is_the_sum_of_its_parts_and_within_every_budget(
     name: str, budget: Budget, formats: dict[str, str]
 ) -> None:
     inventory = TINY.get(name) or model(name)
@@ -55,8 +55,8 @@ def test_bytes_are_the_sum_of_their_parts_and_within_every_budget(
     for tier in Tier:
         assert sum(nbytes for _, nbytes in plan.parts(tier)) == plan.peak(tier)
         assert plan.peak(tier) <= budget.of(tier)
-    # Every role of every block rests somewhere, whole: nothing is lost between tiers.
-    form = workload.formats(plan.placement.rounds)
+    # Every role of every block is stored completely.
+    formats_used = workload.formats(plan.placement.rounds)
     for block, at in zip(inventory.blocks, plan.placement.blocks, strict=True):
         for role in TRAINED:
             home = at.home(role)
@@ -64,12 +64,12 @@ def test_bytes_are_the_sum_of_their_parts_and_within_every_budget(
                 block.flat_elements(True),
                 block.pieces(plan.placement.piece_elements),
             )
-            padding = (home.nbytes if home else 0) - form.nbytes(role, elements)
+            padding = (home.nbytes if home else 0) - formats_used.nbytes(role, elements)
             assert 0 <= padding <= len(pieces) * EXTENT
-    assert plan.bytes_per_parameter == pytest.approx(form.per_parameter, rel=1e-4)
+    assert plan.bytes_per_parameter == pytest.approx(formats_used.per_parameter, rel=1e-4)
 
 
-def test_a_plan_is_the_same_every_time_and_in_every_process() -> None:
+def test_a_plan_is_the_same_in_every_process() -> None:
     code = (
         "import sys; from tests.planner import test_planner as t; sys.stdout.write(t.plan_text())"
     )
@@ -87,22 +87,22 @@ def test_a_plan_is_the_same_every_time_and_in_every_process() -> None:
 def plan_text() -> str:
     inventory = TINY["1b"]
     budget = Budget(hbm=10 * GiB, dram=6 * GiB, cxl=4 * GiB, nvme=NVME)
-    found = make_plan(inventory, work(inventory, 4096, 4), budget, machine(), effort=QUICK)
-    return repr(found.plan) + repr(found.cost.step_seconds)
+    result = make_plan(inventory, work(inventory, 4096, 4), budget, machine(), effort=QUICK)
+    return repr(result.plan) + repr(result.cost.step_seconds)
 
 
-# As good as an exact solver on cases that one can solve.
+# Comparison with exhaustive search on small cases.
 
 
 def small_cases() -> list[tuple[str, Inventory, Budget, dict[str, float]]]:
     tiny = llama("tiny", 1024, 4096, 2, 1024, 256, 8192, False)
-    fixed = 1170 * MiB + GRAINS + LIBRARIES  # buffers, working memory and the driver; 638 MiB rest
+    fixed = 1170 * MiB + GRAINS + LIBRARIES  # buffers, working memory and the CUDA context
     return [
-        ("dram is short, cxl is there", tiny,
+        ("too little dram, some cxl", tiny,
          Budget(hbm=fixed, dram=300 * MiB, cxl=500 * MiB), {}),
-        ("dram is short, a fast disk", tiny,
+        ("too little dram, a fast disk", tiny,
          Budget(hbm=fixed, dram=450 * MiB, nvme=NVME), {"disk": 12e9}),
-        ("dram is short, a slow disk", tiny,
+        ("too little dram, a slow disk", tiny,
          Budget(hbm=fixed + 120 * MiB, dram=450 * MiB, nvme=NVME), {"disk": 1e9}),
         ("a slow link", tiny,
          Budget(hbm=fixed + 300 * MiB, dram=2 * GiB), {"link": 2e9}),
@@ -112,7 +112,7 @@ def small_cases() -> list[tuple[str, Inventory, Budget, dict[str, float]]]:
 
 
 @pytest.mark.parametrize("case", small_cases(), ids=lambda case: case[0])
-def test_within_two_percent_of_every_placement_tried(
+def test_the_search_is_within_two_percent_of_the_best_placement(
     case: tuple[str, Inventory, Budget, dict[str, float]],
 ) -> None:
     _, inventory, budget, speeds = case
@@ -120,23 +120,24 @@ def test_within_two_percent_of_every_placement_tried(
         inventory, work(inventory, 512, 4), machine(**speeds), budget, piece_elements=1 << 21
     )
 
-    exact = min(evaluator.seconds(candidate) for candidate in every_choice(evaluator))
+    exact = min(evaluator.seconds(candidate) for candidate in every_candidate(evaluator))
     found = search(evaluator)
 
-    assert exact < math.inf, "the case must have an answer"
+    assert exact < math.inf, "some placement must fit"
     assert found is not None
     assert evaluator.seconds(found) <= 1.02 * exact
 
 
-def every_choice(evaluator: PlanEvaluator) -> list[Candidate]:
-    """All placements of four blocks where a gradient goes with its states."""
+def every_candidate(evaluator: PlanEvaluator) -> list[Candidate]:
+    """Return all placements of four blocks that store a gradient with its states."""
     host = {Location.DRAM: Tier.DRAM, Location.CXL: Tier.CXL, Location.NVME: Tier.NVME}
     tiers = [location for location, tier in host.items() if evaluator.capacity(tier)]
     states = [*tiers, Location.MIX] if Location.CXL in tiers else tiers
     whole = (Location.HBM, Location.HBM, Location.HBM)
     trios = [whole, *((w, s, s if s in tiers else Location.DRAM) for w in tiers for s in states)]
     inputs = [*tiers, Location.HBM]
-    outer = [t for t in trios if t[0] is t[1] or t is whole]  # embedding and head: all in one place
+    # The embedding and the head are each in one location.
+    outer = [t for t in trios if t[0] is t[1] or t is whole]
     return [
         Candidate(
             (BlockLocations(*first, None), BlockLocations(*one, i), BlockLocations(*two, i),
@@ -149,27 +150,27 @@ def every_choice(evaluator: PlanEvaluator) -> list[Candidate]:
 
 
 def plausible(evaluator: PlanEvaluator, *trios: tuple[Location, Location, Location]) -> bool:
-    """A quick look at the bytes that rest, so that only what may fit is timed."""
+    """Return whether the stored bytes fit, so that only those candidates are timed."""
     locations = tuple(BlockLocations(*trio, None) for trio in trios)
-    demand = evaluator.stored_nbytes(Candidate(locations))
-    return all(demand[tier] <= evaluator.capacity(tier) for tier in Tier)
+    stored = evaluator.stored_nbytes(Candidate(locations))
+    return all(stored[tier] <= evaluator.capacity(tier) for tier in Tier)
 
 
-# What the budgets do.
+# Effects of budgets.
 
 
-def test_nearly_everything_in_hbm_where_it_fits_and_the_host_is_slow() -> None:
+def test_a_large_hbm_holds_nearly_everything_if_the_host_is_slow() -> None:
     inventory = model("qwen2.5-3b")
     slow = machine(link=2e9, dram=10e9)
     plan = make_plan(
         inventory, work(inventory, 4096, 4), Budget(hbm=160 * GiB, dram=200 * GiB), slow
     ).plan
 
-    # Not all: a block that the CPU sweeps in time saves the GPU the work.
+    # Not everything: a block that the CPU updates in time saves the GPU that work.
     assert plan.at_rest(Tier.HBM) > 0.75 * 14 * inventory.parameters()
 
 
-def test_hbm_makes_up_for_a_host_that_is_too_small() -> None:
+def test_hbm_holds_what_does_not_fit_in_dram() -> None:
     inventory = model("qwen2.5-3b")
     plan = make_plan(
         inventory, work(inventory, 4096, 4), Budget(hbm=40 * GiB, dram=16 * GiB), machine()
@@ -179,7 +180,7 @@ def test_hbm_makes_up_for_a_host_that_is_too_small() -> None:
     assert plan.at_rest(Tier.HBM) > 20 * GiB
 
 
-def test_more_of_a_tier_is_never_slower() -> None:
+def test_more_dram_is_never_slower() -> None:
     inventory = TINY["1b"]
     workload, box = work(inventory, 1024, 4), machine(disk=3e9)
     seconds = [
@@ -192,20 +193,20 @@ def test_more_of_a_tier_is_never_slower() -> None:
     assert seconds[-1] < 0.8 * seconds[0]
 
 
-def test_rounds_where_inputs_would_not_fit() -> None:
+def test_a_step_has_several_rounds_if_activations_do_not_fit() -> None:
     inventory = model("llama-3.1-8b")
     workload = work(inventory, 32768, 32)
     plan = make_plan(
         inventory, workload, Budget(hbm=40 * GiB, dram=192 * GiB), machine(), effort=QUICK
     ).plan
 
-    # 256 GiB of inputs in one round, and fp32 gradients in several.
+    # One round needs 256 GiB of activations. Several rounds need fp32 gradients.
     assert plan.placement.rounds > 1
     assert plan.bytes_per_parameter == pytest.approx(16, rel=1e-3)
     assert sum(plan.activations(tier) for tier in Tier) <= 128 * GiB
 
 
-def test_no_amount_of_budget_changes_the_numerics() -> None:
+def test_budgets_do_not_change_the_numerics() -> None:
     inventory = model("qwen2.5-3b")
     workload = work(inventory, 4096, 4)
     budgets = [Budget(hbm=160 * GiB, dram=GiB), Budget(hbm=14 * GiB, dram=12 * GiB, nvme=NVME)]
@@ -215,7 +216,7 @@ def test_no_amount_of_budget_changes_the_numerics() -> None:
     assert plans[0].workload == plans[1].workload == workload
 
 
-def test_striped_homes_follow_measured_bandwidth() -> None:
+def test_stripes_follow_measured_bandwidth() -> None:
     inventory = TINY["1b"]
     budget = Budget(hbm=10 * GiB, dram=4 * GiB, cxl=200 * GiB)
     plan = make_plan(inventory, work(inventory, 4096, 4), budget, machine(cards=2)).plan
@@ -233,11 +234,11 @@ def test_striped_homes_follow_measured_bandwidth() -> None:
         assert cards[0] == pytest.approx(cards[1], abs=4 * MiB)
 
 
-# What does not fit.
+# Workloads that do not fit.
 
 
 @pytest.mark.parametrize("tier", ["hbm", "dram", "nvme"])
-def test_the_least_budget_is_enough_and_a_little_less_is_not(tier: str) -> None:
+def test_the_reported_least_budget_is_enough_and_slightly_less_is_not(tier: str) -> None:
     inventory = TINY["1b"]
     workload, box = work(inventory, 1024, 4), machine(cards=0)
     tight = {
@@ -256,7 +257,7 @@ def test_the_least_budget_is_enough_and_a_little_less_is_not(tier: str) -> None:
     assert not fits(inventory, workload, tight.changed(Tier(tier), least - 128 * MiB), box)
 
 
-def test_a_tier_that_alone_cannot_help_has_no_least() -> None:
+def test_a_tier_that_cannot_help_alone_has_no_least_budget() -> None:
     inventory = model("qwen2.5-3b")
     with pytest.raises(InfeasibleError) as caught:
         make_plan(inventory, work(inventory, 4096, 4), Budget(hbm=GiB, dram=GiB), machine())
@@ -264,7 +265,7 @@ def test_a_tier_that_alone_cannot_help_has_no_least() -> None:
     assert caught.value.least["dram"] is None
 
 
-def test_a_large_model_is_planned() -> None:
+def test_a_70b_model_can_be_planned() -> None:
     inventory = model("llama-3.1-70b")
     box = preset("desktop-24gb")
     budget = parse_budget(box, hbm="23GiB", dram="60GiB", nvme=("1500GiB",))
@@ -275,7 +276,7 @@ def test_a_large_model_is_planned() -> None:
     assert plan.peak(Tier.HBM) <= 23 * GiB
 
 
-DECIDE = [
+PLANNING_MODULES = [
     "roles", "model.inventory", "machine.presets", "plan.workload", "plan.budget", "plan.placement",
     "plan.schedule", "plan.weight_window", "plan.build_schedule", "plan.packing", "plan.lifetimes",
     "plan.buffers", "plan.plan", "planner", "planner.cost",
@@ -283,8 +284,8 @@ DECIDE = [
 BASELINES = ["deepspeed", "latency_first", "memascend"]
 
 
-def test_deciding_imports_neither_torch_nor_memory_nor_the_native_core() -> None:
-    names = [f"penstock.{name}" for name in DECIDE]
+def test_planning_imports_neither_torch_nor_memory_nor_the_native_core() -> None:
+    names = [f"penstock.{name}" for name in PLANNING_MODULES]
     names += [f"bench.baselines.{name}" for name in BASELINES]
     imports = "; ".join(f"import {name}" for name in names)
     code = (

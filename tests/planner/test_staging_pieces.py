@@ -18,14 +18,16 @@ SMALL = llama("3m", 256, 768, 3, 256, 64, 2048, False)
 @pytest.mark.parametrize("inventory", [SMALL, model("llama-3.1-8b")], ids=lambda i: i.model)
 def test_three_pieces_take_a_small_share_of_dram(inventory: object, dram: int) -> None:
     workload = work(inventory, 64, 8)  # type: ignore[arg-type]
-    right, *rest = piece_sizes(inventory, workload, Budget(hbm=GiB, dram=dram))  # type: ignore[arg-type]
+    preferred, *rest = piece_sizes(inventory, workload, Budget(hbm=GiB, dram=dram))  # type: ignore[arg-type]
 
-    assert right.bit_count() == 1
-    assert LEAST <= right <= MOST
+    assert preferred.bit_count() == 1
+    assert LEAST <= preferred <= MOST
     share = (
-        staging_pieces.SMALL_SHARE if right <= staging_pieces.SMALL else staging_pieces.STAGED_SHARE
+        staging_pieces.SMALL_SHARE
+        if preferred <= staging_pieces.SMALL
+        else staging_pieces.STAGED_SHARE
     )
-    assert not rest or (3 * 14 * right <= share * dram and rest[0] < right)
+    assert not rest or (3 * 14 * preferred <= share * dram and rest[0] < preferred)
 
 
 def test_large_models_use_the_largest_piece_with_any_budget() -> None:

@@ -1,4 +1,4 @@
-"""MemAscend's memory figures from its own model, and ours beside them."""
+"""The reconstruction of MemAscend's memory figures matches the paper, and Penstock needs less."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.units import GiB, TiB
 from tests.support.machines import machine
 from tests.support.models import model, work
 
-# baseline pool, exact need (GiB), waste (%), and the published reduction in fp16
+# Baseline pool and exact need in GiB, and waste in %.
 PUBLISHED = {
     "llama-3.1-8b": (8.81, 2.36, 73.16),
     "qwen2.5-7b": (9.14, 2.46, 73.03),
@@ -25,7 +25,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_pools_are_the_papers_to_the_last_digit(name: str) -> None:
+def test_pool_sizes_match_the_published_ones(name: str) -> None:
     inventory = model(name)
     pool, need, waste = PUBLISHED[name]
 
@@ -36,24 +36,24 @@ def test_pools_are_the_papers_to_the_last_digit(name: str) -> None:
     )
 
 
-def test_the_published_averages() -> None:
-    def cut(name: str, *, fp16: bool) -> float:
+def test_average_savings_match_the_published_ones() -> None:
+    def saving(name: str, *, fp16: bool) -> float:
         inventory = model(name)
         return 1 - memascend(inventory).total / zero_infinity(inventory, fp16=fp16).total
 
-    assert mean(cut(name, fp16=True) for name in PUBLISHED) == pytest.approx(0.557, abs=0.01)
-    assert mean(cut(name, fp16=False) for name in PUBLISHED) == pytest.approx(0.2519, abs=0.03)
+    assert mean(saving(name, fp16=True) for name in PUBLISHED) == pytest.approx(0.557, abs=0.01)
+    assert mean(saving(name, fp16=False) for name in PUBLISHED) == pytest.approx(0.2519, abs=0.03)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_ours_takes_less_host_memory_than_either(name: str) -> None:
+def test_penstock_needs_less_host_memory(name: str) -> None:
     inventory = model(name)
     paper = memascend(inventory)
     nvme = (PathBudget(path="/mnt/nvme", nbytes=4 * TiB),)
     budget = Budget(hbm=40 * GiB, dram=4 * GiB, nvme=nvme)
     evaluator = PlanEvaluator(inventory, work(inventory, 4096, 4), machine(cards=0), budget)
 
-    # Everything on disk: what is left in DRAM is what passes through.
+    # Everything is stored on NVMe, so DRAM holds only staging buffers.
     candidate = first_fit(evaluator)
 
     assert candidate is not None

@@ -1,8 +1,9 @@
-"""The cost model against what was measured on the H200 machine.
+"""The cost model agrees with measurements of other systems on the H200 machine.
 
-Full fine-tune of 3.086 B parameters, 16,384 tokens a step unless said; docs/planner.md has the
-table. The model has no constant fitted to these systems: rates of the machine, and their bytes.
-Their optimizer steps are not our sweep: the rate is that of a plain one, measured alone there.
+The workload is a full fine-tune of a model with 3.086 B parameters and 16,384 tokens per step,
+unless stated otherwise; docs/planner.md has the table. No constant is fitted to these systems: the
+estimates follow from the machine's rates and the bytes that each system moves. These systems do not
+use Penstock's optimizer sweep, so its rate is replaced by that of a plain one, measured alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from tests.support.models import model, work
 PLAIN_SWEEP = 118e9
 
 
-def machine() -> Machine:
+def machine_with_plain_sweep() -> Machine:
+    """Return the preset with the sweep rate of a plain optimizer."""
     h200, plain = preset("h200"), Figure.from_number(PLAIN_SWEEP)
     rates = tuple(
         replace(rate, bytes_per_second=plain) if rate.operation == "sweep" else rate
@@ -33,10 +35,10 @@ def machine() -> Machine:
     return replace(h200, nodes=(replace(h200.nodes[0], rates=rates),))
 
 
-RATES = Rates.of(machine())
+RATES = Rates.of(machine_with_plain_sweep())
 
 
-def test_zero_3_offload() -> None:
+def test_the_step_time_of_zero_3_offload() -> None:
     inventory = model("qwen2.5-3b")
     step = ZeroStep(
         inventory, work(inventory, 4096, 4), RATES, all_on(0), offload_activations=False
@@ -45,8 +47,8 @@ def test_zero_3_offload() -> None:
     assert step.seconds() == pytest.approx(2.41, rel=0.25)
 
 
-@pytest.mark.parametrize("measured", [62.1, 46.2], ids=["one day", "another"])
-def test_zero_infinity(measured: float) -> None:
+@pytest.mark.parametrize("measured", [62.1, 46.2], ids=["first day", "second day"])
+def test_the_step_time_of_zero_infinity(measured: float) -> None:
     inventory = model("qwen2.5-3b")
     seconds = zero_infinity_seconds(inventory, work(inventory, 4096, 4), RATES, "/mnt/nvme")
 
@@ -62,23 +64,23 @@ def test_zero_infinity(measured: float) -> None:
         ("8b-tied", 65536, 1, 16.8),
     ],
 )
-def test_our_own_schedule_as_a_prototype_ran_it(
+def test_the_step_time_of_a_prototype_of_the_schedule(
     name: str, context: int, batch: int, measured: float
 ) -> None:
     inventory = model(name)
     evaluator = PlanEvaluator(
         inventory,
         work(inventory, context, batch),
-        machine(),
+        machine_with_plain_sweep(),
         Budget(hbm=60 * GiB, dram=120 * GiB),
     )
-    candidate = fill(evaluator, FillStrategy())  # every block streams, as in the prototype
+    candidate = fill(evaluator, FillStrategy())  # all blocks are streamed, as in the prototype
 
     assert candidate is not None
     assert evaluator.cost(candidate).step_seconds == pytest.approx(measured, rel=0.15)
 
 
-def test_the_sweep_is_exposed_in_a_short_step_and_hidden_in_a_long_one() -> None:
+def test_the_sweep_limits_a_short_step_and_is_hidden_in_a_long_one() -> None:
     inventory = model("qwen2.5-3b")
     shares = []
     for batch in (4, 16):

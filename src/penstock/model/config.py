@@ -1,4 +1,4 @@
-"""A model's config, as transformers reads it. Room: measure."""
+"""Load a model's config with transformers."""
 
 from __future__ import annotations
 
@@ -16,49 +16,58 @@ def load_config(
     revision: str | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The config of the text model, with `changes` such as {"rope_parameters.rope_theta": 1e6}."""
+    """Return the config of the text model.
+
+    Args:
+        model: A directory with `config.json`, the file itself, or a Hugging Face model id.
+        trust_remote_code: Whether to run code from the model's repository.
+        revision: Branch, tag or commit on the Hugging Face hub.
+        changes: Fields to set, such as `{"rope_parameters.rope_theta": 1e6}`.
+    """
     import transformers
 
-    where = Path(model)
-    if where.is_file() and where.name == "config.json":
-        where = where.parent
-    if where.is_dir() and not (where / "config.json").is_file():
-        raise SurveyError(f"{where} has no config.json, which is all that planning needs")
-    if not where.is_dir() and (where.is_absolute() or str(model).startswith(".")):
-        raise SurveyError(f"there is no directory {where}")
+    path = Path(model)
+    if path.is_file() and path.name == "config.json":
+        path = path.parent
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise SurveyError(f"{path} has no config.json, which is all that planning needs")
+    if not path.is_dir() and (path.is_absolute() or str(model).startswith(".")):
+        raise SurveyError(f"there is no directory {path}")
     try:
         config = transformers.AutoConfig.from_pretrained(
-            str(where) if where.is_dir() else str(model),
+            str(path) if path.is_dir() else str(model),
             trust_remote_code=trust_remote_code,
             revision=revision,
         )
     except (OSError, ValueError, KeyError) as problem:
-        raise SurveyError(_why_no_config(model, where.is_dir(), problem)) from None
+        raise SurveyError(_failure_message(model, path.is_dir(), problem)) from None
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name, value in (changes or {}).items():
-        _change(config, name, value)
+        _set_field(config, name, value)
     return config
 
 
-def _change(config: Any, name: str, value: Any) -> None:
-    """Set a field, or one inside a field: `rope_theta` is looked for where models keep it."""
+def _set_field(config: Any, name: str, value: Any) -> None:
+    """Set a field, or an entry of a field that is a dictionary."""
+    # Newer configs keep rope_theta and the like inside rope_parameters.
     if not hasattr(config, name) and name in (getattr(config, "rope_parameters", None) or {}):
         name = f"rope_parameters.{name}"
     outer, _, inner = name.partition(".")
     if not hasattr(config, outer):
         known = ", ".join(sorted(k for k in config.to_dict() if not k.startswith("_"))[:40])
-        raise SurveyError(f"the model's config has no {outer!r}; it has {known}")
+        raise SurveyError(f"the model's config has no field {outer!r}; it has {known}")
     if inner:
         getattr(config, outer)[inner] = value
     else:
         setattr(config, outer, value)
 
 
-def _why_no_config(model: str | Path, is_directory: bool, problem: Exception) -> str:
-    first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+def _failure_message(model: str | Path, is_directory: bool, problem: Exception) -> str:
+    reason = str(problem).strip()
+    first_line = reason.splitlines()[0] if reason else type(problem).__name__
     if is_directory:
-        return f"{model}/config.json could not be read by transformers: {first}"
+        return f"transformers could not read {model}/config.json: {first_line}"
     return (
-        f"the config of {model} could not be had from the Hugging Face hub ({first}); without a "
-        f"network, pass a directory that holds its config.json"
+        f"could not load the config of {model} from the Hugging Face hub ({first_line}); "
+        f"without network access, pass a directory that contains its config.json"
     )

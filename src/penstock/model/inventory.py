@@ -1,7 +1,7 @@
-"""What a model is made of: blocks and their tensors, without a weight in sight. Room: decide.
+"""The inventory of a model: its blocks and the shapes of their tensors, without weights.
 
-A model is a row of blocks: embedding, layers, head. `survey` fills an Inventory from a config; a
-person or a test may write one by hand.
+A model is a sequence of blocks: the embedding, the layers and the head. `survey` builds an
+inventory from a config. You can also write one by hand.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ BlockKind = Literal["embedding", "layer", "head"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One parameter of the model."""
+    """One parameter tensor of the model."""
 
     name: str
-    """Its name in the model's state dict."""
+    """Name in the model's state dict."""
 
     shape: tuple[int, ...]
-    """Its dimensions."""
+    """Shape of the tensor."""
 
     trainable: bool = True
-    """A frozen one has a compute weight and nothing else."""
+    """Whether the tensor is trained. A frozen one has weights but no gradient and no states."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -41,39 +41,42 @@ class TensorSpec:
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """What is fetched, computed and dropped together."""
+    """A part of the model that is fetched, computed and dropped as a unit."""
 
     name: str
-    """Where it is in the model, such as `model.layers.0`."""
+    """Path in the model, such as `model.layers.0`."""
 
     kind: BlockKind
-    """Its place in the row."""
+    """Whether it is the embedding, a layer or the head."""
 
     tensors: tuple[TensorSpec, ...] = ()
-    """The tensors it owns. A tensor shared by two blocks belongs to the first of them."""
+    """Tensors that the block owns. A tensor shared by two blocks belongs to the first of them."""
 
     borrows: tuple[str, ...] = ()
-    """Tensors of earlier blocks that it computes with too: a tied head borrows the embedding."""
+    """Names of tensors of earlier blocks that this block also computes with. A tied head borrows
+    the embedding's table."""
 
     matmul_elements: int = 0
-    """Weights each token is multiplied with, borrowed ones too; of experts the active ones."""
+    """Number of weights that each token is multiplied with, including borrowed ones. Of experts,
+    only the active ones count."""
 
     query_width: int = 0
-    """Query heads times their size; 0 where there is no attention."""
+    """Number of query heads times the head size; 0 without attention."""
 
     key_value_width: int = 0
-    """Key and value heads times their size, both together."""
+    """Number of key and value heads, both together, times the head size."""
 
     mlp_width: int = 0
-    """The width inside the MLP; of experts, of those that are active for a token."""
+    """Intermediate size of the MLP, of all experts that are active for a token."""
 
     window: int | None = None
-    """The furthest back that attention looks, where that is limited."""
+    """Size of the sliding attention window in tokens, or None if there is no limit."""
 
     _flat: tuple[int, int] = field(init=False, repr=False, compare=False)
     _cuts: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = field(
@@ -89,23 +92,29 @@ class Block:
             raise InventoryError("window", f"must be 1 or more, got {self.window}")
 
     def parameters(self, trainable: bool | None = None) -> int:
-        """Elements without padding, of all tensors or of one kind."""
-        return sum(t.elements for t in self._of(trainable))
+        """Return the number of elements without padding.
+
+        `trainable` selects trainable (True) or frozen (False) tensors; None counts both.
+        """
+        return sum(t.elements for t in self._selected(trainable))
 
     def flat_elements(self, trainable: bool) -> int:
-        """Elements of the flat buffer that holds its trainable or its frozen tensors."""
+        """Return the number of elements of the flat buffer of trainable or frozen tensors."""
         return self._flat[trainable]
 
     def offsets(self, trainable: bool) -> dict[str, int]:
-        """Where each tensor starts in that buffer, in elements."""
-        found, at = {}, 0
-        for tensor in self._of(trainable):
-            found[tensor.name] = at
+        """Return the offset of each tensor in that buffer, in elements."""
+        offsets, at = {}, 0
+        for tensor in self._selected(trainable):
+            offsets[tensor.name] = at
             at += round_up(tensor.elements, TENSOR_ALIGNMENT)
-        return found
+        return offsets
 
     def pieces(self, step: int, trainable: bool = True) -> tuple[tuple[int, int], ...]:
-        """That buffer in runs of at most `step` elements, cut where the sweep may cut a tensor."""
+        """Divide that buffer into spans of at most `step` elements.
+
+        Spans end only where the optimizer sweep may cut a tensor.
+        """
         if step < SWEEP_LEAF:
             raise InventoryError("step", f"must be {SWEEP_LEAF} or more, got {step}")
         if (step, trainable) not in self._cuts:
@@ -124,53 +133,53 @@ class Block:
             at = stop
 
     def _padded(self, trainable: bool) -> int:
-        return sum(round_up(t.elements, TENSOR_ALIGNMENT) for t in self._of(trainable))
+        return sum(round_up(t.elements, TENSOR_ALIGNMENT) for t in self._selected(trainable))
 
-    def _of(self, trainable: bool | None) -> Iterator[TensorSpec]:
+    def _selected(self, trainable: bool | None) -> Iterator[TensorSpec]:
         return (t for t in self.tensors if trainable in (None, t.trainable))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """A whole model."""
+    """The inventory of a whole model."""
 
     FORMAT: ClassVar[int] = 1
 
     version: int = FORMAT
-    """The version of the file's form."""
+    """Version of the file format."""
 
     model: str
-    """What the user called it."""
+    """Name of the model, as the user gave it."""
 
     architecture: str = ""
-    """The class that computes it."""
+    """Name of the model class."""
 
     hidden: int
-    """The width of what passes from block to block."""
+    """Hidden size."""
 
     vocabulary: int
-    """Rows of the embedding, and logits of the head."""
+    """Vocabulary size: rows of the embedding, and logits of the head."""
 
     max_context: int | None = None
-    """The longest sequence that the model's positions cover."""
+    """Maximum sequence length that the position embeddings cover, or None if unknown."""
 
     blocks: tuple[Block, ...]
-    """In the order of forward: one embedding, layers, one head."""
+    """Blocks in the order of forward: the embedding, the layers and the head."""
 
     caps_logits: bool = False
-    """Whether the head bends its logits, so that their gradient needs them."""
+    """Whether the head soft-caps its logits, so that their gradient needs the capped values."""
 
     plain_attention: bool = False
-    """Whether a variable-length kernel computes its attention: no caps on scores, no dropout, and
-    heads of at most 256 in steps of 8."""
+    """Whether the variable-length kernel supports the attention: no soft-capped scores, no dropout,
+    and a head size of at most 256 that is a multiple of 8."""
 
     not_trainable: str = ""
-    """Why training refuses it for now; empty where it does not."""
+    """Why the model cannot be trained yet; empty if it can."""
 
     def __post_init__(self) -> None:
         kinds = [block.kind for block in self.blocks]
-        row = ["embedding", *["layer"] * (len(kinds) - 2), "head"]
-        if len(kinds) < 3 or kinds != row:
+        expected = ["embedding", *["layer"] * (len(kinds) - 2), "head"]
+        if len(kinds) < 3 or kinds != expected:
             raise InventoryError("blocks", f"must be an embedding, layers and a head, got {kinds}")
         for name in ("hidden", "vocabulary"):
             if getattr(self, name) < 1:
@@ -180,48 +189,57 @@ class Inventory:
     def _check_names(self) -> None:
         names = [block.name for block in self.blocks]
         if len(set(names)) < len(names):
-            raise InventoryError("blocks", f"must have a name each, got {names}")
+            raise InventoryError("blocks", f"must have unique names, got {names}")
         owned: set[str] = set()
         for i, block in enumerate(self.blocks):
             for name in block.borrows:
                 if name not in owned:
-                    raise InventoryError(
-                        f"blocks[{i}].borrows", f"{name} is owned by no earlier block"
-                    )
+                    raise InventoryError(f"blocks[{i}].borrows", f"no earlier block owns {name}")
             for tensor in block.tensors:
                 if tensor.name in owned:
-                    raise InventoryError(f"blocks[{i}].tensors", f"{tensor.name} is there twice")
+                    raise InventoryError(
+                        f"blocks[{i}].tensors", f"{tensor.name} is listed more than once"
+                    )
                 owned.add(tensor.name)
 
     @property
     def layers(self) -> tuple[Block, ...]:
+        """All blocks but the embedding and the head."""
         return self.blocks[1:-1]
 
     @property
     def tied(self) -> bool:
-        """The head computes with tensors of the embedding."""
+        """Whether the head computes with tensors of the embedding."""
         return bool(self.blocks[-1].borrows)
 
     @property
     def may_have_rounds(self) -> bool:
-        """Not where a trained table is tied: the head adds to its gradient before the embedding
-        does, all micro-batches of a round, so rounds would change the order of the sum."""
-        lent = {name for block in self.blocks for name in block.borrows}
-        return not any(t.trainable and t.name in lent for b in self.blocks for t in b.tensors)
+        """Whether a step may be divided into rounds without changing the result.
+
+        It may not if a trained table is tied. In each round, the head adds the gradients of all
+        micro-batches before the embedding does, so rounds would change the order of the sum.
+        """
+        borrowed = {name for block in self.blocks for name in block.borrows}
+        return not any(t.trainable and t.name in borrowed for b in self.blocks for t in b.tensors)
 
     def parameters(self, trainable: bool | None = None) -> int:
+        """Return the number of parameters of all blocks; see `Block.parameters`."""
         return sum(block.parameters(trainable) for block in self.blocks)
 
     def block(self, name: str) -> Block:
+        """Return the block with a name."""
         for block in self.blocks:
             if block.name == name:
                 return block
         known = ", ".join(b.name for b in (self.blocks[0], self.blocks[1], self.blocks[-1]))
-        raise InventoryError("block", f"there is no {name!r}; the blocks are {known} and the like")
+        raise InventoryError("block", f"there is no {name!r}; blocks are named like {known}")
 
     @property
     def fingerprint(self) -> str:
-        """Changes with any name, shape, order or trainability: what a plan is good for."""
+        """A hash of all names, shapes, their order and what is trainable.
+
+        A plan is valid only for models with the same fingerprint.
+        """
         digest = hashlib.sha256()
         for block in self.blocks:
             digest.update(f"{block.kind}:{block.name}:{','.join(block.borrows)}\n".encode())

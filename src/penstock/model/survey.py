@@ -1,7 +1,7 @@
-"""What a model is made of, from its config alone: no weights, no GPU, seconds. Room: measure.
+"""Survey a model: find its blocks and tensors from the config alone, without weights or a GPU.
 
-The model is built on torch's meta device, where tensors have shapes and no bytes. Which class that
-is, and how its tensors are tied, is for transformers to say; here its blocks are found.
+The model is built on PyTorch's meta device, where tensors have shapes but no data. transformers
+chooses the model class and ties its tensors; this module finds the blocks in it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LAYER_LISTS = (
     "transformer.blocks",
     "backbone.layers",
 )
-"""Where families keep their layers, tried in turn."""
+"""Paths of the list of layers in different model families, tried in order."""
 
-MOE = "mixture-of-experts models can be planned for but not trained yet"
+MOE = "mixture-of-experts models can be planned for but not trained"
 
 
 def survey(
@@ -39,10 +39,13 @@ def survey(
     freeze: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> Inventory:
-    """The inventory of a causal LM: a directory with `config.json`, or a Hugging Face id.
+    """Return the inventory of a causal language model.
 
-    `blocks` names the list of layers where it cannot be found; `freeze` holds patterns such as
-    `model.embed_tokens.*` for tensors that are not trained.
+    Args:
+        model: A directory with `config.json`, or a Hugging Face model id.
+        blocks: Path of the list of layers, such as `model.layers`, if it is not found by itself.
+        freeze: Patterns of tensors that are not trained, such as `model.embed_tokens.*`.
+        trust_remote_code: Whether to run code from the model's repository.
     """
     config = load_config(model, trust_remote_code=trust_remote_code)
     return survey_config(
@@ -58,8 +61,8 @@ def survey_config(
     freeze: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> Inventory:
-    """The same from a config that was read already."""
-    body = _build(config, trust_remote_code)
+    """Return the inventory of a model with the given config."""
+    body = _build_on_meta(config, trust_remote_code)
     return survey_model(body, config, name=name, blocks=blocks, freeze=freeze)
 
 
@@ -71,43 +74,41 @@ def survey_model(
     blocks: str | None = None,
     freeze: Sequence[str] = (),
 ) -> Inventory:
-    """The inventory of a model that is there already, on any device."""
+    """Return the inventory of an existing model, on any device."""
     path, layers = _find_layers(body, blocks)
-    rows = _Rows(body, path, len(layers), freeze)
-    made = [rows.embedding(), *(rows.layer(i, config) for i in range(len(layers))), rows.head()]
+    tensors = _TensorsByBlock(body, path, len(layers), freeze)
+    layer_blocks = [tensors.layer(i, config) for i in range(len(layers))]
     return Inventory(
         model=name,
         architecture=type(body).__name__,
         hidden=int(config.hidden_size),
         vocabulary=int(config.vocab_size),
         max_context=getattr(config, "max_position_embeddings", None),
-        blocks=tuple(made),
+        blocks=(tensors.embedding(), *layer_blocks, tensors.head()),
         caps_logits=bool(getattr(config, "final_logit_softcapping", None)),
         plain_attention=_plain_attention(config),
         not_trainable=MOE if _experts(config) else "",
     )
 
 
-# Loading.
-
-
-def _build(config: Any, trust_remote_code: bool) -> nn.Module:
+def _build_on_meta(config: Any, trust_remote_code: bool) -> nn.Module:
     import torch
     import transformers
 
     try:
         with torch.device("meta"):
-            make: Any = transformers.AutoModelForCausalLM
-            body: nn.Module = make.from_config(config, trust_remote_code=trust_remote_code)
+            factory: Any = transformers.AutoModelForCausalLM
+            body: nn.Module = factory.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, ImportError, AttributeError) as problem:
         kind = getattr(config, "model_type", "?")
         raise SurveyError(
-            f"transformers makes no causal language model of type {kind!r}: {problem}"
+            f"transformers cannot build a causal language model of type {kind!r}: {problem}"
         ) from None
     return body
 
 
 def _find_layers(body: nn.Module, blocks: str | None) -> tuple[str, nn.ModuleList]:
+    """Return the list of layers and its path in the model."""
     from torch import nn
 
     tried = (blocks,) if blocks else LAYER_LISTS
@@ -120,27 +121,22 @@ def _find_layers(body: nn.Module, blocks: str | None) -> tuple[str, nn.ModuleLis
             return path, found
     lists = [p for p, m in body.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
     raise SurveyError(
-        f"no layers found in {type(body).__name__}: looked for a list of modules at "
-        f"{', '.join(tried)}; it has lists at {', '.join(lists[:8]) or 'no place'}. "
-        f"Name the right one with --blocks, such as `--blocks model.layers`"
+        f"found no layers in {type(body).__name__}: looked for a list of modules at "
+        f"{', '.join(tried)}; it has lists at {', '.join(lists[:8]) or 'no path'}. "
+        f"Name the right one with --blocks, for example `--blocks model.layers`"
     )
 
 
-# Blocks.
-
-
-class _Rows:
-    """Deals a model's tensors out to blocks, each tensor once."""
+class _TensorsByBlock:
+    """Assigns each of a model's tensors to one block."""
 
     def __init__(self, body: nn.Module, path: str, count: int, freeze: Sequence[str]) -> None:
         self.body, self.path, self.freeze = body, path, freeze
-        self.first_name: dict[int, str] = {}  # a shared tensor goes by its first name
+        self.first_name: dict[int, str] = {}  # a shared tensor is known by its first name
         in_layers: dict[int, dict[str, Any]] = {i: {} for i in range(count)}
         self.outside: dict[str, Any] = {}
-        self.again: list[tuple[str, str]] = []  # (another name, the first name)
         for name, tensor in body.named_parameters(remove_duplicate=False):
             if id(tensor) in self.first_name:
-                self.again.append((name, self.first_name[id(tensor)]))
                 continue
             self.first_name[id(tensor)] = name
             if name.startswith(f"{path}."):
@@ -150,10 +146,14 @@ class _Rows:
         self.in_layers = in_layers
 
     def embedding(self) -> Block:
+        """Return the embedding, with everything outside the layers but the head's tensors."""
         names = [name for name in self.outside if name not in self._head_names()]
-        return Block(name=self._name_of_input(), kind="embedding", tensors=self._specs(names))
+        return Block(
+            name=self._input_embedding_name(), kind="embedding", tensors=self._specs(names)
+        )
 
     def layer(self, index: int, config: Any) -> Block:
+        """Return one layer."""
         tensors = self.in_layers[index]
         heads = int(config.num_attention_heads)
         size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -162,7 +162,7 @@ class _Rows:
             name=f"{self.path}.{index}",
             kind="layer",
             tensors=self._specs(tensors),
-            matmul_elements=sum(_active(name, t, config) for name, t in tensors.items()),
+            matmul_elements=sum(_active_elements(name, t, config) for name, t in tensors.items()),
             query_width=heads * size,
             key_value_width=2 * kv_heads * size,
             mlp_width=_mlp_width(config),
@@ -170,10 +170,11 @@ class _Rows:
         )
 
     def head(self) -> Block:
+        """Return the head, which borrows the embedding's table if the two are tied."""
         table = self.body.get_output_embeddings()  # type: ignore[operator]
         weight = getattr(table, "weight", None)
         if weight is None:
-            raise SurveyError(f"{type(self.body).__name__} has no head that gives logits")
+            raise SurveyError(f"{type(self.body).__name__} has no output embedding for logits")
         owner = self.first_name[id(weight)]
         names = [name for name in self.outside if name in self._head_names()]
         return Block(
@@ -185,7 +186,10 @@ class _Rows:
         )
 
     def _head_names(self) -> set[str]:
-        """The output table and the last norm; everything else outside comes before the layers."""
+        """Return the names of the output table and the last norm.
+
+        Everything else outside the layers runs before them.
+        """
         table = self.body.get_output_embeddings()  # type: ignore[operator]
         own = {id(p) for p in table.parameters()} if table is not None else set()
         source = self.body.get_input_embeddings()  # type: ignore[operator]
@@ -197,7 +201,7 @@ class _Rows:
             if id(tensor) in own or any(word in name.split(".")[-2] for word in last)
         }
 
-    def _name_of_input(self) -> str:
+    def _input_embedding_name(self) -> str:
         source = self.body.get_input_embeddings()  # type: ignore[operator]
         return next(str(name) for name, module in self.body.named_modules() if module is source)
 
@@ -214,28 +218,33 @@ class _Rows:
         )
 
 
-# What configs call things.
+# Fields that model families name differently.
 
 
 def _experts(config: Any) -> int:
+    """Return the number of experts per layer; 0 for a dense model."""
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if count := getattr(config, name, None):
             return int(count)
     return 0
 
 
-def _active(name: str, tensor: Any, config: Any) -> int:
-    """Weights of a layer that each token is multiplied with: of experts, the chosen ones."""
+def _active_elements(name: str, tensor: Any, config: Any) -> int:
+    """Return how many of a tensor's weights each token is multiplied with.
+
+    Of experts, only the chosen ones count.
+    """
     if tensor.dim() < 2:
         return 0
     count = _experts(config)
     if count and ".experts." in name:
-        chosen = int(getattr(config, "num_experts_per_tok", 1))
-        return int(tensor.numel()) * chosen // count
+        active = int(getattr(config, "num_experts_per_tok", 1))
+        return int(tensor.numel()) * active // count
     return int(tensor.numel())
 
 
 def _mlp_width(config: Any) -> int:
+    """Return the intermediate size of the MLP, of all experts that are active for a token."""
     if _experts(config):
         width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         return int(width) * int(getattr(config, "num_experts_per_tok", 1))
@@ -246,6 +255,7 @@ def _mlp_width(config: Any) -> int:
 
 
 def _window(config: Any, index: int) -> int | None:
+    """Return the size of a layer's sliding attention window, or None if it has none."""
     window = getattr(config, "sliding_window", None)
     if not window or getattr(config, "use_sliding_window", True) is False:
         return None
@@ -256,7 +266,8 @@ def _window(config: Any, index: int) -> int | None:
 
 
 def _plain_attention(config: Any) -> bool:
-    """Scores that are scaled, masked, and nothing else; keys and values of one size."""
+    """Return whether attention scores are only scaled and masked, and keys and values have one
+    size."""
     extras = ("attn_logit_softcapping", "attention_dropout", "attn_pdrop", "v_head_dim",
               "attention_probs_dropout_prob")  # fmt: skip
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

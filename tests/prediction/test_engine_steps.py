@@ -1,8 +1,8 @@
-"""The cost model against whole steps of the engine, as `bench/results/engine_*.json` has them.
+"""The cost model agrees with whole steps of the engine, from `bench/results/engine_*.json`.
 
-Rates of the bundled `h200` were fitted to how long lanes of some runs worked (docs/planner.md says
-which): how long a step takes, with what overlaps and what waits, is predicted. `test_before.py` has
-what was predicted before a run, by the model of that day.
+The rates of the preset `h200` were fitted to how long the lanes of some runs were busy
+(docs/planner.md lists them). The step time, which depends on what overlaps and what waits, is a
+prediction. `test_recorded_predictions.py` covers predictions made before a run.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ RUN = (
 """Cells of the GPU table with more than one step."""
 
 FITTED = ("fast-4x4096", "8b-4x4096", "moments-fp32", "moments-bf16")
-"""Those whose lanes the rates of sweeps follow."""
+"""Cells that the rates were fitted to."""
 
 
 def streamed(name: str) -> dict[str, Any]:
-    """What the cell's run has written."""
-    path = max(RESULTS.glob(f"engine_{name}_nvidia-h200_*.json"))  # the latest day's
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["results"]["streamed"]
-    return found
+    """Return the results of the cell's latest run."""
+    path = max(RESULTS.glob(f"engine_{name}_nvidia-h200_*.json"))
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["results"]
+    streamed: dict[str, Any] = results["streamed"]
+    return streamed
 
 
 @functools.cache
 def planned(name: str) -> PlanResult:
-    """The cell, planned anew with the budgets of the run."""
+    """Plan the cell again with the budgets of the run."""
     return plan_cell(next(cell for cell in cells() if cell.name == name), Path("/mnt/nvme"))
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_the_same_budgets_are_planned_to_take_as_long_as_they_did(name: str) -> None:
+def test_the_estimated_step_time_is_within_10_percent_of_the_measured_one(name: str) -> None:
     measured = statistics.median(streamed(name)["step_seconds"][1:])
 
     assert planned(name).cost.step_seconds == pytest.approx(measured, rel=0.10)
 
 
 @pytest.mark.parametrize("name", FITTED)
-def test_lanes_work_as_long_as_they_did(name: str) -> None:
+def test_the_estimated_busy_time_of_lanes_is_within_10_percent(name: str) -> None:
     cost = planned(name).cost
     busy = dict.fromkeys(("compute", "sweep"), 0.0)
     for operation, span in zip(cost.schedule.operations, cost.spans, strict=True):

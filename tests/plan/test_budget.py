@@ -1,0 +1,36 @@
+"""Budgets as users type them."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import PlanError
+from penstock.machine.presets import preset
+from penstock.plan.budget import parse_budget
+from penstock.tiers import Tier
+from penstock.units import GiB
+from tests.support.machines import machine
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dram": "lots"}, "^dram: 'lots' is not a size"),
+        ({"hbm": "-3GiB"}, "^hbm: must be 0 or more, got -3GiB"),
+        ({"nvme": ("/mnt/nvme:1GiB", "/mnt/nvme:2GiB")}, "^nvme: names a path twice"),
+        ({"nvme": ("/mnt/nvme:huge",)}, "^nvme: 'huge' is not a size"),
+    ],
+)
+def test_an_invalid_size_names_the_tier(given: dict[str, str], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        parse_budget(machine(), **given)  # type: ignore[arg-type]
+
+
+def test_auto_is_the_free_memory_less_a_reserve() -> None:
+    box = preset("desktop-24gb")
+    budget = parse_budget(box)
+
+    assert 23 * GiB < budget.hbm < (box.gpus[0].memory or 0)
+    assert budget.dram == 64 * GiB - 2 * GiB - int(0.05 * 64 * GiB)
+    assert budget.of(Tier.NVME) == 0
+    assert parse_budget(box, nvme=("400GiB",)).nvme[0].path == "/mnt/nvme"

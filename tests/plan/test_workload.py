@@ -1,0 +1,70 @@
+"""Workloads and default numerics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.errors import WorkloadError
+from penstock.model.inventory import Inventory
+from penstock.plan.workload import Workload, default_numerics
+from tests.support.models import model, work
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"context": 0}, "^context: must be 1 or more, got 0"),
+        ({"batch": -1}, "^batch: must be 1 or more, got -1"),
+        ({"clip": -0.5}, "^clip: must be above 0, got -0.5"),
+        ({"rank": 2}, "^rank: must be 0 to 0, got 2"),
+    ],
+)
+def test_an_invalid_workload_names_the_field(change: dict[str, float], message: str) -> None:
+    numerics = default_numerics(model("qwen2.5-3b"), context=4096, batch=4)
+    with pytest.raises(WorkloadError, match=message):
+        Workload(**{"context": 4096, "batch": 4, "numerics": numerics, **change})  # type: ignore[arg-type]
+
+
+def test_a_context_longer_than_the_model_supports_is_rejected() -> None:
+    inventory = model("qwen2.5-3b")
+    with pytest.raises(WorkloadError, match=r"^context: is 200000, .* cover 131072"):
+        work(inventory, 200_000, 1).check(inventory)
+
+
+def test_default_numerics_depend_on_model_and_context() -> None:
+    short = default_numerics(model("llama-3.1-8b"), context=4096, batch=64)
+    long = default_numerics(model("llama-3.1-8b"), context=131072, batch=64)
+
+    assert (short.micro_batch, long.micro_batch) == (4, 1)
+    assert short.loss_chunk == long.loss_chunk == 1024
+    assert default_numerics(model("qwen2.5-7b"), context=4096, batch=64).loss_chunk == 512
+
+
+def test_a_custom_loss_or_capped_logits_rule_out_the_fused_loss_kernel() -> None:
+    plain = model("llama-3.1-8b")
+
+    def loss(inventory: Inventory, **options: bool) -> tuple[str, int]:
+        numerics = default_numerics(inventory, context=4096, batch=8, kernels=True, **options)
+        return numerics.loss_kernel, numerics.loss_chunk
+
+    assert loss(plain) == ("fused", 2048)
+    assert loss(plain, own_loss=True) == ("torch", 1024)
+    assert loss(replace(plain, caps_logits=True)) == ("torch", 1024)
+
+
+def test_varlen_attention_is_the_default_if_the_kernel_supports_the_model() -> None:
+    capped = model("llama-3.1-8b")
+    plain = replace(capped, plain_attention=True)
+
+    def attention(inventory: Inventory, kernels: bool) -> str:
+        return default_numerics(inventory, context=4096, batch=8, kernels=kernels).attention
+
+    assert attention(plain, True) == "varlen"
+    assert attention(plain, False) == attention(capped, True) == "sdpa"
+    numerics = default_numerics(plain, context=4096, batch=8, kernels=True)
+    workload = Workload(context=4096, batch=8, numerics=numerics)
+    workload.check(plain)
+    with pytest.raises(WorkloadError, match=r"^numerics.attention: is varlen, but .* use sdpa"):
+        workload.check(capped)
