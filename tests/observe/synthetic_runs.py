@@ -68,7 +68,7 @@ def write_run(run: RecordedRun, path: Path) -> Path:
     return path
 
 
-# Offloaded training as in the study: 2 s per step, of which the GPU is busy for 1.0.
+# Offloaded training as in the study: 2 s per step, and the GPU is busy for half of it.
 #
 #   0.0 forward 0.4 backward 1.2 update 2.0
 #   gpu     0.0-0.4, 0.5-1.1         d2h 0.9-1.2 (6 GB, pinned)

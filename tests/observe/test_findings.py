@@ -135,7 +135,7 @@ def test_a_killed_or_failed_program_is_the_first_finding() -> None:
 
 
 def steady(grow: int = 0, available: int = 64 * GiB, reserved: int = 10 * GiB) -> RecordedRun:
-    """Return twelve steps of one second, each of which may use more memory than the last."""
+    """Return twelve steps of one second whose memory may grow."""
     phases = [Phase("forward", n, float(n), n + 1.0) for n in range(12)]
     samples = [
         Sample(
@@ -300,8 +300,8 @@ def test_copies_during_a_sweep_cost_no_extra_time() -> None:
     found = of_kind(replace(run, events=tuple(events)), "overlap")[0]
 
     assert found.text == (
-        "40 % of copy time hidden behind compute; 300 ms per step not hidden, "
-        "of which 200 ms during the CPU optimizer sweep"
+        "40 % of copy time hidden behind compute; 300 ms per step not hidden "
+        "(200 ms of it during the CPU optimizer sweep)"
     )
     assert (found.level, found.seconds) == ("warn", pytest.approx(0.1))
     quick = [replace(e, end=e.start + 0.2) if e.name == "gradients" else e for e in events]

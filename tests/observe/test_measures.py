@@ -219,4 +219,4 @@ def test_reserved_hbm_is_not_mistaken_for_used_hbm() -> None:
     assert window is not None
     drawn = memory_plots(m, window)[0]
     assert [line.name for line in drawn.lines] == ["tensors", "reserved by torch", "whole device"]
-    assert "budget of hbm" in [level.name for level in drawn.references]
+    assert "HBM budget" in [level.name for level in drawn.references]

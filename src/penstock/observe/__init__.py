@@ -1,4 +1,4 @@
-"""Record where memory and time go in any PyTorch program, and report what was found.
+"""Record where memory and time go in any PyTorch program, and report it.
 
     with penstock.observe("run/") as obs:
         train()

@@ -71,6 +71,13 @@ FEW_CORES = 2.0
 MIN_PART = 0.2
 """Share of a wait from which a phase, or something else that was running, is named."""
 
+WAIT_HINTS = {
+    "h2d": "start the copies earlier, or keep more on the GPU",
+    "d2h": "start the copies earlier, or offload less",
+    SWEEP: "more tokens per step, or more optimizer states on the GPU",
+}
+"""What shortens a wait for one resource alone."""
+
 TROUGH = 0.25
 """Share of the peak from which unused memory is reported."""
 
@@ -97,10 +104,10 @@ class Finding:
     know."""
 
     text: str
-    """What was found, with figures."""
+    """The finding itself, with figures."""
 
     advice: str = ""
-    """What it means, or what to try."""
+    """Explanation of the finding, or something to try."""
 
     seconds: float = 0.0
     """Seconds per step that are at stake, if known. Not all of them may be recoverable."""
@@ -129,14 +136,21 @@ def gpu_waits(m: Measures) -> Iterator[Finding]:
         text = f"{gpu} idle for {seconds_text(seconds)} per step"
         if names:
             running = join_words([resource_name(name, m) for name in names])
-            advice = (
-                "Nothing else was running at that time."
-                if len(names) == 1
-                else "All of these were running at that time."
-            )
+            advice = _wait_advice(names)
             yield Finding("waiting", "warn", f"{text} during {running}", advice, seconds)
         else:
             yield _unexplained_wait(m, f"{text}, cause not recorded", seconds)
+
+
+def _wait_advice(names: tuple[str, ...]) -> str:
+    if len(names) > 1:
+        return "All of these were running at that time."
+    alone = "Nothing else was running at that time."
+    if names[0].startswith("disk:"):
+        return f"{alone} To shorten it: a faster disk, or more DRAM for the data on it."
+    if names[0] in WAIT_HINTS:
+        return f"{alone} To shorten it: {WAIT_HINTS[names[0]]}."
+    return alone
 
 
 def _unexplained_wait(m: Measures, text: str, seconds: float) -> Finding:
@@ -213,8 +227,8 @@ def exposed_copies(m: Measures) -> Iterator[Finding]:
     advice = "To hide copies, start them earlier, on separate streams and from pinned memory."
     if others:
         running = join_words([resource_name(name, m) for name in others])
-        text += f", of which {seconds_text(m.exposed - alone)} during {running}"
-        advice = "Copies during another wait cost no extra time: the GPU is idle anyway."
+        text += f" ({seconds_text(m.exposed - alone)} of it during {running})"
+        advice = "Copies that run during another wait cost no extra time."
     costs = m.hidden < IDLE and alone >= SIGNIFICANT * m.seconds
     yield Finding("overlap", "warn" if costs else "note", text, advice, alone)
 
@@ -286,7 +300,7 @@ def idle_gpu(m: Measures) -> Iterator[Finding]:
 
 
 def idle_links(m: Measures) -> Iterator[Finding]:
-    """Report long phases during most of which PCIe is idle, if the program uses PCIe at all."""
+    """Report long phases in which PCIe is mostly idle, if the program uses PCIe at all."""
     if not m.run.observation.hardware.gpus or m.pcie_nbytes < MIN_NBYTES:
         return
     parts, idle_seconds = [], 0.0

@@ -36,6 +36,9 @@ _MEMORIES = {
 }
 
 
+_TIERS = {"hbm": "HBM", "dram": "DRAM", "cxl": "CXL", "nvme": "NVMe"}
+
+
 # Text.
 
 
@@ -97,14 +100,19 @@ def link_title(link: str) -> str:
 
 
 def memory_title(key: str) -> str:
-    """Return the name of a memory series: where it is, and what is counted."""
+    """Return the name of a memory series: its location and the quantity."""
     if key.startswith("tier."):
-        return f"Tier {shorten(key.removeprefix('tier.'))}"
+        return f"{tier_name(key.removeprefix('tier.'))} tier"
     if key.startswith("node"):
         return f"Node {shorten(key.removeprefix('node'))}, in use"
     owner, _, what = key.partition(".")
     name = f"GPU {owner.removeprefix('gpu')}" if owner.startswith("gpu") else "Host"
     return f"{name}, {_MEMORIES.get(what, shorten(what))}"
+
+
+def tier_name(tier: str) -> str:
+    """Return a tier's name as the documentation writes it."""
+    return _TIERS.get(tier, shorten(tier))
 
 
 # Numbers.

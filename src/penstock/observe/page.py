@@ -297,7 +297,9 @@ def about(m: Measures) -> str:
     observation, hardware = m.run.observation, m.run.observation.hardware
     gpus = [f"{g.name} ({nbytes_text(g.nbytes)})" if g.nbytes else g.name for g in hardware.gpus]
     nodes = [f"{n.id}: {n.kind}, {nbytes_text(n.nbytes)}" for n in hardware.nodes]
-    overhead = observation.overhead
+    overhead = NO_VALUE
+    if observation.overhead is not None:
+        overhead = f"{100 * observation.overhead:.2f} % of a core"
     rows = [
         ("Command", shlex.join(observation.command) or NO_VALUE),
         ("Started", observation.began),
@@ -309,7 +311,7 @@ def about(m: Measures) -> str:
         ("Recording", f"{observation.mode}, a sample every {seconds_text(observation.interval)}: "
                       f"{len(m.run.samples):,} samples, {len(m.run.phases):,} phases, "
                       f"{len(m.run.events):,} events, {len(m.steps):,} steps"),
-        ("Recording overhead", NO_VALUE if overhead is None else f"{overhead:.2%} of a core"),
+        ("Recording overhead", overhead),
     ]  # fmt: skip
     pairs = "".join(tag("dt", text(name)) + tag("dd", text(value)) for name, value in rows)
     notes = "".join(tag("li", text(note)) for note in missing(m))

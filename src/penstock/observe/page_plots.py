@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.observe.labels import link_title, memory_title, seconds_text, shorten
+from penstock.observe.labels import link_title, memory_title, seconds_text, shorten, tier_name
 from penstock.observe.markup import colour_of
 from penstock.observe.measures import Measures
 from penstock.observe.plots import Line, Plot, ReferenceLine, make_line
@@ -74,7 +74,7 @@ def overlay_steps(m: Measures, window: Window, keys: Sequence[str]) -> Window:
 def widened_window(m: Measures) -> Window | None:
     """Return the window of the shown step and, if it has too few samples, of steps around it.
 
-    Only steps that directly follow each other are joined: what lies between others (a save, say)
+    Only steps that directly follow each other are joined: a save between two steps, for example,
     belongs to neither.
     """
     window = step_window(m)
@@ -209,7 +209,7 @@ def _planned_lines(m: Measures, keys: Sequence[str], window: Window) -> tuple[Re
         tier = planned.tiers.get(name)
         if tier is None:
             continue
-        found.append(ReferenceLine(f"budget of {shorten(name)}", tier.budget, "limit"))
+        found.append(ReferenceLine(f"{tier_name(name)} budget", tier.budget, "limit"))
         peaks = {phase: most[name] for phase, most in planned.phases.items() if name in most}
         for phase, peak in peaks.items():
             spans = tuple((s.start, s.end) for s in window.segments if s.name == phase)

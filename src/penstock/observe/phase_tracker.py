@@ -72,7 +72,7 @@ class HostClock:
 class TorchClock(HostClock):
     """A clock that also uses the GPU once the program has initialized CUDA.
 
-    It never initializes CUDA itself: that would take memory and change what is observed.
+    It never initializes CUDA itself, which would take memory and change the observed program.
     """
 
     def __init__(self, origin: float, now: Callable[[], float] = time.perf_counter) -> None:

@@ -216,7 +216,7 @@ def _line_path(plot: Plot, line: Line, top: float) -> str:
 
 
 def _line_class(plot: Plot, line: Line) -> str:
-    """Return the CSS class of a line. A single line has no dashes, which only tell lines apart."""
+    """Return the CSS class of a line. A single line needs no dashes."""
     return f"line c{line.colour % COLOURS}{' only' if len(plot.lines) == 1 else ''}"
 
 

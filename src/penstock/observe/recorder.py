@@ -181,7 +181,7 @@ class Recorder:
             reason = failed.strerror if isinstance(failed, OSError) else failed
             warnings.warn(
                 f"{self.folder.path}: recording stopped ({reason or failed}); the program "
-                f"continues. What was recorded so far can be read",
+                f"continues. The records so far can be read",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""The data model of a recorded run: what is written to its directory and read back.
+"""The data model of a recorded run: the content of its directory.
 
 A run is a directory. `observe.json` holds an `Observation`; `samples.jsonl`, `phases.jsonl` and
 `events.jsonl` hold one record per line. The field names of these classes are the keys in those
@@ -90,7 +90,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """What was observed, on which hardware, and how it ended."""
+    """The observed program, its hardware, and how it ended."""
 
     FORMAT: ClassVar[int] = 1
 
@@ -121,7 +121,7 @@ class Observation:
 
     exit_code: int | None = None
     notes: tuple[str, ...] = ()
-    """Sentences about what the recorder had to leave out."""
+    """Sentences about data that the recorder had to leave out."""
 
     def __post_init__(self) -> None:
         if self.version != self.FORMAT:
@@ -233,7 +233,7 @@ class Event:
     """Whether the host side of a copy is pinned memory; None if unknown."""
 
     where: str | None = None
-    """What caused it: an operator, or a part of the program."""
+    """The cause: an operator, or a part of the program."""
 
     @property
     def seconds(self) -> float:
@@ -253,7 +253,7 @@ class RecordedRun:
     """Events in order of their start."""
 
     notes: tuple[str, ...] = ()
-    """Sentences about what is missing or was cut off."""
+    """Sentences about missing or truncated data."""
 
     ranks: Mapping[str, RecordedRun] = field(default_factory=dict)
     """Each process by the name of its directory, if processes were recorded separately."""

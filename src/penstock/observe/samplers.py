@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.engine.memory_usage import MemoryUsage
 
 SECTOR = 512
-"""The unit of /proc/diskstats, whatever the block size of the disk is."""
+"""The unit of /proc/diskstats, independent of the block size of the disk."""
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

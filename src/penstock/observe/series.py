@@ -263,8 +263,8 @@ def find_peaks(
 def tensors_are_hbm_tier(run: RecordedRun, memory: Mapping[str, Series]) -> bool:
     """Whether the GPU's tensors are what the HBM tier holds.
 
-    The tier's own series is not used then: runs of earlier versions recorded in it what was
-    reserved, which fills up only while a step runs.
+    If so, the tier's own series is not used: earlier versions recorded reserved memory in it,
+    which fills up only while a step runs.
     """
     planned, gpus = run.observation.planned, run.observation.hardware.gpus
     return planned is not None and len(gpus) == 1 and "gpu0.allocated" in memory

@@ -15,7 +15,7 @@ from penstock.observe.records import Event
 from penstock.observe.steps import Step, steps_with_events, without_warmup
 
 MAX_BOXES = 1500
-"""Number of boxes drawn for one step. Boxes that are too close to tell apart are merged."""
+"""Number of boxes drawn for one step. Boxes that are too close together are merged."""
 
 LANE_HEIGHT = 24
 FIRST_TRACKS = ("gpu", "h2d", "d2h", "cpu sweep")

@@ -1,5 +1,4 @@
-"""Derive resource usage from events: what was busy when, what overlapped, and what the GPU waited
-for."""
+"""Derive the usage of resources from events: busy times, overlap, and waits of the GPU."""
 
 from __future__ import annotations
 
