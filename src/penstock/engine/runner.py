@@ -63,8 +63,8 @@ class Runner:
             self._mover.end_sweeps()
 
     def _run(self, step: StepState) -> None:
-        self._current = step
         jobs = self._jobs(step)
+        self._current = step
         notify_started(step)
         device = self._memory.device
         device.synchronize()  # writes between steps are on no lane that this step waits for
