@@ -133,7 +133,7 @@ def test_a_missing_library_is_named(
     (tmp_path / "d.parquet").write_bytes(b"PAR1")
     source = tmp_path / name if library == "pyarrow" else name
 
-    with pytest.raises(SourceError, match=f"pip install {library}"):
+    with pytest.raises(SourceError, match=rf"install {library}: pip install 'penstock\[data\]'"):
         open_dataset(source, small_tokenizer(), cache_dir=tmp_path / "cache")
 
 

@@ -205,7 +205,7 @@ def test_a_gpu_without_virtual_memory_is_refused() -> None:
 def test_a_missing_driver_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
 
-    with pytest.raises(SpaceError, match="pip install cuda-bindings"):
+    with pytest.raises(SpaceError, match=r"pip install 'penstock\[cuda\]'"):
         find_driver()
 
 

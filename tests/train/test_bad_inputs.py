@@ -117,7 +117,7 @@ def test_a_bad_input_is_reported_in_one_message(name: str, runs: Runs, tmp_path:
 FLAGS: dict[str, tuple[list[str], str]] = {
     "context": (["--context", "4096"], "--model-config max_position_embeddings=4096"),
     "budget": (["--hbm", "64KiB"], "it fits with --hbm"),
-    "logger": (["--log", "wandb"], "pip install wandb"),
+    "logger": (["--log", "wandb"], "the package wandb: pip install 'penstock[log]'"),
     "config key": (["--model-config", "no_such=1"], "no_such"),
     "disk": (["--nvme", "/no/such/place:1GiB", "--dram", "64KiB"], "/no/such/place"),
 }

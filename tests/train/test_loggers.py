@@ -53,5 +53,7 @@ def test_metrics_have_the_names_of_the_transformers_trainer() -> None:
 def test_a_missing_tracker_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
-    with pytest.raises(MissingLoggerError, match="pip install tensorboard"):
+    with pytest.raises(
+        MissingLoggerError, match=r"the package tensorboard: pip install 'penstock\[log\]'"
+    ):
         check_loggers(["tensorboard"])

@@ -313,4 +313,6 @@ def _import_library(module: str, package: str, name: str, about: str = "to read 
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise SourceError(name, f"{about}, install {package}: pip install {package}") from None
+        raise SourceError(
+            name, f"{about}, install {package}: pip install 'penstock[data]'"
+        ) from None

@@ -373,6 +373,6 @@ def find_driver() -> Any:
         raise SpaceError(
             call="import cuda.bindings.driver",
             reason=str(error),
-            advice="install the version for your CUDA with `pip install cuda-bindings`, or use "
-            "device='cpu'",
+            advice="run `pip install 'penstock[cuda]'`, which installs cuda-bindings (they must "
+            "match your CUDA version), or use device='cpu'",
         ) from None
