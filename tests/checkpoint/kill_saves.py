@@ -1,4 +1,4 @@
-"""Kill a save with SIGKILL at every call in turn, and check what is left on disk.
+"""Kill a save with SIGKILL at every call in turn, and check the files left on disk.
 
 This is a separate program because it forks, which a test runner with threads should not do. It
 prints the number of kills.

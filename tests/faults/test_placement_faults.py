@@ -36,7 +36,7 @@ def raised(kind, call):
     raise SystemExit(f"no {kind.__name__}")
 
 def refused(kind, call):
-    raised(kind, call)  # first use: initializes what is lazy
+    raised(kind, call)  # the first call also initializes lazy state
     before = mapped()
     for _ in range(5):
         error = raised(kind, call)
@@ -63,7 +63,7 @@ def in_child(body: str, *prefix: str) -> subprocess.CompletedProcess[str]:
 @needs_seccomp
 def test_a_container_that_forbids_mbind_is_reported_with_advice() -> None:
     in_child("""
-        ps.empty(4096, place=ps.Node(NODE))  # works, and initializes what is lazy
+        ps.empty(4096, place=ps.Node(NODE))  # works, and initializes lazy state
         refuse("mbind")
         error = refused(PlacementPermissionError, lambda: ps.empty(4096, place=ps.Node(NODE)))
         assert isinstance(error, PermissionError) and error.errno == errno.EPERM

@@ -20,7 +20,7 @@ from penstock.units import MiB
 
 @contextlib.contextmanager
 def loop_device(directory: Path, nbytes: int, *, sector: int = 512) -> Iterator[str]:
-    """Create a raw block device over a file, or skip the test and say what is missing."""
+    """Create a raw block device over a file, or skip the test and name the missing requirement."""
     if os.geteuid() != 0 or shutil.which("losetup") is None:
         pytest.skip("needs root and losetup for a loop device")
     backing = directory / f"disk{sector}"

@@ -42,8 +42,8 @@ _DRAFT_NAME = re.compile(r"\.checkpoint-[0-9]{6,18}\.tmp-([0-9]{1,10})-[0-9a-f]{
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 _own_drafts: set[Path] = set()
-"""Drafts of this process. Where there are no locks, its own pid does not tell a live draft from one
-that an earlier process with the same pid left behind."""
+"""Drafts of this process. On file systems without locks, they cannot be distinguished by pid from
+drafts that an earlier process with the same pid left behind."""
 
 
 @dataclass(frozen=True, slots=True)

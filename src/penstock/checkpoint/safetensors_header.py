@@ -5,8 +5,8 @@
               "name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}
   .. data    the tensors' bytes, without gaps; data_offsets are relative to its start
 
-The parser does not trust the file. It refuses everything that the safetensors library refuses, and
-in addition duplicate names (of which that library silently keeps the last) and dtypes and sizes
+The parser does not trust the file. It refuses everything that the safetensors library refuses. It
+also refuses duplicate names, where that library silently keeps the last one, and dtypes and sizes
 that torch does not support.
 """
 

@@ -23,7 +23,7 @@ Progress = Callable[[int, int, str], None]
 """Called with the bytes written, the total, and the name of the tensor being written."""
 
 _METADATA = {"format": "pt"}
-"""Tells transformers that the tensors are PyTorch tensors."""
+"""transformers reads from this entry that the file holds PyTorch tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ Read = Callable[[int, int], bytes]
 """Reads `length` bytes at `offset`; returns fewer beyond the end of the device."""
 
 SECTOR = 512
-"""Unit of device sizes in /sys, whatever the block size of the device."""
+"""Unit of device sizes in /sys, independent of the block size of the device."""
 
 FROM_START = [
     ("an ext2, ext3 or ext4 file system", 0x438, b"\x53\xef"),
@@ -160,6 +160,19 @@ def filesystem_of(path: str | Path, system: System | None = None) -> str:
     return ""
 
 
+def find_signatures(read: Read, nbytes: int) -> list[str]:
+    """List the known signatures on a device of `nbytes` that `read` gives access to."""
+    found = [name for name, offset, magic in FROM_START if read(offset, len(magic)) == magic]
+    for name, back, magic in FROM_END:
+        if nbytes >= back and read(nbytes - back, len(magic)) == magic:
+            found.append(name)
+    if _has_raid_at_end(read, nbytes):
+        found.append("a Linux RAID member")
+    if _has_zfs(read, nbytes):
+        found.append("a ZFS pool member")
+    return list(dict.fromkeys(found))
+
+
 def _model(number: str, system: System) -> str:
     for name in ("device/model", "../device/model"):
         if model := (system.text(f"sys/dev/block/{number}/{name}") or "").strip():
@@ -213,22 +226,9 @@ def _read_signatures(path: str | Path, nbytes: int) -> list[str]:
 
 
 def _read(fd: int, offset: int, length: int) -> bytes:
-    """Read from a device, starting at a block boundary because 4Kn devices require it."""
+    """Read from a device, starting at a block boundary."""
     first = offset // (4 * KiB) * 4 * KiB
     return os.pread(fd, offset + length - first, first)[offset - first :]
-
-
-def find_signatures(read: Read, nbytes: int) -> list[str]:
-    """List the known signatures on a device of `nbytes` that `read` gives access to."""
-    found = [name for name, offset, magic in FROM_START if read(offset, len(magic)) == magic]
-    for name, back, magic in FROM_END:
-        if nbytes >= back and read(nbytes - back, len(magic)) == magic:
-            found.append(name)
-    if _has_raid_at_end(read, nbytes):
-        found.append("a Linux RAID member")
-    if _has_zfs(read, nbytes):
-        found.append("a ZFS pool member")
-    return list(dict.fromkeys(found))
 
 
 def _has_raid_at_end(read: Read, nbytes: int) -> bool:

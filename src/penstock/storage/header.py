@@ -6,8 +6,8 @@
  16  uuid        16  of the store; the same on all its paths
  32  boot        16  the kernel's boot id
  48  pid         i64 of the owner
- 56  started     u64 when the owner started, in clock ticks since boot: tells it from a later
-                     process with the same pid
+ 56  started     u64 when the owner started, in clock ticks since boot: distinguishes it from
+                     a later process with the same pid
  64  created     u64 nanoseconds since 1970
  72  capacity    u64 bytes of the store over all paths
  80  data_nbytes u64 bytes of data on this path

@@ -1,4 +1,4 @@
-"""Find and remove stores whose runs are over, and tell them from stores in use.
+"""Find and remove stores whose runs are over.
 
 A store's header names the process that created it. The lock on its file decides whether that
 process is alive; the header only helps where locks do not reach, such as a network file system

@@ -150,7 +150,7 @@ class Store:
     def wait_any(
         self, tickets: Iterable[StoreTicket], timeout: float | None = None
     ) -> list[StoreTicket]:
-        """Wait until at least one ticket is done, and return those that are.
+        """Wait until at least one ticket is done, and return all tickets that are done.
 
         The list is empty if the timeout expires first. Failures are not raised.
         """

@@ -1,4 +1,4 @@
-"""Tickets of transfers in flight, and the bookkeeping of which bytes they cover."""
+"""Tickets of transfers in flight, and the ledger of the bytes they cover."""
 
 from __future__ import annotations
 

@@ -1,0 +1,125 @@
+"""Direct files: whole blocks, fallbacks to buffered I/O, and the overlapped writer."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.storage.direct_file import (
+    BLOCK,
+    BUFFER_NBYTES,
+    DirectFile,
+    DirectWriter,
+    is_direct_io_refused,
+)
+from tests.support.disks import direct_directory
+
+NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int = NEW) -> Iterator[DirectFile]:
+    file = DirectFile.open(path, flags)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+def uses_direct_io(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def test_blocks_are_padded_with_zeros_and_read_back(tmp_path: Path) -> None:
+    with opened(direct_directory(tmp_path) / "file") as file:
+        assert file.direct
+        assert uses_direct_io(file.fd)
+        file.write_blocks(BLOCK, b"abc")
+
+        assert file.read_blocks(BLOCK, 5) == b"abc\0\0"
+        assert file.read_blocks(BLOCK, 3 * BLOCK) == b"abc".ljust(BLOCK, b"\0")
+    assert (tmp_path / "file").stat().st_size == 2 * BLOCK
+
+
+def test_a_refused_open_falls_back_to_buffered_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse_after_creating(path: str, flags: int, mode: int = 0o777) -> int:
+        fd = real(path, flags & ~os.O_DIRECT, mode)
+        if flags & os.O_DIRECT:
+            os.close(fd)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return fd
+
+    monkeypatch.setattr(os, "open", refuse_after_creating)
+    with opened(tmp_path / "file") as file:
+        assert not file.direct
+        file.write_blocks(0, b"abc")
+        assert file.read_blocks(0, 3) == b"abc"
+
+
+def test_an_existing_file_is_not_opened_as_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("existing")
+
+    with pytest.raises(FileExistsError), opened(tmp_path / "file"):
+        pass
+
+
+def test_a_refused_first_write_falls_back_to_buffered_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwritev
+
+    def refuse_direct(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if uses_direct_io(fd):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", refuse_direct)
+    with opened(direct_directory(tmp_path) / "file") as file:
+        assert file.direct
+        file.write_blocks(0, b"abc")
+
+        assert not file.direct
+        assert file.read_blocks(0, 3) == b"abc"
+
+
+def test_other_write_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    with opened(direct_directory(tmp_path) / "file") as file:
+        with pytest.raises(OSError, match="Input/output error") as caught:
+            file.write_blocks(0, b"abc")
+        assert file.direct
+    assert not is_direct_io_refused(caught.value)
+
+
+def test_closing_twice_is_harmless(tmp_path: Path) -> None:
+    with opened(tmp_path / "file") as file:
+        file.close()
+    assert file.fd == -1
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK, BUFFER_NBYTES, 3 * BUFFER_NBYTES + BLOCK + 7])
+def test_the_writer_writes_every_byte_and_nothing_else(tmp_path: Path, size: int) -> None:
+    data = os.urandom(size)
+    fd = os.open(tmp_path / "file", NEW)
+    try:
+        with contextlib.closing(DirectWriter(fd)) as writer:
+            for start in range(0, size, 1_000_003):
+                writer.write(memoryview(data)[start : start + 1_000_003])
+            writer.sync()
+    finally:
+        os.close(fd)
+
+    assert (tmp_path / "file").read_bytes() == data
