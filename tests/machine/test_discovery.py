@@ -176,7 +176,7 @@ def test_link_speeds_map_to_generations(text: str | None, generation: int | None
 
 
 class FakeNvml:
-    """A driver with two GPUs, of which the second only answers the query for its name."""
+    """A driver with two GPUs. The second only answers the query for its name."""
 
     NVMLError = RuntimeError
 

@@ -1,4 +1,4 @@
-"""Rates of the optimizer sweep: what is measured, and which rates a plan uses."""
+"""Rates of the optimizer sweep: how they are measured, and which ones a plan uses."""
 
 from __future__ import annotations
 

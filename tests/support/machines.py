@@ -1,4 +1,4 @@
-"""A small machine with every tier, for tests of the deciding rooms."""
+"""A small machine with every tier, for tests of planning."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def machine(
     link: float = 25e9,
     flops: float = 50e12,
 ) -> Machine:
+    """Return a machine with a GPU, a DRAM node, `cards` CXL nodes and a disk of these speeds."""
+
     def node(id: int, kind: str, speed: float) -> MemoryNode:
         rates = (
             MemoryRate(operation="copy", bytes_per_second=rate(speed / 2)),

@@ -1,11 +1,11 @@
-"""Models by their public sizes, without transformers: what the deciding rooms need of them."""
+"""Inventories of models with their public sizes, without transformers, for tests of planning."""
 
 from __future__ import annotations
 
 from penstock.model.inventory import Block, Inventory, TensorSpec
 from penstock.plan.workload import Workload, default_numerics
 
-# hidden, inside the MLP, layers, query width, key and value width (one of them), vocabulary, tied
+# hidden size, MLP size, layers, query width, key width (equal to the value width), vocabulary, tied
 SIZES = {
     "llama-3.1-8b": (4096, 14336, 32, 4096, 1024, 128256, False),
     "llama-3.1-70b": (8192, 28672, 80, 8192, 1024, 128256, False),
@@ -19,12 +19,15 @@ SIZES = {
 
 
 def model(name: str) -> Inventory:
+    """Return the inventory of one of the models in `SIZES`."""
     return llama(name, *SIZES[name])
 
 
 def llama(
     name: str, hidden: int, mlp: int, layers: int, query: int, kv: int, vocabulary: int, tied: bool
 ) -> Inventory:
+    """Return the inventory of a Llama-like model."""
+
     def tensor(at: str, *shape: int) -> TensorSpec:
         return TensorSpec(name=at, shape=shape)
 
@@ -75,6 +78,7 @@ def llama(
 
 
 def work(inventory: Inventory, context: int, batch: int, **more: object) -> Workload:
+    """Return a workload with the default numerics for the model."""
     micro_batch = more.pop("micro_batch", None)
     numerics = default_numerics(
         inventory,

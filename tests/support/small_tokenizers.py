@@ -1,4 +1,4 @@
-"""A real byte-level BPE tokenizer, trained in memory in a moment, and chat templates for it."""
+"""A small byte-level BPE tokenizer that is trained in memory, and chat templates for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Turns between tokens of their own, not marked."""
+"""Turns are enclosed in special tokens and not marked."""
 
 MARKED = (
     "{% for message in messages %}"
@@ -32,13 +32,13 @@ MARKED = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The same text, with the assistant's turns marked."""
+"""Renders the same text as PLAIN, with the assistant's turns marked."""
 
 OPEN_ENDED = MARKED.replace(
     "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}",
     "{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
 )
-"""Marks that leave the end of the turn out."""
+"""The marks exclude the end of the turn."""
 
 THINKING = (
     "{% for message in messages %}"
@@ -49,7 +49,7 @@ THINKING = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Writes the last turn with an empty place for thoughts, and those before it without."""
+"""Renders only the last turn with an empty block for reasoning."""
 
 FORGETFUL = (
     "{% for message in messages %}"
@@ -59,10 +59,10 @@ FORGETFUL = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Leaves out all of the assistant's turns but the last: no prefix of itself."""
+"""Omits all assistant turns but the last, so that partial chats are not prefixes."""
 
-NO_INVITATION = PLAIN.replace("<|im_start|>assistant\n", "<|im_start|>assistant<think>\n")
-"""Invites the assistant in other words than those its turns begin with."""
+OTHER_GENERATION_PROMPT = PLAIN.replace("<|im_start|>assistant\n", "<|im_start|>assistant<think>\n")
+"""The generation prompt differs from the start of the assistant's turns."""
 
 PROSE = (
     "{% for message in messages %}"
@@ -70,11 +70,11 @@ PROSE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-"""No special tokens: borders fall inside what the tokenizer would merge."""
+"""Has no special tokens, so that borders are inside text that the tokenizer would merge."""
 
 
 @functools.cache
-def _trained(vocabulary: int) -> str:
+def _train_tokenizer(vocabulary: int) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -89,9 +89,9 @@ def _trained(vocabulary: int) -> str:
 
 
 def small_tokenizer(template: str | None = PLAIN, *, vocabulary: int = 400, **options: Any) -> Any:
-    """The tokenizer, as transformers would load it."""
+    """Return the tokenizer as transformers would load it."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_trained(vocabulary)),
+        tokenizer_object=Tokenizer.from_str(_train_tokenizer(vocabulary)),
         **{"eos_token": "<|end|>", "pad_token": "<|pad|>", **options},
     )
     tokenizer.chat_template = template

@@ -1,4 +1,4 @@
-"""A machine of three nodes that is not here, and a native core that takes nothing from it."""
+"""A simulated machine with three nodes, and a stub of the native core that allocates nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POOL = "hugepages/hugepages-2048kB/free_hugepages"
 
 
 class StandIn:
-    """What is asked of the native core, and whatever failure a test sets."""
+    """Records calls of the native core, and raises the failure that a test sets."""
 
     asked: ClassVar[list[dict[str, object]]]
     failure: ClassVar[Exception | None]
@@ -41,7 +41,7 @@ class StandIn:
 def machine(
     root: Path, changes: dict[str, str] | None = None, *, free: dict[int, int] | None = None
 ) -> System:
-    """Nodes 0, 1 and 2, with `free` bytes on some of them."""
+    """Return a machine with nodes 0, 1 and 2, and `free` bytes on some of them."""
     files = dict(changes or {})
     for node, nbytes in (free or {}).items():
         text = f"Node {node} MemTotal: 4194304 kB\nNode {node} MemFree: {nbytes // 1024} kB"
@@ -50,7 +50,7 @@ def machine(
 
 
 def group_limit(left: int) -> dict[str, str]:
-    """A control group of 512 MiB with `left` bytes of it left."""
+    """Return the files of a control group of 512 MiB with `left` bytes left."""
     return {
         "proc/self/cgroup": "0::/",
         "sys/fs/cgroup/memory.max": str(512 * MiB),
@@ -59,6 +59,6 @@ def group_limit(left: int) -> dict[str, str]:
 
 
 def pools(free: dict[int, int]) -> dict[str, str]:
-    """Reserved huge pages that are free, per node."""
+    """Return the files for free reserved huge pages on each node."""
     files = {f"{NODE_DIR}/node{node}/{POOL}": str(pages) for node, pages in free.items()}
     return {**files, f"sys/kernel/mm/{POOL}": str(sum(free.values()))}

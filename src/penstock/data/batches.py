@@ -32,7 +32,7 @@ _Row = npt.NDArray[np.int64]
 
 
 class Packed:
-    """Rows of equal length, each of which contains whole documents and padding."""
+    """Rows of equal length. Each row contains whole documents and padding."""
 
     def __init__(
         self, cache: Cache, rows: Rows, context: int, *, pad: int, identity: Mapping[str, Any]

@@ -67,7 +67,7 @@ class Encoding:
 
 
 def encode(items: Sequence[Item], tokens: Tokens) -> Encoding:
-    """Encode items in order, and collect the problems of those that are invalid."""
+    """Encode items in order, and collect the problems of invalid ones."""
     rendered, locations, problems = [], [], []
     for item in items:
         try:

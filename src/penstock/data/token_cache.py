@@ -50,7 +50,7 @@ CHUNK_ITEMS = 4096
 """Maximum number of items in a chunk."""
 
 OnProgress = Callable[[int, int, str], None]
-"""Called with the bytes done, the total, and what is being done. A total of 0 means a message."""
+"""Called with the bytes done, the total, and a description. A total of 0 means a message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

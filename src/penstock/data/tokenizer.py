@@ -16,7 +16,7 @@ FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "tekken.json"),
 )
-"""Files of which a directory with a tokenizer contains at least one."""
+"""Tokenizer files. A directory with a tokenizer contains at least one of them."""
 
 
 def load_tokenizer(

@@ -29,13 +29,13 @@ class Finding:
     """`ok`; `note`: little or no effect; `warn`: costs speed or memory; `bad`: a feature fails."""
 
     found: str
-    """What the check found, with numbers."""
+    """Result of the check, with numbers."""
 
     why: str = ""
     """Consequence for Penstock."""
 
     fix: str = ""
-    """What to do, with commands in backticks."""
+    """Instructions, with commands in backticks."""
 
     def __post_init__(self) -> None:
         assert self.status == "ok" or (self.why and self.fix), (

@@ -169,7 +169,7 @@ def decode_second(code: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def read_moment(state: Mapping[str, torch.Tensor], name: str, *, second: bool) -> torch.Tensor:
-    """Return the moment `name` of a state as flat fp32, whatever its format."""
+    """Return the moment `name` of a state in any format as flat fp32."""
     if f"{name}_code" not in state:
         return state[name].reshape(-1).float()
     decode = decode_second if second else decode_first

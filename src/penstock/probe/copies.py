@@ -90,7 +90,7 @@ def plan(gpus: Sequence[int], host_bytes: int, *, quick: bool) -> list[list[Copy
 def probe_group(
     node: int, group: Sequence[Copy], copier: Copier, effort: Effort, progress: Progress
 ) -> Iterator[Transfer]:
-    """Measure a group of copies, and yield those that could be measured."""
+    """Measure a group of copies, and yield the results."""
     for copy in group:
         what = f"node {node} and {copy}"
         figure = progress.measure(what, partial(_rate, copier, copy, effort))

@@ -16,7 +16,7 @@ from penstock.machine.machine import Figure
 T = TypeVar("T")
 
 OnProgress = Callable[[int, int, str], None]
-"""Called with the number of figures done, the total, and what is being measured now."""
+"""Called with the number of figures done, the total, and the current figure."""
 
 Run = Callable[[int], float]
 """Performs an amount of work (bytes to move, hops to make) and returns the seconds it took."""
@@ -135,6 +135,6 @@ class Progress:
             return None
 
     def say(self, what: str) -> None:
-        """Report what is being measured now."""
+        """Report the current figure."""
         if self._on_progress is not None:
             self._on_progress(self.done, self.total, what)

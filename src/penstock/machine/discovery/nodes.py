@@ -16,7 +16,7 @@ _TIERS = "sys/devices/virtual/memory_tiering"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What the kernel reports about a node that helps to classify it."""
+    """Properties of a node, reported by the kernel, that decide its kind."""
 
     has_cpus: bool
     """Whether the node has CPUs."""

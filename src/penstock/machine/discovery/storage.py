@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.machine.machine import StoragePath
 from penstock.machine.sysfs import System
 
-_SECTOR = 512  # the kernel counts device sizes in 512-byte sectors, whatever the block size
+_SECTOR = 512  # device sizes are in sectors of 512 bytes, regardless of the block size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
