@@ -86,9 +86,9 @@ def seconds(work: Callable[[], object]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000)
-    begin.record_event()
+    begin.record()
     work()
-    end.record_event()
+    end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
 
