@@ -108,7 +108,7 @@ def test_explain_shows_one_block(penstock: Callable[..., Result]) -> None:
 
     assert "transformer.h.3: 7,087,872 parameters" in done.output
     assert "backward" in done.output
-    assert "peak memory in" in done.output
+    assert "peak memory during" in done.output
 
 
 def test_vary_draws_a_curve(

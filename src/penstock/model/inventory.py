@@ -63,8 +63,8 @@ class Block:
     the embedding's table."""
 
     matmul_elements: int = 0
-    """Number of weights that each token is multiplied with, including borrowed ones. Of experts,
-    only the active ones count."""
+    """Number of weights that each token is multiplied with, including borrowed ones. Only
+    active experts count."""
 
     query_width: int = 0
     """Number of query heads times the head size; 0 without attention."""

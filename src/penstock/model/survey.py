@@ -232,7 +232,7 @@ def _experts(config: Any) -> int:
 def _active_elements(name: str, tensor: Any, config: Any) -> int:
     """Return how many of a tensor's weights each token is multiplied with.
 
-    Of experts, only the chosen ones count.
+    Only the experts that are active for a token count.
     """
     if tensor.dim() < 2:
         return 0

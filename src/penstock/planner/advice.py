@@ -16,7 +16,7 @@ from penstock.tiers import Tier
 from penstock.units import GiB
 
 WORTH = 1.03
-"""Smallest speedup to report. The cost model cannot tell smaller differences."""
+"""Smallest speedup to report. Smaller differences are within the error of the cost model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ def _ideas(what_if: WhatIf) -> Iterator[Advice]:
         result = what_if.replan(**changes)
         if result is not None:
             speedup = result.cost.tokens_per_second / now
-            yield Advice(what=what, speedup=speedup, gain=f"{speedup:.2f} x")
+            yield Advice(what=what, speedup=speedup, gain=f"{speedup:.2f}x")
 
 
 def _changes(what_if: WhatIf) -> Iterator[tuple[str, dict[str, object]]]:

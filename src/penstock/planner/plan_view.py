@@ -15,7 +15,7 @@ from penstock.plan.placement import Share
 from penstock.plan.plan import Plan
 from penstock.planner import PlanResult
 from penstock.planner.cost import Cost
-from penstock.planner.resource_names import ROLE_NAMES, bound_by, long_name
+from penstock.planner.resource_names import ROLE_NAMES, VERB_NAMES, bound_by, long_name
 from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds
 
@@ -210,14 +210,15 @@ def explain(result: PlanResult, inventory: Inventory, name: str) -> RenderableTy
     homes = Table("role", "size", "stored in", box=None, pad_edge=False)
     for home in at.homes:
         places = [f"{_place(share)} {format_bytes(share.nbytes)}" for share in home.shares]
-        homes.add_row(home.role, format_bytes(home.nbytes), ", ".join(places))
+        homes.add_row(ROLE_NAMES[home.role], format_bytes(home.nbytes), ", ".join(places))
     times = Table("start", "end", "operation", "roles", box=None, pad_edge=False)
     for operation, span in zip(result.cost.schedule.operations, result.cost.spans, strict=True):
         if operation.block == index and span.end > span.start:
             piece = f" (piece {operation.piece + 1})" if operation.piece is not None else ""
             start = format_seconds(span.start) if span.start else "0"
-            roles = ", ".join(operation.roles)
-            times.add_row(start, format_seconds(span.end), f"{operation.verb}{piece}", roles)
+            verb = VERB_NAMES.get(operation.verb, operation.verb)
+            roles = ", ".join(ROLE_NAMES[role] for role in operation.roles)
+            times.add_row(start, format_seconds(span.end), f"{verb}{piece}", roles)
     updated = {"cpu": "updated by the CPU", "gpu": "updated on the GPU", "none": "frozen"}
     title = f"{name}: {block.parameters():,} parameters, {updated[at.sweep]}"
     return Group(Text(title, style="bold"), homes, Text(), times, Text(), phase_table(result))
@@ -226,9 +227,9 @@ def explain(result: PlanResult, inventory: Inventory, name: str) -> RenderableTy
 def phase_table(result: PlanResult) -> Table:
     """Return the most memory in use during each phase of the step."""
     used = [tier for tier in Tier if result.plan.peak(tier)]
-    table = Table("peak memory in", *(tier.value for tier in used), box=None, pad_edge=False)
+    table = Table("peak memory during", *(tier.value for tier in used), box=None, pad_edge=False)
     for phase, most in result.peaks.items():
-        table.add_row(phase, *(format_bytes(most[tier]) for tier in used))
+        table.add_row(VERB_NAMES.get(phase, phase), *(format_bytes(most[tier]) for tier in used))
     return table
 
 

@@ -27,6 +27,9 @@ ROLE_NAMES = {
 }
 """Names of roles in tables for people."""
 
+VERB_NAMES = {"sweep": "optimizer sweep", "drain": "offload"}
+"""Names of operations and phases in tables for people, if they differ from the schedule's."""
+
 
 def short_name(resource: str) -> str:
     """Return the name for programs: `gpu`, `host`, `sweep`, `pcie`, `memory` or `nvme`."""

@@ -49,10 +49,10 @@ class SearchEffort:
 
 
 THOROUGH = SearchEffort()
-"""For plans."""
+"""The effort for a plan that will be used."""
 
 QUICK = SearchEffort(seeds=8, starts=1, moves=12, orders=3, rounds=1)
-"""For what-if questions, which are many."""
+"""The effort for what-if questions, which need many plans."""
 
 CLOSE = 0.005
 """Within this fraction of compute time, stop searching: no plan can be faster than compute."""
