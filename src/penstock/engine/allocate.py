@@ -151,6 +151,8 @@ def allocate(
     if plan.placement.rounds > 1 and not inventory.may_have_rounds:
         raise PlanError("placement.rounds", "must be 1 for a model with tied embeddings")
     _check_pool_sizes(plan, programs)
+    # Before anything is allocated: torch then fails instead of exceeding the plan's HBM, and the C
+    # library gives large freed blocks back instead of letting the heap outgrow the plan's DRAM.
     device.limit_memory(plan.allocator_nbytes)
     return_freed_memory()
     tiers = TierMemory(plan, inventory, device, store)

@@ -106,6 +106,7 @@ class Computer:
             hidden.start_round()
         self._bind_weights(op.block)
         for index, micro in enumerate(step.rounds[op.round]):
+            # Only the block's input is saved; backward recomputes the block from it.
             with torch.no_grad():
                 out = self._output(step, op.block, index, micro)
             slot, previous = hidden.next_slot(op.block + 1, index)
@@ -117,6 +118,7 @@ class Computer:
                     self._wait_until_offloaded(step, op.round, previous)
                 into = hidden.slot(slot, *micro.shape)
             into.copy_(out)
+            # The offload lane reads `hidden_slots` after it has seen this ticket.
             step.tickets.post((at, index), self._device.record())
         if op.block == self._head - 1:
             hidden.start_backward(len(step.rounds[op.round]))
@@ -127,6 +129,7 @@ class Computer:
     def _output(self, step: StepState, block: int, index: int, micro: MicroBatch) -> torch.Tensor:
         self._seed_dropout(step, block, micro)
         if block == 0:
+            # The arguments of all layers, rotary embeddings for example, come with the embedding.
             hidden, micro.calls = self._body.embed(micro)
             return hidden
         slot = self._memory.hidden.slot_of(block, index)
@@ -182,11 +185,12 @@ class Computer:
             if fetch is not None:
                 step.tickets.order_after((fetch, index), self._device)
                 slot = step.use_activation_slot(op.round)
-                if index == 0:
+                if index == 0:  # the operation begins when its first activation has arrived
                     step.started[at] = self._device.record()
             out, source = self._recompute(step, op.block, index, micro, slot)
             gradient = hidden.slot(hidden.gradient_slot(index), *micro.shape)
             input_gradient = differentiate(out, gradient, source, parameters, sums.add)
+            # The gradient of the block's output makes room for that of its input, in the same slot.
             if input_gradient is not None:
                 gradient.copy_(input_gradient)
             del out, source, input_gradient  # before the next micro-batch allocates its own

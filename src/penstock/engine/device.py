@@ -161,6 +161,7 @@ class CudaDevice:
         if name not in self._streams:
             make: Any = torch.cuda.Stream
             self._streams[name] = make(self.torch_device)
+        # Torch's current device and stream are per thread, so every lane's thread sets its own.
         with torch.cuda.device(self.torch_device), torch.cuda.stream(self._streams[name]):
             yield
 

@@ -296,6 +296,7 @@ class Engine:
         clip = self.workload.clip
         scale = unscale if clip is None else unscale * clip_scale(self.grad_norm, clip)
         self.steps += 1
+        # The sweeps multiply gradients by `scale`, so clipping costs no pass of its own.
         self._pending = PendingUpdate(
             "adamw",
             self.optimizer.coefficients(self.steps, scale),

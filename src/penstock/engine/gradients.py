@@ -97,6 +97,7 @@ class GradientSums:
         """Add one micro-batch's, or one chunk's, gradient of a tensor."""
         total = self._open[self._owner[name]]
         if name in total.untouched:
+            # A copy instead of a sum saves the pass that would set the buffer to zero.
             total.untouched.discard(name)
             total.views[name].copy_(gradient)
         else:
@@ -109,7 +110,7 @@ class GradientSums:
         is; once it is the `last`, it is rounded in place to values that 16 bits can hold.
         """
         total = self._open.pop(block)
-        for name in total.untouched:
+        for name in total.untouched:  # parameters that no micro-batch used
             total.views[name].zero_()
         tensors = [t for t in self._inventory.blocks[block].tensors if t.trainable]
         if into is not None:

@@ -67,19 +67,23 @@ class Runner:
         self._current = step
         notify_started(step)
         device = self._memory.device
-        device.synchronize()  # writes between steps are on no lane that this step waits for
+        # Writes between steps are on no lane that this step waits for. With nothing running, the
+        # clocks of host and device also agree at the origin (`Device.seconds_between`).
+        device.synchronize()
         step.origin = device.record()
         idle = [self._lanes[name].start(todo, step.tickets) for name, todo in jobs.items() if todo]
         try:
             with device.lane("compute"):
                 self._compute(step)
         except BaseException as error:
-            step.tickets.fail(error)
+            step.tickets.fail(error)  # which also ends the lanes
+        # First the threads, since a lane that is not idle may still issue work; then their work.
         for event in idle:
             self._wait_despite_interrupt(step, partial(_wait_for_event, event))
         self._settle(step)
         if step.tickets.failed is not None:
             self._clean_up(step)
+        # Nothing uses a buffer from here on.
         self._current = None
         notify_finished(self._memory, step)
         if step.tickets.failed is not None:
@@ -212,9 +216,9 @@ class Lane:
                             break
                         job()
             except StoppedError:
-                pass
+                pass  # the failure of another thread, which is on the board
             except BaseException as error:
-                tickets.fail(error)
+                tickets.fail(error)  # `Runner.run` raises it in the caller's thread
             idle.set()
 
 

@@ -129,7 +129,7 @@ class WeightStreamer:
         self._next_slot = (slot + 1) % len(self._slots)
         last_use = self._last_use[slot]
         with self.device.lane("fetch"):
-            if last_use is not None:
+            if last_use is not None:  # overwrite the slot only after its last reader
                 self.device.order_after(last_use)
             self._fetched[block] = self._copy_block(block, self._slots[slot])
 
