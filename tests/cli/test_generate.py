@@ -13,7 +13,7 @@ import torch
 from penstock.cli import main
 from penstock.data import load_tokenizer
 from tests.equivalence.compiled import compile_by, graphs
-from tests.kv.generating import alone
+from tests.kv.tiny_generators import reference_tokens
 from tests.support.engines import plain_model, tiny_config
 from tests.support.small_tokenizers import MARKED, small_tokenizer
 
@@ -54,7 +54,7 @@ def expected(model: Path, text: str) -> str:
     tokenizer = load_tokenizer(model)
     make: Any = transformers.AutoModelForCausalLM
     loaded = make.from_pretrained(model).eval()
-    return str(tokenizer.decode(alone(loaded, tokenizer(text)["input_ids"], 6)))
+    return str(tokenizer.decode(reference_tokens(loaded, tokenizer(text)["input_ids"], 6)))
 
 
 def write(path: Path, *lines: object) -> str:

@@ -1,7 +1,7 @@
-"""Attention over rows of different lengths: every way to compute it gives the plain one's result.
+"""Attention over rows of different lengths: every implementation gives exact attention.
 
-The flash kernel runs on GPUs only. Its one call is stood in for by plain torch that keeps its
-contract, so that what is handed to it (views, starts, lengths, windows) is tested without one.
+The flash kernel runs on GPUs only. Here plain torch with the same contract replaces its one call,
+so that its arguments (views, starts, lengths, windows) are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ HEADS, SHARED, HEAD, SLOT = 4, 2, 8, 40
 LAYERS = 3
 
 
-def rows_of(count: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-    """Keys and values of one layer in the cache's layout, NaN where nothing was written."""
-    drawn = torch.Generator().manual_seed(7)
-    data = torch.randn(count, SLOT, LAYERS, 2, SHARED, HEAD, generator=drawn)
+def make_rows(count: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    """Make keys and values of all layers in the cache's layout."""
+    generator = torch.Generator().manual_seed(7)
+    data = torch.randn(count, SLOT, LAYERS, 2, SHARED, HEAD, generator=generator)
     return data.to(device, dtype)
 
 
-def plain(
+def exact_attention(
     query: torch.Tensor, data: torch.Tensor, lengths: list[int], window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """By the definition, query by query."""
+    """Compute attention by its definition, query by query."""
     count, heads, new, head = query.shape
     out = torch.empty(count, new, heads, head, dtype=torch.float64)
     for row, length in enumerate(lengths):
@@ -54,8 +54,8 @@ def views(data: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def attend(data: torch.Tensor, lengths: list[int], new: int, **more: Any) -> Any:
-    drawn = torch.Generator().manual_seed(11)
-    query = torch.randn(len(lengths), HEADS, new, HEAD, generator=drawn).to(data)
+    generator = torch.Generator().manual_seed(11)
+    query = torch.randn(len(lengths), HEADS, new, HEAD, generator=generator).to(data)
     for row, length in enumerate(lengths):
         data[row, length + new :] = float("nan")  # nothing was written there
     keys, values = views(data, max(lengths) + new)
@@ -80,8 +80,8 @@ CASES = [
 
 
 @pytest.fixture
-def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """The kernel's contract, in plain torch; filled with whether rows were ragged."""
+def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Replace the flash kernel by plain torch; record for each call whether rows were ragged."""
     calls: list[bool] = []
 
     def kernel(
@@ -99,7 +99,7 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             parts = (  # type: ignore[assignment]
                 (query[q : q + sizes[0]], key[k : k + n], value[k : k + n]) for q, k, n in spans
             )
-        found = [_one(*part, causal, left, scaling) for part in parts]
+        found = [_attend_row(*part, causal, left, scaling) for part in parts]
         return torch.stack(found) if queries is None else torch.cat(found)
 
     monkeypatch.setattr(attention, "flash_forward", kernel)
@@ -107,7 +107,7 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return calls
 
 
-def _one(
+def _attend_row(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, left: int,
     scaling: float | None,
 ) -> torch.Tensor:  # fmt: skip
@@ -125,20 +125,20 @@ def _one(
 
 @pytest.mark.parametrize("window", [None, 4, 100])
 @pytest.mark.parametrize(("lengths", "new"), CASES)
-def test_flash_is_told_the_right_rows(
-    lengths: list[int], new: int, window: int | None, stood_in: list[bool]
+def test_flash_gets_the_right_rows(
+    lengths: list[int], new: int, window: int | None, flash_calls: list[bool]
 ) -> None:
-    data = rows_of(len(lengths))
+    data = make_rows(len(lengths))
     query, found = attend(data, lengths, new, sliding_window=window)
 
-    torch.testing.assert_close(found, plain(query, data, lengths, window, None).float())
+    torch.testing.assert_close(found, exact_attention(query, data, lengths, window, None).float())
     ragged = len(set(lengths)) > 1
-    assert stood_in == [ragged] or (lengths[0] == 0 and not ragged)
+    assert flash_calls == [ragged] or (lengths[0] == 0 and not ragged)
 
 
 @pytest.fixture
-def in_parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """cuDNN's contract, in plain torch; filled with the keys of each call, and whether causal."""
+def cudnn_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Replace cuDNN by plain torch; record the number of keys of each call, and whether causal."""
     calls: list[tuple[int, bool]] = []
 
     def part(
@@ -160,24 +160,24 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 @pytest.mark.parametrize("window", [None, 4, 100])
 @pytest.mark.parametrize(("lengths", "new"), CASES)
-def test_a_chunk_is_joined_with_what_was_before(
+def test_a_later_chunk_is_computed_in_two_parts(
     lengths: list[int], new: int, window: int | None,
-    stood_in: list[bool], in_parts: list[tuple[int, bool]],
+    flash_calls: list[bool], cudnn_calls: list[tuple[int, bool]],
 ) -> None:  # fmt: skip
-    data = rows_of(len(lengths))
+    data = make_rows(len(lengths))
     query, found = attend(data, lengths, new, sliding_window=window)
 
-    torch.testing.assert_close(found, plain(query, data, lengths, window, None).float())
+    torch.testing.assert_close(found, exact_attention(query, data, lengths, window, None).float())
     even = len(set(lengths)) == 1
     if even and lengths[0] > 0 and new > 1 and window != 4:
-        assert in_parts == [(lengths[0], False), (new, True)]
-        assert not stood_in
+        assert cudnn_calls == [(lengths[0], False), (new, True)]
+        assert not flash_calls
     else:
-        assert not in_parts
+        assert not cudnn_calls
 
 
-def test_if_cudnn_refuses_flash_goes_on(
-    stood_in: list[bool], monkeypatch: pytest.MonkeyPatch
+def test_flash_replaces_cudnn_after_a_failure(
+    flash_calls: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> attention.AttentionPart:
         raise RuntimeError("no execution plans support the graph")
@@ -185,37 +185,47 @@ def test_if_cudnn_refuses_flash_goes_on(
     monkeypatch.setattr(attention, "cudnn_part", refuse)
     monkeypatch.setattr(attention, "_cudnn_failures", set())
     monkeypatch.setattr(attention, "cudnn_fits", lambda _: not attention._cudnn_failures)
-    data = rows_of(1)
+    data = make_rows(1)
     with pytest.warns(KvWarning, match="no execution plans"):
         query, found = attend(data, [5], 7)
 
-    torch.testing.assert_close(found, plain(query, data, [5], None, None).float())
-    attend(data, [5], 7)  # and is not asked again
-    assert stood_in == [False, False]
+    torch.testing.assert_close(found, exact_attention(query, data, [5], None, None).float())
+    attend(data, [5], 7)  # cuDNN is not tried again
+    assert flash_calls == [False, False]
 
 
-def test_out_of_memory_is_no_refusal(stood_in: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_does_not_disable_cudnn(
+    flash_calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **__: object) -> attention.AttentionPart:
-        raise torch.OutOfMemoryError("there is none")
+        raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(attention, "cudnn_part", full)
     monkeypatch.setattr(attention, "cudnn_fits", lambda _: True)
     with pytest.raises(torch.OutOfMemoryError):
-        attend(rows_of(1), [5], 7)
+        attend(make_rows(1), [5], 7)
     assert not attention._cudnn_failures
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 3])
-def test_cudnn_joins_chunks_on_a_gpu(rows: int) -> None:
-    """Strided as in the cache, and as flash finds it."""
-    drawn = torch.Generator("cuda").manual_seed(3)
+def test_cudnn_gives_exact_attention_in_two_parts(rows: int) -> None:
+    """Keys are strided as in the cache; the result is that of attention row by row."""
+    generator = torch.Generator("cuda").manual_seed(3)
     held, new = 1536, 1024
     data = torch.randn(
-        rows, held + new + 64, 2, 2, 8, 128, generator=drawn, device="cuda", dtype=torch.bfloat16
+        rows,
+        held + new + 64,
+        2,
+        2,
+        8,
+        128,
+        generator=generator,
+        device="cuda",
+        dtype=torch.bfloat16,
     )
     query = torch.randn(
-        rows, new, 32, 128, generator=drawn, device="cuda", dtype=torch.bfloat16
+        rows, new, 32, 128, generator=generator, device="cuda", dtype=torch.bfloat16
     ).transpose(1, 2)
     keys, values = (data[:, :, 1, at].transpose(1, 2) for at in (0, 1))
     assert attention.cudnn_fits(query)
@@ -231,32 +241,36 @@ def test_cudnn_joins_chunks_on_a_gpu(rows: int) -> None:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("lengths", "new"), CASES)
-def test_rows_on_their_own_see_what_they_should(
+def test_attention_row_by_row_is_exact(
     lengths: list[int], new: int, window: int | None, softcap: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(attention, "BAND", 3)  # several bands, the last one shorter
-    data = rows_of(len(lengths))
+    data = make_rows(len(lengths))
     query, found = attend(data, lengths, new, sliding_window=window, softcap=softcap)
 
-    torch.testing.assert_close(found, plain(query, data, lengths, window, softcap).float())
+    torch.testing.assert_close(
+        found, exact_attention(query, data, lengths, window, softcap).float()
+    )
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    data = rows_of(3)
+def test_a_row_does_not_depend_on_other_rows() -> None:
+    data = make_rows(3)
     _, together = attend(data.clone(), [3, 20, 11], 2)
     _, alone = attend(data[:1].clone(), [3], 2)
 
     assert torch.equal(together[:1], alone)
 
 
-def test_views_are_not_copied(stood_in: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    data, seen = rows_of(2), []
-    standing = attention.flash_forward
+def test_keys_and_values_are_not_copied(
+    flash_calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, seen = make_rows(2), []
+    original = attention.flash_forward
 
     def watched(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
         seen.extend([key, value])
-        return standing(query, key, value, *rest, **more)
+        return original(query, key, value, *rest, **more)
 
     monkeypatch.setattr(attention, "flash_forward", watched)
     attend(data, [9, 4], 1)
@@ -270,13 +284,12 @@ def test_views_are_not_copied(stood_in: list[bool], monkeypatch: pytest.MonkeyPa
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("lengths", "new"), CASES)
-def test_the_flash_kernel_keeps_its_contract(
+def test_the_flash_kernel_gives_exact_attention(
     lengths: list[int], new: int, window: int | None
 ) -> None:
-    """bf16 has eight bits: results differ from the exact ones by their rounding, and by that of the
-    weights inside the kernel."""
-    data = rows_of(len(lengths), "cuda", torch.bfloat16)
+    """bf16 has eight bits: results are rounded, and so are the weights inside the kernel."""
+    data = make_rows(len(lengths), "cuda", torch.bfloat16)
     query, found = attend(data, lengths, new, sliding_window=window)
 
-    exact = plain(query.cpu(), data.cpu(), lengths, window, None)
+    exact = exact_attention(query.cpu(), data.cpu(), lengths, window, None)
     torch.testing.assert_close(found.cpu().double(), exact, atol=2e-2, rtol=2e-2)

@@ -1,4 +1,4 @@
-"""Layers compiled for passes of one token: same tokens, and compiled once whatever the rows."""
+"""Compiled decode layers give the same tokens, and are compiled once for any number of rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.generate.generator import Generator
 from penstock.generate.graphs import make_decoder
 from penstock.kv.errors import KvWarning
 from tests.equivalence.compiled import breaks, compile_by, graphs
-from tests.kv.generating import alone, model_of, prompts_of, run
+from tests.kv.tiny_generators import random_prompts, reference_tokens, run, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,97 +33,97 @@ known: Any = transformers
 CHOSEN = ("llama", "qwen3", "mistral", "gemma2", "gemma3")
 
 
-def compiling(model: Any, max_batch: int = 3, *, graphs: bool | None = True) -> Generator:
+def compiled_generator(model: Any, max_batch: int = 3, *, graphs: bool | None = True) -> Generator:
     return Generator(
         model, budget="64MiB", max_batch=max_batch, prefill_chunk=16, graphs=graphs, compiled=True
     )  # fmt: skip
 
 
-def kinds(family: str) -> int:
+def count_kinds(family: str) -> int:
     return 2 if family in ("gemma2", "gemma3") else 1
 
 
 @pytest.mark.parametrize("family", CHOSEN)
-def test_tokens_are_those_of_a_dynamic_cache_alone(
+def test_tokens_equal_those_of_a_dynamic_cache(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_by("aot_eager", monkeypatch)
-    model, prompts = model_of(family), prompts_of(LENGTHS)
-    expected = [alone(model, prompt, 20) for prompt in prompts]
+    model, prompts = tiny_model(family), random_prompts(LENGTHS)
+    expected = [reference_tokens(model, prompt, 20) for prompt in prompts]
 
-    with compiling(model) as generator:
+    with compiled_generator(model) as generator:
         assert run(generator, prompts, 20) == expected
 
-    # Once for one row, once for any other number of them.
-    assert graphs() == 2 * kinds(family)
+    # Once for one row, and once for any other number of rows.
+    assert graphs() == 2 * count_kinds(family)
     assert breaks() == {}
 
 
-def test_another_cache_and_more_rows_need_no_more_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_cache_or_more_rows_are_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_by("aot_eager", monkeypatch)
-    model, prompts = model_of("llama"), prompts_of((9, 3, 21, 14, 30, 5, 11))
-    expected = [alone(model, prompt, 12) for prompt in prompts]
+    model, prompts = tiny_model("llama"), random_prompts((9, 3, 21, 14, 30, 5, 11))
+    expected = [reference_tokens(model, prompt, 12) for prompt in prompts]
     layers = CompiledDecodeLayers(model)
     monkeypatch.setattr(compiled_layers, "CompiledDecodeLayers", lambda _: layers)
 
     for most in (2, 5, 7):
-        with compiling(model, most) as generator:
+        with compiled_generator(model, most) as generator:
             assert run(generator, prompts, 12) == expected
 
     assert graphs() == 2
 
 
-def test_without_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_equal_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_by("aot_eager", monkeypatch)
-    model, prompts = model_of("llama"), prompts_of(LENGTHS)
-    expected = [alone(model, prompt, 8) for prompt in prompts]
+    model, prompts = tiny_model("llama"), random_prompts(LENGTHS)
+    expected = [reference_tokens(model, prompt, 8) for prompt in prompts]
 
-    with compiling(model, graphs=False) as generator:
+    with compiled_generator(model, graphs=False) as generator:
         assert run(generator, prompts, 8) == expected
 
     assert graphs() == 2
 
 
-def test_code_of_the_usual_compiler_gives_the_same_tokens() -> None:
-    model, prompts = model_of("llama"), prompts_of((17, 9))
-    expected = [alone(model, prompt, 12) for prompt in prompts]
+def test_the_default_compiler_gives_the_same_tokens() -> None:
+    model, prompts = tiny_model("llama"), random_prompts((17, 9))
+    expected = [reference_tokens(model, prompt, 12) for prompt in prompts]
 
-    with compiling(model) as generator:
+    with compiled_generator(model) as generator:
         assert run(generator, prompts, 12) == expected
 
 
-def test_the_model_is_as_before_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_unchanged_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_by("aot_eager", monkeypatch)
-    model = model_of("llama")
+    model = tiny_model("llama")
 
-    with compiling(model) as generator:
-        run(generator, prompts_of((9,)), 4)
+    with compiled_generator(model) as generator:
+        run(generator, random_prompts((9,)), 4)
 
         assert not any("forward" in vars(layer) for layer in find_layers(model))
         assert not any(each.is_meta for each in model.parameters())
 
 
-def test_a_forward_that_others_put_there_later_comes_back() -> None:
-    model = copy.deepcopy(model_of("llama"))
+def test_a_forward_replaced_later_is_restored() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
     layers = CompiledDecodeLayers(model)
     layer = find_layers(model)[0]
     wrap(layer)
-    theirs = layer.forward
+    original = layer.forward
 
     with layers.installed(None):
-        assert layer.forward is not theirs
+        assert layer.forward is not original
 
-    assert layer.forward is theirs
+    assert layer.forward is original
 
 
-def test_hooks_of_layers_are_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_of_layers_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_by("aot_eager", monkeypatch)
-    model = copy.deepcopy(model_of("llama"))
+    model = copy.deepcopy(tiny_model("llama"))
     find_layers(model)[1].register_forward_hook(lambda _module, _given, out: out + 0.5)
-    prompts = prompts_of((17, 9))
-    expected = [alone(model, prompt, 6) for prompt in prompts]
+    prompts = random_prompts((17, 9))
+    expected = [reference_tokens(model, prompt, 6) for prompt in prompts]
 
-    with compiling(model) as generator:
+    with compiled_generator(model) as generator:
         assert run(generator, prompts, 6) == expected
 
     assert graphs() > 0
@@ -134,11 +134,11 @@ def hook(layer: torch.nn.Module) -> None:
 
 
 def wrap(layer: torch.nn.Module) -> None:
-    """As `layer.forward = torch.compile(layer.forward)` does, and those who patch models."""
-    theirs = layer.forward
+    """Replace a layer's forward, as `torch.compile` and libraries that patch models do."""
+    original = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return theirs(*args, **kwargs)
+        return original(*args, **kwargs)
 
     vars(layer)["forward"] = forward
 
@@ -148,26 +148,26 @@ def lock(layer: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "reason"),
     [
         (hook, "mlp of layer 1 has hooks"),
         (wrap, "LlamaDecoderLayer of layer 1 has a forward of its own"),
         (lock, "LlamaDecoderLayer cannot be copied"),
     ],
 )
-def test_layers_that_others_have_changed_are_not_compiled(
-    change: Callable[[torch.nn.Module], None], why: str
+def test_layers_that_were_changed_are_not_compiled(
+    change: Callable[[torch.nn.Module], None], reason: str
 ) -> None:
-    model = copy.deepcopy(model_of("llama"))
-    expected_of, prompts = copy.deepcopy(model), prompts_of((17, 9))
+    model = copy.deepcopy(tiny_model("llama"))
+    expected_of, prompts = copy.deepcopy(model), random_prompts((17, 9))
     for each in (expected_of, model):
         change(find_layers(each)[1])
-    if change is lock:  # shells are made of the first layer of a kind
+    if change is lock:  # a shell is a copy of the first layer of a kind
         change(find_layers(model)[0])
     changed = vars(find_layers(model)[1]).get("forward")
-    expected = [alone(expected_of, prompt, 6) for prompt in prompts]
+    expected = [reference_tokens(expected_of, prompt, 6) for prompt in prompts]
 
-    with compiling(model) as generator, pytest.warns(KvWarning, match=why):
+    with compiled_generator(model) as generator, pytest.warns(KvWarning, match=reason):
         assert run(generator, prompts, 6) == expected
 
     assert vars(find_layers(model)[1]).get("forward") is changed
@@ -197,18 +197,18 @@ def neox() -> Any:
 
 
 @pytest.mark.parametrize("make", [gpt2, neox])
-def test_layers_get_the_cache_by_any_name_or_place(
+def test_layers_get_the_cache_under_any_name_or_position(
     make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_by("aot_eager", monkeypatch)
     torch.manual_seed(0)
-    model, prompts = make().eval(), prompts_of((17, 9))
+    model, prompts = make().eval(), random_prompts((17, 9))
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(10 if weight.ndim == 2 else 1)
-    expected = [alone(model, prompt, 6) for prompt in prompts]
+    expected = [reference_tokens(model, prompt, 6) for prompt in prompts]
 
-    with compiling(model) as generator:
+    with compiled_generator(model) as generator:
         assert run(generator, prompts, 6) == expected
 
     assert graphs() == 2
@@ -222,14 +222,17 @@ def test_layers_that_share_keys_are_not_compiled() -> None:
     own |= {"vocab_size_per_layer_input": 260, "hidden_size_per_layer_input": 8}
     own |= {"activation_sparsity_pattern": [0.0] * 4, "sliding_window": 12}
     model = known.Gemma3nForCausalLM(known.Gemma3nTextConfig(**shape, **own)).eval()
-    prompt = prompts_of((17,))[0]
+    prompt = random_prompts((17,))[0]
 
-    with compiling(model) as generator, pytest.warns(KvWarning, match="share keys and values"):
-        assert run(generator, [prompt], 4) == [alone(model, prompt, 4)]
+    with (
+        compiled_generator(model) as generator,
+        pytest.warns(KvWarning, match="share keys and values"),
+    ):
+        assert run(generator, [prompt], 4) == [reference_tokens(model, prompt, 4)]
 
 
-def test_a_layer_that_stands_twice_in_the_list_is_not_compiled() -> None:
-    model = copy.deepcopy(model_of("llama"))
+def test_a_layer_that_is_in_the_list_twice_is_not_compiled() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
     layers = find_layers(model)
     layers[1] = layers[0]
 
@@ -238,7 +241,7 @@ def test_a_layer_that_stands_twice_in_the_list_is_not_compiled() -> None:
 
 
 def test_shells_hold_no_weights() -> None:
-    layer = find_layers(model_of("gemma3"))[0]
+    layer = find_layers(tiny_model("gemma3"))[0]
 
     shell = make_shell(layer)
 
@@ -246,55 +249,61 @@ def test_shells_hold_no_weights() -> None:
     assert not any(each.is_meta for each in layer.parameters())
 
 
-def test_a_model_that_cannot_be_compiled_goes_on_and_says_so(
+def test_a_model_that_cannot_be_compiled_continues_with_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise torch._dynamo.exc.Unsupported("no compiler here")
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: refuse)
-    model, prompts = model_of("llama"), prompts_of((17, 9))
-    expected = [alone(model, prompt, 6) for prompt in prompts]
+    model, prompts = tiny_model("llama"), random_prompts((17, 9))
+    expected = [reference_tokens(model, prompt, 6) for prompt in prompts]
 
-    with compiling(model) as generator, pytest.warns(KvWarning, match="cannot be compiled"):
+    with (
+        compiled_generator(model) as generator,
+        pytest.warns(KvWarning, match="cannot be compiled"),
+    ):
         assert run(generator, prompts, 6) == expected
 
 
-def test_a_model_without_a_list_of_layers_goes_on_and_says_so(
+def test_a_model_without_a_list_of_layers_continues_with_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def nowhere(_model: Any) -> Any:
         raise LookupError("Odd has no list of 2 layers")
 
     monkeypatch.setattr(compiled_layers, "find_layers", nowhere)
-    model, prompts = model_of("llama"), prompts_of((17,))
+    model, prompts = tiny_model("llama"), random_prompts((17,))
 
-    with compiling(model) as generator, pytest.warns(KvWarning, match="no list of 2 layers"):
-        assert run(generator, prompts, 6) == [alone(model, prompts[0], 6)]
+    with (
+        compiled_generator(model) as generator,
+        pytest.warns(KvWarning, match="no list of 2 layers"),
+    ):
+        assert run(generator, prompts, 6) == [reference_tokens(model, prompts[0], 6)]
 
 
-def test_layers_are_not_compiled_without_our_attention_and_that_is_said() -> None:
+def test_layers_without_a_decode_kernel_are_not_compiled_with_a_warning() -> None:
     keys = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 2, 4))
     cache = SimpleNamespace(views=SimpleNamespace(flat=[(keys, keys)]))
 
     with pytest.warns(KvWarning, match=r"heads of size 4 in torch.bfloat16.*not compiled"):
-        assert make_decoder(model_of("llama"), cache, graphs=None, compiled=True) is None
+        assert make_decoder(tiny_model("llama"), cache, graphs=None, compiled=True) is None
 
 
-def test_the_decoder_s_layers_are_taken_and_no_others() -> None:
-    text = model_of("llama")
+def test_only_the_layers_of_the_decoder_are_found() -> None:
+    text = tiny_model("llama")
     both = torch.nn.ModuleDict({"seen": copy.deepcopy(text.model.layers), "text": text})
     vars(both).update(config=text.config, get_decoder=lambda: text.model)
 
     assert find_layers(both) is text.model.layers
 
 
-def test_weights_that_moved_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_weights_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_by("aot_eager", monkeypatch)
-    model, prompt = model_of("qwen2"), prompts_of((17,))[0]
+    model, prompt = tiny_model("qwen2"), random_prompts((17,))[0]
     weight = find_layers(model)[1].get_parameter("mlp.down_proj.weight")
     was = weight.data
-    with compiling(model) as generator:
+    with compiled_generator(model) as generator:
         before = run(generator, [prompt], 8)
         try:
             weight.data = -was
@@ -306,14 +315,14 @@ def test_weights_that_moved_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # torch's tip, not wanted here
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
-def test_a_gpu_plays_compiled_layers_and_gives_the_tokens_of_the_cpu(family: str) -> None:
-    prompts = prompts_of(LENGTHS)
-    expected = [alone(model_of(family), prompt, 24) for prompt in prompts]
-    model = copy.deepcopy(model_of(family)).to("cuda")
+def test_compiled_layers_on_a_gpu_give_the_tokens_of_the_cpu(family: str) -> None:
+    prompts = random_prompts(LENGTHS)
+    expected = [reference_tokens(tiny_model(family), prompt, 24) for prompt in prompts]
+    model = copy.deepcopy(tiny_model(family)).to("cuda")
 
-    with compiling(model, max_batch=4, graphs=None) as generator:
+    with compiled_generator(model, max_batch=4, graphs=None) as generator:
         assert run(generator, prompts, 24) == expected
 
         assert isinstance(generator.forward, ResidentForward)

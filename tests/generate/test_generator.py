@@ -1,4 +1,4 @@
-"""Generated tokens are those of transformers, whatever shares the batch and the cache."""
+"""A generator gives the tokens of transformers, independent of the batch and the cache."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from penstock.generate.generator import Generator
 from penstock.generate.requests import Request, TokenChunk
-from tests.kv.generating import (
+from tests.kv.tiny_generators import (
     FAMILIES,
-    alone,
-    gathered,
-    model_of,
-    prompts_of,
+    random_prompts,
+    reference_tokens,
     run,
     small_generator,
+    tiny_model,
+    tokens_by_request,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,9 +25,9 @@ LENGTHS = (1, 17, 30, 9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_a_dynamic_cache_alone(family: str) -> None:
-    model, prompts = model_of(family), prompts_of(LENGTHS)
-    expected = [alone(model, prompt, 20) for prompt in prompts]
+def test_tokens_equal_those_of_a_dynamic_cache(family: str) -> None:
+    model, prompts = tiny_model(family), random_prompts(LENGTHS)
+    expected = [reference_tokens(model, prompt, 20) for prompt in prompts]
 
     with Generator(model, budget="64MiB", max_batch=3, prefill_chunk=16) as generator:
         assert run(generator, prompts, 20) == expected
@@ -37,24 +37,24 @@ def test_tokens_are_those_of_a_dynamic_cache_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize(("max_batch", "chunk"), [(1, 512), (2, 3), (6, 1), (6, 7)])
-def test_batch_and_chunk_do_not_matter(max_batch: int, chunk: int) -> None:
-    model, prompts = model_of("mistral"), prompts_of(LENGTHS)
-    expected = [alone(model, prompt, 12) for prompt in prompts]
+def test_batch_and_chunk_sizes_do_not_change_tokens(max_batch: int, chunk: int) -> None:
+    model, prompts = tiny_model("mistral"), random_prompts(LENGTHS)
+    expected = [reference_tokens(model, prompt, 12) for prompt in prompts]
 
     with Generator(model, budget="64MiB", max_batch=max_batch, prefill_chunk=chunk) as generator:
         assert run(generator, prompts, 12) == expected
 
 
-def test_prompts_are_read_in_larger_chunks_while_nobody_decodes() -> None:
-    model, prompts = model_of("llama"), prompts_of((30, 30))
+def test_prompts_are_read_in_larger_chunks_while_no_sequence_decodes() -> None:
+    model, prompts = tiny_model("llama"), random_prompts((30, 30))
     seen: list[list[int]] = []
     with Generator(model, budget="64MiB", max_batch=2) as generator:
         generator._scheduler.chunks = (4, 16)
-        carried_out = generator.forward.forward
+        original = generator.forward.forward
 
         def forward(cache: Any, passes: Any) -> Any:
             seen.append([each.new for each in passes])
-            return carried_out(cache, passes)
+            return original(cache, passes)
 
         generator.forward.forward = forward  # type: ignore[method-assign]
         generator.submit(Request(prompt=prompts[0], max_new=30))
@@ -67,23 +67,23 @@ def test_prompts_are_read_in_larger_chunks_while_nobody_decodes() -> None:
     assert seen[:5] == [[16], [14], [1], [1, 4], [1, 4]]
 
 
-def test_requests_may_come_one_after_the_other() -> None:
-    model, prompts = model_of("llama"), prompts_of(LENGTHS)
-    expected = [alone(model, prompt, 12) for prompt in prompts]
+def test_requests_can_arrive_over_time() -> None:
+    model, prompts = tiny_model("llama"), random_prompts(LENGTHS)
+    expected = [reference_tokens(model, prompt, 12) for prompt in prompts]
 
-    def over_time() -> Any:
+    def arriving() -> Any:
         for prompt in prompts:
             yield Request(prompt=prompt, max_new=12)
-            yield from [None] * 3  # three steps without news
+            yield from [None] * 3  # three steps without a new request
 
     with Generator(model, budget="64MiB", max_batch=3, prefill_chunk=16) as generator:
-        found = gathered(list(generator.run(over_time())))
+        found = tokens_by_request(list(generator.run(arriving())))
 
     assert [found[at] for at in range(len(prompts))] == expected
 
 
-def test_pieces_come_as_tokens_are_made() -> None:
-    model = model_of("llama")
+def test_chunks_are_returned_as_tokens_are_generated() -> None:
+    model = tiny_model("llama")
     with Generator(model, budget="64MiB", max_batch=2) as generator:
         generator.submit(Request(prompt=[5, 6, 7], max_new=3, id="a"))
         generator.submit(Request(prompt=[8, 9], max_new=2, id="b"))
@@ -91,10 +91,10 @@ def test_pieces_come_as_tokens_are_made() -> None:
 
         assert generator.idle
 
-    def shape(piece: TokenChunk) -> tuple[object, int, object]:
-        return piece.request, len(piece.tokens), piece.finished
+    def shape(chunk: TokenChunk) -> tuple[object, int, object]:
+        return chunk.request, len(chunk.tokens), chunk.finished
 
-    assert [sorted(map(shape, pieces)) for pieces in steps] == [
+    assert [sorted(map(shape, chunks)) for chunks in steps] == [
         [("a", 1, None), ("b", 1, None)],
         [("a", 1, None), ("b", 1, "length")],
         [("a", 1, "length")],
@@ -102,10 +102,10 @@ def test_pieces_come_as_tokens_are_made() -> None:
 
 
 def test_a_common_beginning_is_computed_once() -> None:
-    model = model_of("gemma3")
-    beginning, *ends = prompts_of((70, 3, 9, 1, 20))
+    model = tiny_model("gemma3")
+    beginning, *ends = random_prompts((70, 3, 9, 1, 20))
     prompts = [beginning + end for end in ends]
-    expected = [alone(model, prompt, 10) for prompt in prompts]
+    expected = [reference_tokens(model, prompt, 10) for prompt in prompts]
 
     with Generator(model, budget="64MiB", max_batch=4, prefill_chunk=24) as generator:
         assert run(generator, prompts, 10) == expected
@@ -115,17 +115,17 @@ def test_a_common_beginning_is_computed_once() -> None:
         )
 
 
-def _common(one: list[int], other: list[int]) -> int:
-    """One token is always computed: it gives the scores."""
+def _common(first: list[int], second: list[int]) -> int:
+    """Count the tokens that can be shared: all but the last, which gives the scores."""
     same = 0
-    while same < min(len(one), len(other) - 1) and one[same] == other[same]:
+    while same < min(len(first), len(second) - 1) and first[same] == second[same]:
         same += 1
     return same
 
 
-def test_a_dry_pool_preempts_and_tokens_stay_the_same() -> None:
-    model, prompts = model_of("gemma2"), prompts_of((20, 31, 8, 25))
-    expected = [alone(model, prompt, 24) for prompt in prompts]
+def test_preemption_does_not_change_tokens() -> None:
+    model, prompts = tiny_model("gemma2"), random_prompts((20, 31, 8, 25))
+    expected = [reference_tokens(model, prompt, 24) for prompt in prompts]
 
     with small_generator(model, tokens=110, max_batch=4) as generator:
         assert run(generator, prompts, 24) == expected
@@ -134,10 +134,10 @@ def test_a_dry_pool_preempts_and_tokens_stay_the_same() -> None:
 
 
 def test_sequences_that_share_pages_can_be_preempted() -> None:
-    model = model_of("qwen2")
-    beginning, *ends = prompts_of((40, 3, 9, 6))
+    model = tiny_model("qwen2")
+    beginning, *ends = random_prompts((40, 3, 9, 6))
     prompts = [beginning + end for end in ends]
-    expected = [alone(model, prompt, 24) for prompt in prompts]
+    expected = [reference_tokens(model, prompt, 24) for prompt in prompts]
 
     with small_generator(model, tokens=100, max_batch=3) as generator:
         assert run(generator, prompts, 24) == expected
@@ -147,25 +147,25 @@ def test_sequences_that_share_pages_can_be_preempted() -> None:
 
 
 def test_the_oldest_is_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompts = model_of("llama"), prompts_of((30, 30, 30))
+    model, prompts = tiny_model("llama"), random_prompts((30, 30, 30))
     with small_generator(model, tokens=100, max_batch=3) as generator:
-        sent: list[object] = []
+        preempted_ranks: list[object] = []
         preempt = generator.cache.preempt
 
-        def watched(sequence: Any) -> Any:
-            live = [each.sequence for each in generator._scheduler.running]
-            sent.append(live.index(sequence))
+        def record(sequence: Any) -> Any:
+            running = [each.sequence for each in generator._scheduler.running]
+            preempted_ranks.append(running.index(sequence))
             return preempt(sequence)
 
-        monkeypatch.setattr(generator.cache, "preempt", watched)
+        monkeypatch.setattr(generator.cache, "preempt", record)
         run(generator, prompts, 20)
 
-    assert sent
-    assert 0 not in sent
+    assert preempted_ranks
+    assert 0 not in preempted_ranks
 
 
 def test_a_model_in_training_is_left_in_training() -> None:
-    model = model_of("llama")
+    model = tiny_model("llama")
     model.train()
     try:
         with Generator(model, budget="64MiB") as generator:
@@ -177,20 +177,22 @@ def test_a_model_in_training_is_left_in_training() -> None:
         model.eval()
 
 
-def test_draws_do_not_depend_on_company() -> None:
-    model, prompts = model_of("qwen3"), prompts_of((5, 9, 13))
+def test_samples_do_not_depend_on_the_batch() -> None:
+    model, prompts = tiny_model("qwen3"), random_prompts((5, 9, 13))
 
-    def asked(at: int, **more: Any) -> Request:
+    def request_for(at: int, **more: Any) -> Request:
         return Request(prompt=prompts[at], max_new=12, temperature=0.8, top_k=40, top_p=0.95,
                        seed=at, id=at, **more)  # fmt: skip
 
     with Generator(model, budget="64MiB", max_batch=3) as generator:
-        together = gathered(list(generator.run([asked(0), asked(1), asked(2)])))
-        single = gathered(list(generator.run([asked(1)])))
-        other = gathered(list(generator.run([Request(**_with_seed(asked(1), 99))])))
+        together = tokens_by_request(
+            list(generator.run([request_for(0), request_for(1), request_for(2)]))
+        )
+        single = tokens_by_request(list(generator.run([request_for(1)])))
+        second = tokens_by_request(list(generator.run([Request(**_with_seed(request_for(1), 99))])))
 
     assert single[1] == together[1]
-    assert other[1] != together[1]
+    assert second[1] != together[1]
 
 
 def _with_seed(request: Request, seed: int) -> dict[str, Any]:

@@ -1,5 +1,8 @@
-"""Generation on a GPU. fp32 gives the tokens of transformers; bf16 may choose another token where
-two are within rounding of each other, which is checked against the scores of the model itself."""
+"""Generation on a GPU.
+
+In fp32 the tokens equal those of transformers. In bf16 another token may be chosen where the scores
+of two differ by less than rounding, which is checked with the scores of the model itself.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 from penstock.generate.generator import Generator
 from penstock.generate.streamed_forward import stream_model
 from penstock.model.survey import survey_config
-from tests.kv.generating import FAMILIES, alone, model_of, prompts_of, run
+from tests.kv.tiny_generators import FAMILIES, random_prompts, reference_tokens, run, tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -21,13 +24,13 @@ LENGTHS = (1, 5, 17, 30, 9, 41)
 
 
 def on_gpu(family: str, dtype: torch.dtype) -> Any:
-    return copy.deepcopy(model_of(family)).to("cuda", dtype)
+    return copy.deepcopy(tiny_model(family)).to("cuda", dtype)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fp32_tokens_are_those_of_the_cpu(family: str) -> None:
-    prompts = prompts_of(LENGTHS)
-    expected = [alone(model_of(family), prompt, 24) for prompt in prompts]
+def test_fp32_tokens_equal_those_of_the_cpu(family: str) -> None:
+    prompts = random_prompts(LENGTHS)
+    expected = [reference_tokens(tiny_model(family), prompt, 24) for prompt in prompts]
     with Generator(
         on_gpu(family, torch.float32), budget="64MiB", max_batch=4, prefill_chunk=16
     ) as generator:
@@ -35,25 +38,24 @@ def test_fp32_tokens_are_those_of_the_cpu(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_tokens_are_the_likeliest_up_to_rounding(family: str) -> None:
-    """Scores here are up to 8: bf16 has steps of 1/32 there, and a few of them add up on the way
-    through three layers."""
-    model, prompts = on_gpu(family, torch.bfloat16), prompts_of(LENGTHS)
+def test_bf16_tokens_are_the_likeliest_within_rounding(family: str) -> None:
+    """Scores are up to 8, where bf16 has steps of 1/32. A few of them add up over three layers."""
+    model, prompts = on_gpu(family, torch.bfloat16), random_prompts(LENGTHS)
     with Generator(model, budget="64MiB", max_batch=4, prefill_chunk=16) as generator:
         answers = run(generator, prompts, 24)
-    exact = model_of(family)
+    exact = tiny_model(family)
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([[*prompt, *answer]])
         with torch.no_grad():
             scores = exact(ids).logits[0, len(prompt) - 1 : -1]
-        taken = scores.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        assert float((scores.max(dim=-1).values - taken).max()) < 0.5
+        chosen = scores.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert float((scores.max(dim=-1).values - chosen).max()) < 0.5
 
 
 @pytest.mark.parametrize("keep", [0, 120_000])
-def test_streamed_tokens_are_the_same(keep: int, tmp_path: Path) -> None:
-    model, prompts = model_of("llama"), prompts_of(LENGTHS)
-    expected = [alone(model, prompt, 16) for prompt in prompts]
+def test_streamed_weights_give_the_same_tokens(keep: int, tmp_path: Path) -> None:
+    model, prompts = tiny_model("llama"), random_prompts(LENGTHS)
+    expected = [reference_tokens(model, prompt, 16) for prompt in prompts]
     model.save_pretrained(tmp_path)
     surveyed = survey_config(model.config, name="llama")
     forward = stream_model(

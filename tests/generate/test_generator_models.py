@@ -1,4 +1,4 @@
-"""Models that others have changed, or use at the same time: same tokens, and left as they were."""
+"""Compiled, wrapped, unsupported and shared models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.generate.requests import UnfitModelError
 from penstock.kv.cache import VirtualCache
 from penstock.kv.errors import KvWarning
 from tests.equivalence.compiled import graphs
-from tests.kv.generating import alone, model_of, prompts_of, run
+from tests.kv.tiny_generators import random_prompts, reference_tokens, run, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,7 +25,7 @@ LENGTHS = (17, 9, 1)
 known: Any = transformers
 
 
-def generating(model: Any, *, compiled: bool = False) -> Generator:
+def make_generator(model: Any, *, compiled: bool = False) -> Generator:
     return Generator(
         model, budget="64MiB", max_batch=3, prefill_chunk=16, graphs=True, compiled=compiled
     )
@@ -45,17 +45,17 @@ def layers(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [whole, forward, layers])
-def test_a_model_that_was_compiled_runs_as_it_was_written(change: Callable[[Any], None]) -> None:
-    model, prompts = copy.deepcopy(model_of("llama")), prompts_of(LENGTHS)
-    expected = [alone(model_of("llama"), prompt, 6) for prompt in prompts]
+def test_a_compiled_model_runs_uncompiled(change: Callable[[Any], None]) -> None:
+    model, prompts = copy.deepcopy(tiny_model("llama")), random_prompts(LENGTHS)
+    expected = [reference_tokens(tiny_model("llama"), prompt, 6) for prompt in prompts]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     change(model)
 
-    with generating(model) as generator:
+    with make_generator(model) as generator:
         assert run(generator, prompts, 6) == expected
     with (
-        generating(model, compiled=True) as generator,
+        make_generator(model, compiled=True) as generator,
         pytest.warns(KvWarning, match="it was compiled already"),
     ):
         assert run(generator, prompts, 6) == expected
@@ -64,7 +64,7 @@ def test_a_model_that_was_compiled_runs_as_it_was_written(change: Callable[[Any]
 
 
 class Wrapped(torch.nn.Module):
-    """As those of PEFT and of several GPUs are."""
+    """A wrapper like those of PEFT and DistributedDataParallel."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -72,13 +72,15 @@ class Wrapped(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "where"), [(Wrapped, r"model\.module"), (torch.compile, r"model\._orig_mod")]
+    ("wrap", "path"), [(Wrapped, r"model\.module"), (torch.compile, r"model\._orig_mod")]
 )
-def test_a_model_in_a_wrapper_is_asked_for(wrap: Callable[[Any], Any], where: str) -> None:
-    model = wrap(model_of("llama"))
+def test_a_wrapper_is_refused_with_the_path_of_the_model(
+    wrap: Callable[[Any], Any], path: str
+) -> None:
+    model = wrap(tiny_model("llama"))
 
-    with pytest.raises(UnfitModelError, match=f"wraps a LlamaForCausalLM; pass {where} instead"):
-        generating(model)
+    with pytest.raises(UnfitModelError, match=f"wraps a LlamaForCausalLM; pass {path} instead"):
+        make_generator(model)
 
 
 SHAPE: dict[str, Any] = {
@@ -106,41 +108,43 @@ def bart() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "why"),
+    ("make", "reason"),
     [
         (llama4, "uses chunked_attention"),
         (qwen2_moe, "sliding windows only in its masks"),
         (bart, "does not take position_ids"),
     ],
 )
-def test_models_whose_tokens_would_be_others_are_refused(make: Callable[[], Any], why: str) -> None:
-    with pytest.raises(UnfitModelError, match=rf"{why}.*use model.generate\(\)"):
-        generating(make())
+def test_models_with_unsupported_attention_are_refused(
+    make: Callable[[], Any], reason: str
+) -> None:
+    with pytest.raises(UnfitModelError, match=rf"{reason}.*use model.generate\(\)"):
+        make_generator(make())
 
 
-def test_weights_that_are_elsewhere_are_refused() -> None:
-    model = copy.deepcopy(model_of("llama"))
+def test_weights_on_several_devices_are_refused() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
     model.model.layers[1].to("meta")
 
     with pytest.raises(UnfitModelError, match=r"weights on cpu and meta.*on one device"):
-        generating(model)
+        make_generator(model)
 
 
-def test_what_lies_around_a_generator_does_not_change_its_numbers() -> None:
-    model, prompts = model_of("llama"), prompts_of(LENGTHS)
-    expected = [alone(model, prompt, 6) for prompt in prompts]
+def test_autocast_does_not_change_tokens() -> None:
+    model, prompts = tiny_model("llama"), random_prompts(LENGTHS)
+    expected = [reference_tokens(model, prompt, 6) for prompt in prompts]
 
-    with torch.autocast("cpu", dtype=torch.bfloat16), generating(model) as generator:
+    with torch.autocast("cpu", dtype=torch.bfloat16), make_generator(model) as generator:
         assert run(generator, prompts, 6) == expected
 
 
-def test_a_model_that_was_compiled_generates_with_the_cache() -> None:
-    model, (prompt,) = copy.deepcopy(model_of("llama")), prompts_of((17,))
-    expected = alone(model_of("llama"), prompt, 6)
+def test_a_compiled_model_can_generate_with_the_cache() -> None:
+    model, (prompt,) = copy.deepcopy(tiny_model("llama")), random_prompts((17,))
+    expected = reference_tokens(tiny_model("llama"), prompt, 6)
     whole(model)
-    room: dict[str, Any] = {"max_batch": 1, "max_context": 64, "budget": "1MiB"}
+    sizes: dict[str, Any] = {"max_batch": 1, "max_context": 64, "budget": "1MiB"}
 
-    with VirtualCache(model.config, **room, device="cpu", dtype=torch.float32) as cache:
+    with VirtualCache(model.config, **sizes, device="cpu", dtype=torch.float32) as cache:
         found = model.generate(
             torch.tensor([prompt]), past_key_values=cache, max_new_tokens=6, do_sample=False
         )
@@ -148,24 +152,24 @@ def test_a_model_that_was_compiled_generates_with_the_cache() -> None:
     assert found[0, len(prompt) :].tolist() == expected
 
 
-def test_parts_that_rest_in_training_still_rest() -> None:
-    model = copy.deepcopy(model_of("llama")).train()
+def test_training_modes_of_modules_are_restored() -> None:
+    model = copy.deepcopy(tiny_model("llama")).train()
     model.model.layers[0].eval()
     before = [part.training for part in model.modules()]
 
-    with generating(model) as generator:
-        run(generator, prompts_of((9,)), 2)
+    with make_generator(model) as generator:
+        run(generator, random_prompts((9,)), 2)
 
     assert [part.training for part in model.modules()] == before
 
 
-def test_two_generators_of_one_model_in_two_threads() -> None:
-    model = copy.deepcopy(model_of("llama")).train()
-    chosen, prompts = model.config._attn_implementation, prompts_of((17, 9, 30, 12))
-    expected = [alone(model_of("llama"), prompt, 30) for prompt in prompts]
+def test_two_generators_can_share_a_model_in_two_threads() -> None:
+    model = copy.deepcopy(tiny_model("llama")).train()
+    chosen, prompts = model.config._attn_implementation, random_prompts((17, 9, 30, 12))
+    expected = [reference_tokens(tiny_model("llama"), prompt, 30) for prompt in prompts]
 
     def answer(_: int) -> list[list[int]]:
-        with generating(model) as generator:
+        with make_generator(model) as generator:
             return run(generator, prompts, 30)
 
     with ThreadPoolExecutor(2) as pool:

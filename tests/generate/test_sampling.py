@@ -1,4 +1,4 @@
-"""Tokens are drawn as they are said to be; text comes as soon as it is certain."""
+"""Sampling of tokens, and the text that is streamed from them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from tests.support.small_tokenizers import small_tokenizer
 SCORES = torch.tensor([2.0, 0.5, 1.0, -1.0, 0.0])
 
 
-def drawn(count: int, **how: float) -> Counter[int | None]:
-    """So many tokens, each of a request of its own."""
-    given: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | how
-    draws = [Sampler(**given, seed=number) for number in range(count)]
+def drawn(count: int, **options: float) -> Counter[int | None]:
+    """Sample `count` tokens, each for a request of its own."""
+    settings: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | options
+    draws = [Sampler(**settings, seed=number) for number in range(count)]
     return Counter(sample_tokens(SCORES.expand(count, -1), draws))
 
 
-def test_no_temperature_takes_the_likeliest() -> None:
+def test_temperature_zero_takes_the_likeliest_token() -> None:
     assert drawn(5, temperature=0.0) == {0: 5}
 
 
-def test_tokens_are_drawn_by_their_chances() -> None:
-    """A count of n draws strays by less than five standard deviations, sqrt(n p (1 - p)) each; the
-    seed is fixed, so it does so always."""
+def test_tokens_are_sampled_by_their_probabilities() -> None:
+    """Each count is within five standard deviations, sqrt(n p (1 - p)), of its expectation.
+
+    The seed is fixed, so the result is always the same.
+    """
     count = 2000
     found = drawn(count, temperature=0.7)
     chances = torch.softmax(SCORES / 0.7, dim=0).tolist()
@@ -38,21 +40,21 @@ def test_tokens_are_drawn_by_their_chances() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "allowed"),
+    ("options", "allowed"),
     [
         ({"top_k": 1}, {0}),
         ({"top_k": 2}, {0, 2}),
         ({"top_p": 1e-9}, {0}),
-        ({"top_p": 0.55}, {0}),  # the likeliest has 0.563
+        ({"top_p": 0.55}, {0}),  # the likeliest has a probability of 0.563
         ({"top_p": 0.57}, {0, 2}),
         ({"top_k": 3, "top_p": 0.9}, {0, 2, 1}),
     ],
 )
-def test_only_the_likeliest_are_drawn_among(how: dict[str, float], allowed: set[int]) -> None:
-    assert set(drawn(400, **how)) == allowed
+def test_top_k_and_top_p_limit_the_candidates(options: dict[str, float], allowed: set[int]) -> None:
+    assert set(drawn(400, **options)) == allowed
 
 
-def test_a_row_draws_the_same_alone_and_in_company() -> None:
+def test_a_row_samples_the_same_alone_and_in_a_batch() -> None:
     rows = torch.randn(4, 50, generator=torch.Generator().manual_seed(2))
 
     def draws(row: int) -> Sampler:
@@ -65,21 +67,21 @@ def test_a_row_draws_the_same_alone_and_in_company() -> None:
 def test_scores_that_are_not_finite_give_no_token() -> None:
     rows = torch.stack([SCORES, SCORES, SCORES.clone()])
     rows[1, 3] = float("nan")
-    rows[2, 0] = float("-inf")  # a token that is ruled out is fine
+    rows[2, 0] = float("-inf")  # a token that is ruled out is allowed
 
     assert sample_tokens(rows, [Sampler(0.0, 0, 1.0, 0)] * 3) == [0, None, 2]
 
 
 @pytest.mark.parametrize("text", ["Water runs", "naïve café ☃ 水", "a\n\nb", "  spaces  "])
-def test_pieces_of_text_add_up(text: str) -> None:
+def test_streamed_parts_add_up_to_the_text(text: str) -> None:
     tokenizer = small_tokenizer()
-    stream, told = TextStream(tokenizer, ()), []
+    stream, parts = TextStream(tokenizer, ()), []
     for token in tokenizer(text)["input_ids"]:
-        told.append(stream.push(token))
-    told.append(stream.finish())
+        parts.append(stream.push(token))
+    parts.append(stream.finish())
 
-    assert "".join(told) == text
-    assert not any("\ufffd" in piece for piece in told)
+    assert "".join(parts) == text
+    assert not any("\ufffd" in part for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -89,18 +91,18 @@ def test_pieces_of_text_add_up(text: str) -> None:
         ("one two three", ["three", "two"], "one "),
         ("one two three", ["twofold", "e t"], "on"),
         ("one two three", ["four"], "one two three"),
-        ("one two th", ["three"], "one two th"),  # began like a stop, and was none
+        ("one two th", ["three"], "one two th"),  # begins like a stop text, but is none
     ],
 )
 def test_a_stop_ends_the_text_before_it(text: str, stops: list[str], shown: str) -> None:
     tokenizer = small_tokenizer()
-    stream, told = TextStream(tokenizer, stops), ""
+    stream, parts = TextStream(tokenizer, stops), ""
     for token in tokenizer(text)["input_ids"]:
-        told += stream.push(token)
-        assert shown.startswith(told)  # nothing is taken back
+        parts += stream.push(token)
+        assert shown.startswith(parts)  # text is never retracted
         if stream.stopped:
             break
-    told += stream.finish()
+    parts += stream.finish()
 
-    assert told == shown
+    assert parts == shown
     assert stream.stopped == (shown != text)

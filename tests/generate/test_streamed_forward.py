@@ -1,4 +1,4 @@
-"""Weights that rest elsewhere give the tokens of weights that are there."""
+"""Streamed weights give the tokens of resident weights, and memory is divided as planned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.generate.load import (
 from penstock.generate.streamed_forward import engine_forward, stream_model
 from penstock.model.survey import survey_config
 from penstock.units import GiB, MiB
-from tests.kv.generating import alone, model_of, prompts_of, run
+from tests.kv.tiny_generators import random_prompts, reference_tokens, run, tiny_model
 from tests.support.engines import (
     batches,
     inventory,
@@ -39,9 +39,9 @@ FAMILIES = ("llama", "gemma2", "gemma3")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_streamed_tokens_are_those_of_the_resident_model(family: str, tmp_path: Path) -> None:
-    model, prompts = model_of(family), prompts_of((5, 30, 18))
-    expected = [alone(model, prompt, 10) for prompt in prompts]
+def test_streamed_weights_give_the_tokens_of_resident_weights(family: str, tmp_path: Path) -> None:
+    model, prompts = tiny_model(family), random_prompts((5, 30, 18))
+    expected = [reference_tokens(model, prompt, 10) for prompt in prompts]
     model.save_pretrained(tmp_path)
     surveyed = survey_config(model.config, name=family)
     layer = block_nbytes(surveyed, surveyed.layers[0], torch.float32)
@@ -57,7 +57,7 @@ def test_streamed_tokens_are_those_of_the_resident_model(family: str, tmp_path: 
         forward.close()
 
 
-def test_a_tied_head_is_brought_its_table(tmp_path: Path) -> None:
+def test_a_tied_head_gets_its_weights(tmp_path: Path) -> None:
     config = tiny_config("llama", tie_word_embeddings=True, eos_token_id=None)
     model = plain_model(config, dtype=torch.float32).eval()
     model.save_pretrained(tmp_path)
@@ -66,10 +66,10 @@ def test_a_tied_head_is_brought_its_table(tmp_path: Path) -> None:
         model.config, surveyed, tmp_path, dtype=torch.float32, keep=0, device="cpu"
     )
     with Generator(forward, budget="64MiB") as generator:
-        assert run(generator, [[5, 6, 7]], 6) == [alone(model, [5, 6, 7], 6)]
+        assert run(generator, [[5, 6, 7]], 6) == [reference_tokens(model, [5, 6, 7], 6)]
 
 
-def test_what_stays_is_within_the_room_given() -> None:
+def test_kept_blocks_fit_into_the_given_memory() -> None:
     surveyed = survey_config(tiny_config("llama"), name="llama")
     sizes = [block_nbytes(surveyed, block, torch.float32) for block in surveyed.blocks]
     for room in (0, sizes[1], sum(sizes) - 1, sum(sizes)):
@@ -78,7 +78,7 @@ def test_what_stays_is_within_the_room_given() -> None:
     assert kept == frozenset(range(len(sizes)))
 
 
-def test_memory_is_shared_out_within_what_is_given() -> None:
+def test_memory_is_divided_within_the_budget() -> None:
     surveyed = survey_config(tiny_config("llama"), name="llama")
     weights = surveyed.parameters() * 4
     slots = 2 * max(block_nbytes(surveyed, block, torch.float32) for block in surveyed.blocks)
@@ -91,14 +91,14 @@ def test_memory_is_shared_out_within_what_is_given() -> None:
     assert tight.streamed
     assert slots + tight.cache + tight.keep <= weights
 
-    with pytest.raises(ModelTooLargeError, match="set --hbm") as told:
+    with pytest.raises(ModelTooLargeError, match="set --hbm") as error:
         split_memory(surveyed, torch.float32, slots, "cpu")
-    again = split_memory(surveyed, torch.float32, told.value.wanted, "cpu")
+    again = split_memory(surveyed, torch.float32, error.value.wanted, "cpu")
     assert again.cache > 0
-    assert isinstance(told.value, PenstockError)
+    assert isinstance(error.value, PenstockError)
 
 
-def test_prompts_are_read_in_small_chunks_before_weights_are_streamed() -> None:
+def test_smaller_chunks_are_preferred_to_streaming() -> None:
     wide = tiny_config("llama", intermediate_size=16384)  # 8192 tokens of it are 0.8 GiB in bf16
     surveyed = survey_config(wide, name="llama")
     weights = surveyed.parameters() * 2
@@ -113,9 +113,7 @@ def test_prompts_are_read_in_small_chunks_before_weights_are_streamed() -> None:
 
 
 @pytest.mark.parametrize(("name", "chunk"), [("llama-3.1-8b", 2048), ("llama-3.1-70b", 1024)])
-def test_streamed_weights_cross_for_as_many_prompt_tokens_as_there_is_room_for(
-    name: str, chunk: int
-) -> None:
+def test_streamed_chunks_are_as_large_as_the_memory_allows(name: str, chunk: int) -> None:
     surveyed = shape_of(name)
     room = split_memory(surveyed, torch.bfloat16, 12 * GiB, "cuda")
 
@@ -140,8 +138,8 @@ def test_an_engine_generates_with_the_weights_of_its_last_step(spots: str, tmp_p
 
     plain = plain_model(config, dtype=torch.bfloat16).eval()
     plain.load_state_dict(weights)
-    assert found == [alone(plain, [5, 6, 7, 8], 8)]
+    assert found == [reference_tokens(plain, [5, 6, 7, 8], 8)]
     unseen = make_engine(config, plan, model, None)
     unseen.step(first)
-    assert float(unseen.step(second)) == loss  # looking has changed nothing
+    assert float(unseen.step(second)) == loss  # generating has changed nothing
     unseen.close()

@@ -1,4 +1,4 @@
-"""Spaces to run the same tests over: the host's, CUDA's over a stand-in driver, and CUDA's."""
+"""Run the same tests over three spaces: host memory, a stand-in CUDA driver, and a GPU."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ SPACES: dict[str, Callable[[], Space]] = {
 
 @pytest.fixture(params=["host", "driver", pytest.param("cuda", marks=pytest.mark.gpu)])
 def space(request: pytest.FixtureRequest) -> Iterator[Space]:
-    made = SPACES[request.param]()
-    yield made
-    made.close()
+    opened = SPACES[request.param]()
+    yield opened
+    opened.close()

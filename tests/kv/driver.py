@@ -1,7 +1,7 @@
-"""A CUDA driver without a GPU: host memory behind the same calls, and stricter than the real one.
+"""A stand-in for the CUDA driver without a GPU: the same calls over host memory, but stricter.
 
 It refuses what the real driver forbids (mapping over a mapping, unmapping part of one, freeing a
-range in use) and what is a mistake of ours all the same (releasing a page that is still mapped).
+range in use), and also what would be a bug of Penstock (releasing a page that is still mapped).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAGE = 4096
 
 
 class Driver:
-    """Handles are page numbers of one memfd, from 1 on."""
+    """The driver. Handles are page numbers in one memfd, starting at 1."""
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=OK)
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
@@ -34,13 +34,13 @@ class Driver:
     def __init__(self, *, supported: int = 1, pages: int = 10**6) -> None:
         self.supported, self.pages_left = supported, pages
         self.fd = _native.open_pages("penstock-test-driver")
-        self.made = 0
+        self.created = 0
         self.alive: set[int] = set()
         self.mapped: dict[int, int] = {}  # address -> handle
         self.ranges: dict[int, int] = {}
         self.calls: list[str] = []
         self.before: Callable[[str], None] = lambda call: None
-        """Called before each call: raises or returns a delay's end."""
+        """Called before each driver call. It may raise, or delay the call."""
         self.fail: Callable[[str], bool] = lambda call: False
 
     def CUmemAllocationProp(self) -> SimpleNamespace:  # noqa: N802  # the driver's name
@@ -50,7 +50,7 @@ class Driver:
         return SimpleNamespace(flags=0, location=SimpleNamespace(type=0, id=-1))
 
     def __getattr__(self, name: str) -> Any:
-        """`cuMemMap` is `_cuMemMap`, told of and failing on cue."""
+        """Return `_cuMemMap` for `cuMemMap`, recorded in `calls` and failing if `fail` says so."""
         if not name.startswith("cu"):
             raise AttributeError(name)
         work = getattr(self, f"_{name}")
@@ -60,8 +60,8 @@ class Driver:
             self.before(name)
             if self.fail(name):
                 return (INVALID,)
-            given: tuple[Any, ...] = work(*args)
-            return given
+            results: tuple[Any, ...] = work(*args)
+            return results
 
         return call
 
@@ -77,15 +77,15 @@ class Driver:
     def _cuMemCreate(self, nbytes: int, prop: Any, flags: int) -> tuple[int, int]:  # noqa: N802
         if len(self.alive) >= self.pages_left or prop.location.type != 1 or prop.type != 1:
             return OUT_OF_MEMORY, 0
-        self.made += 1
-        _native.extend_pages(self.fd, (self.made + 1) * nbytes)
-        at = self.made * nbytes  # filled with what a careless reader would notice
+        self.created += 1
+        _native.extend_pages(self.fd, (self.created + 1) * nbytes)
+        at = self.created * nbytes  # filled with bytes that a missing memset would reveal
         view = _native.reserve_range(nbytes, PAGE)
         _native.map_pages(view, nbytes, self.fd, at, True)
         tensor_over(view, nbytes, 1, 0).fill_(0xFF)
         _native.release_range(view, nbytes)
-        self.alive.add(self.made)
-        return OK, self.made
+        self.alive.add(self.created)
+        return OK, self.created
 
     def _cuMemRelease(self, handle: int) -> tuple[int]:  # noqa: N802
         if handle not in self.alive or handle in self.mapped.values():
@@ -137,7 +137,7 @@ class Driver:
 
 
 class DriverSpace(CudaSpace):
-    """CudaSpace as it is, but for what it asks of torch's own CUDA."""
+    """CudaSpace over the stand-in driver, without what it needs of torch's own CUDA."""
 
     def __init__(self, driver: Driver | None = None, page_nbytes: int | None = None) -> None:
         self.driver = driver or Driver()
@@ -155,10 +155,10 @@ class DriverSpace(CudaSpace):
         part.zero_()
 
     def synchronize(self) -> None:
-        """The host is done when a call returns."""
+        """Do nothing: the host is done when a call returns."""
 
     def enter_thread(self) -> None:
-        """The host needs no context."""
+        """Do nothing: the host needs no context."""
 
     def close(self) -> None:
         _native.close_pages(self.driver.fd)

@@ -1,4 +1,4 @@
-"""Models of each kind, small enough to generate with in a blink; random weights."""
+"""A small model of each supported kind, with random weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 WINDOW = 8
-"""Shorter than the prompts, so that it matters."""
+"""Shorter than the prompts, so that it hides tokens."""
 
 KINDS = {
     "Llama": {},
@@ -20,7 +20,7 @@ KINDS = {
 
 
 def model(kind: str, seed: int = 0) -> Any:
-    """In float32 on the CPU. Three layers: Gemma then has both kinds of attention."""
+    """Make a model in float32 on the CPU; with three layers, Gemma has both kinds of attention."""
     import transformers
 
     shape: dict[str, Any] = {
@@ -38,19 +38,19 @@ def model(kind: str, seed: int = 0) -> Any:
     name = f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config"
     config = getattr(transformers, name)(**shape, **KINDS[kind])
     torch.manual_seed(seed)
-    made = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    # Weights as they are drawn give logits that are all but equal: far apart, no rounding matters.
+    network = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    # With weights as initialized, logits are nearly equal; scaled up, rounding does not matter.
     with torch.no_grad():
-        for weight in made.parameters():
+        for weight in network.parameters():
             if weight.dim() == 2:
                 weight.mul_(4)
-    made.generation_config.eos_token_id = None
-    made.generation_config.pad_token_id = 0
-    return made
+    network.generation_config.eos_token_id = None
+    network.generation_config.pad_token_id = 0
+    return network
 
 
 def prompts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Three prompts of 13, 18 and 20 tokens, padded on the left, and their mask."""
+    """Return three prompts of 13, 18 and 20 tokens, padded on the left, and their mask."""
     ids = torch.randint(3, 128, (3, 20), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :7] = 0

@@ -1,4 +1,4 @@
-"""Ranges and pages: what every space keeps, and what each says when it cannot."""
+"""Address ranges and pages of every kind of space, and their errors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 
 from penstock.kv.address_space import HostSpace, Space, find_driver
 from penstock.kv.errors import SpaceError
-from tests.kv.caches import files
+from tests.kv.caches import open_page_files
 from tests.kv.driver import PAGE, Driver, DriverSpace
 
 
-def test_a_page_shows_at_two_addresses(space: Space) -> None:
+def test_a_page_can_be_mapped_at_two_addresses(space: Space) -> None:
     unit = space.page_nbytes
     at = space.reserve(4)
     page = space.create()
@@ -50,8 +50,8 @@ def test_bytes_move_with_their_page(space: Space) -> None:
     free(space, at, 4, [2, 3], pages)
 
 
-def test_a_tensor_reaches_over_a_range_with_one_page(space: Space) -> None:
-    """torch must not look at the memory: most of it is not there."""
+def test_a_tensor_can_span_a_range_with_one_mapped_page(space: Space) -> None:
+    """torch must not touch the memory: most of it is not mapped."""
     unit = space.page_nbytes
     at = space.reserve(1024)
     page = space.create()
@@ -100,7 +100,7 @@ for name, touch in touches.items():
 """
 
 
-def test_what_is_not_mapped_faults() -> None:
+def test_touching_an_unmapped_address_faults() -> None:
     ended = subprocess.run([sys.executable, "-c", TOUCH], capture_output=True, check=True)
 
     fault = signal.SIGSEGV.value
@@ -127,7 +127,7 @@ def test_a_destroyed_page_costs_no_memory() -> None:
     space.close()
 
 
-def test_a_closed_space_leaves_no_trace() -> None:
+def test_a_closed_space_leaves_no_mapping_and_no_file() -> None:
     space = HostSpace(PAGE)
     at = space.reserve(8)
     space.map(at, [space.create(), space.create()])
@@ -138,13 +138,13 @@ def test_a_closed_space_leaves_no_trace() -> None:
     space.close()
 
     assert "penstock-kv" not in Path("/proc/self/maps").read_text()
-    assert files() == []
+    assert open_page_files() == []
     with pytest.raises(SpaceError, match="it is closed; create a new cache"):
         space.create()
 
 
 def _file_bytes() -> int:
-    return sum(os.stat(path).st_blocks * 512 for path in files())
+    return sum(os.stat(path).st_blocks * 512 for path in open_page_files())
 
 
 def fail_at(call: str, time: int) -> Callable[[str], bool]:
@@ -160,7 +160,7 @@ def fail_at(call: str, time: int) -> Callable[[str], bool]:
 @pytest.mark.parametrize(
     ("call", "time"), [("cuMemMap", 1), ("cuMemMap", 3), ("cuMemSetAccess", 1)]
 )
-def test_a_mapping_that_fails_leaves_nothing_mapped(call: str, time: int) -> None:
+def test_a_failed_map_leaves_nothing_mapped(call: str, time: int) -> None:
     space = DriverSpace()
     at = space.reserve(4)
     pages = [space.create() for _ in range(4)]
@@ -171,11 +171,11 @@ def test_a_mapping_that_fails_leaves_nothing_mapped(call: str, time: int) -> Non
 
     assert caught.value.call == call
     assert space.driver.mapped == {}
-    space.map(at, pages)  # and it can be done after that
+    space.map(at, pages)  # works afterwards
     space.close()
 
 
-def test_torch_gives_up_its_spare_memory_before_a_page_is_refused() -> None:
+def test_creating_a_page_empties_torchs_cache_before_it_fails() -> None:
     space = DriverSpace(Driver(pages=1))
     space.create()
 
@@ -185,7 +185,7 @@ def test_torch_gives_up_its_spare_memory_before_a_page_is_refused() -> None:
     space.close()
 
 
-def test_neighbours_are_given_access_in_one_call() -> None:
+def test_adjacent_pages_get_access_in_one_call() -> None:
     space = DriverSpace()
     at = space.reserve(16)
     space.map(at, [space.create() for _ in range(16)])
@@ -202,7 +202,7 @@ def test_a_gpu_without_virtual_memory_is_refused() -> None:
         DriverSpace(Driver(supported=0))
 
 
-def test_a_missing_driver_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
 
     with pytest.raises(SpaceError, match=r"pip install 'penstock\[cuda\]'"):
@@ -210,6 +210,6 @@ def test_a_missing_driver_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("make", [HostSpace, lambda n: DriverSpace(page_nbytes=n)])
-def test_a_page_is_a_multiple_of_what_can_be_mapped(make: Callable[[int], Space]) -> None:
+def test_a_page_size_that_cannot_be_mapped_is_refused(make: Callable[[int], Space]) -> None:
     with pytest.raises(SpaceError, match=r"6000 is not a multiple of the .* 4096"):
         make(6000)

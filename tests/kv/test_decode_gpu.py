@@ -1,4 +1,4 @@
-"""Decoding on a GPU: the kernel on real shapes, and tokens with CUDA graphs and without."""
+"""Decoding on a GPU: the kernel with real shapes, and tokens with and without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ from penstock.generate.graphs import Decoder, refusing_synchronization
 from penstock.generate.requests import Request
 from penstock.kv import VirtualCache, decode_attention
 from penstock.kv.errors import KvWarning
-from tests.kv.decoding import case_of
-from tests.kv.generating import FAMILIES, alone, gathered, model_of, prompts_of, run
+from tests.kv.decode_cases import make_case
+from tests.kv.tiny_generators import (
+    FAMILIES,
+    random_prompts,
+    reference_tokens,
+    run,
+    tiny_model,
+    tokens_by_request,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -26,17 +33,17 @@ LENGTHS = (1, 5, 17, 30, 9, 41)
 
 
 def on_gpu(family: str, dtype: torch.dtype) -> Any:
-    return copy.deepcopy(model_of(family)).to("cuda", dtype)
+    return copy.deepcopy(tiny_model(family)).to("cuda", dtype)
 
 
 def decoder_of(generator: Generator) -> Decoder:
     assert isinstance(generator.forward, ResidentForward)
-    found = generator.forward.decoder(generator.cache)
-    assert found is not None
-    return found
+    decoder = generator.forward.decoder(generator.cache)
+    assert decoder is not None
+    return decoder
 
 
-# The kernel.
+# The kernel
 
 SHAPES = {
     "llama-8b": {"heads": 32, "shared": 8, "head": 128},
@@ -48,40 +55,42 @@ SHAPES = {
     "odd": {"heads": 10, "shared": 2, "head": 80},
 }
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 2.5e-3, torch.float32: 1e-5}
-"""Weights are rounded to 8, 11 or 24 bits, and so are answers: twice half a unit of the last place
-of values up to 5. In fp32 sums of thousands come to that."""
+"""Weights and results, up to 5, are rounded to 8, 11 or 24 bits: an error of one unit in the last
+place. In fp32, sums of thousands of terms reach it."""
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (1000, None), (None, 5.0)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_kernel_finds_what_attention_is(
+def test_the_kernel_gives_exact_attention(
     shape: str, window: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
     lengths = [1, 0, 63, 64, 65, 1500, 4097]
-    case = case_of(lengths, **SHAPES[shape], dtype=dtype, device="cuda")
+    case = make_case(lengths, **SHAPES[shape], dtype=dtype, device="cuda")
     found = case.attend(window=window, softcap=softcap).cpu().double()
 
     error = (found - case.exact(window=window, softcap=softcap)).abs().max()
     assert float(error) < TOLERANCES[dtype]
 
 
-def test_one_long_row_is_cut_and_put_together() -> None:
-    case = case_of([70_001], **SHAPES["llama-8b"], dtype=torch.bfloat16, device="cuda")
+def test_one_long_row_is_split_and_joined() -> None:
+    case = make_case([70_001], **SHAPES["llama-8b"], dtype=torch.bfloat16, device="cuda")
     error = (case.attend().cpu().double() - case.exact()).abs().max()
     assert float(error) < TOLERANCES[torch.bfloat16]
 
 
 def test_the_same_rows_give_the_same_bits() -> None:
-    case = case_of([3000, 17, 900], **SHAPES["llama-8b"], dtype=torch.bfloat16, device="cuda")
+    case = make_case([3000, 17, 900], **SHAPES["llama-8b"], dtype=torch.bfloat16, device="cuda")
     first = case.attend()
     assert all(torch.equal(case.attend(), first) for _ in range(5))
 
 
 @pytest.mark.parametrize("over", [-1, 0, 1])
-def test_pages_that_just_fit_are_not_left(over: int) -> None:
-    """An 8B model's layout: a 2 MiB page holds 16 tokens, and nothing is mapped behind the last.
-    A read beyond it would be an illegal access."""
+def test_the_kernel_stays_inside_pages_that_just_fit(over: int) -> None:
+    """In an 8B model's layout a 2 MiB page holds 16 tokens, and nothing is mapped after the last.
+
+    Reading beyond it would be an illegal access.
+    """
     import transformers
 
     config = transformers.LlamaConfig(
@@ -106,20 +115,20 @@ def _read_all_layers(cache: VirtualCache, slots: list[int], lengths: list[int]) 
     per_row = cache._table.layout.row_tokens
     query = torch.randn(3, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
     starts = torch.tensor([slot * per_row for slot in slots], device="cuda")
-    spots = decode_attention.RowSpans(starts, torch.tensor(lengths, device="cuda"), 8192)
+    spans = decode_attention.RowSpans(starts, torch.tensor(lengths, device="cuda"), 8192)
     for keys, values in cache.views.rows:
-        found = decode_attention.attend(query, keys, values, spots, None, None, None)
+        found = decode_attention.attend(query, keys, values, spans, None, None, None)
         assert found.isfinite().all()
 
 
-# Graphs.
+# Graphs
 
 
 @pytest.mark.parametrize("graphs", [None, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fp32_tokens_are_those_of_the_cpu(family: str, graphs: bool | None) -> None:
-    prompts = prompts_of(LENGTHS)
-    expected = [alone(model_of(family), prompt, 24) for prompt in prompts]
+def test_fp32_tokens_equal_those_of_the_cpu(family: str, graphs: bool | None) -> None:
+    prompts = random_prompts(LENGTHS)
+    expected = [reference_tokens(tiny_model(family), prompt, 24) for prompt in prompts]
     model = on_gpu(family, torch.float32)
     with Generator(
         model, budget="64MiB", max_batch=4, prefill_chunk=16, graphs=graphs
@@ -132,9 +141,9 @@ def test_fp32_tokens_are_those_of_the_cpu(family: str, graphs: bool | None) -> N
 
 
 def arriving(seed: int, count: int) -> Iterator[Request | None]:
-    """Few beginnings, so that many are shared."""
+    """Yield requests over time, with few different beginnings so that many are shared."""
     drawn = random.Random(seed)
-    beginnings = prompts_of((40, 0, 0), seed)
+    beginnings = random_prompts((40, 0, 0), seed)
     for at in range(count):
         own = [drawn.randrange(3, 260) for _ in range(drawn.randrange(1, 50))]
         yield Request(
@@ -144,14 +153,14 @@ def arriving(seed: int, count: int) -> Iterator[Request | None]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_200_arrivals_with_graphs_and_without(family: str) -> None:
+def test_200_arriving_requests_get_equal_tokens_with_and_without_graphs(family: str) -> None:
     model = on_gpu(family, torch.float32)
     answers = []
     for graphs in (None, False):
         with Generator(
             model, budget="24MiB", max_batch=10, max_context=128, prefill_chunk=48, graphs=graphs
         ) as generator:
-            answers.append(gathered(list(generator.run(arriving(5, 200)))))
+            answers.append(tokens_by_request(list(generator.run(arriving(5, 200)))))
             used = decoder_of(generator).recorded
             assert len({rows for rows, _ in used}) > 2
 
@@ -159,19 +168,19 @@ def test_200_arrivals_with_graphs_and_without(family: str) -> None:
     assert answers[0] == answers[1]
 
 
-def test_weights_that_move_are_recorded_anew() -> None:
-    model, prompts = on_gpu("llama", torch.float32), prompts_of((9, 4))
-    expected = [alone(model_of("llama"), prompt, 8) for prompt in prompts]
+def test_moved_weights_are_recorded_again() -> None:
+    model, prompts = on_gpu("llama", torch.float32), random_prompts((9, 4))
+    expected = [reference_tokens(tiny_model("llama"), prompt, 8) for prompt in prompts]
     with Generator(model, budget="64MiB", max_batch=2, prefill_chunk=16) as generator:
         assert run(generator, prompts, 8) == expected
         for parameter in model.parameters():
             moved = parameter.data.clone()
-            parameter.data.fill_(float("nan"))  # what still reads there shows
+            parameter.data.fill_(float("nan"))  # a read of the old address would show
             parameter.data = moved
         assert run(generator, prompts, 8) == expected
 
         with torch.no_grad():
-            model.lm_head.weight.neg_()  # in place: nothing to record
+            model.lm_head.weight.neg_()  # in place: no new recording is needed
         other = run(generator, prompts, 8)
         assert other != expected
         with torch.no_grad():
@@ -179,9 +188,9 @@ def test_weights_that_move_are_recorded_anew() -> None:
         assert run(generator, prompts, 8) == expected
 
 
-def test_a_model_that_waits_for_the_gpu_goes_on_without() -> None:
-    model, prompts = on_gpu("llama", torch.float32), prompts_of((9, 4))
-    expected = [alone(model_of("llama"), prompt, 8) for prompt in prompts]
+def test_a_model_that_waits_for_the_gpu_continues_without_graphs() -> None:
+    model, prompts = on_gpu("llama", torch.float32), random_prompts((9, 4))
+    expected = [reference_tokens(tiny_model("llama"), prompt, 8) for prompt in prompts]
 
     def waits(_module: Any, _given: Any, found: torch.Tensor) -> None:
         assert found.sum().item() == found.sum().item()
@@ -192,10 +201,10 @@ def test_a_model_that_waits_for_the_gpu_goes_on_without() -> None:
         pytest.warns(KvWarning, match="waits for the GPU"),
     ):
         assert run(generator, prompts, 8) == expected
-    assert torch.randn(3, device="cuda").isfinite().all()  # torch's own state is whole
+    assert torch.randn(3, device="cuda").isfinite().all()  # torch's own state is intact
 
 
-def test_only_this_threads_waits_are_refused() -> None:
+def test_a_wait_of_this_thread_is_refused() -> None:
     here = torch.ones(3, device="cuda")
     with refusing_synchronization():
         here.add_(1)
@@ -203,8 +212,8 @@ def test_only_this_threads_waits_are_refused() -> None:
         here.sum().item()
 
 
-def test_the_drivers_free_memory_returns_to_where_it_was() -> None:
-    model, prompts = on_gpu("llama", torch.bfloat16), prompts_of(LENGTHS)
+def test_close_returns_all_memory_to_the_driver() -> None:
+    model, prompts = on_gpu("llama", torch.bfloat16), random_prompts(LENGTHS)
 
     def once() -> int:
         with Generator(model, budget="64MiB", max_batch=6, prefill_chunk=16) as generator:
@@ -215,13 +224,13 @@ def test_the_drivers_free_memory_returns_to_where_it_was() -> None:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
 
-    once()  # libraries keep what they took the first time
+    once()  # libraries keep what they allocate the first time
     before = once()
     assert [once() for _ in range(3)] == [before] * 3
 
 
-def test_pages_are_mapped_ahead_while_graphs_are_recorded_and_played() -> None:
-    """Rows grow over many pages, one after the other by the background thread."""
+def test_pages_are_mapped_ahead_while_graphs_are_recorded_and_replayed() -> None:
+    """Rows grow over many pages, which the background thread maps."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -234,7 +243,7 @@ def test_pages_are_mapped_ahead_while_graphs_are_recorded_and_played() -> None:
     model.generation_config.eos_token_id = None
     with Generator(model, budget="256MiB", max_batch=4, max_context=4096) as generator:
         generator._stop_tokens = frozenset()
-        run(generator, prompts_of((900, 3, 500)), 1200)
+        run(generator, random_prompts((900, 3, 500)), 1200)
         assert generator.cache.stats.grown_ahead > 0
         one = ForwardPass([generator.cache.admit()], [[5]], [0])
         generator.cache.prepare([(one.sequences[0], 1)])

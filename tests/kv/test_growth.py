@@ -1,4 +1,4 @@
-"""Pages ahead of need: races with delays, failures that reach the caller, an end that is one."""
+"""Mapping pages ahead of need: races, failures that reach the caller, and shutdown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from penstock.kv.cache import VirtualCache
 from penstock.kv.errors import BrokenCacheError, GrowthError, SpaceError
-from tests.kv.caches import cache, close, grow, read, some
+from tests.kv.caches import close, grow, make_cache, random_tokens, read
 from tests.kv.driver import DriverSpace
 
 THREAD = "penstock-kv-growth"
@@ -21,95 +21,95 @@ def in_thread() -> bool:
     return threading.current_thread().name == THREAD
 
 
-def settled(made: VirtualCache) -> None:
+def wait_until_idle(cache: VirtualCache) -> None:
     """Wait until the thread has nothing left to do."""
-    table = made._table
+    table = cache._table
     with table.lock:
         while table.grower._requests or any(s.growing for s in table.page_table.slots):
             table.lock.wait()
 
 
-def test_pages_are_there_before_they_are_asked_for() -> None:
-    made = cache(DriverSpace())
-    sequence = made.admit()
-    grow(made, sequence, some(10))
-    inline = made.stats.grown_inline
+def test_pages_are_mapped_before_they_are_needed() -> None:
+    cache = make_cache(DriverSpace())
+    sequence = cache.admit()
+    grow(cache, sequence, random_tokens(10))
+    inline = cache.stats.grown_inline
     for _ in range(30):
-        settled(made)
-        grow(made, sequence, some(1))
+        wait_until_idle(cache)
+        grow(cache, sequence, random_tokens(1))
 
-    assert made.stats.grown_inline == inline == 1
-    assert made.stats.grown_ahead == made.stats.live + made.stats.ahead - 1 > 1
-    close(made)
+    assert cache.stats.grown_inline == inline == 1
+    assert cache.stats.grown_ahead == cache.stats.live + cache.stats.ahead - 1 > 1
+    close(cache)
 
 
-def test_what_is_ahead_goes_to_whoever_needs_it() -> None:
-    made = cache(DriverSpace(), slots=2, pages=4)
-    first, second = made.admit(), made.admit()
-    grow(made, first, some(20))
-    settled(made)
-    assert made.stats.ahead == 1
+def test_pages_ahead_of_need_are_reclaimed_for_others() -> None:
+    cache = make_cache(DriverSpace(), slots=2, pages=4)
+    first, second = cache.admit(), cache.admit()
+    grow(cache, first, random_tokens(20))
+    wait_until_idle(cache)
+    assert cache.stats.ahead == 1
 
-    grow(made, second, some(60))
+    grow(cache, second, random_tokens(60))
 
-    assert (made.stats.live, made.stats.ahead, made.stats.free) == (4, 0, 0)
-    close(made)
+    assert (cache.stats.live, cache.stats.ahead, cache.stats.free) == (4, 0, 0)
+    close(cache)
 
 
 def test_an_exception_in_the_thread_reaches_the_next_prepare_once() -> None:
-    made = cache(space := DriverSpace())
-    sequence = made.admit()
+    cache = make_cache(space := DriverSpace())
+    sequence = cache.admit()
     space.driver.fail = lambda call: call == "cuMemSetAccess" and in_thread()
-    kept = some(20)
-    grow(made, sequence, kept)
-    settled(made)
+    kept = random_tokens(20)
+    grow(cache, sequence, kept)
+    wait_until_idle(cache)
 
     with pytest.raises(GrowthError, match="cuMemSetAccess: error 1") as caught:
-        made.prepare([(sequence, 30)])
+        cache.prepare([(sequence, 30)])
 
     assert isinstance(caught.value.__cause__, SpaceError)
     space.driver.fail = lambda call: False
-    made.prepare([(sequence, 30)])
+    cache.prepare([(sequence, 30)])
     assert sequence.room == 30
-    assert (read(made, sequence) == kept).all()
-    close(made)
+    assert (read(cache, sequence) == kept).all()
+    close(cache)
     assert not space.driver.alive
 
 
 def test_a_failed_prepare_leaves_everything_as_it_was() -> None:
-    made = cache(space := DriverSpace())
-    rows = [made.admit() for _ in range(3)]
-    texts = [some(20), some(30), some(5)]
+    cache = make_cache(space := DriverSpace())
+    rows = [cache.admit() for _ in range(3)]
+    texts = [random_tokens(20), random_tokens(30), random_tokens(5)]
     for row, text in zip(rows, texts, strict=True):
-        grow(made, row, text)
-    settled(made)
-    before, calls = made.stats, iter([False] * 3 + [True] + [False] * 1000)
+        grow(cache, row, text)
+    wait_until_idle(cache)
+    before, calls = cache.stats, iter([False] * 3 + [True] + [False] * 1000)
     space.driver.fail = lambda call: call == "cuMemMap" and not in_thread() and next(calls)
 
     with pytest.raises(SpaceError, match="cuMemMap"):
-        made.prepare([(row, 80) for row in rows])
+        cache.prepare([(row, 80) for row in rows])
 
-    assert made.stats == before
+    assert cache.stats == before
     assert [row.room for row in rows] == [0, 0, 0]
-    assert all((read(made, r) == t).all() for r, t in zip(rows, texts, strict=True))
-    close(made)
+    assert all((read(cache, r) == t).all() for r, t in zip(rows, texts, strict=True))
+    close(cache)
 
 
-def test_a_row_left_without_its_pages_is_said_and_not_read() -> None:
-    made = cache(space := DriverSpace())
-    rows = [made.admit() for _ in range(3)]
+def test_a_row_left_without_its_pages_breaks_the_cache() -> None:
+    cache = make_cache(space := DriverSpace())
+    rows = [cache.admit() for _ in range(3)]
     for row in rows:
-        grow(made, row, some(20))
-    settled(made)
+        grow(cache, row, random_tokens(20))
+    wait_until_idle(cache)
     space.driver.fail = lambda call: call == "cuMemMap"
 
-    with pytest.raises(BrokenCacheError, match="close the cache"), made.rows([rows[2], rows[0]]):
+    with pytest.raises(BrokenCacheError, match="close the cache"), cache.rows([rows[2], rows[0]]):
         pass
     with pytest.raises(BrokenCacheError):
-        made.prepare([(rows[1], 1)])
+        cache.prepare([(rows[1], 1)])
     space.driver.fail = lambda call: False
-    made.close()
-    made._table.pool.close(lost=True)
+    cache.close()
+    cache._table.pool.close(lost=True)
     assert not space.driver.mapped
     assert not space.driver.alive
     assert not space.driver.ranges
@@ -117,49 +117,49 @@ def test_a_row_left_without_its_pages_is_said_and_not_read() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_races_lose_no_token(seed: int) -> None:
-    """The thread sleeps where it hurts: between its claim, its calls and its publishing."""
+    """The thread sleeps at bad moments: between its claim, its driver calls and its publication."""
     dice, chance = random.Random(seed), random.Random(seed + 100)
-    made = cache(space := DriverSpace(), slots=4, pages=16)
+    cache = make_cache(space := DriverSpace(), slots=4, pages=16)
 
     def late(call: str) -> None:
         if in_thread() and chance.random() < 0.3:
             time.sleep(0.001)
 
     space.driver.before = late
-    truth = {made.admit(): some(0) for _ in range(3)}
+    truth = {cache.admit(): random_tokens(0) for _ in range(3)}
     for _ in range(120):
         sequence = dice.choice(list(truth))
         if dice.random() < 0.1:
-            made.finish(sequence)
+            cache.finish(sequence)
             del truth[sequence]
-            truth[made.admit()] = some(0)
+            truth[cache.admit()] = random_tokens(0)
         elif len(truth[sequence]) < 90:
-            new = some(dice.randrange(1, 12))
-            grow(made, sequence, new)
+            new = random_tokens(dice.randrange(1, 12))
+            grow(cache, sequence, new)
             truth[sequence] = torch.cat([truth[sequence], new])
         if dice.random() < 0.2:
-            with made.rows(dice.sample(list(truth), len(truth))):
+            with cache.rows(dice.sample(list(truth), len(truth))):
                 pass
         for sequence, tokens in truth.items():
-            assert (read(made, sequence) == tokens).all()
-    close(made)
+            assert (read(cache, sequence) == tokens).all()
+    close(cache)
     assert not space.driver.mapped
 
 
 def test_the_thread_ends_with_the_cache() -> None:
-    made = cache(DriverSpace())
+    cache = make_cache(DriverSpace())
     assert any(t.name == THREAD for t in threading.enumerate())
 
-    close(made)
+    close(cache)
 
-    assert not any(t is made._table.grower._thread for t in threading.enumerate())
-    made.close()  # a second time is nothing
+    assert not any(t is cache._table.grower._thread for t in threading.enumerate())
+    cache.close()  # closing again does nothing
 
 
-def test_a_slow_page_does_not_hold_up_the_others() -> None:
+def test_a_slow_page_does_not_delay_other_sequences() -> None:
     """While the thread maps for one slot, another sequence can be prepared."""
-    made = cache(space := DriverSpace())
-    first, second = made.admit(), made.admit()
+    cache = make_cache(space := DriverSpace())
+    first, second = cache.admit(), cache.admit()
     gate, entered = threading.Event(), threading.Event()
 
     def wait(call: str) -> None:
@@ -168,11 +168,11 @@ def test_a_slow_page_does_not_hold_up_the_others() -> None:
             gate.wait()
 
     space.driver.before = wait
-    grow(made, first, some(20))
+    grow(cache, first, random_tokens(20))
     entered.wait()
 
-    made.prepare([(second, 50)])
+    cache.prepare([(second, 50)])
 
     assert second.room == 50
     gate.set()
-    close(made)
+    close(cache)

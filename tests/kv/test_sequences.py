@@ -1,4 +1,4 @@
-"""Any order of operations: every token stays what it was, and pages always add up."""
+"""Operations in any order: tokens never change, and page counts always add up."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.kv import CacheFull, ContextError, NoSlot, Sequence
-from tests.kv.caches import cache, close, read, some, tail, write
+from tests.kv.caches import bytes_after, close, make_cache, random_tokens, read, write
 from tests.kv.driver import DriverSpace
 
 SLOTS, PAGES, CONTEXT = 5, 14, 120
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """A cache over the strict driver, and beside it what each sequence must hold."""
+    """A cache over the strict driver, and the tokens that each sequence must hold."""
 
     def __init__(self) -> None:
         super().__init__()
         self.space = DriverSpace()
-        self.cache = cache(self.space, slots=SLOTS, pages=PAGES, context=CONTEXT)
+        self.cache = make_cache(self.space, slots=SLOTS, pages=PAGES, context=CONTEXT)
         self.truth: dict[Sequence, torch.Tensor] = {}
         self.cropped: set[Sequence] = set()
 
-    def sample_tokens(self, data: st.DataObject, resident: bool = True) -> Sequence:
-        found = [s for s in self.truth if s.resident == resident]
-        return found[data.draw(st.integers(0, len(found) - 1))]
+    def choose(self, data: st.DataObject, resident: bool = True) -> Sequence:
+        candidates = [s for s in self.truth if s.resident == resident]
+        return candidates[data.draw(st.integers(0, len(candidates) - 1))]
 
     def some_resident(self) -> bool:
         return any(s.resident for s in self.truth)
 
-    def some_away(self) -> bool:
+    def some_preempted(self) -> bool:
         return any(not s.resident for s in self.truth)
 
     @rule(expect=st.integers(0, CONTEXT))
     def admit(self, expect: int) -> None:
         try:
-            self.truth[self.cache.admit(expect=expect)] = some(0)
+            self.truth[self.cache.admit(expect=expect)] = random_tokens(0)
         except NoSlot:
             assert sum(s.resident for s in self.truth) == SLOTS
 
     @precondition(some_resident)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        donor = self.sample_tokens(data)
+        donor = self.choose(data)
         if donor.length == 0:
             return
         tokens = data.draw(st.integers(1, donor.length))
@@ -54,13 +54,13 @@ class CacheMachine(RuleBasedStateMachine):
         except NoSlot:
             return
         self.truth[new] = self.truth[donor][:tokens]
-        self.cropped.add(new)  # behind a prefix there are the donor's tokens, until it writes
+        self.cropped.add(new)  # after a prefix come the donor's tokens, until it writes
 
     @precondition(some_resident)
     @rule(data=st.data(), padded=st.booleans())
     def grow(self, data: st.DataObject, padded: bool) -> None:
         rows = [s for s in self.truth if s.resident and data.draw(st.booleans())] or [
-            self.sample_tokens(data)
+            self.choose(data)
         ]
         rows = data.draw(st.permutations(rows))
         counts = [data.draw(st.integers(0, 50)) for _ in rows]
@@ -72,7 +72,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.stats.needed_bytes == before.needed_bytes
             assert all(row.room == 0 for row in rows)
             return
-        new = torch.stack([some(max(*counts, 1)) for _ in rows])
+        new = torch.stack([random_tokens(max(*counts, 1)) for _ in rows])
         if max(counts):
             write(self.cache, rows, new[:, : max(counts)])
         self.cache.advance(zip(rows, kept, strict=True))
@@ -84,7 +84,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(some_resident)
     @rule(data=st.data())
     def crop(self, data: st.DataObject) -> None:
-        sequence = self.sample_tokens(data)
+        sequence = self.choose(data)
         left = data.draw(st.integers(0, sequence.length))
         self.cache._table.crop(sequence, left)
         self.truth[sequence] = self.truth[sequence][:left]
@@ -93,24 +93,24 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(some_resident)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        sequence = self.sample_tokens(data)
+        sequence = self.choose(data)
         moved = self.cache.preempt(sequence)
         assert moved == self.truth[sequence].numel() * 2
         self.cropped.discard(sequence)
 
-    @precondition(some_away)
+    @precondition(some_preempted)
     @rule(data=st.data())
     def restore(self, data: st.DataObject) -> None:
-        sequence = self.sample_tokens(data, resident=False)
+        sequence = self.choose(data, resident=False)
         try:
             self.cache.restore(sequence)
         except (CacheFull, NoSlot):
             assert not sequence.resident
 
     @precondition(some_resident)
-    @rule(data=st.data(), away=st.booleans())
-    def finish(self, data: st.DataObject, away: bool) -> None:
-        sequence = self.sample_tokens(data, resident=not (away and self.some_away()))
+    @rule(data=st.data(), preempted=st.booleans())
+    def finish(self, data: st.DataObject, preempted: bool) -> None:
+        sequence = self.choose(data, resident=not (preempted and self.some_preempted()))
         self.cache.finish(sequence)
         del self.truth[sequence]
 
@@ -133,18 +133,18 @@ class CacheMachine(RuleBasedStateMachine):
                 assert [s.slot for s in rows] == list(range(batch.first, batch.first + len(rows)))
 
     @invariant()
-    def every_token_is_there(self) -> None:
+    def every_sequence_holds_its_tokens(self) -> None:
         for sequence, tokens in self.truth.items():
             assert sequence.length == len(tokens)
             if sequence.resident:
                 assert torch.equal(read(self.cache, sequence), tokens)
 
     @invariant()
-    def nothing_foreign_lies_behind_a_row(self) -> None:
+    def nothing_foreign_follows_a_row(self) -> None:
         for sequence in self.truth:
             if sequence.resident and sequence not in self.cropped:
                 with self.cache._table.exclusive():
-                    assert not tail(self.cache, sequence).any()
+                    assert not bytes_after(self.cache, sequence).any()
 
     @invariant()
     def pages_add_up(self) -> None:
@@ -173,17 +173,17 @@ def run(examples: int, steps: int) -> None:
         max_examples=examples,
         stateful_step_count=steps,
         deadline=None,
-        derandomize=examples < 100,  # the short one is the same walk every time
+        derandomize=examples < 100,  # the short run is the same every time
         suppress_health_check=list(HealthCheck),
     )
     machine().runTest()
 
 
-def test_any_order_of_operations(one_thread: None) -> None:
+def test_operations_in_any_order_keep_tokens_and_counts(one_thread: None) -> None:
     run(examples=20, steps=40)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_a_hundred_thousand_operations(one_thread: None) -> None:
+def test_a_hundred_thousand_operations_keep_tokens_and_counts(one_thread: None) -> None:
     run(examples=1000, steps=100)

@@ -1,4 +1,4 @@
-"""The MLP in tiles: the same function, and the same gradient."""
+"""A tiled MLP computes the same function and the same gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Layer(nn.Module):
         return found
 
 
-def test_tiles_give_the_gradient_of_the_whole() -> None:
+def test_tiles_give_the_gradients_of_the_whole_mlp() -> None:
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
     x = torch.randn(2, 7, 8, dtype=torch.float64, requires_grad=True)
@@ -29,8 +29,8 @@ def test_tiles_give_the_gradient_of_the_whole() -> None:
     tile_mlps([Layer(mlp)], 3)
     tiled = torch.autograd.grad(mlp(x).square().sum(), [x, *mlp.parameters()])
 
-    for one, other in zip(whole, tiled, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)  # sums are fp32
+    for first, second in zip(whole, tiled, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6)  # sums are fp32
 
 
 def test_a_frozen_weight_gets_no_gradient() -> None:
@@ -44,15 +44,15 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     assert mlp[1].weight.grad is not None
 
 
-def test_dropout_inside_is_replayed_tile_by_tile() -> None:
-    """What backward multiplies with is what forward multiplied with."""
+def test_backward_replays_dropout_tile_by_tile() -> None:
+    """Backward uses the same dropout mask as forward."""
     torch.manual_seed(0)
     mlp = nn.Dropout(0.5)
     tile_mlps([Layer(mlp)], 4)
     x = torch.ones(1, 30, 8, requires_grad=True)
 
     out = mlp(x)
-    torch.manual_seed(99)  # whatever was drawn between
+    torch.manual_seed(99)  # second code may draw random numbers in between
     out.sum().backward()
 
     assert x.grad is not None
@@ -60,7 +60,7 @@ def test_dropout_inside_is_replayed_tile_by_tile() -> None:
     assert torch.equal(x.grad, out.detach())
 
 
-def test_the_random_state_is_left_as_the_plain_mlp_leaves_it() -> None:
+def test_backward_leaves_the_random_state_unchanged() -> None:
     torch.manual_seed(0)
     mlp = nn.Dropout(0.5)
     tile_mlps([Layer(mlp)], 4)
@@ -76,33 +76,33 @@ WIDTH = 64
 
 
 def compiled_step(tile: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What forward keeps for backward, and all gradients."""
+    """Return the tensors that forward saves for backward, and all gradients."""
     torch.manual_seed(0)
     layer = Layer(nn.Sequential(nn.Linear(8, WIDTH), nn.GELU(), nn.Linear(WIDTH, 8)))
     tile_mlps([layer], tile)
     x = torch.randn(2, 20, 8, requires_grad=True)
     out = torch.compile(layer, backend="aot_eager", dynamic=False, fullgraph=True)(x)
-    kept: Any = out.grad_fn
-    saved = list(kept.saved_tensors)
+    grad_fn: Any = out.grad_fn
+    saved = list(grad_fn.saved_tensors)
     return saved, list(torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]))
 
 
-def test_compiled_tiles_keep_nothing_of_the_mlps_width() -> None:
-    """A compiler that took what backward recomputes for what forward computes would keep it."""
+def test_compiled_tiles_save_nothing_of_the_mlps_width() -> None:
+    """A compiler that merged backward's recomputation with forward would save the MLP's tensors."""
     tiles, tiled = compiled_step(13)
     whole, plain = compiled_step(4096)
 
-    for one, other in zip(tiled, plain, strict=True):
-        torch.testing.assert_close(one, other)
+    for first, second in zip(tiled, plain, strict=True):
+        torch.testing.assert_close(first, second)
     by_token = [
-        [t for t in kept if t.dim() > 1 and t.shape[-1] == WIDTH and t.shape[0] != 8]
-        for kept in (tiles, whole)
+        [t for t in grad_fn if t.dim() > 1 and t.shape[-1] == WIDTH and t.shape[0] != 8]
+        for grad_fn in (tiles, whole)
     ]
     assert not by_token[0]
-    assert by_token[1], "without tiles it is kept, and would be seen"
+    assert by_token[1], "without tiles, the MLP's tensors are saved"
 
 
-def test_dropout_in_tiles_is_known() -> None:
+def test_dropout_in_tiles_is_detected() -> None:
     layers = [Layer(nn.Sequential(nn.Linear(8, 8), nn.Dropout(p))) for p in (0.0, 0.5)]
     tile_mlps(layers, 4)
 

@@ -6,8 +6,8 @@ share one compiled body.
 
 The cache is not part of the compiled code. A layer hands its new keys and values to one custom
 operation, `attend_new`, which writes them to the cache and attends as any other pass does. The
-operation finds out in this module which layer of which cache it serves. So nothing is compiled
-again for another cache or another layer, nor for any number of rows from two on.
+operation reads the current cache and layer from this module. So one compilation serves every cache,
+every layer of a kind, and any number of rows from two on.
 
 Import this module only where layers are compiled: it loads torch's compiler.
 """
@@ -151,7 +151,7 @@ class _LayerForward:
 
 
 def _mark_rows(rows: int, each: Any) -> None:
-    """Tell the compiler that the number of rows varies, so that one version serves any number."""
+    """Mark the number of rows as dynamic, so that one compiled version serves any number."""
     if isinstance(each, torch.Tensor) and rows > 1 and each.ndim and len(each) == rows:
         torch._dynamo.maybe_mark_dynamic(each, 0)
 

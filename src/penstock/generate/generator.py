@@ -35,7 +35,7 @@ several tokens. Pages are also counted whenever a sequence ends, so that peaks a
 
 @dataclass(slots=True)
 class GenerationCounts:
-    """What a generator has done so far."""
+    """Counters of a generator's work so far."""
 
     prompt_tokens: int = 0
     shared_tokens: int = 0
@@ -260,7 +260,7 @@ class Generator:
     def _finish_pass(
         self, count: int, members: Sequence[ActiveRequest], scores: torch.Tensor
     ) -> list[TokenChunk]:
-        """Keep what was read, and sample a token for each request that has read all its tokens."""
+        """Advance the cache, and sample a token for each request without pending tokens."""
         self.cache.advance([(active.sequence, count) for active in members])
         ready = [row for row, active in enumerate(members) if active.pending == 0]
         if not ready:

@@ -67,7 +67,7 @@ Failure = tuple[ActiveRequest, PenstockError]
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes."""
+    """The work of one step."""
 
     groups: Sequence[tuple[int, Sequence[ActiveRequest]]]
     """Requests that read the same number of tokens, and so run together, after that number."""
@@ -113,7 +113,7 @@ class Scheduler:
         self.waiting.append(active)
 
     def plan_step(self) -> StepPlan:
-        """Decide what a step computes, and prepare the cache for it."""
+        """Decide what the next step computes, and prepare the cache for it."""
         failed = [*self._restore(), *self._admit()]
         wants = self._collect_wants()
         self._crowded = False

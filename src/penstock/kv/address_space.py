@@ -254,7 +254,7 @@ class CudaSpace:
         try:
             return int(self._call("cuMemCreate", self._page_nbytes, self._properties, 0))
         except SpaceError:
-            # torch caches memory of freed tensors, which may be just what is missing.
+            # torch caches the memory of freed tensors. Releasing it may be enough.
             self._empty_torch_cache()
             return int(self._call("cuMemCreate", self._page_nbytes, self._properties, 0))
 

@@ -452,8 +452,8 @@ class VirtualLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer of the cache, as transformers sees it.
 
     It counts the layer's tokens and returns views; the bytes are the cache's. A layer with a
-    sliding window keeps all tokens, because the layers share pages, and shows the model those that
-    the window reaches. No gradient flows through cached tokens.
+    sliding window keeps all tokens, because the layers share pages, and shows the model only the
+    tokens inside the window. No gradient flows through cached tokens.
     """
 
     is_compileable = False

@@ -268,7 +268,7 @@ def launch(
 def compiled_kernels_take_constants() -> bool:
     """Return whether a compiled kernel is launched with all parameters, as from Triton 3.3 on.
 
-    Before that it took only those that are not constants.
+    Earlier versions take only the parameters that are not constants.
     """
     version = str(importlib.import_module("triton").__version__).split(".")
     return tuple(map(int, version[:2])) >= (3, 3)

@@ -24,7 +24,7 @@ _TOKENS, _POSITIONS, _ENDS, _STARTS, _TARGETS = range(5)
 
 
 class DecodeBatch:
-    """Buffers for `rows` rows, none of which gets longer than `longest` tokens.
+    """Buffers for `rows` rows of at most `longest` tokens.
 
     `scratch` is the position, in tokens from the first row's start, that padding rows write to.
     """
@@ -45,7 +45,7 @@ class DecodeBatch:
         self.positions = self._device[_POSITIONS][:, None]
         """The model's `position_ids`, `[rows, 1]`."""
         self.spans = RowSpans(self._device[_STARTS], self._device[_ENDS], longest)
-        """Where the rows are in the cache."""
+        """The positions of the rows in the cache."""
         self._targets = self._device[_TARGETS]
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Where the keys and values of a token are in memory.
+"""The memory layout of keys and values.
 
 A row of the cache is `[token, layer, K or V, head, head dim]`: one page holds all layers of a few
 tokens, so a sequence wastes less than a page, however many layers the model has. Rows follow each
@@ -26,7 +26,7 @@ class Layout:
     """
 
     windows: tuple[int | None, ...]
-    """For each layer, how many tokens a query sees; None means all."""
+    """Sliding window of each layer, in tokens; None means that a query sees all tokens."""
 
     heads: int
     """Number of key and value heads."""

@@ -1,7 +1,7 @@
-"""Which page is mapped in which row.
+"""The mapping of pages to rows.
 
-The page table maps and unmaps. It knows nothing about sequences or budgets: the `SequenceTable`
-decides what is mapped where, and holds the pages.
+The page table maps and unmaps pages. It knows nothing about sequences or budgets: the
+`SequenceTable` decides which pages a row gets, and holds them in the pool.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from penstock.kv.slots import Slot
 class PageTable:
     """A reserved range of `count` rows, followed by two places of its own.
 
-    After the rows comes one more row, of which only the first token ever has memory: padding rows
-    of a decode batch write there. After that comes the workbench, one page through which pages are
-    copied.
+    The first is the scratch row, to which padding rows of a decode batch write; only its first
+    token ever has memory. The second is the workbench: one page through which pages are copied.
     """
 
     def __init__(self, space: Space, layout: Layout, count: int) -> None:

@@ -364,7 +364,7 @@ def _moving_cost(slots: list[Slot], targets: list[Slot]) -> int:
 
 
 def _exchange(table: SequenceTable, source: dict[Slot, Slot]) -> None:
-    """Give each key the contents of its value. What is displaced goes to rows left empty."""
+    """Give each key the contents of its value; move displaced contents to rows left empty."""
     displaced = [target for target in source if target not in source.values()]
     emptied = [slot for slot in source.values() if slot not in source]
     source = source | dict(zip(emptied, displaced, strict=True))
@@ -378,7 +378,7 @@ def _exchange(table: SequenceTable, source: dict[Slot, Slot]) -> None:
 
 
 def branch(table: SequenceTable, rows: list[Sequence], sources: list[int]) -> list[Sequence]:
-    """Make new rows, the i-th of which continues old row `sources[i]`, as beam search does.
+    """Make new rows: row i continues old row `sources[i]`, as in beam search.
 
     Pages are shared, and copied only when one of the holders writes.
     """
@@ -412,7 +412,7 @@ def _live_pages(table: SequenceTable, sequence: Sequence) -> list[Page]:
 
 
 def _with_pages_ahead(table: SequenceTable, slot: Slot, pages: list[Page]) -> list[Page]:
-    """Return a branch's pages, followed by those that the row had mapped ahead for itself."""
+    """Return a branch's pages, followed by the pages that the row had mapped ahead of need."""
     ahead = [p for p in slot.pages[len(pages) :] if table.pool.holders(p) == 1 and p not in pages]
     return [*pages, *ahead]
 
@@ -549,7 +549,7 @@ class Stats:
     ahead: int
     """Pages mapped after a live sequence, before it needs them."""
     kept: int
-    """Pages left by finished sequences, for the next one or for whoever needs them."""
+    """Pages of finished sequences, kept for the next sequence or until needed elsewhere."""
     blank: int
     """1 if the blank page exists, which stands for padding and is not part of the budget."""
     others: int

@@ -1,6 +1,6 @@
 """Slots, and the sequences in them.
 
-These are plain values. Whoever changes them holds the lock of the `SequenceTable`.
+These are plain values. Change them only while holding the lock of the `SequenceTable`.
 """
 
 from __future__ import annotations

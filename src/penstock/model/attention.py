@@ -91,11 +91,11 @@ def register(name: str, function: AttentionFunction) -> None:
     interface.register(name, function)
 
 
-# What attention is over.
+# The scope of attention.
 
 
 class _Scope(threading.local):
-    """What the attention of one thread is over.
+    """The documents or rows that the attention of one thread works on.
 
     The attribute is set in `__init__`, which threading.local calls in every thread, so that
     compiled code can read it without a default.

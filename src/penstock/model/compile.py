@@ -25,10 +25,10 @@ RECOMPILE_LIMIT = 64
 """Number of versions of one body that torch may compile."""
 
 Body = Callable[..., Any]
-"""A function of a layer's weights, by name, and of whatever else the layer is called with."""
+"""A function of a layer's weights, by name, and of the layer's other arguments."""
 
 Kind = tuple[Any, ...]
-"""What two layers have in common if the code compiled for one serves the other."""
+"""Identifies layers that run the same code. Code compiled for one serves the others."""
 
 
 class LayerBodies:

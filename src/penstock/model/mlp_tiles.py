@@ -109,9 +109,9 @@ class _Tiles(torch.autograd.Function):
 
 
 def _assemble(like: torch.Tensor, tiles: Iterable[tuple[slice, torch.Tensor]]) -> torch.Tensor:
-    """Assemble tiles into one tensor, in place as they come.
+    """Assemble tiles into one tensor, writing each tile when it is computed.
 
-    Compiled code concatenates them: the compiler then writes each tile in place by itself.
+    Compiled code concatenates them instead: the compiler writes each tile in place by itself.
     """
     if torch.compiler.is_compiling():
         return torch.cat([tile for _, tile in tiles])

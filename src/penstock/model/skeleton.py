@@ -43,7 +43,7 @@ def weight_dtype(dtype: Dtype) -> torch.dtype:
 def strip_model(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Replace a loaded model's parameters by ones without memory, keeping tied ones tied.
 
-    Whoever else holds the parameters keeps them.
+    Other references to the original parameters keep them alive.
     """
     empty: dict[int, nn.Parameter] = {}
     for module in model.modules():

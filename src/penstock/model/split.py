@@ -3,7 +3,7 @@
 The model's own code computes every part. The layers are lifted out of the model, and probes take
 their places. Running the model up to the last probe computes the embedding, and records the
 arguments with which the model calls each layer. Letting a probe return the output of the last layer
-runs the head. So position encodings, scales and caps are the model's own, whatever its family.
+runs the head. So position encodings, scales and caps are the model's own in every model family.
 
 Parameters have no memory here. Before a part runs, views of its weights are bound to its modules.
 """
@@ -36,7 +36,7 @@ class Calls:
     arguments: Sequence[Arguments]
     """The arguments of each layer."""
     bounds: Documents | None
-    """Where documents begin; None: each row is one document."""
+    """Start positions of documents; None if each row is one document."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class MicroBatch:
     targets: torch.Tensor
     """The token that each position has to predict."""
     bounds: Documents | None
-    """Where documents begin; None: each row is one document."""
+    """Start positions of documents; None if each row is one document."""
     number: int
     """Position of the micro-batch in the whole step."""
     calls: Calls | None = None

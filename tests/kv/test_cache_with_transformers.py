@@ -1,4 +1,4 @@
-"""`generate` with this cache gives the tokens that it gives with transformers' own."""
+"""transformers' `generate` gives the same tokens with this cache as with its own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def generate(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor, **ho
     return model.generate(ids, attention_mask=mask, past_key_values=cache, **(wanted | how))
 
 
-def test_greedy_with_mixed_lengths_and_several_turns(some_model: Any, cache: VirtualCache) -> None:
+def test_greedy_tokens_are_equal_over_several_turns(some_model: Any, cache: VirtualCache) -> None:
     ids, mask = prompts()
     plain = DynamicCache(config=some_model.config)
     for _ in range(2):
@@ -55,7 +55,7 @@ def test_greedy_with_mixed_lengths_and_several_turns(some_model: Any, cache: Vir
     assert cache.stats.waste < 3 * 4096
 
 
-def test_beams_share_their_past(some_model: Any, cache: VirtualCache) -> None:
+def test_beams_share_pages_and_give_equal_tokens(some_model: Any, cache: VirtualCache) -> None:
     ids, mask = prompts()
 
     want = generate(some_model, None, ids, mask, num_beams=3)
@@ -65,7 +65,7 @@ def test_beams_share_their_past(some_model: Any, cache: VirtualCache) -> None:
     assert cache.stats.shared > 0
 
 
-def test_views_are_the_cache_itself() -> None:
+def test_update_returns_views_of_the_cache() -> None:
     llama = model("Llama")
     with make(llama) as cache:
         ids, mask = prompts()
@@ -83,7 +83,7 @@ def test_views_are_the_cache_itself() -> None:
         )
 
 
-def test_a_reset_cache_starts_anew_in_the_same_pages() -> None:
+def test_a_reset_cache_reuses_its_pages() -> None:
     mistral = model("Mistral")
     ids, mask = prompts()
     want = generate(mistral, None, ids[:2], mask[:2])
@@ -111,7 +111,7 @@ def test_cropped_tokens_can_be_written_again() -> None:
     torch.testing.assert_close(got, want)
 
 
-def test_rows_can_be_repeated_and_chosen() -> None:
+def test_rows_can_be_repeated_and_selected() -> None:
     llama = model("Llama")
     ids, mask = prompts()
     with make(llama) as cache:
@@ -131,7 +131,7 @@ def test_rows_can_be_repeated_and_chosen() -> None:
 
 
 def ragged(model: Any, cache: VirtualCache, rows: list[Any], ids: torch.Tensor) -> Any:
-    """One call with rows of different lengths, masked by hand; the last token's logits."""
+    """Call the model on rows of different lengths with a manual mask; return the last logits."""
     new = ids.shape[1]
     with cache.rows(rows) as batch:
         past = batch.lengths.long()[:, None]
@@ -145,8 +145,8 @@ def ragged(model: Any, cache: VirtualCache, rows: list[Any], ids: torch.Tensor) 
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
-def test_ragged_rows_give_what_each_gives_alone(kind: str) -> None:
-    """Prefill one by one, decode together, with a shared prefix and one that went away and back."""
+def test_rows_of_different_lengths_give_the_logits_of_each_row_alone(kind: str) -> None:
+    """Prefill one by one and decode together; one row shares a prefix, one is preempted."""
     some_model = model(kind)
     texts = [torch.randint(3, 128, (n,)) for n in (31, 4, 90)]
     texts.append(torch.cat([texts[2][:50], texts[1]]))

@@ -1,7 +1,8 @@
-"""Rows for the decode kernel, what it should find there, and Triton's interpreter mended.
+"""Inputs and exact results for the decode kernel, and fixes for Triton's interpreter.
 
-Without a GPU the kernel runs in the interpreter, in a process of its own (`test_decode_code.py`),
-since Triton decides when it is imported whether it compiles or interprets.
+Without a GPU, the kernel runs in the interpreter. That needs a process of its own, which
+`test_decode_attention.py` starts, because Triton decides at import whether it compiles or
+interprets.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from penstock.kv import decode_attention
 LAYERS, LAYER = 3, 1
 SCALE = 0.2
 PAD = 3
-"""Tokens between one row and the next that belong to neither."""
+"""Number of tokens between one row and the next that belong to neither."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows in the cache's layout, NaN wherever nothing may be read, and queries."""
+    """Queries, and rows in the cache's layout with NaN wherever nothing may be read."""
 
     data: torch.Tensor
     """[tokens, layers, 2, shared heads, head size]"""
@@ -47,7 +48,7 @@ class Case:
         return decode_attention.attend(self.query, *self.views, spots, SCALE, window, softcap)
 
     def exact(self, *, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
-        """By the definition, in double precision."""
+        """Compute attention by its definition, in double precision."""
         rows, heads, _, head = self.query.shape
         group = heads // self.data.shape[3]
         out = torch.zeros(rows, 1, heads, head, dtype=torch.float64)
@@ -65,11 +66,11 @@ class Case:
         return out
 
 
-def case_of(
+def make_case(
     lengths: Sequence[int], *, heads: int = 4, shared: int = 2, head: int = 64,
     dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
 ) -> Case:  # fmt: skip
-    """Rows one behind the other, the last one first."""
+    """Make a case whose rows follow each other in memory, the last row first."""
     drawn = torch.Generator().manual_seed(17)
     starts, at = [0] * len(lengths), 0
     for row in reversed(range(len(lengths))):
@@ -83,9 +84,12 @@ def case_of(
 
 
 @pytest.fixture
-def mended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
-    """The interpreter of Triton 3.6 multiplies the bits of bf16 numbers, and takes an array of one
-    number for a number, which numpy no longer does. Returns the pointers and masks of all loads."""
+def fixed_interpreter(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """Fix two bugs of Triton's interpreter, and return the pointers and masks of all loads.
+
+    The interpreter of Triton 3.6 multiplies the bits of bf16 numbers, and converts an array of one
+    number to a number implicitly, which numpy no longer allows.
+    """
     from triton.runtime import interpreter
 
     seen: list[tuple[Any, Any]] = []

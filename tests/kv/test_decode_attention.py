@@ -1,4 +1,4 @@
-"""The decode kernel on a machine without a GPU: interpreted, and its compiled code read."""
+"""The decode kernel without a GPU: run by the interpreter, and compiled for inspection."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ pytestmark = quiet
 
 
 @needs_triton
-def test_the_interpreter_finds_what_attention_is() -> None:
+def test_the_interpreted_kernel_passes_its_tests() -> None:
     file = str(Path(__file__).with_name("test_decode_kernels.py"))
     assert count_interpreted(file) > 30
 
 
-def compiled(dtype: str, group: int, head: int, **more: Any) -> Any:
-    """For Hopper, by Triton's compiler alone, as `decode.attend` would launch it."""
+def compile_for_hopper(dtype: str, group: int, head: int, **more: Any) -> Any:
+    """Compile the kernel for Hopper with Triton's compiler, as `decode_attention.attend` does."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -70,20 +70,23 @@ def compiled(dtype: str, group: int, head: int, **more: Any) -> Any:
         ("fp32", 2, 8, {}),
     ],
 )
-def test_keys_come_ahead_in_whole_vectors(
+def test_keys_are_prefetched_in_16_byte_vectors(
     dtype: str, group: int, head: int, more: dict[str, Any]
 ) -> None:
-    """What the choice of tiles rests on: 16 bytes a thread, fetched ahead without passing through
-    registers; and as many programs fit an SM as `num_splits` counts on."""
-    made = compiled(dtype, group, head, **more)
+    """Check the assumptions behind the tile sizes.
 
-    copies = re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", made.asm["ptx"])
+    Each thread copies 16 bytes asynchronously, without passing through registers, and as many
+    programs fit on an SM as `num_splits` assumes.
+    """
+    kernel = compile_for_hopper(dtype, group, head, **more)
+
+    copies = re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", kernel.asm["ptx"])
     assert len(copies) >= 2 * (decode_attention.STAGES - 1)
     assert set(copies) == {"0x10"}
-    assert decode_attention.PROGRAMS_PER_SM * (made.metadata.shared + 1024) <= 228 * 1024
+    assert decode_attention.PROGRAMS_PER_SM * (kernel.metadata.shared + 1024) <= 228 * 1024
 
 
-def test_without_triton_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_triton_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_attention, "kernels", lambda: None)
     decode_attention.available.cache_clear()
     with pytest.warns(KvWarning, match="pip install triton"):
@@ -94,7 +97,7 @@ def test_without_triton_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None
     decode_attention.available.cache_clear()
 
 
-def test_what_the_kernel_does_not_know_is_left_to_others() -> None:
+def test_unsupported_types_and_head_sizes_do_not_fit() -> None:
     here = torch.device("cpu")
     assert not decode_attention.fits(here, torch.bfloat16, 128)  # no interpreter in this process
     assert not decode_attention.fits(here, torch.float64, 128)

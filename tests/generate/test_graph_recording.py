@@ -1,4 +1,4 @@
-"""Recording, over a stand-in for torch's CUDA that keeps the order of calls."""
+"""Recording of CUDA graphs, over a stand-in for torch.cuda that logs the order of calls."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Stream:
         self.cuda, self.name = cuda, name
 
     def wait_stream(self, other: Stream) -> None:
-        self.cuda.told.append(f"{self.name} waits for {other.name}")
+        self.cuda.log.append(f"{self.name} waits for {other.name}")
 
 
 class Cuda:
-    """What `recording` asks of torch.cuda."""
+    """The part of torch.cuda that `penstock.generate.graphs` uses."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.log: list[str] = []
         self.now, self.mode, self.fail = Stream(self, "main"), 0, False
         self.pools = 0
 
@@ -50,7 +50,7 @@ class Cuda:
         return self
 
     def replay(self) -> None:
-        self.told.append("replay")
+        self.log.append("replay")
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -64,10 +64,10 @@ class Cuda:
     def graph(
         self, graph: Any, *, pool: int, stream: Stream, capture_error_mode: str
     ) -> Iterator[None]:
-        self.told.append(f"record {capture_error_mode} in {pool}")
+        self.log.append(f"record {capture_error_mode} in {pool}")
         self.now = stream
         yield
-        if self.fail:  # as torch does, which then leaves its stream the current one
+        if self.fail:  # like torch, which then leaves its stream the current one
             raise RuntimeError("operation failed due to a previous error during capture")
         self.now = Stream(self, "main")
 
@@ -80,35 +80,35 @@ class Cuda:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
-    made = Cuda()
-    monkeypatch.setattr(graphs, "_cuda", made)
+    fake = Cuda()
+    monkeypatch.setattr(graphs, "_cuda", fake)
     graphs._side_stream.cache_clear()
-    yield made
+    yield fake
     graphs._side_stream.cache_clear()
 
 
-def test_it_runs_twice_beside_and_is_then_recorded(cuda: Cuda) -> None:
-    answer, seen = torch.ones(1), []
+def test_a_call_runs_twice_on_the_side_stream_and_is_then_recorded(cuda: Cuda) -> None:
+    output, seen = torch.ones(1), []
 
     def call() -> torch.Tensor:
         seen.append((cuda.now.name, cuda.mode, gc.isenabled()))
-        return answer
+        return output
 
     recorder = graphs.Recorder()
     graph = recorder.record(call)
 
     assert seen == [("side", 0, True), ("side", "warn", True), ("side", 0, False)]
-    assert cuda.told == [
+    assert cuda.log == [
         "side waits for main", "main waits for side", "record thread_local in 1",
     ]  # fmt: skip
-    assert graph.replay() is answer
-    assert cuda.told[-1] == "replay"
+    assert graph.replay() is output
+    assert cuda.log[-1] == "replay"
     recorder.forget()
     recorder.record(call)
-    assert cuda.told[-1] == "record thread_local in 2"
+    assert cuda.log[-1] == "record thread_local in 2"
 
 
-def test_a_pass_that_waits_is_refused_before_it_is_recorded(cuda: Cuda) -> None:
+def test_a_call_that_waits_is_refused_before_the_recording(cuda: Cuda) -> None:
     def call() -> torch.Tensor:
         if cuda.mode == "warn":
             warnings.warn(WAIT, UserWarning, stacklevel=1)
@@ -118,11 +118,11 @@ def test_a_pass_that_waits_is_refused_before_it_is_recorded(cuda: Cuda) -> None:
         graphs.Recorder().record(call)
 
     assert cuda.mode == 0
-    # What goes on without recording must not overtake what was begun.
-    assert cuda.told == ["side waits for main", "main waits for side"]
+    # Work after a failed recording must wait for the work already submitted.
+    assert cuda.log == ["side waits for main", "main waits for side"]
 
 
-def test_others_may_wait(cuda: Cuda) -> None:
+def test_other_threads_may_wait(cuda: Cuda) -> None:
     def wait() -> None:
         warnings.warn(WAIT, UserWarning, stacklevel=1)
 
@@ -133,7 +133,7 @@ def test_others_may_wait(cuda: Cuda) -> None:
         warnings.warn("something else", UserWarning, stacklevel=1)
 
 
-def test_a_recording_that_breaks_off_leaves_the_stream_as_it_was(cuda: Cuda) -> None:
+def test_a_failed_recording_restores_the_stream(cuda: Cuda) -> None:
     cuda.fail, main = True, cuda.now
 
     with pytest.raises(RuntimeError, match="previous error"):

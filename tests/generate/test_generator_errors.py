@@ -1,4 +1,4 @@
-"""What a generator refuses, and that one bad request hurts no other."""
+"""Errors of a generator, and that a failed request does not affect the others."""
 
 from __future__ import annotations
 
@@ -18,19 +18,26 @@ from penstock.generate.requests import (
     UnfitModelError,
 )
 from penstock.kv.errors import CacheFull, NoSlot
-from tests.kv.generating import PAGE, alone, gathered, model_of, prompts_of, small_generator
+from tests.kv.tiny_generators import (
+    PAGE,
+    random_prompts,
+    reference_tokens,
+    small_generator,
+    tiny_model,
+    tokens_by_request,
+)
 from tests.support.engines import plain_model, tiny_config
 from tests.support.small_tokenizers import small_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def errors_of(pieces: list[Any]) -> dict[object, Exception]:
-    return {piece.request: piece.error for piece in pieces if piece.error is not None}
+def errors_of(chunks: list[Any]) -> dict[object, Exception]:
+    return {chunk.request: chunk.error for chunk in chunks if chunk.error is not None}
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("options", "message"),
     [
         ({"prompt": []}, "request bad: prompt must not be empty"),
         ({"prompt": [5, 260]}, "must contain tokens from 0 to 259, got 260"),
@@ -45,30 +52,32 @@ def errors_of(pieces: list[Any]) -> dict[object, Exception]:
         ({"prompt": [5], "stop": [""]}, "stop must not contain an empty text"),
     ],
 )
-def test_a_bad_request_is_told_and_others_go_on(asked: dict[str, Any], words: str) -> None:
-    model = model_of("llama")
+def test_an_invalid_request_fails_and_others_continue(
+    options: dict[str, Any], message: str
+) -> None:
+    model = tiny_model("llama")
     with Generator(model, budget="64MiB") as generator:
         good = Request(prompt=[5, 6, 7], max_new=4, id="good")
-        pieces = list(generator.run([Request(id="bad", **asked), good]))
+        chunks = list(generator.run([Request(id="bad", **options), good]))
 
         with pytest.raises(RequestError):
-            generator.submit(Request(id="bad", **asked))
+            generator.submit(Request(id="bad", **options))
 
-    assert words in str(errors_of(pieces)["bad"])
-    assert gathered(pieces)["good"] == alone(model, [5, 6, 7], 4)
+    assert message in str(errors_of(chunks)["bad"])
+    assert tokens_by_request(chunks)["good"] == reference_tokens(model, [5, 6, 7], 4)
 
 
-def test_a_prompt_beyond_the_context_is_refused() -> None:
-    model = model_of("llama")
+def test_a_prompt_longer_than_the_context_is_refused() -> None:
+    model = tiny_model("llama")
     with Generator(model, budget="64MiB", max_context=40) as generator:
         with pytest.raises(
             PromptTooLongError, match="40 tokens, but the cache supports 40"
-        ) as told:
+        ) as error:
             generator.submit(Request(prompt=[5] * 40))
-        assert (told.value.wanted, told.value.limit) == (40, 40)
+        assert (error.value.wanted, error.value.limit) == (40, 40)
 
-        pieces = list(generator.run([Request(prompt=[5] * 39, max_new=9)]))
-        assert [piece.finished for piece in pieces] == ["context"]
+        chunks = list(generator.run([Request(prompt=[5] * 39, max_new=9)]))
+        assert [chunk.finished for chunk in chunks] == ["context"]
     with (
         Generator(model, budget="64MiB", max_context=4096) as generator,
         pytest.raises(PromptTooLongError, match="but the model supports 128"),
@@ -76,98 +85,98 @@ def test_a_prompt_beyond_the_context_is_refused() -> None:
         generator.submit(Request(prompt=[5] * 128))
 
 
-def test_more_requests_than_the_queue_are_refused() -> None:
-    with Generator(model_of("llama"), budget="64MiB", max_batch=1, queue=2) as generator:
+def test_a_request_is_refused_when_the_queue_is_full() -> None:
+    with Generator(tiny_model("llama"), budget="64MiB", max_batch=1, queue=2) as generator:
         generator.submit(Request(prompt=[5], max_new=2))
         generator.submit(Request(prompt=[6], max_new=2))
-        with pytest.raises(QueueFullError, match="2 requests are waiting already") as told:
+        with pytest.raises(QueueFullError, match="2 requests are waiting already") as error:
             generator.submit(Request(prompt=[7], id="third"))
-        assert told.value.limit == 2
+        assert error.value.limit == 2
 
-        generator.step()  # the first has begun
+        generator.step()  # starts the first request
         generator.submit(Request(prompt=[7], max_new=2))
-        pieces = []
+        chunks = []
         while not generator.idle:
-            pieces += generator.step()
+            chunks += generator.step()
 
-    assert sum(piece.finished == "length" for piece in pieces) == 3
-
-
-def test_run_keeps_to_the_queue() -> None:
-    with Generator(model_of("llama"), budget="64MiB", max_batch=1, queue=1) as generator:
-        pieces = list(generator.run(Request(prompt=[5 + n], max_new=2) for n in range(4)))
-
-    assert errors_of(pieces) == {}
-    assert sum(piece.finished == "length" for piece in pieces) == 4
+    assert sum(chunk.finished == "length" for chunk in chunks) == 3
 
 
-def test_a_sequence_that_the_whole_cache_cannot_hold_fails_alone() -> None:
-    model = model_of("llama")
-    short, long = prompts_of((10, 100))
+def test_run_does_not_overfill_the_queue() -> None:
+    with Generator(tiny_model("llama"), budget="64MiB", max_batch=1, queue=1) as generator:
+        chunks = list(generator.run(Request(prompt=[5 + n], max_new=2) for n in range(4)))
+
+    assert errors_of(chunks) == {}
+    assert sum(chunk.finished == "length" for chunk in chunks) == 4
+
+
+def test_a_sequence_larger_than_the_cache_fails_alone() -> None:
+    model = tiny_model("llama")
+    short, long = random_prompts((10, 100))
     with small_generator(model, tokens=64, max_batch=2) as generator:
-        asked = [Request(prompt=long, id="long", max_new=5), Request(prompt=short, id="short",
+        requests = [Request(prompt=long, id="long", max_new=5), Request(prompt=short, id="short",
                                                                      max_new=5)]  # fmt: skip
-        pieces = list(generator.run(asked))
+        chunks = list(generator.run(requests))
 
-    failed = errors_of(pieces)
+    failed = errors_of(chunks)
     assert list(failed) == ["long"]
     assert isinstance(failed["long"], NoRoomError)
     assert failed["long"].wanted > 0
     assert "raise --hbm" in str(failed["long"])
-    assert gathered(pieces)["short"] == alone(model, short, 5)
+    assert tokens_by_request(chunks)["short"] == reference_tokens(model, short, 5)
 
 
-def test_rows_that_somebody_else_holds_are_no_reason_to_wait_for_ever() -> None:
-    model = model_of("llama")
+def test_a_request_fails_if_no_row_can_become_free() -> None:
+    model = tiny_model("llama")
     with small_generator(model, tokens=100, max_batch=1) as generator:
-        taken = generator.cache.admit()
-        pieces = list(generator.run([Request(prompt=[5, 6], id="first")]))
-        assert isinstance(errors_of(pieces)["first"], NoSlot)
+        held = generator.cache.admit()
+        chunks = list(generator.run([Request(prompt=[5, 6], id="first")]))
+        assert isinstance(errors_of(chunks)["first"], NoSlot)
 
-        generator.cache.finish(taken)
-        pieces = list(generator.run([Request(prompt=[5, 6], max_new=2, id="second")]))
-        assert gathered(pieces)["second"] == alone(model, [5, 6], 2)
+        generator.cache.finish(held)
+        chunks = list(generator.run([Request(prompt=[5, 6], max_new=2, id="second")]))
+        assert tokens_by_request(chunks)["second"] == reference_tokens(model, [5, 6], 2)
 
 
-def test_a_budget_that_shrinks_ends_what_it_cannot_bring_back() -> None:
-    model, (one, two) = model_of("llama"), prompts_of((30, 30))
+def test_a_preempted_request_fails_if_the_budget_became_too_small() -> None:
+    model, (one, two) = tiny_model("llama"), random_prompts((30, 30))
     with small_generator(model, tokens=100, max_batch=2) as generator:
         for name, prompt in (("one", one), ("two", two)):
             generator.submit(Request(prompt=prompt, max_new=40, id=name))
-        pieces = []
+        chunks = []
         while not generator._scheduler.preempted:
-            pieces += generator.step()
+            chunks += generator.step()
         generator._scheduler.retire(generator._scheduler.running[0])
         generator.cache.resize(2 * PAGE)
         while not generator.idle:
-            pieces += generator.step()
+            chunks += generator.step()
 
-    assert isinstance(errors_of(pieces)["two"], CacheFull)
+    assert isinstance(errors_of(chunks)["two"], CacheFull)
 
 
-def test_scores_that_are_no_numbers_end_one_request() -> None:
+def test_scores_that_are_not_finite_fail_one_request() -> None:
     model = plain_model(tiny_config("llama", eos_token_id=None), dtype=torch.float32)
     with torch.no_grad():
         model.model.embed_tokens.weight[99] = float("nan")
     with Generator(model, budget="64MiB", max_batch=2) as generator:
-        asked = [Request(prompt=[5, 99], id="bad"), Request(prompt=[5, 6], id="good", max_new=6)]
-        pieces = list(generator.run(asked))
+        requests = [Request(prompt=[5, 99], id="bad"), Request(prompt=[5, 6], id="good", max_new=6)]
+        chunks = list(generator.run(requests))
 
-    assert isinstance(errors_of(pieces)["bad"], NonFiniteLogitsError)
-    assert len(gathered(pieces)["good"]) == 6
+    assert isinstance(errors_of(chunks)["bad"], NonFiniteLogitsError)
+    assert len(tokens_by_request(chunks)["good"]) == 6
 
 
-def test_whoever_stops_listening_leaves_nothing_behind() -> None:
-    with Generator(model_of("llama"), budget="64MiB", max_batch=2) as generator:
-        pieces = generator.run([Request(prompt=[5]), Request(prompt=[6]), Request(prompt=[7])])
-        next(pieces)
-        pieces.close()  # type: ignore[attr-defined]
+def test_closing_the_iterator_drops_all_requests() -> None:
+    with Generator(tiny_model("llama"), budget="64MiB", max_batch=2) as generator:
+        chunks = generator.run([Request(prompt=[5]), Request(prompt=[6]), Request(prompt=[7])])
+        next(chunks)
+        chunks.close()  # type: ignore[attr-defined]
 
         assert generator.idle
-        assert gathered(list(generator.run([Request(prompt=[5], max_new=3, id="x")])))["x"]
+        assert tokens_by_request(list(generator.run([Request(prompt=[5], max_new=3, id="x")])))["x"]
 
 
-def test_attention_that_cannot_be_replaced_is_refused() -> None:
+def test_a_model_with_attention_sinks_is_refused() -> None:
     import transformers
 
     config = transformers.GptOssConfig(
@@ -179,25 +188,25 @@ def test_attention_that_cannot_be_replaced_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_batch", "prefill_chunk"])
-def test_sizes_are_checked(name: str) -> None:
+def test_sizes_below_one_are_refused(name: str) -> None:
     options: dict[str, Any] = {name: 0}
     with pytest.raises(RequestError, match=f"{name} must be 1 or more, got 0"):
-        Generator(model_of("llama"), budget="64MiB", **options)
+        Generator(tiny_model("llama"), budget="64MiB", **options)
 
 
-def test_stop_tokens_and_texts_end_an_answer() -> None:
-    model, tokenizer = model_of("llama"), small_tokenizer(vocabulary=260)
-    whole = alone(model, [40, 41, 42], 20)
+def test_stop_tokens_and_stop_texts_end_an_answer() -> None:
+    model, tokenizer = tiny_model("llama"), small_tokenizer(vocabulary=260)
+    whole = reference_tokens(model, [40, 41, 42], 20)
     with Generator(model, budget="64MiB", tokenizer=tokenizer) as generator:
         stop = whole[6]
         (first, *_), = [list(generator.run([Request(prompt=[40, 41, 42], max_new=20,
                                                     stop_tokens=[stop])]))]  # fmt: skip
         assert first.finished is None
-        pieces = list(generator.run([Request(prompt=[40, 41, 42], max_new=20)]))
-        text = "".join(piece.text for piece in pieces)
+        chunks = list(generator.run([Request(prompt=[40, 41, 42], max_new=20)]))
+        text = "".join(chunk.text for chunk in chunks)
         cut = text[5:8]
         stopped = list(generator.run([Request(prompt=[40, 41, 42], max_new=20, stop=[cut])]))
 
     assert text == tokenizer.decode(whole, skip_special_tokens=True)
     assert stopped[-1].finished == "stop"
-    assert "".join(piece.text for piece in stopped) == text[: text.index(cut)]
+    assert "".join(chunk.text for chunk in stopped) == text[: text.index(cut)]

@@ -1,6 +1,6 @@
-"""The cache on a real GPU: memory comes and goes, tensors over it work, tokens are the same.
+"""The cache on a GPU: memory is allocated and released, and tokens are those of DynamicCache.
 
-The tests of spaces and of the cache itself run there too, over the fixture `space`.
+The tests of spaces and of the cache that use the fixture `space` run on a GPU, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def test_the_drivers_free_memory_returns_to_where_it_was() -> None:
+def test_close_returns_all_memory_to_the_driver() -> None:
     some_model = model("Llama").to("cuda", torch.bfloat16)
     ids = torch.randint(3, 128, (4, 200), device="cuda")
     make = {"max_batch": 4, "max_context": 1 << 20, "budget": "256MiB"}
@@ -44,7 +44,7 @@ def test_the_drivers_free_memory_returns_to_where_it_was() -> None:
     assert free_bytes() == before
 
 
-def test_a_range_far_larger_than_the_gpu_costs_nothing() -> None:
+def test_a_range_larger_than_the_gpu_costs_no_memory() -> None:
     space = CudaSpace(torch.device("cuda"))
     before = free_bytes()
     count = (1 << 42) // space.page_nbytes  # 4 TiB
@@ -65,8 +65,8 @@ def test_a_range_far_larger_than_the_gpu_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_tokens_as_with_a_plain_cache(kind: str) -> None:
-    """In float32 with exact kernels: rounding differs between views and copies only in order."""
+def test_tokens_equal_those_of_a_dynamic_cache(kind: str) -> None:
+    """In float32, where views and copies differ only in the order of summation."""
     some_model = model(kind).to("cuda")
     ids, mask = (part.to("cuda") for part in prompts())
     how = {"attention_mask": mask, "max_new_tokens": 32, "do_sample": False}
@@ -83,17 +83,17 @@ def test_the_same_tokens_as_with_a_plain_cache(kind: str) -> None:
     assert torch.equal(shared, beams)
 
 
-def test_what_a_page_costs(record_property: Callable[[str, object], None]) -> None:
-    """Not a promise: the figures are printed with `-s` and kept with `--junitxml`."""
+def test_page_operations_report_their_time(record_property: Callable[[str, object], None]) -> None:
+    """Report times without checking them: `-s` prints them, `--junitxml` stores them."""
     space, count = CudaSpace(torch.device("cuda")), 256
     at = space.reserve(count)
     costs: dict[str, float] = {}
 
     def timed(name: str, work: Callable[[int], object]) -> list[object]:
         start = time.perf_counter()
-        given = [work(i) for i in range(count)]
+        results = [work(i) for i in range(count)]
         costs[name] = (time.perf_counter() - start) / count * 1e6
-        return given
+        return results
 
     def address(i: int) -> int:
         return at + i * space.page_nbytes
@@ -106,11 +106,11 @@ def test_what_a_page_costs(record_property: Callable[[str, object], None]) -> No
     timed("unmap", lambda i: space.unmap(address(i), 1))
     start = time.perf_counter()
     space.map(at, pages)
-    costs["map and set access, all at once"] = (time.perf_counter() - start) / count * 1e6
+    costs["map and set access, all in one call"] = (time.perf_counter() - start) / count * 1e6
     space.unmap(at, count)
     timed("release", lambda i: space.destroy(pages[i]))
     space.release(at, count)
     for name, microseconds in costs.items():
         record_property(name, microseconds)
-        print(f"{name}: {microseconds:.1f} us a page of {space.page_nbytes >> 20} MiB")
+        print(f"{name}: {microseconds:.1f} us per page of {space.page_nbytes >> 20} MiB")
     assert len(costs) == 6

@@ -1,4 +1,4 @@
-"""Tiny models, and what they generate one prompt at a time with transformers' own cache."""
+"""Tiny models, and the tokens that transformers generates with them one prompt at a time."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from tests.support.engines import plain_model, tiny_config
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3")
 
 WINDOW = 12
-"""Shorter than prompts and answers, so that windows cut."""
+"""Shorter than prompts and answers, so that the window hides tokens."""
 
 VOCABULARY = 260
 
 PAGE = 4096
-"""Bytes: a little over ten tokens of these models."""
+"""Page size in bytes: a little more than ten tokens of these models."""
 
 
 @functools.cache
-def model_of(family: str) -> Any:
-    """fp32, so that the likeliest token is far from the next one compared with rounding; with
-    weights large enough that it is not always the same."""
+def tiny_model(family: str) -> Any:
+    """Make a model in fp32, so that the gap between the two likeliest tokens exceeds rounding.
+
+    Its weights are scaled up, so that it does not always generate the same token.
+    """
     changes: dict[str, Any] = {"eos_token_id": None}
     if family in ("mistral", "gemma2", "gemma3"):
         changes["sliding_window"] = WINDOW
@@ -41,7 +43,7 @@ def model_of(family: str) -> Any:
     return model.eval()
 
 
-def prompts_of(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
+def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
     numbers = random.Random(seed)
     return [[numbers.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
 
@@ -49,10 +51,12 @@ def prompts_of(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
 _known: dict[Any, dict[tuple[int, ...], list[int]]] = {}
 
 
-def alone(model: Any, prompt: Sequence[int], new: int) -> list[int]:
-    """What transformers makes of the prompt by itself. A shorter answer is the beginning of a
-    longer one, so each is made once."""
-    known = _known.setdefault(model, {})  # the key keeps the model alive: an id could come again
+def reference_tokens(model: Any, prompt: Sequence[int], new: int) -> list[int]:
+    """Return what transformers generates for the prompt by itself.
+
+    A shorter answer is the beginning of a longer one, so each prompt is generated once.
+    """
+    known = _known.setdefault(model, {})  # the key keeps the model alive; an id could be reused
     if len(known.get(tuple(prompt), ())) < new:
         known[tuple(prompt)] = _generated(model, prompt, new)
     return known[tuple(prompt)][:new]
@@ -72,18 +76,18 @@ def _generated(model: Any, prompt: Sequence[int], new: int) -> list[int]:
     return tokens
 
 
-def gathered(pieces: Sequence[TokenChunk]) -> dict[str | int, list[int]]:
-    """Tokens by request."""
+def tokens_by_request(chunks: Sequence[TokenChunk]) -> dict[str | int, list[int]]:
+    """Collect the tokens of each request."""
     found: dict[str | int, list[int]] = {}
-    for piece in pieces:
-        found.setdefault(piece.request, []).extend(piece.tokens)
+    for chunk in chunks:
+        found.setdefault(chunk.request, []).extend(chunk.tokens)
     return found
 
 
 def small_generator(
     model: Any, *, tokens: int, max_batch: int, graphs: bool | None = None
 ) -> Generator:
-    """Its cache has small pages and holds about so many tokens in all."""
+    """Make a generator whose cache has small pages and holds about `tokens` tokens in all."""
     text = model.config.get_text_config()
     each = text.num_hidden_layers * 2 * text.num_key_value_heads * text.head_dim * 4
     cache = VirtualCache(
@@ -94,8 +98,8 @@ def small_generator(
 
 
 def run(generator: Generator, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
-    """All at once; the answers in the order of the prompts."""
+    """Run prompts concurrently, and return the answers in the order of the prompts."""
     requests = [Request(prompt=prompt, max_new=new) for prompt in prompts]
     first = generator._number
-    found = gathered(list(generator.run(requests)))
+    found = tokens_by_request(list(generator.run(requests)))
     return [found[first + at] for at in range(len(prompts))]
