@@ -49,15 +49,15 @@ def test_a_failing_disk_raises_an_error_with_name_path_offset_and_errno(
         good, bad = (store.allocate(4 * UNIT, name=name) for name in ("layers.0", "layers.1"))
         store.start_write(good, source).wait()
         disk.fail()
-        with pytest.raises(TransferError, match=r"write of layers\.1 failed: /dev/") as failed:
+        with pytest.raises(TransferError, match=r"write of layers\.1 failed: /dev/") as caught:
             store.start_write(bad, source).wait()
         with pytest.raises(LostExtentError, match=r"layers\.1: 262144 B at 0 were lost"):
             store.start_read(bad, source)
         disk.repair()
 
-        assert (failed.value.extent, failed.value.path) == ("layers.1", disk.device)
-        assert (failed.value.errno, failed.value.length) == (errno.EIO, 4 * UNIT)
-        assert failed.value.offset == 1 * MiB + bad.start
+        assert (caught.value.extent, caught.value.path) == ("layers.1", disk.device)
+        assert (caught.value.errno, caught.value.length) == (errno.EIO, 4 * UNIT)
+        assert caught.value.offset == 1 * MiB + bad.start
         assert store.stats.retries == 3
         back = buffers.zeros(4 * UNIT)
         store.start_read(good, back).wait()  # other extents are intact
@@ -131,7 +131,7 @@ else:
     print("hanging", len(hanging), hanging[0])
     print("warning:", caught[0].message)
     ticket.settle()
-    print("in the end", ticket.failure())
+    print("finally", ticket.failure())
 """
 
 
@@ -156,11 +156,11 @@ def test_closing_with_a_hung_disk_returns_and_names_the_requests(
     tmp_path: Path, engine: EngineName
 ) -> None:
     with faulty_device(tmp_path, DISK, "delay-write=1") as disk:
-        said = run_child(disk.device, engine, "hang")
+        output = run_child(disk.device, engine, "hang")
 
-        assert f"hanging 1 write of 65536 B at 1048576 of {disk.device}" in said
-        assert "still with the kernel" in said
-        assert "in the end None" in said
+        assert f"hanging 1 write of 65536 B at 1048576 of {disk.device}" in output
+        assert "still with the kernel" in output
+        assert "finally None" in output
 
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])

@@ -47,6 +47,12 @@ MAX_NBYTES = 2**63 - 1
 MAX_TOUCHERS = 32
 """Maximum number of threads per node for the first touch. Fewer already saturate its memory."""
 
+_NATIVE_HUGE = {
+    None: _native.Huge.none,
+    "thp": _native.Huge.transparent,
+    "2M": _native.Huge.reserved,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionOptions:
@@ -101,8 +107,8 @@ def allocate_region(
             threads=MAX_TOUCHERS,
             cpus=_cpus_for(place, system),
         )
-    except OSError as failed:
-        raise _explain(failed, wanted, options.huge, system) from None
+    except OSError as error:
+        raise _explain(error, wanted, options.huge, system) from None
     if options.pinned:
         _pin(region)
     return region
@@ -118,10 +124,10 @@ def move_region(
     check_move(region.address + offset, nbytes, place, system or System())
     try:
         region.move(offset, nbytes, place.native())
-    except OSError as failed:
-        raise explain_move(failed, nbytes) from None
-    except _native.CudaError as failed:  # the pages were moved, but are no longer pinned
-        raise _explain_pin(failed, region) from None
+    except OSError as error:
+        raise explain_move(error, nbytes) from None
+    except _native.CudaError as error:  # the pages were moved, but are no longer pinned
+        raise _explain_pin(error, region) from None
 
 
 def check_move(address: int, nbytes: int, place: Place, system: System) -> None:
@@ -136,14 +142,14 @@ def check_move(address: int, nbytes: int, place: Place, system: System) -> None:
     _check_free({n: max(0, share - already_there.get(n, 0)) for n, share in shares.items()}, system)
 
 
-def explain_move(failed: OSError, nbytes: int) -> Exception:
+def explain_move(error: OSError, nbytes: int) -> Exception:
     """Turn an OS error of a migration into a Penstock error."""
-    if failed.errno in (errno.EPERM, errno.EACCES):
-        return PlacementPermissionError(_call(failed), failed.errno)
+    if error.errno in (errno.EPERM, errno.EACCES):
+        return PlacementPermissionError(_call(error), error.errno)
     reason = {
         errno.EIO: "some pages cannot move (pinned by a driver or by I/O in flight)",
         errno.ENOMEM: "the target node ran out of memory, or the process reached vm.max_map_count",
-    }.get(failed.errno or 0, str(failed.strerror))
+    }.get(error.errno or 0, str(error.strerror))
     return MoveError(wanted=nbytes, reason=reason)
 
 
@@ -238,47 +244,44 @@ def _native_placement(place: Place | None) -> _native.Placement:
     return place.native() if place else _native.Placement(_native.Policy.local, [], [])
 
 
-_NATIVE_HUGE = {
-    None: _native.Huge.none,
-    "thp": _native.Huge.transparent,
-    "2M": _native.Huge.reserved,
-}
-
-
 def _page_bytes(huge: Huge) -> int:
     return _native.UNIT_NBYTES if huge == "2M" else _native.page_nbytes()
 
 
-def _explain(failed: OSError, wanted: int, huge: Huge, system: System) -> Exception:
-    call = _call(failed)
-    if failed.errno in (errno.EPERM, errno.EACCES):
-        return PlacementPermissionError(call, failed.errno)
-    if huge == "2M" and failed.errno in (errno.ENOMEM, errno.EFAULT):
+def _explain(error: OSError, wanted: int, huge: Huge, system: System) -> Exception:
+    call = _call(error)
+    if error.errno in (errno.EPERM, errno.EACCES):
+        return PlacementPermissionError(call, error.errno)
+    if huge == "2M" and error.errno in (errno.ENOMEM, errno.EFAULT):
         unit = _native.UNIT_NBYTES
         free = system.free_huge_pages(None)
         return HugePagesError(wanted=wanted // unit, free=free, unit=unit, node=None)
     advice = "free some memory or request less; `ulimit -v` and vm.overcommit_memory also limit it"
-    if failed.errno == errno.ENOSYS:
+    if error.errno == errno.ENOSYS:
         advice = "this kernel has no NUMA support; omit `place`"
     return MapError(
         wanted=wanted,
-        errno=failed.errno or 0,
-        reason=f"{call}: {os.strerror(failed.errno or 0)}",
+        errno=error.errno or 0,
+        reason=f"{call}: {os.strerror(error.errno or 0)}",
         advice=advice,
     )
 
 
-def _call(failed: OSError) -> str:
+def _call(error: OSError) -> str:
     """Return the system call in a native error: `mbind: Operation not permitted` gives `mbind`."""
-    return str(failed.strerror).split(":")[0]
+    return str(error.strerror).split(":")[0]
 
 
 def _pin(region: _native.Region) -> None:
+    """Register the range with CUDA, or lock it in memory if there is no GPU.
+
+    If locking fails, warn only: the memory stays pageable, and results are the same.
+    """
     if _native.cuda_devices() > 0:
         try:
             region.register()
-        except _native.CudaError as failed:
-            raise _explain_pin(failed, region) from None
+        except _native.CudaError as error:
+            raise _explain_pin(error, region) from None
         return
     try:
         region.lock()
@@ -286,15 +289,15 @@ def _pin(region: _native.Region) -> None:
         _warn_unpinned()
 
 
-def _explain_pin(failed: _native.CudaError, region: _native.Region) -> PinError:
-    code, name = failed.args
+def _explain_pin(error: _native.CudaError, region: _native.Region) -> PinError:
+    code, name = error.args
     return PinError(wanted=region.mapped_nbytes, code=code, name=name)
 
 
 @functools.cache  # warn once per process: a training run allocates thousands of tensors
 def _warn_unpinned() -> None:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    allowed = "no more" if limit == resource.RLIM_INFINITY else f"only {format_bytes(limit)}"
+    allowed = "no more" if limit == resource.RLIM_INFINITY else f"only {format_bytes(limit)} of"
     warnings.warn(
         f"pinned=True: there is no GPU, and this process may lock {allowed} memory, so memory "
         f"stays pageable. Results are the same. `ulimit -l unlimited` removes the limit",

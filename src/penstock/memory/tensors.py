@@ -135,8 +135,8 @@ def move(tensor: torch.Tensor, place: Place) -> None:
     check_move(address, nbytes, place, System())
     try:
         stuck = _native.migrate_pages(address, nbytes, place.native(), os.cpu_count() or 1)
-    except OSError as failed:
-        raise explain_move(failed, nbytes) from None
+    except OSError as error:
+        raise explain_move(error, nbytes) from None
     if stuck:
         raise MoveError(wanted=nbytes, reason=f"{stuck} pages stayed where they were")
 
