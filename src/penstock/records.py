@@ -117,9 +117,8 @@ def save(value: object, path: str | Path, error: type[RecordError] = RecordError
             with open(path, "w", encoding="utf-8") as stream:
                 stream.write(text)
         else:
-            _replace(
-                Path(os.path.realpath(path)), text
-            )  # replace the target of a link, not the link
+            # Replace the target of a symbolic link, not the link itself.
+            _replace(Path(os.path.realpath(path)), text)
 
 
 def parse(text: str | bytes) -> object:
@@ -134,14 +133,14 @@ def parse(text: str | bytes) -> object:
         )
     except RecordError:
         raise
-    except json.JSONDecodeError as wrong:
+    except json.JSONDecodeError as error:
         raise RecordError(
-            f"line {wrong.lineno}, column {wrong.colno}", f"is not JSON: {wrong.msg}"
+            f"line {error.lineno}, column {error.colno}", f"is not JSON: {error.msg}"
         ) from None
     except RecursionError:
-        raise RecordError("", "is nested too deeply to be a record") from None
-    except ValueError as wrong:  # bytes that are not UTF-8, or a number with thousands of digits
-        raise RecordError("", f"is not JSON: {wrong}") from None
+        raise RecordError("", "is nested too deeply") from None
+    except ValueError as error:  # bytes that are not UTF-8, or a number with thousands of digits
+        raise RecordError("", f"is not JSON: {error}") from None
 
 
 def layout(data: Any, indent: str = "") -> str:
@@ -221,14 +220,14 @@ def _read_record(cls: type[T], data: object, path: str) -> T:
         if name in data:
             values[name] = _read(hints[name], data[name], _join(path, name))
         elif _required(field):
-            wanted = _describe_type(hints[name])
-            raise RecordError(_join(path, name), f"is missing; it must be {wanted}")
-    with _within(path):
+            expected = _describe_type(hints[name])
+            raise RecordError(_join(path, name), f"is missing; it must be {expected}")
+    with _prefix_errors_with(path):
         return cls(**values)
 
 
 @contextmanager
-def _within(path: str) -> Iterator[None]:
+def _prefix_errors_with(path: str) -> Iterator[None]:
     """Prefix errors that a record raises about itself with the record's path in the file."""
     try:
         yield
@@ -273,7 +272,7 @@ def _read(hint: Any, data: object, path: str) -> Any:
         short = getattr(hint, "from_number", None)
         if short is not None and _is_number(data):
             number = _read_scalar(float, data, path)
-            with _within(path):
+            with _prefix_errors_with(path):
                 return short(number)
         return _read_record(hint, data, path)  # type: ignore[arg-type]
     return _read_scalar(hint, data, path)
@@ -348,11 +347,9 @@ def _describe_type(hint: Any) -> str:
     if origin is Annotated:
         if _Unchecked in args:
             return "present"
-        return (
-            'a number of bytes such as 4096 or "64GiB"'
-            if _Size in args
-            else _describe_type(args[0])
-        )
+        if _Size in args:
+            return 'a number of bytes such as 4096 or "64GiB"'
+        return _describe_type(args[0])
     if origin in (Union, UnionType):
         return _describe_type(next(arg for arg in args if arg is not NoneType))
     if origin is tuple:
@@ -392,6 +389,8 @@ def _is_special(path: str | Path) -> bool:
 
 
 def _replace(target: Path, text: str) -> None:
+    # Write a temporary file in the same directory and rename it: rename is atomic only within a
+    # file system. Without the fsync before it, a power failure may keep the new name with no data.
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(draft, "x", encoding="utf-8") as file:
@@ -429,9 +428,9 @@ def _os_errors_as(error: type[RecordError], path: str | Path, action: str) -> It
     """Raise OSErrors as `error`. `action` is "read" or "written"."""
     try:
         yield
-    except OSError as failed:
-        reason = failed.strerror or str(failed)
-        raise error("", f"cannot be {action}: {reason}", where=str(path)) from failed
+    except OSError as cause:
+        reason = cause.strerror or str(cause)
+        raise error("", f"cannot be {action}: {reason}", where=str(path)) from cause
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -20,12 +20,17 @@ from penstock.data.examples import Chat, Completion, Text, read_example
 from penstock.data.sources import Item
 from penstock.data.tokenizer import Tokens
 
+EncodedParts = tuple[list[int], list[list[int]]]
+"""The tokens of a complete text, and of its parts between the borders."""
+
 
 @dataclass(frozen=True, slots=True)
 class RenderedExample:
     """An example as one text, before it is encoded."""
 
     text: str
+    """The complete text."""
+
     spans: tuple[Span, ...]
     """The trained characters, as (start, end)."""
 
@@ -52,9 +57,16 @@ class Encoded:
     """Tokens of a document, or of a piece of a long one."""
 
     ids: npt.NDArray[np.int64]
+    """Token ids."""
+
     trained: npt.NDArray[np.uint8]
+    """1 for each token that is trained, 0 for the others."""
+
     ends: bool
+    """Whether the document ends with these tokens."""
+
     leaves_end_open: bool = False
+    """Whether a trained turn excludes its end-of-turn token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,8 @@ class Encoding:
     """The result of encoding some items."""
 
     documents: tuple[Encoded, ...]
+    """Tokens of the valid items, in order."""
+
     problems: tuple[str, ...]
     """Problems of invalid items, with file and line number."""
 
@@ -111,10 +125,6 @@ def _render(item: Item, tokens: Tokens) -> RenderedExample:
             return RenderedExample(text, tuple(spans), False, False, leaves_end_open=is_open)
 
 
-EncodedParts = tuple[list[int], list[list[int]]]
-"""The tokens of a complete text, and of its parts between the borders."""
-
-
 def _encode_parts(
     rendered: Sequence[RenderedExample], wholes: Sequence[list[int]], tokens: Tokens
 ) -> list[EncodedParts]:
@@ -124,10 +134,11 @@ def _encode_parts(
         for example in rendered
         for cuts in [example.cuts()]
     ]
-    encoded = iter(tokens.encode([part for some in parts for part in some]))
+    # One call for all parts of all texts: tokenizers are much faster with large batches.
+    encoded = iter(tokens.encode([part for texts in parts for part in texts]))
     return [
-        (whole, [next(encoded) for _ in some] if some else [whole])
-        for whole, some in zip(wholes, parts, strict=True)
+        (whole, [next(encoded) for _ in texts] if texts else [whole])
+        for whole, texts in zip(wholes, parts, strict=True)
     ]
 
 
@@ -156,6 +167,7 @@ def _check_borders(
 
 
 def _mask(example: RenderedExample, ids: list[int], borders: list[int], tokens: Tokens) -> Encoded:
+    """Add the opening and end tokens, and mark the trained ones."""
     token_at = dict(
         zip([0, *example.cuts(), len(example.text)], [0, *borders, len(ids)], strict=True)
     )

@@ -124,6 +124,40 @@ class State:
         return f"{self.documents}-{self.tokens}-{sums}"
 
 
+def open_cache(
+    sources: Sequence[Source],
+    tokens: Tokens,
+    directory: Path,
+    *,
+    skip_bad: bool,
+    on_progress: OnProgress,
+) -> Cache:
+    """Open the token cache of these sources; create or finish it if necessary."""
+    key = _key(sources, tokens)
+    final, expected = directory / key, empty_state(key, tokens.size)
+    if (cache := _open_complete(final, expected, tokens.size, on_progress)) is None:
+        with _lock(directory, key, on_progress):
+            # Another process may have created it while this one waited for the lock.
+            cache = _open_complete(final, expected, tokens.size, on_progress)
+            if cache is None:
+                state = _tokenize(
+                    final, expected, sources, tokens, skip_bad=skip_bad, on_progress=on_progress
+                )
+                cache = Cache(final, state, tokens.size)
+    if cache.state.bad and not skip_bad:
+        raise BadLinesError(cache.state.bad_lines, cache.state.bad)
+    if not cache.state.documents:
+        names = ", ".join(source.name for source in sources)
+        raise EmptyDataError(f"{names}: no example found ({cache.state.bad} bad lines)")
+    return cache
+
+
+def default_directory() -> Path:
+    """Return the default directory for token caches."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "penstock" / "tokens"
+
+
 def empty_state(key: str, vocabulary: int) -> State:
     """Return the state of an empty cache."""
     itemsize = 2 if vocabulary <= 1 << 16 else 4
@@ -158,6 +192,7 @@ class Writer:
         with cache_write_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._files = [(directory / name).open("ab") for name in ARRAYS]
+            # Discard what an interrupted run wrote after its last journal entry.
             for file, length in zip(self._files, state.lengths, strict=True):
                 file.truncate(length)
 
@@ -172,6 +207,8 @@ class Writer:
         rows, state = self._rows(documents, [part.tobytes() for part in ids])
         sums = []
         parts = zip(self._files, (*arrays, rows), self.state.checksums, strict=True)
+        # The arrays must be on disk before the journal says so: a journal that is behind the arrays
+        # only repeats work, but one that is ahead of them would vouch for missing data.
         with cache_write_errors(self.directory):
             for file, array, before in parts:
                 raw = array.tobytes()
@@ -223,6 +260,7 @@ class Writer:
             if final.exists():
                 shutil.rmtree(final)
             os.rename(self.directory, final)
+            # Sync the parent directory, too, so that a power failure does not undo the rename.
             descriptor = os.open(final.parent, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
@@ -231,9 +269,8 @@ class Writer:
     def close(self) -> None:
         """Close the arrays."""
         for file in self._files:
-            with contextlib.suppress(
-                OSError
-            ):  # journaled data is on disk already; the rest is discarded
+            # Journaled data is on disk already, and the next writer truncates the rest.
+            with contextlib.suppress(OSError):
                 file.close()
 
 
@@ -276,40 +313,6 @@ def _map(path: Path) -> mmap.mmap | None:
         if os.fstat(file.fileno()).st_size == 0:
             return None
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def default_directory() -> Path:
-    """Return the default directory for token caches."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "penstock" / "tokens"
-
-
-def open_cache(
-    sources: Sequence[Source],
-    tokens: Tokens,
-    directory: Path,
-    *,
-    skip_bad: bool,
-    on_progress: OnProgress,
-) -> Cache:
-    """Open the token cache of these sources; create or finish it if necessary."""
-    key = _key(sources, tokens)
-    final, expected = directory / key, empty_state(key, tokens.size)
-    if (cache := _open_complete(final, expected, tokens.size, on_progress)) is None:
-        with _lock(directory, key, on_progress):
-            # Another process may have created it while this one waited for the lock.
-            cache = _open_complete(final, expected, tokens.size, on_progress)
-            if cache is None:
-                state = _tokenize(
-                    final, expected, sources, tokens, skip_bad=skip_bad, on_progress=on_progress
-                )
-                cache = Cache(final, state, tokens.size)
-    if cache.state.bad and not skip_bad:
-        raise BadLinesError(cache.state.bad_lines, cache.state.bad)
-    if not cache.state.documents:
-        names = ", ".join(source.name for source in sources)
-        raise EmptyDataError(f"{names}: no example found ({cache.state.bad} bad lines)")
-    return cache
 
 
 def _key(sources: Sequence[Source], tokens: Tokens) -> str:
@@ -358,6 +361,7 @@ def _tokenize(
                 if writer.state.bad and not skip_bad:
                     raise BadLinesError(writer.state.bad_lines, writer.state.bad)
             writer.append([], source=number + 1, offset=0, number=0)
+        # A source that was modified meanwhile would leave tokens of both versions in the cache.
         if _key(sources, tokens) != expected.key:
             raise SourceError("data", "a source changed while it was being read; start again")
         return writer.finish(final)
@@ -390,13 +394,13 @@ def _chunks(items: Iterator[Item], position: SourceOffset) -> Iterator[list[Item
 def _append_chunk(writer: Writer, chunk: list[Item], tokens: Tokens) -> None:
     encoding = encode(chunk, tokens)
     after, state = chunk[-1].after, writer.state
-    room = max(0, KEPT_LINES - len(state.bad_lines))
+    space = max(0, KEPT_LINES - len(state.bad_lines))
     writer.append(
         encoding.documents,
         offset=after.offset,
         number=after.number,
         bad=state.bad + len(encoding.problems),
-        bad_lines=(*state.bad_lines, *encoding.problems[:room]),
+        bad_lines=(*state.bad_lines, *encoding.problems[:space]),
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from penstock.errors import SweepInputError
 from penstock.optim.formats import num_blocks
 from penstock.optim.rules import NUM_MOMENTS, RuleName
-from penstock.optim.sweep import LEAF, Segment
+from penstock.optim.sweep import LEAF, Segment, check_dtype_and_strides
 
 Backend = Literal["triton", "torch"]
 
@@ -114,6 +114,7 @@ def check_segments(rule: RuleName, segments: Sequence[Segment]) -> None:
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtypes: _Dtypes, device: torch.device) -> None:
+    """Raise SweepInputError unless the tensor is dense, on `device` and has one of the types."""
     kind = "cpu" if is_interpreted() else "cuda"
     if tensor.device.type != kind or tensor.layout != torch.strided:
         raise SweepInputError(
@@ -121,13 +122,7 @@ def check_tensor(name: str, tensor: torch.Tensor, dtypes: _Dtypes, device: torch
         )
     if tensor.device != device:
         raise SweepInputError(name, f"is on {tensor.device}, but the others are on {device}")
-    if tensor.dtype not in dtypes:
-        expected = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise SweepInputError(name, f"is {tensor.dtype}, expected {expected}")
-    if not tensor.is_contiguous():
-        raise SweepInputError(
-            name, f"is not contiguous (strides {tensor.stride()}); make it .contiguous()"
-        )
+    check_dtype_and_strides(name, tensor, dtypes)
 
 
 def buffers(s: Segment) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -253,6 +253,15 @@ def _check_tensor(
         raise SweepInputError(
             name, f"is {tensor.layout} on {tensor.device}; it must be a dense host tensor"
         )
+    check_dtype_and_strides(name, tensor, dtypes)
+    if numel is not None and tensor.numel() != numel:
+        raise SweepInputError(name, f"has {tensor.numel()} elements, expected {numel}")
+
+
+def check_dtype_and_strides(
+    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Raise SweepInputError unless the tensor is contiguous and has one of the types."""
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise SweepInputError(name, f"is {tensor.dtype}, expected {expected}")
@@ -260,8 +269,6 @@ def _check_tensor(
         raise SweepInputError(
             name, f"is not contiguous (strides {tensor.stride()}); make it .contiguous()"
         )
-    if numel is not None and tensor.numel() != numel:
-        raise SweepInputError(name, f"has {tensor.numel()} elements, expected {numel}")
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -107,6 +107,7 @@ class Session:
         self._sweeps = {node.id: self._plan_sweeps(node.id) for node in self._nodes}
 
     def effort(self, num_figures: int) -> Effort:
+        """Return the time and memory for each figure, if there are `num_figures`."""
         return choose_effort(num_figures, quick=self._options.quick)
 
     @property
@@ -156,8 +157,8 @@ class Session:
 
     def _plan_sweeps(self, node: int) -> dict[SweepMoments, list[sweep.SweepPass]]:
         quick = self._options.quick
-        most = sweep.max_bytes(self.effort(1), quick=quick)
-        spare, threads = memory.spare_bytes(node, most, self._system), self._threads(node)
+        limit = sweep.max_bytes(self.effort(1), quick=quick)
+        spare, threads = memory.spare_bytes(node, limit, self._system), self._threads(node)
         return {of: sweep.plan(of, spare, threads, quick=quick) for of in sweep.MOMENTS}
 
     def _probe_sweeps(self, node: MemoryNode, effort: Effort, progress: Progress) -> MemoryNode:
@@ -223,14 +224,14 @@ class Session:
         find = partial(copies.cuda_ordinals, self._machine.gpus)
         ordinals = progress.attempt("GPU compute", find, figures=self._num_gpu_figures)
         measured = []
-        for card in self._machine.gpus if ordinals is not None else ():
-            create = partial(self._create_benchmark, card.index, ordinals or {})
+        for gpu in self._machine.gpus if ordinals is not None else ():
+            create = partial(self._create_benchmark, gpu.index, ordinals or {})
             quick = self._options.quick
             figures = len(compute.figures(quick=quick))
-            benchmark = progress.attempt(f"GPU {card.index}", create, figures=figures)
+            benchmark = progress.attempt(f"GPU {gpu.index}", create, figures=figures)
             if benchmark is not None:
-                card = compute.probe_gpu(card, benchmark, effort, progress, quick=quick)
-            measured.append(card)
+                gpu = compute.probe_gpu(gpu, benchmark, effort, progress, quick=quick)
+            measured.append(gpu)
         return tuple(measured) or self._machine.gpus
 
     def _create_benchmark(self, index: int, ordinals: dict[int, int]) -> compute.GpuBenchmark:
@@ -241,7 +242,7 @@ class Session:
     def _probe_storage(self, effort: Effort, progress: Progress) -> tuple[StoragePath, ...]:
         paths = []
         for path in self._machine.storage:
-            create = partial(storage.probe_path, path, self._requests, effort, progress)
-            measured = progress.attempt(path.path, create, figures=len(self._requests))
+            measure = partial(storage.probe_path, path, self._requests, effort, progress)
+            measured = progress.attempt(path.path, measure, figures=len(self._requests))
             paths.append(path if measured is None else measured)
         return tuple(paths)
