@@ -175,7 +175,9 @@ def repeat_weights(args: argparse.Namespace) -> None:
 
         return {tensor.name: of(tensor) for tensor in block.tensors}
 
-    setattr(initial_weights, "_drawn", repeated)  # noqa: B010
+    # Assigning to a name that does not exist would silently draw all weights.
+    assert hasattr(initial_weights, "_draw_block")
+    initial_weights._draw_block = repeated
 
 
 def main() -> None:

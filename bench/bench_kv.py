@@ -204,7 +204,7 @@ def _serve(generator: Generator, requests: list[Request | None]) -> tuple[float,
     """Serve the requests; return the seconds and the peak number of concurrent requests."""
     most, began = 0, time.perf_counter()
     for _ in generator.run(requests):
-        most = max(most, len(generator._scheduler.live))
+        most = max(most, len(generator._scheduler.running))
     return time.perf_counter() - began, most
 
 
