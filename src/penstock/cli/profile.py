@@ -51,11 +51,11 @@ def profile_command(
 
 
 def _check_interval(seconds: float) -> float:
-    from penstock.observe.observer import LEAST_INTERVAL
+    from penstock.observe.observer import MIN_INTERVAL
 
-    if not LEAST_INTERVAL <= seconds < float("inf"):
+    if not MIN_INTERVAL <= seconds < float("inf"):
         raise typer.BadParameter(
-            f"must be at least {LEAST_INTERVAL} s, got {seconds}", param_hint="--interval"
+            f"must be at least {MIN_INTERVAL} s, got {seconds}", param_hint="--interval"
         )
     return seconds
 

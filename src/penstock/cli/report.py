@@ -25,11 +25,11 @@ def report_command(
     from penstock.observe.measures import measure
     from penstock.observe.page import (
         REPORT_FILE,
-        missing,
+        missing_data,
         page,
         report_json,
-        under_verdict,
         verdict,
+        verdict_details,
         write_page,
     )
     from penstock.observe.run_files import read_run
@@ -43,10 +43,10 @@ def report_command(
         return
     console = Console(highlight=False)
     console.print(Text(verdict(measures), style="bold"))
-    for line in under_verdict(measures):
+    for line in verdict_details(measures):
         console.print(Text(line))
     for finding in findings:
         console.print(Text(f"  {finding.level}  {finding.text}"))
-    for note in missing(measures):
+    for note in missing_data(measures):
         console.print(Text(f"  missing: {note}", style="dim"))
     console.print(Text(f"{path} written"), soft_wrap=True)

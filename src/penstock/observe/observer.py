@@ -33,7 +33,7 @@ from penstock.observe.torch_profiler import ExactSteps
 from penstock.observe.trace import TRACE_FILE, write_trace
 from penstock.units import MiB, parse_bytes
 
-LEAST_INTERVAL = 0.005
+MIN_INTERVAL = 0.005
 """Shortest time between samples that can be requested, in seconds."""
 
 MAX_TRACED = 32 * MiB
@@ -186,8 +186,8 @@ class Observer:
 
 def check_options(interval: float, exact: Collection[int]) -> None:
     """Raise ObserveError if the interval is too short or a step number is invalid."""
-    if not interval >= LEAST_INTERVAL:
-        raise ObserveError("interval", f"must be at least {LEAST_INTERVAL} seconds, got {interval}")
+    if not interval >= MIN_INTERVAL:
+        raise ObserveError("interval", f"must be at least {MIN_INTERVAL} seconds, got {interval}")
     wrong = [step for step in exact if not isinstance(step, int) or step < 1]
     if wrong:
         raise ObserveError(

@@ -106,7 +106,7 @@ def verdict(m: Measures) -> str:
     return f"No single bottleneck: {name}, the busiest, takes {share} of the {seconds} step"
 
 
-def under_verdict(m: Measures) -> list[str]:
+def verdict_details(m: Measures) -> list[str]:
     """Return the sentences below the verdict: the runner-up, the lower bound and the plan."""
     sentences = []
     bottleneck = m.bottleneck
@@ -127,7 +127,7 @@ def under_verdict(m: Measures) -> list[str]:
 
 def headline(m: Measures, phases: PhaseIndex) -> str:
     """Return the top of the page: the verdict, the main figures, and where the time goes."""
-    lead = tag("p", text(" ".join(under_verdict(m))), class_="lead")
+    lead = tag("p", text(" ".join(verdict_details(m))), class_="lead")
     return tag("h1", text(keep_units_together(verdict(m)))) + lead + _tiles(m) + bars(m, phases)
 
 
@@ -314,7 +314,7 @@ def about(m: Measures) -> str:
         ("Recording overhead", overhead),
     ]  # fmt: skip
     pairs = "".join(tag("dt", text(name)) + tag("dd", text(value)) for name, value in rows)
-    notes = "".join(tag("li", text(note)) for note in missing(m))
+    notes = "".join(tag("li", text(note)) for note in missing_data(m))
     listed = tag("h3", "Missing data") + tag("ul", notes) if notes else ""
     return tag("dl", pairs, class_="about") + _processes(m) + listed
 
@@ -328,7 +328,7 @@ def _ending(m: Measures) -> str:
     return f"after {seconds_text(observation.ended)}{ended_by}"
 
 
-def missing(m: Measures) -> list[str]:
+def missing_data(m: Measures) -> list[str]:
     """Return what the page cannot show, and why."""
     run = m.run
     notes = [shorten(note, 400) for note in run.notes]
@@ -500,5 +500,5 @@ def report_json(m: Measures, findings: Sequence[Finding], path: Path) -> dict[st
             {"kind": f.kind, "level": f.level, "text": f.text, "seconds": f.seconds}
             for f in findings
         ],
-        "missing": missing(m),
+        "missing": missing_data(m),
     }  # fmt: skip
