@@ -1,10 +1,10 @@
-"""Make a small chat dataset, a tokenizer and a tiny Llama's config: all that a demo run needs.
+"""Make a small chat dataset, a tokenizer and the config of a tiny Llama, for a demo run.
 
     python examples/make_demo_data.py demo/
 
-Nothing is fetched, and the same seed gives the same bytes. The chats ask for capitals, days, sums
-in words, opposites and the like: few enough facts that a model of five million parameters, which
-begins as noise, visibly learns to answer within minutes on a CPU.
+Nothing is downloaded, and the same seed gives the same bytes. The chats ask for capitals, days,
+sums in words, opposites and spellings. These are so few facts that a model of five million
+parameters with random weights learns to answer within minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 
 def pairs(text: str) -> dict[str, str]:
-    """`France:Paris,Italy:Rome` as a table."""
+    """Parse text such as `France:Paris,Italy:Rome` into a dictionary."""
     return dict(pair.split(":") for pair in text.split(","))
 
 
@@ -70,16 +70,18 @@ Turn = tuple[str, str]
 
 def capital(pick: random.Random) -> Turn:
     country = pick.choice(list(CAPITALS))
-    asked = pick.choice(["What is the capital of {}?", "Name the capital of {}.", "Capital of {}?"])
-    return asked.format(country), f"The capital of {country} is {CAPITALS[country]}."
+    template = pick.choice(
+        ["What is the capital of {}?", "Name the capital of {}.", "Capital of {}?"]
+    )
+    return template.format(country), f"The capital of {country} is {CAPITALS[country]}."
 
 
 def opposite(pick: random.Random) -> Turn:
     word, other = pick.choice(list(OPPOSITES.items()))
     if pick.random() < 0.5:
         word, other = other, word
-    asked = pick.choice(["What is the opposite of {}?", "Give me the opposite of {}."])
-    return asked.format(word), f"The opposite of {word} is {other}."
+    template = pick.choice(["What is the opposite of {}?", "Give me the opposite of {}."])
+    return template.format(word), f"The opposite of {word} is {other}."
 
 
 def day(pick: random.Random) -> Turn:
@@ -87,17 +89,17 @@ def day(pick: random.Random) -> Turn:
     place, step = pick.randrange(len(names)), pick.choice([-1, 1])
     relation = "after" if step > 0 else "before"
     answer = names[(place + step) % len(names)]
-    asked = pick.choice(
+    template = pick.choice(
         [f"Which {what} comes {relation} {{}}?", f"What {what} is {relation} {{}}?"]
     )
-    return asked.format(names[place]), f"{answer} comes {relation} {names[place]}."
+    return template.format(names[place]), f"{answer} comes {relation} {names[place]}."
 
 
 def addition(pick: random.Random) -> Turn:
     first, second = pick.randrange(10), pick.randrange(10)
-    asked = pick.choice(["What is {} plus {}?", "Add {} and {}.", "How much is {} plus {}?"])
-    one, other = NUMBERS[first], NUMBERS[second]
-    return asked.format(one, other), f"{one} plus {other} is {NUMBERS[first + second]}."
+    template = pick.choice(["What is {} plus {}?", "Add {} and {}.", "How much is {} plus {}?"])
+    left, right = NUMBERS[first], NUMBERS[second]
+    return template.format(left, right), f"{left} plus {right} is {NUMBERS[first + second]}."
 
 
 def spelling(pick: random.Random) -> Turn:
@@ -114,7 +116,7 @@ POLITE = ("You are a helpful assistant.", "Answer in one short sentence.")
 
 
 def make_chat(pick: random.Random, tasks: Tasks = TASKS) -> dict[str, object]:
-    """One chat of one to three questions, sometimes with a system turn."""
+    """Make a chat of one to three questions, sometimes with a system message."""
     messages = []
     if pick.random() < 0.3:
         messages.append({"role": "system", "content": pick.choice(POLITE)})
@@ -126,7 +128,7 @@ def make_chat(pick: random.Random, tasks: Tasks = TASKS) -> dict[str, object]:
 
 
 def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on the chats themselves."""
+    """Train a byte-level BPE tokenizer on the chats."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -148,7 +150,7 @@ def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast
 def make_config(
     tokenizer: PreTrainedTokenizerFast, *, hidden: int = 256, layers: int = 6
 ) -> LlamaConfig:
-    """About five million parameters, unless told otherwise."""
+    """Make the config of a Llama, by default with about five million parameters."""
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=-(-len(tokenizer) // 64) * 64,
@@ -175,15 +177,15 @@ def make(
     tasks: Tasks = TASKS,
     **shape: int,
 ) -> Path:
-    """Write `chats.jsonl` and `model/`, a directory with config and tokenizer but no weights."""
+    """Write `chats.jsonl` and `model/`, which contains config and tokenizer but no weights."""
     directory = Path(directory)
     model = directory / "model"
     model.mkdir(parents=True, exist_ok=True)
     pick = random.Random(seed)
-    made = [make_chat(pick, tasks) for _ in range(chats)]
-    lines = [json.dumps(chat) for chat in made]
+    dialogs = [make_chat(pick, tasks) for _ in range(chats)]
+    lines = [json.dumps(chat) for chat in dialogs]
     (directory / "chats.jsonl").write_text("\n".join(lines) + "\n")
-    texts = [turn["content"] for chat in made for turn in chat["messages"]]  # type: ignore[attr-defined]
+    texts = [turn["content"] for chat in dialogs for turn in chat["messages"]]  # type: ignore[attr-defined]
     tokenizer = make_tokenizer(texts, vocabulary)
     tokenizer.save_pretrained(model)
     make_config(tokenizer, **shape).save_pretrained(model)

@@ -1,6 +1,8 @@
-"""Tensors on the memory nodes you name. Runs on any Linux machine; with one node it uses that one.
+"""Place tensors on chosen memory nodes, and move them.
 
-python examples/placement.py
+    python examples/placement.py
+
+Runs on any Linux machine, even with a single node.
 """
 
 from __future__ import annotations
@@ -16,9 +18,7 @@ from penstock.units import MiB, format_bytes
 def main() -> None:
     console = Console()
     machine = ps.discover()
-    console.print(
-        "Placement demo: training comes with the engine; this shows where tensors rest.\n"
-    )
+    console.print("This example places tensors on memory nodes and asks the kernel for them.\n")
     show_nodes(console, machine)
 
     nodes = [node.id for node in machine.nodes]
@@ -32,8 +32,8 @@ def main() -> None:
         f"full(1.0, place=Interleave({nodes}))": ps.full(numel, 1.0, place=ps.Interleave(nodes)),
         "torch.ones: PyTorch's own allocator": torch.ones(numel),
     }
-    table = Table(title="Where the kernel says they are", title_justify="left")
-    table.add_column("tensor, 64 MiB each")
+    table = Table(title="Locations reported by the kernel", title_justify="left")
+    table.add_column("tensor (64 MiB)")
     table.add_column("pages")
     for name, tensor in tensors.items():
         table.add_row(name, str(ps.where(tensor)))
@@ -58,17 +58,19 @@ def show_arena(console: Console, node: int) -> None:
     arena = ps.Arena("16MiB", ps.Node(node), pinned=True)
     weight = arena.tensor((1024, 1024), torch.bfloat16)
     bias = arena.tensor(1000, torch.float32)
-    console.print(f"\nOne range, many tensors: {arena}; {weight.shape} and {bias.shape} inside it")
+    console.print(
+        f"\nAn arena with several tensors: {arena} contains {weight.shape} and {bias.shape}"
+    )
 
 
 def show_move(console: Console, nodes: list[int]) -> None:
     tensor = ps.full(MiB, 3.0, place=ps.Node(nodes[0]))
     address = tensor.data_ptr()
     ps.move(tensor, ps.Node(nodes[-1]))
-    same = "same address, same contents"
     assert tensor.data_ptr() == address
     assert bool((tensor == 3).all())
-    console.print(f"Moved from node {nodes[0]} to node {nodes[-1]}, {same}: {ps.where(tensor)}")
+    where = ps.where(tensor)
+    console.print(f"Moved from node {nodes[0]} to node {nodes[-1]} at the same address: {where}")
     console.print("\nNext: `.venv/bin/penstock doctor`, `.venv/bin/penstock probe --quick`")
 
 

@@ -38,7 +38,7 @@ def option(help_: str, default: Any = MISSING) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
-    """Which model to train, and how it computes."""
+    """The model to train, and how it computes."""
 
     model: str = option("Model directory, or a Hugging Face model ID.", "")
     revision: str | None = option("Model revision on the Hub: a branch, tag or commit.", None)
@@ -68,7 +68,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSettings:
-    """What to train on, and how documents become sequences."""
+    """The training data, and how documents become sequences."""
 
     data: tuple[str, ...] = option(
         "Training data: a file, a directory or a Hugging Face dataset ID. Repeatable.", ()
@@ -86,7 +86,7 @@ class DataSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleSettings:
-    """How long to train, with which batches and which optimizer settings.
+    """The length of the run, its batches, and its optimizer settings.
 
     The default batch of 8 is also the per-device default of transformers' Trainer.
     """
@@ -137,7 +137,7 @@ class ScheduleSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySettings:
-    """How much memory each tier may use, and in which format the moments are stored."""
+    """The memory budget of each tier, and the format of the moments."""
 
     hbm: str = option(
         "GPU memory budget, e.g. `22GiB`, or `auto` (free memory less a reserve).", "auto"
@@ -166,7 +166,7 @@ BUDGETS = ("hbm", "dram", "cxl", "nvme")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSettings:
-    """Where results go, and when checkpoints are saved."""
+    """The output directory, and when checkpoints are saved."""
 
     out: str = option("Output directory for checkpoints, metrics and the trained model.", "")
     save_every: str = option(
@@ -186,7 +186,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationSettings:
-    """What to evaluate on, and which prompts to answer during training."""
+    """The held-out data, and the prompts to answer during training."""
 
     eval_data: tuple[str, ...] = option("Held-out data for evaluation. Repeatable.", ())
     eval_split: float | None = option("Fraction of the data to hold out for evaluation.", None)
@@ -207,7 +207,7 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggingSettings:
-    """Where metrics go in addition to metrics.jsonl."""
+    """The experiment trackers that receive metrics, in addition to metrics.jsonl."""
 
     log: tuple[str, ...] = option(
         "Experiment trackers: `tensorboard`, `wandb`, or both separated by a comma.", ()
@@ -300,7 +300,7 @@ class Interval:
     seconds: float | None = None
 
     def is_due(self, *, steps: int, seconds: float) -> bool:
-        """Tell whether the interval has passed, given the steps and seconds since the last time."""
+        """Return whether the interval has passed after these steps and seconds."""
         if self.steps is not None:
             return steps >= self.steps
         assert self.seconds is not None

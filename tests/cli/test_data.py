@@ -1,4 +1,4 @@
-"""`penstock data show`, the tokenizer it loads, and the demo's data, from end to end."""
+"""`penstock data show`, the tokenizer it loads, and the data of the demo."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_lines(tmp_path / "chats.jsonl", [chat("What is two?", "It is [two]."), long])
 
 
-def test_trained_text_is_told_from_the_rest_without_colours(
+def test_trained_text_is_marked_without_colors(
     file: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.run(["data", "show", str(file), "--model", str(model), "--context", "64"]) == 0
 
-    said = capsys.readouterr().out
-    assert "[+trained+]" in said
-    assert "What is two?<|im_end|>" in said
-    assert "[+It is [two].<|im_end|>+]" in said
-    assert "2 documents" in said
-    assert "1 truncated, 0 dropped, 0 split" in said
+    printed = capsys.readouterr().out
+    assert "[+trained+]" in printed
+    assert "What is two?<|im_end|>" in printed
+    assert "[+It is [two].<|im_end|>+]" in printed
+    assert "2 documents" in printed
+    assert "1 truncated, 0 dropped, 0 split" in printed
 
 
-def test_trained_text_is_told_from_the_rest_by_colour(
+def test_trained_text_is_marked_by_color(
     file: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -51,28 +51,28 @@ def test_trained_text_is_told_from_the_rest_by_colour(
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert main.run(["data", "show", str(file), "--model", str(model), "--count", "1"]) == 0
 
-    said = capsys.readouterr().out
-    assert "\x1b[1;32mIt is [two].<|im_end|>\x1b[0m" in said
-    assert "[+" not in said
+    printed = capsys.readouterr().out
+    assert "\x1b[1;32mIt is [two].<|im_end|>\x1b[0m" in printed
+    assert "[+" not in printed
 
 
-def test_json_holds_the_examples_and_the_counts(
+def test_json_contains_the_examples_and_the_counts(
     file: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--model", str(model), "--context", "64", "--overlong", "drop", "--count", "1"]
     assert main.run(["data", "show", str(file), *arguments, "--json"]) == 0
 
-    told = json.loads(capsys.readouterr().out)
-    assert told["documents"] == 2
-    assert told["packing"]["dropped"] == 1
-    assert told["packing"]["documents"] == 2
-    parts = told["examples"][0]["parts"]
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["documents"] == 2
+    assert shown["packing"]["dropped"] == 1
+    assert shown["packing"]["documents"] == 2
+    parts = shown["examples"][0]["parts"]
     assert [part["text"] for part in parts if part["trained"]] == ["It is [two].<|im_end|>"]
-    assert sum(part["tokens"] for part in parts) == told["examples"][0]["tokens"]
+    assert sum(part["tokens"] for part in parts) == shown["examples"][0]["tokens"]
 
 
 @pytest.mark.parametrize("option", [[], ["--skip-bad-lines"]])
-def test_a_line_that_is_not_json_is_1_unless_it_is_skipped(
+def test_an_invalid_line_exits_with_1_unless_it_is_skipped(
     option: list[str], file: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with file.open("a") as lines:
@@ -80,17 +80,17 @@ def test_a_line_that_is_not_json_is_1_unless_it_is_skipped(
 
     code = main.run(["data", "show", str(file), "--model", str(model), *option])
 
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     if option:
         assert code == 0
-        assert "1 bad lines skipped" in said.out
+        assert "1 bad lines skipped" in printed.out
     else:
         assert code == 1
-        assert f"{file}:3: is not JSON" in said.err
-        assert said.err.startswith("error: 1 line is not usable")
+        assert f"{file}:3: is not JSON" in printed.err
+        assert printed.err.startswith("error: 1 line is not usable")
 
 
-def test_a_model_without_a_tokenizer_is_1(
+def test_a_model_without_a_tokenizer_exits_with_1(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bare").mkdir()
@@ -100,7 +100,7 @@ def test_a_model_without_a_tokenizer_is_1(
     assert "bare has no tokenizer (none of tokenizer.json" in capsys.readouterr().err
 
 
-def test_a_broken_tokenizer_is_told(tmp_path: Path) -> None:
+def test_a_broken_tokenizer_is_reported(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
 
@@ -110,7 +110,7 @@ def test_a_broken_tokenizer_is_told(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "gone")
 
 
-def test_the_demos_data_is_the_same_each_time_and_can_be_trained_on(tmp_path: Path) -> None:
+def test_the_demo_data_is_reproducible_and_can_be_tokenized(tmp_path: Path) -> None:
     make = runpy.run_path(str(DEMO))["make"]
     here, there = make(tmp_path / "a", chats=300), make(tmp_path / "b", chats=300)
     for name in ("chats.jsonl", "model/config.json", "model/tokenizer.json"):
@@ -126,5 +126,5 @@ def test_the_demos_data_is_the_same_each_time_and_can_be_trained_on(tmp_path: Pa
     first = json.loads((here / "chats.jsonl").read_text().splitlines()[0])["messages"]
     document = dataset[0]
     trained = dataset.decode(document.ids[document.trained])
-    said = [turn["content"] for turn in first if turn["role"] == "assistant"]
-    assert trained == "".join(f"{words}<|end|>" for words in said)
+    answers = [turn["content"] for turn in first if turn["role"] == "assistant"]
+    assert trained == "".join(f"{words}<|end|>" for words in answers)

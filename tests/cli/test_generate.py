@@ -1,4 +1,4 @@
-"""`penstock generate`: what it prints, where, and how it ends."""
+"""`penstock generate`: its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from tests.support.small_tokenizers import MARKED, small_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Said = tuple[int, str, str]
+Output = tuple[int, str, str]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Never says its end token within a few tokens, and does not repeat itself."""
+    """A model that does not repeat itself, and does not end within a few tokens."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = small_tokenizer(MARKED)
     config = tiny_config("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-    made = plain_model(config, dtype=torch.float32, seed=3)
+    built = plain_model(config, dtype=torch.float32, seed=3)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in built.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(10)
-    made.save_pretrained(folder)
+    built.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
-def generate(model: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    def run(*arguments: str, of: Path = model) -> Said:
+def generate(model: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Output]:
+    def run(*arguments: str, of: Path = model) -> Output:
         code = main.run(["generate", str(of), "--max-new", "6", *arguments])
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
 
     return run
 
@@ -63,8 +63,8 @@ def write(path: Path, *lines: object) -> str:
 
 
 @pytest.mark.parametrize("how", ["--no-graphs", "--compile"])
-def test_how_tokens_are_made_does_not_change_them(
-    how: str, generate: Callable[..., Said], model: Path, monkeypatch: pytest.MonkeyPatch
+def test_graphs_and_compilation_do_not_change_the_tokens(
+    how: str, generate: Callable[..., Output], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_by("aot_eager", monkeypatch)
 
@@ -75,7 +75,7 @@ def test_how_tokens_are_made_does_not_change_them(
     assert (graphs() > 0) == (how == "--compile")
 
 
-def test_one_prompt_is_answered_and_summed_up(generate: Any, model: Path) -> None:
+def test_one_prompt_is_answered_and_summarized(generate: Any, model: Path) -> None:
     code, out, err = generate("--prompt", "the capital of")
 
     assert code == 0
@@ -84,7 +84,7 @@ def test_one_prompt_is_answered_and_summed_up(generate: Any, model: Path) -> Non
     assert "tokens/s; cache at most" in err
 
 
-def test_weights_that_do_not_fit_are_streamed_and_it_says_so(generate: Any, model: Path) -> None:
+def test_weights_that_do_not_fit_are_streamed_with_a_note(generate: Any, model: Path) -> None:
     code, out, err = generate("--prompt", "the capital of", "--hbm", "280KiB")
 
     assert (code, out) == (0, expected(model, "the capital of") + "\n")
@@ -92,7 +92,9 @@ def test_weights_that_do_not_fit_are_streamed_and_it_says_so(generate: Any, mode
     assert "This is slow" in err
 
 
-def test_many_prompts_are_json_lines(generate: Any, model: Path, tmp_path: Path) -> None:
+def test_a_file_of_prompts_is_answered_as_json_lines(
+    generate: Any, model: Path, tmp_path: Path
+) -> None:
     turns = [{"role": "user", "content": "Hello!"}]
     prompts = write(
         tmp_path / "p.jsonl",
@@ -113,7 +115,7 @@ def test_many_prompts_are_json_lines(generate: Any, model: Path, tmp_path: Path)
     assert events[-1]["made_tokens"] == sum(len(a["tokens"]) for a in answers.values())
 
 
-def test_a_chat_is_written_as_the_template_does(generate: Any, model: Path, tmp_path: Path) -> None:
+def test_a_chat_uses_the_chat_template(generate: Any, model: Path, tmp_path: Path) -> None:
     prompts = write(tmp_path / "p.jsonl", {"messages": [{"role": "user", "content": "Hello!"}]})
     _, listed, _ = generate("--file", prompts)
     _, chat, _ = generate("--prompt", "Hello!", "--chat")
@@ -122,7 +124,7 @@ def test_a_chat_is_written_as_the_template_does(generate: Any, model: Path, tmp_
     assert chat != expected(model, "Hello!") + "\n"
 
 
-def test_a_request_that_fails_is_told_and_the_others_are_answered(
+def test_a_failed_request_is_reported_and_the_others_are_answered(
     generate: Any, tmp_path: Path
 ) -> None:
     prompts = write(tmp_path / "p.jsonl", {"prompt": "It " * 200, "id": "long"}, {"prompt": "It"})
@@ -147,7 +149,7 @@ def test_a_request_that_fails_is_told_and_the_others_are_answered(
         ('{"prompt": ""}', "p.jsonl:2: is empty"),
     ],
 )
-def test_a_bad_line_is_named_before_anything_runs(
+def test_an_invalid_line_is_named_before_anything_runs(
     line: str, words: str, generate: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "p.jsonl"
@@ -170,7 +172,9 @@ def test_a_bad_line_is_named_before_anything_runs(
         (["--file", "missing.jsonl"], 1, "missing.jsonl: No such file or directory"),
     ],
 )
-def test_what_a_user_can_mend(arguments: list[str], code: int, words: str, generate: Any) -> None:
+def test_a_user_error_is_reported_without_a_traceback(
+    arguments: list[str], code: int, words: str, generate: Any
+) -> None:
     ended, out, err = generate(*arguments)
 
     assert (ended, out) == (code, "")
@@ -191,7 +195,7 @@ def test_a_tokenizer_without_a_template_cannot_chat(
     assert "has no chat template" in err
 
 
-def test_ctrl_c_keeps_what_was_answered(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_the_answers_so_far(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.generate.generator import Generator
 
     step = Generator.step
@@ -211,7 +215,7 @@ def test_ctrl_c_keeps_what_was_answered(generate: Any, monkeypatch: pytest.Monke
     assert "interrupted; the answers printed so far" in err
 
 
-def test_a_run_that_has_not_ended_gives_its_newest_checkpoint(
+def test_an_unfinished_run_uses_its_newest_checkpoint(
     generate: Any, model: Path, tmp_path: Path
 ) -> None:
     from penstock.checkpoint.run_directory import new_checkpoint

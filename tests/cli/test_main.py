@@ -1,4 +1,4 @@
-"""The command line: flags frozen, exit codes kept, JSON alone on standard output."""
+"""The command line: stable flags and exit codes, help, completion, and JSON-only output."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def flags_of(command: object) -> set[str]:
 
 
 def commands_of(command: object, name: str = "") -> dict[str, set[str]]:
-    """Every command that can be run, by its full name."""
-    below = getattr(command, "commands", None)
-    found = {name: flags_of(command)} if below is None or name == "" else {}
-    for word, inner in (below or {}).items():
+    """Return the flags of every command that can be run, by its full name."""
+    subcommands = getattr(command, "commands", None)
+    found = {name: flags_of(command)} if subcommands is None or name == "" else {}
+    for word, inner in (subcommands or {}).items():
         found |= commands_of(inner, f"{name} {word}".strip())
     return found
 
@@ -92,7 +92,35 @@ def test_commands_and_flags_are_frozen() -> None:
     assert commands_of(typer.main.get_command(main.app)) == FLAGS
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_groups_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--help"]) == 0
+
+    printed = capsys.readouterr().out
+    positions = [printed.index(title) for title in ("Train", "Machine", "Observe")]
+    assert positions == sorted(positions)
+
+
+def test_help_groups_the_flags_of_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["train", "--help"]) == 0
+
+    printed = capsys.readouterr().out
+    for panel in ("Model and data", "Schedule", "Memory", "Checkpoints", "Evaluation", "Logging"):
+        assert f" {panel} " in printed
+
+
+@pytest.mark.parametrize(
+    ("line", "word", "expected"),
+    [("penstock tr", "1", "train"), ("penstock train --mom", "2", "--moments")],
+)
+def test_the_shell_completes_commands_and_flags(line: str, word: str, expected: str) -> None:
+    environment = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": word}
+
+    run = in_child(environment=environment)
+
+    assert run.stdout.split() == [expected], run.stderr
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["--version"]) == 0
     assert capsys.readouterr().out == f"penstock {__version__}\n"
 
@@ -101,47 +129,50 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["probe", "--nonsense"], ["doctor", "extra"]])
-def test_wrong_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(arguments) == 2
     assert capsys.readouterr().out == ""
 
 
-def test_what_a_user_can_mend_is_1_without_a_traceback(
+def test_a_user_error_exits_with_1_and_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.run(["probe", "--quick", "-o", str(tmp_path / "missing" / "machine.json")]) == 1
 
-    said = capsys.readouterr()
-    assert said.err.startswith("error: ")
-    assert "cannot be written" in said.err
-    assert "Traceback" not in said.err
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert "cannot be written" in printed.err
+    assert "Traceback" not in printed.err
 
 
-def test_what_else_went_wrong_is_said_below_it(
+def test_notes_of_an_error_are_printed_below_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(**_: object) -> None:
         problem = PenstockError("the first tensor was refused")
-        problem.add_note("the second one, too")
+        problem.add_note("the second one was refused as well")
         raise problem
 
     monkeypatch.setattr(main, "app", fail)
 
     assert main.run(["machines"]) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert said == ["error: the first tensor was refused", "also: the second one, too"]
+    message = capsys.readouterr().err.splitlines()
+    assert message == [
+        "error: the first tensor was refused",
+        "also: the second one was refused as well",
+    ]
 
 
-def test_a_bug_is_70_with_a_traceback(
+def test_a_bug_exits_with_70_and_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("penstock.doctor.examine", lambda: 1 / 0)
 
     assert main.run(["doctor"]) == 70
 
-    said = capsys.readouterr().err
-    assert "ZeroDivisionError" in said
-    assert "bug in Penstock" in said
+    message = capsys.readouterr().err
+    assert "ZeroDivisionError" in message
+    assert "bug in Penstock" in message
 
 
 def test_an_interrupted_probe_writes_nothing(
@@ -158,7 +189,7 @@ def test_an_interrupted_probe_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_doctor_prints_json_alone() -> None:
+def test_doctor_prints_only_json() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "penstock", "doctor", "--json"],
         capture_output=True,
@@ -183,29 +214,29 @@ def in_child(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A probe that takes no time; filled when it was made."""
-    made = []
+    """Replace the probe by a stub, and record its calls."""
+    calls = []
 
     def measure(*_: object) -> ProbeResult:
-        made.append("probe")
+        calls.append("probe")
         rate = MemoryRate(operation="read", threads=1, bytes_per_second=Figure.from_number(1e9))
         node = MemoryNode(id=0, kind="dram", capacity=GiB, rates=(rate,))
         return ProbeResult(machine=Machine(nodes=(node,)), notes=(), seconds=1.0)
 
     monkeypatch.setattr("penstock.probe.probe", measure)
-    return made
+    return calls
 
 
-def test_a_full_disk_is_1(
+def test_a_full_disk_exits_with_1(
     measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     full = make_device(tmp_path, "full")
     assert main.run(["probe", "-o", str(full)]) == 1
-    told = capsys.readouterr().err
-    assert told == f"error: {full}: cannot be written: No space left on device\n"
+    message = capsys.readouterr().err
+    assert message == f"error: {full}: cannot be written: No space left on device\n"
 
 
-def test_a_device_is_written_through(measured: list[str], tmp_path: Path) -> None:
+def test_a_device_is_written_to_and_not_replaced(measured: list[str], tmp_path: Path) -> None:
     null = make_device(tmp_path, "null")
     assert main.run(["probe", "-o", str(null)]) == 0
     assert null.is_char_device()
@@ -221,15 +252,15 @@ def test_a_device_is_written_through(measured: list[str], tmp_path: Path) -> Non
         (["--plot", "gone/p.png"], "gone/p.png cannot be written (No such file or directory)"),
     ],
 )
-def test_what_cannot_be_written_is_said_before_the_work(
+def test_an_unwritable_path_is_reported_before_the_measurement(
     arguments: list[str], words: str, measured: list[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert main.run(["probe", *arguments]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert words in said
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert words in message
     assert measured == []
     assert list(tmp_path.iterdir()) == []
 
@@ -242,7 +273,7 @@ def test_what_cannot_be_written_is_said_before_the_work(
         (OSError(9, "Bad file descriptor"), 70, "bug in Penstock"),
     ],
 )
-def test_an_os_error_that_names_a_file_is_the_users_to_mend(
+def test_an_os_error_that_names_a_file_is_a_user_error(
     problem: OSError, code: int, words: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -271,7 +302,7 @@ cli.main()
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
-def test_a_table_is_spelled_as_the_terminal_can(encoding: str, tmp_path: Path) -> None:
+def test_a_table_uses_only_characters_of_the_encoding(encoding: str, tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", SHOW, str(tmp_path / "m.json")],
         env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "80"},
@@ -284,11 +315,11 @@ def test_a_table_is_spelled_as_the_terminal_can(encoding: str, tmp_path: Path) -
     assert ("±75%" in text) == (encoding != "ascii")
     header = next(line for line in text.splitlines() if "read" in line)
     row = next(line for line in text.splitlines() if "75%" in line)
-    assert header.rindex("read") + 4 == row.index("75%") + 3  # columns still end together
+    assert header.rindex("read") + 4 == row.index("75%") + 3  # the columns are still aligned
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])  # fails at the end, or at the first word
-def test_a_reader_that_has_enough_gets_no_traceback(unbuffered: str) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # fails at exit, or at the first print
+def test_a_closed_pipe_causes_no_traceback(unbuffered: str) -> None:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:
@@ -298,7 +329,7 @@ def test_a_reader_that_has_enough_gets_no_traceback(unbuffered: str) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_standard_output_is_said_in_one_line(unbuffered: str) -> None:
+def test_a_full_standard_output_is_reported_in_one_line(unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
         run = in_child("--version", stdout=full, environment={"PYTHONUNBUFFERED": unbuffered})
     assert run.returncode == 1
@@ -313,7 +344,7 @@ def test_the_package_metadata_takes_the_version_from_its_module() -> None:
     assert f'__version__ = "{__version__}"' in (Path(__file__).parents[2] / source).read_text()
 
 
-def test_a_probe_writes_the_machine_it_prints_and_a_picture(tmp_path: Path) -> None:
+def test_a_probe_writes_the_machine_it_prints_and_a_plot(tmp_path: Path) -> None:
     if storage.max_file_size(tmp_path) < 16 * MiB:
         pytest.skip(f"{tmp_path} has too little free space to measure with")
     out, plot = tmp_path / "machine.json", tmp_path / "machine.png"

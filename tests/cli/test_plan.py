@@ -1,4 +1,4 @@
-"""`penstock plan` as a user types it."""
+"""`penstock plan` on the command line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def penstock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     return lambda *args: CliRunner().invoke(app, list(args))
 
 
-def test_the_table_the_time_line_and_what_bounds_it(penstock: Callable[..., Result]) -> None:
+def test_a_plan_shows_tiers_timeline_and_bottleneck(penstock: Callable[..., Result]) -> None:
     done = penstock("plan", GPT2, *SMALL, "--dram", "1GiB", "--nvme", "/mnt/nvme:4GiB")
 
     assert done.exit_code == 0, done.output
@@ -44,7 +44,7 @@ def test_the_table_the_time_line_and_what_bounds_it(penstock: Callable[..., Resu
         assert words in done.output
 
 
-def test_a_disk_that_was_not_measured_is_assumed_and_said_so(
+def test_the_rates_of_a_disk_without_measurement_are_assumed(
     penstock: Callable[..., Result],
 ) -> None:
     done = penstock("plan", GPT2, *SMALL, "--dram", "1GiB", "--nvme", "/data/scratch:4GiB")
@@ -53,7 +53,7 @@ def test_a_disk_that_was_not_measured_is_assumed_and_said_so(
     assert "/data/scratch: not measured, assumed to be as fast as" in done.output
 
 
-def test_a_plan_for_a_path_the_machine_lacks_is_refused_by_name() -> None:
+def test_a_path_that_the_machine_lacks_is_named() -> None:
     machine = preset(DEFAULT)
     budget = parse_budget(machine, hbm="3GiB", dram="1GiB", nvme=("/data/scratch:4GiB",))
 
@@ -62,7 +62,7 @@ def test_a_plan_for_a_path_the_machine_lacks_is_refused_by_name() -> None:
     check_paths(with_paths(machine, budget)[0], budget)
 
 
-def test_json_has_the_frozen_shape(penstock: Callable[..., Result]) -> None:
+def test_json_has_stable_keys(penstock: Callable[..., Result]) -> None:
     done = penstock("plan", GPT2, *SMALL, "--dram", "4GiB", "--json")
     found = json.loads(done.stdout)
 
@@ -79,14 +79,16 @@ def test_json_has_the_frozen_shape(penstock: Callable[..., Result]) -> None:
             assert found["tiers"][tier]["at_rest"] <= nbytes <= found["tiers"][tier]["peak"]
 
 
-def test_what_does_not_fit_exits_1_and_says_what_would(penstock: Callable[..., Result]) -> None:
+def test_an_infeasible_budget_exits_with_1_and_names_a_feasible_one(
+    penstock: Callable[..., Result],
+) -> None:
     tight = [*SMALL[:4], "--hbm", "2600MiB", "--dram", "256MiB", "--machine", "desktop-24gb"]
-    told = penstock("plan", GPT2, *tight)
-    asked = penstock("plan", GPT2, *tight, "--json")
+    table = penstock("plan", GPT2, *tight)
+    as_json = penstock("plan", GPT2, *tight, "--json")
 
-    assert told.exit_code == asked.exit_code == 1
-    assert "does not fit in 2.54 GiB hbm" in told.output
-    found = json.loads(asked.stdout)
+    assert table.exit_code == as_json.exit_code == 1
+    assert "does not fit in 2.54 GiB hbm" in table.output
+    found = json.loads(as_json.stdout)
     assert found["feasible"] is False
     assert found["tiers"]["dram"]["least"] > 256 << 20
     enough = f"{found['tiers']['dram']['least']}"
@@ -94,9 +96,7 @@ def test_what_does_not_fit_exits_1_and_says_what_would(penstock: Callable[..., R
     assert penstock("plan", GPT2, *again, "--json").exit_code == 0
 
 
-def test_the_plan_is_written_and_reads_back(
-    penstock: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_the_plan_file_can_be_loaded(penstock: Callable[..., Result], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     penstock("plan", GPT2, *SMALL, "--dram", "4GiB", "-o", str(path), "--json")
 
@@ -111,7 +111,20 @@ def test_explain_shows_one_block(penstock: Callable[..., Result]) -> None:
     assert "peak memory during" in done.output
 
 
-def test_vary_draws_a_curve(
+def test_the_micro_batch_may_be_a_number_or_auto(
+    penstock: Callable[..., Result], tmp_path: Path
+) -> None:
+    sizes = {}
+    for given in ("2", "auto"):
+        path = tmp_path / f"{given}.json"
+        flags = ["--dram", "4GiB", "--micro-batch", given, "-o", str(path), "--json"]
+        assert penstock("plan", GPT2, *SMALL, *flags).exit_code == 0
+        sizes[given] = Plan.load(path).workload.numerics.micro_batch
+
+    assert sizes == {"2": 2, "auto": 4}
+
+
+def test_vary_plots_a_curve(
     penstock: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -121,7 +134,7 @@ def test_vary_draws_a_curve(
     assert (tmp_path / "plan-dram.png").stat().st_size > 1000
 
 
-def test_machines_are_listed_with_their_source(penstock: Callable[..., Result]) -> None:
+def test_presets_are_listed_with_their_source(penstock: Callable[..., Result]) -> None:
     done = penstock("machines")
 
     assert "desktop-24gb" in done.output
@@ -149,29 +162,28 @@ def test_bad_input_names_the_option_and_the_value(
         raise done.exception
 
 
-# The machine where none is named.
-
-
-def test_without_a_gpu_a_bundled_machine_stands_in_and_it_is_said(
+def test_without_a_gpu_the_default_preset_is_used_and_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    asked = []
+    probes = []
 
     def probe_here() -> object:
-        asked.append(1)
+        probes.append(1)
         from dataclasses import replace
 
         return replace(preset("h200"), gpus=(), transfers=())
 
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second time, from the cache
         machine, remark = machine_for_plan(None, probe_here)  # type: ignore[arg-type]
         assert machine.name == DEFAULT
         assert "No GPU found" in remark
-    assert asked == [1]
+    assert probes == [1]
 
 
-def test_a_probed_machine_is_used_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_measured_machine_is_used_and_cached(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine, remark = machine_for_plan(None, lambda: preset("h200"))
 
@@ -179,7 +191,7 @@ def test_a_probed_machine_is_used_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "as measured" in remark
 
 
-def test_a_range_of_sizes() -> None:
+def test_a_range_of_sizes_is_parsed() -> None:
     tier, sizes = parse_vary("dram=16GiB..128GiB")
 
     assert tier is Tier.DRAM
@@ -189,13 +201,13 @@ def test_a_range_of_sizes() -> None:
         parse_vary("dram=8GiB..2GiB")
 
 
-def test_advice_in_words() -> None:
-    assert "nothing within reach" in advice_text([])
-    told = advice_text([Advice(what="+16 GiB DRAM", speedup=2.1, gain="2.10 x")])
-    assert told == "What would help most: +16 GiB DRAM: 2.10 x"
+def test_advice_is_one_line() -> None:
+    assert "no change within reach" in advice_text([])
+    line = advice_text([Advice(what="+16 GiB DRAM", speedup=2.1, gain="2.10 x")])
+    assert line == "What would help most: +16 GiB DRAM: 2.10 x"
 
 
-def test_advice_says_how_much_memory_was_meant(penstock: Callable[..., Result]) -> None:
+def test_advice_names_an_amount_of_memory(penstock: Callable[..., Result]) -> None:
     tight = ["--hbm", "2GiB", "--dram", "1GiB", "--nvme", "/mnt/nvme:4GiB"]
     done = penstock("plan", GPT2, *SMALL, *tight)
 

@@ -1,4 +1,4 @@
-"""`penstock store` and `penstock bench storage`, as they are typed."""
+"""`penstock store` and `penstock bench storage` on the command line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_stores_of_killed_runs_are_listed_and_removed(
     assert json.loads(capsys.readouterr().out) == []
 
 
-def test_a_disk_is_measured_through_each_engine(
+def test_a_disk_is_measured_with_each_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["bench", "storage", str(tmp_path), "--size", "64MiB", "--passes", "1", "--json"]
@@ -47,7 +47,7 @@ def test_a_disk_is_measured_through_each_engine(
     assert "threads" in {rate["engine"] for rate in rates}
 
 
-def test_a_raw_device_is_measured_only_when_told_that_it_may_be_erased(
+def test_a_raw_device_is_measured_only_if_it_may_be_erased(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with loop_device(tmp_path, 40 * MiB) as device:
@@ -55,13 +55,13 @@ def test_a_raw_device_is_measured_only_when_told_that_it_may_be_erased(
         command = ["bench", "storage", device, "--size", "32MiB", "--passes", "1", "--json"]
 
         assert main.run(command) == 1
-        said = capsys.readouterr()
-        assert said.err.startswith(f"{device}: loop device over ")
-        assert "40.0 MiB, holds nothing with a known signature" in said.err
-        assert "--erase-device" in said.err
+        printed = capsys.readouterr()
+        assert printed.err.startswith(f"{device}: loop device over ")
+        assert "40.0 MiB, holds nothing with a known signature" in printed.err
+        assert "--erase-device" in printed.err
         assert Path(device).read_bytes() == before
 
         assert main.run([*command, "--erase-device"]) == 0
-        said = capsys.readouterr()
-        assert said.err.startswith(f"{device}: loop device over ")
-        assert {rate["pattern"] for rate in json.loads(said.out)} == {"read", "write", "mixed"}
+        printed = capsys.readouterr()
+        assert printed.err.startswith(f"{device}: loop device over ")
+        assert {rate["pattern"] for rate in json.loads(printed.out)} == {"read", "write", "mixed"}

@@ -1,4 +1,4 @@
-"""What the user sees of a run on a pipe and on a terminal."""
+"""The views of a run on a pipe and on a terminal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_live_view_advances_within_a_step() -> None:
     assert "loss 2.5000" in first
     assert "50 B of 100 B" in first
     assert "cxl" not in first
-    assert "bound by NVMe at /mnt" in first
+    assert "limited by NVMe at /mnt" in first
 
     view.show_step_progress(50, 100, "backward layer 1")
 

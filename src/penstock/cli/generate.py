@@ -33,7 +33,10 @@ PROMPTS, SAMPLING, RUN, MODEL = "Prompts", "Sampling", "Batch and memory", "Mode
 
 PromptText = Annotated[
     str | None,
-    Option(help="Prompt to answer; the answer is printed as it comes.", rich_help_panel=PROMPTS),
+    Option(
+        help="Prompt to answer. The answer is printed while it is generated.",
+        rich_help_panel=PROMPTS,
+    ),
 ]
 PromptFile = Annotated[
     Path | None,

@@ -108,7 +108,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _is_users(problem: OSError) -> bool:
-    """Tell whether the user can fix the error: it names a file, or a disk is full."""
+    """Return whether the user can fix the error: it names a file, or a disk is full."""
     return problem.filename is not None or problem.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

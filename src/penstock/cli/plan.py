@@ -40,7 +40,7 @@ SETTINGS = (
 
 
 def plan_command(**flags: Any) -> None:
-    """Show what is stored where, how long a step takes and what limits it. Needs no GPU."""
+    """Show where everything is stored, the time of a step and its bottleneck. Needs no GPU."""
     from penstock.engine.prepare import budget_for, inspect_model, workload_for
 
     name = flags.pop("machine")
@@ -59,7 +59,7 @@ def plan_command(**flags: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """What `penstock plan` writes and prints."""
+    """The output of `penstock plan`."""
 
     path: Path | None
     """File to write the plan to."""
@@ -105,7 +105,7 @@ class _Output:
 def advice_text(advices: list[Advice]) -> str:
     """Say in one line which changes would speed up the step most."""
     if not advices:
-        return "What would help most: nothing within reach."
+        return "What would help most: no change within reach."
     listed = "; ".join(f"{advice.what}: {advice.gain}" for advice in advices)
     return f"What would help most: {listed}"
 

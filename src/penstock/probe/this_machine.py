@@ -63,12 +63,12 @@ def machine_for_training(device: str | None = None) -> tuple[Machine, str]:
 
 
 def plan_uses_kernels(machine: Machine) -> bool:
-    """Tell whether a plan for the machine assumes compiled layers and kernels: it has a GPU."""
+    """Return whether a plan for the machine assumes compiled layers and kernels: it has a GPU."""
     return bool(machine.gpus)
 
 
 def has_kernels(device: str | None = None) -> bool:
-    """Tell whether the device runs compiled layers, Triton kernels and bf16 flash attention.
+    """Return whether the device runs compiled layers, Triton kernels and bf16 flash attention.
 
     That needs Triton and a GPU of compute capability 8.0 or higher.
     """

@@ -1,4 +1,4 @@
-"""Errors of a run that the user can fix, and what is saved when a step fails."""
+"""Errors of a run that the user can fix, and the files that a failed step leaves."""
 
 from __future__ import annotations
 

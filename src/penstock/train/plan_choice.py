@@ -31,7 +31,7 @@ class PlanChoice:
     """The plan with its estimated cost; None for a plan from a file."""
 
     remark: str = ""
-    """Where the machine's rates come from."""
+    """Source of the machine's rates."""
 
     @property
     def bottleneck(self) -> str:
@@ -46,7 +46,7 @@ def choose_plan(
 ) -> PlanChoice:
     """Make the best plan for the budgets, or load and check the plan that the settings name.
 
-    A resumed run keeps the numerics of its checkpoint, whatever its budgets are now.
+    A resumed run keeps the numerics of its checkpoint, even with other budgets.
     """
     machine, remark = machine_for_training()
     if settings.memory.plan is not None:

@@ -28,7 +28,7 @@ SMOOTHING = 0.2
 
 
 class View(Protocol):
-    """A listener that is also told about work between events."""
+    """A listener that also shows work between events."""
 
     def handle(self, event: Event) -> None: ...
 
@@ -165,7 +165,7 @@ class LiveView:
         if self._metrics:
             rows.append(Text(self._metrics))
         rows.append(self._memory_bars())
-        bound = f"; bound by {self._bottleneck}" if self._bottleneck else ""
+        bound = f"; limited by {self._bottleneck}" if self._bottleneck else ""
         rows.append(Text(f"{self._activity}{bound}", style="dim"))
         return Group(*rows)
 

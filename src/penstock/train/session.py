@@ -162,7 +162,7 @@ def _write_run_files(
     source = model_files_directory(settings, model)
     write_model_files(out, source, model.config, model.inventory, settings)
     plan.save(out / PLAN_FILE)
-    remarks = [f"Penstock {__version__}; {steps} steps; {PLAN_FILE} says what is stored where"]
+    remarks = [f"Penstock {__version__}; {steps} steps; {PLAN_FILE} has the placement"]
     remarks += describe_budget(plan.budget, plan.workload)
     write_yaml(settings, out / RUN_FILE, remarks)
 
