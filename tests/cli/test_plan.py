@@ -149,7 +149,7 @@ def test_presets_are_listed_with_their_source(penstock: Callable[..., Result]) -
         (["--machine", "nowhere"], "^machine: nowhere is neither a machine file nor a preset"),
         (["--moments", "fp8"], '^moments: must be "fp32" or "bf16" or "int8", got "fp8"'),
         (["--dram", "4GiB", "--vary", "cpu=1..2"], "^vary: must have the form dram=16GiB..128GiB"),
-        (["--dram", "4GiB", "--explain", "h.99"], "^block: there is no 'h.99'; blocks are named like"),
+        (["--dram", "4GiB", "--explain", "h.99"], "^block: there is no 'h.99'; blocks are named"),
     ],
 )
 def test_bad_input_names_the_option_and_the_value(
