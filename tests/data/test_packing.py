@@ -91,8 +91,8 @@ def test_every_token_is_packed_once(
     assert counts.targets == sum(len(piece) - 1 for piece in expected)
     assert counts.padding == sum(map(len, padding)) == counts.rows * context - counts.tokens
     long = sum(length > context for length in lengths)
-    told = {"truncate": counts.truncated, "drop": counts.dropped, "split": counts.split}
-    assert told == {kind: long if kind == way else 0 for kind in told}
+    by_option = {"truncate": counts.truncated, "drop": counts.dropped, "split": counts.split}
+    assert by_option == {kind: long if kind == way else 0 for kind in by_option}
 
 
 @given(st.lists(st.integers(1, 100), max_size=200).map(lambda some: sorted(some, reverse=True)))

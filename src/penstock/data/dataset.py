@@ -55,7 +55,10 @@ class Document:
     """The tokens of one example, and which of them are trained."""
 
     ids: npt.NDArray[np.int64]
+    """Token ids."""
+
     trained: npt.NDArray[np.bool_]
+    """Whether each token is trained."""
 
 
 class TokenDataset:

@@ -23,8 +23,13 @@ class Chat:
     """Messages, and for each whether it is trained. Only the assistant's messages can be."""
 
     messages: tuple[Mapping[str, Any], ...]
+    """Messages with `role` and `content`, in order."""
+
     trained: tuple[bool, ...]
+    """Whether each message is trained."""
+
     tools: Sequence[Any] | None = None
+    """Tools for the chat template."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class Figure:
 
     @classmethod
     def from_number(cls, value: float) -> Figure:
+        """Return a stated figure without a spread."""
         return cls(median=value, low=value, high=value)
 
 
@@ -181,6 +182,7 @@ class MemoryNode:
 
     @property
     def tier(self) -> Tier:
+        """Tier of the node's memory."""
         return Tier(self.kind)
 
 

@@ -19,11 +19,16 @@ _NODES = "sys/devices/system/node"
 
 @dataclass(frozen=True, slots=True)
 class NodeBytes:
-    """Memory of one node in bytes. `available` includes what can be reclaimed without swapping."""
+    """Memory of one node in bytes."""
 
     total: int
+    """Total memory."""
+
     free: int
+    """Unused memory."""
+
     available: int
+    """Memory that can be allocated, including what the kernel can reclaim without swapping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ class System:
     # Memory nodes. A kernel without NUMA counts as one node, 0, with all CPUs and memory.
 
     def possible_nodes(self) -> tuple[int, ...]:
+        """Return the nodes that may ever exist on this machine."""
         return self.ids(f"{_NODES}/possible") or (0,)
 
     def memory_nodes(self) -> tuple[int, ...]:
@@ -85,6 +91,7 @@ class System:
         return tuple(n for n in self.memory_nodes() if n in allowed) or self.memory_nodes()
 
     def node_cpus(self, node: int) -> tuple[int, ...]:
+        """Return the CPUs on a node."""
         cpus = self.text(f"{_NODES}/node{node}/cpulist")
         if cpus is None:
             return tuple(range(os.cpu_count() or 1)) if node == 0 else ()

@@ -57,6 +57,7 @@ class StateFormat:
 
     @property
     def moment_dtype(self) -> torch.dtype:
+        """Type of the stored moments; uint8 for codes."""
         return _MOMENT_DTYPE[self.moments]
 
     def nbytes(self, numel: int) -> dict[str, int]:

@@ -355,6 +355,7 @@ class Lion(SweepOptimizer):
 
 
 def check_betas(betas: tuple[float, float]) -> None:
+    """Raise SweepInputError unless both betas are at least 0 and below 1."""
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise SweepInputError("betas", f"must be two numbers, at least 0 and below 1, got {betas}")
 

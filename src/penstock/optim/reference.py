@@ -59,6 +59,7 @@ Step = tuple[torch.Tensor, list[torch.Tensor]]
 def adamw_step(
     master: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, by: Coefficients
 ) -> Step:
+    """Compute a step of AdamW."""
     first = blend(moments[0], g, by.fresh1)
     second = blend(moments[1], g * g, by.fresh2)
     toward = (first / (root(second) + by.eps)) * by.rate
@@ -68,6 +69,7 @@ def adamw_step(
 def sgd_step(
     master: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, by: Coefficients
 ) -> Step:
+    """Compute a step of SGD."""
     first = moments[0] * by.keep + g * by.fresh1
     ahead = g + first * by.keep if by.look else first
     toward = ahead * by.rate
@@ -77,6 +79,7 @@ def sgd_step(
 def lion_step(
     master: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, by: Coefficients
 ) -> Step:
+    """Compute a step of Lion."""
     lean = blend(moments[0], g, by.fresh1)
     up, down = torch.full_like(lean, by.rate), torch.full_like(lean, -by.rate)
     toward = torch.where(lean > 0, up, torch.where(lean < 0, down, lean))

@@ -43,13 +43,23 @@ class Layer:
     """Shape of the measured transformer layer: Llama-like, of an 8B model."""
 
     hidden: int = 4096
+    """Size of the hidden states."""
+
     inside: int = 14336
+    """Size of the MLP."""
+
     heads: int = 32
+    """Number of query heads."""
+
     key_value_heads: int = 8
+    """Number of key and value heads."""
+
     context: int = 4096
+    """Tokens per sequence."""
 
     @property
     def head_size(self) -> int:
+        """Size of one attention head."""
         return self.hidden // self.heads
 
     @property

@@ -27,7 +27,10 @@ MAX_COPIES = 4096
 They are issued back to back, so that a run measures the link and not the calls."""
 
 MAX_STREAMS = 4
+"""Maximum number of streams for each direction."""
+
 MAX_SLOTS = 64
+"""Maximum number of parts of a buffer that copies rotate over."""
 
 
 class Copier(Protocol):
@@ -44,9 +47,16 @@ class Copy:
     """A figure to measure."""
 
     direction: Direction
+    """`h2d`, `d2h` or `both`."""
+
     gpus: tuple[int, ...]
+    """Indices of the GPUs that copy concurrently."""
+
     nbytes: int
+    """Size of one copy."""
+
     streams: int
+    """Number of streams for each direction and GPU."""
 
     @property
     def all_bytes(self) -> int:
@@ -60,6 +70,7 @@ class Copy:
 
 
 def sizes(*, quick: bool) -> tuple[int, ...]:
+    """Return the sizes of copies to measure."""
     return (MiB, 16 * MiB, 256 * MiB) if quick else tuple(MiB << k for k in (0, 2, 4, 6, 8, 10))
 
 

@@ -22,11 +22,19 @@ class Panel:
     """The data of one set of axes: x on a logarithmic scale, y a rate."""
 
     title: str
+    """Title of the axes."""
+
     x_label: str
+    """Label of the x axis."""
+
     x_text: Callable[[int], str]
+    """Formats an x value for its tick label."""
+
     lines: dict[str, dict[int, Figure]] = field(default_factory=dict)
+    """The figures of each line, by x value."""
 
     def add(self, line: str, x: int, figure: Figure) -> None:
+        """Add a point to a line."""
         self.lines.setdefault(line, {})[x] = figure
 
 
@@ -65,6 +73,7 @@ def save_plot(machine: Machine, path: Path) -> None:
 
 
 def memory(machine: Machine) -> Panel:
+    """Return the rates of memory nodes over threads."""
     panel = Panel("Memory", "threads", str)
     for node in machine.nodes:
         for rate in node.rates:
@@ -88,6 +97,7 @@ def sweeps(machine: Machine) -> Panel:
 
 
 def transfers(machine: Machine) -> Panel:
+    """Return the rates of GPU copies over their size."""
     panel = Panel("Copies to and from GPUs", "size of one copy", format_bytes)
     for t in machine.transfers:
         gpus = "+".join(map(str, t.gpus))
@@ -98,6 +108,7 @@ def transfers(machine: Machine) -> Panel:
 
 
 def storage(machine: Machine) -> list[Panel]:
+    """Return the rates of each storage path over the request size."""
     panels = []
     for path in machine.storage:
         panel = Panel(f"Storage: {path.path}", "size of one request", format_bytes)

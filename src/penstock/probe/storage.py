@@ -77,6 +77,7 @@ class ScratchFile:
 
     @property
     def direct(self) -> bool:
+        """Whether the file bypasses the page cache."""
         return self._file.direct
 
     @contextmanager
@@ -192,8 +193,13 @@ class Request:
     """A figure to measure: an operation with its request size and queue depth."""
 
     operation: StorageOperation
+    """`read`, `write` or `both`."""
+
     block: int
+    """Size of one request."""
+
     depth: int
+    """Number of requests in flight."""
 
     @property
     def in_flight(self) -> int:
@@ -279,6 +285,7 @@ class StorageBenchmark:
     def rates(
         self, name: str, requested: Sequence[Request], effort: Effort, progress: Progress
     ) -> tuple[StorageRate, ...]:
+        """Measure each request, and return the rates of those that succeeded."""
         rates = []
         for request in requested:
             figure = progress.measure(f"{name}: {request}", partial(self.rate, request, effort))
@@ -287,6 +294,7 @@ class StorageBenchmark:
         return tuple(rates)
 
     def rate(self, request: Request, effort: Effort) -> Figure:
+        """Measure one request."""
         if request.in_flight > self.nbytes:
             raise ProbeError(
                 f"it needs a file of {format_bytes(request.in_flight)}, but space and time only "

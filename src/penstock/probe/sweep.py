@@ -46,7 +46,10 @@ class SweepPass:
     """A figure to measure: a number of parameters and of threads."""
 
     parameters: int
+    """Number of parameters updated in one pass."""
+
     threads: int
+    """Number of threads."""
 
     def __str__(self) -> str:
         plural = "s" if self.threads != 1 else ""
