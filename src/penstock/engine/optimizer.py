@@ -20,11 +20,12 @@ from penstock.errors import SweepInputError
 from penstock.model.inventory import Inventory
 from penstock.optim import rules
 from penstock.optim.rules import Coefficients
+from penstock.settings import ScheduleSettings
 
 Grouping = Callable[[Iterable[tuple[str, nn.Parameter]]], Sequence[dict[str, Any]]]
 """Makes param groups, in the form torch's optimizers take, from named parameters."""
 
-DEFAULTS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+DEFAULTS: dict[str, Any] = {**ScheduleSettings().adamw, "eps": 1e-8}
 
 
 def decay_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:

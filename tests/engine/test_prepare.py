@@ -1,0 +1,64 @@
+"""`prepare` takes the same settings as the command line, and a few arguments of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.engine.prepare import prepare, workload_for
+from penstock.errors import SettingsError
+from penstock.settings import Settings
+from tests.support.engines import plain_model, tiny_config
+from tests.support.models import model
+
+BUDGET = {"hbm": "64MiB", "dram": "64MiB"}
+SMALL: dict[str, Any] = {"context": 32, "batch": 4, "device": "cpu", "budget": BUDGET}
+
+
+def llama() -> Any:
+    return plain_model(tiny_config("llama"))
+
+
+def test_settings_by_name_reach_the_workload_and_the_optimizer() -> None:
+    with prepare(
+        llama(), micro_batch=2, clip=None, moments="bf16", lr=3e-4, betas=(0.8, 0.9),
+        deterministic=False, seed=7, nonfinite="skip", accumulate=True, **SMALL,
+    ) as engine:  # fmt: skip
+        workload, group = engine.workload, engine.optimizer.param_groups[0]
+        assert (workload.context, workload.batch) == (32, 4)
+        assert (workload.moments, workload.clip, workload.accumulate) == ("bf16", None, True)
+        assert workload.numerics.micro_batch == 2
+        assert (group["lr"], group["betas"], group["weight_decay"]) == (3e-4, (0.8, 0.9), 0.1)
+        assert (engine.settings.seed, engine.settings.nonfinite) == (7, "skip")
+
+
+def test_a_keyword_overrides_the_settings_and_the_optimizer_mapping_overrides_both() -> None:
+    settings = Settings.of({"lr": 1e-3, "weight_decay": 0.2, "context": 16, "batch": 2, **BUDGET})
+    optimizer = {"weight_decay": 0.3, "eps": 1e-6}
+    with prepare(
+        llama(), settings=settings, context=32, optimizer=optimizer, device="cpu"
+    ) as engine:
+        group = engine.optimizer.param_groups[0]
+        assert (engine.workload.context, engine.workload.batch) == (32, 2)
+        assert (group["lr"], group["weight_decay"], group["eps"]) == (1e-3, 0.3, 1e-6)
+        assert engine.plan.budget.hbm == 64 << 20
+
+
+def test_an_unknown_argument_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epochs'"):
+        prepare(llama(), epochs=2, **SMALL)
+
+
+def test_an_invalid_setting_names_its_field() -> None:
+    with pytest.raises(SettingsError, match=r"^moments: "):
+        prepare(llama(), moments="fp8", **SMALL)
+
+
+def test_the_number_of_steps_may_be_known_better_than_from_the_settings() -> None:
+    inventory = model("qwen2.5-3b")
+    settings = Settings.of({"epochs": 2.0})
+
+    assert workload_for(inventory, settings, compiled=False).steps is None
+    assert workload_for(inventory, settings, steps=9, compiled=False).steps == 9
+    assert workload_for(inventory, settings, compiled=False).batch == 8
