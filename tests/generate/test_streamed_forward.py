@@ -103,13 +103,13 @@ def test_smaller_chunks_are_preferred_to_streaming() -> None:
     surveyed = survey_config(wide, name="llama")
     weights = surveyed.parameters() * 2
 
-    def room(beside: int) -> MemorySplit:
-        return split_memory(surveyed, torch.bfloat16, weights + beside * MiB, "cuda")
+    def split(spare: int) -> MemorySplit:
+        return split_memory(surveyed, torch.bfloat16, weights + spare * MiB, "cuda")
 
-    assert (room(2048).streamed, room(2048).chunk) == (False, None)
-    assert (room(1024).streamed, room(1024).chunk) == (False, 512)
-    assert room(1024).cache + resident_activations(surveyed, torch.bfloat16, 512) == 1024 * MiB
-    assert room(700).streamed
+    assert (split(2048).streamed, split(2048).chunk) == (False, None)
+    assert (split(1024).streamed, split(1024).chunk) == (False, 512)
+    assert split(1024).cache + resident_activations(surveyed, torch.bfloat16, 512) == 1024 * MiB
+    assert split(700).streamed
 
 
 @pytest.mark.parametrize(("name", "chunk"), [("llama-3.1-8b", 2048), ("llama-3.1-70b", 1024)])

@@ -28,7 +28,13 @@ from penstock.kv import decode_attention
 from penstock.kv.decode_attention import RowSpans
 from penstock.kv.errors import KvWarning, first_line
 from penstock.kv.views import copy_to_device, flatten_rows
-from penstock.model.attention import CACHED_ROWS, attention_function, current_scope, register
+from penstock.model.attention import (
+    CACHED_ROWS,
+    AttentionOptions,
+    attention_function,
+    current_scope,
+    register,
+)
 
 BAND = 256
 """Number of queries that share a mask, or a table of capped scores."""
@@ -157,14 +163,10 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attend as transformers asks for it; generation has no dropout."""
-    return attend_rows(query, key, value, scaling, window, softcap)
+    return attend_rows(query, key, value, options.scaling, options.window, options.softcap)
 
 
 attend = attention_function(_attend)

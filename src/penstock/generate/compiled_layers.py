@@ -28,6 +28,7 @@ from penstock.errors import PenstockError
 from penstock.generate.attention import attend_rows
 from penstock.model.attention import (
     COMPILED_CACHED_ROWS,
+    AttentionOptions,
     attention_configs,
     attention_function,
     register,
@@ -74,15 +75,11 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attend as a shell of a layer asks for it."""
     output: torch.Tensor = torch.ops.penstock.attend_new(
-        query, key, value, scaling, window, softcap
+        query, key, value, options.scaling, options.window, options.softcap
     )
     return output
 

@@ -40,7 +40,7 @@ class PagePool:
 
     @property
     def idle(self) -> int:
-        """Number of pages that exist, and so cost memory, but that nobody holds."""
+        """Number of pages that exist, and so cost memory, but have no holder."""
         return len(self._idle)
 
     def allocate(self, count: int, *, what: str = "an allocation") -> list[Page]:

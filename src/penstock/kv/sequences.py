@@ -1,7 +1,7 @@
 """The sequences of a cache: how they are admitted, grow, share pages, move and leave.
 
 `SequenceTable` decides which slot holds which pages. The functions below it move sequences between
-rows, reclaim pages that nobody needs, move sequences to host memory, and count pages.
+rows, reclaim unneeded pages, move sequences to host memory, and count pages.
 
 Why pages are zeroed: a kernel over padded rows multiplies what comes after a short row by zero, and
 zero times a stray NaN is NaN. So a page is zeroed whenever it is given to another sequence. After a
@@ -429,7 +429,7 @@ def cover_padding(table: SequenceTable, sequences: abc.Sequence[Sequence]) -> No
         table.page_table.cover(slot, reach, blank)
 
 
-# Reclaiming pages that nobody needs.
+# Reclaiming unneeded pages.
 #
 # Unmapping waits for the device, so it happens when pages are needed, not when they are left.
 
@@ -543,7 +543,7 @@ class Stats:
     pages_total: int
     """Number of pages that the budget allows."""
     free: int
-    """Pages that nobody holds."""
+    """Pages without a holder."""
     live: int
     """Pages that hold tokens of a sequence."""
     ahead: int

@@ -30,8 +30,8 @@ class Slot:
     """The sequence in the slot, if any."""
 
     growing: bool = False
-    """Whether the background thread is mapping a page after `pages`. While it is, nobody else may
-    touch the slot."""
+    """Whether the background thread is mapping a page after `pages`. While it is, no other thread
+    may touch the slot."""
 
 
 @dataclass(eq=False, slots=True)

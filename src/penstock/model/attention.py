@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,22 +32,23 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, None]]
 """A function with the signature that transformers calls."""
 
 
-class Implementation(Protocol):
-    """The part of an attention function that differs between implementations."""
+class AttentionOptions(NamedTuple):
+    """What a layer asks of its attention function, in addition to the tensors."""
 
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float | None,
-        dropout: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """Compute attention; see `attention_function` for the shapes."""
+    scaling: float | None
+    """Factor of the scores; None means one over the square root of the head size."""
+    dropout: float
+    window: int | None
+    """Number of tokens that a query sees, its own included; None means all before it."""
+    softcap: float | None
+    """Bound of the scores, applied as `tanh(score / softcap) * softcap`."""
+
+
+Implementation = Callable[
+    [torch.nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, AttentionOptions], torch.Tensor
+]
+"""Computes attention for a module from queries, keys, values and options. See
+`attention_function` for the shapes."""
 
 
 def attention_function(implementation: Implementation) -> AttentionFunction:
@@ -74,11 +75,8 @@ def attention_function(implementation: Implementation) -> AttentionFunction:
     ) -> tuple[torch.Tensor, None]:
         assert attention_mask is None, "transformers made a mask for attention that needs none"
         assert s_aux is None, "attention sinks are not supported"
-        output = implementation(
-            module, query, key, value,
-            scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap,
-        )  # fmt: skip
-        return output, None
+        options = AttentionOptions(scaling, dropout, sliding_window, softcap)
+        return implementation(module, query, key, value, options), None
 
     return attend
 

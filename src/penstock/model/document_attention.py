@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 
-from penstock.model.attention import DOCUMENTS, attention_function, current_scope, register
+from penstock.model.attention import (
+    DOCUMENTS,
+    AttentionOptions,
+    attention_function,
+    current_scope,
+    register,
+)
 from penstock.model.varlen_attention import DocumentStarts, attend_packed
 
 Bounds = Sequence[Sequence[int]]
@@ -45,21 +51,19 @@ def _attend_documents(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attend within the documents that `attending_over` names; without any, each row is one."""
     documents: Documents | None = current_scope()
-    causal = _CausalAttention(module, scaling, dropout, window, softcap)
+    causal = _CausalAttention(module, options)
     if documents is None:
         return causal(query, key, value)
     if isinstance(documents, DocumentStarts):
-        assert softcap is None, "the variable-length kernel does not support capped scores"
-        assert not dropout, "the variable-length kernel does not support dropout"
-        return attend_packed(query, key, value, documents, scale=scaling, window=window)
+        assert options.softcap is None, "the variable-length kernel does not support capped scores"
+        assert not options.dropout, "the variable-length kernel does not support dropout"
+        return attend_packed(
+            query, key, value, documents, scale=options.scaling, window=options.window
+        )
     rows = []
     for row, bounds in enumerate(documents):
         outputs = [
@@ -76,16 +80,9 @@ attend = attention_function(_attend_documents)
 class _CausalAttention:
     """Causal attention over one document, or over rows that are one document each."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        scaling: float | None,
-        dropout: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
-        self.module, self.scaling, self.dropout = module, scaling, dropout
-        self.window, self.softcap = window, softcap
+    def __init__(self, module: torch.nn.Module, options: AttentionOptions) -> None:
+        self.module = module
+        self.scaling, self.dropout, self.window, self.softcap = options
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         length = query.shape[2]
