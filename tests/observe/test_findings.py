@@ -50,7 +50,7 @@ def texts(run: RecordedRun) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         "GPU idle for 600 ms per step during the CPU optimizer sweep",
         "GPU idle for 200 ms per step during copies to the GPU",
@@ -60,8 +60,8 @@ def texts(run: RecordedRun) -> list[str]:
         "GPU memory: 18.0 GiB unused during update",
     ],
 )
-def test_an_offloaded_run_has_the_findings_of_the_study(said: str) -> None:
-    assert said in texts(offloaded())
+def test_an_offloaded_run_has_the_findings_of_the_study(text: str) -> None:
+    assert text in texts(offloaded())
 
 
 def test_a_streamed_run_has_none_of_these_findings() -> None:
@@ -116,11 +116,11 @@ def test_the_drivers_count_is_compared_with_the_engines() -> None:
     tokens = Event(DRIVER + "h2d", "copy", "Memcpy HtoD", 6.0, 6.1, 4, None, None, 1000)
     exact = replace(run, events=(*run.events, *again, tokens))
 
-    said = [finding for finding in find(measure(exact)) if finding.kind == "driver-bytes"]
+    findings = of_kind(exact, "driver-bytes")
 
-    assert [finding.level for finding in said] == ["note", "note"]
-    assert "+1,000 bytes compared with the engine's" in said[0].text
-    assert "+0 bytes" in said[1].text
+    assert [finding.level for finding in findings] == ["note", "note"]
+    assert "+1,000 bytes compared with the engine's" in findings[0].text
+    assert "+0 bytes" in findings[1].text
     assert measure(exact).links == measure(run).links
     lost = replace(exact, events=(*run.events, *again[: len(again) // 2]))
     assert next(f.level for f in find(measure(lost)) if f.kind == "driver-bytes") == "warn"
@@ -163,12 +163,12 @@ def test_slow_steps_are_counted() -> None:
         phases.append(Phase("forward", number, at, at + seconds))
         at += seconds
 
-    said = by_kind(make_run(phases, [], []))["slow-steps"].text
-    assert said == "1 of 9 steps took more than twice the median; step 9 took 4.00 s"
+    text = by_kind(make_run(phases, [], []))["slow-steps"].text
+    assert text == "1 of 9 steps took more than twice the median; step 9 took 4.00 s"
 
 
 @pytest.mark.parametrize(
-    ("run", "said"),
+    ("run", "text"),
     [
         (offloaded(), "No single bottleneck: GPU compute, the busiest, takes 50 % of"),
         (streamed(), "Bottleneck: GPU compute, busy for 98 % of the 1.50 s step"),
@@ -180,8 +180,8 @@ def test_slow_steps_are_counted() -> None:
         ),
     ],
 )
-def test_the_verdict_is_one_sentence(run: RecordedRun, said: str) -> None:
-    assert verdict(measure(run)).startswith(said)
+def test_the_verdict_is_one_sentence(run: RecordedRun, text: str) -> None:
+    assert verdict(measure(run)).startswith(text)
 
 
 def test_without_a_gpu_there_are_no_findings_about_pcie_or_pinning() -> None:
@@ -197,10 +197,12 @@ def test_many_callers_of_pageable_copies_are_summed() -> None:
     more = [
         replace(e, where=f"place {k}", nbytes=10**6 * (k + 1)) for e in copies for k in range(9)
     ]
-    said = [text for text in texts(replace(run, events=(*run.events, *more))) if "pageable" in text]
+    pageable = [
+        text for text in texts(replace(run, events=(*run.events, *more))) if "pageable" in text
+    ]
 
-    assert len(said) == 4
-    assert "pageable memory: 28.0 MB per step copied by 7 other callers" in said
+    assert len(pageable) == 4
+    assert "pageable memory: 28.0 MB per step copied by 7 other callers" in pageable
 
 
 def test_the_gpu_never_waits_for_a_memory_node() -> None:

@@ -16,8 +16,8 @@ from penstock.observe.run_files import read_run
 
 PROGRAM = """
 import os, sys
-import theirs  # set up by the program's own sitecustomize
-assert theirs.ran
+import program_setup  # set up by the program's own sitecustomize
+assert program_setup.ran
 import torch
 torch.set_num_threads(1)
 model = torch.nn.Linear(8, 8)
@@ -67,8 +67,8 @@ def program(tmp_path: Path, rest: str) -> Path:
     """Write a program with its own sitecustomize, and return the directory of the latter."""
     own = tmp_path / "own"
     own.mkdir()
-    (own / "theirs.py").write_text("ran = False\n")
-    (own / "sitecustomize.py").write_text("import theirs\ntheirs.ran = True\n")
+    (own / "program_setup.py").write_text("ran = False\n")
+    (own / "sitecustomize.py").write_text("import program_setup\ntheirs.ran = True\n")
     (tmp_path / "program.py").write_text(PROGRAM.format(rest=rest))
     return own
 

@@ -142,15 +142,15 @@ def test_a_wrapper_that_was_added_later_stays(
 ) -> None:
     monkeypatch.setattr(torch, "save", torch.save)  # so that it is restored afterwards
     with penstock.observe(tmp_path):
-        ours = torch.save
+        our_wrapper = torch.save
 
-        def theirs(*args: Any, **kwargs: Any) -> Any:
-            return ours(*args, **kwargs)
+        def later_wrapper(*args: Any, **kwargs: Any) -> Any:
+            return our_wrapper(*args, **kwargs)
 
-        torch.save = theirs
+        torch.save = later_wrapper
     torch.save({}, tmp_path / "x.pt")
 
-    assert torch.save is theirs
+    assert torch.save is later_wrapper
     assert (tmp_path / "x.pt").exists()
 
 

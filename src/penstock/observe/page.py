@@ -389,10 +389,7 @@ def tools(phases: PhaseIndex) -> str:
             class_=f"toggle s{at % 4}")
         for at, name in phases.shown()
     )  # fmt: skip
-    hint = (
-        "Drag over a plot to zoom. Click it to use the mouse wheel, the + \u2212 0 keys and the "
-        "arrow keys."
-    )
+    hint = "Drag to zoom. Click a plot to use the wheel, + \u2212 0 and the arrow keys."
     return tag(
         "div",
         tag("div", zoom, class_="group", role="group", aria_label="Zoom"),
