@@ -143,6 +143,7 @@ class _Writer:
         for distance, use in enumerate(self.window.next_uses(self.use)):
             for owner in use.owners:
                 self.fetch_weight(owner, phase, round)
+            # Activations and gradients come at most one block ahead, whatever `ahead` is.
             if use.backward and distance <= 1:
                 self.fetch_for_backward(use.block, use.round)
         self.use += 1
@@ -185,7 +186,7 @@ class _Writer:
             wanted += [(b, Role.GRADIENT) for b in added]
         for key in wanted:
             if key not in self.fetched:
-                # There are two buffers, so this one reuses the buffer of block + 2.
+                # Once block + 2 has computed, its buffers are free for this one.
                 after = tuple(self.computed[b] for b in (block + 2,) if b in self.computed)
                 drained = (self.drained[key],) if key in self.drained else ()
                 self.fetch(*key, "backward", round, after=after + drained)
@@ -256,14 +257,17 @@ class _Writer:
     def fetch(
         self, block: int, role: Role, phase: Phase, round: int, after: tuple[int, ...]
     ) -> None:
+        """Append a fetch of a whole role."""
         at = self.emit(Verb.FETCH, block, (role,), phase, round, after=after)
         self.fetched[block, role] = (at,)
 
     def drain(self, block: int, role: Role, phase: Phase, round: int, after: int) -> None:
+        """Append the offload of a whole role."""
         at = self.emit(Verb.DRAIN, block, (role,), phase, round, after=(after,))
         self.drained[block, role] = at
 
     def drop(self, block: int, role: Role, phase: Phase, round: int) -> None:
+        """Append a drop of what is in HBM, after the last computation that uses it."""
         if self.fetched.pop((block, role), None) is not None:
             users = self.index.users(block) if role is Role.WEIGHT else (block,)
             after = tuple(self.computed[b] for b in users if b in self.computed)
@@ -272,6 +276,7 @@ class _Writer:
     def compute(
         self, verb: Verb, block: int, phase: Phase, round: int, waits: tuple[int, ...]
     ) -> None:
+        """Append a computation."""
         self.computed[block] = self.emit(verb, block, (), phase, round, after=waits)
 
     def weights_of(self, block: int) -> tuple[int, ...]:
