@@ -21,7 +21,7 @@ from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, with_paths
 from penstock.plan.workload import Workload
 from penstock.planner import make_plan
-from penstock.planner.advice import Advice, Point, WhatIf, advise, plot, vary
+from penstock.planner.advice import Advice, BudgetPoint, WhatIf, advise, plot, vary
 from penstock.planner.plan_view import explain, infeasible_json, plan_json, plan_view
 from penstock.probe.this_machine import machine_for_plan, plan_uses_kernels
 from penstock.settings import Settings
@@ -128,7 +128,7 @@ def parse_vary(text: str) -> tuple[Tier, list[int]]:
     return Tier(match[1]), [round(low + k * step) for k in range(VARY_POINTS)]
 
 
-def curve_table(points: list[Point], tier: Tier) -> Table:
+def curve_table(points: list[BudgetPoint], tier: Tier) -> Table:
     """Show the step time for each budget as a table with bars."""
     table = Table(f"{tier.value} budget", "step", "", box=None, pad_edge=False)
     slowest = max((p.step_seconds or 0.0 for p in points), default=0.0)

@@ -20,13 +20,13 @@ from penstock.model.inventory import Inventory
 from penstock.optim.sweep import SweepTicket
 from penstock.plan.plan import Plan
 from penstock.plan.schedule import Operation, Verb
-from penstock.plan.traffic import Traffic, Transfer
+from penstock.plan.traffic import LinkTransfer, Traffic
 from penstock.roles import Role
 from penstock.ticket import Finished, Ticket, TicketGroup
 
 Kind = Literal["step", "evaluate", "update"]
 
-Moved = Mapping[Part, tuple[Transfer, ...]]
+Moved = Mapping[Part, tuple[LinkTransfer, ...]]
 """The transfers of each part of a program."""
 
 
@@ -146,7 +146,7 @@ class Event:
     operation: Operation
     start: float
     end: float
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[LinkTransfer, ...] = ()
     """Transfers that it made."""
 
     @property
@@ -159,7 +159,7 @@ def transfers_of(record: StepRecord) -> Moved:
     traffic = Traffic.of(record.inventory, record.plan.workload, record.plan.placement)
     operations = record.program.operations
     shapes = record.shapes or [()] * (1 + max(op.round for op in operations))
-    moved: dict[Part, tuple[Transfer, ...]] = {}
+    moved: dict[Part, tuple[LinkTransfer, ...]] = {}
     for at, op in enumerate(operations):
         moved[at] = traffic.transfers(op, shapes[op.round])
         if op.roles == (Role.INPUT,):

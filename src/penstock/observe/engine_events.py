@@ -19,7 +19,7 @@ from penstock.observe.recorder import Recorder
 from penstock.observe.records import Event, Phase, Planned, PlannedTier
 from penstock.observe.samplers import TierMemory
 from penstock.plan.schedule import Operation, Verb
-from penstock.plan.traffic import DISK, Transfer, step_traffic
+from penstock.plan.traffic import DISK, LinkTransfer, step_traffic
 from penstock.tiers import Tier
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def _block_name(record: StepRecord, ran: TimelineEvent) -> str:
     return record.inventory.blocks[ran.operation.block].name
 
 
-def _kind(operation: Operation, transfer: Transfer) -> str:
+def _kind(operation: Operation, transfer: LinkTransfer) -> str:
     if transfer.link in ("h2d", "d2h"):
         return "copy"
     if transfer.link.startswith(DISK):

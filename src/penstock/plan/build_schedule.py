@@ -1,7 +1,7 @@
 """Build the schedule of a step from a placement.
 
-`_Writer` reads from top to bottom like the step itself: forward through the blocks, the head, then
-backward through the blocks.
+`_ScheduleBuilder` reads from top to bottom like the step itself: forward through the blocks, the
+head, then backward through the blocks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def step_schedule(
             the first step, nor after `sweep_schedule` has run.
         adds: Whether gradients of an earlier call exist, to which this call adds.
     """
-    writer = _Writer(PlacementIndex.of(inventory, placement), pending=pending, adds=adds)
+    builder = _ScheduleBuilder(PlacementIndex.of(inventory, placement), pending=pending, adds=adds)
     for round in range(placement.rounds):
-        writer.pass_forward(round)
-        writer.pass_backward(round)
-    return writer.finished()
+        builder.pass_forward(round)
+        builder.pass_backward(round)
+    return builder.finished()
 
 
 def evaluation_schedule(inventory: Inventory, placement: Placement) -> Schedule:
@@ -38,10 +38,10 @@ def evaluation_schedule(inventory: Inventory, placement: Placement) -> Schedule:
     Pending optimizer sweeps must have run before.
     """
     index = PlacementIndex.of(inventory, placement)
-    writer = _Writer(index, pending=False, backward=False)
-    writer.pass_forward(0)
-    writer.head(0)
-    return writer.finished()
+    builder = _ScheduleBuilder(index, pending=False, backward=False)
+    builder.pass_forward(0)
+    builder.head(0)
+    return builder.finished()
 
 
 def sweep_schedule(inventory: Inventory, placement: Placement) -> Schedule:
@@ -49,13 +49,13 @@ def sweep_schedule(inventory: Inventory, placement: Placement) -> Schedule:
 
     It runs before saving, evaluating or reading a parameter.
     """
-    writer = _Writer(PlacementIndex.of(inventory, placement), fetches=False)
+    builder = _ScheduleBuilder(PlacementIndex.of(inventory, placement), fetches=False)
     for block in range(len(inventory.blocks)):
-        writer.sweep(block)
-    return writer.finished()
+        builder.sweep(block)
+    return builder.finished()
 
 
-class _Writer:
+class _ScheduleBuilder:
     """Appends operations, and keeps track of what later ones must wait for."""
 
     def __init__(

@@ -29,26 +29,26 @@ from penstock.roles import EXTENT, STATE, TRAINED, Formats, Role
 from penstock.tiers import Tier
 from penstock.units import round_up
 
-Place = Literal["gpu", "host", "disk"]
+Endpoint = Literal["gpu", "host", "disk"]
 
 DISK = "disk:"
 """Prefix of a disk's link. The disk's path follows."""
 
-Shape = tuple[int, int]
+MicroBatchShape = tuple[int, int]
 """Number of sequences of one micro-batch, and their length in tokens."""
 
-_H2D: tuple[Place, Place] = ("host", "gpu")
-_D2H: tuple[Place, Place] = ("gpu", "host")
+_H2D: tuple[Endpoint, Endpoint] = ("host", "gpu")
+_D2H: tuple[Endpoint, Endpoint] = ("gpu", "host")
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class LinkTransfer:
     """Bytes that move over one link."""
 
     link: str
     nbytes: int
-    source: Place
-    target: Place
+    source: Endpoint
+    target: Endpoint
 
 
 class StoredPart(NamedTuple):
@@ -75,7 +75,9 @@ class Traffic:
 
     # Exact.
 
-    def transfers(self, operation: Operation, shapes: Sequence[Shape]) -> tuple[Transfer, ...]:
+    def transfers(
+        self, operation: Operation, shapes: Sequence[MicroBatchShape]
+    ) -> tuple[LinkTransfer, ...]:
         """Return an operation's transfers, to the byte.
 
         `shapes` are those of the micro-batches of the operation's round. The transfers of a CPU
@@ -92,13 +94,15 @@ class Traffic:
                 return ()
         return tuple(transfer for transfer in transfers if transfer.nbytes)
 
-    def _copy_transfers(self, operation: Operation, shapes: Sequence[Shape]) -> Iterator[Transfer]:
+    def _copy_transfers(
+        self, operation: Operation, shapes: Sequence[MicroBatchShape]
+    ) -> Iterator[LinkTransfer]:
         """Yield the transfers of a copy between the host and the GPU."""
         fetches = operation.verb is Verb.FETCH
         parts = self._copied_nbytes(operation, shapes)
         nbytes = sum(parts)
         link, ends = ("h2d", _H2D) if fetches else ("d2h", _D2H)
-        yield Transfer(link, nbytes, *ends)
+        yield LinkTransfer(link, nbytes, *ends)
         (role,) = operation.roles
         shares = self._shares(operation.block, role)
         through_disk = any(share.path for share in shares)
@@ -111,7 +115,7 @@ class Traffic:
         else:
             yield from self._node_transfers(_without_padding(shares, nbytes))
 
-    def _copied_nbytes(self, operation: Operation, shapes: Sequence[Shape]) -> list[int]:
+    def _copied_nbytes(self, operation: Operation, shapes: Sequence[MicroBatchShape]) -> list[int]:
         """Return the bytes of each part that is one extent if it is on disk."""
         (role,) = operation.roles
         block = self.inventory.blocks[operation.block]
@@ -130,7 +134,7 @@ class Traffic:
             elements = stop - start
         return [self.formats.nbytes(role, elements)]
 
-    def _staging_transfers(self, operation: Operation) -> Iterator[Transfer]:
+    def _staging_transfers(self, operation: Operation) -> Iterator[LinkTransfer]:
         """Yield the transfers of one piece between a disk and host staging."""
         assert operation.piece is not None
         block = self.inventory.blocks[operation.block]
@@ -143,11 +147,11 @@ class Traffic:
             for transfer in _disk_transfers(shares, moved, reads=reads):
                 by_link[transfer.link] += transfer.nbytes
             nbytes += moved
-        ends: tuple[Place, Place] = ("disk", "host") if reads else ("host", "disk")
-        yield from (Transfer(link, moved, *ends) for link, moved in by_link.items())
+        ends: tuple[Endpoint, Endpoint] = ("disk", "host") if reads else ("host", "disk")
+        yield from (LinkTransfer(link, moved, *ends) for link, moved in by_link.items())
         yield from self._node_transfers([(None, nbytes)])
 
-    def _sweep_transfers(self, operation: Operation) -> Iterator[Transfer]:
+    def _sweep_transfers(self, operation: Operation) -> Iterator[LinkTransfer]:
         """Yield the memory traffic of a CPU sweep.
 
         The sweep reads every role, and writes back all of them but the gradient.
@@ -165,13 +169,13 @@ class Traffic:
             touched += [(share.node, nbytes * share.nbytes // whole) for share in shares]
         yield from self._node_transfers(touched)
 
-    def _node_transfers(self, moved: Sequence[tuple[int | None, int]]) -> Iterator[Transfer]:
+    def _node_transfers(self, moved: Sequence[tuple[int | None, int]]) -> Iterator[LinkTransfer]:
         """Sum bytes by node. A node of None stands for host staging."""
         by_node: Counter[int] = Counter()
         for node, nbytes in moved:
             by_node[lowest_dram_node(self.placement) if node is None else node] += nbytes
         for node, nbytes in sorted(by_node.items()):
-            yield Transfer(f"node{node}", nbytes, "host", "host")
+            yield LinkTransfer(f"node{node}", nbytes, "host", "host")
 
     # For the cost model.
 
@@ -255,14 +259,14 @@ def step_disk_writes(
 
 def _step_transfers(
     inventory: Inventory, workload: Workload, placement: Placement, schedule: Schedule
-) -> Iterator[Transfer]:
+) -> Iterator[LinkTransfer]:
     traffic = Traffic.of(inventory, workload, placement)
     shapes = planned_shapes(workload, placement)
     for operation in schedule.operations:
         yield from traffic.transfers(operation, shapes[operation.round])
 
 
-def planned_shapes(workload: Workload, placement: Placement) -> list[list[Shape]]:
+def planned_shapes(workload: Workload, placement: Placement) -> list[list[MicroBatchShape]]:
     """Return the shapes of a full batch's micro-batches, by round."""
     size, length = workload.numerics.micro_batch, workload.context
     micros = [(min(size, workload.batch - at), length) for at in range(0, workload.batch, size)]
@@ -270,15 +274,15 @@ def planned_shapes(workload: Workload, placement: Placement) -> list[list[Shape]
     return [micros[r * count : (r + 1) * count] for r in range(placement.rounds)]
 
 
-def _disk_transfers(shares: Sequence[Share], nbytes: int, *, reads: bool) -> Iterator[Transfer]:
+def _disk_transfers(shares: Sequence[Share], nbytes: int, *, reads: bool) -> Iterator[LinkTransfer]:
     """Divide bytes over several paths in proportion to the shares."""
     on_disk = [share for share in shares if share.path]
     whole, left = sum(share.nbytes for share in on_disk), nbytes
     for number, share in enumerate(on_disk):
         part = left if number == len(on_disk) - 1 else nbytes * share.nbytes // whole
         left -= part
-        ends: tuple[Place, Place] = ("disk", "host") if reads else ("host", "disk")
-        yield Transfer(f"{DISK}{share.path}", part, *ends)
+        ends: tuple[Endpoint, Endpoint] = ("disk", "host") if reads else ("host", "disk")
+        yield LinkTransfer(f"{DISK}{share.path}", part, *ends)
 
 
 def _without_padding(shares: Sequence[Share], nbytes: int) -> list[tuple[int | None, int]]:

@@ -149,7 +149,7 @@ def _with_twice_the_disks(machine: Machine) -> Machine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class BudgetPoint:
     """The step time with one budget."""
 
     nbytes: int
@@ -161,13 +161,13 @@ class Point:
 
 def vary(
     what_if: WhatIf, tier: Tier, sizes: Sequence[int], effort: SearchEffort = QUICK
-) -> list[Point]:
+) -> list[BudgetPoint]:
     """Return the step time for each budget of one tier.
 
     What fits in a smaller budget also fits in a larger one, so a point is never slower than the
     point before it.
     """
-    points: list[Point] = []
+    points: list[BudgetPoint] = []
     best: float | None = None
     for nbytes in sorted(sizes):
         machine = what_if.machine
@@ -184,11 +184,11 @@ def vary(
         )
         if result is not None:
             best = min(best or result.cost.step_seconds, result.cost.step_seconds)
-        points.append(Point(nbytes=nbytes, step_seconds=best))
+        points.append(BudgetPoint(nbytes=nbytes, step_seconds=best))
     return points
 
 
-def plot(points: Sequence[Point], tier: Tier, path: Path) -> None:
+def plot(points: Sequence[BudgetPoint], tier: Tier, path: Path) -> None:
     """Save the curve as an image. Needs matplotlib: `pip install penstock[plot]`."""
     try:
         import matplotlib

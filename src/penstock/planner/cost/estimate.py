@@ -15,7 +15,7 @@ from penstock.planner.cost.jobs import DemandCache, JobBuilder
 from penstock.planner.cost.rates import Rates
 from penstock.planner.cost.simulation import (
     Job,
-    Span,
+    JobSpan,
     SpeedCache,
     critical_path,
     simulate,
@@ -44,7 +44,7 @@ class Cost:
     bounds: Mapping[str, float]
     """Seconds of the critical path by the resource that limits them, most first."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[JobSpan, ...]
     """When each operation of the schedule runs."""
 
     schedule: Schedule
@@ -104,7 +104,7 @@ def busy_shares(jobs: Sequence[Job], seconds: float) -> dict[str, float]:
     return {resource: total / seconds for resource, total in sorted(totals.items())}
 
 
-def bounds(jobs: Sequence[Job], spans: Sequence[Span]) -> dict[str, float]:
+def bounds(jobs: Sequence[Job], spans: Sequence[JobSpan]) -> dict[str, float]:
     """Divide the critical path among resources: each job counts for the one it needs most."""
     totals: dict[str, float] = defaultdict(float)
     for i in critical_path(spans):

@@ -39,7 +39,7 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class JobSpan:
     """When a job ran, and what it waited for last."""
 
     start: float
@@ -132,12 +132,12 @@ class _Simulation:
         return speeds
 
 
-def simulate(jobs: Sequence[Job]) -> list[Span]:
+def simulate(jobs: Sequence[Job]) -> list[JobSpan]:
     """Return when each job starts and ends."""
     simulation = _Simulation(jobs, {})
     simulation.run()
     times = zip(simulation.starts, simulation.ends, simulation.causes, strict=True)
-    return [Span(*each) for each in times]
+    return [JobSpan(*each) for each in times]
 
 
 def simulate_seconds(jobs: Sequence[Job], speeds: SpeedCache) -> float:
@@ -179,7 +179,7 @@ def share(demands: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
     return tuple(max(f, 1e-9) / a for f, a in zip(fraction, alone, strict=True))
 
 
-def critical_path(spans: Sequence[Span]) -> list[int]:
+def critical_path(spans: Sequence[JobSpan]) -> list[int]:
     """Return the chain of jobs that ends last, in order. The step is shorter only if one of them
     is."""
     at: int | None = max(range(len(spans)), key=lambda i: spans[i].end)
