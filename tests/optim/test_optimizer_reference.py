@@ -15,39 +15,39 @@ STEPS = 1000
 Grads = Callable[[int], torch.Tensor]
 
 
-def randomly(step: int) -> torch.Tensor:
+def random_grads(step: int) -> torch.Tensor:
     torch.manual_seed(step)
     return torch.randn(N) * torch.exp2(torch.linspace(-8, 8, N))
 
 
-def with_zeros(step: int) -> torch.Tensor:
-    grad = randomly(step)
+def grads_with_zeros(step: int) -> torch.Tensor:
+    grad = random_grads(step)
     grad[step % 3 :: 3] = 0
     grad[:200] = 0
     return grad
 
 
-def denormal(step: int) -> torch.Tensor:
-    return randomly(step).sign() * 1e-39
+def denormal_grads(step: int) -> torch.Tensor:
+    return random_grads(step).sign() * 1e-39
 
 
-def tiny(step: int) -> torch.Tensor:
+def tiny_grads(step: int) -> torch.Tensor:
     """Return gradients whose squares are denormal or zero."""
-    return randomly(step) * 1e-19
+    return random_grads(step) * 1e-19
 
 
-def huge(step: int) -> torch.Tensor:
+def huge_grads(step: int) -> torch.Tensor:
     """Return gradients whose squares are not finite in fp32."""
-    return randomly(step).clamp(-10, 10) * 1e36
+    return random_grads(step).clamp(-10, 10) * 1e36
 
 
-def alternating(step: int) -> torch.Tensor:
+def alternating_grads(step: int) -> torch.Tensor:
     return torch.linspace(1e-3, 10, N) * (-1) ** step
 
 
-def mostly_quiet(step: int) -> torch.Tensor:
+def spiky_grads(step: int) -> torch.Tensor:
     """Return gradients with a spike every hundred steps, which only the second moment remembers."""
-    return randomly(step) * (1e3 if step % 100 == 0 else 1e-3)
+    return random_grads(step) * (1e3 if step % 100 == 0 else 1e-3)
 
 
 def run(optimizer: torch.optim.Optimizer, param: torch.Tensor, grads: Grads, steps: int) -> None:
@@ -61,41 +61,49 @@ def errors(value: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
     return float(difference.max()), float(difference.square().mean().sqrt())
 
 
-HARD = (randomly, with_zeros, denormal, tiny, huge, alternating, mostly_quiet)
+HARD_GRADS = (
+    random_grads,
+    grads_with_zeros,
+    denormal_grads,
+    tiny_grads,
+    huge_grads,
+    alternating_grads,
+    spiky_grads,
+)
 
 
 @pytest.mark.parametrize(
     ("grads", "dtype"),
     [
-        *((grads, torch.float32) for grads in HARD),
-        *((grads, torch.bfloat16) for grads in (randomly, huge, alternating)),
+        *((grads, torch.float32) for grads in HARD_GRADS),
+        *((grads, torch.bfloat16) for grads in (random_grads, huge_grads, alternating_grads)),
     ],
 )
 def test_the_error_of_adamw_is_no_larger_than_torchs(grads: Grads, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    begin = torch.randn(N).to(dtype)
+    initial = torch.randn(N).to(dtype)
     all_grads = [grads(step).to(dtype) for step in range(1, STEPS + 1)]
-    given = lambda step: all_grads[step - 1]  # noqa: E731
+    grads_at = lambda step: all_grads[step - 1]  # noqa: E731
     settings = {"lr": 1e-3, "weight_decay": 0.1}
     ours, theirs, truth = (
-        begin.clone().requires_grad_(),
-        begin.float().clone().requires_grad_(),
-        begin.double().requires_grad_(),
+        initial.clone().requires_grad_(),
+        initial.float().clone().requires_grad_(),
+        initial.double().requires_grad_(),
     )
-    mine = AdamW([ours], **settings)
-    run(mine, ours, given, STEPS)
-    run(torch.optim.AdamW([theirs], foreach=False, **settings), theirs, given, STEPS)
-    run(torch.optim.AdamW([truth], foreach=False, **settings), truth, given, STEPS)
-    master = formats.read_master(ours.detach(), mine.state[ours].get("low"))
-    worst, usual = errors(master, truth.detach())
-    their_worst, their_usual = errors(theirs.detach(), truth.detach())
+    optimizer = AdamW([ours], **settings)
+    run(optimizer, ours, grads_at, STEPS)
+    run(torch.optim.AdamW([theirs], foreach=False, **settings), theirs, grads_at, STEPS)
+    run(torch.optim.AdamW([truth], foreach=False, **settings), truth, grads_at, STEPS)
+    master = formats.read_master(ours.detach(), optimizer.state[ours].get("low"))
+    worst, mean = errors(master, truth.detach())
+    their_worst, their_mean = errors(theirs.detach(), truth.detach())
 
     assert worst <= their_worst
-    assert usual <= their_usual
+    assert mean <= their_mean
 
 
 @pytest.mark.parametrize(
-    ("mine", "torchs", "settings"),
+    ("our_class", "torch_class", "settings"),
     [
         (AdamW, torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
         (AdamW, torch.optim.AdamW, {"lr": 1e-2, "maximize": True}),
@@ -106,13 +114,13 @@ def test_the_error_of_adamw_is_no_larger_than_torchs(grads: Grads, dtype: torch.
     ],
 )
 def test_other_settings_agree_with_torch(
-    mine: type[torch.optim.Optimizer], torchs: type[torch.optim.Optimizer], settings: dict
+    our_class: type[torch.optim.Optimizer], torch_class: type[torch.optim.Optimizer], settings: dict
 ) -> None:
     ours = torch.linspace(-1, 1, N).requires_grad_()
     theirs = ours.detach().clone().requires_grad_()
-    grads = lambda step: randomly(step).clamp(-3, 3)  # noqa: E731
-    run(mine([ours], **settings), ours, grads, 30)
-    run(torchs([theirs], **settings), theirs, grads, 30)
+    grads = lambda step: random_grads(step).clamp(-3, 3)  # noqa: E731
+    run(our_class([ours], **settings), ours, grads, 30)
+    run(torch_class([theirs], **settings), theirs, grads, 30)
 
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -120,22 +128,22 @@ def test_other_settings_agree_with_torch(
 def test_l2_decay_agrees_with_adam() -> None:
     ours = torch.linspace(-1, 1, N).requires_grad_()
     theirs = ours.detach().clone().requires_grad_()
-    run(AdamW([ours], weight_decay=0.3, decoupled_weight_decay=False), ours, alternating, 20)
-    run(torch.optim.Adam([theirs], weight_decay=0.3), theirs, alternating, 20)
+    run(AdamW([ours], weight_decay=0.3, decoupled_weight_decay=False), ours, alternating_grads, 20)
+    run(torch.optim.Adam([theirs], weight_decay=0.3), theirs, alternating_grads, 20)
 
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_lion_agrees_with_the_paper() -> None:
     ours = torch.linspace(-1, 1, N).requires_grad_()
-    wanted, moment = ours.detach().double(), torch.zeros(N, dtype=torch.float64)
-    run(Lion([ours], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1), ours, randomly, 50)
+    expected, moment = ours.detach().double(), torch.zeros(N, dtype=torch.float64)
+    run(Lion([ours], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1), ours, random_grads, 50)
     for step in range(1, 51):
-        g = randomly(step).double()
-        wanted = wanted * (1 - 1e-3 * 0.1) - 1e-3 * (0.9 * moment + 0.1 * g).sign()
+        g = random_grads(step).double()
+        expected = expected * (1 - 1e-3 * 0.1) - 1e-3 * (0.9 * moment + 0.1 * g).sign()
         moment = 0.99 * moment + 0.01 * g
 
-    assert torch.allclose(ours.double(), wanted, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(ours.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])

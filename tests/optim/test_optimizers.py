@@ -10,7 +10,7 @@ import torch
 
 from penstock.errors import NonFiniteGradientError, NonFiniteMasterError, SweepInputError
 from penstock.optim import SGD, AdamW, Lion, formats
-from tests.optim.test_optimizer_reference import N, alternating, randomly, run
+from tests.optim.test_optimizer_reference import N, alternating_grads, random_grads, run
 
 
 def model() -> torch.nn.Module:
@@ -60,16 +60,16 @@ def test_a_resumed_run_gives_the_same_result(moments: formats.Moments) -> None:
 def test_states_can_be_loaded_into_torch_and_back() -> None:
     params = [torch.linspace(-1, 1, N).requires_grad_() for _ in range(3)]
     ours, theirs = AdamW([params[0]], lr=1e-2), torch.optim.AdamW([params[1]], lr=1e-2)
-    run(ours, params[0], alternating, 5)
+    run(ours, params[0], alternating_grads, 5)
     theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
     params[1].data.copy_(params[0].data)
-    run(theirs, params[1], randomly, 5)
+    run(theirs, params[1], random_grads, 5)
     back = AdamW([params[2]], lr=9.0)
     params[2].data.copy_(params[0].data)
     again = torch.optim.AdamW([params[0]], lr=1e-2)
     again.load_state_dict(ours.state_dict())
     back.load_state_dict(again.state_dict())
-    run(back, params[2], randomly, 5)
+    run(back, params[2], random_grads, 5)
 
     assert torch.allclose(params[1], params[2], rtol=1e-5, atol=1e-6)
     assert back.param_groups[0]["lr"] == 1e-2
@@ -80,7 +80,7 @@ def test_states_can_be_loaded_into_torch_and_back() -> None:
 def test_moments_are_converted_on_load(since: formats.Moments, to: formats.Moments) -> None:
     param = torch.linspace(-1, 1, N).bfloat16().requires_grad_()
     old = AdamW([param], moments=since)
-    run(old, param, alternating, 5)
+    run(old, param, alternating_grads, 5)
     new = AdamW([param], moments=to)
     new.load_state_dict(old.state_dict())
     before, after = old.state[param], new.state[param]
@@ -92,17 +92,17 @@ def test_moments_are_converted_on_load(since: formats.Moments, to: formats.Momen
         assert torch.allclose(
             formats.read_moment(after, name, second=second), exact, rtol=0.07, atol=0
         )
-    run(new, param, alternating, 1)
+    run(new, param, alternating_grads, 1)
 
 
 def test_states_have_the_documented_size() -> None:
     param = torch.zeros(100, 256, dtype=torch.bfloat16).requires_grad_()
-    for moments, wanted in (("fp32", 12), ("bf16", 8), ("int8", 6 + 4 / 256)):
+    for moments, expected in (("fp32", 12), ("bf16", 8), ("int8", 6 + 4 / 256)):
         optimizer = AdamW([param], moments=moments)  # type: ignore[arg-type]
         run(optimizer, param, lambda _: torch.ones(100, 256), 1)
-        held = sum(t.nbytes for k, t in optimizer.state[param].items() if k != "step")
+        state_bytes = sum(t.nbytes for k, t in optimizer.state[param].items() if k != "step")
 
-        assert (held + param.nbytes) / param.numel() == wanted
+        assert (state_bytes + param.nbytes) / param.numel() == expected
 
 
 def test_groups_can_be_added_and_parameters_named() -> None:

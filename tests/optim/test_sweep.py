@@ -45,12 +45,12 @@ def test_every_format_gives_the_specified_bits(
     pools: dict[int, Pool],
 ) -> None:
     n = 2 * LEAF + 701
-    wanted = state_of(n, rule, weight, moments)
-    got = {isa: copy_of(wanted) for isa in _native.isa_names()}
+    expected = state_of(n, rule, weight, moments)
+    states = {isa: copy_of(expected) for isa in _native.isa_names()}
     for step in (1, 2):
         grad = rough_grad(n, grad_dtype, step)
-        refused = reference.sweep(rule, wanted, grad, RULES[rule], key=77)
-        for isa, state in got.items():
+        refused = reference.sweep(rule, expected, grad, RULES[rule], key=77)
+        for isa, state in states.items():
             ticket = start(
                 rule, split_segments(state, grad, RULES[rule], []), pool=pools[3], isa=isa
             )
@@ -60,7 +60,7 @@ def test_every_format_gives_the_specified_bits(
                 with pytest.raises(NonFiniteMasterError) as failed:
                     ticket.wait()
                 assert failed.value.index == refused
-            assert same(state, wanted), (isa, step)
+            assert same(state, expected), (isa, step)
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
@@ -146,11 +146,11 @@ def test_stats_equal_the_specification(
 @pytest.mark.parametrize("isa", _native.isa_names())
 def test_every_kind_of_leaf_has_the_specified_sum(dtype: torch.dtype, isa: str) -> None:
     grad = leaves_of_every_kind(dtype)
-    wanted = reference.leaf_sums(grad).tolist()
-    got = [grad_stats(leaf, isa=isa) for leaf in grad.split(LEAF)]
+    expected = reference.leaf_sums(grad).tolist()
+    states = [grad_stats(leaf, isa=isa) for leaf in grad.split(LEAF)]
 
-    assert [leaf.sum_squares for leaf in got] == wanted
-    assert grad_stats(grad, isa=isa) == sum(got[1:], got[0])
+    assert [leaf.sum_squares for leaf in states] == expected
+    assert grad_stats(grad, isa=isa) == sum(states[1:], states[0])
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
