@@ -68,7 +68,7 @@ def program(tmp_path: Path, rest: str) -> Path:
     own = tmp_path / "own"
     own.mkdir()
     (own / "program_setup.py").write_text("ran = False\n")
-    (own / "sitecustomize.py").write_text("import program_setup\ntheirs.ran = True\n")
+    (own / "sitecustomize.py").write_text("import program_setup\nprogram_setup.ran = True\n")
     (tmp_path / "program.py").write_text(PROGRAM.format(rest=rest))
     return own
 
