@@ -186,6 +186,7 @@ def _gpu_rates(
     sheet = data_sheet(gpu.name)
     hbm = gpu.memory_bandwidth.median if gpu.memory_bandwidth else sheet[1] if sheet else 0.5e12
     attention = gpu.attention_flops.median if gpu.attention_flops else whole
+    # Seconds per token of the measured layer without attention: matrix products and passes.
     left = (LAYER_DENSE + LAYER_QUADRATIC) / whole - LAYER_QUADRATIC / attention
     products = max(gpu.matmul_flops.median if gpu.matmul_flops else 0.0, LAYER_DENSE / left)
     passes = (left - LAYER_DENSE / products) * hbm / LAYER_NBYTES
@@ -206,6 +207,7 @@ def _layer_flops(gpu: Gpu, compiled: bool, assumed: list[str]) -> float:
 
 
 def _eager_flops(gpu: Gpu, assumed: list[str]) -> float:
+    """Return the FLOP/s of a whole eager layer, measured or from the data sheet."""
     sheet = data_sheet(gpu.name)
     matmul = gpu.matmul_flops.median if gpu.matmul_flops else None
     if matmul is None and gpu.block_flops is None:
@@ -242,6 +244,7 @@ def _assumed_link_rate(machine: Machine, gpu: Gpu | None, assumed: list[str]) ->
 def _node_rates(
     machine: Machine, i: int, moments: Moments, link: float, assumed: list[str]
 ) -> NodeRates:
+    """Return the rates of node `i`; `link` is the rate of unmeasured copies to and from the GPU."""
     node = machine.nodes[i]
     figures = [machine.rate(node.id, operation) for operation in ("read", "write", "copy")]
     figures += [machine.sweep_rate(node.id, of) for of in (moments, "fp32")]
@@ -287,6 +290,7 @@ def _transfer(
 
 
 def _disk(i: int, storage: StoragePath) -> DiskRates:
+    """Return the best measured rates of a path."""
     best: dict[str, float] = {}
     for rate in storage.rates:
         best[rate.operation] = max(best.get(rate.operation, 0.0), rate.bytes_per_second.median)
@@ -300,6 +304,7 @@ def _disk(i: int, storage: StoragePath) -> DiskRates:
 
 
 def _assumed_copy(machine: Machine, node: MemoryNode, assumed: list[str]) -> float:
+    """Return the copy rate of an unmeasured node, from the number of cores."""
     cores = machine.cpu.cores or sum(len(each.cpus) for each in machine.dram_nodes) or 1
     copy = min(cores * CORE_COPY, MOST_COPIED[node.kind])
     assumed.append(f"node {node.id}: copies at {copy / 1e9:.0f} GB/s; `penstock probe` measures it")

@@ -1,0 +1,85 @@
+"""Text and tables that `penstock plan` prints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from penstock.machine.machine import Machine
+from penstock.planner import PlanResult
+from penstock.planner.candidate import Location
+from penstock.planner.plan_view import explain, plan_view, summary, wear
+from penstock.planner.planner import plan_result
+from penstock.planner.resource_names import long_name
+from tests.support.machines import machine
+from tests.support.walker import all_on, evaluator_for
+
+
+@pytest.fixture(scope="module")
+def result() -> PlanResult:
+    evaluator = evaluator_for(layers=3, tied=False)
+    return plan_result(evaluator, all_on(evaluator, Location.NVME))
+
+
+def machine_with_endurance(rated_writes: int | None) -> Machine:
+    box = machine()
+    return replace(box, storage=(replace(box.storage[0], rated_writes=rated_writes),))
+
+
+def with_steps(result: PlanResult, steps: int) -> PlanResult:
+    workload = replace(result.plan.workload, steps=steps)
+    return replace(result, plan=replace(result.plan, workload=workload))
+
+
+def test_wear_is_left_out_if_nothing_is_written(result: PlanResult) -> None:
+    assert wear(replace(result, disk_writes=0), machine()) == []
+
+
+def test_wear_is_relative_to_the_rated_endurance(result: PlanResult) -> None:
+    rated, unrated = machine_with_endurance(600 * 10**12), machine_with_endurance(None)
+    writing = replace(result, disk_writes=30 * 10**9)
+
+    assert wear(writing, unrated) == ["30 GB written to NVMe per step"]
+    assert wear(writing, rated) == [
+        "30 GB written to NVMe per step; the rated endurance (600 TB) is 20,000 steps"
+    ]
+    assert wear(with_steps(writing, 10_000), rated) == [
+        "30 GB written to NVMe per step, 300.0 TB in 10,000 steps: "
+        "50% of the rated endurance (600 TB)"
+    ]
+
+
+def test_small_writes_keep_two_digits(result: PlanResult) -> None:
+    assert wear(replace(result, disk_writes=42_000_000), machine_with_endurance(None)) == [
+        "0.042 GB written to NVMe per step"
+    ]
+
+
+def test_the_summary_names_what_limits_the_step(result: PlanResult) -> None:
+    limit = next(iter(result.cost.bounds))
+
+    assert f"limited by {long_name(limit, machine())} (" in summary(result, machine())
+
+
+def test_tables_use_plain_names(result: PlanResult) -> None:
+    console = Console(width=200, no_color=True)
+    with console.capture() as capture:
+        console.print(plan_view(result, machine()))
+        name = result.plan.placement.blocks[1].block
+        console.print(explain(result, evaluator_for(layers=3, tied=False).inventory, name))
+    text = capture.get()
+
+    for words in ("master weights", "activations", "CPU optimizer sweep", "offload", "NVMe writes"):
+        assert words in text
+
+
+def test_every_resource_has_a_name_for_people() -> None:
+    box = machine()
+
+    assert long_name("gpu", box) == "GPU compute"
+    assert long_name("gpu", replace(box, gpus=(), transfers=())) == "CPU compute"
+    assert long_name("sweep@0", box) == "the CPU optimizer sweep on node 0 (dram)"
+    assert long_name("memory@1", box) == "memory bandwidth of node 1 (cxl)"
+    assert long_name("writes@/mnt/nvme", box) == "NVMe writes at /mnt/nvme"
