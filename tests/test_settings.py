@@ -203,7 +203,7 @@ def test_a_flat_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 def test_a_file_may_mix_groups_and_flat_names_with_hyphens(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
-        "model: m\nschedule:\n  micro-batch: 2\n  schedule: linear\nmemory: null\nsave-every: 3\n"
+        "model: m\nschedule:\n  micro-batch: 2\n  schedule: linear\nmemory:\ndata:\nsave-every: 3\n"
     )
 
     settings = merge_layers([("", read_yaml(path))])

@@ -411,8 +411,10 @@ def _flatten(content: Mapping[str, Any], path: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in content.items():
         # `model`, `data` and `schedule` name a group and a field of it. No such field is a mapping.
-        if name in GROUPS and (isinstance(value, Mapping) or name not in GROUP_OF):
-            fields = {} if value is None else _named(value, name, path)
+        if name in GROUPS and value is None:
+            fields = {}
+        elif name in GROUPS and (isinstance(value, Mapping) or name not in GROUP_OF):
+            fields = _named(value, name, path)
         else:
             fields = {name: value}
         for field_name, field_value in fields.items():

@@ -17,7 +17,6 @@ from penstock.machine.presets import DEFAULT, preset
 from penstock.plan.budget import check_paths, parse_budget, with_paths
 from penstock.plan.plan import Plan
 from penstock.planner.advice import Advice
-from penstock.probe.this_machine import machine_for_plan
 from penstock.tiers import Tier
 from penstock.units import GiB
 
@@ -160,35 +159,6 @@ def test_bad_input_names_the_option_and_the_value(
     assert isinstance(done.exception, PenstockError)
     with pytest.raises(PenstockError, match=message):
         raise done.exception
-
-
-def test_without_a_gpu_the_default_preset_is_used_and_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    probes = []
-
-    def probe_here() -> object:
-        probes.append(1)
-        from dataclasses import replace
-
-        return replace(preset("h200"), gpus=(), transfers=())
-
-    for _ in range(2):  # the second time, from the cache
-        machine, remark = machine_for_plan(None, probe_here)  # type: ignore[arg-type]
-        assert machine.name == DEFAULT
-        assert "No GPU found" in remark
-    assert probes == [1]
-
-
-def test_a_measured_machine_is_used_and_cached(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    machine, remark = machine_for_plan(None, lambda: preset("h200"))
-
-    assert machine.name == "h200"
-    assert "as measured" in remark
 
 
 def test_a_range_of_sizes_is_parsed() -> None:

@@ -83,9 +83,9 @@ Spoil = Callable[[Path, Path], None]
 CASES: dict[str, tuple[Spoil, str]] = {
     "model type": (unknown_type, "no_such_model"),
     "missing shard": (no_shard, "model-00001-of-00002.safetensors"),
-    "corrupt weights": (torn_weights, "cut short"),
+    "corrupt weights": (torn_weights, "was interrupted"),
     "no weights": (no_weights, "neither model.safetensors nor"),
-    "another shape": (other_shape, "are not of one model"),
+    "another shape": (other_shape, "use weights and config.json of the same model"),
     "no tokenizer": (no_tokenizer, "has no tokenizer"),
     "no template": (no_template, "no chat template"),
     "empty data": (empty_data, "no example"),

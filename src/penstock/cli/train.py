@@ -41,9 +41,11 @@ def train_command(**flags: Any) -> None:
 def _merge_settings(flags: dict[str, Any], *, resume: bool) -> Settings:
     """Merge, weakest first: defaults, run.yaml of the resumed run, --config, the command line."""
     config = flags.pop("config")
-    given: dict[str, Any] = {name: None for name, value in flags.items() if value}
     try:
         given = given_settings(flags)
+    except SettingsError as wrong:
+        raise usage_error(wrong) from None
+    try:
         layers: list[tuple[str, Layer]] = [("", given)]
         if config is not None:
             layers.insert(0, (str(config), read_yaml(config)))
