@@ -77,7 +77,7 @@ class MemoryLimitError(PlacementError, MemoryError):
         super().__init__(
             f"{format_bytes(wanted)} requested, but the control group's limit of "
             f"{format_bytes(limit)} leaves {format_bytes(free)}; raise memory.max, or request less "
-            f"memory"
+            "memory"
         )
 
 
@@ -131,9 +131,8 @@ class PinError(PlacementError):
     def __init__(self, *, wanted: int, code: int, name: str) -> None:
         self.wanted, self.code = wanted, code
         super().__init__(
-            f"CUDA could not register {format_bytes(wanted)} of host memory ({name}); "
-            f"free some host memory, or use pinned=False, which copies at a quarter of the speed "
-            f"or less"
+            f"CUDA could not register {format_bytes(wanted)} of host memory ({name}); free some "
+            "host memory, or use pinned=False, which copies at a quarter of the speed or less"
         )
 
 

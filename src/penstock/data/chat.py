@@ -23,7 +23,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatWriter:
-    """Renders chats with the template of one tokenizer."""
+    """Renders chats with the template of one tokenizer, and locates the trained text."""
 
     def __init__(self, tokenizer: Any) -> None:
         try:
@@ -31,6 +31,7 @@ class ChatWriter:
         except ValueError as error:  # several templates, none of them the default
             raise TokenizerError(f"the tokenizer has no default chat template: {error}") from None
         self._special = dict(tokenizer.special_tokens_map)
+        # Any special token may end a turn: templates do not say which one does.
         self._end_tokens = tuple(
             word for word in tokenizer.get_added_vocab() if word and word == word.strip()
         )
@@ -73,9 +74,8 @@ class ChatWriter:
             lines = str(chat.messages[number].get("content", "")).strip().splitlines()
             if lines and lines[-1].strip() not in text[start:end]:
                 raise MaskError(
-                    f"the span that the template marks for message {number + 1} does not contain "
-                    "its "
-                    f"content"
+                    f"the span that the template marks for message {number + 1} does not "
+                    f"contain its content"
                 )
         return [span for span, n in zip(spans, turns, strict=True) if chat.trained[n]]
 
@@ -102,10 +102,10 @@ class ChatWriter:
         # Some templates render the last turn differently, for example with an empty block for
         # reasoning. The content and the end of the turn must still match exactly.
         content = str(chat.messages[number].get("content", ""))
-        for words in (content, content.strip()):
-            _, found, ending = through[len(before) :].rpartition(words) if words else ("", "", "")
-            if found and text.startswith(words + ending, len(before)):
-                return len(before), len(before) + len(words) + len(ending)
+        for answer in (content, content.strip()):
+            _, found, ending = through[len(before) :].rpartition(answer) if answer else ("", "", "")
+            if found and text.startswith(answer + ending, len(before)):
+                return len(before), len(before) + len(answer) + len(ending)
         raise MaskError(f"message {number + 1} is rendered differently when other turns follow it")
 
     def _strip_blanks_after_end(self, text: str, start: int, end: int) -> int:

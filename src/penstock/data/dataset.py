@@ -108,8 +108,7 @@ class TokenDataset:
             return ()
         return (
             f"In {open_ends} chats, the template's generation marks exclude the token that ends "
-            "the "
-            f"assistant's turn: the model will not learn to stop.",
+            "the assistant's turn: the model will not learn to stop.",
         )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> str:

@@ -94,8 +94,7 @@ def pack_rows(cache: Cache, chosen: Ints, context: int, *, overlong: Overlong, s
         raise EmptyDataError(
             f"there is nothing to train on: of {len(chosen)} documents, {too_long} are longer than "
             f"the context of {context} and the others have no trained token; increase --context, "
-            "or "
-            f"choose another --overlong than {overlong}"
+            f"or choose another --overlong than {overlong}"
         )
     order, bounds = _assign(lengths, context, seed)
     counts = Counts(
@@ -121,40 +120,41 @@ def _pieces(cache: Cache, chosen: Ints, context: int, overlong: Overlong) -> tup
     fits = ~is_long
     pieces = np.stack([starts[fits], lengths[fits], cache.documents[chosen[fits], 1]])
     if overlong != "drop":
-        cut = _cut(cache, starts[is_long], lengths[is_long], context, overlong)
-        pieces = np.concatenate([pieces, cut], axis=1)
+        shortened = _shorten(cache, starts[is_long], lengths[is_long], context, overlong)
+        pieces = np.concatenate([pieces, shortened], axis=1)
     return pieces, int(is_long.sum())
 
 
-def _cut(cache: Cache, starts: Ints, lengths: Ints, context: int, overlong: Overlong) -> Ints:
+def _shorten(cache: Cache, starts: Ints, lengths: Ints, context: int, overlong: Overlong) -> Ints:
     """Return start, length and targets of the pieces of overlong documents."""
-    whole = np.full_like(lengths, context) if overlong == "truncate" else lengths
-    count = -(-whole // context)
+    kept = np.full_like(lengths, context) if overlong == "truncate" else lengths
+    count = -(-kept // context)
     first = np.cumsum(count) - count
     offsets = (np.arange(int(count.sum())) - np.repeat(first, count)) * context
-    sizes = np.minimum(context, np.repeat(whole, count) - offsets)
-    places = np.repeat(starts, count) + offsets
-    targets = np.zeros_like(places)
-    for number, (at, size) in enumerate(zip(places, sizes, strict=True)):
+    sizes = np.minimum(context, np.repeat(kept, count) - offsets)
+    piece_starts = np.repeat(starts, count) + offsets
+    targets = np.zeros_like(piece_starts)
+    for number, (at, size) in enumerate(zip(piece_starts, sizes, strict=True)):
+        # The first token of a piece is never a target: nothing precedes it.
         targets[number] = cache.trained[at + 1 : at + size].sum()
         if number % RELEASE_INTERVAL == 0:
             cache.release_pages()
-    return np.stack([places, sizes, targets])
+    return np.stack([piece_starts, sizes, targets])
 
 
 def _assign(lengths: Ints, context: int, seed: int) -> tuple[Ints, Ints]:
     """Return the pieces in row order, and the index of the first piece of each row."""
     order = shuffled_indices(len(lengths), seed)
-    placed: list[Ints] = []
+    row_order: list[Ints] = []
     sizes: list[Ints] = []
     for at in range(0, len(order), WINDOW):
         window = order[at : at + WINDOW]
         window = window[np.argsort(-lengths[window], kind="stable")]
         rows = np.array(best_fit(lengths[window].tolist(), context), np.int64)
-        placed.append(window[np.argsort(rows, kind="stable")])
+        row_order.append(window[np.argsort(rows, kind="stable")])
         sizes.append(np.bincount(rows))
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sizes))])
-    return np.concatenate(placed), bounds
+    return np.concatenate(row_order), bounds
 
 
 def best_fit(lengths: list[int], context: int) -> list[int]:

@@ -57,8 +57,7 @@ def check_free_space(_: System) -> Finding:
         found=found,
         why="Checkpoints and the NVMe tier need space in addition to the files that exist already.",
         fix="delete files, set TMPDIR, `cd` to a directory that exists, or choose a path on a "
-        "larger "
-        "disk for the NVMe tier; `df -h` lists the disks",
+        "larger disk for the NVMe tier; `df -h` lists the disks",
     )
 
 

@@ -124,8 +124,7 @@ def check_cpuset(system: System) -> Finding:
         found=found,
         why="Tensors cannot be placed on the other nodes, and the optimizer sweep has fewer cores.",
         fix="extend cpuset.mems and cpuset.cpus of the control group, remove `numactl` or "
-        "`taskset` "
-        "from the command, or `docker run --cpuset-mems= --cpuset-cpus= ...`",
+        "`taskset` from the command, or `docker run --cpuset-mems= --cpuset-cpus= ...`",
     )
 
 

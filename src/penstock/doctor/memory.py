@@ -110,8 +110,7 @@ def check_transparent_huge_pages(system: System) -> Finding:
         status="warn",
         found=setting[1] if setting else "not supported by the kernel",
         why="With 4 KiB pages, large ranges take longer to allocate and to pin, and every pass "
-        "over "
-        "them has more TLB misses.",
+        "over them has more TLB misses.",
         fix=f"`echo madvise | sudo tee /{_THP}`",
     )
 
@@ -174,8 +173,8 @@ def check_balancing(system: System) -> Finding:
         status="note",
         found=f"kernel.numa_balancing={mode}",
         why="The kernel unmaps pages to find out who uses them, and moves pages that are not "
-        "bound. "
-        "Every optimizer sweep has extra page faults, and unplaced tensors move between nodes.",
+        "bound. Every optimizer sweep has extra page faults, and unplaced tensors move between "
+        "nodes.",
         fix="`sudo sysctl kernel.numa_balancing=0`",
     )
 

@@ -52,7 +52,10 @@ class SweepOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[RuleName]
+    """Update rule of the sweep."""
+
     moment_names: ClassVar[tuple[str, ...]]
+    """Names of the moments in the state, as in torch."""
 
     def __init__(
         self,
@@ -127,6 +130,8 @@ class SweepOptimizer(torch.optim.Optimizer):
 
     def _start(self, entries: list[_Entry]) -> list[SweepTicket]:
         """Start one job for each storage format. Step counts increase only if all jobs started."""
+        # Number all parameters, with or without a gradient: the random bits of stochastic rounding
+        # depend on the number, which must not change from step to step.
         ids = {param: i for i, (_, param, _) in enumerate(self._entries())}
         jobs: dict[tuple[Any, ...], list[Segment]] = {}
         for name, param, group in entries:
@@ -144,6 +149,7 @@ class SweepOptimizer(torch.optim.Optimizer):
             )
             kind = (param.dtype, self.keeps_moments(group))
             jobs.setdefault(kind, []).append(segment)
+        # `start` raises on invalid input: count the step only after every job has started.
         tickets = [start(self.rule, segments, pool=self.pool) for segments in jobs.values()]
         for _, param, _ in entries:
             self.state[param]["step"] += 1
