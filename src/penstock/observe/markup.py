@@ -50,9 +50,7 @@ def number(value: float) -> str:
     return f"{value:.3f}".rstrip("0").rstrip(".") if value % 1 else f"{value:.0f}"
 
 
-def table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str, class_: str | None = None
-) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str) -> str:
     """Return a table. Cells are text, and the first cell of a row is the row's heading."""
     titles = "".join(tag("th", text(cell), scope="col") for cell in head)
     body = "".join(
@@ -65,8 +63,8 @@ def table(
     )
     inner = tag("caption", text(caption)) + tag("thead", tag("tr", titles)) + tag("tbody", body)
     # On a narrow screen the table scrolls, not the page.
-    return tag("div", tag("table", inner), class_=f"scroll {class_ or ''}".strip(), tabindex="0",
-               role="region", aria_label=caption)  # fmt: skip
+    return tag("div", tag("table", inner), class_="scroll", tabindex="0", role="region",
+               aria_label=caption)  # fmt: skip
 
 
 def details(summary: str, inner: str) -> str:
