@@ -161,8 +161,8 @@ def test_plots_are_drawn_without_the_script(browser: Browser, pages: dict[str, P
 
 
 def view(browser: Browser, figure: str = "timeline") -> tuple[float, float]:
-    readout = browser.run(f"document.getElementById('{figure}').dataset.view || '0 1000'")
-    low, high = map(float, readout.split())
+    shown = browser.run(f"document.getElementById('{figure}').dataset.view || '0 1000'")
+    low, high = map(float, shown.split())
     return low, high
 
 
