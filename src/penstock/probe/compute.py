@@ -125,7 +125,7 @@ def _rate(benchmark: GpuBenchmark, what: str, effort: Effort) -> Figure:
         lambda work: benchmark.seconds(what, work // unit),
         effort,
         unit=unit,
-        most=unit * MAX_RUNS,
+        limit=unit * MAX_RUNS,
     )
 
 

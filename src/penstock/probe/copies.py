@@ -124,7 +124,7 @@ def _rate(copier: Copier, copy: Copy, effort: Effort) -> Figure:
         lambda nbytes: copier.seconds(copy, nbytes // unit),
         effort,
         unit=unit,
-        most=unit * MAX_COPIES,
+        limit=unit * MAX_COPIES,
     )
 
 

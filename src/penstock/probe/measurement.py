@@ -67,25 +67,25 @@ def figure(samples: Sequence[float]) -> Figure:
     )
 
 
-def measure_rate(run: Run, effort: Effort, *, unit: int, most: int) -> Figure:
+def measure_rate(run: Run, effort: Effort, *, unit: int, limit: int) -> Figure:
     """Measure the work done per second."""
-    count, seconds = collect_samples(run, effort, unit=unit, most=most)
+    count, seconds = collect_samples(run, effort, unit=unit, limit=limit)
     return figure([count / s for s in seconds])
 
 
-def measure_time(run: Run, effort: Effort, *, unit: int, most: int) -> Figure:
+def measure_time(run: Run, effort: Effort, *, unit: int, limit: int) -> Figure:
     """Measure the seconds for one unit of work."""
-    count, seconds = collect_samples(run, effort, unit=unit, most=most)
+    count, seconds = collect_samples(run, effort, unit=unit, limit=limit)
     return figure([s / count for s in seconds])
 
 
-def collect_samples(run: Run, effort: Effort, *, unit: int, most: int) -> tuple[int, list[float]]:
+def collect_samples(run: Run, effort: Effort, *, unit: int, limit: int) -> tuple[int, list[float]]:
     """Return the amount of work of a run, and the duration of each sample.
 
     The runs that choose the amount, and the first run of that amount, warm up caches, page tables
     and devices. They are not counted.
     """
-    count = choose_amount(run, effort, unit=unit, most=most)
+    count = choose_amount(run, effort, unit=unit, limit=limit)
     run(count)
     seconds: list[float] = []
     while len(seconds) < effort.min_samples or (
@@ -95,17 +95,17 @@ def collect_samples(run: Run, effort: Effort, *, unit: int, most: int) -> tuple[
     return count, seconds
 
 
-def choose_amount(run: Run, effort: Effort, *, unit: int, most: int) -> int:
-    """Return the multiple of `unit`, up to `most`, whose run takes about `effort.run_seconds`."""
-    most = max(unit, most // unit * unit)
+def choose_amount(run: Run, effort: Effort, *, unit: int, limit: int) -> int:
+    """Return the multiple of `unit`, up to `limit`, whose run takes about `effort.run_seconds`."""
+    limit = max(unit, limit // unit * unit)
     count = unit
     while True:
         seconds = max(run(count), _TICK)
-        wanted = max(unit, int(count * effort.run_seconds / seconds) // unit * unit)
-        if wanted <= 2 * count or count == most:
-            return min(wanted, most)
+        target = max(unit, int(count * effort.run_seconds / seconds) // unit * unit)
+        if target <= 2 * count or count == limit:
+            return min(target, limit)
         # A short run says little about a long one, so increase the amount in steps.
-        count = min(wanted, 8 * count, most)
+        count = min(target, 8 * count, limit)
 
 
 class Progress:
@@ -119,7 +119,7 @@ class Progress:
 
     def measure(self, what: str, step: Callable[[], T]) -> T | None:
         """Measure one figure. On failure, add a note and return None."""
-        self.say(what)
+        self.report(what)
         result = self.attempt(what, step)
         self.done += 1
         return result
@@ -134,7 +134,7 @@ class Progress:
             self.done += figures
             return None
 
-    def say(self, what: str) -> None:
+    def report(self, what: str) -> None:
         """Report the current figure."""
         if self._on_progress is not None:
             self._on_progress(self.done, self.total, what)

@@ -99,9 +99,9 @@ def thread_counts(num_cpus: int, *, quick: bool) -> tuple[int, ...]:
     return tuple(sorted({n for n in powers if n < num_cpus} | {num_cpus}))
 
 
-def spare_bytes(node: int, most: int, system: System) -> int:
+def spare_bytes(node: int, limit: int, system: System) -> int:
     """Return the memory to use on a node: at most a quarter of the available, in huge pages."""
-    spare = min(most, system.node_bytes(node).available // 4)
+    spare = min(limit, system.node_bytes(node).available // 4)
     if (limited := system.memory_limit()) is not None:
         spare = min(spare, limited[1] // 4)
     return spare // _native.UNIT_NBYTES * _native.UNIT_NBYTES
@@ -154,8 +154,8 @@ def probe_node(
     for operation in OPERATIONS:
         for count in threads:
             what = f"node {node.id}: {operation}, {_threads(count)}"
-            create = partial(_stream_rate, buffer, operation, count, effort)
-            if (rate := progress.measure(what, create)) is not None:
+            measure = partial(_stream_rate, buffer, operation, count, effort)
+            if (rate := progress.measure(what, measure)) is not None:
                 rates.append(MemoryRate(operation=operation, threads=count, bytes_per_second=rate))
     latency = progress.measure(f"node {node.id}: latency", partial(_latency, buffer, effort))
     return dataclasses.replace(node, rates=tuple(rates), latency=latency)
@@ -179,7 +179,7 @@ def _stream_rate(
     def run(nbytes: int) -> float:
         return buffer.stream(operation, nbytes, threads)
 
-    return measure_rate(run, effort, unit=UNIT, most=buffer.max_nbytes(operation))
+    return measure_rate(run, effort, unit=UNIT, limit=buffer.max_nbytes(operation))
 
 
 def _latency(buffer: MemoryBuffer, effort: Effort) -> Figure:
@@ -187,8 +187,8 @@ def _latency(buffer: MemoryBuffer, effort: Effort) -> Figure:
     buffer.prepare_chase(nbytes)
     # Go around the cycle at most once in all runs: a second lap would hit in the cache.
     laps = (effort.max_samples + 2) * CHASE_HOPS
-    most = nbytes // _native.CHASE_STEP_NBYTES // laps * CHASE_HOPS
-    return measure_time(buffer.chase, effort, unit=CHASE_HOPS, most=most)
+    limit = nbytes // _native.CHASE_STEP_NBYTES // laps * CHASE_HOPS
+    return measure_time(buffer.chase, effort, unit=CHASE_HOPS, limit=limit)
 
 
 def _threads(count: int) -> str:

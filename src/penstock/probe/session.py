@@ -139,7 +139,7 @@ class Session:
             gpus=self._probe_compute(effort, progress),
             storage=self._probe_storage(effort, progress),
         )
-        progress.say("done")
+        progress.report("done")
         return machine, tuple(progress.notes)
 
     def _threads(self, node: int) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ class Session:
         quick = self._options.quick
         for moments, passes in self._sweeps[node.id].items():
             what = f"node {node.id}: sweep, {moments} moments"
-            progress.say(what)
+            progress.report(what)
             create = partial(
                 sweep.allocate_buffers, node.id, moments, passes, effort, cpus, quick=quick
             )
@@ -191,7 +191,7 @@ class Session:
     def _probe_gpus(self, effort: Effort, progress: Progress) -> tuple[Transfer, ...]:
         if not self._groups:
             return ()
-        progress.say("starting CUDA")
+        progress.report("starting CUDA")
         find = partial(copies.cuda_ordinals, self._machine.gpus)
         figures = sum(map(len, self._groups)) * len(self._nodes)
         ordinals = progress.attempt("GPU copies", find, figures=figures)

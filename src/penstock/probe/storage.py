@@ -238,7 +238,7 @@ def probe_path(
     directory = Path(path.path)
     if not directory.is_dir():
         raise ProbeError("it is not a directory; the probe only writes to directories")
-    if (most := max_file_size(directory)) < MiB:
+    if (limit := max_file_size(directory)) < MiB:
         raise ProbeError(
             f"the probe uses at most {MAX_SHARE:.0%} of the free space, which is less than 1 MiB "
             f"here; free some space and probe again"
@@ -250,8 +250,8 @@ def probe_path(
                 f"{path.path}: this file system does not support direct I/O; the figures include "
                 "the page cache"
             )
-        progress.say(f"{path.path}: writing the test file")
-        benchmark.fill(most, effort.setup_seconds)
+        progress.report(f"{path.path}: writing the test file")
+        benchmark.fill(limit, effort.setup_seconds)
         rates = benchmark.rates(path.path, requested, effort, progress)
         return dataclasses.replace(path, rates=rates, direct=file.direct)
 
@@ -268,14 +268,14 @@ class StorageBenchmark:
         self._random = random.Random(20)
         self.nbytes = 0
 
-    def fill(self, most: int, seconds: float) -> None:
+    def fill(self, limit: int, seconds: float) -> None:
         """Write the file for the first time: as much as the time allows, but at least one block.
 
         Reading a block that was never written returns zeros without accessing the device.
         """
-        start, block = self._clock(), min(FILL_BLOCK, most)
+        start, block = self._clock(), min(FILL_BLOCK, limit)
         with self._file.mover(self._buffer, block=block, depth=1) as move:
-            while self.nbytes + block <= most and (
+            while self.nbytes + block <= limit and (
                 self.nbytes == 0 or self._clock() - start < seconds
             ):
                 move("write", [self.nbytes])
@@ -303,7 +303,7 @@ class StorageBenchmark:
         block, depth = request.block, request.depth
         with self._file.mover(self._buffer, block=block, depth=depth) as move:
             run = partial(self.run, move, request)
-            return measure_rate(run, effort, unit=request.in_flight, most=self.nbytes)
+            return measure_rate(run, effort, unit=request.in_flight, limit=self.nbytes)
 
     def run(self, move: Mover, request: Request, nbytes: int) -> float:
         """Transfer `nbytes` as whole blocks in random order, and return the seconds it took."""

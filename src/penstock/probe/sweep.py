@@ -212,5 +212,5 @@ def _rate(buffers: SweepBuffers, capacity: int, sweep_pass: SweepPass, effort: E
     def run(parameters: int) -> float:
         return buffers.seconds(parameters, sweep_pass.threads)
 
-    _, seconds = collect_samples(run, effort, unit=size, most=size)
+    _, seconds = collect_samples(run, effort, unit=size, limit=size)
     return figure([size * buffers.traffic / s for s in seconds])
