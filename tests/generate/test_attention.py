@@ -60,10 +60,10 @@ def attend(data: torch.Tensor, lengths: list[int], new: int, **more: Any) -> Any
         data[row, length + new :] = float("nan")  # nothing was written there
     keys, values = views(data, max(lengths) + new)
     with attending_over(attention.RowLengths(tuple(lengths), new)):
-        found, _ = attention.attend(
+        actual, _ = attention.attend(
             torch.nn.Module(), query, keys, values, None, scaling=0.3, **more
         )
-    return query, found
+    return query, actual
 
 
 CASES = [
@@ -99,8 +99,8 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             parts = (  # type: ignore[assignment]
                 (query[q : q + sizes[0]], key[k : k + n], value[k : k + n]) for q, k, n in spans
             )
-        found = [_attend_row(*part, causal, left, scaling) for part in parts]
-        return torch.stack(found) if queries is None else torch.cat(found)
+        actual = [_attend_row(*part, causal, left, scaling) for part in parts]
+        return torch.stack(actual) if queries is None else torch.cat(actual)
 
     monkeypatch.setattr(attention, "flash_forward", kernel)
     monkeypatch.setattr(attention, "flash_fits", lambda *_: True)
@@ -117,10 +117,10 @@ def _attend_row(
     if left >= 0:
         mask &= seen >= at - left
     one, keys, values = (t.transpose(0, 1) for t in (query, key, value))
-    found = torch.nn.functional.scaled_dot_product_attention(
+    actual = torch.nn.functional.scaled_dot_product_attention(
         one, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
     )
-    return found.transpose(0, 1)
+    return actual.transpose(0, 1)
 
 
 @pytest.mark.parametrize("window", [None, 4, 100])
@@ -129,9 +129,9 @@ def test_flash_gets_the_right_rows(
     lengths: list[int], new: int, window: int | None, flash_calls: list[bool]
 ) -> None:
     data = make_rows(len(lengths))
-    query, found = attend(data, lengths, new, sliding_window=window)
+    query, actual = attend(data, lengths, new, sliding_window=window)
 
-    torch.testing.assert_close(found, exact_attention(query, data, lengths, window, None).float())
+    torch.testing.assert_close(actual, exact_attention(query, data, lengths, window, None).float())
     ragged = len(set(lengths)) > 1
     assert flash_calls == [ragged] or (lengths[0] == 0 and not ragged)
 
@@ -165,9 +165,9 @@ def test_a_later_chunk_is_computed_in_two_parts(
     flash_calls: list[bool], cudnn_calls: list[tuple[int, bool]],
 ) -> None:  # fmt: skip
     data = make_rows(len(lengths))
-    query, found = attend(data, lengths, new, sliding_window=window)
+    query, actual = attend(data, lengths, new, sliding_window=window)
 
-    torch.testing.assert_close(found, exact_attention(query, data, lengths, window, None).float())
+    torch.testing.assert_close(actual, exact_attention(query, data, lengths, window, None).float())
     even = len(set(lengths)) == 1
     if even and lengths[0] > 0 and new > 1 and window != 4:
         assert cudnn_calls == [(lengths[0], False), (new, True)]
@@ -187,9 +187,9 @@ def test_flash_replaces_cudnn_after_a_failure(
     monkeypatch.setattr(attention, "cudnn_fits", lambda _: not attention._cudnn_failures)
     data = make_rows(1)
     with pytest.warns(KvWarning, match="no execution plans"):
-        query, found = attend(data, [5], 7)
+        query, actual = attend(data, [5], 7)
 
-    torch.testing.assert_close(found, exact_attention(query, data, [5], None, None).float())
+    torch.testing.assert_close(actual, exact_attention(query, data, [5], None, None).float())
     attend(data, [5], 7)  # cuDNN is not tried again
     assert flash_calls == [False, False]
 
@@ -230,12 +230,12 @@ def test_cudnn_gives_exact_attention_in_two_parts(rows: int) -> None:
     keys, values = (data[:, :, 1, at].transpose(1, 2) for at in (0, 1))
     assert attention.cudnn_fits(query)
 
-    found = attention.attend_in_two_parts(query, keys, values, held, None)
+    actual = attention.attend_in_two_parts(query, keys, values, held, None)
 
     one = attention.RowAttention(attention.RowLengths((held,) * rows, new), None, None, None)
     expected = one.by_rows(query.float(), keys.float(), values.float())
-    assert found is not None
-    torch.testing.assert_close(found.float(), expected, atol=4e-3, rtol=2e-2)
+    assert actual is not None
+    torch.testing.assert_close(actual.float(), expected, atol=4e-3, rtol=2e-2)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -247,10 +247,10 @@ def test_attention_row_by_row_is_exact(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(attention, "BAND", 3)  # several bands, the last one shorter
     data = make_rows(len(lengths))
-    query, found = attend(data, lengths, new, sliding_window=window, softcap=softcap)
+    query, actual = attend(data, lengths, new, sliding_window=window, softcap=softcap)
 
     torch.testing.assert_close(
-        found, exact_attention(query, data, lengths, window, softcap).float()
+        actual, exact_attention(query, data, lengths, window, softcap).float()
     )
 
 
@@ -289,7 +289,7 @@ def test_the_flash_kernel_gives_exact_attention(
 ) -> None:
     """bf16 has eight bits: results are rounded, and so are the weights inside the kernel."""
     data = make_rows(len(lengths), "cuda", torch.bfloat16)
-    query, found = attend(data, lengths, new, sliding_window=window)
+    query, actual = attend(data, lengths, new, sliding_window=window)
 
     exact = exact_attention(query.cpu(), data.cpu(), lengths, window, None)
-    torch.testing.assert_close(found.cpu().double(), exact, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(actual.cpu().double(), exact, atol=2e-2, rtol=2e-2)

@@ -77,9 +77,9 @@ def test_requests_can_arrive_over_time() -> None:
             yield from [None] * 3  # three steps without a new request
 
     with Generator(model, budget="64MiB", max_batch=3, prefill_chunk=16) as generator:
-        found = tokens_by_request(list(generator.run(arriving())))
+        actual = tokens_by_request(list(generator.run(arriving())))
 
-    assert [found[at] for at in range(len(prompts))] == expected
+    assert [actual[at] for at in range(len(prompts))] == expected
 
 
 def test_chunks_are_returned_as_tokens_are_generated() -> None:

@@ -145,11 +145,11 @@ def test_a_compiled_model_can_generate_with_the_cache() -> None:
     sizes: dict[str, Any] = {"max_batch": 1, "max_context": 64, "budget": "1MiB"}
 
     with VirtualCache(model.config, **sizes, device="cpu", dtype=torch.float32) as cache:
-        found = model.generate(
+        actual = model.generate(
             torch.tensor([prompt]), past_key_values=cache, max_new_tokens=6, do_sample=False
         )
 
-    assert found[0, len(prompt) :].tolist() == expected
+    assert actual[0, len(prompt) :].tolist() == expected
 
 
 def test_training_modes_of_modules_are_restored() -> None:

@@ -87,9 +87,9 @@ def test_requests_can_arrive_and_leave() -> None:
             yield from [None] * 2
 
     with graph_generator(model, max_batch=5) as generator:
-        found = tokens_by_request(list(generator.run(arriving())))
+        actual = tokens_by_request(list(generator.run(arriving())))
 
-    assert [found[at] for at in range(len(prompts))] == expected
+    assert [actual[at] for at in range(len(prompts))] == expected
 
 
 def test_preemption_does_not_change_tokens() -> None:
@@ -127,8 +127,8 @@ def test_a_cpu_has_no_decoder_by_default() -> None:
 
 
 def test_rows_are_padded_to_few_sizes() -> None:
-    found = [graphs.padded_rows(count) for count in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 100)]
-    assert found == [1, 2, 4, 4, 8, 8, 16, 16, 24, 32, 40, 104]
+    actual = [graphs.padded_rows(count) for count in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 100)]
+    assert actual == [1, 2, 4, 4, 8, 8, 16, 16, 24, 32, 40, 104]
 
 
 def draw_tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,7 +175,7 @@ def test_padding_rows_write_to_no_sequence(space: Space) -> None:
 def test_rows_of_a_decode_batch_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a decode batch need not be adjacent, unlike those of other passes."""
     model, prompts = tiny_model("llama"), random_prompts((5, 11, 8))
-    found = []
+    actual = []
     for choice in (False, True):
         with Generator(model, budget="64MiB", max_batch=3, graphs=choice) as generator:
             rows = [generator.cache.admit() for _ in prompts]
@@ -189,9 +189,9 @@ def test_rows_of_a_decode_batch_are_not_moved(monkeypatch: pytest.MonkeyPatch) -
             with monkeypatch.context() as patched:
                 if choice:
                     patched.delattr(cache_module, "make_adjacent")
-                found.append(generator.forward.forward(generator.cache, [one])[0])
+                actual.append(generator.forward.forward(generator.cache, [one])[0])
 
-    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(actual[0], actual[1])
 
 
 def test_the_scratch_page_is_released() -> None:
@@ -330,8 +330,8 @@ def test_a_failed_recording_warns_once_and_generation_continues() -> None:
     with graph_generator(model) as generator:
         decoder_of(generator)._recorder = FailingRecorder()  # type: ignore[assignment]
         with pytest.warns(KvWarning, match=r"Gemma3\w+ cannot be recorded.* waits for the GPU$"):
-            found = run(generator, prompts[:2], 10)
-        assert found == expected[:2]
+            actual = run(generator, prompts[:2], 10)
+        assert actual == expected[:2]
 
         assert run(generator, prompts, 10) == expected  # a second warning would fail the test
         assert {rows for rows, _ in decoder_of(generator).recorded} >= {3}  # not padded

@@ -32,11 +32,11 @@ def test_tokens_are_sampled_by_their_probabilities() -> None:
     The seed is fixed, so the result is always the same.
     """
     count = 2000
-    found = drawn(count, temperature=0.7)
+    actual = drawn(count, temperature=0.7)
     chances = torch.softmax(SCORES / 0.7, dim=0).tolist()
     for token, chance in enumerate(chances):
         deviation = (count * chance * (1 - chance)) ** 0.5
-        assert abs(found[token] - count * chance) < 5 * deviation
+        assert abs(actual[token] - count * chance) < 5 * deviation
 
 
 @pytest.mark.parametrize(

@@ -131,14 +131,14 @@ def test_an_engine_generates_with_the_weights_of_its_last_step(spots: str, tmp_p
     engine = make_engine(config, plan, model, None)
     engine.step(first)
     with engine_forward(engine) as forward, Generator(forward, budget="64MiB") as generator:
-        found = run(generator, [[5, 6, 7, 8]], 8)
+        actual = run(generator, [[5, 6, 7, 8]], 8)
     weights = {name: engine.state[name]["weight"] for name in engine.state}
     loss = float(engine.step(second))
     engine.close()
 
     plain = plain_model(config, dtype=torch.bfloat16).eval()
     plain.load_state_dict(weights)
-    assert found == [reference_tokens(plain, [5, 6, 7, 8], 8)]
+    assert actual == [reference_tokens(plain, [5, 6, 7, 8], 8)]
     unseen = make_engine(config, plan, model, None)
     unseen.step(first)
     assert float(unseen.step(second)) == loss  # generating has changed nothing

@@ -83,7 +83,7 @@ _GENERATOR = torch.Generator().manual_seed(0)
 
 
 def random_tokens(count: int) -> torch.Tensor:
-    """Draw new tokens, none of which is NaN."""
+    """Draw new tokens without NaN."""
     shape = (count, LAYERS, 2, HEADS, DIM)
     return torch.randint(0, 0x7F00, shape, dtype=torch.int16, generator=_GENERATOR)
 

@@ -32,8 +32,8 @@ def make(model: Any, **changes: Any) -> VirtualCache:
 
 @pytest.fixture
 def cache(some_model: Any) -> Iterator[VirtualCache]:
-    with make(some_model) as made:
-        yield made
+    with make(some_model) as opened:
+        yield opened
 
 
 def generate(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor, **how: Any) -> Any:

@@ -67,9 +67,9 @@ def test_the_kernel_gives_exact_attention(
 ) -> None:
     lengths = [1, 0, 63, 64, 65, 1500, 4097]
     case = make_case(lengths, **SHAPES[shape], dtype=dtype, device="cuda")
-    found = case.attend(window=window, softcap=softcap).cpu().double()
+    actual = case.attend(window=window, softcap=softcap).cpu().double()
 
-    error = (found - case.exact(window=window, softcap=softcap)).abs().max()
+    error = (actual - case.exact(window=window, softcap=softcap)).abs().max()
     assert float(error) < TOLERANCES[dtype]
 
 
@@ -117,8 +117,8 @@ def _read_all_layers(cache: VirtualCache, slots: list[int], lengths: list[int]) 
     starts = torch.tensor([slot * per_row for slot in slots], device="cuda")
     spans = decode_attention.RowSpans(starts, torch.tensor(lengths, device="cuda"), 8192)
     for keys, values in cache.views.rows:
-        found = decode_attention.attend(query, keys, values, spans, None, None, None)
-        assert found.isfinite().all()
+        actual = decode_attention.attend(query, keys, values, spans, None, None, None)
+        assert actual.isfinite().all()
 
 
 # Graphs
@@ -192,8 +192,8 @@ def test_a_model_that_waits_for_the_gpu_continues_without_graphs() -> None:
     model, prompts = on_gpu("llama", torch.float32), random_prompts((9, 4))
     expected = [reference_tokens(tiny_model("llama"), prompt, 8) for prompt in prompts]
 
-    def waits(_module: Any, _given: Any, found: torch.Tensor) -> None:
-        assert found.sum().item() == found.sum().item()
+    def waits(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        assert output.sum().item() == output.sum().item()
 
     model.model.norm.register_forward_hook(waits)
     with (

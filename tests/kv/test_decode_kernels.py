@@ -40,11 +40,11 @@ TOLERANCES = {
 
 
 def check(case: Case, **more: Any) -> None:
-    found = case.attend(**more)
+    actual = case.attend(**more)
 
-    assert found.shape == (len(case.lengths), 1, case.query.shape[1], case.query.shape[3])
-    error = (found.double() - case.exact(**more)).abs().max()
-    assert float(error) < TOLERANCES[found.dtype]
+    assert actual.shape == (len(case.lengths), 1, case.query.shape[1], case.query.shape[3])
+    error = (actual.double() - case.exact(**more)).abs().max()
+    assert float(error) < TOLERANCES[actual.dtype]
 
 
 @pytest.mark.parametrize("head", [8, 64, 80, 96, 112, 128, 256])
@@ -88,11 +88,11 @@ def test_a_row_without_tokens_is_zero_and_reads_nothing(
     splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_attention, "num_splits", lambda *_: splits)
-    found = make_case([0, 9, 0]).attend()
+    actual = make_case([0, 9, 0]).attend()
 
-    assert not found[0].any()
-    assert not found[2].any()
-    assert found[1].any()
+    assert not actual[0].any()
+    assert not actual[2].any()
+    assert actual[1].any()
 
 
 @pytest.mark.parametrize(("head", "window"), [(64, None), (80, None), (64, 70)])
@@ -167,13 +167,13 @@ def test_joined_parts_equal_the_whole_attention(new: int, head: int, dtype: torc
     share = torch.sigmoid((above - below).double())[..., None]
     expected = (x.double() * share + y.double() * (1 - share)).transpose(1, 2)
 
-    found = attention.join_parts(*parts)
+    actual = attention.join_parts(*parts)
 
-    assert found.dtype == dtype
-    assert found.is_contiguous()
+    assert actual.dtype == dtype
+    assert actual.is_contiguous()
     # One unit in the last place: the interpreter truncates instead of rounding.
     step = torch.finfo(dtype).eps
-    torch.testing.assert_close(found.double(), expected, rtol=step, atol=TOLERANCES[torch.float32])
+    torch.testing.assert_close(actual.double(), expected, rtol=step, atol=TOLERANCES[torch.float32])
 
 
 @pytest.mark.parametrize("graphs", [None, True])

@@ -23,8 +23,8 @@ class FakeKernel:
         self.compiles = compiles
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        def run(*given: Any, num_warps: int) -> FakeCompiled | None:
-            self.compiled_launches.append((grid, num_warps, *given))
+        def run(*arguments: Any, num_warps: int) -> FakeCompiled | None:
+            self.compiled_launches.append((grid, num_warps, *arguments))
             return FakeCompiled(self) if self.compiles else None
 
         return run
@@ -35,7 +35,7 @@ class FakeCompiled:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *given: self.kernel.direct_launches.append((grid, *given))
+        return lambda *arguments: self.kernel.direct_launches.append((grid, *arguments))
 
 
 GRID = (2, 3, 4)
@@ -57,9 +57,9 @@ def test_a_second_launch_of_a_kind_is_direct_with_its_own_arguments_and_grid() -
     launch(kernel, (1, 1, 1), (second, 7, 0.5), (16, True), warps=4)
 
     assert kernel.compiled_launches == [(GRID, 4, first, 7, 0.5, 16, True)]
-    ((grid, given, *others),) = kernel.direct_launches
+    ((grid, tensor, *others),) = kernel.direct_launches
     assert grid == (1, 1, 1)
-    assert given is second
+    assert tensor is second
     assert others == [7, 0.5, 16, True]
 
 

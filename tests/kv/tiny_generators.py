@@ -64,7 +64,7 @@ def reference_tokens(model: Any, prompt: Sequence[int], new: int) -> list[int]:
 
 def _generated(model: Any, prompt: Sequence[int], new: int) -> list[int]:
     ids = torch.tensor([list(prompt)])
-    found = model.generate(
+    sequences = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=transformers.DynamicCache(config=model.config),
@@ -72,16 +72,16 @@ def _generated(model: Any, prompt: Sequence[int], new: int) -> list[int]:
         do_sample=False,
         pad_token_id=0,
     )
-    tokens: list[int] = found[0, len(prompt) :].tolist()
+    tokens: list[int] = sequences[0, len(prompt) :].tolist()
     return tokens
 
 
 def tokens_by_request(chunks: Sequence[TokenChunk]) -> dict[str | int, list[int]]:
     """Collect the tokens of each request."""
-    found: dict[str | int, list[int]] = {}
+    tokens: dict[str | int, list[int]] = {}
     for chunk in chunks:
-        found.setdefault(chunk.request, []).extend(chunk.tokens)
-    return found
+        tokens.setdefault(chunk.request, []).extend(chunk.tokens)
+    return tokens
 
 
 def small_generator(
@@ -101,5 +101,5 @@ def run(generator: Generator, prompts: Sequence[Sequence[int]], new: int) -> lis
     """Run prompts concurrently, and return the answers in the order of the prompts."""
     requests = [Request(prompt=prompt, max_new=new) for prompt in prompts]
     first = generator._number
-    found = tokens_by_request(list(generator.run(requests)))
-    return [found[first + at] for at in range(len(prompts))]
+    tokens = tokens_by_request(list(generator.run(requests)))
+    return [tokens[first + at] for at in range(len(prompts))]

@@ -16,8 +16,8 @@ class Layer(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.mlp(2 * x)
-        return found
+        actual: torch.Tensor = x + self.mlp(2 * x)
+        return actual
 
 
 def test_tiles_give_the_gradients_of_the_whole_mlp() -> None:

@@ -42,8 +42,8 @@ def test_one_call_equals_one_call_per_document(window: int | None) -> None:
         tensors = make_inputs()
         out = attend(tensors, bounds, window)
         made.append(torch.autograd.grad((out * weight).sum(), tensors))
-    for found, wanted in zip(*made, strict=True):
-        torch.testing.assert_close(found, wanted)
+    for actual, wanted in zip(*made, strict=True):
+        torch.testing.assert_close(actual, wanted)
 
 
 def test_document_starts_have_one_shape_for_every_batch() -> None:
@@ -107,9 +107,9 @@ class Kernel:
     ) -> Any:
         _same, longest, _again, dropout, causal, _debug = arguments
         assert dropout == 0.0
-        found = self.starts(starts, longest, q.shape[0])
+        actual = self.starts(starts, longest, q.shape[0])
         return (
-            *varlen_attention._forward_on_cpu(q, k, v, *found, scale, window(causal, options)),
+            *varlen_attention._forward_on_cpu(q, k, v, *actual, scale, window(causal, options)),
             None,
         )
 
@@ -117,9 +117,9 @@ class Kernel:
         grad, q, k, v, out, sums, starts, _same, longest, _again, dropout, causal, *_ = given
         assert dropout == 0.0
         assert sums.is_contiguous()
-        found = self.starts(starts, longest, q.shape[0])
+        actual = self.starts(starts, longest, q.shape[0])
         return varlen_attention._backward_on_cpu(
-            grad, q, k, v, out, sums, *found, scale, window(causal, options)
+            grad, q, k, v, out, sums, *actual, scale, window(causal, options)
         )
 
 
@@ -177,8 +177,8 @@ def test_the_gpu_kernel_equals_one_call_per_document(length: int, wide: int | No
         ]
         out = attend(tensors, documents, wide)
         made.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
-    for found, wanted in zip(*made, strict=True):
-        error = (found.float() - wanted.float()).norm() / wanted.float().norm()
+    for actual, wanted in zip(*made, strict=True):
+        error = (actual.float() - wanted.float()).norm() / wanted.float().norm()
         assert float(error.detach()) < 2**-6
 
 

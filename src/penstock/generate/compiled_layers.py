@@ -141,10 +141,10 @@ class _LayerForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache, _current.layer = _current.cache, self._index
         # By identity: models differ in the name and the position of the cache argument.
-        given = [_stand_in if each is cache else each for each in args]
+        positional = [_stand_in if each is cache else each for each in args]
         named = {name: _stand_in if each is cache else each for name, each in kwargs.items()}
-        torch.utils._pytree.tree_map_(partial(_mark_rows, cache.batch_size), (given, named))
-        return self._bodies(self._index, given, named)
+        torch.utils._pytree.tree_map_(partial(_mark_rows, cache.batch_size), (positional, named))
+        return self._bodies(self._index, positional, named)
 
 
 def _mark_rows(rows: int, each: Any) -> None:

@@ -259,9 +259,9 @@ def launch(
     if compiled is not None:
         compiled[grid](*arguments, *constants)
         return
-    made = kernel[grid](*arguments, *constants, num_warps=warps)
-    if made is not None and compiled_kernels_take_constants():  # the interpreter returns None
-        _compiled[key] = made
+    launched = kernel[grid](*arguments, *constants, num_warps=warps)
+    if launched is not None and compiled_kernels_take_constants():  # the interpreter returns None
+        _compiled[key] = launched
 
 
 @functools.cache

@@ -19,7 +19,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _span(ends, row, splits, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+def _part_span(ends, row, splits, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
     """Return the first key that a row's query sees, the end, and the number of keys per part.
 
     Rows are split evenly, in whole blocks. A row without tokens is padding.
@@ -44,7 +44,7 @@ def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _read(
+def _attend_part(
     q, key, value, low, high, scale, softcap, key_token, value_token,
     HEAD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -57,19 +57,21 @@ def _read(
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
     for begin in tl.range(low, high, BLOCK, num_stages=STAGES):
-        seen = begin + t < high
+        visible = begin + t < high
         token = tl.minimum(begin + t, high - 1).to(tl.int64)  # keep all pointers inside the row
-        mask = seen[:, None] & (d < HEAD)[None, :]
+        mask = visible[:, None] & (d < HEAD)[None, :]
         k = tl.load(key + token[:, None] * key_token + d[None, :], mask=mask, other=0.0)
         v = tl.load(value + token[:, None] * value_token + d[None, :], mask=mask, other=0.0)
         s = _scores(q, k, scale, softcap, SOFTCAP)
-        s = tl.where(seen[None, :], s, float("-inf"))
-        above = tl.maximum(top, tl.max(s, axis=1))
-        fade = tl.exp2(top - above)
-        p = tl.exp2(s - above[:, None])
-        total = total * fade + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        top = above
+        s = tl.where(visible[None, :], s, float("-inf"))
+        # Online softmax: earlier sums are relative to the highest score so far, so they are scaled
+        # whenever a higher one appears.
+        new_top = tl.maximum(top, tl.max(s, axis=1))
+        rescale = tl.exp2(top - new_top)
+        p = tl.exp2(s - new_top[:, None])
+        total = total * rescale + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        top = new_top
     return top, total, acc
 
 
@@ -88,33 +90,33 @@ def part_kernel(
     constant, because the kernel would be compiled for each of many values.
     """
     shared, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, end, size = _span(ends, row, splits, WINDOW, BLOCK)
+    first, end, size = _part_span(ends, row, splits, WINDOW, BLOCK)
     low = first + part * size
     high = tl.minimum(low + size, end)
     g, d = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD)
     heads = shared * GROUP + g
-    which = row * tl.num_programs(0) * GROUP + heads
-    here = (g < GROUP)[:, None] & (d < HEAD)[None, :]
+    vector = row * tl.num_programs(0) * GROUP + heads
+    valid = (g < GROUP)[:, None] & (d < HEAD)[None, :]
     if low < high:
-        asked = query + row.to(tl.int64) * query_row + heads[:, None] * query_head + d[None, :]
-        q = tl.load(asked, mask=here, other=0.0)
+        query_at = query + row.to(tl.int64) * query_row + heads[:, None] * query_head + d[None, :]
+        q = tl.load(query_at, mask=valid, other=0.0)
         start = tl.load(starts + row).to(tl.int64)
-        keys, values = start * key_token + shared * key_head, start * value_token
-        top, total, acc = _read(
-            q, key + keys, value + values + shared * value_head, low, high, scale, softcap,
-            key_token, value_token, HEAD, BLOCK, STAGES, SOFTCAP,
+        key_start, value_start = start * key_token + shared * key_head, start * value_token
+        top, total, acc = _attend_part(
+            q, key + key_start, value + value_start + shared * value_head, low, high, scale,
+            softcap, key_token, value_token, HEAD, BLOCK, STAGES, SOFTCAP,
         )  # fmt: skip
         if WHOLE:
-            found = (acc / total[:, None]).to(out.dtype.element_ty)
-            tl.store(out + which[:, None] * HEAD + d[None, :], found, mask=here)
+            result = (acc / total[:, None]).to(out.dtype.element_ty)
+            tl.store(out + vector[:, None] * HEAD + d[None, :], result, mask=valid)
         else:
-            at = which * splits + part
-            tl.store(partial + at[:, None] * HEAD + d[None, :], acc, mask=here)
-            tl.store(tops + at, top, mask=g < GROUP)
-            tl.store(sums + at, total, mask=g < GROUP)
+            index = vector * splits + part
+            tl.store(partial + index[:, None] * HEAD + d[None, :], acc, mask=valid)
+            tl.store(tops + index, top, mask=g < GROUP)
+            tl.store(sums + index, total, mask=g < GROUP)
     elif WHOLE:  # a row without tokens
-        none = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32).to(out.dtype.element_ty)
-        tl.store(out + which[:, None] * HEAD + d[None, :], none, mask=here)
+        zeros = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32).to(out.dtype.element_ty)
+        tl.store(out + vector[:, None] * HEAD + d[None, :], zeros, mask=valid)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -128,63 +130,62 @@ def join_kernel(
     All parts are read in one load: one after the other, each would wait for memory.
     """
     row = tl.program_id(1)
-    which = row * tl.num_programs(0) + tl.program_id(0)
-    first, end, size = _span(ends, row, splits, WINDOW, BLOCK)
+    vector = row * tl.num_programs(0) + tl.program_id(0)
+    first, end, size = _part_span(ends, row, splits, WINDOW, BLOCK)
     part, d = tl.arange(0, SPLITS_PAD), tl.arange(0, HEAD_PAD)
-    made = (part < splits) & (first + part * size < end)
-    at = which * splits + part
-    top = tl.load(tops + at, mask=made, other=float("-inf"))
-    total = tl.load(sums + at, mask=made, other=0.0)
-    mask = made[:, None] & (d < HEAD)[None, :]
-    acc = tl.load(partial + at[:, None] * HEAD + d[None, :], mask=mask, other=0.0)
+    exists = (part < splits) & (first + part * size < end)
+    index = vector * splits + part
+    top = tl.load(tops + index, mask=exists, other=float("-inf"))
+    total = tl.load(sums + index, mask=exists, other=0.0)
+    mask = exists[:, None] & (d < HEAD)[None, :]
+    acc = tl.load(partial + index[:, None] * HEAD + d[None, :], mask=mask, other=0.0)
     highest = tl.max(top, axis=0)
-    highest = tl.where(first < end, highest, 0.0)
+    highest = tl.where(first < end, highest, 0.0)  # -inf in a row without tokens, which gives NaN
     weight = tl.exp2(top - highest)
-    whole = tl.sum(weight * total, axis=0)
-    found = tl.sum(weight[:, None] * acc, axis=0) / tl.where(first < end, whole, 1.0)
-    tl.store(out + which * HEAD + d, found.to(out.dtype.element_ty), mask=d < HEAD)
+    weight_sum = tl.sum(weight * total, axis=0)
+    result = tl.sum(weight[:, None] * acc, axis=0) / tl.where(first < end, weight_sum, 1.0)
+    tl.store(out + vector * HEAD + d, result.to(out.dtype.element_ty), mask=d < HEAD)
 
 
 @triton.jit
 def write_kernel(
-    key, value, to_key, to_value, places, key_row, key_head, value_row, value_head,
+    key, value, to_key, to_value, positions, key_row, key_head, value_row, value_head,
     to_key_token, to_key_head, to_value_token, to_value_head,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
     """Write the keys and values of one new token per row to the cache. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(places + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int64)
     h, d = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, HEAD_PAD)[None, :]
-    here = (h < HEADS) & (d < HEAD)
-    k = tl.load(key + row * key_row + h * key_head + d, mask=here)
-    v = tl.load(value + row * value_row + h * value_head + d, mask=here)
-    tl.store(to_key + place * to_key_token + h * to_key_head + d, k, mask=here)
-    tl.store(to_value + place * to_value_token + h * to_value_head + d, v, mask=here)
+    valid = (h < HEADS) & (d < HEAD)
+    k = tl.load(key + row * key_row + h * key_head + d, mask=valid)
+    v = tl.load(value + row * value_row + h * value_head + d, mask=valid)
+    tl.store(to_key + position * to_key_token + h * to_key_head + d, k, mask=valid)
+    tl.store(to_value + position * to_value_token + h * to_value_head + d, v, mask=valid)
 
 
 @triton.jit
 def blend_kernel(
-    first, second, above, below, out, new,
+    first, second, first_log_sum, second_log_sum, out, new,
     first_row, first_head, first_query, second_row, second_head, second_query,
     HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Join two parts of attention. Grid: blocks of queries, heads, rows.
 
-    Each part is weighted by its share of the sum of weights; `above` and `below` are the logarithms
-    of these sums for the first and the second part.
+    Each part is weighted by its share of the sum of weights, given as logarithms.
     """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     t, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, HEAD_PAD)
     heads = tl.num_programs(1)
-    at = (row * heads + head) * new + t
-    apart = tl.load(below + at, mask=t < new, other=0.0)
-    apart -= tl.load(above + at, mask=t < new, other=0.0)
-    share = (1.0 / (1.0 + tl.exp2(apart * _LOG2E)))[:, None]
-    here = (t < new)[:, None] & (d < HEAD)[None, :]
+    index = (row * heads + head) * new + t
+    difference = tl.load(second_log_sum + index, mask=t < new, other=0.0)
+    difference -= tl.load(first_log_sum + index, mask=t < new, other=0.0)
+    share = (1.0 / (1.0 + tl.exp2(difference * _LOG2E)))[:, None]
+    valid = (t < new)[:, None] & (d < HEAD)[None, :]
     query = t[:, None].to(tl.int64)
     x = tl.load(first + row * first_row + head * first_head + query * first_query + d[None, :],
-                mask=here, other=0.0).to(tl.float32)  # fmt: skip
+                mask=valid, other=0.0).to(tl.float32)  # fmt: skip
     y = tl.load(second + row * second_row + head * second_head + query * second_query + d[None, :],
-                mask=here, other=0.0).to(tl.float32)  # fmt: skip
-    found = (x * share + y * (1.0 - share)).to(out.dtype.element_ty)
-    tl.store(out + ((row * new + query) * heads + head) * HEAD + d[None, :], found, mask=here)
+                mask=valid, other=0.0).to(tl.float32)  # fmt: skip
+    result = (x * share + y * (1.0 - share)).to(out.dtype.element_ty)
+    tl.store(out + ((row * new + query) * heads + head) * HEAD + d[None, :], result, mask=valid)

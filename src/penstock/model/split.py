@@ -65,7 +65,10 @@ class _ReachedError(Exception):
 
 
 class _Probe(nn.Module):
-    """Takes the place of a layer, and records how the model calls it."""
+    """Takes the place of a layer, and records how the model calls it.
+
+    While `answer` is set, the probe returns it instead.
+    """
 
     def __init__(self, recorded: list[Arguments], last: bool, kind: str | None = None) -> None:
         super().__init__()
@@ -121,6 +124,8 @@ class SplitModel:
         self._tile = mlp_tile
         self._draws_in_tiles = any(draws_in_tiles(layer) for layer in self.layers)
         self.drops_out = self._has_dropout()
+        """Whether the model has dropout anywhere."""
+        # Last: everything above looks at all modules of the model, layers included.
         setattr(self._base, self._list_name, self._head_only)
         self._head_placeholders = self._make_placeholders()
 
@@ -180,7 +185,7 @@ class SplitModel:
             assert isinstance(first, _Probe)
             assert first.hidden is not None
             hidden, arguments = first.hidden, list(self._recorded)
-            for probe in self._probes:
+            for probe in self._probes:  # do not keep hidden states alive
                 probe.hidden = None  # type: ignore[assignment]
         return hidden, arguments
 
@@ -190,8 +195,8 @@ class SplitModel:
         bounds = calls.bounds
         starts = bounds if isinstance(bounds, DocumentStarts) else None
         replays = self._draws_in_tiles and hidden.shape[0] * hidden.shape[1] > self._tile
-        # Only document starts in a tensor: with one call per document, compiled code would be
-        # specialized for the documents of each batch. Nor where tiles replay dropout.
+        # Compiled code takes document starts as a tensor only. With one call per document it would
+        # be specialized for the documents of each batch. Tiles that replay dropout run eagerly.
         if self._compiled is not None and bounds is starts and not replays:
             return self._compiled(index, hidden, args, kwargs, starts)
         with attending_over(bounds):
@@ -206,6 +211,8 @@ class SplitModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the head: `[tokens, hidden]` to `[tokens, vocabulary]`, with its caps and scales."""
+        # The probe returns `hidden` in place of the layers' output, so gradients reach it. The
+        # embeddings passed to the model only have to have the right shape.
         self._head_probe.answer = hidden[None]
         positions = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
         try:
