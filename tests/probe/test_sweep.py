@@ -193,7 +193,7 @@ def test_a_plan_uses_the_longest_sweeps_of_its_format_with_the_best_threads():
     assert Rates.of(box, "int8").nodes[0].total == Rates.of(box).nodes[0].total == 80e9
     assumed = Rates.of(box, "bf16")
     assert assumed.nodes[0].sweep == pytest.approx(0.91 * 80e9)
-    assert any("a sweep at 73 GB/s" in text for text in assumed.assumed)
+    assert any("optimizer sweep at 73 GB/s" in text for text in assumed.assumed)
 
 
 def test_a_rate_without_a_format_is_used_for_formats_without_a_rate():
