@@ -14,7 +14,7 @@ import penstock
 from penstock.observe.run_files import read_run
 from penstock.units import MiB
 
-cuda: Any = torch.cuda  # parts of which have no types
+cuda: Any = torch.cuda  # it lacks type annotations
 
 pytestmark = [
     pytest.mark.gpu,

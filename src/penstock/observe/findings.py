@@ -76,7 +76,7 @@ WAIT_HINTS = {
     "d2h": "start the copies earlier, or offload less",
     SWEEP: "more tokens per step, or more optimizer states on the GPU",
 }
-"""What shortens a wait for one resource alone."""
+"""Advice on how to shorten a wait for a single resource."""
 
 TROUGH = 0.25
 """Share of the peak from which unused memory is reported."""
