@@ -134,7 +134,7 @@ def attention_configs(*parts: Any) -> list[Any]:
     configs = (
         getattr(module, "config", None) for part in parts for module in part.modules()
     )  # fmt: skip
-    return list({id(config): config for config in configs if config is not None}.values())
+    return list({id(config): config for config in configs if config}.values())
 
 
 def set_attention(configs: Sequence[Any], name: str) -> None:
