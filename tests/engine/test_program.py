@@ -87,15 +87,15 @@ def users(program: Program, index: PlacementIndex, key: BufferKey) -> set[int]:
             for at, op in enumerate(program.operations)
             if op.verb in staged and program.read_of[at] == key.start
         }
-    found: set[int] = set()
+    operations: set[int] = set()
     for at in range(key.start, len(program.operations)):
         op = program.operations[at]
         if ends(op, key):
             # The operation that ends a sum reads it to round it. All others only drop the buffer.
-            return found | ({at} if key.kind is BufferKind.GRADIENT_SUM else set())
+            return operations | ({at} if key.kind is BufferKind.GRADIENT_SUM else set())
         if touches(op, index, key):
-            found.add(at)
-    return found
+            operations.add(at)
+    return operations
 
 
 def ends(op: Operation, key: BufferKey) -> bool:

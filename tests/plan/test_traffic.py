@@ -35,18 +35,18 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the bytes that lanes copy between host and device, by direction."""
-    found: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
     original = CpuDevice.copy
 
     def copy(this: CpuDevice, into: torch.Tensor, source: torch.Tensor) -> None:
         _, _, lane = threading.current_thread().name.partition(" ")
         direction = {"fetch": "h2d", "drain": "d2h"}.get(lane.split(" ")[0])
         if direction is not None:
-            found[direction] += source.numel() * source.element_size()
+            nbytes[direction] += source.numel() * source.element_size()
         original(this, into, source)
 
     monkeypatch.setattr(CpuDevice, "copy", copy)
-    return found
+    return nbytes
 
 
 GRID: list[tuple[Way, dict[str, Any]]] = [
@@ -120,14 +120,14 @@ def test_a_sweep_that_ran_before_a_failure_is_not_recorded_again(way: Way, tmp_p
 
 def recorded_bytes(engine: Engine) -> Counter[str]:
     """Return the bytes in the engine's timeline, by link."""
-    found: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
     for event in engine.timeline():
         for transfer in event.transfers:
             link = transfer.link
             if link.startswith("disk:"):
                 link = "read" if transfer.source == "disk" else "written"
-            found[link] += transfer.nbytes
-    return found
+            nbytes[link] += transfer.nbytes
+    return nbytes
 
 
 def disk_counters(engine: Engine) -> tuple[int, int]:

@@ -124,33 +124,33 @@ def test_no_phase_uses_more_than_is_allocated_and_one_uses_nearly_all() -> None:
     for location in (Location.HBM, Location.DRAM, Location.NVME):
         candidate = all_at(location)
         allocated = evaluator.total_nbytes(candidate)
-        found = peaks(candidate)
+        by_phase = peaks(candidate)
         for tier in Tier:
-            most = max(found[phase][tier] for phase in PHASES)
+            most = max(by_phase[phase][tier] for phase in PHASES)
             assert 0.9 * allocated[tier] <= most <= allocated[tier]
 
 
 def test_sweeps_use_staging_and_backward_uses_gradient_buffers() -> None:
-    found = peaks(all_at(Location.NVME))
+    by_phase = peaks(all_at(Location.NVME))
     stored = make_evaluator().stored_nbytes(all_at(Location.NVME))
 
-    assert found["sweep"][Tier.DRAM] > stored[Tier.DRAM] + 3 * 12 * (1 << 18)
+    assert by_phase["sweep"][Tier.DRAM] > stored[Tier.DRAM] + 3 * 12 * (1 << 18)
     # In backward only weights pass through staging, after the last sweep.
-    assert found["backward"][Tier.DRAM] < found["sweep"][Tier.DRAM]
-    assert found["backward"][Tier.HBM] > found["forward"][Tier.HBM]
-    assert found["backward"][Tier.NVME] == found["forward"][Tier.NVME] == stored[Tier.NVME]
+    assert by_phase["backward"][Tier.DRAM] < by_phase["sweep"][Tier.DRAM]
+    assert by_phase["backward"][Tier.HBM] > by_phase["forward"][Tier.HBM]
+    assert by_phase["backward"][Tier.NVME] == by_phase["forward"][Tier.NVME] == stored[Tier.NVME]
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_all_activations_of_a_round_exist_when_backward_starts(rounds: int) -> None:
     """With one round they are overlaid on gradients and need no memory of their own."""
     evaluator = make_evaluator()
-    found = peaks(replace(all_at(Location.DRAM), rounds=rounds))
+    by_phase = peaks(replace(all_at(Location.DRAM), rounds=rounds))
     groups = itertools.product(range(8), ("weight", "state", "gradient"))
     stored = sum(evaluator.group_nbytes(i, group, rounds) for i, group in groups)
     inputs = 6 * evaluator.group_nbytes(1, "input", rounds)
 
-    assert found["backward"][Tier.DRAM] == stored + (inputs if rounds > 1 else 0)
+    assert by_phase["backward"][Tier.DRAM] == stored + (inputs if rounds > 1 else 0)
 
 
 def test_activation_bytes_of_a_large_batch() -> None:

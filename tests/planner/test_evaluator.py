@@ -94,15 +94,15 @@ def test_coarse_pieces_give_nearly_the_time_of_fine_ones() -> None:
 
 
 def test_every_returned_candidate_fits_to_the_byte() -> None:
-    found = 0
+    fitting = 0
     for dram in range(60, 140, 8):
         evaluator = make_evaluator(cxl=0, hbm=1400 * MiB, dram=dram * MiB, piece=1 << 19)
         candidate = search(evaluator, QUICK)
         if candidate is not None:
-            found += 1
+            fitting += 1
             budget = {tier: evaluator.budget.of(tier) for tier in Tier}
             assert all(evaluator.total_nbytes(candidate)[tier] <= budget[tier] for tier in Tier)
-    assert found > 5
+    assert fitting > 5
 
 
 def test_an_exact_shortage_lowers_the_capacity_for_the_next_candidate() -> None:

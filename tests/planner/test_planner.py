@@ -121,11 +121,11 @@ def test_the_search_is_within_two_percent_of_the_best_placement(
     )
 
     exact = min(evaluator.seconds(candidate) for candidate in every_candidate(evaluator))
-    found = search(evaluator)
+    candidate = search(evaluator)
 
     assert exact < math.inf, "some placement must fit"
-    assert found is not None
-    assert evaluator.seconds(found) <= 1.02 * exact
+    assert candidate is not None
+    assert evaluator.seconds(candidate) <= 1.02 * exact
 
 
 def every_candidate(evaluator: PlanEvaluator) -> list[Candidate]:

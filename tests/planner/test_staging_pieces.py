@@ -35,7 +35,7 @@ def test_large_models_use_the_largest_piece_with_any_budget() -> None:
     workload = work(inventory, 4096, 8)
     sizes = [piece_sizes(inventory, workload, Budget(hbm=GiB, dram=d * GiB)) for d in (1, 16, 64)]
 
-    assert {found[-1] for found in sizes} == {MOST}
+    assert {each[-1] for each in sizes} == {MOST}
 
 
 def test_piece_sizes_depend_on_the_budget() -> None:

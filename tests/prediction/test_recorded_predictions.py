@@ -16,12 +16,12 @@ RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 
 def runs_with_predictions() -> dict[str, dict[str, Any]]:
-    found = {}
+    runs = {}
     for path in sorted(RESULTS.glob("engine_*.json")):
         streamed = json.loads(path.read_text(encoding="utf-8"))["results"]["streamed"]
         if streamed.get("predicted"):
-            found[path.name] = streamed
-    return found
+            runs[path.name] = streamed
+    return runs
 
 
 RUNS = runs_with_predictions()

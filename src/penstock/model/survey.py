@@ -114,11 +114,11 @@ def _find_layers(body: nn.Module, blocks: str | None) -> tuple[str, nn.ModuleLis
     tried = (blocks,) if blocks else LAYER_LISTS
     for path in tried:
         try:
-            found = body.get_submodule(path)
+            module = body.get_submodule(path)
         except AttributeError:
             continue
-        if isinstance(found, nn.ModuleList) and len(found) > 0:
-            return path, found
+        if isinstance(module, nn.ModuleList) and len(module) > 0:
+            return path, module
     lists = [p for p, m in body.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
     raise SurveyError(
         f"found no layers in {type(body).__name__}: looked for a list of modules at "
