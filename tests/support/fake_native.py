@@ -14,21 +14,21 @@ NODE_DIR = "sys/devices/system/node"
 POOL = "hugepages/hugepages-2048kB/free_hugepages"
 
 
-class StandIn:
+class FakeRegion:
     """Records calls of the native core, and raises the failure that a test sets."""
 
-    asked: ClassVar[list[dict[str, object]]]
+    calls: ClassVar[list[dict[str, object]]]
     failure: ClassVar[Exception | None]
     address = 0x7F0000000000
 
-    def __init__(self, **asked: object) -> None:
-        self.asked.append(asked)
-        self.mapped_nbytes = self.nbytes = asked["nbytes"]
+    def __init__(self, **arguments: object) -> None:
+        self.calls.append(arguments)
+        self.mapped_nbytes = self.nbytes = arguments["nbytes"]
         if isinstance(self.failure, OSError):
             raise self.failure
 
     def move(self, offset: int, nbytes: int, to: _native.Placement) -> None:
-        self.asked.append({"offset": offset, "nbytes": nbytes, "to": to})
+        self.calls.append({"offset": offset, "nbytes": nbytes, "to": to})
         self._fail()
 
     def _fail(self) -> None:
@@ -38,7 +38,7 @@ class StandIn:
     lock = register = _fail
 
 
-def machine(
+def three_nodes(
     root: Path, changes: dict[str, str] | None = None, *, free: dict[int, int] | None = None
 ) -> System:
     """Return a machine with nodes 0, 1 and 2, and `free` bytes on some of them."""
@@ -49,7 +49,7 @@ def machine(
     return fake_root(root, "numa", changes=files)
 
 
-def group_limit(left: int) -> dict[str, str]:
+def control_group(left: int) -> dict[str, str]:
     """Return the files of a control group of 512 MiB with `left` bytes left."""
     return {
         "proc/self/cgroup": "0::/",
@@ -58,7 +58,7 @@ def group_limit(left: int) -> dict[str, str]:
     }
 
 
-def pools(free: dict[int, int]) -> dict[str, str]:
+def free_huge_pages(free: dict[int, int]) -> dict[str, str]:
     """Return the files for free reserved huge pages on each node."""
     files = {f"{NODE_DIR}/node{node}/{POOL}": str(pages) for node, pages in free.items()}
     return {**files, f"sys/kernel/mm/{POOL}": str(sum(free.values()))}
