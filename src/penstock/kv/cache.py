@@ -356,31 +356,12 @@ class Batch:
         """Number of tokens in each row before this call of the model."""
         return copy_to_device(self._past, torch.int32, self._device)
 
-    @functools.cached_property
-    def starts(self) -> torch.Tensor:
-        """Where each row begins in `flat`, followed by where the last one would end.
-
-        Variable-length kernels take this together with the number of tokens used in each row.
-        """
-        steps = torch.arange(len(self) + 1, dtype=torch.int32, device=self._device)
-        return steps * self._layout.row_tokens
-
     def length_after(self, new: int) -> int:
         """Return the length of the longest row after a call with `new` tokens per row."""
         if new <= self._min_room:  # the usual case, decided quickly: every layer asks
             return self.longest + new
         ends = (p + min(new, room) for p, room in zip(self._past, self._room, strict=True))
         return max(ends)
-
-    def flat(self, layer: int) -> KeysAndValues:
-        """Return keys and values as `[rows * row_tokens, heads, head dim]`.
-
-        Only tokens that were written may be read.
-        """
-        keys, values = self._views.flat[layer]
-        start = self.first * self._layout.row_tokens
-        end = start + len(self) * self._layout.row_tokens
-        return keys[start:end], values[start:end]
 
     def padded(self, layer: int, new: int) -> KeysAndValues:
         """Return keys and values as `[rows, heads, longest, head dim]`.
