@@ -28,7 +28,7 @@ from bench.measuring import timed
 from penstock import _native, empty
 from penstock.optim.rules import Coefficients
 from penstock.optim.sweep import LEAF, Pool, grad_stats
-from penstock.optim.sweep_rate import TRAFFIC, SweepBuffers
+from penstock.optim.sweep_benchmark import TRAFFIC, SweepBuffers
 
 Arm = Callable[[], float]
 REST = 0.05

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.machine.sysfs import System
 from penstock.memory.placement import Place
-from tests.support.places import places_here
+from tests.support.memory_places import places_here
 
 
 @pytest.fixture(params=places_here(), ids=repr)

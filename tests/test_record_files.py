@@ -16,7 +16,7 @@ import pytest
 from penstock import records
 from penstock.errors import MachineError, RecordError
 from penstock.records import from_json, layout, parse
-from tests.support.devices import make_device
+from tests.support.character_devices import make_device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

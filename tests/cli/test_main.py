@@ -20,7 +20,7 @@ from penstock.errors import PenstockError
 from penstock.machine.machine import Figure, Machine, MemoryNode, MemoryRate
 from penstock.probe import ProbeResult, storage
 from penstock.units import GiB, MiB
-from tests.support.devices import make_device
+from tests.support.character_devices import make_device
 
 FLAGS = {
     "": {"--version", "--json", "--install-completion", "--show-completion", "--help"},

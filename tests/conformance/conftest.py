@@ -8,7 +8,7 @@ import pytest
 
 from penstock.storage.engines import EngineName, choose_engine
 from penstock.units import MiB
-from tests.conformance.ground import CAPACITY, Ground
+from tests.conformance.store_variants import CAPACITY, StoreVariant
 from tests.support.disks import Buffers, direct_directory, loop_device, memory_directory
 
 
@@ -35,8 +35,8 @@ def engine(request: pytest.FixtureRequest) -> EngineName:
 
 
 @pytest.fixture(params=[True, False], ids=["verify", "plain"])
-def ground(request: pytest.FixtureRequest, path: str, engine: EngineName) -> Ground:
-    return Ground(path, engine, request.param)
+def variant(request: pytest.FixtureRequest, path: str, engine: EngineName) -> StoreVariant:
+    return StoreVariant(path, engine, request.param)
 
 
 @pytest.fixture

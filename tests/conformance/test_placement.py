@@ -26,7 +26,7 @@ from penstock.machine.sysfs import System
 from penstock.memory.placement import Place
 from penstock.memory.region import Huge
 from penstock.units import MiB
-from tests.support.places import places_here
+from tests.support.memory_places import places_here
 
 UNIT = _native.UNIT_NBYTES
 PAGE = _native.page_nbytes()

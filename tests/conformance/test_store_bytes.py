@@ -8,14 +8,14 @@ from penstock import _native
 from penstock.storage.errors import ChecksumError
 from penstock.storage.header import DATA_OFFSET
 from penstock.storage.store import Store
-from tests.conformance.ground import UNIT, Ground
+from tests.conformance.store_variants import UNIT, StoreVariant
 from tests.support.disks import Buffers
 
 
 def test_a_flipped_bit_raises_an_error_that_names_the_extent(
-    ground: Ground, buffers: Buffers
+    variant: StoreVariant, buffers: Buffers
 ) -> None:
-    with ground.create() as store:
+    with variant.create() as store:
         extent = store.allocate(4 * UNIT, name="layers.3.moments")
         source = buffers.random(4 * UNIT)
         store.start_write(extent, source).wait()
@@ -23,7 +23,7 @@ def test_a_flipped_bit_raises_an_error_that_names_the_extent(
         back = buffers.zeros(4 * UNIT)
         ticket = store.start_read(extent, back)
 
-        if not ground.verify:
+        if not variant.verify:
             ticket.wait()
             assert back != source
             return
@@ -45,8 +45,8 @@ def _flip(store: Store, offset: int) -> None:
     volume.write_block(block, bytes(contents))
 
 
-def test_bytes_are_stored_unchanged(ground: Ground, buffers: Buffers) -> None:
-    with ground.create() as store:
+def test_bytes_are_stored_unchanged(variant: StoreVariant, buffers: Buffers) -> None:
+    with variant.create() as store:
         extent = store.allocate(2 * UNIT, name="plain")
         source = buffers.random(2 * UNIT)
         store.start_write(extent, source).wait()

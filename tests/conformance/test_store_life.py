@@ -12,12 +12,12 @@ import pytest
 from penstock.storage.errors import StoreClosedError, StoreFullError
 from penstock.storage.store import StoreOptions
 from penstock.units import KiB, MiB
-from tests.conformance.ground import UNIT, Ground
+from tests.conformance.store_variants import UNIT, StoreVariant
 from tests.support.disks import Buffers
 
 
-def test_a_full_store_reports_how_much_was_needed_and_free(ground: Ground) -> None:
-    with ground.create(1 * MiB) as store:
+def test_a_full_store_reports_how_much_was_needed_and_free(variant: StoreVariant) -> None:
+    with variant.create(1 * MiB) as store:
         store.allocate(512 * KiB, name="first")
 
         with pytest.raises(StoreFullError, match=r"second needs 1\.00 MiB .* 512 KiB left") as full:
@@ -27,8 +27,8 @@ def test_a_full_store_reports_how_much_was_needed_and_free(ground: Ground) -> No
         store.allocate(512 * KiB, name="the rest")
 
 
-def test_every_byte_is_counted(ground: Ground, buffers: Buffers) -> None:
-    with ground.create() as store:
+def test_every_byte_is_counted(variant: StoreVariant, buffers: Buffers) -> None:
+    with variant.create() as store:
         extent = store.allocate(1 * MiB, name="counted")
         lane = buffers.random(1 * MiB)
         store.start_write(extent, lane).wait()
@@ -42,8 +42,8 @@ def test_every_byte_is_counted(ground: Ground, buffers: Buffers) -> None:
     assert second.retries == 0
 
 
-def test_a_closed_store_refuses_every_call(ground: Ground, buffers: Buffers) -> None:
-    store = ground.create()
+def test_a_closed_store_refuses_every_call(variant: StoreVariant, buffers: Buffers) -> None:
+    store = variant.create()
     extent = store.allocate(UNIT, name="late")
     assert store.close() == []
     assert store.close() == []
@@ -54,8 +54,8 @@ def test_a_closed_store_refuses_every_call(ground: Ground, buffers: Buffers) -> 
         store.allocate(1, name="later")
 
 
-def test_closing_ends_transfers_in_flight(ground: Ground, buffers: Buffers) -> None:
-    store = ground.create(options=StoreOptions(request_nbytes=UNIT, depth=1))
+def test_closing_ends_transfers_in_flight(variant: StoreVariant, buffers: Buffers) -> None:
+    store = variant.create(options=StoreOptions(request_nbytes=UNIT, depth=1))
     extents = [store.allocate(1 * MiB, name=str(i)) for i in range(8)]
     lane = buffers.random(1 * MiB)
     tickets = [store.start_write(extent, lane) for extent in extents]
@@ -67,22 +67,22 @@ def test_closing_ends_transfers_in_flight(ground: Ground, buffers: Buffers) -> N
         assert ticket.failure() is None or isinstance(ticket.failure(), StoreClosedError)
 
 
-def test_closing_leaves_nothing_behind(ground: Ground, buffers: Buffers) -> None:
+def test_closing_leaves_nothing_behind(variant: StoreVariant, buffers: Buffers) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    store = ground.create()
+    store = variant.create()
     extent = store.allocate(UNIT, name="gone")
     store.start_write(extent, buffers.random(UNIT)).wait()
     store.close()
 
     assert len(os.listdir("/proc/self/fd")) == before
-    if Path(ground.path).is_dir():
-        assert os.listdir(ground.path) == []
+    if Path(variant.path).is_dir():
+        assert os.listdir(variant.path) == []
     else:
-        assert _magic(ground.path) == bytes(8)
+        assert _magic(variant.path) == bytes(8)
 
 
-def test_a_dropped_store_removes_itself(ground: Ground) -> None:
-    store = ground.create()
+def test_a_dropped_store_removes_itself(variant: StoreVariant) -> None:
+    store = variant.create()
     data = store.volumes[0].data_path
     del store
     gc.collect()
@@ -95,8 +95,8 @@ def _magic(path: str) -> bytes:
         return disk.read(8)
 
 
-def test_other_users_cannot_read_the_store(ground: Ground) -> None:
-    with ground.create() as store:
+def test_other_users_cannot_read_the_store(variant: StoreVariant) -> None:
+    with variant.create() as store:
         data = Path(store.volumes[0].data_path)
         if data.is_block_device():
             pytest.skip("the administrator sets the mode of a device")

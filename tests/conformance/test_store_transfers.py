@@ -10,12 +10,12 @@ import pytest
 from penstock.storage.errors import AlignmentError, ExtentBusyError
 from penstock.storage.store import StoreOptions
 from penstock.units import KiB, MiB
-from tests.conformance.ground import UNIT, Ground
+from tests.conformance.store_variants import UNIT, StoreVariant
 from tests.support.disks import Buffers
 
 
-def test_reads_return_what_was_written(ground: Ground, buffers: Buffers) -> None:
-    with ground.create() as store:
+def test_reads_return_what_was_written(variant: StoreVariant, buffers: Buffers) -> None:
+    with variant.create() as store:
         sizes = [1, 4096, 4097, UNIT, UNIT + 1, 1_000_003, 3 * MiB]
         written = {}
         for nbytes in sizes:
@@ -29,8 +29,10 @@ def test_reads_return_what_was_written(ground: Ground, buffers: Buffers) -> None
             assert back == expected, extent
 
 
-def test_many_transfers_in_flight_finish_in_any_order(ground: Ground, buffers: Buffers) -> None:
-    with ground.create() as store:
+def test_many_transfers_in_flight_finish_in_any_order(
+    variant: StoreVariant, buffers: Buffers
+) -> None:
+    with variant.create() as store:
         extents = [store.allocate(300 * KiB, name=f"e{i}") for i in range(20)]
         sources = [buffers.random(e.stored_nbytes) for e in extents]
         store.wait_all(store.start_write(e, s) for e, s in zip(extents, sources, strict=True))
@@ -48,8 +50,10 @@ def test_many_transfers_in_flight_finish_in_any_order(ground: Ground, buffers: B
         assert targets == sources
 
 
-def test_parts_of_an_extent_can_be_transferred_alone(ground: Ground, buffers: Buffers) -> None:
-    with ground.create() as store:
+def test_parts_of_an_extent_can_be_transferred_alone(
+    variant: StoreVariant, buffers: Buffers
+) -> None:
+    with variant.create() as store:
         extent = store.allocate(5 * UNIT + 4096, name="parts")
         whole = buffers.random(extent.stored_nbytes)
         store.start_write(extent, whole).wait()
@@ -66,8 +70,8 @@ def test_parts_of_an_extent_can_be_transferred_alone(ground: Ground, buffers: Bu
         assert back[:UNIT] == whole[:UNIT]
 
 
-def test_extents_do_not_overlap(ground: Ground, buffers: Buffers) -> None:
-    with ground.create() as store:
+def test_extents_do_not_overlap(variant: StoreVariant, buffers: Buffers) -> None:
+    with variant.create() as store:
         extents = [store.allocate(n, name=str(n)) for n in (5000, 4096, 70_000, 1)]
         sources = [buffers.random(e.stored_nbytes) for e in extents]
         for extent, source in zip(extents, sources, strict=True):
@@ -81,8 +85,8 @@ def test_extents_do_not_overlap(ground: Ground, buffers: Buffers) -> None:
             assert back == expected
 
 
-def test_misaligned_transfers_are_refused(ground: Ground, buffers: Buffers) -> None:
-    with ground.create() as store:
+def test_misaligned_transfers_are_refused(variant: StoreVariant, buffers: Buffers) -> None:
+    with variant.create() as store:
         extent = store.allocate(4 * UNIT, name="fussy")
         whole = buffers.zeros(4 * UNIT + 4096)
 
@@ -101,9 +105,9 @@ def test_misaligned_transfers_are_refused(ground: Ground, buffers: Buffers) -> N
         assert store.stats.requests == 0
 
 
-def test_transfers_never_overtake_each_other(ground: Ground, buffers: Buffers) -> None:
+def test_transfers_never_overtake_each_other(variant: StoreVariant, buffers: Buffers) -> None:
     options = StoreOptions(request_nbytes=UNIT, depth=1)
-    with ground.create(options=options) as store:
+    with variant.create(options=options) as store:
         extent = store.allocate(8 * MiB, name="busy")
         source = buffers.random(extent.stored_nbytes)
         writing = store.start_write(extent, source)
@@ -118,8 +122,8 @@ def test_transfers_never_overtake_each_other(ground: Ground, buffers: Buffers) -
         store.start_read(extent, source).wait()
 
 
-def test_a_dropped_ticket_keeps_its_buffer(ground: Ground) -> None:
-    with ground.create() as store:
+def test_a_dropped_ticket_keeps_its_buffer(variant: StoreVariant) -> None:
+    with variant.create() as store:
         extent = store.allocate(4 * MiB, name="dropped")
         arena = Buffers(8 * MiB)
         source = arena.random(extent.stored_nbytes)
@@ -138,9 +142,9 @@ def test_a_dropped_ticket_keeps_its_buffer(ground: Ground) -> None:
         assert back == expected
 
 
-def test_several_threads_share_a_store(ground: Ground, buffers: Buffers) -> None:
+def test_several_threads_share_a_store(variant: StoreVariant, buffers: Buffers) -> None:
     failures: list[BaseException] = []
-    with ground.create() as store:
+    with variant.create() as store:
         extents = [store.allocate(256 * KiB, name=f"extent {i}") for i in range(4)]
         pairs = [(buffers.random(256 * KiB), buffers.zeros(256 * KiB)) for _ in extents]
 
@@ -163,8 +167,10 @@ def test_several_threads_share_a_store(ground: Ground, buffers: Buffers) -> None
     assert failures == []
 
 
-def test_registered_memory_transfers_the_same_bytes(ground: Ground, buffers: Buffers) -> None:
-    with ground.create() as store:
+def test_registered_memory_transfers_the_same_bytes(
+    variant: StoreVariant, buffers: Buffers
+) -> None:
+    with variant.create() as store:
         registered = store.register(buffers.arena)
         extent = store.allocate(2 * MiB, name="registered")
         source, target = buffers.random(2 * MiB), buffers.zeros(2 * MiB)
@@ -172,4 +178,4 @@ def test_registered_memory_transfers_the_same_bytes(ground: Ground, buffers: Buf
         store.start_read(extent, target).wait()
 
     assert target == source
-    assert registered in ((False,) if ground.engine == "threads" else (True, False))
+    assert registered in ((False,) if variant.engine == "threads" else (True, False))

@@ -15,7 +15,7 @@ from penstock import doctor
 from penstock.doctor import CHECKS, Finding, devices, examine, limits, memory, render, to_json
 from penstock.machine.sysfs import System
 from penstock.units import GiB
-from tests.support.fakeroot import fake_root
+from tests.support.fake_sysfs import fake_root
 
 Check = Callable[[System], Finding]
 

@@ -17,7 +17,7 @@ from penstock import _native
 from penstock.doctor import devices, limits, memory
 from penstock.machine.sysfs import System
 from penstock.units import GiB, KiB, MiB
-from tests.support.fakeroot import fake_root
+from tests.support.fake_sysfs import fake_root
 
 
 @pytest.mark.parametrize(

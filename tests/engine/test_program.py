@@ -18,7 +18,7 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.planner.planner import plan_result
 from penstock.roles import Role
-from tests.support.walker import cases
+from tests.support.schedule_checker import cases
 
 POOLS = {"weights": "weight slots", "gradients": "gradient buffers", "staging": "NVMe staging"}
 

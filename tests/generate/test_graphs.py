@@ -34,7 +34,7 @@ from tests.kv.caches import (
     random_tokens,
     read,
 )
-from tests.kv.driver import DriverSpace
+from tests.kv.fake_cuda_driver import DriverSpace
 from tests.kv.tiny_generators import (
     random_prompts,
     reference_tokens,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.kv.address_space import CudaSpace, HostSpace, Space
-from tests.kv.driver import PAGE, DriverSpace
+from tests.kv.fake_cuda_driver import PAGE, DriverSpace
 
 SPACES: dict[str, Callable[[], Space]] = {
     "host": lambda: HostSpace(PAGE),

@@ -15,7 +15,7 @@ import torch
 from penstock.kv.address_space import HostSpace, Space, find_driver
 from penstock.kv.errors import SpaceError
 from tests.kv.caches import open_page_files
-from tests.kv.driver import PAGE, Driver, DriverSpace
+from tests.kv.fake_cuda_driver import PAGE, Driver, DriverSpace
 
 
 def test_a_page_can_be_mapped_at_two_addresses(space: Space) -> None:

@@ -21,7 +21,7 @@ from tests.kv.caches import (
     random_tokens,
     read,
 )
-from tests.kv.driver import DriverSpace
+from tests.kv.fake_cuda_driver import DriverSpace
 
 
 def test_a_prefix_is_shared_until_a_sequence_writes(space: Space) -> None:

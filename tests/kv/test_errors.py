@@ -21,7 +21,7 @@ from tests.kv.caches import (
     random_tokens,
     write,
 )
-from tests.kv.driver import DriverSpace
+from tests.kv.fake_cuda_driver import DriverSpace
 
 
 def test_errors_say_what_was_needed_and_what_was_available() -> None:

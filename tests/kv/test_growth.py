@@ -12,7 +12,7 @@ import torch
 from penstock.kv.cache import VirtualCache
 from penstock.kv.errors import BrokenCacheError, GrowthError, SpaceError
 from tests.kv.caches import close, grow, make_cache, random_tokens, read
-from tests.kv.driver import DriverSpace
+from tests.kv.fake_cuda_driver import DriverSpace
 
 THREAD = "penstock-kv-growth"
 

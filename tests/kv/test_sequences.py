@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.kv import CacheFull, ContextError, NoSlot, Sequence
 from tests.kv.caches import bytes_after, close, make_cache, random_tokens, read, write
-from tests.kv.driver import DriverSpace
+from tests.kv.fake_cuda_driver import DriverSpace
 
 SLOTS, PAGES, CONTEXT = 5, 14, 120
 

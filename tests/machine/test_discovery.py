@@ -18,7 +18,7 @@ from penstock.machine.machine import Gpu, Machine, MemoryNode
 from penstock.machine.sysfs import System
 from penstock.records import from_json, parse
 from penstock.units import GiB, KiB
-from tests.support.fakeroot import fake_root
+from tests.support.fake_sysfs import fake_root
 
 NODE = "sys/devices/system/node"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.machine.sysfs import System, parse_ids
 from penstock.units import GiB, KiB, MiB
-from tests.support.fakeroot import fake_root
+from tests.support.fake_sysfs import fake_root
 
 
 @pytest.mark.parametrize(

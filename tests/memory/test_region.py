@@ -1,7 +1,7 @@
 """Checks before an allocation (free memory, huge pages, limits, CPUs), and their errors.
 
-The machine is a synthetic /sys (fakeroot) and the native core is a stand-in, so that the tests can
-use several nodes on any machine.
+The machine is a synthetic /sys (`tests.support.fake_sysfs`) and the native core is a stand-in, so
+that the tests can use several nodes on any machine.
 """
 
 from __future__ import annotations

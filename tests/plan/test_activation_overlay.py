@@ -17,7 +17,7 @@ from penstock.planner.evaluator import PlanEvaluator
 from penstock.planner.planner import plan_result
 from penstock.roles import Role
 from penstock.tiers import Tier
-from tests.support.walker import all_on, cases, evaluator_for
+from tests.support.schedule_checker import all_on, cases, evaluator_for
 
 Range = tuple[int, int, int]
 """A node, and a range of bytes counted through its gradients."""

@@ -16,16 +16,18 @@ from penstock.planner.candidate import Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.roles import Role
 from penstock.tiers import Tier
-from tests.support.walker import Walker, all_on, cases, evaluator_for
+from tests.support.schedule_checker import ScheduleChecker, all_on, cases, evaluator_for
 
 Case = tuple[PlanEvaluator, Candidate]
 
 
-def assert_complete_passes(evaluator: PlanEvaluator, candidate: Candidate, walker: Walker) -> None:
+def assert_complete_passes(
+    evaluator: PlanEvaluator, candidate: Candidate, checker: ScheduleChecker
+) -> None:
     """Assert that every round runs forward, the head, and backward through all blocks."""
     last = len(evaluator.inventory.blocks) - 1
     for round in range(candidate.rounds):
-        done = [(verb, block) for verb, block, r in walker.computed if r == round]
+        done = [(verb, block) for verb, block, r in checker.computed if r == round]
         forth = [(Verb.FORWARD, i) for i in range(last)]
         back = [(Verb.BACKWARD, i) for i in range(last - 1, -1, -1)]
         assert done == [*forth, (Verb.LOSS, last), *back]
@@ -36,13 +38,13 @@ def assert_complete_passes(evaluator: PlanEvaluator, candidate: Candidate, walke
 def test_a_step_computes_with_what_is_in_hbm_and_leaves_nothing(case: Case) -> None:
     evaluator, candidate = case
     placement = evaluator.placement(candidate)
-    walker = Walker(evaluator.inventory, placement)
+    checker = ScheduleChecker(evaluator.inventory, placement)
 
-    walker.run(step_schedule(evaluator.inventory, placement))
+    checker.run(step_schedule(evaluator.inventory, placement))
 
-    assert_complete_passes(evaluator, candidate, walker)
+    assert_complete_passes(evaluator, candidate, checker)
     trained = {i for i, b in enumerate(placement.blocks) if b.sweep != "none"}
-    assert {block for block, _ in walker.swept} == trained
+    assert {block for block, _ in checker.swept} == trained
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,12 +52,12 @@ def test_a_step_computes_with_what_is_in_hbm_and_leaves_nothing(case: Case) -> N
 def test_a_step_without_pending_sweeps_sweeps_and_writes_nothing(case: Case) -> None:
     evaluator, candidate = case
     placement = evaluator.placement(candidate)
-    walker = Walker(evaluator.inventory, placement, pending=False)
+    checker = ScheduleChecker(evaluator.inventory, placement, pending=False)
     schedule = step_schedule(evaluator.inventory, placement, pending=False)
 
-    walker.run(schedule)
+    checker.run(schedule)
 
-    assert_complete_passes(evaluator, candidate, walker)
+    assert_complete_passes(evaluator, candidate, checker)
     assert not {Verb.SWEEP, Verb.WRITE} & verbs(schedule)
 
 
@@ -64,11 +66,11 @@ def test_a_step_without_pending_sweeps_sweeps_and_writes_nothing(case: Case) -> 
 def test_a_pass_that_adds_to_gradients_fetches_them_first(case: Case) -> None:
     evaluator, candidate = case
     placement = evaluator.placement(candidate)
-    walker = Walker(evaluator.inventory, placement, pending=False, adds=True)
+    checker = ScheduleChecker(evaluator.inventory, placement, pending=False, adds=True)
 
-    walker.run(step_schedule(evaluator.inventory, placement, pending=False, adds=True))
+    checker.run(step_schedule(evaluator.inventory, placement, pending=False, adds=True))
 
-    assert_complete_passes(evaluator, candidate, walker)
+    assert_complete_passes(evaluator, candidate, checker)
 
 
 @settings(max_examples=60, deadline=None)
@@ -76,14 +78,14 @@ def test_a_pass_that_adds_to_gradients_fetches_them_first(case: Case) -> None:
 def test_an_evaluation_runs_forward_once_and_moves_no_gradient(case: Case) -> None:
     evaluator, candidate = case
     placement = evaluator.placement(candidate)
-    walker = Walker(evaluator.inventory, placement, pending=False)
+    checker = ScheduleChecker(evaluator.inventory, placement, pending=False)
     schedule = evaluation_schedule(evaluator.inventory, placement)
 
-    walker.run(schedule)
+    checker.run(schedule)
 
     last = len(evaluator.inventory.blocks) - 1
     forth = [(Verb.FORWARD, i, 0) for i in range(last)]
-    assert walker.computed == [*forth, (Verb.LOSS, last, 0)]
+    assert checker.computed == [*forth, (Verb.LOSS, last, 0)]
     assert verbs(schedule) <= {Verb.READ, Verb.RELEASE, Verb.FETCH, Verb.DROP, *COMPUTE}
 
 
@@ -92,15 +94,15 @@ def test_an_evaluation_runs_forward_once_and_moves_no_gradient(case: Case) -> No
 def test_a_sweep_schedule_sweeps_everything_once_and_computes_nothing(case: Case) -> None:
     evaluator, candidate = case
     placement = evaluator.placement(candidate)
-    walker = Walker(evaluator.inventory, placement)
+    checker = ScheduleChecker(evaluator.inventory, placement)
     schedule = sweep_schedule(evaluator.inventory, placement)
 
-    walker.run(schedule)
+    checker.run(schedule)
 
-    wanted = [walker.sweeps_of(block) for block in range(len(evaluator.inventory.blocks))]
-    assert walker.swept == set().union(*wanted)
+    wanted = [checker.sweeps_of(block) for block in range(len(evaluator.inventory.blocks))]
+    assert checker.swept == set().union(*wanted)
     assert verbs(schedule) <= {Verb.READ, Verb.RELEASE, Verb.SWEEP, Verb.WRITE}
-    assert len(walker.written) == len([op for op in schedule.operations if op.verb is Verb.WRITE])
+    assert len(checker.written) == len([op for op in schedule.operations if op.verb is Verb.WRITE])
 
 
 def verbs(schedule: Schedule) -> set[Verb]:

@@ -21,7 +21,7 @@ from penstock.planner.candidate import Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.tiers import Tier
 from tests.equivalence.runs import DISK, WAYS, Setup, Way
-from tests.support.walker import all_on, evaluator_for
+from tests.support.schedule_checker import all_on, evaluator_for
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from penstock.planner.plan_view import explain, plan_view, summary, wear
 from penstock.planner.planner import plan_result
 from penstock.planner.resource_names import long_name
 from tests.support.machines import machine
-from tests.support.walker import all_on, evaluator_for
+from tests.support.schedule_checker import all_on, evaluator_for
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from penstock.machine.sysfs import NodeBytes, System
 from penstock.probe import ProbeOptions, ProbeResult, copies, plot, probe, session, tables
 from penstock.probe.measurement import Progress
 from penstock.units import GiB, MiB
-from tests.support.fakeroot import fake_root
+from tests.support.fake_sysfs import fake_root
 from tests.support.probing import NODE, TINY, FakeCopier, make_tiny, no_thread_is_left
 
 

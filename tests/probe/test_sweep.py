@@ -10,7 +10,7 @@ import torch
 from penstock.errors import MachineError, ProbeError
 from penstock.machine.machine import Figure, Machine, MemoryRate
 from penstock.optim.sweep import LEAF, Pool
-from penstock.optim.sweep_rate import SweepBuffers
+from penstock.optim.sweep_benchmark import SweepBuffers
 from penstock.planner.cost.rates import Rates
 from penstock.probe import plot, sweep
 from penstock.probe.measurement import Effort, Progress

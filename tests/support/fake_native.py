@@ -8,7 +8,7 @@ from typing import ClassVar
 from penstock import _native
 from penstock.machine.sysfs import System
 from penstock.units import MiB
-from tests.support.fakeroot import fake_root
+from tests.support.fake_sysfs import fake_root
 
 NODE_DIR = "sys/devices/system/node"
 POOL = "hugepages/hugepages-2048kB/free_hugepages"

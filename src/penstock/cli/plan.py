@@ -23,7 +23,7 @@ from penstock.plan.workload import Workload
 from penstock.planner import make_plan
 from penstock.planner.advice import Advice, BudgetPoint, WhatIf, advise, plot, vary
 from penstock.planner.plan_view import explain, infeasible_json, plan_json, plan_view
-from penstock.probe.this_machine import machine_for_plan, plan_uses_kernels
+from penstock.probe.machine_choice import machine_for_plan, plan_uses_kernels
 from penstock.settings import Settings
 from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds, parse_bytes

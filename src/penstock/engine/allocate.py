@@ -27,7 +27,7 @@ from penstock.memory.arena import Arena
 from penstock.memory.heap import return_freed_memory
 from penstock.memory.placement import Node, Place
 from penstock.model.inventory import Inventory
-from penstock.optim.threads import Pool
+from penstock.optim.thread_pool import Pool
 from penstock.plan.buffers import pipe_lanes, pipe_nbytes
 from penstock.plan.build_schedule import evaluation_schedule, step_schedule, sweep_schedule
 from penstock.plan.placement import Placement

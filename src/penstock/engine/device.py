@@ -22,7 +22,7 @@ from penstock.optim import device_norms, device_sweep, sweep
 from penstock.optim.norms import GradStats
 from penstock.optim.rules import RuleName
 from penstock.optim.sweep import Segment
-from penstock.optim.threads import Pool
+from penstock.optim.thread_pool import Pool
 from penstock.ticket import Finished, Ticket
 
 

@@ -40,7 +40,7 @@ from penstock.errors import EngineError, EngineStateError, NonFiniteLossError
 from penstock.model.inventory import Inventory
 from penstock.model.split import SplitModel
 from penstock.optim.norms import GradStats, clip_scale
-from penstock.optim.threads import Pool
+from penstock.optim.thread_pool import Pool
 from penstock.plan.plan import Plan
 from penstock.plan.weight_window import PlacementIndex
 from penstock.records import Json

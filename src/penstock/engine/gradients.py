@@ -22,7 +22,7 @@ from penstock.engine.tier_memory import TierMemory
 from penstock.model.inventory import Inventory
 from penstock.optim import sweep
 from penstock.optim.norms import GradStats
-from penstock.optim.threads import Pool
+from penstock.optim.thread_pool import Pool
 from penstock.roles import Formats, Role
 from penstock.ticket import Ticket
 

@@ -14,7 +14,7 @@ from penstock.plan.budget import Budget, parse_budget, with_paths
 from penstock.plan.plan import Plan
 from penstock.plan.workload import Workload, default_numerics
 from penstock.planner import PlanResult, make_plan
-from penstock.probe.this_machine import has_kernels, machine_for_training
+from penstock.probe.machine_choice import has_kernels, machine_for_training
 from penstock.settings import Settings
 
 if TYPE_CHECKING:

@@ -264,7 +264,7 @@ def _predicted_cost(record: StepRecord) -> tuple[float | None, str | None]:
     from penstock.plan.budget import with_paths
     from penstock.planner.cost import estimate
     from penstock.planner.cost.rates import Rates
-    from penstock.probe.this_machine import machine_for_training
+    from penstock.probe.machine_choice import machine_for_training
 
     plan = record.plan
     try:

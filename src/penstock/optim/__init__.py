@@ -6,7 +6,7 @@ the same bits, wherever the state is.
 
 - `rules` computes the constants of a step, `formats` defines how states are stored, and `reference`
   specifies every step bit by bit in plain torch operations.
-- `sweep`, `threads` and `norms` run the native core on the CPU; `sweep_rate` measures it.
+- `sweep`, `thread_pool` and `norms` run the native core on the CPU; `sweep_benchmark` measures it.
 - `device_sweep`, `device_norms` and `device_backend` run the Triton kernels in `device_kernels` and
   `norm_kernels`, or `reference` if there is no Triton.
 - `optimizers` has the `torch.optim` classes.

@@ -17,7 +17,7 @@ from penstock.errors import NonFiniteMasterError, SweepInputError
 from penstock.optim.formats import BLOCK, num_blocks
 from penstock.optim.norms import GradStats, read_stats
 from penstock.optim.rules import Coefficients, RuleName
-from penstock.optim.threads import Pool, default_pool
+from penstock.optim.thread_pool import Pool, default_pool
 
 LEAF = _native.SWEEP_LEAF
 """A tensor may be split into segments at multiples of this many elements."""

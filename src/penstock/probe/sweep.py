@@ -18,12 +18,13 @@ from penstock.probe.measurement import Effort, Progress, collect_samples, figure
 from penstock.units import GiB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from penstock.optim.threads import Pool
+    from penstock.optim.thread_pool import Pool
 
 MOMENTS: tuple[SweepMoments, ...] = ("fp32", "bf16", "int8")
 
 STATE_BYTES: dict[SweepMoments, float] = {"fp32": 14.0, "bf16": 10.0, "int8": 8.0 + 4 / 256}
-"""Memory per parameter with its gradient. `optim.sweep_rate.TRAFFIC` is the traffic of a step."""
+"""Memory per parameter with its gradient, in bytes. `optim.sweep_benchmark.TRAFFIC` is the traffic of
+a step."""
 
 SIZES = (10**6, 4 * 10**6, 16 * 10**6, 64 * 10**6, 256 * 10**6, 10**9)
 """Parameters per pass. Short passes look too fast because of caches and queues, mostly on CXL."""
@@ -71,7 +72,7 @@ class NodeSweepBuffers:
     def __init__(
         self, node: int, moments: SweepMoments, parameters: int, cpus: Sequence[int]
     ) -> None:
-        from penstock.optim.sweep_rate import TRAFFIC, SweepBuffers
+        from penstock.optim.sweep_benchmark import TRAFFIC, SweepBuffers
 
         self.traffic = TRAFFIC[moments]
         self._buffers = SweepBuffers(parameters, moments, Node(node))
@@ -124,7 +125,7 @@ def allocate_buffers(
     quick: bool,
 ) -> tuple[SweepBuffers, int]:
     """Allocate buffers for the largest pass that fits in its time, and return their size."""
-    from penstock.optim import sweep_rate  # noqa: F401  # import torch before the first trial is timed
+    from penstock.optim import sweep_benchmark  # noqa: F401  # import torch before the first trial is timed
 
     def create(parameters: int) -> SweepBuffers:
         return NodeSweepBuffers(node, moments, parameters, cpus)

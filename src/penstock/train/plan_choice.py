@@ -13,7 +13,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.workload import Workload
 from penstock.planner import PlanResult
 from penstock.planner.resource_names import long_name
-from penstock.probe.this_machine import machine_for_training
+from penstock.probe.machine_choice import machine_for_training
 from penstock.settings import Settings
 from penstock.storage.leftovers import find_stores, remove_store
 from penstock.train.inputs import ModelSource

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.machine.presets import DEFAULT, preset
-from penstock.probe.this_machine import has_kernels, machine_for_plan
+from penstock.probe.machine_choice import has_kernels, machine_for_plan
 
 
 @pytest.mark.parametrize(

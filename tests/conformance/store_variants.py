@@ -16,7 +16,7 @@ SMALL = StoreOptions(request_nbytes=128 * KiB, depth=4)
 
 
 @dataclass(frozen=True)
-class Ground:
+class StoreVariant:
     """Path, engine and verification of one parametrization."""
 
     path: str

@@ -94,10 +94,10 @@ def locations_of(draw: st.DrawFn, block: Block) -> BlockLocations:
     )
 
 
-class Walker:
+class ScheduleChecker:
     """Execute a schedule symbolically, one operation at a time, and assert that it is correct.
 
-    The walker tracks which roles are in HBM and in staging, which pieces were swept and written,
+    The checker tracks which roles are in HBM and in staging, which pieces were swept and written,
     and what was offloaded. It moves no bytes. There is one method per verb of the schedule.
     """
 

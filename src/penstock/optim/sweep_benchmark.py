@@ -15,7 +15,7 @@ from penstock.memory.tensors import empty
 from penstock.optim.formats import BLOCK, Moments, StateFormat, num_blocks
 from penstock.optim.rules import adamw, draw_key
 from penstock.optim.sweep import Segment, start
-from penstock.optim.threads import Pool
+from penstock.optim.thread_pool import Pool
 
 TRAFFIC: dict[Moments, float] = {"fp32": 26.0, "bf16": 18.0, "int8": 14.0 + 8 / 256}
 """Bytes per parameter that an AdamW step must read and write with a bf16 gradient and weight."""
