@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 MOMENTS: tuple[SweepMoments, ...] = ("fp32", "bf16", "int8")
 
 STATE_BYTES: dict[SweepMoments, float] = {"fp32": 14.0, "bf16": 10.0, "int8": 8.0 + 4 / 256}
-"""Memory per parameter with its gradient, in bytes. `optim.sweep_benchmark.TRAFFIC` is the traffic of
-a step."""
+"""Bytes per parameter with its gradient. `optim.sweep_benchmark.TRAFFIC` has a step's traffic."""
 
 SIZES = (10**6, 4 * 10**6, 16 * 10**6, 64 * 10**6, 256 * 10**6, 10**9)
 """Parameters per pass. Short passes look too fast because of caches and queues, mostly on CXL."""
