@@ -26,7 +26,7 @@ from bench.shapes import SHAPES, config_of
 from penstock.engine.batches import cut_batch
 from penstock.engine.gradients import differentiate
 from penstock.model.inventory import Inventory
-from penstock.model.skeleton import build_model
+from penstock.model.meta_model import build_model
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.model.survey import survey_config
 from penstock.plan.buffers import working_nbytes

@@ -56,7 +56,7 @@ OUR_ROLES = {
     Role.GRADIENT: "master gradient",
     Role.MASTER: "master",
     Role.WEIGHT: "weight",
-    Role.INPUT: "activation",
+    Role.ACTIVATION: "activation",
 }
 """The greedy's class for each of Penstock's roles. Penstock has no second, 16-bit gradient."""
 

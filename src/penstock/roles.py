@@ -50,8 +50,8 @@ class Role(StrEnum):
     GRADIENT = "gradient"
     """The gradient, from backward until the optimizer sweep consumes it."""
 
-    INPUT = "input"
-    """The saved block input (activation), from forward until backward recomputes from it."""
+    ACTIVATION = "input"  # the value is in plan files
+    """The saved block input, from forward until backward recomputes from it."""
 
 
 STATE = (Role.MASTER, Role.FIRST, Role.SECOND)

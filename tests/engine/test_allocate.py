@@ -16,7 +16,7 @@ import torch
 
 from penstock.engine.memory_usage import MemoryUsage, memory_usages
 from penstock.memory.arena import Arena
-from penstock.plan.buffers import hidden_nbytes, micro_nbytes, round_micro_batches
+from penstock.plan.buffers import hidden_nbytes, micro_batches_per_round, micro_nbytes
 from penstock.storage.store import Store
 from penstock.tiers import Tier
 from penstock.units import KiB, MiB
@@ -113,7 +113,7 @@ def test_a_striped_arena_counts_for_each_of_its_tiers() -> None:
 def token_nbytes(setup: Setup, plan: Any) -> int:
     """Return the bytes of token ids and labels, which arrive with the batch."""
     rounds = plan.placement.rounds
-    ring = (round_micro_batches(setup.work, rounds) + 2) * micro_nbytes(setup.model, setup.work)
+    ring = (micro_batches_per_round(setup.work, rounds) + 2) * micro_nbytes(setup.model, setup.work)
     return hidden_nbytes(setup.model, setup.work, rounds) - ring
 
 

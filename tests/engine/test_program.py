@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from penstock.engine.allocate import Programs
 from penstock.engine.program import INSTANT, Buffers, Program
 from penstock.plan.lifetimes import BufferKey, BufferKind
+from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.schedule import COMPUTE, Operation, Verb
-from penstock.plan.weight_window import PlacementIndex
 from penstock.planner.candidate import Candidate
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.planner.planner import plan_result
@@ -113,7 +113,7 @@ def touches(op: Operation, index: PlacementIndex, key: BufferKey) -> bool:
             reads = False  # the backward of an embedding does not read its table
         return reads or (op.verb is Verb.FETCH and op.block == block and op.roles == (Role.WEIGHT,))
     adds = op.phase == "backward" and op.verb in (Verb.LOSS, Verb.BACKWARD)
-    moves = op.verb in (Verb.FETCH, Verb.DRAIN) and op.roles == (Role.GRADIENT,)
+    moves = op.verb in (Verb.FETCH, Verb.OFFLOAD) and op.roles == (Role.GRADIENT,)
     return (adds and block in index.adds_to(op.block)) or (moves and op.block == block)
 
 

@@ -37,15 +37,15 @@ def ranges(
             start = ends.get(node, 0)
             ends[node] = start + home.nbytes
             gradients[index] = (node, start, ends[node])
-    inputs: dict[int, Range] = {}
+    activations: dict[int, Range] = {}
     accumulate = evaluator.workload.accumulate
     for index, overlaid in overlaid_activations(
         blocks, rounds=candidate.rounds, accumulate=accumulate
     ).items():
-        home = blocks[index].home(Role.INPUT)
+        home = blocks[index].home(Role.ACTIVATION)
         assert home is not None
-        inputs[index] = (overlaid.node, overlaid.offset, overlaid.offset + home.nbytes)
-    return gradients, inputs
+        activations[index] = (overlaid.node, overlaid.offset, overlaid.offset + home.nbytes)
+    return gradients, activations
 
 
 def overlap(one: Range, other: Range) -> bool:
@@ -57,8 +57,8 @@ def overlap(one: Range, other: Range) -> bool:
 def test_activations_lie_in_gradients_of_earlier_blocks_and_never_overlap(
     case: tuple[PlanEvaluator, Candidate],
 ) -> None:
-    gradients, inputs = ranges(*case)
-    for block, activation in inputs.items():
+    gradients, activations = ranges(*case)
+    for block, activation in activations.items():
         underlying = [j for j, gradient in gradients.items() if overlap(activation, gradient)]
         covered = sum(
             min(activation[2], gradients[j][2]) - max(activation[1], gradients[j][1])
@@ -66,7 +66,7 @@ def test_activations_lie_in_gradients_of_earlier_blocks_and_never_overlap(
         )
         assert covered == activation[2] - activation[1]
         assert max(underlying) < block
-        assert not any(overlap(activation, other) for b, other in inputs.items() if b != block)
+        assert not any(overlap(activation, other) for b, other in activations.items() if b != block)
 
 
 @settings(max_examples=25, deadline=None)
@@ -76,11 +76,11 @@ def test_an_activation_is_written_after_the_sweep_and_read_before_the_next_gradi
 ) -> None:
     """This holds in every order that lanes may take."""
     evaluator, candidate = case
-    gradients, inputs = ranges(evaluator, candidate)
+    gradients, activations = ranges(evaluator, candidate)
     plan = plan_result(evaluator, candidate).plan
     programs = Programs.of(plan, evaluator.inventory)
     for program in (programs.step, programs.first):
-        for block, activation in inputs.items():
+        for block, activation in activations.items():
             underlying = {j for j, gradient in gradients.items() if overlap(activation, gradient)}
             assert_disjoint_in_time(program, block, underlying, random.Random(seed))
 
@@ -89,8 +89,8 @@ def assert_disjoint_in_time(
     program: Program, block: int, underlying: set[int], random_source: random.Random
 ) -> None:
     started, ended = replay(program, random_source)
-    (written,) = indices(program, block, Verb.DRAIN, Role.INPUT)
-    (read,) = indices(program, block, Verb.FETCH, Role.INPUT)
+    (written,) = indices(program, block, Verb.OFFLOAD, Role.ACTIVATION)
+    (read,) = indices(program, block, Verb.FETCH, Role.ACTIVATION)
     for gradient_block in underlying:
         sweeps = [
             at for at, op in enumerate(program.operations)
@@ -99,8 +99,8 @@ def assert_disjoint_in_time(
         assert all(ended[at] < started[written] for at in sweeps), (
             "the sweep has consumed the gradient"
         )
-        (drained,) = indices(program, gradient_block, Verb.DRAIN, Role.GRADIENT)
-        assert ended[read] < started[drained], "backward has read the activation"
+        (offloaded,) = indices(program, gradient_block, Verb.OFFLOAD, Role.GRADIENT)
+        assert ended[read] < started[offloaded], "backward has read the activation"
 
 
 def indices(program: Program, block: int, verb: Verb, role: Role) -> list[int]:
@@ -155,8 +155,8 @@ def test_activations_smaller_than_gradients_need_no_memory() -> None:
     evaluator = evaluator_for(layers=4, tied=False)
     candidate = all_on(evaluator, Location.DRAM)
     plan = plan_result(evaluator, candidate).plan
-    inputs = 4 * evaluator.group_nbytes(1, "input", 1)
+    activations = 4 * evaluator.group_nbytes(1, "activation", 1)
 
-    assert overlaid_nbytes(evaluator.placement(candidate).blocks)[Tier.DRAM] == inputs
+    assert overlaid_nbytes(evaluator.placement(candidate).blocks)[Tier.DRAM] == activations
     assert plan.activations(Tier.DRAM) == 0
     assert plan.peak(Tier.DRAM) == evaluator.total_nbytes(candidate)[Tier.DRAM]

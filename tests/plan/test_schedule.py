@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from penstock.plan.build_schedule import evaluation_schedule, step_schedule, sweep_schedule
 from penstock.plan.lifetimes import gradient_lifetimes, staging_lifetimes, weight_lifetimes
 from penstock.plan.packing import pack, peak_nbytes
+from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.schedule import COMPUTE, Schedule, Verb
-from penstock.plan.weight_window import PlacementIndex
 from penstock.planner.candidate import Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.roles import Role
@@ -189,9 +189,9 @@ def test_a_gradient_stored_in_hbm_is_not_offloaded() -> None:
         evaluator.inventory, evaluator.placement(candidate.moved({1: locations}))
     )
 
-    drained = {op.block for op in schedule.operations if op.roles == (Role.GRADIENT,)}
+    offloaded = {op.block for op in schedule.operations if op.roles == (Role.GRADIENT,)}
 
-    assert drained == {0, 2, 3, 4}
+    assert offloaded == {0, 2, 3, 4}
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])

@@ -174,14 +174,14 @@ def test_each_round_writes_gradients_and_activations_again() -> None:
     def stored(*groups: str) -> int:
         return sum(evaluator.group_nbytes(i, group, 2) for i in blocks for group in groups)
 
-    activations = sum(evaluator.group_nbytes(i, "input", 2) for i in blocks[1:-1])
+    activations = sum(evaluator.group_nbytes(i, "activation", 2) for i in blocks[1:-1])
     expected = stored("weight", "state") + 2 * (stored("gradient") + activations)
     assert disk_writes(evaluator, rounds=2) == expected
 
 
 def test_frozen_weights_are_not_written() -> None:
     evaluator = evaluator_for(layers=3, tied=False, frozen=15)  # all tensors
-    activations = 3 * evaluator.group_nbytes(1, "input", 1)
+    activations = 3 * evaluator.group_nbytes(1, "activation", 1)
 
     locations = tuple(
         each._replace(state=None, gradient=None)

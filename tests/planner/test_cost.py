@@ -102,12 +102,14 @@ def test_backward_waits_until_the_gradient_two_blocks_ago_has_left() -> None:
     cost = make_evaluator(link=1e8).cost(all_at(Location.DRAM))
     spans = dict(zip(cost.schedule.operations, cost.spans, strict=True))
     backwards = {o.block: s for o, s in spans.items() if o.verb is Verb.BACKWARD}
-    drains = {
-        o.block: s for o, s in spans.items() if o.verb is Verb.DRAIN and o.roles == (Role.GRADIENT,)
+    offloads = {
+        o.block: s
+        for o, s in spans.items()
+        if o.verb is Verb.OFFLOAD and o.roles == (Role.GRADIENT,)
     }
 
     for block in range(1, len(MODEL.blocks) - 3):
-        assert backwards[block].start >= drains[block + 2].end
+        assert backwards[block].start >= offloads[block + 2].end
 
 
 # Memory in use in each phase.
@@ -148,9 +150,9 @@ def test_all_activations_of_a_round_exist_when_backward_starts(rounds: int) -> N
     by_phase = peaks(replace(all_at(Location.DRAM), rounds=rounds))
     groups = itertools.product(range(8), ("weight", "state", "gradient"))
     stored = sum(evaluator.group_nbytes(i, group, rounds) for i, group in groups)
-    inputs = 6 * evaluator.group_nbytes(1, "input", rounds)
+    activations = 6 * evaluator.group_nbytes(1, "activation", rounds)
 
-    assert by_phase["backward"][Tier.DRAM] == stored + (inputs if rounds > 1 else 0)
+    assert by_phase["backward"][Tier.DRAM] == stored + (activations if rounds > 1 else 0)
 
 
 def test_activation_bytes_of_a_large_batch() -> None:
@@ -159,8 +161,8 @@ def test_activation_bytes_of_a_large_batch() -> None:
         inventory, work(inventory, 32768, 32), machine(), Budget(hbm=TiB, dram=TiB)
     )
 
-    assert 32 * evaluator.group_nbytes(1, "input", rounds=1) == 256 * GiB
-    assert Role.INPUT not in TRAINED
+    assert 32 * evaluator.group_nbytes(1, "activation", rounds=1) == 256 * GiB
+    assert Role.ACTIVATION not in TRAINED
 
 
 # Rounds.

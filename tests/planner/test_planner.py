@@ -278,8 +278,8 @@ def test_a_70b_model_can_be_planned() -> None:
 
 PLANNING_MODULES = [
     "roles", "model.inventory", "machine.presets", "plan.workload", "plan.budget", "plan.placement",
-    "plan.schedule", "plan.weight_window", "plan.build_schedule", "plan.packing", "plan.lifetimes",
-    "plan.buffers", "plan.plan", "planner", "planner.cost",
+    "plan.schedule", "plan.placement_index", "plan.build_schedule", "plan.packing",
+    "plan.lifetimes", "plan.buffers", "plan.plan", "planner", "planner.cost",
 ]  # fmt: skip
 BASELINES = ["deepspeed", "latency_first", "memascend"]
 

@@ -18,7 +18,7 @@ from penstock.machine.discovery import discover
 from penstock.machine.machine import Machine
 from penstock.machine.presets import cpu_machine
 from penstock.model.inventory import Inventory
-from penstock.model.skeleton import build_model
+from penstock.model.meta_model import build_model
 from penstock.model.split import SplitModel
 from penstock.model.survey import survey_model
 from penstock.plan.budget import Budget, PathBudget, with_paths
@@ -107,7 +107,7 @@ def make_plan_of(
     """Return a plan with the given placement.
 
     `locations` has four letters for each block, or four for all blocks: where weight, state,
-    gradient and input are stored. d is DRAM, n NVMe, h HBM, c CXL and m a mix of DRAM and CXL.
+    gradient and activation are stored. d is DRAM, n NVMe, h HBM, c CXL and m a mix of DRAM and CXL.
     """
     if machine is None:
         machine = cpu_machine(discover())
@@ -138,7 +138,7 @@ def _locations_of(model: Inventory, index: int, row: str) -> BlockLocations:
         weight=weight if block.tensors else None,
         state=state if trained else None,
         gradient=gradient if trained else None,
-        input=hidden if block.kind == "layer" else None,
+        activation=hidden if block.kind == "layer" else None,
     )
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from penstock.model.inventory import Block, Inventory
 from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.placement import Placement
+from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.schedule import Operation, Schedule, Verb
-from penstock.plan.weight_window import PlacementIndex
 from penstock.planner.candidate import BlockLocations, Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.roles import Role
@@ -90,7 +90,7 @@ def locations_of(draw: st.DrawFn, block: Block) -> BlockLocations:
         weight=(Location.HBM if resident else draw(host)) if block.tensors else None,
         state=state if trained else None,
         gradient=gradient if trained else None,
-        input=draw(st.sampled_from((*HOST, Location.HBM))) if block.kind == "layer" else None,
+        activation=draw(st.sampled_from((*HOST, Location.HBM))) if block.kind == "layer" else None,
     )
 
 
@@ -170,7 +170,7 @@ class ScheduleChecker:
             assert self.sweeps_of(op.block) <= self.swept, (
                 "weights are fetched only after the sweep"
             )
-        if role is Role.INPUT or (role is Role.GRADIENT and not self.adds):
+        if role is Role.ACTIVATION or (role is Role.GRADIENT and not self.adds):
             before = op.round - 1 if role is Role.GRADIENT else op.round
             assert (op.block, role, before) in self.out, "only offloaded bytes are fetched"
         self.hbm.add((op.block, role))
@@ -205,8 +205,10 @@ class ScheduleChecker:
                 assert (owner, Role.WEIGHT) in self.hbm, (
                     "weights are in HBM before a block computes"
                 )
-        if op.verb is Verb.BACKWARD and self.facts.offloads_input(op.block):
-            assert (op.block, Role.INPUT) in self.hbm, "the activation is in HBM before backward"
+        if op.verb is Verb.BACKWARD and self.facts.offloads_activation(op.block):
+            assert (op.block, Role.ACTIVATION) in self.hbm, (
+                "the activation is in HBM before backward"
+            )
         if op.phase == "backward" and (op.round or self.adds):
             for block in self.facts.adds_to(op.block):
                 if self.facts.gradient_leaves(block):

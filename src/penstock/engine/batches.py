@@ -12,7 +12,7 @@ from penstock.errors import BatchError
 from penstock.model.document_attention import Documents, find_documents
 from penstock.model.split import MicroBatch
 from penstock.model.varlen_attention import flatten_bounds
-from penstock.plan.buffers import round_micro_batches
+from penstock.plan.buffers import micro_batches_per_round
 from penstock.plan.workload import Workload
 
 Batch = Mapping[str, torch.Tensor]
@@ -35,7 +35,7 @@ def cut_batch(batch: Batch, workload: Workload, rounds: int, device: torch.devic
     """
     ids, labels, positions = _check_batch(batch, workload)
     targets = next_targets(labels, positions)
-    size, per_round = workload.numerics.micro_batch, round_micro_batches(workload, rounds)
+    size, per_round = workload.numerics.micro_batch, micro_batches_per_round(workload, rounds)
     micros = [
         MicroBatch(
             input_ids=ids[at : at + size].to(device),

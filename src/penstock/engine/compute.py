@@ -21,8 +21,8 @@ from penstock.engine.transfer import Mover
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.optim.rules import draw_key
 from penstock.plan.lifetimes import BufferKey, BufferKind
+from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.schedule import Operation, Verb
-from penstock.plan.weight_window import PlacementIndex
 from penstock.roles import Role
 
 _SEED_MASK = (1 << 63) - 1
@@ -72,7 +72,7 @@ class Computer:
         for need in step.program.needs[at]:
             other = step.program.operations[need]
             # Activations arrive one micro-batch after another; backward waits for each separately.
-            if not (other.verb is Verb.FETCH and other.roles == (Role.INPUT,)):
+            if not (other.verb is Verb.FETCH and other.roles == (Role.ACTIVATION,)):
                 step.tickets.order_after(need, self._device)
         step.started[at] = self._device.record()
         work: Callable[[StepState, int, Operation], None] = {
@@ -140,7 +140,7 @@ class Computer:
     def _wait_until_offloaded(self, step: StepState, round: int, previous: tuple[int, int]) -> None:
         """Order the next write to a slot after the copy that takes its old content away."""
         block, micro = previous
-        offload = step.program.at.get((Verb.DRAIN, block, round, Role.INPUT))
+        offload = step.program.at.get((Verb.OFFLOAD, block, round, Role.ACTIVATION))
         if offload is not None:
             step.tickets.order_after((offload, micro), self._device)
 
@@ -179,7 +179,7 @@ class Computer:
         else:
             parameters = self._parameters(op.block)
         self._body.bind(parameters)
-        fetch = step.program.at.get((Verb.FETCH, op.block, op.round, Role.INPUT))
+        fetch = step.program.at.get((Verb.FETCH, op.block, op.round, Role.ACTIVATION))
         for index, micro in enumerate(step.rounds[op.round]):
             slot = None
             if fetch is not None:

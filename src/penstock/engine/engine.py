@@ -41,8 +41,8 @@ from penstock.model.inventory import Inventory
 from penstock.model.split import SplitModel
 from penstock.optim.norms import GradStats, clip_scale
 from penstock.optim.thread_pool import Pool
+from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.plan import Plan
-from penstock.plan.weight_window import PlacementIndex
 from penstock.records import Json
 from penstock.roles import Dtype, Moments
 from penstock.tiers import Tier

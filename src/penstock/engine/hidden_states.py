@@ -14,7 +14,7 @@ import torch
 
 from penstock.engine.spans import role_dtype
 from penstock.engine.tier_memory import TierMemory
-from penstock.plan.buffers import micro_nbytes, round_micro_batches
+from penstock.plan.buffers import micro_batches_per_round, micro_nbytes
 from penstock.roles import Role
 
 EXTRA_SLOTS = 2
@@ -31,9 +31,9 @@ class HiddenStates:
         plan = tiers.plan
         self._tiers = tiers
         self._width = tiers.inventory.hidden
-        self._dtype = role_dtype(Role.INPUT, tiers.formats)
+        self._dtype = role_dtype(Role.ACTIVATION, tiers.formats)
         self.micro_nbytes = micro_nbytes(tiers.inventory, plan.workload)
-        self.per_round = round_micro_batches(plan.workload, plan.placement.rounds)
+        self.per_round = micro_batches_per_round(plan.workload, plan.placement.rounds)
         self.slots = self.per_round + EXTRA_SLOTS
         self._ring = tiers.device.empty(self.slots * self.micro_nbytes, "hidden states in flight")
         self._written = 0  # micro-batches written in this round
@@ -56,7 +56,7 @@ class HiddenStates:
 
         The slot is None if the plan keeps the block's input on the device.
         """
-        if self._tiers.on_device(block, Role.INPUT):
+        if self._tiers.on_device(block, Role.ACTIVATION):
             return None, None
         slot = self._written % self.slots
         self._written += 1
@@ -67,7 +67,9 @@ class HiddenStates:
 
     def slot_of(self, block: int, micro: int) -> int | None:
         """Return the slot of an input of `block` during forward; None if it is not in the ring."""
-        return None if self._tiers.on_device(block, Role.INPUT) else self._slot_of[block, micro]
+        return (
+            None if self._tiers.on_device(block, Role.ACTIVATION) else self._slot_of[block, micro]
+        )
 
     # Backward.
 
@@ -91,7 +93,7 @@ class HiddenStates:
 
     def home(self, block: int, micro: int, rows: int, length: int) -> torch.Tensor:
         """Return a micro-batch of the block's input where it lives, in host or device memory."""
-        data = self._tiers.data(block, Role.INPUT)
+        data = self._tiers.data(block, Role.ACTIVATION)
         start = micro * self.micro_nbytes
         return self._view(data[start : start + self.micro_nbytes], rows, length)
 

@@ -261,7 +261,7 @@ def _build_engine(
 ) -> Engine:
     from penstock.engine.device import pick_device
     from penstock.engine.engine import Engine
-    from penstock.model.skeleton import build_model, check_trainable, strip_model, weight_dtype
+    from penstock.model.meta_model import build_model, check_trainable, strip_model, weight_dtype
     from penstock.model.split import SplitModel
 
     check_trainable(inventory)

@@ -162,7 +162,7 @@ def transfers_of(record: StepRecord) -> Moved:
     moved: dict[Part, tuple[LinkTransfer, ...]] = {}
     for at, op in enumerate(operations):
         moved[at] = traffic.transfers(op, shapes[op.round])
-        if op.roles == (Role.INPUT,):
+        if op.roles == (Role.ACTIVATION,):
             for micro, shape in enumerate(shapes[op.round]):
                 moved[at, micro] = traffic.transfers(op, [shape])
     return moved

@@ -18,7 +18,7 @@ from penstock.engine.spans import Span
 from penstock.memory.arena import Arena
 from penstock.memory.placement import Node, Stripe
 from penstock.model.inventory import Inventory
-from penstock.plan.buffers import micro_nbytes, round_micro_batches
+from penstock.plan.buffers import micro_batches_per_round, micro_nbytes
 from penstock.plan.lifetimes import piece_span
 from penstock.plan.placement import STRIPE_UNIT, Home
 from penstock.plan.plan import Plan
@@ -167,11 +167,11 @@ class TierMemory:
         (`plan/activation_overlay.py`).
         """
         for block, overlay in self.plan.overlaid_activations().items():
-            home = self.plan.placement.blocks[block].home(Role.INPUT)
+            home = self.plan.placement.blocks[block].home(Role.ACTIVATION)
             assert home is not None
             if overlay.node == node:
                 end = overlay.offset + home.nbytes
-                self._data[block, Role.INPUT] = gradients[overlay.offset : end]
+                self._data[block, Role.ACTIVATION] = gradients[overlay.offset : end]
 
     def _tensor(self, arena: Arena, key: Key, home: Home) -> torch.Tensor:
         name = f"{key[1]} of {self.inventory.blocks[key[0]].name}"
@@ -206,9 +206,9 @@ class TierMemory:
         for (block, role), home in self._homes():
             if not _is_on(home, Tier.NVME):
                 continue
-            if role is Role.INPUT:
+            if role is Role.ACTIVATION:
                 nbytes = micro_nbytes(self.inventory, plan.workload)
-                for micro in range(round_micro_batches(plan.workload, plan.placement.rounds)):
+                for micro in range(micro_batches_per_round(plan.workload, plan.placement.rounds)):
                     yield (block, role, micro), nbytes
                 continue
             for piece in self.pieces(block, role):
@@ -220,7 +220,7 @@ class TierMemory:
         overlaid = self.plan.overlaid_activations()
         for index, block in enumerate(self.plan.placement.blocks):
             for home in block.homes:
-                if home.nbytes and not (home.role is Role.INPUT and index in overlaid):
+                if home.nbytes and not (home.role is Role.ACTIVATION and index in overlaid):
                     yield (index, home.role), home
 
     def _is_in(self, block: int, role: Role, tier: Tier) -> bool:

@@ -216,8 +216,8 @@ class Mover:
                 step.tickets.order_after(previous_user, self._device)
             step.started[at, micro] = self._device.record()
             into = self._memory.hidden.slot(slot, rows, length)
-            if self._tiers.on_disk(op.block, Role.INPUT):
-                extent = self._tiers.extent(op.block, Role.INPUT, micro)
+            if self._tiers.on_disk(op.block, Role.ACTIVATION):
+                extent = self._tiers.extent(op.block, Role.ACTIVATION, micro)
                 self._pipes["fetch inputs"].read(extent, _as_bytes(into))
             else:
                 source = self._memory.hidden.home(op.block, micro, rows, length)
@@ -245,14 +245,14 @@ class Mover:
         Activations on NVMe are written here, through the pipe of this lane.
         """
         computed = step.program.at[Verb.FORWARD, op.block - 1, op.round, None]
-        on_disk = self._tiers.on_disk(op.block, Role.INPUT)
+        on_disk = self._tiers.on_disk(op.block, Role.ACTIVATION)
         for micro, (rows, length) in enumerate(step.shapes(op.round)):
             step.tickets.order_after((computed, micro), self._device)
             step.started[at, micro] = self._device.record()
             slot = step.hidden_slots[op.round, op.block, micro]
             source = self._memory.hidden.slot(slot, rows, length)
             if on_disk:
-                extent = self._tiers.extent(op.block, Role.INPUT, micro)
+                extent = self._tiers.extent(op.block, Role.ACTIVATION, micro)
                 self._pipes["drain inputs"].write(extent, _as_bytes(source))
             else:
                 into = self._memory.hidden.home(op.block, micro, rows, length)

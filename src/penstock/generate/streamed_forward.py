@@ -19,7 +19,7 @@ from penstock.generate.attention import register_row_attention
 from penstock.generate.forward import ForwardPass, check_fit
 from penstock.model.attention import CACHED_ROWS, attention_configs, using_attention
 from penstock.model.inventory import Inventory
-from penstock.model.skeleton import build_model
+from penstock.model.meta_model import build_model
 from penstock.model.split import Arguments, SplitModel
 
 if TYPE_CHECKING:

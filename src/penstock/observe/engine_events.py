@@ -31,7 +31,7 @@ MEMORY_USAGE = "penstock.engine.memory_usage"
 MAX_CACHED = 64
 """Number of programs and batch shapes whose transfers are cached."""
 
-_TRANSFER_VERBS = (Verb.FETCH, Verb.DRAIN, Verb.READ, Verb.WRITE)
+_TRANSFER_VERBS = (Verb.FETCH, Verb.OFFLOAD, Verb.READ, Verb.WRITE)
 
 
 class EngineWatcher:
@@ -226,7 +226,7 @@ def _kind(operation: Operation, transfer: LinkTransfer) -> str:
         return "copy"
     if transfer.link.startswith(DISK):
         return "read" if transfer.source == "disk" else "write"
-    return "write" if operation.verb in (Verb.DRAIN, Verb.READ) else "read"
+    return "write" if operation.verb in (Verb.OFFLOAD, Verb.READ) else "read"
 
 
 # The plan.

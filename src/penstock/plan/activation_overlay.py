@@ -45,14 +45,14 @@ def node_of(home: Home | None) -> int | None:
 def overlaid_activations(
     blocks: Sequence[BlockPlacement], *, rounds: int = 1, accumulate: bool = False
 ) -> dict[int, OverlaidActivation]:
-    """Return, by block, the saved inputs that need no memory of their own."""
+    """Return, by block, the activations that need no memory of their own."""
     overlaid: dict[int, OverlaidActivation] = {}
     if rounds > 1 or accumulate:
         return overlaid
     available: Counter[int] = Counter()  # by node: bytes of earlier blocks' gradients
     used: Counter[int] = Counter()
     for index, block in enumerate(blocks):
-        home = block.home(Role.INPUT)
+        home = block.home(Role.ACTIVATION)
         node = node_of(home)
         if home is not None and node is not None and used[node] + home.nbytes <= available[node]:
             overlaid[index] = OverlaidActivation(node, used[node])
@@ -71,7 +71,7 @@ def overlaid_nbytes(
     """Return the bytes that overlaying saves, by tier."""
     saved: Counter[Tier] = Counter()
     for index in overlaid_activations(blocks, rounds=rounds, accumulate=accumulate):
-        home = blocks[index].home(Role.INPUT)
+        home = blocks[index].home(Role.ACTIVATION)
         assert home is not None
         saved[home.shares[0].tier] += home.nbytes
     return saved

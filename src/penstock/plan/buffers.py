@@ -130,20 +130,20 @@ def plan_pools(
 # Activations.
 
 
-def round_micro_batches(workload: Workload, rounds: int) -> int:
+def micro_batches_per_round(workload: Workload, rounds: int) -> int:
     """Return the number of micro-batches of the largest round."""
     return -(-workload.micro_batches // rounds)
 
 
 def micro_nbytes(inventory: Inventory, workload: Workload) -> int:
-    """Return the bytes of one block's input for one micro-batch."""
+    """Return the bytes of one block's activation for one micro-batch."""
     tokens = workload.numerics.micro_batch * workload.context
     return round_up(tokens * inventory.hidden * 2, EXTENT)
 
 
-def input_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
-    """Return the bytes of one block's input for all micro-batches of a round."""
-    return round_micro_batches(workload, rounds) * micro_nbytes(inventory, workload)
+def activation_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
+    """Return the bytes of one block's activations for all micro-batches of a round."""
+    return micro_batches_per_round(workload, rounds) * micro_nbytes(inventory, workload)
 
 
 def hidden_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
@@ -152,7 +152,7 @@ def hidden_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
     The hidden states of a whole round pass from block to block, and two micro-batches more are on
     their way out or in.
     """
-    passing = round_micro_batches(workload, rounds) + 2
+    passing = micro_batches_per_round(workload, rounds) + 2
     tokens = round_up(16 * workload.tokens, EXTENT)
     return passing * micro_nbytes(inventory, workload) + tokens
 
@@ -195,11 +195,11 @@ def _packed_nbytes(lifetimes: list[BufferLifetime]) -> int:
 
 def pipe_lanes(workload: Workload, placement: Placement) -> tuple[str, ...]:
     """Return the lanes that need a pipe of their own between the device and NVMe."""
-    inputs, gradients = (
+    activations, gradients = (
         any(block.touches(role, Tier.NVME) for block in placement.blocks)
-        for role in (Role.INPUT, Role.GRADIENT)
+        for role in (Role.ACTIVATION, Role.GRADIENT)
     )
-    lanes: tuple[str, ...] = ("drain inputs", "fetch inputs") if inputs else ()
+    lanes: tuple[str, ...] = ("drain inputs", "fetch inputs") if activations else ()
     if gradients:
         wide = workload.formats(placement.rounds).wide_gradient
         lanes += ("drain", "fetch") if wide else ("drain",)

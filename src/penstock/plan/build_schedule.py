@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from penstock.model.inventory import Inventory
 from penstock.plan.placement import Placement
+from penstock.plan.placement_index import PlacementIndex, WeightWindow
 from penstock.plan.schedule import Operation, Phase, Schedule, Verb
-from penstock.plan.weight_window import PlacementIndex, WeightWindow
 from penstock.roles import TRAINED, Role
 
 
@@ -81,12 +81,12 @@ class _ScheduleBuilder:
         """Write of each block and piece."""
         self.fetched: dict[tuple[int, Role], tuple[int, ...]] = {}
         """Fetches of what is in HBM now."""
-        self.drained: dict[tuple[int, Role], int] = {}
-        """Drain of what is outside HBM now."""
+        self.offloaded: dict[tuple[int, Role], int] = {}
+        """Offload of what is outside HBM now."""
         self.staged: list[tuple[Operation, tuple[int, ...]]] = []
         """Reads whose staging buffer is in use, and the operations that still need it."""
         self.leaving: list[tuple[int, int]] = []
-        """Blocks whose gradient leaves HBM, and the drain of each, oldest first."""
+        """Blocks whose gradient leaves HBM, and the offload of each, oldest first."""
 
     # The two passes.
 
@@ -95,11 +95,11 @@ class _ScheduleBuilder:
         for i in range(self.index.count - 1):
             self.prefetch("forward", round)
             # The output of block i overwrites the input of block i - 1, which must have left.
-            offloaded = self.drained.get((i - 1, Role.INPUT))
+            offloaded = self.offloaded.get((i - 1, Role.ACTIVATION))
             waits = self.weights_of(i) + (() if offloaded is None else (offloaded,))
             self.compute(Verb.FORWARD, i, "forward", round, waits)
-            if self.backward and self.index.offloads_input(i + 1):
-                self.drain(i + 1, Role.INPUT, "forward", round, after=self.computed[i])
+            if self.backward and self.index.offloads_activation(i + 1):
+                self.offload(i + 1, Role.ACTIVATION, "forward", round, after=self.computed[i])
 
     def head(self, round: int) -> None:
         """Append the head with the loss, where forward turns into backward."""
@@ -115,16 +115,16 @@ class _ScheduleBuilder:
         """Append the head and backward through all other blocks."""
         last = self.index.count - 1
         self.head(round)
-        self.drain_gradient(last, round)
+        self.offload_gradient(last, round)
         for i in range(last - 1, -1, -1):
             self.prefetch("backward", round)
             # One gradient may still be leaving while the next is computed.
             self.drop_gradients(round, keep=1)
             waits = self.weights_of(i) if i > 0 else ()
-            waits += self.in_hbm(i, Role.INPUT) + self.in_hbm(i, Role.GRADIENT)
+            waits += self.in_hbm(i, Role.ACTIVATION) + self.in_hbm(i, Role.GRADIENT)
             self.compute(Verb.BACKWARD, i, "backward", round, waits)
-            self.drop(i, Role.INPUT, "backward", round)
-            self.drain_gradient(i, round)
+            self.drop(i, Role.ACTIVATION, "backward", round)
+            self.offload_gradient(i, round)
         self.drop_gradients(round, keep=0)
 
     def finished(self) -> Schedule:
@@ -180,7 +180,7 @@ class _ScheduleBuilder:
 
     def fetch_for_backward(self, block: int, round: int) -> None:
         """Append fetches of the activations and the gradient sums that a backward needs."""
-        wanted = [(block, Role.INPUT)] if self.index.offloads_input(block) else []
+        wanted = [(block, Role.ACTIVATION)] if self.index.offloads_activation(block) else []
         if round > 0 or self.adds:
             added = (b for b in self.index.adds_to(block) if self.index.gradient_leaves(b))
             wanted += [(b, Role.GRADIENT) for b in added]
@@ -188,8 +188,8 @@ class _ScheduleBuilder:
             if key not in self.fetched:
                 # Once block + 2 has computed, its buffers are free for this one.
                 after = tuple(self.computed[b] for b in (block + 2,) if b in self.computed)
-                drained = (self.drained[key],) if key in self.drained else ()
-                self.fetch(*key, "backward", round, after=after + drained)
+                offloaded = (self.offloaded[key],) if key in self.offloaded else ()
+                self.fetch(*key, "backward", round, after=after + offloaded)
 
     # Optimizer sweeps, in pieces if they pass through staging.
 
@@ -239,18 +239,18 @@ class _ScheduleBuilder:
 
     # Gradients leave HBM.
 
-    def drain_gradient(self, block: int, round: int) -> None:
+    def offload_gradient(self, block: int, round: int) -> None:
         """Append the offload of a block's gradient, unless it is stored in HBM."""
         if self.index.gradient_leaves(block):
-            self.drain(block, Role.GRADIENT, "backward", round, after=self.computed[block])
-            self.fetched.pop((block, Role.GRADIENT), None)  # the drain now owns its buffer
-            self.leaving.append((block, self.drained[block, Role.GRADIENT]))
+            self.offload(block, Role.GRADIENT, "backward", round, after=self.computed[block])
+            self.fetched.pop((block, Role.GRADIENT), None)  # the offload now owns its buffer
+            self.leaving.append((block, self.offloaded[block, Role.GRADIENT]))
 
     def drop_gradients(self, round: int, keep: int) -> None:
         """Drop the oldest gradient buffers until `keep` are left."""
         while len(self.leaving) > keep:
-            block, drained = self.leaving.pop(0)
-            self.emit(Verb.DROP, block, (Role.GRADIENT,), "backward", round, after=(drained,))
+            block, offloaded = self.leaving.pop(0)
+            self.emit(Verb.DROP, block, (Role.GRADIENT,), "backward", round, after=(offloaded,))
 
     # Single operations.
 
@@ -261,10 +261,10 @@ class _ScheduleBuilder:
         at = self.emit(Verb.FETCH, block, (role,), phase, round, after=after)
         self.fetched[block, role] = (at,)
 
-    def drain(self, block: int, role: Role, phase: Phase, round: int, after: int) -> None:
+    def offload(self, block: int, role: Role, phase: Phase, round: int, after: int) -> None:
         """Append the offload of a whole role."""
-        at = self.emit(Verb.DRAIN, block, (role,), phase, round, after=(after,))
-        self.drained[block, role] = at
+        at = self.emit(Verb.OFFLOAD, block, (role,), phase, round, after=(after,))
+        self.offloaded[block, role] = at
 
     def drop(self, block: int, role: Role, phase: Phase, round: int) -> None:
         """Append a drop of what is in HBM, after the last computation that uses it."""

@@ -74,7 +74,7 @@ class Plan:
             for index, block in enumerate(self.placement.blocks)
             for home in block.homes
             for share in home.shares
-            if home.role is not Role.INPUT or index not in overlaid
+            if home.role is not Role.ACTIVATION or index not in overlaid
         )
         object.__setattr__(self, "_shares", shares)
         for tier in Tier:
@@ -96,11 +96,13 @@ class Plan:
 
     def at_rest(self, tier: Tier) -> int:
         """Return the bytes of weights, optimizer states and gradients stored between steps."""
-        return sum(s.nbytes for r, s in self._shares if s.tier is tier and r is not Role.INPUT)
+        return sum(s.nbytes for r, s in self._shares if s.tier is tier and r is not Role.ACTIVATION)
 
     def activations(self, tier: Tier) -> int:
         """Return the bytes of saved activations, without those stored in gradients' memory."""
-        return sum(s.nbytes for role, s in self._shares if s.tier is tier and role is Role.INPUT)
+        return sum(
+            s.nbytes for role, s in self._shares if s.tier is tier and role is Role.ACTIVATION
+        )
 
     def pool_nbytes(self, tier: Tier) -> int:
         """Return the bytes of all buffer pools."""

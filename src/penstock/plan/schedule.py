@@ -49,10 +49,10 @@ class Verb(StrEnum):
     """Run the head forward and backward in one operation, so that only one chunk's logits exist."""
 
     BACKWARD = "backward"
-    """Recompute from the block's saved input, then run backward, on all micro-batches of the
+    """Recompute from the block's activation, then run backward, on all micro-batches of the
     round."""
 
-    DRAIN = "drain"
+    OFFLOAD = "drain"  # the value is in recorded timelines and events
     """Offload from HBM: gradients, and activations that backward needs. On the way to NVMe they
     pass through host memory in small pieces within this one operation. FETCH is its inverse."""
 
@@ -101,9 +101,9 @@ class Operation(NamedTuple):
         """
         match self.verb:
             case Verb.FETCH:
-                return "fetch inputs" if Role.INPUT in self.roles else "fetch"
-            case Verb.DRAIN:
-                return "drain inputs" if Role.INPUT in self.roles else "drain"
+                return "fetch inputs" if Role.ACTIVATION in self.roles else "fetch"
+            case Verb.OFFLOAD:
+                return "drain inputs" if Role.ACTIVATION in self.roles else "drain"
             case Verb.RELEASE | Verb.DROP:
                 return ""
             case Verb.READ | Verb.WRITE:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from penstock.model.inventory import Inventory
-from penstock.plan.buffers import round_micro_batches
+from penstock.plan.buffers import micro_batches_per_round
 from penstock.plan.lifetimes import piece_span
 from penstock.plan.placement import Placement, Share
 from penstock.plan.schedule import Operation, Schedule, Verb
@@ -84,7 +84,7 @@ class Traffic:
         sweep are its reads and writes of memory.
         """
         match operation.verb:
-            case Verb.FETCH | Verb.DRAIN:
+            case Verb.FETCH | Verb.OFFLOAD:
                 transfers = self._copy_transfers(operation, shapes)
             case Verb.READ | Verb.WRITE:
                 transfers = self._staging_transfers(operation)
@@ -119,7 +119,7 @@ class Traffic:
         """Return the bytes of each part that is one extent if it is on disk."""
         (role,) = operation.roles
         block = self.inventory.blocks[operation.block]
-        if role is Role.INPUT:
+        if role is Role.ACTIVATION:
             width = self.formats.nbytes(role, self.inventory.hidden)
             return [rows * length * width for rows, length in shapes]
         if role is Role.GRADIENT:
@@ -270,7 +270,7 @@ def planned_shapes(workload: Workload, placement: Placement) -> list[list[MicroB
     """Return the shapes of a full batch's micro-batches, by round."""
     size, length = workload.numerics.micro_batch, workload.context
     micros = [(min(size, workload.batch - at), length) for at in range(0, workload.batch, size)]
-    count = round_micro_batches(workload, placement.rounds)
+    count = micro_batches_per_round(workload, placement.rounds)
     return [micros[r * count : (r + 1) * count] for r in range(placement.rounds)]
 
 

@@ -42,8 +42,8 @@ class BlockLocations(NamedTuple):
     gradient: Location | None
     """Location of the gradient."""
 
-    input: Location | None
-    """Location of the saved input."""
+    activation: Location | None
+    """Location of the activation, the saved block input."""
 
     @property
     def resident(self) -> bool:
@@ -55,7 +55,7 @@ GROUPS: dict[str, tuple[Role, ...]] = {
     "weight": (Role.WEIGHT,),
     "state": STATE,
     "gradient": (Role.GRADIENT,),
-    "input": (Role.INPUT,),
+    "activation": (Role.ACTIVATION,),
 }
 """Roles that are stored in the same location."""
 

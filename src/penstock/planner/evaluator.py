@@ -21,7 +21,7 @@ from penstock.plan.budget import Budget
 from penstock.plan.buffers import (
     CUDA_CONTEXT,
     BufferPool,
-    input_nbytes,
+    activation_nbytes,
     pipe_lanes,
     pipe_nbytes,
     plan_pools,
@@ -122,7 +122,7 @@ class PlanEvaluator:
 
     def could_fit(self, rounds: int) -> bool:
         """Return whether all tiers together are large enough for what is stored between steps."""
-        groups = [g for g in GROUPS if g != "input"]
+        groups = [g for g in GROUPS if g != "activation"]
         blocks = range(len(self.inventory.blocks))
         wanted = sum(self.group_nbytes(i, group, rounds) for i in blocks for group in groups)
         return wanted <= sum(self._capacities.values())
@@ -315,8 +315,8 @@ class PlanEvaluator:
         return self._homes[key]
 
     def _role_nbytes(self, block: int, role: Role, rounds: int) -> int:
-        if role is Role.INPUT:
-            return input_nbytes(self.inventory, self.workload, rounds)
+        if role is Role.ACTIVATION:
+            return activation_nbytes(self.inventory, self.workload, rounds)
         model, step = self.inventory.blocks[block], self.piece_elements
         key = (model.pieces(step), model.pieces(step, trainable=False), role, rounds)
         if key not in self._role_sizes:

@@ -20,13 +20,13 @@ blocks are then left for the slow tiers. Their sweeps come last in a step, so a 
 read them at the start of the step."""
 
 ORDERS: tuple[tuple[str, ...], ...] = (
-    ("state", "gradient", "weight", "input"),
-    ("state", "gradient", "input", "weight"),
-    ("gradient", "weight", "input", "state"),
-    ("input", "weight", "gradient", "state"),
-    ("weight", "gradient", "state", "input"),
-    ("input", BLOCK),
-    (BLOCK, "input"),
+    ("state", "gradient", "weight", "activation"),
+    ("state", "gradient", "activation", "weight"),
+    ("gradient", "weight", "activation", "state"),
+    ("activation", "weight", "gradient", "state"),
+    ("weight", "gradient", "state", "activation"),
+    ("activation", BLOCK),
+    (BLOCK, "activation"),
 )
 """Orders in which groups get the fast tiers. Optimizer states are first by default. If states must
 be stored on disk anyway, DRAM is better used for the other groups."""
@@ -37,7 +37,7 @@ PREFERENCES: tuple[dict[str, tuple[Location, ...]], ...] = (
     {
         "state": (Location.DRAM, Location.MIX, Location.CXL, Location.NVME),
         "weight": (Location.CXL, Location.DRAM, Location.NVME),
-        "input": (Location.CXL, Location.DRAM, Location.NVME),
+        "activation": (Location.CXL, Location.DRAM, Location.NVME),
     },
 )
 """Locations to try for each group, in order. The last two entries differ only on machines with
@@ -60,8 +60,8 @@ class FillStrategy:
     resident: tuple[int, ...] = ()
     """Blocks that are stored in HBM."""
 
-    hbm_inputs: int = 0
-    """Number of layers, counted from the last, whose saved inputs stay in HBM. The last ones are
+    hbm_activations: int = 0
+    """Number of layers, counted from the last, whose activations stay in HBM. The last ones are
     needed again soonest."""
 
     rounds: int = 1
@@ -101,7 +101,7 @@ def _fill_once(
     for groups, turn in _turns(strategy, locations):
         preference = PREFERENCES[strategy.preference].get("+".join(groups), DEFAULT_PREFERENCE)
         open_blocks = [i for i in turn if getattr(locations[i], groups[0]) is Location.DRAM]
-        if groups == ("input",):  # overlaid activations need no memory of their own
+        if groups == ("activation",):  # overlaid activations need no memory of their own
             overlaid = evaluator.overlaid_blocks(locations, strategy.rounds)
             open_blocks = [i for i in open_blocks if i not in overlaid]
         for location in preference:
@@ -138,12 +138,12 @@ def undecided(evaluator: PlanEvaluator, strategy: FillStrategy, index: int) -> B
     trained, layer = bool(block.parameters(True)), block.kind == "layer"
     location = Location.HBM if index in strategy.resident else Location.DRAM
     last_layer = len(evaluator.inventory.blocks) - 2
-    keeps_input = index > last_layer - strategy.hbm_inputs
+    keeps_activation = index > last_layer - strategy.hbm_activations
     return BlockLocations(
         weight=location if block.tensors else None,
         state=location if trained else None,
         gradient=location if trained else None,
-        input=(Location.HBM if keeps_input else Location.DRAM) if layer else None,
+        activation=(Location.HBM if keeps_activation else Location.DRAM) if layer else None,
     )
 
 

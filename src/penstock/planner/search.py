@@ -122,18 +122,18 @@ def _initial(evaluator: PlanEvaluator, effort: SearchEffort) -> Iterator[Candida
     Those have few rounds, a full HBM and optimizer states in DRAM.
     """
     preferences = range(len(PREFERENCES) if evaluator.capacity(Tier.CXL) else 1)
-    hbm_inputs = (0, len(evaluator.inventory.layers))
+    hbm_activations = (0, len(evaluator.inventory.layers))
     seen: set[Candidate] = set()
     fitting = 0
     most = evaluator.workload.micro_batches if evaluator.inventory.may_have_rounds else 1
     for rounds in filter(evaluator.could_fit, _round_counts(most)):
         before = len(seen)
         for resident in resident_sets(evaluator, rounds):
-            for order, preference, inputs in product(
-                ORDERS[: effort.orders], preferences, hbm_inputs
+            for order, preference, activations in product(
+                ORDERS[: effort.orders], preferences, hbm_activations
             ):
                 strategy = FillStrategy(
-                    order, preference, resident, hbm_inputs=inputs, rounds=rounds
+                    order, preference, resident, hbm_activations=activations, rounds=rounds
                 )
                 candidate = fill(evaluator, strategy)
                 if candidate is not None and candidate not in seen:
@@ -201,7 +201,7 @@ def _change_slots(candidate: Candidate) -> Iterator[Candidate]:
 
 def _move_groups(evaluator: PlanEvaluator, candidate: Candidate, size: int) -> Iterator[Candidate]:
     """Yield candidates with one group of some blocks in another location."""
-    for group in ("state", "weight", "gradient", "input"):
+    for group in ("state", "weight", "gradient", "activation"):
         for source in Location:
             blocks = _blocks_at(candidate, group, source)
             for target in _targets(evaluator, group):
@@ -217,7 +217,7 @@ def _swap_groups(evaluator: PlanEvaluator, candidate: Candidate, size: int) -> I
     """Yield candidates in which two groups exchange about as many bytes."""
     locations = (Location.DRAM, Location.CXL, Location.NVME)
     rounds = candidate.rounds
-    for group, other_group in permutations(("state", "weight", "gradient", "input"), 2):
+    for group, other_group in permutations(("state", "weight", "gradient", "activation"), 2):
         for a, b in combinations(locations, 2):
             blocks = _blocks_at(candidate, group, a)
             other_blocks = _blocks_at(candidate, other_group, b)
@@ -244,7 +244,7 @@ def _change_residents(candidate: Candidate, size: int) -> Iterator[Candidate]:
 
 
 def _put_blocks(candidate: Candidate, blocks: list[int], location: Location) -> Candidate:
-    """Put all groups of some blocks, except saved inputs, in one location."""
+    """Put all groups of some blocks, except activations, in one location."""
 
     def moved(locations: BlockLocations) -> BlockLocations:
         trained = location if locations.state else None
@@ -269,7 +269,7 @@ def _targets(evaluator: PlanEvaluator, group: str) -> list[Location]:
         targets += [Location.CXL, Location.MIX] if group == "state" else [Location.CXL]
     if evaluator.capacity(Tier.NVME):
         targets.append(Location.NVME)
-    return [*targets, Location.HBM] if group == "input" else targets
+    return [*targets, Location.HBM] if group == "activation" else targets
 
 
 def _blocks_at(candidate: Candidate, group: str, location: Location) -> list[int]:
@@ -277,5 +277,5 @@ def _blocks_at(candidate: Candidate, group: str, location: Location) -> list[int
     return [
         i
         for i, each in enumerate(candidate.locations)
-        if getattr(each, group) is location and (group == "input" or not each.resident)
+        if getattr(each, group) is location and (group == "activation" or not each.resident)
     ]

@@ -56,7 +56,7 @@ def load_model(settings: Settings, checkpoint: Path | None) -> ModelSource:
     A resumed run reads them from its checkpoint: the original model may be gone.
     """
     from penstock.engine.prepare import inspect_model
-    from penstock.model.skeleton import check_trainable
+    from penstock.model.meta_model import check_trainable
 
     name, context = settings.model.model, settings.data.context
     source = str(checkpoint or name)

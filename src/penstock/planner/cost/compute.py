@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.model.inventory import Block, Inventory
-from penstock.plan.buffers import round_micro_batches
+from penstock.plan.buffers import micro_batches_per_round
 from penstock.plan.schedule import Operation, Verb
 from penstock.plan.workload import Workload
 from penstock.planner.cost.flops import operations, share_of, width_nbytes
@@ -47,5 +47,5 @@ def sequences_by_round(workload: Workload, rounds: int) -> list[int]:
 
     As in the engine, every round is as large as the first until no sequences are left.
     """
-    each = workload.numerics.micro_batch * round_micro_batches(workload, rounds)
+    each = workload.numerics.micro_batch * micro_batches_per_round(workload, rounds)
     return [max(0, min(each, workload.batch - r * each)) for r in range(rounds)]

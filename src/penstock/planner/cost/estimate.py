@@ -197,8 +197,8 @@ def _required_operations(
             yield Operation(Verb.FORWARD, block, (), "forward", round)
         verb = Verb.LOSS if kind == "head" else Verb.BACKWARD
         yield Operation(verb, block, (), "backward", round)
-        for role in (Role.GRADIENT, Role.INPUT):
+        for role in (Role.GRADIENT, Role.ACTIVATION):
             if at.home(role):
-                yield Operation(Verb.DRAIN, block, (role,), "backward", round)
-        if at.home(Role.INPUT):
-            yield Operation(Verb.FETCH, block, (Role.INPUT,), "backward", round)
+                yield Operation(Verb.OFFLOAD, block, (role,), "backward", round)
+        if at.home(Role.ACTIVATION):
+            yield Operation(Verb.FETCH, block, (Role.ACTIVATION,), "backward", round)

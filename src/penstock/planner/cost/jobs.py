@@ -270,7 +270,7 @@ class JobBuilder:
                     demands.copy_in(self._in_staging(share), nbytes)
                 case Verb.FETCH:
                     demands.copy_in(share, nbytes)
-                case Verb.DRAIN:
+                case Verb.OFFLOAD:
                     demands.copy_out(share, nbytes)
                 case Verb.READ if share.path:
                     demands.disk_read(share.path, nbytes)

@@ -58,7 +58,7 @@ def _permanent(placement: Placement, pools: Iterable[BufferPool]) -> Counter[Tie
     total: Counter[Tier] = Counter()
     for block in placement.blocks:
         for home in block.homes:
-            for share in home.shares if home.role is not Role.INPUT else ():
+            for share in home.shares if home.role is not Role.ACTIVATION else ():
                 total[share.tier] += share.nbytes
     for pool in pools:
         if pool.what not in TEMPORARY:
@@ -69,16 +69,16 @@ def _permanent(placement: Placement, pools: Iterable[BufferPool]) -> Counter[Tie
 def _activations(
     placement: Placement, operations: Sequence[Operation]
 ) -> Iterator[tuple[int, _Use]]:
-    """Yield blocks and the use of their saved inputs.
+    """Yield blocks and the use of their activations.
 
-    An input is in use from the forward that produces it to the backward that needs it last.
+    An activation is in use from the forward that produces it to the backward that needs it last.
     """
     produced_at: dict[int, int] = {}
     for at, operation in enumerate(operations):
         if operation.verb is Verb.FORWARD:
             produced_at[operation.block + 1] = at
         elif operation.verb is Verb.BACKWARD and operation.block in produced_at:
-            home = placement.blocks[operation.block].home(Role.INPUT)
+            home = placement.blocks[operation.block].home(Role.ACTIVATION)
             for share in home.shares if home else ():
                 yield (
                     operation.block,

@@ -1,4 +1,4 @@
-"""Decide which streamed weights are in HBM at each point of a step."""
+"""Look up a placement by block, and decide which streamed weights are in HBM at each point."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class PlacementIndex:
         trained = (o for o in owners if self._at(o).home(Role.GRADIENT) is not None)
         return tuple(sorted(set(trained)))
 
-    def offloads_input(self, block: int) -> bool:
-        """Return whether the block's saved input is stored outside HBM."""
-        home = self._at(block).home(Role.INPUT)
-        return home is not None and not self._at(block).all_on(Role.INPUT, Tier.HBM)
+    def offloads_activation(self, block: int) -> bool:
+        """Return whether the block's activation is stored outside HBM."""
+        home = self._at(block).home(Role.ACTIVATION)
+        return home is not None and not self._at(block).all_on(Role.ACTIVATION, Tier.HBM)
 
     def gradient_leaves(self, block: int) -> bool:
         """Return whether the block's gradient is stored outside HBM."""
