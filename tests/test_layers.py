@@ -48,7 +48,7 @@ needs it, so that planning works, and the command line starts quickly, without i
 
 TORCH_FREE = [
     *("cli.main", "doctor", "machine.discovery", "machine.machine", "memory.arena"),
-    *("model.inventory", "model.survey", "observe.compare_page", "observe.page"),
+    *("model.inventory", "model.survey", "observe.compare_page", "observe.launch", "observe.page"),
     *("observe.records", "plan.plan", "planner", "planner.cost", "probe", "settings"),
 ]
 

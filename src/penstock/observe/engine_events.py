@@ -2,6 +2,9 @@
 
 An engine reports each program it has executed as a `StepRecord`. The thread that trains only
 queues it; the recorder's thread converts it.
+
+The engine is imported only inside functions that run after an engine has run: observing another
+program must not load it, and the process of `penstock profile` must not load torch.
 """
 
 from __future__ import annotations
@@ -11,9 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.step_records import Event as TimelineEvent
-from penstock.engine.step_records import Moved, StepRecord, timeline, transfers_of
-from penstock.engine.step_state import Part
 from penstock.observe.hardware import disk_name
 from penstock.observe.recorder import Recorder
 from penstock.observe.records import Event, Phase, Planned, PlannedTier
@@ -23,7 +23,9 @@ from penstock.plan.traffic import DISK, LinkTransfer, step_traffic
 from penstock.tiers import Tier
 
 if TYPE_CHECKING:
-    from penstock.engine.step_records import Kind
+    from penstock.engine.step_records import Event as TimelineEvent
+    from penstock.engine.step_records import Kind, Moved, StepRecord
+    from penstock.engine.step_state import Part
 
 STEP_RECORDS = "penstock.engine.step_records"
 MEMORY_USAGE = "penstock.engine.memory_usage"
@@ -158,6 +160,8 @@ class EngineEvents:
         A copy whose data comes from a disk is on the PCIe link and on the disk. A sweep that ran
         outside a step has no step, and its phase is the program's kind.
         """
+        from penstock.engine.step_records import timeline
+
         found: list[Event] = []
         for ran in timeline(record, self._moved_by(record)):
             verb = ran.operation.verb
@@ -208,6 +212,8 @@ class EngineEvents:
 
     def _moved_by(self, record: StepRecord) -> Moved:
         """Return a program's transfers, derived once for each program and shape of batch."""
+        from penstock.engine.step_records import transfers_of
+
         key = (id(record.program), str(record.shapes))
         if key not in self._moved:
             if len(self._moved) > MAX_CACHED:  # every batch has a new shape
