@@ -142,6 +142,19 @@ def test_a_dropped_ticket_keeps_its_buffer(variant: StoreVariant) -> None:
         assert back == expected
 
 
+def test_a_settled_ticket_keeps_no_buffer(variant: StoreVariant) -> None:
+    with variant.create() as store:
+        extent = store.allocate(UNIT, name="settled")
+        buffers = Buffers(MiB)
+        ticket = store.start_write(extent, buffers.random(UNIT))
+        ticket.settle()
+
+        gc.collect()
+
+        buffers.arena.reset()  # raises while a block is alive
+        assert ticket.failure() is None
+
+
 def test_several_threads_share_a_store(variant: StoreVariant, buffers: Buffers) -> None:
     failures: list[BaseException] = []
     with variant.create() as store:

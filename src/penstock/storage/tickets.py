@@ -66,6 +66,7 @@ class StoreTicket:
     def settle(self, timeout: float | None = None) -> None:
         """Wait until done, or until the timeout expires, without raising on failure."""
         wait_for_tickets(self._engine, [self], wait_for_all=True, timeout=timeout)
+        self.done()  # releases the buffer
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until done. Raise StorageError on failure, TimeoutError if the timeout expires."""
