@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# ruff: noqa: N803
 """The Triton kernel of the optimizer sweep: one kernel for every rule and format.
 
 It computes what `reference` specifies, element for element. `device_sweep` imports this module only
@@ -16,16 +18,10 @@ nearest, and keeps denormals:
 `tests/optim/test_device_code.py` checks the PTX for the first two.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
 from penstock import _native
-
-# mypy: ignore-errors
-# ruff: noqa: N803
-
 
 COLUMNS = tl.constexpr(_native.SWEEP_MOMENT_BLOCK)
 SIGN = tl.constexpr(0x80000000)
