@@ -198,7 +198,12 @@ def test_an_unknown_instruction_set_is_bad(tmp_path: Path) -> None:
     finding = run_doctor(tmp_path, PENSTOCK_ISA="sse9")["instruction sets"]
     assert finding["status"] == "bad"
     assert "PENSTOCK_ISA=sse9 names no instruction set; choose baseline, avx2" in finding["found"]
-    assert "unset PENSTOCK_ISA" in finding["mend"]
+    assert "unset PENSTOCK_ISA" in finding["fix"]
+
+
+def test_json_has_the_fix_under_its_deprecated_key_too(tmp_path: Path) -> None:
+    finding = run_doctor(tmp_path, PENSTOCK_ISA="sse9")["instruction sets"]
+    assert finding["mend"] == finding["fix"]
 
 
 @pytest.mark.parametrize(("requested", "chosen"), [("Baseline", "baseline"), ("", None)])

@@ -66,11 +66,11 @@ def render(findings: Sequence[Finding], console: Console) -> None:
 
 def to_json(findings: Sequence[Finding]) -> object:
     """Return the findings for `--json`: a list of objects."""
-    # Scripts read the fix under its original key, "mend".
-    renamed = {"fix": "mend"}
-    documents = [records.to_json(finding) for finding in findings]
-    return [
-        {renamed.get(key, key): value for key, value in document.items()}
-        for document in documents
-        if isinstance(document, dict)
-    ]
+    documents = []
+    for finding in findings:
+        document = records.to_json(finding)
+        assert isinstance(document, dict)
+        if "fix" in document:
+            document["mend"] = document["fix"]  # deprecated name of the key, for existing scripts
+        documents.append(document)
+    return documents
