@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.checkpoint import reader as module
+from penstock.checkpoint import reader as reader_module
 from penstock.checkpoint.errors import CheckpointReadError, TruncatedShardError
 from penstock.checkpoint.reader import ShardReader
 from penstock.checkpoint.writer import ShardWriter
@@ -25,8 +25,8 @@ PIECE = 1 << 16
 @pytest.fixture
 def tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """Three tensors on disk, with direct reads small enough that each needs many."""
-    monkeypatch.setattr(module, "_DIRECT_NBYTES", PIECE)
-    monkeypatch.setattr(module, "_thread", threading.local())
+    monkeypatch.setattr(reader_module, "_DIRECT_NBYTES", PIECE)
+    monkeypatch.setattr(reader_module, "_thread", threading.local())
     tensors = {f"t{i}": torch.arange(i, i + COUNT, dtype=torch.int32) for i in range(3)}
     ShardWriter([tensor_out(name, tensor) for name, tensor in tensors.items()]).write(tmp_path)
     return tensors
@@ -56,7 +56,7 @@ def test_large_reads_do_not_use_the_page_cache(
     with ShardReader(tmp_path) as reader:
         if next(iter(reader._tensors.values()))[0].direct_fd is None:
             pytest.skip("this file system has no O_DIRECT")
-        monkeypatch.setattr(module, "_read", None)  # a buffered read would fail
+        monkeypatch.setattr(reader_module, "_read", None)  # a buffered read would fail
         assert same_bits(part(reader, "t1", 0, COUNT), tensors["t1"])
 
 

@@ -83,7 +83,7 @@ def test_an_invalid_line_exits_with_1_unless_it_is_skipped(
     printed = capsys.readouterr()
     if option:
         assert code == 0
-        assert "1 bad lines skipped" in printed.out
+        assert "1 bad line skipped" in printed.out
     else:
         assert code == 1
         assert f"{file}:3: is not JSON" in printed.err

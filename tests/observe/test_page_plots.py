@@ -26,8 +26,8 @@ from tests.observe.test_intervals import SPANS
 
 
 def sparse(gap_after: int | None = None) -> Measures:
-    """Return eight steps of 1 s with a sample every 0.3 s. GPU memory grows by 1 GiB per tenth of a
-    step, and every other step takes 1.5 s."""
+    """Return eight steps of 1 s and 1.5 s in turn, with a sample every 0.3 s. GPU memory grows by
+    1 GiB per tenth of a step."""
     phases, samples, at = [], [], 0.0
     for n in range(8):
         wide = 1.5 if n % 2 else 1.0

@@ -29,7 +29,7 @@ from penstock.observe.samplers import (
     Reading,
     Sampler,
     Samplers,
-    TierMemory,
+    TierMemorySampler,
     visible_gpus,
 )
 from penstock.tiers import Tier
@@ -116,7 +116,7 @@ class FailingSampler:
 
 def test_a_sampler_that_fails_is_switched_off_with_one_note() -> None:
     notes: list[str] = []
-    tiers = TierMemory()
+    tiers = TierMemorySampler()
     tiers.memory_usages = lambda: [memory_usage(dram=3, pinned=7)]
     samplers = Samplers([FailingSampler(), tiers], notes.append)
 
@@ -136,7 +136,7 @@ def memory_usage(*, dram: int, pinned: int, where: str = "cpu") -> MemoryUsage:
 
 def test_tier_memory_is_read_from_engines_at_every_sample() -> None:
     one, other = memory_usage(dram=3, pinned=0), memory_usage(dram=4, pinned=9, where="cuda:1")
-    tiers = TierMemory()
+    tiers = TierMemorySampler()
     tiers.memory_usages = lambda: [one, other]
     first = Reading(host={"pinned": 1})
     first.gpus[0]["allocated"], first.gpus[1]["allocated"] = 50, 60

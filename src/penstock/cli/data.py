@@ -110,7 +110,8 @@ def render_counts(dataset: TokenDataset, packed: Packed, console: Console) -> No
         f"{counts.split:,} split; {counts.untrained:,} pieces without trained tokens left out",
     ]
     if dataset.bad_count:
-        lines.append(f"{dataset.bad_count:,} bad lines skipped, first: {dataset.bad_lines[0]}")
+        noun = "line" if dataset.bad_count == 1 else "lines"
+        lines.append(f"{dataset.bad_count:,} bad {noun} skipped, first: {dataset.bad_lines[0]}")
     lines += [f"note: {note}" for note in dataset.notes]
     for line in lines:
         console.print(Text(line))

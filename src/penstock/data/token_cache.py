@@ -148,7 +148,9 @@ def open_cache(
         raise BadLinesError(cache.state.bad_lines, cache.state.bad)
     if not cache.state.documents:
         names = ", ".join(source.name for source in sources)
-        raise EmptyDataError(f"{names}: no example found ({cache.state.bad} bad lines)")
+        bad = cache.state.bad
+        noun = "line" if bad == 1 else "lines"
+        raise EmptyDataError(f"{names}: no example found ({bad} bad {noun})")
     return cache
 
 

@@ -22,16 +22,16 @@ class RowViews:
         self.flat: list[KeysAndValues] = [
             (tokens[:, i, 0], tokens[:, i, 1]) for i in range(layout.num_layers)
         ]
-        """Per layer `[rows * row_tokens, heads, head dim]`, for variable-length kernels."""
+        """Per layer `[rows * row_tokens, heads, head_dim]`, for variable-length kernels."""
         self.rows: list[KeysAndValues] = [
             (_by_row(keys, layout), _by_row(values, layout)) for keys, values in self.flat
         ]
-        """Per layer `[rows, heads, row_tokens, head dim]`."""
+        """Per layer `[rows, heads, row_tokens, head_dim]`."""
         self._cached_rows = (0, 0)
         self._cached_views: list[KeysAndValues] = []
 
     def span(self, layer: int, first: int, count: int, start: int, end: int) -> KeysAndValues:
-        """Return tokens `start` to `end` of `count` rows: `[count, heads, end - start, head dim]`.
+        """Return tokens `start` to `end` of `count` rows: `[count, heads, end - start, head_dim]`.
 
         The views of the last rows asked for are cached: usually every layer of every token asks for
         the same rows.
@@ -49,13 +49,13 @@ def _by_row(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def flatten_rows(rows: torch.Tensor, row_tokens: int) -> torch.Tensor:
-    """View `[rows, heads, tokens, head size]` as `[tokens of all rows, heads, head size]`.
+    """View `[rows, heads, tokens, head_dim]` as `[tokens of all rows, heads, head_dim]`.
 
     The result includes the unmapped gaps between rows. Those must not be read.
     """
-    count, heads, tokens, head = rows.shape
+    count, heads, tokens, head_dim = rows.shape
     _, head_stride, token_stride, last_stride = rows.stride()
-    size = ((count - 1) * row_tokens + tokens, heads, head)
+    size = ((count - 1) * row_tokens + tokens, heads, head_dim)
     return rows.as_strided(size, (token_stride, head_stride, last_stride))
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.observe.hardware import disk_name
 from penstock.observe.recorder import Recorder
 from penstock.observe.records import Event, Phase, Planned, PlannedTier
-from penstock.observe.samplers import TierMemory
+from penstock.observe.samplers import TierMemorySampler
 from penstock.plan.schedule import Operation, Verb
 from penstock.plan.traffic import DISK, LinkTransfer, step_traffic
 from penstock.tiers import Tier
@@ -43,7 +43,7 @@ class EngineWatcher:
     the recorder's thread.
     """
 
-    def __init__(self, recorder: Recorder, tiers: TierMemory) -> None:
+    def __init__(self, recorder: Recorder, tiers: TierMemorySampler) -> None:
         self._recorder, self._tiers = recorder, tiers
         self._module: Any = None
         self._events: EngineEvents | None = None

@@ -26,7 +26,7 @@ from penstock.observe.samplers import (
     NodeMemory,
     ProcessMemory,
     Sampler,
-    TierMemory,
+    TierMemorySampler,
     TorchMemory,
 )
 from penstock.observe.torch_profiler import ExactSteps
@@ -109,7 +109,7 @@ class Observer:
 
     def start(self) -> None:
         """Start recording."""
-        tiers = TierMemory()
+        tiers = TierMemorySampler()
         recorder = self._make_recorder(tiers)
         recorder.step_selector.always = frozenset(self._exact)
         self._exact_steps = ExactSteps(self._exact, recorder)
@@ -144,7 +144,7 @@ class Observer:
         """Mark the end of a step. Without it, every optimizer update ends a step."""
         self._running().tracker.next_step()
 
-    def _make_recorder(self, tiers: TierMemory) -> Recorder:
+    def _make_recorder(self, tiers: TierMemorySampler) -> Recorder:
         samplers: list[Sampler] = [TorchMemory(), ProcessMemory(), tiers]
         hardware = describe_hardware()
         origin = now() if self._origin is None else self._origin

@@ -252,7 +252,7 @@ class TorchMemory:
             into.host["pinned"] = int(pinned["allocated_bytes"]["current"])
 
 
-class TierMemory:
+class TierMemorySampler:
     """Memory that Penstock engines hold in each tier.
 
     Engines do not count HBM, so it is what torch reports for their GPU; this sampler must come
@@ -322,14 +322,14 @@ class PcieTraffic:
         self._nvml, self._handles = nvml, handles
         self.rates: dict[int, tuple[float, float]] = {}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="penstock pcie", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="penstock pcie", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
 
-    def _serve(self) -> None:
+    def _poll(self) -> None:
         nvml = self._nvml
         # Received and transmitted as seen from the GPU.
         counters = (nvml.NVML_PCIE_UTIL_RX_BYTES, nvml.NVML_PCIE_UTIL_TX_BYTES)

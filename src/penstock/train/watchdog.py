@@ -10,8 +10,8 @@ PATIENCE = 60.0
 """Seconds without progress before the first report, at least."""
 
 SLACK = 5.0
-"""The first report comes after this many times the longest pause so far: a run that once paused
-for 30 s is not stuck after 60 s."""
+"""The first report also waits for this many times the longest pause so far: after a 30 s pause,
+report only after 150 s."""
 
 
 class Watchdog:
