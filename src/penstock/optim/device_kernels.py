@@ -274,13 +274,15 @@ def sweep_kernel(
     elif RULE == "sgd":
         new1 = old1 * keep + g * fresh1
         toward = (g + new1 * keep) * rate if LOOK else new1 * rate
-    else:
+    elif RULE == "lion":
         lean = blend(old1, g, fresh1)
         # Zero and NaN stay as they are. Multiply by -1: Triton computes -x as 0 - x, which loses
         # the sign of zero.
         ahead = tl.where((lean > 0) | (lean < 0), rate, lean)
         toward = tl.where(lean < 0, ahead * -1.0, ahead)
         new1 = blend(old1, g, fresh2)
+    else:
+        tl.static_assert(False, "sweep_kernel has no step for this rule")
     stepped = master - (toward + master * decay)
 
     bad = (bits_of(stepped) & MAGNITUDE) > LIMIT
@@ -293,6 +295,9 @@ def sweep_kernel(
         _store_moment(
             second, second_base, local, mask, row, row_mask, new2, random & 0xFFFF, MOMENTS, True
         )
+    else:
+        # These rules have one moment. A rule with two must store its second one above.
+        tl.static_assert(RULE == "sgd" or RULE == "lion", "store this rule's second moment")
     earliest = tl.min(tl.min(tl.where(bad & mask, local, _FAR), axis=1), axis=0)
     if earliest < _FAR:
         tl.atomic_min(refused, begin + earliest)
