@@ -163,7 +163,7 @@ def measure_plain(config: Any, args: argparse.Namespace) -> dict[str, Any]:
 def repeat_weights(args: argparse.Namespace) -> None:
     """Make initial weights by repeating 16 M random numbers, which is faster than drawing all.
 
-    They are 16-bit numbers, so that the low halves of the master weights are zero.
+    They are 16-bit numbers, so that the remainders of the master weights are zero.
     """
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float16
     drawn = (0.02 * torch.randn(1 << 24)).to(dtype)

@@ -35,11 +35,15 @@ class Role(StrEnum):
     """Content of one flat buffer of a block."""
 
     WEIGHT = "weight"
-    """The 16-bit weights the GPU computes with; for bf16, the high half of the fp32 master
-    weights."""
+    """The 16-bit weights that the GPU computes with: the fp32 master weights rounded to nearest."""
 
     MASTER = "master"
-    """The low half of the fp32 master weights for bf16; the complete fp32 weights for fp16."""
+    """The part of the fp32 master weights that `WEIGHT` lacks.
+
+    For bf16, the signed 16-bit remainder: the difference of the bit patterns of master and rounded
+    weight (`penstock.optim.formats.split`). For fp16, the complete fp32 master weights. Segments of
+    the sweep and checkpoints call it `rest`; the optimizers in `penstock.optim` store it as `low`
+    (bf16) or `master` (fp16)."""
 
     FIRST = "first"
     """The optimizer's first moment."""

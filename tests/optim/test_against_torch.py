@@ -113,7 +113,7 @@ def test_the_error_of_adamw_is_no_larger_than_torchs(grads: Grads, dtype: torch.
         (SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.5, "weight_decay": 0.1}),
     ],
 )
-def test_other_settings_agree_with_torch(
+def test_non_default_settings_agree_with_torch(
     our_class: type[torch.optim.Optimizer], torch_class: type[torch.optim.Optimizer], settings: dict
 ) -> None:
     ours = torch.linspace(-1, 1, N).requires_grad_()
@@ -164,7 +164,7 @@ def test_small_changes_of_the_second_moment_are_not_lost(moments: formats.Moment
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_small_model_learns(dtype: torch.dtype, moments: formats.Moments) -> None:
+def test_adamw_fits_a_matrix_in_every_format(dtype: torch.dtype, moments: formats.Moments) -> None:
     torch.manual_seed(0)
     target = torch.randn(40, 30)
     param = torch.zeros(40, 30, dtype=dtype).requires_grad_()

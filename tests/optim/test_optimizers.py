@@ -1,4 +1,4 @@
-"""The optimizers behave like those in torch.optim, except for speed, size and error."""
+"""The optimizers behave like those in torch.optim, except for speed, size and rounding error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from penstock.errors import NonFiniteGradientError, NonFiniteMasterError, SweepInputError
 from penstock.optim import SGD, AdamW, Lion, formats
-from tests.optim.test_optimizer_reference import N, alternating_grads, random_grads, run
+from tests.optim.test_against_torch import N, alternating_grads, random_grads, run
 
 
 def model() -> torch.nn.Module:
@@ -38,19 +38,19 @@ def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 def test_a_resumed_run_gives_the_same_result(moments: formats.Moments) -> None:
-    straight, broken = model(), model()
-    first = AdamW(groups_of(straight), lr=1e-2, moments=moments, seed=4)
-    train(straight, first, range(10))
-    before = AdamW(groups_of(broken), lr=1e-2, moments=moments, seed=4)
-    train(broken, before, range(5))
-    saved = copy.deepcopy((broken.state_dict(), before.state_dict()))
+    uninterrupted, interrupted = model(), model()
+    first = AdamW(groups_of(uninterrupted), lr=1e-2, moments=moments, seed=4)
+    train(uninterrupted, first, range(10))
+    before = AdamW(groups_of(interrupted), lr=1e-2, moments=moments, seed=4)
+    train(interrupted, before, range(5))
+    saved = copy.deepcopy((interrupted.state_dict(), before.state_dict()))
     resumed = model()
     resumed.load_state_dict(saved[0])
     after = AdamW(groups_of(resumed), lr=1.0, moments=moments, seed=99)
     after.load_state_dict(saved[1])
     train(resumed, after, range(5, 10))
 
-    for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
+    for a, b in zip(uninterrupted.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
         for key, value in first.state[a].items():
             assert torch.equal(value, after.state[b][key]), key

@@ -93,7 +93,7 @@ def weights_one_ahead(model: Model) -> list[Lifetime[str]]:
 def whole_step(model: Model) -> list[Lifetime[str]]:
     """Return the lifetimes of everything that passes through host staging in one step.
 
-    Weights, outgoing gradients, and the optimizer states of the sweep (low halves and both
+    Weights, outgoing gradients, and the optimizer states of the sweep (remainders and both
     moments), which are read one block ahead and written one block behind.
     """
     return [*_weights(model), *_gradients(model), *_states(model)]

@@ -146,7 +146,7 @@ def test_a_sweep_counts_for_the_nodes_it_touches(tmp_path: Path) -> None:
     moved = {t.link: 0 for e in swept for t in e.transfers}
     for transfer in (t for e in swept for t in e.transfers):
         moved[transfer.link] += transfer.nbytes
-    # Weights, low halves and two moments are read and written; gradients are read.
+    # Weights, remainders and two moments are read and written; gradients are read.
     assert list(moved.values()) == [elements * (2 * 12 + 2)]
 
 

@@ -73,7 +73,9 @@ class EngineSettings:
     """Number of threads of the CPU sweep; None for one per CPU."""
     nonfinite: str = "raise"
     """Response to a loss or gradient that is not finite: `raise` an error, or `skip` the step.
-    With fp16, an overflow of the gradient always skips the step and halves the loss scale."""
+    With fp16, an overflow of the gradient always skips the step and halves the loss scale. The
+    optimizers in `penstock.optim` take `refuse` and `trust` instead: `refuse` raises like `raise`,
+    `trust` does not check, and none of them skips a step."""
 
 
 @dataclass(frozen=True, slots=True)

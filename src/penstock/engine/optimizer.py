@@ -3,8 +3,24 @@
 Its parameters have names and shapes but no memory: the values live in tiers and are read through
 `engine.state`. `step` asks the engine to apply the update; the arithmetic is in `penstock.optim`
 (`optim/rules.py` computes the coefficients, `optim/sweep.py` applies them). The docstring of
-`penstock.optim` explains how to add an optimizer. The engine itself names AdamW in two places:
-`StreamedAdamW.coefficients` and `Engine.apply`.
+`penstock.optim` explains how to add an optimizer for parameters in host memory.
+
+The engine trains with AdamW only. AdamW's two moments and its hyperparameters are built into roles,
+plan, checkpoints and settings:
+
+- `roles`: every trained parameter has the roles `FIRST` and `SECOND`. `STATE`, `TRAINED` and
+  `Formats` include both, and through them the planner, the transfers and the memory of each tier.
+- `plan.workload`: `Workload.optimizer` has the single value `adamw`.
+- `settings`: `betas`, `weight_decay`, `moments` and `ScheduleSettings.adamw`. `engine.prepare`
+  takes the hyperparameters of AdamW.
+- This module: `DEFAULTS`, `StreamedAdamW.coefficients`, and the keys `exp_avg` and `exp_avg_sq` of
+  its state dict.
+- `engine.engine`: it makes a `StreamedAdamW`, `Engine.apply` starts the rule `adamw`, and
+  `EngineState.restore` expects `betas` in every parameter group.
+- `engine.state_view`, `engine.initial_weights`, `engine.pending_update`: they read, clear and sweep
+  both moments.
+- `engine.state_io`: the tensors `<name>.first` and `<name>.second` in checkpoints.
+- `optim.sweep_benchmark`: the probe measures AdamW, and plans use its rates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Norm and overflow of gradients, and their exact sum."""
+"""The result of a pass over gradients: sum of squares, norm, and the first non-finite element.
+
+The passes themselves are `sweep.grad_stats` and `sweep.start(..., stats=True)` on the CPU and
+`device_norms` on the GPU. They add squares without rounding, so that results of parts can be added.
+"""
 
 from __future__ import annotations
 

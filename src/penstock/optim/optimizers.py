@@ -35,7 +35,8 @@ class SweepOptions(TypedDict, total=False):
     """Whether to maximize the objective instead of minimizing it."""
     nonfinite: NonFinite
     """Whether to check all gradients first: "refuse" (the default) raises if one is not finite,
-    "trust" skips the check."""
+    "trust" skips the check. The engine's setting of this name takes "raise" and "skip" instead: it
+    always checks, and chooses between an error and a skipped step."""
     seed: int
     """Seed of stochastic rounding."""
     pool: Pool | None

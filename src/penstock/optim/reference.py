@@ -12,7 +12,7 @@ import torch
 
 from penstock import _native
 from penstock.optim import formats
-from penstock.optim.rules import Coefficients, RuleName
+from penstock.optim.rules import NUM_MOMENTS, Coefficients, RuleName
 
 LEAF = _native.SWEEP_LEAF
 LANES = _native.SWEEP_LANES
@@ -28,10 +28,10 @@ WEIGHT_LIMIT = {
 """Bit pattern of the largest master whose weight is finite, for each type of weight."""
 
 
-def gradient(raw: torch.Tensor, master: torch.Tensor, by: Coefficients) -> torch.Tensor:
+def gradient(raw: torch.Tensor, master: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
     """Scale the gradient, add L2 regularization, and limit it to values with a finite square."""
-    g = raw.float() * by.scale
-    g = g if by.l2 == 0 else g + master * by.l2
+    g = raw.float() * coefficients.scale
+    g = g if coefficients.l2 == 0 else g + master * coefficients.l2
     bits = g.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     bounded = torch.where(magnitude > 0x7F800000, magnitude, magnitude.clamp(max=GRAD_LIMIT))
@@ -57,33 +57,35 @@ Step = tuple[torch.Tensor, list[torch.Tensor]]
 
 
 def adamw_step(
-    master: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, by: Coefficients
+    master: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, coefficients: Coefficients
 ) -> Step:
     """Compute a step of AdamW."""
-    first = blend(moments[0], g, by.fresh1)
-    second = blend(moments[1], g * g, by.fresh2)
-    toward = (first / (root(second) + by.eps)) * by.rate
-    return master - (toward + master * by.decay), [first, second]
+    first = blend(moments[0], g, coefficients.fresh1)
+    second = blend(moments[1], g * g, coefficients.fresh2)
+    update = (first / (root(second) + coefficients.eps)) * coefficients.rate
+    return master - (update + master * coefficients.decay), [first, second]
 
 
 def sgd_step(
-    master: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, by: Coefficients
+    master: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, coefficients: Coefficients
 ) -> Step:
     """Compute a step of SGD."""
-    first = moments[0] * by.keep + g * by.fresh1
-    ahead = g + first * by.keep if by.look else first
-    toward = ahead * by.rate
-    return master - (toward + master * by.decay), [first]
+    first = moments[0] * coefficients.keep + g * coefficients.fresh1
+    ahead = g + first * coefficients.keep if coefficients.look else first
+    update = ahead * coefficients.rate
+    return master - (update + master * coefficients.decay), [first]
 
 
 def lion_step(
-    master: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, by: Coefficients
+    master: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, coefficients: Coefficients
 ) -> Step:
     """Compute a step of Lion."""
-    lean = blend(moments[0], g, by.fresh1)
-    up, down = torch.full_like(lean, by.rate), torch.full_like(lean, -by.rate)
-    toward = torch.where(lean > 0, up, torch.where(lean < 0, down, lean))
-    return master - (toward + master * by.decay), [blend(moments[0], g, by.fresh2)]
+    interpolated = blend(moments[0], g, coefficients.fresh1)
+    up = torch.full_like(interpolated, coefficients.rate)
+    down = torch.full_like(interpolated, -coefficients.rate)
+    update = torch.where(interpolated > 0, up, torch.where(interpolated < 0, down, interpolated))
+    first = blend(moments[0], g, coefficients.fresh2)
+    return master - (update + master * coefficients.decay), [first]
 
 
 _STEP = {"adamw": adamw_step, "sgd": sgd_step, "lion": lion_step}
@@ -93,7 +95,7 @@ def sweep(
     rule: RuleName,
     state: dict[str, torch.Tensor],
     grad: torch.Tensor,
-    by: Coefficients,
+    coefficients: Coefficients,
     *,
     key: int = 0,
     first_index: int = 0,
@@ -106,9 +108,11 @@ def sweep(
     """
     weight, rest = state["weight"], state.get("rest")
     master = formats.read_master(weight, rest)
-    names = ("first", "second") if rule == "adamw" else ("first",)
+    names = ("first", "second")[: NUM_MOMENTS[rule]]
     old = [_read(state, name, master) for name in names]
-    next_master, next_moments = _STEP[rule](master, old, gradient(grad, master, by), by)
+    next_master, next_moments = _STEP[rule](
+        master, old, gradient(grad, master, coefficients), coefficients
+    )
     refused = (next_master.view(torch.int32) & 0x7FFFFFFF) > WEIGHT_LIMIT[weight.dtype]
     _write_master(weight, rest, torch.where(refused, master, next_master))
     random = formats.draw_bits(key, first_index, grad.numel(), grad.device)

@@ -24,7 +24,11 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coefficients:
-    """Constants of one step. `docs/sweep.md` has the formulas."""
+    """Constants of one step. `docs/sweep.md` has the formulas.
+
+    The names are those of the native struct. `fresh1` and `fresh2` are shares of the new gradient;
+    `1 - fresh1` and `1 - fresh2` are the betas.
+    """
 
     scale: float = 1.0
     """Factor on the gradient: loss unscaling times clipping; negative to maximize."""
@@ -35,15 +39,18 @@ class Coefficients:
     rate: float = 0.0
     """Learning rate; for AdamW, including both bias corrections."""
     fresh1: float = 1.0
-    """Share of the new gradient in the first moment."""
+    """Share of the new gradient in the first moment. AdamW: `1 - beta1`. SGD: `1 - dampening`, or 1
+    in the first step. Lion: `1 - beta1`, in the average whose sign is the update; this average is
+    not stored."""
     fresh2: float = 1.0
-    """AdamW: share of its square in the second moment. Lion: its share in the stored moment."""
+    """AdamW: share of the squared gradient in the second moment, `1 - beta2`. Lion: share of the
+    gradient in the stored moment, `1 - beta2`. SGD does not use it."""
     eps: float = 0.0
     """AdamW: epsilon, including the second bias correction."""
     keep: float = 0.0
-    """SGD: momentum."""
+    """SGD: momentum, the share of the old moment that is kept. Other rules do not use it."""
     look: bool = False
-    """SGD: whether to use Nesterov momentum."""
+    """SGD: whether to use Nesterov momentum (look ahead). Other rules do not use it."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -16,7 +16,7 @@ from penstock import _native
 from penstock.errors import NonFiniteMasterError, SweepInputError
 from penstock.optim.formats import BLOCK, num_blocks
 from penstock.optim.norms import GradStats, read_stats
-from penstock.optim.rules import Coefficients, RuleName
+from penstock.optim.rules import NUM_MOMENTS, Coefficients, RuleName
 from penstock.optim.thread_pool import Pool, default_pool
 
 LEAF = _native.SWEEP_LEAF
@@ -55,7 +55,7 @@ class Segment:
     name: str
     """Name for messages."""
     by: Coefficients
-    """Constants of the step."""
+    """Constants of the step: what the sweep updates the elements by."""
     grad: torch.Tensor
     """Gradient: bf16, fp16 or fp32."""
     weight: torch.Tensor
@@ -222,11 +222,12 @@ def _check(rule: RuleName, s: Segment) -> _Kind:
         assert s.first is not None
         moments = _MOMENTS[s.first.dtype]
     coded = moments == _native.MomentType.int8
-    second = (s.first.dtype,) if rule == "adamw" and s.first is not None else ()
+    two = NUM_MOMENTS[rule] == 2
+    second = (s.first.dtype,) if two and s.first is not None else ()
     _check_role(s, "second", s.second, numel, second)
     blocks, base = num_blocks(numel), (torch.int16,) if coded else ()
     _check_role(s, "first_base", s.first_base, blocks, base)
-    _check_role(s, "second_base", s.second_base, blocks, base if rule == "adamw" else ())
+    _check_role(s, "second_base", s.second_base, blocks, base if two else ())
     if s.first_index < 0 or s.first_index % LEAF:
         raise SweepInputError(
             s.name, f"begins at element {s.first_index}, which is not a multiple of {LEAF}"

@@ -59,7 +59,8 @@ class Numerics:
     """Whether kernels that may differ from run to run are ruled out."""
 
     master_rounding: Literal["ties_away"] = "ties_away"
-    """How fp32 master weights are split into a high and a low half; see DESIGN, "Few bytes"."""
+    """How the bf16 weight is rounded from its fp32 master weight; see "Split master weights" in
+    docs/sweep.md."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "loss_chunk", "mlp_tile"):
