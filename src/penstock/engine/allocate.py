@@ -199,8 +199,8 @@ def _allocate_staging(
 def _staging_node(plan: Plan) -> Place | None:
     """Decide the memory node of the staging buffers: the lowest DRAM node that the plan uses.
 
-    Without such a node the kernel decides. `plan.traffic.lowest_dram_node` lists the other places
-    that assume a node for staging, and how they differ.
+    None, if the plan stores nothing in DRAM: the OS then decides. Three other places predict this
+    node, each in its own way; `plan.traffic.lowest_dram_node` lists them.
     """
     nodes = {
         share.node

@@ -155,8 +155,8 @@ class Plan:
                 by_node[share.node] += share.nbytes
             elif share.path:
                 by_path[share.path] += share.nbytes
-        # Host buffers count for the machine's first DRAM node. That is one of four decisions
-        # about where they are; see `traffic.lowest_dram_node`.
+        # Assume that host buffers are on the machine's first DRAM node. The engine decides where
+        # they are, and may choose another; see `traffic.lowest_dram_node`.
         host_buffer_node = machine.dram_nodes[0].id
         by_node[host_buffer_node] += self.pool_nbytes(Tier.DRAM)
         if not machine.gpus:  # the CPU computes, and the HBM tier is memory of that node

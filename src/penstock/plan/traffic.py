@@ -116,7 +116,7 @@ class Traffic:
             yield from self._node_transfers(_without_padding(shares, nbytes))
 
     def _copied_nbytes(self, operation: Operation, shapes: Sequence[MicroBatchShape]) -> list[int]:
-        """Return the bytes of each part that is one extent if it is on disk."""
+        """Return the bytes of each part; on disk, each part is one extent."""
         (role,) = operation.roles
         block = self.inventory.blocks[operation.block]
         if role is Role.ACTIVATION:
@@ -219,12 +219,21 @@ class Traffic:
 
 
 def lowest_dram_node(placement: Placement) -> int:
-    """Return the lowest DRAM node that the placement uses, where the engine puts host staging.
+    """Predict the memory node of host staging: the lowest DRAM node that the placement uses, or 0.
 
-    Four places decide where host staging is, and they can disagree: this function and
-    `engine.allocate` take the lowest DRAM node that the placement uses; `Plan.check` takes the
-    machine's first DRAM node; the cost model (`Rates.staging_node`) takes the DRAM node nearest to
-    the GPU. They agree on a machine with one DRAM node.
+    The engine decides where staging is, in `engine.allocate._staging_node`. It does not call this
+    function. Three places predict that decision, each with what it knows:
+
+    | where                | node of host staging                      | nothing stored in DRAM  |
+    |----------------------|-------------------------------------------|-------------------------|
+    | engine (decides)     | the lowest DRAM node that the plan uses   | the OS chooses          |
+    | this function        | the lowest DRAM node that the plan uses   | node 0                  |
+    | `Plan.check`         | the machine's first DRAM node             | the same                |
+    | `Rates.staging_node` | the GPU's node if it has DRAM, else the   | the same                |
+    |                      | machine's first DRAM node                 |                         |
+
+    The predictions can be wrong on a machine with several memory nodes, and if node 0 has no DRAM.
+    A wrong prediction affects estimates, reported traffic and the capacity check, never results.
     """
     nodes = {
         share.node

@@ -124,8 +124,8 @@ class Rates:
     """Whether the host launches compute kernel by kernel, as it does on a GPU."""
 
     staging_node: int
-    """The node of host staging in the cost model: the DRAM node nearest to the GPU. This is one of
-    four decisions about it; see `plan.traffic.lowest_dram_node`."""
+    """The node on which the cost model assumes host staging: the GPU's node if it has DRAM, else
+    the first DRAM node. The engine may choose another; see `plan.traffic.lowest_dram_node`."""
 
     assumed: tuple[str, ...] = ()
     """Assumptions about what the machine file does not state."""
@@ -149,7 +149,6 @@ class Rates:
         d2h = max(node.from_gpu for node in nodes.values())
         both = _transfer(machine, "both", None)
         dram = [node.id for node in machine.dram_nodes]
-        near = gpu.node if gpu is not None and gpu.node in dram else dram[0]
         return cls(
             block_flops=layer,
             attention_flops=attention,
@@ -161,7 +160,7 @@ class Rates:
             nodes=nodes,
             disks={s.path: _disk(i, s) for i, s in enumerate(machine.storage)},
             launched=gpu is not None,
-            staging_node=near if near is not None else dram[0],
+            staging_node=gpu.node if gpu is not None and gpu.node in dram else dram[0],
             assumed=tuple(assumed),
         )
 
