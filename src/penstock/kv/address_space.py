@@ -23,7 +23,7 @@ from penstock.kv.errors import SpaceError
 from penstock.units import KiB, round_up
 
 HOST_PAGE_NBYTES = 64 * KiB
-"""Page size on the host. The kernel's own 4 KiB would soon reach vm.max_map_count, because each
+"""Page size on the host. The OS's own 4 KiB would soon reach vm.max_map_count, because each
 page can become a mapping of its own."""
 
 Page = int

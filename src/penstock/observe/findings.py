@@ -85,7 +85,7 @@ MIN_SAMPLES = 10
 """Samples in a phase below which its peak may well lie between them."""
 
 LOW_HOST_MEMORY = 0.05
-"""Share of the host's memory below which the kernel may start to kill processes."""
+"""Share of the host's memory below which the OS may start to kill processes."""
 
 SAME_BYTES = 0.01
 """Relative difference up to which the driver's and the engine's counts agree. Batches, losses and

@@ -38,7 +38,9 @@ from penstock.roles import STATE, Formats, Role
 from penstock.tiers import Tier
 
 WEAR = 1e-11
-"""Seconds added to a candidate's score per byte stored on NVMe: 100 GB count as one second."""
+"""Seconds added to a candidate's score per byte stored on NVMe: 100 GB count as one second.
+
+What wears a drive is bytes written. Bytes stored are a proxy that needs no schedule."""
 
 StripeWeights = Mapping[Location, tuple[tuple[Share, float], ...]]
 """For each location, the nodes or paths that it consists of and their weights in a stripe."""
@@ -249,7 +251,8 @@ class PlanEvaluator:
     def score(self, candidate: Candidate) -> float:
         """Return the step time plus a little for what is stored on NVMe; lower is better.
 
-        Of two plans that are equally fast, the one that writes less wears the drive less.
+        Of two plans that are equally fast, prefer the one that wears the drive less. The bytes
+        stored on NVMe stand for the bytes written to it (`WEAR`).
         """
         return self.seconds(candidate) + WEAR * self.stored_nbytes(candidate)[Tier.NVME]
 
@@ -360,7 +363,7 @@ class _PieceRun(NamedTuple):
 class QuickSizer:
     """Sizes a candidate's buffers without building its schedule.
 
-    What passes through HBM depends on which blocks are streamed, not on where from, so it is the
+    HBM buffers depend on which blocks are streamed, not on the tier they come from, so they are the
     same for most candidates. What passes through staging is a sequence of pieces of which a few are
     present at a time. The result is the most bytes alive at any time. Packing may need slightly
     more.

@@ -28,13 +28,14 @@ class StoreOptions:
     """Settings of a store that rarely need to change."""
 
     weights: Sequence[float] | None = None
-    """Bandwidth of each path, in any unit. Measured if None and there are several paths."""
+    """Bandwidth of each path, in any unit, which is its weight in the distribution of stripes.
+    Measured if None and there are several paths."""
     unit: int = 64 * KiB
     """Smallest part of an extent that can be read or written alone. It has its own checksum."""
     stripe_nbytes: int = 2 * MiB
     """Size of the stripes that are distributed over the paths."""
     request_nbytes: int = 1 * MiB
-    """Maximum size of one request to the kernel."""
+    """Maximum size of one request to the OS."""
     depth: int = 16
     """Requests in flight per path."""
     workers: int = 2
@@ -139,14 +140,14 @@ def _check_arguments(
 def _choose_layout(
     volumes: Sequence[Volume], options: StoreOptions, engine: EngineChoice
 ) -> Layout:
-    weights = options.weights
-    if weights is None:
+    bandwidths = options.weights
+    if bandwidths is None:
         alone = len(volumes) == 1
-        weights = [1.0 if alone else measure_bandwidth(v, engine.name) for v in volumes]
+        bandwidths = [1.0 if alone else measure_bandwidth(v, engine.name) for v in volumes]
     alignment = max(volume.alignment for volume in volumes)
     unit = max(options.unit, alignment)
     return Layout(
-        pattern=make_pattern(weights),
+        pattern=make_pattern(bandwidths),
         alignment=alignment,
         unit=unit,
         stripe_nbytes=max(options.stripe_nbytes, unit),

@@ -1,7 +1,7 @@
 """Compute how much of each tier is in use in each phase of a step.
 
-Pools are allocated once and held, so a plan's peak is the sum of its parts at any time. The figures
-here tell which phase really needs that much. If a tier is short, look at that phase first.
+All pools stay allocated, so a plan's peak is their sum. The figures here tell which phase really
+needs that much. If a tier is short, look at that phase first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.roles import Role
 from penstock.tiers import Tier
 
 PHASES = ("sweep", "forward", "backward")
-"""The phases. Optimizer sweeps run during forward, so their moments count for both."""
+"""The phases. Optimizer sweeps run during forward, so that time counts for both phases."""
 
 TEMPORARY = ("weight slots", "gradient buffers", "NVMe staging")
 """Pools whose buffers are in use only part of the time."""
