@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import certificate
 from bench.shapes import SHAPES, config_of
-from penstock.engine.batches import cut_batch
+from penstock.engine.batches import split_batch
 from penstock.engine.gradients import differentiate
 from penstock.model.inventory import Inventory
 from penstock.model.meta_model import build_model
@@ -65,7 +65,7 @@ def measure(config: Any, args: argparse.Namespace, changes: dict[str, Any]) -> d
     work = Workload(**size, numerics=numerics)
     device = torch.device(args.device)
     body, parameters = bound(config, inventory, numerics, device)
-    micro = cut_batch(batch(config, args), work, 1, device).rounds[0][0]
+    micro = split_batch(batch(config, args), work, 1, device).rounds[0][0]
     step = layer_step(body, parameters, micro)
     began = time.perf_counter()
     step()

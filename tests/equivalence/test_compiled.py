@@ -50,7 +50,7 @@ def test_another_layer_slot_or_batch_does_not_recompile(
     packed = setup.work.numerics.attention == "varlen"
 
     with setup.engine(DRAM, tmp_path) as engine:
-        kinds = len(set(layer_kinds(engine.body.layers)))
+        kinds = len(set(layer_kinds(engine.split_model.layers)))
         for batch in every_batch(setup):
             engine.step(batch)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.engine.batches import cut_batch
+from penstock.engine.batches import split_batch
 from penstock.machine.presets import cpu_machine
 from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.schedule import Verb
@@ -180,7 +180,7 @@ def test_rounds_have_the_same_sizes_as_in_the_engine(
 ) -> None:
     workload = work(MODEL, 16, batch, micro_batch=micro)
     ids = torch.zeros((batch, 16), dtype=torch.long)
-    cut = cut_batch({"input_ids": ids}, workload, rounds, torch.device("cpu"))
+    cut = split_batch({"input_ids": ids}, workload, rounds, torch.device("cpu"))
 
     assert sequences_by_round(workload, rounds) == wanted
     assert [sum(m.shape[0] for m in micros) for micros in cut.rounds] == wanted

@@ -151,11 +151,11 @@ def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **change
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[plan.workload.dtype]
     numerics = plan.workload.numerics
     bare = build_model(config, dtype, device.torch_device)
-    body = SplitModel(bare, model, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
+    split_model = SplitModel(bare, model, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
     settings: dict[str, Any] = {"optimizer": {"lr": 1e-2}, "grouping": decay_matrices}
-    engine = Engine(plan, model, body, device, EngineSettings(**(settings | changes)))
+    engine = Engine(plan, model, split_model, device, EngineSettings(**(settings | changes)))
     if source is None:
-        draw_weights(engine.access, model, body, seed=0)
+        draw_weights(engine.access, model, split_model, seed=0)
     else:
         set_weights(engine.access, model, source.state_dict())
     return engine

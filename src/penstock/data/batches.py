@@ -22,7 +22,7 @@ from penstock.data.token_cache import Cache
 if TYPE_CHECKING:
     import torch
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """Label of tokens that are not trained, as in torch's cross entropy."""
 
 POSITION_VERSION = 1
@@ -64,12 +64,12 @@ class Packed:
             trained = self._cache.trained[start : start + length]
             end = at + length
             ids[at:end] = self._cache.tokens[start : start + length]
-            labels[at:end] = np.where(trained, ids[at:end], IGNORED)
-            labels[at] = IGNORED
+            labels[at:end] = np.where(trained, ids[at:end], IGNORE_INDEX)
+            labels[at] = IGNORE_INDEX
             positions[at:end] = np.arange(length)
             at = end
         ids[at:] = self._pad
-        labels[at:] = IGNORED
+        labels[at:] = IGNORE_INDEX
         positions[at:] = np.arange(self.context - at)
 
     def batches(

@@ -1,5 +1,8 @@
 """The engine: executes a plan, step by step.
 
+The planner (`penstock.planner`) decides what is stored where; the engine follows the plan and moves
+nothing to another tier on its own.
+
 Where to look:
 
 - `prepare`: `penstock.prepare`, from a model and budgets to an engine.
@@ -8,12 +11,16 @@ Where to look:
 - `runner`, `ticket_board`, `step_state`: one thread per lane, and how lanes wait for each other.
 - `transfer`, `disk_pipe`: every read, write, copy and CPU sweep. Activations are written to NVMe by
   `transfer.Mover.offload_activations`.
-- `compute`, `hidden_states`, `gradients`, `loss`: forward, loss and backward of one block. The norm
-  for clipping is computed in `gradients` and used in `Engine.apply`.
+- `device`: what the engine needs from the GPU, or from the CPU in its place.
+- `batches`: a batch, checked and split into rounds of micro-batches.
+- `compute`, `hidden_states`, `gradients`, `loss`, `loss_kernels`: forward, loss and backward of one
+  block. `gradients` starts the norm for clipping; `optim.device_norms` computes it on a GPU and
+  `optim.sweep.grad_stats` on a CPU, and `Engine.apply` uses it.
 - `optimizer`, `pending_update`: the optimizer as users see it, and the update that sweeps carry
-out.
+  out.
 - `tier_memory`, `spans`, `memory_usage`: where weights, states, gradients and activations live.
-- `tensor_access`, `state_view`, `state_io`, `initial_weights`: parameters by name, and files.
+- `tensor_access`, `state_view`, `state_io`, `initial_weights`, `bounded_executor`: parameters by
+  name, files, and the threads that load them.
 - `weight_streamer`: weights streamed through the device for generation.
 - `step_records`: which operation ran when.
 """

@@ -1,4 +1,4 @@
-"""Check a batch and cut it into micro-batches on the device."""
+"""Check a batch and split it into micro-batches on the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.engine.loss import IGNORED, next_targets
+from penstock.engine.loss import IGNORE_INDEX, next_targets
 from penstock.errors import BatchError
 from penstock.model.document_attention import Documents, find_documents
 from penstock.model.split import MicroBatch
@@ -19,16 +19,17 @@ Batch = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class CutBatch:
+class SplitBatch:
     """A batch as rounds of micro-batches."""
 
     rounds: Sequence[Sequence[MicroBatch]]
-    items: int
-    """Number of trained tokens."""
+    num_items: int
+    """Number of tokens whose label is not -100, except the first token of each document, which
+    nothing predicts."""
 
 
-def cut_batch(batch: Batch, workload: Workload, rounds: int, device: torch.device) -> CutBatch:
-    """Cut a batch into micro-batches. Raises BatchError if the batch does not fit the workload.
+def split_batch(batch: Batch, workload: Workload, rounds: int, device: torch.device) -> SplitBatch:
+    """Split a batch into micro-batches. Raises BatchError if the batch does not fit the workload.
 
     `input_ids` and `labels` have Hugging Face's meaning. `position_ids`, if given, start at 0 for
     each document.
@@ -47,7 +48,7 @@ def cut_batch(batch: Batch, workload: Workload, rounds: int, device: torch.devic
         for number, at in enumerate(range(0, ids.shape[0], size))
     ]
     grouped = [micros[r * per_round : (r + 1) * per_round] for r in range(rounds)]
-    return CutBatch(grouped, int((targets != IGNORED).sum()))
+    return SplitBatch(grouped, int((targets != IGNORE_INDEX).sum()))
 
 
 def _documents(
@@ -79,7 +80,7 @@ def _check_batch(
         )
     labels = batch["labels"].cpu().long() if "labels" in batch else ids
     if "attention_mask" in batch:
-        labels = torch.where(_check_mask(batch["attention_mask"], ids), labels, IGNORED)
+        labels = torch.where(_check_mask(batch["attention_mask"], ids), labels, IGNORE_INDEX)
     default_positions = torch.arange(length).expand(rows, length)
     positions = batch["position_ids"].cpu().long() if "position_ids" in batch else default_positions
     for name, tensor in (("labels", labels), ("position_ids", positions)):

@@ -34,13 +34,13 @@ class Computer:
     def __init__(
         self,
         memory: EngineMemory,
-        body: SplitModel,
+        split_model: SplitModel,
         loss: ChunkedLoss,
         mover: Mover,
         placement: PlacementIndex,
     ) -> None:
         self._memory, self._tiers, self._device = memory, memory.tiers, memory.device
-        self._body, self._loss, self._mover, self._placement = body, loss, mover, placement
+        self._model, self._loss, self._mover, self._placement = split_model, loss, mover, placement
         self._weight_offsets: dict[int, int] = {}  # block -> offset of its weights in the pool
         self._sum_starts: dict[int, int] = {}  # block -> operation that began its gradient sum
         self._head = placement.count - 1
@@ -130,12 +130,12 @@ class Computer:
         self._seed_dropout(step, block, micro)
         if block == 0:
             # The arguments of all layers, rotary embeddings for example, come with the embedding.
-            hidden, micro.calls = self._body.embed(micro)
+            hidden, micro.calls = self._model.embed(micro)
             return hidden
         slot = self._memory.hidden.slot_of(block, index)
         source = self._block_input(block, index, micro, slot)
         assert micro.calls is not None
-        return self._body.layer(block - 1, source, micro.calls)
+        return self._model.layer(block - 1, source, micro.calls)
 
     def _wait_until_offloaded(self, step: StepState, round: int, previous: tuple[int, int]) -> None:
         """Order the next write to a slot after the copy that takes its old content away."""
@@ -150,7 +150,7 @@ class Computer:
         hidden, micros = self._memory.hidden, step.rounds[op.round]
         owners = self._placement.owners(self._head)
         parameters = {k: v for owner in owners for k, v in self._parameters(owner).items()}
-        self._body.bind_head(parameters)
+        self._model.bind_head(parameters)
         with_backward = op.phase == "backward"
         if with_backward:
             for block in self._placement.adds_to(self._head):
@@ -160,7 +160,7 @@ class Computer:
             flat, targets = states.view(-1, states.shape[-1]), micro.targets.view(-1)
             if with_backward:
                 sink = GradientSink(parameters, self._memory.gradients.add)
-                total = self._loss.backward(flat, targets, sink, step.items, step.scale)
+                total = self._loss.backward(flat, targets, sink, step.num_items, step.loss_scale)
             else:
                 total = self._loss.forward(flat, targets)
             step.loss = total if step.loss is None else step.loss + total
@@ -178,7 +178,7 @@ class Computer:
             parameters = self._memory.weights.stand_ins(0)
         else:
             parameters = self._parameters(op.block)
-        self._body.bind(parameters)
+        self._model.bind(parameters)
         fetch = step.program.at.get((Verb.FETCH, op.block, op.round, Role.ACTIVATION))
         for index, micro in enumerate(step.rounds[op.round]):
             slot = None
@@ -205,10 +205,10 @@ class Computer:
         self._seed_dropout(step, block, micro)
         with torch.enable_grad():
             if block == 0:
-                return self._body.embed(micro)[0], None
+                return self._model.embed(micro)[0], None
             source = self._block_input(block, index, micro, slot).detach().requires_grad_()
             assert micro.calls is not None
-            return self._body.layer(block - 1, source, micro.calls), source
+            return self._model.layer(block - 1, source, micro.calls), source
 
     # Gradient sums.
 
@@ -245,7 +245,7 @@ class Computer:
             key = BufferKey(BufferKind.GRADIENT, block, at)
             outgoing = self._gradient_buffer(step, key, 2 * count)
             step.outgoing_gradients[block] = outgoing
-            into = outgoing.view(self._body.dtype)
+            into = outgoing.view(self._model.dtype)
         self._memory.gradients.close(block, into, last=last)
 
     def _gradient_buffer(self, step: StepState, key: BufferKey, nbytes: int) -> torch.Tensor:
@@ -256,7 +256,7 @@ class Computer:
 
     def _bind_weights(self, block: int) -> None:
         for owner in self._placement.owners(block):
-            self._body.bind(self._parameters(owner))
+            self._model.bind(self._parameters(owner))
 
     def _parameters(self, owner: int) -> dict[str, torch.nn.Parameter]:
         if self._tiers.on_device(owner, Role.WEIGHT):
@@ -278,7 +278,7 @@ class Computer:
         The generator's state cannot be kept: other blocks draw from it in between, in an order
         that depends on the plan.
         """
-        if not self._body.drops_out:
+        if not self._model.drops_out:
             return
         key = draw_key(self.seed, step.batch_number, (block << 32) + micro.number)
         self._device.seed(key & _SEED_MASK)

@@ -1,8 +1,8 @@
 """The device that computes: one GPU, or the CPU in its place.
 
-The engine issues work on lanes. On a GPU a lane is a CUDA stream, and work may still be running
-when the call that issued it returns. On the CPU it has finished by then, so the same engine code
-runs without a GPU. `record` returns a ticket for everything issued on the current lane so far:
+The engine issues work on lanes. On a GPU every lane has a CUDA stream, and work may still be
+running when the call that issued it returns. On the CPU it has finished by then, so the same engine
+code runs without a GPU. `record` returns a ticket for everything issued on the current lane so far:
 another lane is ordered behind that ticket without stopping the host (`order_after`), and
 `Ticket.wait` stops the host.
 """
@@ -125,7 +125,7 @@ class CpuDevice:
         return ticket
 
     def limit_memory(self, nbytes: int | None) -> None:
-        """Do nothing: the kernel's own limits bind host memory."""
+        """Do nothing: the OS limits host memory."""
 
     def synchronize(self) -> None:
         return
@@ -138,7 +138,7 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """One NVIDIA GPU. Every lane is a CUDA stream, created when it is first used."""
+    """One NVIDIA GPU. Every lane has a CUDA stream, created when it is first used."""
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
@@ -185,7 +185,8 @@ class CudaDevice:
     def seconds_between(self, start: Ticket[object], end: Ticket[object]) -> float:
         assert isinstance(start, _StreamTicket)
         if isinstance(end, Finished):
-            # The GPU was idle when `start` was recorded, so both clocks agree at that point.
+            # `start` is the origin of a step. `Runner._run` synchronizes the device before it
+            # records the origin, so the event completed when the host recorded it.
             return end.at - start.recorded_at
         assert isinstance(end, _StreamTicket)
         return float(start.event.elapsed_time(end.event)) / 1e3

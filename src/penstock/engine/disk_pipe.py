@@ -38,10 +38,10 @@ class DiskPipe:
 
         On return `source` may be overwritten; call `finish` to wait for the disk.
         """
-        step = self._halves[0].numel()
-        for start in range(0, source.numel(), step):
+        chunk = self._halves[0].numel()
+        for start in range(0, source.numel(), chunk):
             half, index = self._next_half()
-            count = min(step, source.numel() - start)
+            count = min(chunk, source.numel() - start)
             self._device.copy(half[:count], source[start : start + count])
             self._device.record().wait()  # the disk must not read the half before it is full
             buffer = half[: round_up(count, EXTENT)].numpy()
@@ -49,14 +49,14 @@ class DiskPipe:
 
     def read(self, extent: Extent, into: torch.Tensor) -> None:
         """Fill all of `into`, bytes on the device, from the extent, on the current lane."""
-        step = self._halves[0].numel()
-        starts = list(range(0, into.numel(), step))
+        chunk = self._halves[0].numel()
+        starts = list(range(0, into.numel(), chunk))
         reads: dict[int, tuple[torch.Tensor, StoreTicket]] = {}
         # Start read number n, then copy what read n - 1 brought: the two overlap.
         for number in range(len(starts) + 1):
             if number < len(starts):
                 half, index = self._next_half()
-                count = min(step, into.numel() - starts[number])
+                count = min(chunk, into.numel() - starts[number])
                 buffer = half[: round_up(count, EXTENT)].numpy()
                 transfer = self._store.start_read(extent, buffer, offset=starts[number])
                 self._transfers[index] = transfer

@@ -21,7 +21,7 @@ from penstock.checkpoint.errors import StateError
 from penstock.checkpoint.training_state import TrainingState, read_engine_state
 from penstock.checkpoint.writer import Progress as WriteProgress
 from penstock.engine.allocate import Programs, allocate
-from penstock.engine.batches import CutBatch, cut_batch
+from penstock.engine.batches import SplitBatch, split_batch
 from penstock.engine.compute import Computer
 from penstock.engine.device import Device
 from penstock.engine.gradients import round_gradients
@@ -83,14 +83,14 @@ class Evaluation:
     """The result of an evaluation."""
 
     loss: float
-    """Mean loss over trained tokens."""
+    """Mean loss over the tokens whose label is not -100."""
     tokens: int
-    """Number of trained tokens."""
+    """Number of those tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineState:
-    """What an engine must remember besides its tensors to continue to the bit.
+    """What an engine must save in addition to its tensors to resume bit for bit.
 
     It does not depend on the plan: a run may resume with other budgets.
     """
@@ -200,13 +200,13 @@ class Engine:
         self,
         plan: Plan,
         inventory: Inventory,
-        body: SplitModel,
+        split_model: SplitModel,
         device: Device,
         settings: EngineSettings,
     ) -> None:
         self.plan, self.inventory, self.workload = plan, inventory, plan.workload
         self.settings = settings
-        self.body, self.device = body, device
+        self.split_model, self.device = split_model, device
         self.optimizer = StreamedAdamW(self, settings.optimizer, settings.grouping)
         self._programs = Programs.of(plan, inventory)
         on_gpu = device.torch_device.type == "cuda"
@@ -218,9 +218,12 @@ class Engine:
         placement = PlacementIndex.of(inventory, plan.placement)
         numerics = self.workload.numerics
         loss = ChunkedLoss(
-            body.logits, numerics.loss_chunk, settings.loss, fused=numerics.loss_kernel == "fused"
+            split_model.logits,
+            numerics.loss_chunk,
+            settings.loss,
+            fused=numerics.loss_kernel == "fused",
         )
-        self._computer = Computer(self._memory, body, loss, mover, placement)
+        self._computer = Computer(self._memory, split_model, loss, mover, placement)
         self._computer.seed = settings.seed
         self._runner = Runner(self._memory, self._computer, mover)
         self.steps = 0
@@ -228,10 +231,12 @@ class Engine:
         self.batches = 0
         """Number of batches seen."""
         self.grad_norm = float("nan")
-        """Norm of the last gradient before clipping, without the loss scale."""
+        """Gradient norm of the last step that was not skipped, before clipping and without the loss
+        scale; NaN before the first such step. A skipped step leaves it unchanged."""
         self.skipped = False
         """Whether the last `apply` skipped the update."""
         self.scale = LossScale.of(self.workload.dtype)
+        """The loss scale: 1 with bf16, adapted to overflows with fp16."""
         self._pending: PendingUpdate | None = None
         self._stats: GradStats | None = None  # of the gradients that wait for `apply`, if any
         self._loss_not_finite = False  # of any batch behind those gradients
@@ -250,29 +255,30 @@ class Engine:
     ) -> torch.Tensor:
         """Compute the gradients of a batch, without an update; return its mean loss.
 
-        The loss is divided by `num_items`, by default the number of trained tokens in the batch.
+        The loss is divided by `num_items`, by default the number of tokens in the batch whose label
+        is not -100.
         Several calls before `apply` accumulate gradients, if the workload allows it.
         """
         self._check_open()
-        adds = self._stats is not None
-        if adds and not self.workload.accumulate:
+        accumulating = self._stats is not None
+        if accumulating and not self.workload.accumulate:
             raise EngineError(
                 "gradients of an earlier batch have not been applied. Call apply() before the next "
                 "forward_backward(), pass all sequences of a step in one batch, or use "
                 "prepare(accumulate=True), which keeps gradients in fp32"
             )
-        cut = self._cut(batch)
-        items = max(1, cut.items if num_items is None else num_items)
-        self.body.train(True)
-        step = self._next_step(cut, items, adds=adds)
+        split = self._split(batch)
+        divisor = max(1, split.num_items if num_items is None else num_items)
+        self.split_model.train(True)
+        step = self._next_step(split, divisor, accumulating=accumulating)
         self._stats = None  # if the step fails, half-summed gradients must not be applied
         self._run(step)
         self.batches += 1
         self._stats = self._memory.gradients.gather_stats()
         assert step.loss is not None
-        loss = (step.loss / items).float().cpu()
+        loss = (step.loss / divisor).float().cpu()
         finite = bool(torch.isfinite(loss))
-        self._loss_not_finite = (adds and self._loss_not_finite) or not finite
+        self._loss_not_finite = (accumulating and self._loss_not_finite) or not finite
         self._check_finite(loss)
         return loss
 
@@ -296,12 +302,12 @@ class Engine:
         unscale = 1.0 / self.scale.value
         self.grad_norm = stats.norm * unscale
         clip = self.workload.clip
-        scale = unscale if clip is None else unscale * clip_scale(self.grad_norm, clip)
+        factor = unscale if clip is None else unscale * clip_scale(self.grad_norm, clip)
         self.steps += 1
-        # The sweeps multiply gradients by `scale`, so clipping costs no pass of its own.
+        # The sweeps multiply gradients by `factor`, so clipping costs no pass of its own.
         self._pending = PendingUpdate(
             "adamw",
-            self.optimizer.coefficients(self.steps, scale),
+            self.optimizer.coefficients(self.steps, factor),
             draw_keys(self.inventory, self.settings.seed, self.steps),
         )
         self.scale.note_good_step()
@@ -315,19 +321,22 @@ class Engine:
     # Evaluation and inspection.
 
     def evaluate(self, batches: Iterable[Mapping[str, torch.Tensor]]) -> Evaluation:
-        """Return the mean loss over trained tokens. Pending sweeps are finished first."""
+        """Return the mean loss over tokens whose label is not -100.
+
+        Pending sweeps are finished first.
+        """
         self.finish()
-        self.body.train(False)
+        self.split_model.train(False)
         total, tokens = 0.0, 0
         for batch in batches:
-            cut = self._cut(batch)
-            for micros in cut.rounds:
+            split = self._split(batch)
+            for micros in split.rounds:
                 if micros:
                     step = StepState(self._programs.evaluate, [micros], None, self.batches)
                     self._runner.run(step)
                     assert step.loss is not None
                     total += float(step.loss)
-            tokens += cut.items
+            tokens += split.num_items
         return Evaluation(total / tokens if tokens else float("nan"), tokens)
 
     def gradient_buffers_released(self) -> AbstractContextManager[int]:
@@ -385,7 +394,7 @@ class Engine:
             TrainingState(engine=self.state_record()).save(folder)
 
     def state_record(self) -> Json:
-        """Return what the engine must remember besides its tensors, as plain JSON."""
+        """Return what the engine must save in addition to its tensors, as plain JSON."""
         return records.to_json(EngineState.of(self))
 
     def read(self, folder: str | Path) -> None:
@@ -403,7 +412,7 @@ class Engine:
         if not self._closed:
             self._closed = True
             self._runner.close()
-            self.body.release()
+            self.split_model.release()
             self._memory.release()
 
     def __enter__(self) -> Self:
@@ -414,11 +423,19 @@ class Engine:
 
     # Helpers.
 
-    def _next_step(self, cut: CutBatch, items: int, *, adds: bool) -> StepState:
+    def _next_step(self, split: SplitBatch, num_items: int, *, accumulating: bool) -> StepState:
         pending, programs = self._pending, self._programs
-        program = programs.accumulate if adds else programs.step if pending else programs.first
+        program = (
+            programs.accumulate if accumulating else programs.step if pending else programs.first
+        )
         return StepState(
-            program, cut.rounds, pending, self.batches, items, self.scale.value, fresh=not adds
+            program,
+            split.rounds,
+            pending,
+            self.batches,
+            num_items,
+            self.scale.value,
+            fresh=not accumulating,
         )
 
     def _run(self, step: StepState) -> None:
@@ -433,9 +450,9 @@ class Engine:
             if self._pending is not None and self._is_swept(self._pending):
                 self._pending = None
 
-    def _cut(self, batch: Mapping[str, torch.Tensor]) -> CutBatch:
+    def _split(self, batch: Mapping[str, torch.Tensor]) -> SplitBatch:
         rounds, device = self.plan.placement.rounds, self.device.torch_device
-        return cut_batch(batch, self.workload, rounds, device)
+        return split_batch(batch, self.workload, rounds, device)
 
     def _check_finite(self, loss: torch.Tensor) -> None:
         """Raise NonFiniteLossError if the settings say so; `apply` then finds no gradients."""

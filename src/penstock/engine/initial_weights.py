@@ -78,36 +78,38 @@ def _from_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[Source, Types]:
     )
 
 
-def draw_weights(access: TensorAccess, inventory: Inventory, body: SplitModel, seed: int) -> None:
+def draw_weights(
+    access: TensorAccess, inventory: Inventory, split_model: SplitModel, seed: int
+) -> None:
     """Draw all weights the way the model's own class initializes them, in fp32, block by block.
 
     The values depend on the seed and the block, and not on the plan.
     """
     for index, block in enumerate(inventory.blocks):
-        drawn = _draw_block(body, block, draw_key(seed, 0, index) & ((1 << 63) - 1))
+        drawn = _draw_block(split_model, block, draw_key(seed, 0, index) & ((1 << 63) - 1))
         set_master(access, index, inventory, *_from_tensors(drawn))
 
 
-def _draw_block(body: SplitModel, block: Block, seed: int) -> dict[str, torch.Tensor]:
+def _draw_block(split_model: SplitModel, block: Block, seed: int) -> dict[str, torch.Tensor]:
     drawn: dict[str, torch.Tensor] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for tensor in block.tensors:
             if tensor.name not in drawn:
-                drawn |= _init_module(body, *body.module_of(tensor.name))
+                drawn |= _init_module(split_model, *split_model.module_of(tensor.name))
     return drawn
 
 
 def _init_module(
-    body: SplitModel, module: nn.Module, names: Mapping[str, str]
+    split_model: SplitModel, module: nn.Module, names: Mapping[str, str]
 ) -> dict[str, torch.Tensor]:
     """Initialize a copy of one leaf module that has memory, and return its tensors by name."""
     bare = copy.copy(module)
     bare._parameters = dict.fromkeys(module._parameters)
     for leaf, name in names.items():
-        empty = torch.full(body.shape_of(name), float("nan"))
+        empty = torch.full(split_model.shape_of(name), float("nan"))
         bare._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
-    init: Any = body.model._init_weights
+    init: Any = split_model.model._init_weights
     init(bare)
     initialized = {}
     for leaf, name in names.items():

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from penstock.engine.gradients import differentiate
 
-IGNORED = -100
-"""Label of tokens that are not trained, as in Hugging Face."""
+IGNORE_INDEX = -100
+"""Label of tokens that do not count for the loss, as in Hugging Face and torch."""
 
 GROWTH_INTERVAL = 2000
 """Number of steps without overflow after which the loss scale is doubled."""
@@ -30,8 +30,8 @@ class LossFunction(Protocol):
 
 def next_targets(labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
     """Return what each token must predict: the next label, unless a document starts there."""
-    targets = torch.full_like(labels, IGNORED)
-    following = torch.where(position_ids[:, 1:] == 0, IGNORED, labels[:, 1:])
+    targets = torch.full_like(labels, IGNORE_INDEX)
+    following = torch.where(position_ids[:, 1:] == 0, IGNORE_INDEX, labels[:, 1:])
     targets[:, :-1] = following
     return targets
 
@@ -58,7 +58,7 @@ class ChunkedLoss:
         self._logits, self._chunk, self._function, self._fused = logits, chunk, function, fused
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the loss over trained tokens, in fp64."""
+        """Return the sum of the loss over tokens that have a target, in fp64."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with torch.no_grad():
             for rows in self._chunks(hidden):
@@ -71,12 +71,12 @@ class ChunkedLoss:
         hidden: torch.Tensor,
         targets: torch.Tensor,
         sink: GradientSink,
-        items: int,
+        num_items: int,
         scale: float,
     ) -> torch.Tensor:
         """Return the sum of the loss, and replace the hidden states by their gradient.
 
-        The gradient is that of `scale * sum / items`. It is written in place, chunk by chunk: a
+        The gradient is that of `scale * sum / num_items`. It is written in place, chunk by chunk: a
         chunk's hidden states are not needed after its gradient exists.
         """
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
@@ -88,10 +88,10 @@ class ChunkedLoss:
                     # The kernel overwrites the logits with their gradient, which then flows back
                     # through the head.
                     out, gradient = logits, logits.detach()
-                    loss_sum = fused_loss(gradient, targets[rows], scale / items)
+                    loss_sum = fused_loss(gradient, targets[rows], scale / num_items)
                 else:
                     loss_sum = self._torch_loss(logits, targets[rows])
-                    out, gradient = loss_sum / items, None
+                    out, gradient = loss_sum / num_items, None
                     out = out * scale if scale != 1.0 else out
             total += loss_sum.detach().double()
             input_gradient = differentiate(out, gradient, x, sink.parameters, sink.add)
@@ -111,8 +111,10 @@ class ChunkedLoss:
     def _torch_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = logits.float()
         if self._function is None:
-            return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-        trained = targets != IGNORED
+            return functional.cross_entropy(
+                logits, targets, ignore_index=IGNORE_INDEX, reduction="sum"
+            )
+        trained = targets != IGNORE_INDEX
         indices = targets.clamp(min=0)[:, None]
         log_probs = logits.log_softmax(dim=-1).gather(1, indices)[:, 0]
         return self._function(log_probs[trained], targets[trained])
@@ -132,7 +134,7 @@ def fused_loss(logits: torch.Tensor, targets: torch.Tensor, scale: float | None)
     kernel: Any = cross_entropy_kernel
     kernel[(rows,)](
         *(logits, targets, losses, vocabulary, 0.0 if scale is None else scale),
-        IGNORED=IGNORED,
+        IGNORE_INDEX=IGNORE_INDEX,
         WRITE=scale is not None,
         BLOCK=8192,
         num_warps=16,

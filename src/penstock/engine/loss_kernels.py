@@ -17,7 +17,7 @@ def cross_entropy_kernel(
     losses,
     vocabulary,
     scale,
-    IGNORED: tl.constexpr,
+    IGNORE_INDEX: tl.constexpr,
     WRITE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -35,7 +35,7 @@ def cross_entropy_kernel(
         total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
         top = higher
     log_total = top + tl.log(total)
-    trained = target != IGNORED
+    trained = target != IGNORE_INDEX
     picked = tl.load(start + tl.where(trained, target, 0)).to(tl.float32)
     tl.store(losses + row, tl.where(trained, log_total - picked, 0.0))
     if WRITE:

@@ -276,8 +276,10 @@ def _build_engine(
         state_dict = dict(model.state_dict())
         bare = strip_model(model, device.torch_device, dtype)
     numerics = plan.workload.numerics
-    body = SplitModel(bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
-    engine = Engine(plan, inventory, body, device, _engine_settings(settings, options))
+    split_model = SplitModel(
+        bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled
+    )
+    engine = Engine(plan, inventory, split_model, device, _engine_settings(settings, options))
     try:
         if options.load_weights:
             _load_weights(engine, model, state_dict, settings)
@@ -309,6 +311,6 @@ def _load_weights(engine: Engine, model: Any, state_dict: Any, settings: Setting
     if state_dict is not None:
         set_weights(engine.access, engine.inventory, state_dict)
     elif settings.model.init == "random":
-        draw_weights(engine.access, engine.inventory, engine.body, settings.schedule.seed)
+        draw_weights(engine.access, engine.inventory, engine.split_model, settings.schedule.seed)
     else:
         engine.files.read_weights(model_directory(model, settings.model.revision))

@@ -33,9 +33,10 @@ class StepState:
     """The optimizer update whose sweeps this program makes."""
     batch_number: int
     """Number of batches before this one; dropout depends on it."""
-    items: int = 1
-    """Number of trained tokens in the whole step."""
-    scale: float = 1.0
+    num_items: int = 1
+    """Divisor of the loss sum: by default, the number of tokens in the whole step that have a
+    target."""
+    loss_scale: float = 1.0
     """Loss scale, for fp16."""
     fresh: bool = True
     """Whether gradients start from zero."""
@@ -56,7 +57,7 @@ class StepState:
     """By round: the slots of the ring through which activations return for backward. Written by the
     computing thread at the end of forward, read by the lane that fetches activations."""
     loss: torch.Tensor | None = None
-    """Sum of the loss over trained tokens."""
+    """Sum of the loss over tokens that have a target."""
     device_sweeps: list[Ticket[object]] = field(default_factory=list)
     """Sweeps on the device; waiting for one raises if it refused an element."""
     swept_on_cpu: set[tuple[int, int | None]] = field(default_factory=set)

@@ -1,6 +1,6 @@
 """What the lanes do: read and write NVMe, sweep on the CPU, copy to and from the device.
 
-Every operation of a program that does not compute ends up in one method of `Mover`:
+Every operation that moves data or sweeps on the CPU ends up in one method of `Mover`:
 
 | lane           | method                | moves                                             |
 |----------------|-----------------------|---------------------------------------------------|
@@ -43,7 +43,7 @@ SWEPT_ROLES = (Role.WEIGHT, *STATE, Role.GRADIENT)
 
 
 class Mover:
-    """Carries out the operations that do not compute. Each method runs in its lane's thread."""
+    """Carries out the operations of the lanes. Each method runs in its lane's thread."""
 
     def __init__(self, memory: EngineMemory) -> None:
         self._memory, self._tiers, self._device = memory, memory.tiers, memory.device
@@ -173,7 +173,7 @@ class Mover:
         if op.roles == (Role.GRADIENT,):
             self._fetch_gradient(step, at, op)
             return
-        self._wait_on_lane(step, at)
+        self._order_on_stream(step, at)
         key = BufferKey(BufferKind.WEIGHT, op.block, step.program.buffer_start[at])
         into = self._memory.weights.span(op.block, step.program.weights.offset(key))
         if op.piece is None:
@@ -188,7 +188,7 @@ class Mover:
 
     def _fetch_gradient(self, step: StepState, at: int, op: Operation) -> None:
         """Copy a block's gradient sum to the device, for the next round to add to."""
-        self._wait_on_lane(step, at)
+        self._order_on_stream(step, at)
         nbytes = 4 * self._trained_elements(op.block)
         offset = step.program.gradients.offset(BufferKey(BufferKind.GRADIENT, op.block, at))
         into = self._memory.gradient_pool[offset : offset + nbytes]
@@ -229,7 +229,7 @@ class Mover:
 
     def offload_gradient(self, step: StepState, at: int, op: Operation) -> None:
         """Copy a block's gradient to the place where it waits for the optimizer sweep."""
-        self._wait_on_lane(step, at)
+        self._order_on_stream(step, at)
         source = step.outgoing_gradients[op.block]
         if self._tiers.on_disk(op.block, Role.GRADIENT):
             self._move_gradient_pieces(op.block, source, self._pipes["drain"].write)
@@ -278,7 +278,7 @@ class Mover:
         for need in step.program.needs[at]:
             step.tickets.order_after(need, self._device)
 
-    def _wait_on_lane(self, step: StepState, at: int) -> None:
+    def _order_on_stream(self, step: StepState, at: int) -> None:
         """Order the operation after its needs on the device, and note its start."""
         self._order_after_needs(step, at)
         step.started[at] = self._device.record()

@@ -33,43 +33,43 @@ class StreamedForward:
     """Runs passes with a model whose weights are not on the device as a whole."""
 
     def __init__(
-        self, body: SplitModel, weights: WeightStreamer, device: Device, dtype: torch.dtype
+        self, split_model: SplitModel, weights: WeightStreamer, device: Device, dtype: torch.dtype
     ) -> None:
-        self.body, self.weights = body, weights
+        self.split_model, self.weights = split_model, weights
         self.device, self.dtype = device.torch_device, dtype
-        check_fit(body.model, body.layers)
+        check_fit(split_model.model, split_model.layers)
         register_row_attention()
-        self._configs = attention_configs(body.model, *body.layers)
+        self._configs = attention_configs(split_model.model, *split_model.layers)
 
     @property
     def config(self) -> Any:
-        return self.body.model.config
+        return self.split_model.model.config
 
     @property
     def generation_config(self) -> Any:
-        return getattr(self.body.model, "generation_config", None)
+        return getattr(self.split_model.model, "generation_config", None)
 
     def forward(self, cache: Any, passes: Sequence[ForwardPass]) -> list[torch.Tensor]:
         """Run all passes through each block before the next block is streamed."""
-        last = len(self.body.layers) + 1
-        self.body.train(False)
+        last = len(self.split_model.layers) + 1
+        self.split_model.train(False)
         with torch.inference_mode(), using_attention(self._configs, CACHED_ROWS):
             hidden, calls = self._embed(cache, passes)
             for block in range(1, last):
                 with self._bound(block):
                     for i, forward_pass in enumerate(passes):
                         with forward_pass.rows(cache):
-                            hidden[i] = self.body.plain_layer(
+                            hidden[i] = self.split_model.plain_layer(
                                 block - 1, hidden[i], calls[i][block - 1]
                             )
-            self.body.bind_head(self.weights.wait(last))
-            scores = [self.body.logits(states[:, -1]) for states in hidden]
+            self.split_model.bind_head(self.weights.wait(last))
+            scores = [self.split_model.logits(states[:, -1]) for states in hidden]
             self.weights.drop(last)
             return scores
 
     def close(self) -> None:
         """Release the weights."""
-        self.body.release()
+        self.split_model.release()
         self.weights.close()
 
     def _embed(
@@ -79,7 +79,9 @@ class StreamedForward:
         with self._bound(0):
             for forward_pass in passes:
                 inputs = forward_pass.inputs(self.device)
-                states, called = self.body.enter(**inputs, past_key_values=cache, use_cache=True)
+                states, called = self.split_model.enter(
+                    **inputs, past_key_values=cache, use_cache=True
+                )
                 hidden.append(states)
                 calls.append(called)
         return hidden, calls
@@ -87,7 +89,7 @@ class StreamedForward:
     @contextlib.contextmanager
     def _bound(self, block: int) -> Iterator[None]:
         """Bind the weights of one block of the model, and afterwards fetch those of the next."""
-        self.body.bind(self.weights.wait(block))
+        self.split_model.bind(self.weights.wait(block))
         yield
         self.weights.drop(block)
         self.weights.fetch(block + 1)
@@ -101,10 +103,10 @@ def stream_model(
     """Load a model's weights from files into host memory, `keep` bytes of them onto the device."""
     target = pick_device(device)
     model = build_model(config, dtype, target.torch_device, trust_remote_code=trust_remote_code)
-    body = SplitModel(model, inventory, mlp_tile=NO_TILES)
+    split_model = SplitModel(model, inventory, mlp_tile=NO_TILES)
     source = HostWeights(inventory, folder, target, dtype, progress)
     return StreamedForward(
-        body, WeightStreamer(inventory, source, target, dtype, keep), target, dtype
+        split_model, WeightStreamer(inventory, source, target, dtype, keep), target, dtype
     )
 
 
@@ -115,6 +117,6 @@ def engine_forward(engine: Engine) -> Iterator[StreamedForward]:
     dtype = engine.access.weight_dtype
     weights = WeightStreamer(engine.inventory, EngineWeights(engine), engine.device, dtype, 0)
     try:
-        yield StreamedForward(engine.body, weights, engine.device, dtype)
+        yield StreamedForward(engine.split_model, weights, engine.device, dtype)
     finally:
         weights.close()
