@@ -52,21 +52,8 @@ def compile_ptx(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -
     return ptx
 
 
-@needs_triton
-@pytest.mark.parametrize(
-    ("rule", "grad", "master", "moments"),
-    [
-        ("adamw", "bf16", "split", "fp32"),
-        ("adamw", "fp16", "half", "bf16"),
-        ("adamw", "fp32", "single", "int8"),
-        ("sgd", "bf16", "split", "none"),
-        ("lion", "bf16", "split", "int8"),
-    ],
-)
-@pytest.mark.parametrize("count", ["i32", "i64", "1"])
-def test_compiled_arithmetic_rounds_once(
-    rule: str, grad: str, master: str, moments: str, count: str
-) -> None:
+def compile_sweep(rule: str, grad: str, master: str, moments: str, count: str) -> str:
+    """Return the PTX of the sweep kernel for one combination of formats."""
     from penstock.optim import device_kernels
 
     g = "*fp32" if grad == "fp32" else "*i16"
@@ -82,7 +69,25 @@ def test_compiled_arithmetic_rounds_once(
     if count == "1":
         types["n"] = "constexpr"
         constants["n"] = 1
-    ptx = compile_ptx(device_kernels.sweep_kernel, types, constants)
+    return compile_ptx(device_kernels.sweep_kernel, types, constants)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("rule", "grad", "master", "moments"),
+    [
+        ("adamw", "bf16", "split", "fp32"),
+        ("adamw", "fp16", "half", "bf16"),
+        ("adamw", "fp32", "single", "int8"),
+        ("sgd", "bf16", "split", "none"),
+        ("lion", "bf16", "split", "int8"),
+    ],
+)
+@pytest.mark.parametrize("count", ["i32", "i64", "1"])
+def test_compiled_arithmetic_rounds_once(
+    rule: str, grad: str, master: str, moments: str, count: str
+) -> None:
+    ptx = compile_sweep(rule, grad, master, moments, count)
     arithmetic = set(re.findall(r"\b((?:mul|add|sub|div|sqrt|fma|mad)\.[a-z.]*f32)\b", ptx))
 
     assert arithmetic <= {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
@@ -90,6 +95,14 @@ def test_compiled_arithmetic_rounds_once(
     assert ".ftz" not in ptx
     assert ".approx" not in ptx
     assert "fma." not in ptx
+
+
+@needs_triton
+def test_the_sweep_kernel_does_not_compile_for_a_rule_it_lacks() -> None:
+    from triton.compiler import CompilationError
+
+    with pytest.raises(CompilationError, match="no step for this rule"):
+        compile_sweep("adagrad", "bf16", "split", "fp32", "i32")
 
 
 @needs_triton
