@@ -121,7 +121,7 @@ class ScheduleChecker:
 
     def run(self, schedule: Schedule) -> None:
         for operation in schedule.operations:
-            getattr(self, operation.verb.value)(operation)
+            getattr(self, operation.verb.name.lower())(operation)
         assert not self.hbm, "HBM is empty at the end"
         assert not self.staged, "staging is empty at the end"
 
@@ -192,7 +192,7 @@ class ScheduleChecker:
         if op.roles == (Role.WEIGHT,):
             self.parts.pop(op.block, None)
 
-    def drain(self, op: Operation) -> None:
+    def offload(self, op: Operation) -> None:
         (role,) = op.roles
         self.out.add((op.block, role, op.round))
         self.hbm.discard((op.block, role))

@@ -2,7 +2,7 @@
 
 A block's gradient is consumed by its optimizer sweep, before the block's forward, and exists again
 only after the block's backward. Between the two, its memory is free, and that is when activations
-need memory: the saved input of a block exists from the forward of the previous block to the block's
+need memory: the activation of a block exists from the forward of the previous block to the block's
 own backward, which comes before the backward of every earlier block. So the input can be stored in
 the gradients of earlier blocks, and needs no memory of its own.
 

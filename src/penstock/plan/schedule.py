@@ -99,6 +99,8 @@ class Operation(NamedTuple):
         Operations of one lane start in the listed order. Except for sweeps, each starts after the
         previous one has ended.
         """
+        # Activations are called "inputs" and offloads "drain" here, because recorded timelines
+        # contain the names of lanes.
         match self.verb:
             case Verb.FETCH:
                 return "fetch inputs" if Role.ACTIVATION in self.roles else "fetch"

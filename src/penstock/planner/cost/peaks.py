@@ -1,7 +1,7 @@
 """Compute how much of each tier is in use in each phase of a step.
 
-All pools stay allocated, so a plan's peak is their sum. The figures here tell which phase really
-needs that much. If a tier is short, look at that phase first.
+Pools and stored bytes stay allocated, so a plan's peak is their sum. The figures here say which
+phase needs that much. If a tier is short, look at that phase first.
 """
 
 from __future__ import annotations
