@@ -28,7 +28,7 @@ class UnknownNodeError(PlacementError, ValueError):
 
 
 class OfflineNodeError(PlacementError):
-    """The node exists, but the kernel has none of its memory online."""
+    """The node exists, but the OS has none of its memory online."""
 
     def __init__(self, node: int, online: Sequence[int]) -> None:
         self.node, self.online = node, tuple(online)
@@ -82,7 +82,7 @@ class MemoryLimitError(PlacementError, MemoryError):
 
 
 class MapError(PlacementError, MemoryError):
-    """The kernel could not map the memory: no address space or no pages."""
+    """The OS could not map the memory: no address space or no pages."""
 
     def __init__(self, *, wanted: int, errno: int, reason: str, advice: str) -> None:
         self.wanted, self.errno = wanted, errno
@@ -105,7 +105,7 @@ class HugePagesError(PlacementError, MemoryError):
 
 
 class PlacementPermissionError(PlacementError, PermissionError):
-    """The kernel or a container's seccomp profile refused a system call."""
+    """The OS or a container's seccomp profile refused a system call."""
 
     def __init__(self, call: str, errno: int) -> None:
         self.call = call

@@ -42,11 +42,11 @@ class ArenaStats:
 class Arena:
     """A contiguous range that is allocated front to back and released as a whole.
 
-    The memory is returned to the kernel when the arena and all of its blocks are gone.
+    The memory is returned to the OS when the arena and all of its blocks are gone.
 
     Args:
         nbytes: size in bytes or as text such as `"4GiB"`.
-        place: NUMA nodes of the memory; by default the one set by `placing`, or the kernel's
+        place: NUMA nodes of the memory; by default the one set by `placing`, or the OS's
             choice.
         pinned: register the memory with CUDA, so that copies run at full speed.
         huge: kind of huge pages, see `RegionOptions`.

@@ -1,4 +1,4 @@
-"""Make the C library return freed memory to the kernel."""
+"""Make the C library return freed memory to the OS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ costs a page fault for every 4 KiB."""
 
 
 def return_freed_memory() -> None:
-    """Return blocks of `LARGE_NBYTES` and more to the kernel as soon as they are freed.
+    """Return blocks of `LARGE_NBYTES` and more to the OS as soon as they are freed.
 
     This holds for the whole process from now on, unless its environment configures the allocator.
 

@@ -108,7 +108,7 @@ class Stripe:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Interleave:
-    """Single pages, distributed over nodes round robin by the kernel."""
+    """Single pages, distributed over nodes round robin by the OS."""
 
     nodes: tuple[int, ...]
 
@@ -137,7 +137,7 @@ _default: ContextVar[Place | None] = ContextVar("penstock_default_place", defaul
 
 
 def current_place() -> Place | None:
-    """Return the place set by the innermost `placing`, or None if the kernel chooses."""
+    """Return the place set by the innermost `placing`, or None if the OS chooses."""
     return _default.get()
 
 

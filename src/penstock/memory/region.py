@@ -1,6 +1,6 @@
 """Allocate, pin and migrate ranges of host memory.
 
-If memory that is bound to a node does not fit there, the kernel does not return an error: its OOM
+If memory that is bound to a node does not fit there, the OS does not return an error: its OOM
 killer ends the process. Free memory is therefore checked before every allocation. The native code
 reports errno values; this module turns them into errors with numbers and advice.
 """
@@ -39,7 +39,7 @@ from penstock.units import MiB, format_bytes, round_up
 Huge = Literal["auto", "thp", "2M"] | None
 
 KEEP_FREE = 64 * MiB
-"""Left free on every node for the kernel: below its watermarks an allocation first reclaims memory
+"""Left free on every node for the OS: below its watermarks an allocation first reclaims memory
 and then invokes the OOM killer."""
 
 MAX_NBYTES = 2**63 - 1
@@ -62,7 +62,7 @@ class RegionOptions:
     """Register the range with CUDA if there is a GPU; otherwise lock it in memory."""
 
     huge: Huge = "auto"
-    """Page size. `"thp"`: transparent huge pages of 2 MiB where the kernel finds them. `"2M"`: huge
+    """Page size. `"thp"`: transparent huge pages of 2 MiB where the OS finds them. `"2M"`: huge
     pages from the reserved pool, or an error. None: 4 KiB pages. `"auto"`: `"thp"`, except with
     Interleave, which distributes single pages (None)."""
 
@@ -88,7 +88,7 @@ def allocate_region(
 ) -> _native.Region:
     """Allocate a range of at least `nbytes`, in whole pages.
 
-    Without a `place`, use the one set by `placing`, or else the kernel's choice. If this raises,
+    Without a `place`, use the one set by `placing`, or else the OS's choice. If this raises,
     nothing stays mapped.
     """
     system = system or System()
@@ -215,7 +215,7 @@ def _check_nodes(nodes: tuple[int, ...], system: System) -> None:
 def _check_maps(place: Place | None, wanted: int, system: System) -> None:
     """Raise if a stripe would need too many mappings.
 
-    Until it is touched, a stripe is one kernel mapping per run of units on a node.
+    Until it is touched, a stripe is one mapping per run of units on a node.
     """
     if not isinstance(place, Stripe):
         return

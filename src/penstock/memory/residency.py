@@ -1,4 +1,4 @@
-"""Ask the kernel on which NUMA nodes pages are.
+"""Ask the OS on which NUMA nodes pages are.
 
 There are two ways. `move_pages` reports single pages, and `/proc/self/numa_maps` has totals per
 mapping of the process. The second is faster for large ranges, but works only if the range consists
@@ -24,13 +24,13 @@ _QUERY_SECONDS = 100e-9
 """Measured time to query one page with `move_pages`."""
 
 _WALK_SECONDS = 20e-9
-"""Measured time per resident page of the process to read numa_maps, for which the kernel walks all
+"""Measured time per resident page of the process to read numa_maps, for which the OS walks all
 page tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Number of pages on each node, as counted by the kernel."""
+    """Number of pages on each node, as counted by the OS."""
 
     pages: Mapping[int, int]
     """Pages of `page_nbytes` on each node."""
@@ -84,7 +84,7 @@ def _walk_is_cheaper(nbytes: int, page: int) -> bool:
 
 
 def _read_numa_maps(first: int, last: int, page: int) -> dict[int, int] | None:
-    """Sum the kernel's totals per mapping. Return None if a mapping extends beyond the range."""
+    """Sum the OS's totals per mapping. Return None if a mapping extends beyond the range."""
     inside = _mappings_inside(first, last)
     if inside is None:
         return None

@@ -35,13 +35,13 @@ def empty(
 ) -> torch.Tensor:
     """Return an uninitialized CPU tensor whose memory is on `place`.
 
-    The memory is returned to the kernel when the last tensor or view of it is gone. Copies and
+    The memory is returned to the OS when the last tensor or view of it is gone. Copies and
     pickles of the tensor are ordinary torch tensors.
 
     Args:
         shape: shape of the tensor.
         dtype: dtype; by default `torch.get_default_dtype()`.
-        place: NUMA nodes of the memory; by default the one set by `placing`, or the kernel's
+        place: NUMA nodes of the memory; by default the one set by `placing`, or the OS's
             choice.
         pinned: register the memory with CUDA, so that copies run at full speed.
         huge: `"thp"` for transparent huge pages, `"2M"` for reserved ones, None for 4 KiB pages.
@@ -112,7 +112,7 @@ def from_tensor(
 
 
 def where(tensor: torch.Tensor) -> Residency:
-    """Ask the kernel on which nodes the pages of a CPU tensor are. Any CPU tensor works."""
+    """Ask the OS on which nodes the pages of a CPU tensor are. Any CPU tensor works."""
     return residency(*_span(tensor))
 
 
