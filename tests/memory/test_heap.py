@@ -1,4 +1,4 @@
-"""Freed memory is returned to the kernel even if a block above it is in use."""
+"""Freed memory is returned to the OS even if a block above it is in use."""
 
 from __future__ import annotations
 
