@@ -87,3 +87,17 @@ def test_a_failure_to_start_the_engine_leaves_no_files(
         Store.create(tmp_path, 1 * MiB)
 
     assert os.listdir(tmp_path) == []
+
+
+def test_a_short_write_of_the_header_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct_directory(tmp_path)
+    monkeypatch.setattr(os, "pwritev", lambda *_: 512)
+
+    # With a file name, the command line reports an error of the user's disk and not a bug.
+    with pytest.raises(OSError, match="512 of 4096 B written") as caught:
+        Store.create(tmp_path, 1 * MiB)
+
+    assert str(caught.value.filename).startswith(str(tmp_path))
+    assert os.listdir(tmp_path) == []

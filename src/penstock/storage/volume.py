@@ -92,8 +92,12 @@ class Volume:
 
     def write_block(self, offset: int, block: bytes) -> None:
         """Write whole blocks to stable storage. For headers; data goes through the engine."""
-        self.file.write_blocks(offset, block)
-        os.fdatasync(self.fd)
+        try:
+            self.file.write_blocks(offset, block)
+            os.fdatasync(self.fd)
+        except OSError as error:
+            error.filename = self.data_path  # calls on a descriptor name no file
+            raise
 
     def read_block(self, offset: int, nbytes: int) -> bytes:
         """Read `nbytes` at `offset`, or fewer if the file ends before that."""
