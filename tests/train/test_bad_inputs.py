@@ -183,6 +183,17 @@ def test_an_unknown_key_in_a_settings_file_is_named(runs: Runs, tmp_path: Path) 
     assert f"{config}: learning_rate" in ended.errors
 
 
+def test_an_empty_list_of_data_is_reported_with_its_file(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump({"model": "model", "data": []}))
+
+    ended = run_command(["train", "--config", str(config), "--out", str(tmp_path / "out")])
+
+    assert ended.code == 1
+    assert f"{config}: data: must name at least one file" in ended.errors
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_loss_that_is_not_finite_saves_the_batch(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

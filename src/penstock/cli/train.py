@@ -54,7 +54,8 @@ def _merge_settings(flags: dict[str, Any], *, resume: bool) -> Settings:
         _check_required(layers)
         settings = merge_layers(layers)
         if not settings.data.data:
-            raise SettingsError("data", "must name at least one file")
+            source = next(name for name, layer in reversed(layers) if "data" in layer)
+            raise SettingsError("data", "must name at least one file", where=source)
         return _with_plan(settings, layers)
     except SettingsError as wrong:
         # A usage error (exit code 2) if the value came from the command line.
