@@ -62,8 +62,8 @@ test-vm: $(VENV)/built
 	tests/vm/run.sh $(ARGS)
 
 fuzz: $(VENV)/built
-	PYTHONPATH=. $(BIN)/python tests/fuzz/header.py $(ARGS)
-	PYTHONPATH=. $(BIN)/python tests/fuzz/safetensors.py $(ARGS)
+	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_header.py $(ARGS)
+	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_safetensors.py $(ARGS)
 
 lint: $(VENV)/tools
 	$(BIN)/ruff check .
