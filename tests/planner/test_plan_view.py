@@ -52,8 +52,11 @@ def test_wear_is_relative_to_the_rated_endurance(result: PlanResult) -> None:
 
 
 def test_small_writes_keep_two_digits(result: PlanResult) -> None:
-    assert wear(replace(result, disk_writes=42_000_000), machine_with_endurance(None)) == [
-        "0.042 GB written to NVMe per step"
+    writing, unrated = replace(result, disk_writes=42_000_000), machine_with_endurance(None)
+
+    assert wear(writing, unrated) == ["0.042 GB written to NVMe per step"]
+    assert wear(with_steps(writing, 200), unrated) == [
+        "0.042 GB written to NVMe per step, 8.4 GB in 200 steps"
     ]
 
 

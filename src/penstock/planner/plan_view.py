@@ -182,7 +182,9 @@ def wear(result: PlanResult, machine: Machine) -> list[str]:
     text = f"{_gigabytes(written)} written to NVMe per step"
     if steps:
         total = written * steps
-        text += f", {total / 1e12:,.1f} TB in {steps:,} steps"
+        # A small total in terabytes would read as 0.0 TB.
+        amount = f"{total / 1e12:,.1f} TB" if total >= 1e12 else _gigabytes(total)
+        text += f", {amount} in {steps:,} steps"
         if rated:
             text += f": {total / rated:.0%} of the rated endurance ({rated / 1e12:,.0f} TB)"
     elif rated:
