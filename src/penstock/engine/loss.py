@@ -62,8 +62,7 @@ class ChunkedLoss:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with torch.no_grad():
             for rows in self._chunks(hidden):
-                logits = self._logits(hidden[rows])
-                total += self._loss_sum(logits, targets[rows]).double()
+                total += self._loss_sum(hidden[rows], targets[rows])
         return total
 
     def backward(
@@ -81,32 +80,47 @@ class ChunkedLoss:
         """
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for rows in self._chunks(hidden):
-            x = hidden[rows].detach().requires_grad_()
-            with torch.enable_grad():
-                logits = self._logits(x)
-                if self._fused:
-                    # The kernel overwrites the logits with their gradient, which then flows back
-                    # through the head.
-                    out, gradient = logits, logits.detach()
-                    loss_sum = fused_loss(gradient, targets[rows], scale / num_items)
-                else:
-                    loss_sum = self._torch_loss(logits, targets[rows])
-                    out, gradient = loss_sum / num_items, None
-                    out = out * scale if scale != 1.0 else out
-            total += loss_sum.detach().double()
-            input_gradient = differentiate(out, gradient, x, sink.parameters, sink.add)
-            assert input_gradient is not None
-            hidden[rows] = input_gradient
+            total += self._differentiate(hidden[rows], targets[rows], sink, num_items, scale)
         return total
+
+    # Each chunk is a call of its own. In a loop, variables such as the logits would keep a chunk's
+    # memory until the next chunk's logits replace them, and two chunks would exist at the peak.
+
+    def _loss_sum(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self._fused:
+            return fused_loss(self._logits(hidden), targets, None)
+        return self._torch_loss(self._logits(hidden), targets).double()
+
+    def _differentiate(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        sink: GradientSink,
+        num_items: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """Return the sum of one chunk's loss, and replace its hidden states by their gradient."""
+        x = hidden.detach().requires_grad_()
+        gradient: torch.Tensor | None = None
+        with torch.enable_grad():
+            if self._fused:
+                # The kernel overwrites the logits with their gradient, which then flows back
+                # through the head.
+                out = self._logits(x)
+                gradient = out.detach()
+                loss_sum = fused_loss(gradient, targets, scale / num_items)
+            else:
+                loss_sum = self._torch_loss(self._logits(x), targets)
+                out = loss_sum / num_items
+                out = out * scale if scale != 1.0 else out
+        input_gradient = differentiate(out, gradient, x, sink.parameters, sink.add)
+        assert input_gradient is not None
+        hidden.copy_(input_gradient)
+        return loss_sum.detach().double()
 
     def _chunks(self, hidden: torch.Tensor) -> Iterator[slice]:
         for low in range(0, hidden.shape[0], self._chunk):
             yield slice(low, low + self._chunk)
-
-    def _loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if self._fused:
-            return fused_loss(logits, targets, None)
-        return self._torch_loss(logits, targets)
 
     def _torch_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = logits.float()

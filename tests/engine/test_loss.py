@@ -1,0 +1,70 @@
+"""The loss over the head, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock.engine.loss import ChunkedLoss, GradientSink
+
+TOKENS, WIDTH, VOCABULARY, CHUNK = 12, 8, 32, 5
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return hidden states, targets and the head's weight."""
+    drawn = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, WIDTH, generator=drawn)
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=drawn)
+    targets[::4] = -100
+    return hidden, targets, torch.randn(VOCABULARY, WIDTH, generator=drawn).requires_grad_()
+
+
+def own_loss(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return -log_probs.sum()
+
+
+@pytest.mark.parametrize("function", [None, own_loss], ids=["cross-entropy", "own function"])
+@pytest.mark.parametrize("with_backward", [False, True], ids=["forward", "backward"])
+def test_one_chunks_logits_exist_at_a_time(
+    with_backward: bool, function: Callable[..., Any] | None
+) -> None:
+    hidden, targets, weight = inputs()
+    earlier: list[StorageWeakRef] = []
+
+    def logits(x: torch.Tensor) -> torch.Tensor:
+        assert all(storage.expired() for storage in earlier)
+        made = x @ weight.T
+        # Followed by an operation whose backward keeps its result: the autograd graph of an earlier
+        # chunk must be gone as well.
+        capped = torch.tanh(made)
+        earlier.extend(StorageWeakRef(t.untyped_storage()) for t in (made, capped))
+        return capped
+
+    loss = ChunkedLoss(logits, CHUNK, function)
+    if with_backward:
+        sink = GradientSink({"weight": weight}, lambda name, gradient: None)
+        loss.backward(hidden, targets, sink, num_items=9, scale=1.0)
+    else:
+        loss.forward(hidden, targets)
+    assert len(earlier) == 2 * 3
+
+
+def test_chunks_add_up_to_the_loss_and_gradients_of_the_whole() -> None:
+    hidden, targets, weight = inputs()
+    whole = hidden.clone().requires_grad_()
+    wanted = torch.nn.functional.cross_entropy(whole @ weight.T, targets, reduction="sum")
+    (2.0 * wanted / 9).backward()
+    added: list[torch.Tensor] = []
+    sink = GradientSink({"weight": weight}, lambda name, gradient: added.append(gradient))
+    loss = ChunkedLoss(lambda x: x @ weight.T, CHUNK)
+
+    assert loss.forward(hidden, targets) == pytest.approx(wanted.item(), rel=1e-6)
+    total = loss.backward(hidden, targets, sink, num_items=9, scale=2.0)
+
+    assert total == pytest.approx(wanted.item(), rel=1e-6)
+    torch.testing.assert_close(hidden, whole.grad)
+    torch.testing.assert_close(sum(added), weight.grad)
