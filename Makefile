@@ -94,7 +94,7 @@ bench-gpu: $(VENV)/built
 	  $(BIN)/python bench/gpu_table.py --part $$part $(ARGS) && break; [ $$? -eq 3 ] || exit 1; \
 	done; done
 
-CALL ?= dram others disk
+CALL ?= torch dram others disk
 bench-peers: $(VENV)/built
 	@[ -d carry/peers ] || $(BIN)/python bench/peers/fetch.py carry/peers
 	@for call in $(CALL); do PYTHONPATH=carry/peers $(BIN)/python bench/gpu_table.py \

@@ -18,7 +18,7 @@ Seconds on an H200 machine, and the number of calls of under ten minutes:
 | curve     | 3b, DRAM 8 to 44 GiB; equal plans once                  | 260     | 1     |
 | moments   | 3b with fp32, bf16, int8 moments; three loss curves     | 160     | 1     |
 | 32b       | Qwen2.5-32B's sizes, int8 moments, two steps            | 110     | 1     |
-| peers     | peers/table.py: DRAM arms, then disk arms               | 1,250   | 3     |
+| peers     | peers/table.py: torch's own arms, DRAM arms, disk arms   | 1,400   | 4     |
 | memascend | peers/memascend.py: all on disk, bf16 and fp16, limits  | 860     | 4     |
 """
 
@@ -45,6 +45,7 @@ from penstock.planner.plan_view import plan_json
 HERE = Path(__file__).parent
 SCRATCH = Path("/var/tmp/penstock-bench")
 PEERS = {
+    "torch": ("penstock", "plain-liger", "plain-liger-stored"),
     "dram": ("penstock", "deepspeed-zero3", "deepspeed-zero3-tuned", "deepspeed-zero2"),
     "others": ("fsdp2", "roundpipe-sync", "roundpipe-async", "deepspeed-infinity-opt"),
     "disk": ("deepspeed-infinity",),
@@ -205,7 +206,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", choices=PARTS)
     parser.add_argument("--only", nargs="+", help="names of cells")
     parser.add_argument(
-        "--call", help="peers: dram, others or disk; memascend: bf16, fp16, batch or context"
+        "--call", help="peers: torch, dram, others or disk; memascend: bf16, fp16, batch or context"
     )
     parser.add_argument("--plan-only", action="store_true")
     parser.add_argument("--plans", type=Path, default=Path("carry/plans"))

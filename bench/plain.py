@@ -1,4 +1,4 @@
-"""The baseline: an eager torch loop with everything in GPU memory and gradient checkpointing."""
+"""The baseline: a torch loop with everything in GPU memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,39 @@ import torch
 
 from bench.measuring import Batch
 
+LossOf = Callable[[Any, torch.Tensor, int], torch.Tensor]
+"""Computes the loss of a model over rows of token ids, divided by a number of targets."""
+
 FP16_SCALE = 4096.0
 """Loss scale for fp16. It is fixed and small, because a benchmark must not skip a step."""
 
 
+def transformers_loss(model: Any, ids: torch.Tensor, items: int) -> torch.Tensor:
+    """Return the loss as transformers computes it, from the logits of all tokens."""
+    loss: torch.Tensor = model(input_ids=ids, labels=ids, num_items_in_batch=items).loss
+    return loss
+
+
+def liger_loss(model: Any, ids: torch.Tensor, items: int) -> torch.Tensor:
+    """Return the loss by Liger's kernel, which computes head and cross-entropy in chunks."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    states = hidden[:, :-1].reshape(-1, hidden.shape[-1])
+    total = LigerFusedLinearCrossEntropyLoss(reduction="sum")(
+        model.lm_head.weight, states, ids[:, 1:].reshape(-1)
+    )
+    loss: torch.Tensor = total / items
+    return loss
+
+
 def plain_step(
-    model: Any, *, adamw: dict[str, Any], clip: float, micro_batch: int | None
+    model: Any,
+    *,
+    adamw: dict[str, Any],
+    clip: float,
+    micro_batch: int | None,
+    loss_of: LossOf = transformers_loss,
 ) -> Callable[[Batch], float]:
     """Return a function that runs one step.
 
@@ -32,7 +59,7 @@ def plain_step(
         total = torch.zeros((), device=device)
         items = ids.shape[0] * (ids.shape[1] - 1)
         for part in torch.split(ids, micro_batch or ids.shape[0]):
-            loss = model(input_ids=part, labels=part, num_items_in_batch=items).loss
+            loss = loss_of(model, part, items)
             (loss * scale).backward()
             total += loss.detach()
         for master, parameter in zip(masters, parameters, strict=True):

@@ -22,7 +22,7 @@ from pathlib import Path
 WHEELS = (
     "hjson==3.1.0", "py-cpuinfo==9.0.0", "msgpack==1.2.4", "pydantic==2.14.3",
     "pydantic-core==2.50.4", "annotated-types==0.8.0", "typing-inspection==0.4.5",
-    "einops==0.8.2", "beartype", "tqdm", "roundpipe==0.1.1",
+    "einops==0.8.2", "beartype", "tqdm", "roundpipe==0.1.1", "liger-kernel==0.8.5",
 )  # fmt: skip
 SOURCE = "deepspeed==0.19.8"
 """Source distribution of DeepSpeed, which has no wheel. It contains the kernels and their

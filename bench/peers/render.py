@@ -8,7 +8,9 @@ from typing import Any
 from bench.shapes import SHAPES
 
 NAMES = {
-    "plain": "plain torch, everything in HBM",
+    "plain": "plain torch (eager, checkpointing), everything in HBM",
+    "plain-liger": "torch with compiled layers, Liger's loss and checkpointing, everything in HBM",
+    "plain-liger-stored": "the same without checkpointing",
     "penstock": "**Penstock**",
     "deepspeed-zero3": "DeepSpeed ZeRO-3, parameters and optimizer on the CPU, defaults",
     "deepspeed-zero3-tuned": "the same, exact-size pinning, tuned buckets",

@@ -30,6 +30,8 @@ from bench.shapes import SHAPES
 
 _FUNCTIONS = {
     "plain": "torch_arms.plain",
+    "plain-liger": "torch_arms.plain_liger",
+    "plain-liger-stored": "torch_arms.plain_liger_stored",
     "penstock": "penstock_arm.penstock",
     "deepspeed-zero3": "zero.zero3",
     "deepspeed-zero3-tuned": "zero.zero3_tuned",

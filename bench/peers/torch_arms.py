@@ -12,7 +12,7 @@ import torch
 
 from bench.measuring import Batch
 from bench.peers.work import Step, Work, build_model
-from bench.plain import plain_step
+from bench.plain import liger_loss, plain_step
 
 
 @contextlib.contextmanager
@@ -20,6 +20,32 @@ def plain(work: Work) -> Iterator[Step]:
     """Train with everything in HBM: the baseline."""
     model = build_model(work, work.torch_dtype, work.device)
     yield plain_step(model, adamw=work.adamw, clip=work.clip, micro_batch=work.micro_batch)
+
+
+@contextlib.contextmanager
+def plain_liger(work: Work) -> Iterator[Step]:
+    """Train with everything in HBM, compiled layers and Liger's loss, with checkpointing."""
+    with _compiled(work, checkpointing=True) as step:
+        yield step
+
+
+@contextlib.contextmanager
+def plain_liger_stored(work: Work) -> Iterator[Step]:
+    """The same without checkpointing: all activations are stored, and nothing is recomputed."""
+    with _compiled(work, checkpointing=False) as step:
+        yield step
+
+
+@contextlib.contextmanager
+def _compiled(work: Work, *, checkpointing: bool) -> Iterator[Step]:
+    model = build_model(work, work.torch_dtype, work.device)
+    if not checkpointing:
+        model.gradient_checkpointing_disable()
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
+    yield plain_step(
+        model, adamw=work.adamw, clip=work.clip, micro_batch=work.micro_batch, loss_of=liger_loss
+    )
 
 
 @contextlib.contextmanager

@@ -140,7 +140,7 @@ def test_ratios_use_the_baseline_of_the_same_call() -> None:
     assert rows["| FSDP2, CPU offload, fused CPU AdamW"][2] == "3.00"
     assert "step 2: 7, not 6" in text
     assert rows["| **Penstock**"][5] == "2.0"  # bytes per parameter
-    assert text.count("plain torch, everything in HBM") == 1
+    assert text.count("plain torch (eager, checkpointing)") == 1
 
 
 def test_an_arm_without_steps_has_a_row_that_says_how_it_ended() -> None:
@@ -154,7 +154,7 @@ def test_a_results_file_is_rendered_without_running_anything(
     path = tmp_path / "peers.json"
     path.write_text(json.dumps({"results": {"calls": [{"arms": [arm_of("plain", 1.0)]}]}}))
     table.main(["--markdown", str(path)])
-    assert "plain torch, everything in HBM" in capsys.readouterr().out
+    assert "plain torch (eager, checkpointing)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("shape", "billions"), [("3b", 3.086), ("8b", 8.03), ("32b", 32.76)])
