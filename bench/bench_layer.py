@@ -29,7 +29,7 @@ from penstock.model.inventory import Inventory
 from penstock.model.meta_model import build_model
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.model.survey import survey_config
-from penstock.plan.buffers import working_nbytes
+from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Numerics, Workload, default_numerics
 from penstock.units import format_bytes
 
@@ -75,7 +75,7 @@ def measure(config: Any, args: argparse.Namespace, changes: dict[str, Any]) -> d
         "first_seconds": first,
         "seconds": certificate.percentiles(seconds),
         "peak_nbytes": peak(step, device),
-        "working_nbytes": working_nbytes(inventory, work),
+        "working_nbytes": estimate_working_memory(inventory, work).peak,
         "graphs": int(torch._dynamo.utils.counters["stats"]["unique_graphs"]),
     }
 

@@ -13,7 +13,8 @@ from penstock.errors import InfeasibleError
 from penstock.machine.presets import preset
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, PathBudget, parse_budget
-from penstock.plan.buffers import GRAINS, LIBRARIES
+from penstock.plan.buffers import GRAINS
+from penstock.plan.working_memory import LIBRARIES
 from penstock.planner import QUICK, fits, make_plan
 from penstock.planner.candidate import BlockLocations, Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator

@@ -1,13 +1,10 @@
 """Size the memory that a step needs in addition to what is stored: buffers and working memory.
 
-All of it is allocated once, before the first step, and held for the whole run. The constants are
-measurements. Their sources are `bench/results/block_memory_h200_2026-11-15.json` (forward and
-backward of one layer in two sizes; the fit is exact for both) and docs/planner.md.
+All of it is allocated once, before the first step, and held for the whole run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.errors import PlanError
@@ -22,6 +19,7 @@ from penstock.plan.lifetimes import (
 from penstock.plan.packing import pack
 from penstock.plan.placement import Placement
 from penstock.plan.schedule import Schedule
+from penstock.plan.working_memory import WorkingMemory
 from penstock.plan.workload import Workload
 from penstock.roles import EXTENT, Formats, Role
 from penstock.tiers import Tier
@@ -44,26 +42,12 @@ GRAINS = 3 * (20 + 2) * MiB
 reserves 20 MiB at a time, and 2 MiB for small tensors, separately for each of three streams: the
 one that allocates the fixed buffers, compute, and copies."""
 
-LIBRARIES = (2 * 32 + 64) * MiB
-"""Bytes that libraries allocate from PyTorch's allocator: one cuBLAS workspace each for the forward
-and the backward thread (32 MiB each from Hopper on), and a buffer as large as the L2 cache, which
-the compiler uses to time candidate kernels."""
-
 PIPE_HALF = 16 * MiB
 """Maximum size of one half of a pipe between the device and NVMe. While one half is copied, the
 other is written or read."""
 
 PIPE_UNIT = 64 * KiB
 """Halves of a pipe are multiples of this: the unit of a store."""
-
-# Elements alive at the same time per token in addition to the layer's input, as multiples of the
-# hidden size, of the MLP's intermediate size, and of queries, keys and values together.
-FORWARD_HIDDEN, FORWARD_MLP = 2, 3
-BACKWARD_HIDDEN, BACKWARD_MLP, BACKWARD_ATTENTION = 9, 6, 1
-
-LOGIT_NBYTES = {"torch": 12, "fused": 2}
-"""Bytes per logit of a chunk, by loss kernel. PyTorch needs the 16-bit logit, its fp32 copy and the
-gradients of both; the fused kernel works in place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,15 +73,17 @@ def plan_pools(
     workload: Workload,
     placement: Placement,
     schedule: Schedule,
+    memory: WorkingMemory,
     *,
     context_nbytes: int = CUDA_CONTEXT,
 ) -> tuple[BufferPool, ...]:
     """List all pools that a step needs, in the order in which `penstock plan` shows them.
 
-    `context_nbytes` is the size of the CUDA context, or 0 on a machine without a GPU.
+    `memory` is the model's working memory with this workload. `context_nbytes` is the size of the
+    CUDA context, or 0 on a machine without a GPU.
     """
     formats = workload.formats(placement.rounds)
-    working = working_nbytes(inventory, workload)
+    working = memory.peak
     schedules = [schedule]
     if workload.accumulate:
         schedules.append(step_schedule(inventory, placement, pending=False, adds=True))
@@ -113,8 +99,9 @@ def plan_pools(
         "weight slots": weights,
         "gradient buffers": gradients,
         "hidden states in flight": hidden_nbytes(inventory, workload, placement.rounds),
+        "batch and layer arguments": arguments_nbytes(workload, placement.rounds, memory),
         "working memory": working,
-        "library buffers": LIBRARIES if on_gpu else 0,
+        "library buffers": memory.libraries if on_gpu else 0,
         "allocator slack": round_up(int(SLACK * working), EXTENT) + (GRAINS if on_gpu else 0),
     }
     pipes = pipe_lanes(workload, placement)
@@ -147,41 +134,23 @@ def activation_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> 
 
 
 def hidden_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
-    """Return the bytes of hidden states in HBM, with token ids and labels.
+    """Return the bytes of hidden states in HBM.
 
     The hidden states of a whole round pass from block to block, and two micro-batches more are on
     their way out or in.
     """
     passing = micro_batches_per_round(workload, rounds) + 2
-    tokens = round_up(16 * workload.tokens, EXTENT)
-    return passing * micro_nbytes(inventory, workload) + tokens
+    return passing * micro_nbytes(inventory, workload)
 
 
-def working_nbytes(inventory: Inventory, workload: Workload) -> int:
-    """Return the most bytes that the computation of one micro-batch of any block needs."""
-    numerics = workload.numerics
-    tokens = numerics.micro_batch * workload.context
-    tile = min(tokens, numerics.mlp_tile)
-    layers = max(_layer_nbytes(block, inventory.hidden, tokens, tile) for block in inventory.layers)
-    chunk = min(tokens, numerics.loss_chunk)
-    logit = LOGIT_NBYTES[numerics.loss_kernel]
-    head = chunk * (inventory.vocabulary * logit + 4 * inventory.hidden)
-    tables = inventory.vocabulary * inventory.hidden
-    # A block's 16-bit gradients of one micro-batch exist until they are added to the fp32 sum.
-    layer_gradients = 2 * _largest_parameters(inventory.layers)
-    return round_up(max(layers + layer_gradients, head + 2 * tables), EXTENT)
+def arguments_nbytes(workload: Workload, rounds: int, memory: WorkingMemory) -> int:
+    """Return the bytes of the batch on the device, and of what layers are called with.
 
-
-def _largest_parameters(blocks: Iterable[Block]) -> int:
-    return max((block.parameters(True) for block in blocks), default=0)
-
-
-def _layer_nbytes(block: Block, hidden: int, tokens: int, tile: int) -> int:
-    attention = block.query_width + block.key_value_width
-    forward = FORWARD_HIDDEN * hidden * tokens + FORWARD_MLP * block.mlp_width * tile
-    backward = (BACKWARD_HIDDEN * hidden + BACKWARD_ATTENTION * attention) * tokens
-    backward += BACKWARD_MLP * block.mlp_width * tile
-    return 2 * max(forward, backward)
+    The whole batch is copied to the device before the step. The arguments of layers exist for the
+    micro-batches of one round.
+    """
+    arguments = micro_batches_per_round(workload, rounds) * memory.arguments
+    return round_up(workload.micro_batches * memory.inputs + arguments, EXTENT)
 
 
 def _packed_nbytes(lifetimes: list[BufferLifetime]) -> int:

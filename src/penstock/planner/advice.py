@@ -10,6 +10,8 @@ from penstock.errors import PenstockError
 from penstock.machine.machine import Figure, Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget
+from penstock.plan.working_memory import WorkingMemorySource
+from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Workload, default_numerics
 from penstock.planner import QUICK, PlannerCache, PlanResult, SearchEffort, find_plan, fits
 from penstock.tiers import Tier
@@ -52,6 +54,9 @@ class WhatIf:
     result: PlanResult
     """The plan without a change."""
 
+    source: WorkingMemorySource = estimate_working_memory
+    """Says how much working memory the model needs."""
+
     cache: PlannerCache = field(default_factory=dict, compare=False, repr=False)
     """Results that all plans share."""
 
@@ -59,7 +64,7 @@ class WhatIf:
         """Return the plan with some fields changed, or None if nothing fits."""
         changed = replace(self, **changes)  # type: ignore[arg-type]
         args = (changed.inventory, changed.workload, changed.budget, changed.machine)
-        return find_plan(*args, effort=QUICK, cache=self.cache)
+        return find_plan(*args, effort=QUICK, cache=self.cache, source=self.source)
 
 
 def advise(what_if: WhatIf, most: int = 3) -> list[Advice]:
@@ -111,7 +116,8 @@ def _longest_context_without_nvme(what_if: WhatIf) -> list[Advice]:
             what_if.inventory, context=context, batch=what_if.workload.batch
         )
         work = replace(what_if.workload, context=context, numerics=numerics)
-        if fits(what_if.inventory, work, budget, what_if.machine):
+        args = (what_if.inventory, work, budget, what_if.machine)
+        if fits(*args, source=what_if.source):
             return [Advice(what=f"--context {context}", speedup=1.0, gain="fits without NVMe")]
         context //= 2
     return []
@@ -181,6 +187,7 @@ def vary(
             machine,
             effort=effort,
             cache=what_if.cache,
+            source=what_if.source,
         )
         if result is not None:
             best = min(best or result.cost.step_seconds, result.cost.step_seconds)

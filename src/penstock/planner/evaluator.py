@@ -30,6 +30,8 @@ from penstock.plan.buffers import (
 from penstock.plan.build_schedule import step_schedule
 from penstock.plan.placement import BlockPlacement, Home, Placement, Share, SweepSide, stripe
 from penstock.plan.schedule import Schedule
+from penstock.plan.working_memory import WorkingMemory, WorkingMemorySource
+from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Workload
 from penstock.planner.candidate import GROUPS, BlockLocations, Candidate, Location
 from penstock.planner.cost import Cost, Rates, StepTimer, estimate
@@ -69,6 +71,12 @@ class PlanEvaluator:
     piece_elements: int = MOST
     """See `Placement.piece_elements`."""
 
+    source: WorkingMemorySource = estimate_working_memory
+    """Says how much working memory the model needs."""
+
+    memory: WorkingMemory = field(init=False)
+    """The model's working memory, from the source."""
+
     rates: Rates = field(init=False)
     operations_timed: int = field(init=False, default=0)
     """Number of operations of all candidates timed so far."""
@@ -97,7 +105,8 @@ class PlanEvaluator:
         self._stripe_weights = stripe_weights(self.machine, self.rates, self.budget)
         self._capacities = {tier: self._capacity(tier) for tier in Tier}
         args = (self.inventory, self.workload)
-        self._sizer = QuickSizer(*args, self.context_nbytes, self.placement)
+        self.memory = self.source(*args)
+        self._sizer = QuickSizer(*args, self.memory, self.context_nbytes, self.placement)
         self._timer = StepTimer(*args, self.rates, issued=self.piece_elements)
         self._coarse_elements = coarse_piece_elements(self.inventory, self.piece_elements)
 
@@ -183,6 +192,7 @@ class PlanEvaluator:
             self.workload,
             self.placement(candidate),
             self._schedule(candidate),
+            self.memory,
             context_nbytes=self.context_nbytes,
         )
 
@@ -375,6 +385,9 @@ class QuickSizer:
     workload: Workload
     """What to train."""
 
+    memory: WorkingMemory
+    """The model's working memory."""
+
     context_nbytes: int
     """Bytes of the CUDA context."""
 
@@ -405,6 +418,7 @@ class QuickSizer:
                 self.workload,
                 placement,
                 step_schedule(self.inventory, placement),
+                self.memory,
                 context_nbytes=self.context_nbytes,
             )
             self.hbm_cache[nearest] = sum(pool.nbytes for pool in pools if pool.tier is Tier.HBM)

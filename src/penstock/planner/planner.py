@@ -11,6 +11,8 @@ from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, PathBudget, check_paths
 from penstock.plan.plan import Plan
 from penstock.plan.traffic import step_disk_writes
+from penstock.plan.working_memory import WorkingMemory, WorkingMemorySource
+from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Workload
 from penstock.planner.candidate import Candidate
 from penstock.planner.cost import Cost, phase_peaks
@@ -51,6 +53,9 @@ class PlanResult:
     disk_writes: int
     """Bytes that one step writes to NVMe."""
 
+    memory: WorkingMemory
+    """The working memory of each part of the model."""
+
     assumed: tuple[str, ...]
     """Assumptions about what the machine file does not state."""
 
@@ -62,18 +67,19 @@ def make_plan(
     machine: Machine,
     *,
     effort: SearchEffort = THOROUGH,
+    source: WorkingMemorySource = estimate_working_memory,
 ) -> PlanResult:
     """Return the best plan found.
 
-    Raises InfeasibleError if nothing fits. The error contains the smallest budgets that would be
-    enough.
+    `source` says how much working memory the model needs. Raises InfeasibleError if nothing fits.
+    The error contains the smallest budgets that would be enough.
     """
-    result = find_plan(inventory, workload, budget, machine, effort=effort)
+    result = find_plan(inventory, workload, budget, machine, effort=effort, source=source)
     if result is None:
         raise InfeasibleError(
             f"{inventory.model} at {workload.batch} x {workload.context} tokens does not fit in "
             + ", ".join(f"{format_bytes(budget.of(tier))} {tier}" for tier in Tier),
-            least=least_budget(inventory, workload, budget, machine),
+            least=least_budget(inventory, workload, budget, machine, source=source),
         )
     return result
 
@@ -86,6 +92,7 @@ def find_plan(
     *,
     effort: SearchEffort = THOROUGH,
     cache: PlannerCache | None = None,
+    source: WorkingMemorySource = estimate_working_memory,
 ) -> PlanResult | None:
     """Return the best plan found, or None if nothing fits.
 
@@ -94,9 +101,11 @@ def find_plan(
     workload.check(inventory)
     check_paths(machine, budget)
     for piece in piece_sizes(inventory, workload, budget):
-        evaluator = PlanEvaluator(inventory, workload, machine, budget, piece_elements=piece)
+        evaluator = PlanEvaluator(
+            inventory, workload, machine, budget, piece_elements=piece, source=source
+        )
         if cache is not None:
-            key = (workload, piece, evaluator.context_nbytes)
+            key = (workload, piece, evaluator.context_nbytes, evaluator.memory)
             evaluator.use_hbm_cache(cache.setdefault(key, {}))
         candidate = search(evaluator, effort)
         if candidate is not None:
@@ -104,9 +113,13 @@ def find_plan(
     return None
 
 
-def fits(inventory: Inventory, workload: Workload, budget: Budget, machine: Machine) -> bool:
+def fits(
+    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
+    *, source: WorkingMemorySource = estimate_working_memory,
+) -> bool:  # fmt: skip
     """Return whether any placement fits, without timing it."""
-    return first_fit(_smallest_pieces_evaluator(inventory, workload, budget, machine)) is not None
+    evaluator = _smallest_pieces_evaluator(inventory, workload, budget, machine, source=source)
+    return first_fit(evaluator) is not None
 
 
 def plan_result(evaluator: PlanEvaluator, candidate: Candidate) -> PlanResult:
@@ -129,18 +142,22 @@ def plan_result(evaluator: PlanEvaluator, candidate: Candidate) -> PlanResult:
         cost=cost,
         peaks=phase_peaks(*args, plan.pools),
         disk_writes=step_disk_writes(*args),
+        memory=evaluator.memory,
         assumed=evaluator.rates.assumed,
     )
 
 
 def least_budget(
-    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine
-) -> dict[str, int | None]:
+    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
+    *, source: WorkingMemorySource = estimate_working_memory,
+) -> dict[str, int | None]:  # fmt: skip
     """Return, for each tier, the smallest budget that is enough, found by bisection.
 
     The other budgets stay as they are. None means that no budget of that tier alone is enough.
     """
-    evaluator = _smallest_pieces_evaluator(inventory, workload, budget, machine, unbounded=True)
+    evaluator = _smallest_pieces_evaluator(
+        inventory, workload, budget, machine, source=source, unbounded=True
+    )
     return {
         tier.value: _least(evaluator, _offer_nvme(budget, machine, tier), tier)
         for tier in Tier
@@ -150,13 +167,14 @@ def least_budget(
 
 def _smallest_pieces_evaluator(
     inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
-    *, unbounded: bool = False,
+    *, source: WorkingMemorySource, unbounded: bool = False,
 ) -> PlanEvaluator:  # fmt: skip
     """Return an evaluator with the smallest pieces, which need the least staging memory."""
     piece = piece_sizes(inventory, workload, budget)[-1]
     return PlanEvaluator(
-        inventory, workload, machine, budget, unbounded=unbounded, piece_elements=piece
-    )
+        inventory, workload, machine, budget,
+        unbounded=unbounded, piece_elements=piece, source=source,
+    )  # fmt: skip
 
 
 def _least(evaluator: PlanEvaluator, budget: Budget, tier: Tier) -> int | None:

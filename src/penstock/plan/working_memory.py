@@ -1,0 +1,109 @@
+"""Working memory: the device memory that computing one micro-batch of a part of the model needs.
+
+A part is the embedding, a kind of layer, or the head with the loss. How much it needs comes from a
+`WorkingMemorySource`: measured on the GPU, traced from the model's own code, or estimated from the
+sizes in the inventory alone (`penstock.plan.working_memory_estimate`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+from penstock.errors import PlanError
+from penstock.model.inventory import Inventory
+from penstock.plan.workload import Workload
+from penstock.roles import EXTENT
+from penstock.units import MiB, round_up
+
+MemoryOrigin = Literal["measured", "traced", "estimated"]
+
+LIBRARIES = (2 * 32 + 64) * MiB
+"""Bytes that libraries allocate from PyTorch's allocator: one cuBLAS workspace each for the forward
+and the backward thread (32 MiB each from Hopper on), and a buffer as large as the L2 cache, which
+the compiler uses to time candidate kernels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartMemory:
+    """The working memory of one part of the model."""
+
+    name: str
+    """Name of the part's block; for a kind of layer, that of the first layer of this kind."""
+
+    forward: int
+    """Peak bytes of the forward pass of one micro-batch, beyond what the plan allocates elsewhere:
+    weights, hidden states in their slots, gradient sums."""
+
+    backward: int
+    """Peak bytes of the backward pass of one micro-batch, with the recomputation of the forward
+    pass. For the head, of the loss and its gradient."""
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            if getattr(self, name) < 0:
+                raise PlanError(name, f"must be 0 or more, got {getattr(self, name)}")
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes of either pass."""
+        return max(self.forward, self.backward)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkingMemory:
+    """The working memory of a model with one workload."""
+
+    FORMAT: ClassVar[int] = 1
+
+    version: int = FORMAT
+    """Version of the file format."""
+
+    parts: tuple[PartMemory, ...]
+    """The embedding, each kind of layer, and the head."""
+
+    inputs: int = 0
+    """Bytes of each micro-batch of the step that stay allocated for the whole step: token ids,
+    targets, positions and document starts."""
+
+    arguments: int = 0
+    """Bytes of each micro-batch of a round that stay allocated from its embedding to the end of its
+    backward pass: what the model passes to its layers, such as rotary tables."""
+
+    libraries: int = LIBRARIES
+    """Bytes that libraries allocate on a GPU, such as the workspaces of cuBLAS."""
+
+    origin: MemoryOrigin = "estimated"
+    """Where the figures come from."""
+
+    remark: str = ""
+    """Why the figures are not traced, for the user; empty if there is nothing to say."""
+
+    def __post_init__(self) -> None:
+        if self.version != self.FORMAT:
+            raise PlanError("version", f"must be {self.FORMAT}, got {self.version}")
+        if not self.parts:
+            raise PlanError("parts", "must list at least one part")
+        for name in ("inputs", "arguments", "libraries"):
+            if getattr(self, name) < 0:
+                raise PlanError(name, f"must be 0 or more, got {getattr(self, name)}")
+
+    @property
+    def largest(self) -> PartMemory:
+        """The part that needs the most."""
+        return max(self.parts, key=lambda part: part.peak)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that any part needs. Parts are computed one after the other."""
+        return round_up(self.largest.peak, EXTENT)
+
+
+class WorkingMemorySource(Protocol):
+    """Says how much working memory a model needs with a workload.
+
+    The planner calls a source often, with the same arguments and with other workloads, so a source
+    has to remember what it found.
+    """
+
+    def __call__(self, inventory: Inventory, workload: Workload, /) -> WorkingMemory: ...

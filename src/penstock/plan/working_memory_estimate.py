@@ -1,0 +1,74 @@
+"""Estimate working memory from an inventory alone.
+
+The factors were fitted to Llama in two sizes
+(`bench/results/block_memory_h200_2026-11-15.json`), and other families need up to twice as much. So
+the estimate is used only where there is no config to trace, such as for an inventory written by
+hand, and for models that cannot be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.model.inventory import Block, Inventory
+from penstock.plan.working_memory import PartMemory, WorkingMemory
+from penstock.plan.workload import Workload
+from penstock.roles import EXTENT
+from penstock.units import round_up
+
+# Elements alive at the same time per token in addition to the layer's input, as multiples of the
+# hidden size, of the MLP's intermediate size, and of queries, keys and values together.
+FORWARD_HIDDEN, FORWARD_MLP = 2, 3
+BACKWARD_HIDDEN, BACKWARD_MLP, BACKWARD_ATTENTION = 9, 6, 1
+
+LOGIT_NBYTES = {"torch": 12, "fused": 2}
+"""Bytes per logit of a chunk, by loss kernel. PyTorch needs the 16-bit logit, its fp32 copy and the
+gradients of both; the fused kernel works in place."""
+
+INPUT_NBYTES = 3 * 8 + 4
+"""Bytes per token of token ids, targets and positions (int64), and document starts (int32)."""
+
+ARGUMENT_NBYTES = 2 * 2 * 128
+"""Bytes per token of rotary tables, for heads of 128."""
+
+
+def estimate_working_memory(inventory: Inventory, workload: Workload) -> WorkingMemory:
+    """Estimate the working memory of a model; a `WorkingMemorySource`."""
+    numerics = workload.numerics
+    tokens = numerics.micro_batch * workload.context
+    tile = min(tokens, numerics.mlp_tile)
+    # A block's 16-bit gradients of one micro-batch exist until they are added to the fp32 sum.
+    layer_gradients = 2 * _largest_parameters(inventory.layers)
+    layers = [_layer_nbytes(block, inventory.hidden, tokens, tile) for block in inventory.layers]
+    chunk = min(tokens, numerics.loss_chunk)
+    logit = LOGIT_NBYTES[numerics.loss_kernel]
+    head = chunk * (inventory.vocabulary * logit + 4 * inventory.hidden)
+    tables = inventory.vocabulary * inventory.hidden
+    names = [block.name for block in inventory.blocks]
+    return WorkingMemory(
+        parts=(
+            PartMemory(name=names[0], forward=2 * tokens * inventory.hidden, backward=2 * tables),
+            PartMemory(
+                name=names[1],
+                forward=max(forward for forward, _ in layers),
+                backward=max(backward for _, backward in layers) + layer_gradients,
+            ),
+            PartMemory(name=names[-1], forward=head, backward=head + 2 * tables),
+        ),
+        inputs=round_up(INPUT_NBYTES * tokens, EXTENT),
+        arguments=round_up(ARGUMENT_NBYTES * tokens, EXTENT),
+        origin="estimated",
+    )
+
+
+def _largest_parameters(blocks: Iterable[Block]) -> int:
+    return max((block.parameters(True) for block in blocks), default=0)
+
+
+def _layer_nbytes(block: Block, hidden: int, tokens: int, tile: int) -> tuple[int, int]:
+    """Return the bytes of forward and of backward, without gradients of weights."""
+    attention = block.query_width + block.key_value_width
+    forward = FORWARD_HIDDEN * hidden * tokens + FORWARD_MLP * block.mlp_width * tile
+    backward = (BACKWARD_HIDDEN * hidden + BACKWARD_ATTENTION * attention) * tokens
+    backward += BACKWARD_MLP * block.mlp_width * tile
+    return 2 * forward, 2 * backward

@@ -1,0 +1,68 @@
+"""Working memory as a record, and the pools that it makes."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock import records
+from penstock.errors import PlanError
+from penstock.plan.budget import Budget
+from penstock.plan.buffers import arguments_nbytes
+from penstock.plan.working_memory import PartMemory, WorkingMemory
+from penstock.planner import QUICK, find_plan
+from penstock.units import GiB, KiB
+from tests.support.machines import machine
+from tests.support.models import llama, work
+
+MODEL = llama("tiny", 256, 1024, 2, 256, 64, 8192, False)
+
+MEMORY = WorkingMemory(
+    parts=(
+        PartMemory(name="embed", forward=5 * KiB, backward=7 * KiB),
+        PartMemory(name="layer", forward=9 * KiB + 1, backward=8 * KiB),
+    ),
+    inputs=100,
+    arguments=1000,
+    origin="traced",
+)
+
+
+def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    records.save(MEMORY, tmp_path / "memory.json")
+
+    assert records.load(WorkingMemory, tmp_path / "memory.json", error=PlanError) == MEMORY
+
+
+def test_the_largest_part_decides_in_whole_pages() -> None:
+    assert MEMORY.largest.name == "layer"
+    assert MEMORY.peak == 12 * KiB
+
+
+@pytest.mark.parametrize("field", ["forward", "backward"])
+def test_a_part_with_negative_bytes_is_refused(field: str) -> None:
+    with pytest.raises(PlanError, match=f"{field}: must be 0 or more"):
+        PartMemory(**({"name": "layer", "forward": 0, "backward": 0} | {field: -1}))
+
+
+def test_the_batch_stays_for_the_step_and_arguments_for_a_round() -> None:
+    workload = work(MODEL, 64, 8, micro_batch=1)
+
+    # 8 micro-batches: 800 B of inputs, and 8,000 B or 2,000 B of arguments.
+    assert arguments_nbytes(workload, 1, MEMORY) == 12 * KiB
+    assert arguments_nbytes(workload, 4, MEMORY) == 4 * KiB
+
+
+def test_a_plan_needs_what_its_source_says() -> None:
+    workload = work(MODEL, 64, 8)
+    budget = Budget(hbm=40 * GiB, dram=100 * GiB)
+    pools = {}
+    for size in (GiB, 3 * GiB):
+        parts = (PartMemory(name="layer", forward=0, backward=size),)
+        memory = WorkingMemory(parts=parts)
+        result = find_plan(
+            MODEL, workload, budget, machine(), effort=QUICK, source=lambda *_, m=memory: m
+        )
+        assert result is not None
+        assert result.memory == memory
+        pools[size] = {p.what: p.nbytes for p in result.plan.pools}["working memory"]
+    assert pools == {GiB: GiB, 3 * GiB: 3 * GiB}
