@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.shapes import config_of
-from penstock.engine.prepare import workload_for
+from penstock.engine.plan_choice import workload_for
 from penstock.machine.presets import preset
 from penstock.model.inventory import Inventory
 from penstock.planner import PlanResult, make_plan

@@ -96,7 +96,7 @@ def search_peer(args: argparse.Namespace, work: Work) -> list[dict[str, Any]]:
 
 def by_plan(cell: Cell, vary: str, most: int, scratch: Path) -> list[tuple[Cell, PlanResult]]:
     """Return every doubling for which there is a plan. Nothing is run."""
-    from penstock.engine.prepare import workload_for
+    from penstock.engine.plan_choice import workload_for
     from penstock.plan.budget import parse_budget, with_paths
 
     given = cell.budget(scratch)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.prepare import prepare, workload_for
+from penstock.engine.plan_choice import workload_for
+from penstock.engine.prepare import prepare
 from penstock.errors import SettingsError
 from penstock.settings import Settings
 from tests.support.engines import plain_model, tiny_config

@@ -24,7 +24,7 @@ def unmeasured(probed: Machine = PROBED) -> Machine:
             replace(gpu, matmul_flops=None, block_flops=None, free=2 * GiB) for gpu in probed.gpus
         ),
         transfers=(),
-        storage=(),
+        storage=tuple(replace(storage, rates=()) for storage in probed.storage),
     )
 
 

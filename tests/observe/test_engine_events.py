@@ -133,7 +133,7 @@ def test_the_planned_cost_uses_the_speeds_of_the_plan(
     bare = replace(probed, nodes=tuple(replace(n, rates=()) for n in probed.nodes), transfers=())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     save_probe(probed)
-    monkeypatch.setattr(discovery, "discover", lambda: bare)
+    monkeypatch.setattr(discovery, "discover", lambda storage=(): bare)
     model = llama("3m", 256, 768, 3, 256, 64, 2048, False)
     for compiled in (False, True):
         workload = work(model, 64, 8)

@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,17 +16,16 @@ from rich.table import Table
 from penstock.cli.flags import given_settings, keyword, set_parameters, settings_parameters
 from penstock.cli.output import AsJson
 from penstock.errors import InfeasibleError, PlanError
-from penstock.machine.machine import Machine
-from penstock.model.inventory import Inventory
-from penstock.plan.budget import Budget, with_paths
-from penstock.plan.workload import Workload
-from penstock.planner import make_plan
+from penstock.plan.budget import Budget
 from penstock.planner.advice import Advice, BudgetPoint, WhatIf, advise, plot, vary
 from penstock.planner.plan_view import explain, infeasible_json, plan_json, plan_view
-from penstock.probe.machine_choice import machine_for_plan, plan_uses_kernels
+from penstock.probe.machine_choice import machine_to_plan_for
 from penstock.settings import Settings
 from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from penstock.engine.plan_choice import PlanRequest
 
 VARY_POINTS = 8
 """Number of budgets that --vary plans for."""
@@ -41,20 +40,19 @@ SETTINGS = (
 
 def plan_command(**flags: Any) -> None:
     """Show where everything is stored, the time of a step and its bottleneck. Needs no GPU."""
-    from penstock.engine.prepare import budget_for, inspect_model, workload_for
+    from penstock.engine.plan_choice import budget_paths, plan_request
+    from penstock.engine.prepare import inspect_model
 
     name = flags.pop("machine")
     output = _Output(*(flags.pop(flag) for flag in ("output", "explain_", "vary_", "as_json")))
     console = Console()
     settings = Settings.of(given_settings(flags))
-    machine, machine_remark = machine_for_plan(name)
+    target = machine_to_plan_for(name, budget_paths(settings.memory.budgets))
     _, inventory = inspect_model(settings.model.model, settings)
-    budget = budget_for(machine, settings.memory.budgets)
-    machine, disk_remark = with_paths(machine, budget)
-    for remark in filter(None, () if output.as_json else (machine_remark, disk_remark)):
+    request = plan_request(inventory, settings, target)
+    for remark in () if output.as_json else request.remarks:
         console.print(remark, style="yellow")
-    workload = workload_for(inventory, settings, compiled=plan_uses_kernels(machine))
-    output.show(console, inventory, workload, budget, machine)
+    output.show(console, request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +71,26 @@ class _Output:
     as_json: bool
     """Whether to print JSON only."""
 
-    def show(
-        self,
-        console: Console,
-        inventory: Inventory,
-        workload: Workload,
-        budget: Budget,
-        machine: Machine,
-    ) -> None:
+    def show(self, console: Console, request: PlanRequest) -> None:
         """Make the plan and show it. Exit with code 1 if nothing fits the budgets."""
         try:
-            planned = make_plan(inventory, workload, budget, machine)
+            choice = request.make_plan()
         except InfeasibleError as problem:
-            _show_infeasible(console, problem, budget, self.as_json)
+            _show_infeasible(console, problem, request.budget, self.as_json)
             raise typer.Exit(1) from None
+        planned = choice.planned
+        assert planned is not None
         if self.path is not None:
             planned.plan.save(self.path)
         if self.as_json:
             print(json.dumps(plan_json(planned)))
             return
-        console.print(plan_view(planned, machine))
-        what_if = WhatIf(inventory, workload, budget, machine, planned)
+        console.print(plan_view(planned, choice.machine))
+        what_if = WhatIf(
+            request.inventory, request.workload, request.budget, request.machine, planned
+        )
         if self.block:
-            console.print(explain(planned, inventory, self.block))
+            console.print(explain(planned, request.inventory, self.block))
         elif self.curve:
             _show_curve(console, what_if, self.curve)
         else:
@@ -161,7 +156,8 @@ def _show_infeasible(
 
 def _parameters() -> list[inspect.Parameter]:
     machine = typer.Option(
-        help="Machine file, or a preset listed by `penstock machines` (default: this machine)."
+        help="Machine file, a preset listed by `penstock machines`, or `this` for this machine "
+        "(default: this machine if it has a GPU)."
     )
     output = typer.Option("--output", "-o", help="Write the plan to this file.")
     vary_ = typer.Option(

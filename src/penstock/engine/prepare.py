@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.plan_choice import budget_paths, load_plan, plan_request
 from penstock.errors import PlanError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
-from penstock.plan.budget import Budget, parse_budget, with_paths
+from penstock.plan.budget import Budget
 from penstock.plan.plan import Plan
-from penstock.plan.workload import Workload, default_numerics
-from penstock.planner import PlanResult, make_plan
-from penstock.probe.machine_choice import has_kernels, machine_for_training
+from penstock.probe.machine_choice import this_machine
 from penstock.settings import Settings
 
 if TYPE_CHECKING:
@@ -113,75 +112,17 @@ def plan_for(
     device: str | None = None,
 ) -> Plan:
     """Make the plan that `prepare` makes, or load the one that the settings name."""
+    limits = settings.memory.budgets if budget is None else budget
+    target = this_machine(device, budget_paths(limits))
+    if machine is not None:
+        target = replace(target, machine=machine)
     if budget is None and settings.memory.plan is not None:
-        return Plan.load(settings.memory.plan)
-    target = machine or machine_for_training(device)[0]
-    workload = workload_for(
-        inventory, settings,
-        accumulate=accumulate, compiled=compiled, own_loss=own_loss, device=device,
+        return load_plan(settings.memory.plan, inventory, target).plan
+    request = plan_request(
+        inventory, settings, target,
+        budget=limits, accumulate=accumulate, compiled=compiled, own_loss=own_loss,
     )  # fmt: skip
-    limits = budget_for(target, settings.memory.budgets if budget is None else budget)
-    return make_plan_with_paths(inventory, workload, limits, target)[0].plan
-
-
-def budget_for(machine: Machine, budget: Budget | Mapping[str, Any]) -> Budget:
-    """Resolve sizes such as `auto` or `16GiB` for the machine. A `Budget` stays as it is."""
-    if isinstance(budget, Budget):
-        return budget
-    sizes = dict(budget)
-    nvme = sizes.pop("nvme", ())
-    paths = (nvme,) if isinstance(nvme, str) else tuple(nvme)
-    return parse_budget(machine, nvme=paths, **sizes)
-
-
-def make_plan_with_paths(
-    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine
-) -> tuple[PlanResult, Machine]:
-    """Make the best plan, and return it with the machine extended by the budget's NVMe paths."""
-    machine, _ = with_paths(machine, budget)
-    return make_plan(inventory, workload, budget, machine), machine
-
-
-def workload_for(
-    inventory: Inventory,
-    settings: Settings,
-    *,
-    steps: int | None = None,
-    accumulate: bool = False,
-    compiled: bool | None = None,
-    own_loss: bool = False,
-    device: str | None = None,
-) -> Workload:
-    """Describe the optimizer step that the settings ask for.
-
-    Args:
-        inventory: The model's inventory.
-        settings: Settings of the run.
-        steps: Number of steps of the run, if it is known better than from the settings.
-        accumulate: Whether several `forward_backward()` calls add to one step.
-        compiled: Whether layers are compiled; None: if the device runs Penstock's kernels.
-        own_loss: Whether the caller brings a loss function.
-        device: Device that computes; None: the GPU if there is one.
-    """
-    schedule, context = settings.schedule, settings.data.context
-    numerics = default_numerics(
-        inventory,
-        context=context,
-        batch=schedule.batch,
-        micro_batch=schedule.micro_batch_size,
-        kernels=has_kernels(device) if compiled is None else compiled,
-        own_loss=own_loss,
-    )
-    return Workload(
-        context=context,
-        batch=schedule.batch,
-        dtype=settings.model.dtype,
-        moments=settings.memory.moments,
-        clip=schedule.clip or None,
-        accumulate=accumulate,
-        steps=schedule.steps if steps is None else steps,
-        numerics=replace(numerics, deterministic=schedule.deterministic),
-    )
+    return request.make_plan().plan
 
 
 def inspect_model(

@@ -8,6 +8,7 @@ this module inspects the machine it runs on. The field names are the keys of the
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -235,7 +236,7 @@ class Gpu:
     """Unique identifier of this GPU in the driver."""
 
     capability: str = ""
-    """CUDA compute capability, such as `9.0`."""
+    """CUDA compute capability, such as `9.0`. Absent: 8.0 or higher is assumed."""
 
     matmul_flops: Figure | None = None
     """Operations per second in large 16-bit matrix multiplications."""
@@ -256,6 +257,16 @@ class Gpu:
         _check_at_least(self, 0, "index", "free")
         _check_above_zero(self, "memory", "pcie_generation", "pcie_width")
         _check_at_most_field(self, "free", "memory")
+        if self.capability and not re.fullmatch(r"\d+\.\d+", self.capability):
+            raise MachineError("capability", f'must have the form "9.0", got "{self.capability}"')
+
+    @property
+    def capability_numbers(self) -> tuple[int, int] | None:
+        """Major and minor number of the compute capability, or None if it is not known."""
+        if not self.capability:
+            return None
+        major, minor = self.capability.split(".")
+        return int(major), int(minor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

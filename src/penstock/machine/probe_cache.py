@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.machine.machine import Gpu, Machine, MemoryNode
+from penstock.machine.machine import Gpu, Machine, MemoryNode, StoragePath
 
-SAME_MEMORY = 0.02
-"""Relative difference in a node's capacity that still counts as the same memory.
+SAME_SIZE = 0.02
+"""Relative difference in capacity that still counts as the same memory or drive.
 
-The kernel reserves a slightly different amount at each boot."""
+The kernel reserves a slightly different amount of memory at each boot."""
 
 
 def cache_path() -> Path:
@@ -39,10 +39,22 @@ def save_probe(machine: Machine) -> str:
     return f"saved in {path} for plans and runs on this machine"
 
 
+def probed_paths(path: Path | None = None) -> tuple[str, ...]:
+    """Return the storage paths in the saved probe; none if it is missing or damaged."""
+    path = path or cache_path()
+    if not path.is_file():
+        return ()
+    try:
+        return tuple(storage.path for storage in Machine.load(path).storage)
+    except PenstockError:
+        return ()
+
+
 def merge_probe(found: Machine, path: Path | None = None) -> tuple[Machine, str]:
     """Add the speeds of the saved probe to `found`, and return it with a note for the user.
 
-    A probe of another machine, a damaged file, and a probe without measurements are ignored.
+    A probe of another machine, a damaged file, and a probe without measurements are ignored. So are
+    the speeds of a storage path that is now on another drive.
     """
     path = path or cache_path()
     if not path.is_file():
@@ -58,7 +70,14 @@ def merge_probe(found: Machine, path: Path | None = None) -> tuple[Machine, str]
             f"The saved probe {path} is ignored: it was measured on another machine. "
             f"Run `penstock probe` again."
         )
-    return _merge(found, probed), f"Using the speeds measured by `penstock probe` ({path})."
+    storage, replaced = _merge_storage(found, probed)
+    note = f"Using the speeds measured by `penstock probe` ({path})."
+    if replaced:
+        note += (
+            f" Its speeds of {', '.join(replaced)} are ignored: they were measured on another "
+            f"drive. Run `penstock probe --storage` again."
+        )
+    return replace(_merge(found, probed), storage=storage), note
 
 
 def same_machine(one: Machine, other: Machine) -> bool:
@@ -75,27 +94,55 @@ def _gpu_identity(gpu: Gpu) -> tuple[int, str, str]:
 
 
 def _same_node(one: MemoryNode, other: MemoryNode) -> bool:
-    similar = abs(one.capacity - other.capacity) <= SAME_MEMORY * max(one.capacity, other.capacity)
-    return (one.id, one.kind) == (other.id, other.kind) and similar
+    same_kind = (one.id, one.kind) == (other.id, other.kind)
+    return same_kind and _similar(one.capacity, other.capacity)
 
 
 def _merge(found: Machine, probed: Machine) -> Machine:
+    """Add the speeds of nodes, GPUs and transfers; everything else is as found now."""
     nodes = tuple(
         replace(node, latency=old.latency, rates=old.rates)
         for node, old in zip(found.nodes, probed.nodes, strict=True)
     )
     gpus = tuple(
-        replace(old, free=gpu.free, memory=gpu.memory, node=gpu.node)
+        replace(gpu, **{name: getattr(old, name) for name in _GPU_SPEEDS})
         for gpu, old in zip(found.gpus, probed.gpus, strict=True)
     )
-    known = {storage.path for storage in found.storage}
-    # The free space at the time of the probe is out of date.
-    storage = tuple(replace(s, free=None) for s in probed.storage if s.path not in known)
     return replace(
         found,
         nodes=nodes,
         gpus=gpus,
         node_copies=probed.node_copies,
         transfers=probed.transfers,
-        storage=(*found.storage, *storage),
     )
+
+
+_GPU_SPEEDS = (
+    *("matmul_flops", "block_flops", "compiled_flops", "attention_flops", "memory_bandwidth"),
+)
+
+
+def _merge_storage(
+    found: Machine, probed: Machine
+) -> tuple[tuple[StoragePath, ...], tuple[str, ...]]:
+    """Return the storage with its speeds, and the paths that are now on another drive."""
+    measured = {storage.path: storage for storage in probed.storage if storage.rates}
+    merged, replaced = [], []
+    for storage in found.storage:
+        old = measured.get(storage.path)
+        if old is not None and _same_drive(storage, old):
+            storage = replace(storage, rates=old.rates, rated_writes=old.rated_writes)
+        elif old is not None:
+            replaced.append(storage.path)
+        merged.append(storage)
+    return tuple(merged), tuple(replaced)
+
+
+def _same_drive(one: StoragePath, other: StoragePath) -> bool:
+    """Compare what stays the same across boots; the name of the device may change."""
+    same_kind = (one.model, one.file_system) == (other.model, other.file_system)
+    return same_kind and _similar(one.capacity or 0, other.capacity or 0)
+
+
+def _similar(one: int, other: int) -> bool:
+    return abs(one - other) <= SAME_SIZE * max(one, other)

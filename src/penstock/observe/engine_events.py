@@ -270,13 +270,13 @@ def _predicted_cost(record: StepRecord) -> tuple[float | None, str | None]:
     from penstock.plan.budget import with_paths
     from penstock.planner.cost import estimate
     from penstock.planner.cost.rates import Rates
-    from penstock.probe.machine_choice import machine_for_training
+    from penstock.probe.machine_choice import this_machine
 
     plan = record.plan
     try:
-        machine, _ = with_paths(
-            machine_for_training(record.device.torch_device.type)[0], plan.budget
-        )
+        paths = [path.path for path in plan.budget.nvme]
+        here = this_machine(record.device.torch_device.type, paths)
+        machine, _ = with_paths(here.machine, plan.budget)
         compiled = plan.workload.numerics.compiled
         rates = Rates.of(machine, plan.workload.moments, compiled=compiled)
         cost = estimate(record.inventory, plan.workload, plan.placement, rates)

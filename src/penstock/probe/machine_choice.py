@@ -1,91 +1,149 @@
-"""Choose the machine to plan for, and decide whether it runs compiled kernels.
+"""Decide which machine to plan for, and whether it runs compiled layers and Triton kernels.
 
-`penstock plan` and training answer both questions in their own way, because a plan may be for
-another machine, without torch, while training knows the device that it computes on.
+`penstock plan`, `penstock train` and `prepare` all ask here, so that they describe the same machine
+in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import EngineError, PlanError
-from penstock.machine.machine import Machine
+from penstock.machine.machine import Gpu, Machine
 from penstock.machine.presets import DEFAULT, cpu_machine, preset, preset_names
-from penstock.machine.probe_cache import cache_path, merge_probe
+from penstock.machine.probe_cache import merge_probe, probed_paths
+
+THIS = "this"
+"""The name that stands for this machine, with or without a GPU."""
+
+KERNEL_CAPABILITY = (8, 0)
+"""Lowest compute capability that runs compiled layers, Triton kernels and bf16 flash attention."""
 
 
-def machine_for_plan(
-    name: str | None, probe_here: Callable[[], Machine] | None = None
-) -> tuple[Machine, str]:
-    """Find the machine that `penstock plan` plans for, and a remark about the choice.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetMachine:
+    """The machine to plan for."""
+
+    machine: Machine
+    """Its parts and their speeds."""
+
+    kernels: bool
+    """Whether its device runs compiled layers and Triton kernels."""
+
+    is_here: bool
+    """Whether it is the machine that this process runs on."""
+
+    remark: str = ""
+    """A sentence for the user about the choice and the source of the speeds."""
+
+
+def this_machine(device: str | None = None, paths: Iterable[str] = ()) -> TargetMachine:
+    """Describe this machine as the kernel and the driver report it, with the speeds of its probe.
+
+    Nothing is measured. A saved probe is used only as far as it was measured on this machine.
 
     Args:
-        name: Machine file or preset; None for this machine, or the default preset if this machine
-            has no GPU.
-        probe_here: Measures this machine if no earlier measurement is cached.
+        device: Device that computes: `cuda`, or `cpu`, for which part of DRAM serves as HBM. By
+            default, the GPU if there is one.
+        paths: Storage paths to describe in addition to those that were probed.
     """
-    if name is not None:
-        if name in preset_names():
-            return preset(name), ""
-        if Path(name).is_file():
-            return Machine.load(name), ""
-        listed = ", ".join(preset_names())
-        raise PlanError("machine", f"{name} is neither a machine file nor a preset ({listed})")
-    cached = cache_path()
-    if cached.is_file():
-        here = Machine.load(cached)
-    else:
-        here = (probe_here or _probe_here)()
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        here.save(cached)
-    if not here.gpus:
-        return preset(DEFAULT), (
-            f"No GPU found: planning for the preset {DEFAULT} (see `penstock machines`)."
+    from penstock.machine.discovery import discover
+
+    probed = (path for path in probed_paths() if Path(path).exists())
+    storage = dict.fromkeys([*probed, *paths])
+    machine, remark = merge_probe(discover(storage=tuple(storage)))
+    on_gpu = _has_usable_gpu(machine) if device is None else device.startswith("cuda")
+    if not on_gpu:
+        return TargetMachine(
+            machine=cpu_machine(machine), kernels=False, is_here=True, remark=remark
         )
-    return here, f"Planning for this machine, as measured by the probe ({cached})."
-
-
-def machine_for_training(device: str | None = None) -> tuple[Machine, str]:
-    """Describe this machine with the rates of its last probe, and say where the rates come from.
-
-    Without a GPU, or with `device="cpu"`, the CPU computes and part of DRAM serves as HBM.
-    """
-    import torch
-
-    from penstock.machine.discovery import discover
-
-    machine, remark = merge_probe(discover())
-    on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    if on_gpu and not machine.gpus:
+    if not machine.gpus:
         raise EngineError("device='cuda' was requested, but the driver reports no GPU")
-    return (machine if on_gpu else cpu_machine(machine)), remark
+    machine = _with_torch_gpu_first(machine, device)
+    kernels = runs_kernels(machine) and importlib.util.find_spec("triton") is not None
+    return TargetMachine(machine=machine, kernels=kernels, is_here=True, remark=remark)
 
 
-def plan_uses_kernels(machine: Machine) -> bool:
-    """Return whether a plan for the machine assumes compiled layers and kernels: it has a GPU."""
-    return bool(machine.gpus)
+def machine_to_plan_for(name: str | None, paths: Iterable[str] = ()) -> TargetMachine:
+    """Find the machine that `penstock plan` plans for.
 
-
-def has_kernels(device: str | None = None) -> bool:
-    """Return whether the device runs compiled layers, Triton kernels and bf16 flash attention.
-
-    That needs Triton and a GPU of compute capability 8.0 or higher.
+    Args:
+        name: Machine file, preset, or `this`. None for this machine, or the default preset if this
+            machine has no GPU.
+        paths: Storage paths of the budget.
     """
-    import importlib.util
+    if name is None or name == THIS:
+        here = this_machine(paths=paths)
+        if name == THIS or here.machine.gpus:
+            remark = here.remark or (
+                "Speeds of this machine were not measured; `penstock probe` measures them."
+            )
+            return replace(here, remark=f"Planning for this machine. {remark}")
+        return replace(_named_machine(DEFAULT), remark=(
+            f"This machine has no GPU that torch can use: planning for the preset {DEFAULT} "
+            f"instead (see `penstock machines`). `penstock train` would compute on the CPU here; "
+            f"`--machine {THIS}` plans for that."
+        ))  # fmt: skip
+    return _named_machine(name)
 
+
+def runs_kernels(machine: Machine) -> bool:
+    """Return whether the machine's first GPU runs compiled layers and Triton kernels.
+
+    A machine file that does not state the compute capability is assumed to describe a GPU that
+    does.
+    """
+    if not machine.gpus:
+        return False
+    capability = machine.gpus[0].capability_numbers
+    return capability is None or capability >= KERNEL_CAPABILITY
+
+
+def _named_machine(name: str) -> TargetMachine:
+    if name in preset_names():
+        machine = preset(name)
+    elif Path(name).is_file():
+        machine = Machine.load(name)
+    else:
+        listed = ", ".join([*preset_names(), THIS])
+        raise PlanError("machine", f"{name} is neither a machine file nor a preset ({listed})")
+    return TargetMachine(machine=machine, kernels=runs_kernels(machine), is_here=False)
+
+
+def _has_usable_gpu(machine: Machine) -> bool:
+    """Return whether torch can use a GPU; importing torch takes seconds, so not without a GPU."""
+    if not machine.gpus:
+        return False
     import torch
 
-    on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    if not on_gpu or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.cuda.is_available()
 
 
-def _probe_here() -> Machine:
-    """Measure this machine quickly. Without a GPU, discover it but measure nothing."""
-    from penstock.machine.discovery import discover
-    from penstock.probe import ProbeOptions, probe
+def _with_torch_gpu_first(machine: Machine, device: str | None) -> Machine:
+    """Return the machine with the GPU that torch computes on as its first GPU.
 
-    machine = discover()
-    return probe(ProbeOptions(quick=True)).machine if machine.gpus else machine
+    The driver lists GPUs in PCI bus order, and torch in an order that CUDA_VISIBLE_DEVICES and
+    CUDA_DEVICE_ORDER can change.
+    """
+    import torch
+
+    if not torch.cuda.is_available():  # the engine reports this when it opens the device
+        return machine
+    seen = torch.cuda.get_device_properties(torch.device(device or "cuda"))
+    uuid = str(getattr(seen, "uuid", "") or "")
+    used = next((gpu for gpu in machine.gpus if uuid and gpu.uuid.endswith(uuid)), machine.gpus[0])
+    others = tuple(gpu for gpu in machine.gpus if gpu is not used)
+    return replace(machine, gpus=(_complete(used, seen), *others))
+
+
+def _complete(gpu: Gpu, seen: Any) -> Gpu:
+    """Fill in what only the driver library reports, if that is not installed."""
+    return replace(
+        gpu,
+        memory=gpu.memory if gpu.memory is not None else seen.total_memory,
+        capability=gpu.capability or f"{seen.major}.{seen.minor}",
+    )

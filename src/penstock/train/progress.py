@@ -13,9 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from penstock.engine.plan_choice import PlanChoice
 from penstock.planner.plan_view import plan_view, tier_table
 from penstock.train.events import Event
-from penstock.train.plan_choice import PlanChoice
 from penstock.units import format_bytes, format_seconds
 
 LINE_SECONDS = 10.0

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.plan_choice import PlanChoice
 from penstock.planner.plan_view import plan_json
 from penstock.settings import RUN_FILE, Settings, write_yaml
 from penstock.tiers import Tier
@@ -20,7 +21,7 @@ from penstock.train.events import JsonLines, Listeners
 from penstock.train.inputs import ModelSource, load_data, load_model, model_files_directory
 from penstock.train.loggers import MetricsFile, check_loggers, open_loggers
 from penstock.train.loop import TrainingLoop, TrainingRun
-from penstock.train.plan_choice import PlanChoice, choose_plan, describe_budget
+from penstock.train.plan_choice import choose_plan, describe_budget
 from penstock.train.progress import LineView, LiveView, SilentView, View
 from penstock.train.resume import OutputDirectory, ResumePoint
 from penstock.train.signals import StopRequest
@@ -87,10 +88,10 @@ def _open_run(
     model = load_model(settings, resume.checkpoint.path if resume else None)
     data = load_data(settings, model, listeners, view.show_work)
     batches = data.batches(settings, resume.state.data if resume else None)
-    choice = choose_plan(settings, model, batches.steps, resume)
+    choice, remarks = choose_plan(settings, model, batches.steps, resume)
     _report_plan(choice, batches.steps, listeners, view)
-    if choice.remark:
-        listeners.note(choice.remark)
+    for remark in remarks:
+        listeners.note(remark)
     engine = _prepare_engine(settings, model, choice, resume, view)
     try:
         if resume is not None:

@@ -1,0 +1,192 @@
+"""Decide the plan of a run, in one place for `penstock plan`, `penstock train` and `prepare`.
+
+`plan_request` turns a model, the settings and a machine into everything that a plan depends on.
+`PlanRequest.make_plan` makes the plan from that and nothing else. Callers differ only in what they
+pass, so the same settings on the same machine give the same plan file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import PlanError, SettingsError
+from penstock.machine.machine import Machine
+from penstock.model.inventory import Inventory
+from penstock.plan.budget import Budget, parse_budget, with_paths
+from penstock.plan.plan import Plan
+from penstock.plan.workload import Workload, default_numerics
+from penstock.planner import PlanResult, make_plan
+from penstock.planner.resource_names import long_name
+from penstock.probe.machine_choice import TargetMachine
+from penstock.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChoice:
+    """The plan of a run, and the machine it is for."""
+
+    plan: Plan
+    """The plan."""
+
+    machine: Machine
+    """The machine, with the budget's NVMe paths."""
+
+    planned: PlanResult | None = None
+    """The plan with its estimated cost; None for a plan from a file."""
+
+    @property
+    def bottleneck(self) -> str:
+        """Name of the resource that limits the step, as estimated; "" if unknown."""
+        if self.planned is None:
+            return ""
+        return long_name(next(iter(self.planned.cost.bounds)), self.machine)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Everything that a plan depends on."""
+
+    inventory: Inventory
+    """The model."""
+
+    workload: Workload
+    """What to train."""
+
+    budget: Budget
+    """How much of each tier may be used."""
+
+    machine: Machine
+    """The machine, with the budget's NVMe paths."""
+
+    remarks: tuple[str, ...] = ()
+    """Sentences for the user about the machine and its speeds."""
+
+    def make_plan(self) -> PlanChoice:
+        """Make the best plan, or raise InfeasibleError."""
+        planned = make_plan(self.inventory, self.workload, self.budget, self.machine)
+        return PlanChoice(planned.plan, self.machine, planned)
+
+
+def plan_request(
+    inventory: Inventory,
+    settings: Settings,
+    target: TargetMachine,
+    *,
+    budget: Budget | Mapping[str, Any] | None = None,
+    steps: int | None = None,
+    accumulate: bool = False,
+    compiled: bool | None = None,
+    own_loss: bool = False,
+) -> PlanRequest:
+    """Decide everything that a plan depends on.
+
+    Args:
+        inventory: The model.
+        settings: Settings of the run.
+        target: The machine to plan for.
+        budget: Memory budgets; None for those in the settings.
+        steps: Number of steps of the run, if it is known better than from the settings.
+        accumulate: Whether several `forward_backward()` calls add to one step.
+        compiled: Whether layers are compiled; None: if the machine runs Penstock's kernels.
+        own_loss: Whether the caller brings a loss function.
+    """
+    limits = budget_for(target.machine, settings.memory.budgets if budget is None else budget)
+    if target.is_here:
+        _check_paths_exist(limits)
+    machine, disk_remark = with_paths(target.machine, limits)
+    workload = workload_for(
+        inventory, settings,
+        compiled=target.kernels if compiled is None else compiled,
+        steps=steps, accumulate=accumulate, own_loss=own_loss,
+    )  # fmt: skip
+    remarks = tuple(filter(None, (target.remark, disk_remark)))
+    return PlanRequest(inventory, workload, limits, machine, remarks)
+
+
+def load_plan(path: str, inventory: Inventory, target: TargetMachine) -> PlanChoice:
+    """Load a plan. Raises PlanError unless it is for this model and this machine can follow it."""
+    plan = Plan.load(path)
+    plan.check_model(inventory)
+    machine, _ = with_paths(target.machine, plan.budget)
+    plan.check(machine)
+    numerics = plan.workload.numerics
+    if numerics.compiled and not target.kernels:
+        raise PlanError(
+            "workload.numerics.compiled",
+            f"is true, but {machine.name or 'this machine'} does not run compiled layers: that "
+            f"needs Triton and a GPU of compute capability 8.0 or higher; make a plan on this "
+            f"machine with `penstock plan --machine this`",
+            where=path,
+        )
+    return PlanChoice(plan, machine)
+
+
+def budget_for(machine: Machine, budget: Budget | Mapping[str, Any]) -> Budget:
+    """Resolve sizes such as `auto` or `16GiB` for the machine. A `Budget` stays as it is."""
+    if isinstance(budget, Budget):
+        return budget
+    sizes = dict(budget)
+    paths = _nvme_texts(sizes.pop("nvme", ()))
+    return parse_budget(machine, nvme=paths, **sizes)
+
+
+def budget_paths(budget: Budget | Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the storage paths that a budget names."""
+    if isinstance(budget, Budget):
+        return tuple(path.path for path in budget.nvme)
+    texts = _nvme_texts(budget.get("nvme", ()))
+    return tuple(filter(None, (text.rpartition(":")[0] for text in texts)))
+
+
+def workload_for(
+    inventory: Inventory,
+    settings: Settings,
+    *,
+    compiled: bool,
+    steps: int | None = None,
+    accumulate: bool = False,
+    own_loss: bool = False,
+) -> Workload:
+    """Describe the optimizer step that the settings ask for.
+
+    Args:
+        inventory: The model's inventory.
+        settings: Settings of the run.
+        compiled: Whether layers are compiled and Penstock's kernels are used.
+        steps: Number of steps of the run, if it is known better than from the settings.
+        accumulate: Whether several `forward_backward()` calls add to one step.
+        own_loss: Whether the caller brings a loss function.
+    """
+    schedule, context = settings.schedule, settings.data.context
+    numerics = default_numerics(
+        inventory,
+        context=context,
+        batch=schedule.batch,
+        micro_batch=schedule.micro_batch_size,
+        kernels=compiled,
+        own_loss=own_loss,
+    )
+    return Workload(
+        context=context,
+        batch=schedule.batch,
+        dtype=settings.model.dtype,
+        moments=settings.memory.moments,
+        clip=schedule.clip or None,
+        accumulate=accumulate,
+        steps=schedule.steps if steps is None else steps,
+        numerics=replace(numerics, deterministic=schedule.deterministic),
+    )
+
+
+def _nvme_texts(nvme: str | Iterable[str]) -> tuple[str, ...]:
+    return (nvme,) if isinstance(nvme, str) else tuple(nvme)
+
+
+def _check_paths_exist(budget: Budget) -> None:
+    """Check every path, even one that the plan will not use: it may be mistyped."""
+    for disk in budget.nvme:
+        if not Path(disk.path).is_dir() and not Path(disk.path).is_block_device():
+            raise SettingsError("nvme", f"{disk.path} is neither a directory nor a block device")
