@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from penstock.model.attention import attending_over
-from penstock.model.compile import CompiledLayers
+from penstock.model.compile import CompiledLayers, Kind, layer_kinds
 from penstock.model.document_attention import Documents, register_document_attention
 from penstock.model.inventory import Inventory
 from penstock.model.mlp_tiles import draws_in_tiles, tile_mlps
@@ -118,6 +118,8 @@ class SplitModel:
         self._head_only = nn.ModuleList([self._head_probe])
         self._holders = _find_holders(model)
         self._shapes = {t.name: t.shape for block in inventory.blocks for t in block.tensors}
+        self.layer_kinds: list[Kind] = layer_kinds(self.layers)
+        """The kind of each layer: equal for layers that run the same code."""
         tile_mlps(self.layers, mlp_tile)
         # Before weights are bound: compiled layers keep copies of the layers as they are now.
         self._compiled = CompiledLayers(self.layers) if compiled else None

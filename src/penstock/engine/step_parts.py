@@ -1,0 +1,320 @@
+"""The parts of a step, one micro-batch each, run by the engine's own code.
+
+A step repeats a few parts: the embedding, each kind of layer, and the head with the loss, forward
+and backward. Running each of them once shows how much working memory a step needs: with fake
+tensors, which have shapes and no data, before there is a GPU (`penstock.engine.trace_memory`), or
+on the GPU itself, at the real size.
+
+What the plan allocates elsewhere is made by `prepare`: weights, hidden states, gradient sums, the
+batch and the arguments of layers. What `run` allocates in addition is working memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from penstock.engine.batches import split_batch
+from penstock.engine.device import Device
+from penstock.engine.gradients import GradientSums, differentiate
+from penstock.engine.loss import ChunkedLoss, GradientSink, LossFunction
+from penstock.model.inventory import Inventory
+from penstock.model.split import MicroBatch, SplitModel
+from penstock.plan.workload import Workload
+
+Phase = Literal["forward", "backward"]
+
+PACKED_DOCUMENTS = 3
+"""Number of documents in each row of a packed example."""
+
+
+class StepPart(ABC):
+    """One pass of one block over one micro-batch.
+
+    Call `prepare`, then `run` as often as you like, then `release`. Every run allocates the same
+    memory, except that the first run of a compiled layer compiles it.
+    """
+
+    phase: Phase
+
+    def __init__(self, step: _Step, block: int, micro: MicroBatch) -> None:
+        self._step, self.block, self.micro = step, block, micro
+        self._model, self._inventory = step.split_model, step.inventory
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._sums = GradientSums(step.inventory, step.workload.formats(), step.device)
+
+    @property
+    def name(self) -> str:
+        """Name of the block; for a kind of layer, that of the first layer of the kind."""
+        return self._inventory.blocks[self.block].name
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows hold several documents."""
+        return self.micro.bounds is not None
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Allocate what the plan allocates elsewhere."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Compute the part once."""
+
+    def release(self) -> None:
+        """Drop everything that `prepare` made."""
+        self._model.release()
+        self._parameters = {}
+        self._sums.start_step()
+        self.micro.calls = None
+
+    def _make_weights(self, *blocks: int) -> dict[str, nn.Parameter]:
+        return {
+            t.name: nn.Parameter(self._zeros(*t.shape), requires_grad=t.trainable)
+            for block in blocks
+            for t in self._inventory.blocks[block].tensors
+        }
+
+    def _make_stand_ins(self) -> dict[str, nn.Parameter]:
+        """Return the embedding's parameters as zeros that take no memory."""
+        return {
+            t.name: nn.Parameter(self._zeros().expand(t.shape).data, requires_grad=t.trainable)
+            for t in self._inventory.blocks[0].tensors
+        }
+
+    def _open_sums(self, *blocks: int) -> None:
+        for block in blocks:
+            count = self._inventory.blocks[block].flat_elements(True)
+            flat = torch.zeros(count, dtype=torch.float32, device=self._step.device.torch_device)
+            self._sums.open(block, flat, fresh=False)
+
+    def _make_hidden(self) -> torch.Tensor:
+        rows, length = self.micro.shape
+        return self._zeros(rows, length, self._inventory.hidden)
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self._model.dtype, device=self._step.device.torch_device)
+
+    def _find_calls(self) -> None:
+        """Find out how the model calls its layers."""
+        self._model.bind(self._make_stand_ins())
+        with torch.no_grad():
+            self.micro.calls = self._model.embed(self.micro)[1]
+
+
+class EmbeddingForward(StepPart):
+    """Computes the input of the first layer, and the arguments of all layers."""
+
+    phase: Phase = "forward"
+
+    def prepare(self) -> None:
+        self._parameters = self._make_weights(0)
+        self._into = self._make_hidden()
+
+    def run(self) -> None:
+        self._model.bind(self._parameters)
+        with torch.no_grad():
+            hidden, self.micro.calls = self._model.embed(self.micro)
+        self._into.copy_(hidden)
+
+    def release(self) -> None:
+        super().release()
+        del self._into
+
+
+class EmbeddingBackward(StepPart):
+    """Computes the gradients of the embedding's tables."""
+
+    phase: Phase = "backward"
+
+    def prepare(self) -> None:
+        self._parameters = self._make_stand_ins()
+        self._open_sums(0)
+        self._gradient = self._make_hidden()
+
+    def run(self) -> None:
+        self._model.bind(self._parameters)
+        with torch.enable_grad():
+            out = self._model.embed(self.micro)[0]
+        differentiate(out, self._gradient, None, self._parameters, self._sums.add)
+
+    def release(self) -> None:
+        super().release()
+        del self._gradient
+
+
+class LayerForward(StepPart):
+    """Computes a layer's output. Only its input is saved."""
+
+    phase: Phase = "forward"
+
+    @property
+    def index(self) -> int:
+        """Number of the layer, counted from 0."""
+        return self.block - 1
+
+    def prepare(self) -> None:
+        self._find_calls()
+        self._parameters = self._make_weights(self.block)
+        self._model.bind(self._parameters)
+        self.source, self._into = self._make_hidden(), self._make_hidden()
+
+    def run(self) -> None:
+        assert self.micro.calls is not None
+        with torch.no_grad():
+            out = self._model.layer(self.index, self.source, self.micro.calls)
+        self._into.copy_(out)
+
+    def release(self) -> None:
+        super().release()
+        del self.source, self._into
+
+
+class LayerBackward(LayerForward):
+    """Recomputes a layer from its input, and differentiates it."""
+
+    phase: Phase = "backward"
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._open_sums(self.block)
+
+    def run(self) -> None:
+        assert self.micro.calls is not None
+        with torch.enable_grad():
+            source = self.source.detach().requires_grad_()
+            out = self._model.layer(self.index, source, self.micro.calls)
+        gradient = differentiate(out, self._into, source, self._parameters, self._sums.add)
+        if gradient is not None:
+            self._into.copy_(gradient)
+
+
+class HeadForward(StepPart):
+    """Computes the loss of a micro-batch, for an evaluation."""
+
+    phase: Phase = "forward"
+
+    def prepare(self) -> None:
+        blocks = self._owners()
+        self._parameters = self._make_weights(*blocks)
+        self._open_sums(*blocks)
+        self._hidden = self._make_hidden()
+
+    def run(self) -> None:
+        self._model.bind_head(self._parameters)
+        self._step.loss.forward(*self._flat())
+
+    def release(self) -> None:
+        super().release()
+        del self._hidden
+
+    def _flat(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._hidden.view(-1, self._inventory.hidden), self.micro.targets.view(-1)
+
+    def _owners(self) -> list[int]:
+        """Return the blocks that own the head's tensors: itself, and the embedding if tied."""
+        borrowed = set(self._inventory.blocks[self.block].borrows)
+        blocks = self._inventory.blocks[: self.block]
+        lenders = [i for i, b in enumerate(blocks) if borrowed & {t.name for t in b.tensors}]
+        return [*lenders, self.block]
+
+
+class HeadBackward(HeadForward):
+    """Computes the loss of a micro-batch and its gradient."""
+
+    phase: Phase = "backward"
+
+    def run(self) -> None:
+        self._model.bind_head(self._parameters)
+        sink = GradientSink(self._parameters, self._sums.add)
+        hidden, targets = self._flat()
+        self._step.loss.backward(hidden, targets, sink, targets.numel(), 1.0)
+
+
+class _Step:
+    """What all parts of a step share."""
+
+    def __init__(
+        self,
+        split_model: SplitModel,
+        inventory: Inventory,
+        workload: Workload,
+        device: Device,
+        function: LossFunction | None,
+    ) -> None:
+        self.split_model, self.inventory = split_model, inventory
+        self.workload, self.device = workload, device
+        numerics = workload.numerics
+        self.loss = ChunkedLoss(
+            split_model.logits,
+            numerics.loss_chunk,
+            function,
+            fused=numerics.loss_kernel == "fused",
+        )
+
+
+def example_micro_batches(
+    inventory: Inventory, workload: Workload, device: torch.device
+) -> list[MicroBatch]:
+    """Return full micro-batches of one document per row, and of packed rows."""
+    shape = (workload.numerics.micro_batch, workload.context)
+    one = replace(workload, batch=workload.numerics.micro_batch)
+    documents = min(PACKED_DOCUMENTS, workload.context)
+    ids, plain = torch.zeros(shape, dtype=torch.int64), torch.arange(workload.context)
+    packed = plain % -(-workload.context // documents)
+    batches = [{"input_ids": ids, "position_ids": row.expand(shape)} for row in (plain, packed)]
+    return [split_batch(batch, one, 1, device).rounds[0][0] for batch in batches]
+
+
+def step_parts(
+    split_model: SplitModel,
+    inventory: Inventory,
+    workload: Workload,
+    device: Device,
+    *,
+    loss: LossFunction | None = None,
+    micros: Sequence[MicroBatch] | None = None,
+) -> list[StepPart]:
+    """Return the parts of a step, each kind of layer once for each way to fill a micro-batch.
+
+    Args:
+        split_model: The model. Parts bind weights of their own to it.
+        inventory: The model's inventory.
+        workload: What to train.
+        device: The device that computes.
+        loss: Loss function of the user, if any.
+        micros: Micro-batches to compute; by default, `example_micro_batches`. The embedding and the
+            head use the first one.
+    """
+    split_model.train(True)
+    if micros is None:
+        micros = example_micro_batches(inventory, workload, device.torch_device)
+    step = _Step(split_model, inventory, workload, device, loss)
+    head = len(inventory.blocks) - 1
+    parts: list[StepPart] = [
+        EmbeddingForward(step, 0, micros[0]),
+        EmbeddingBackward(step, 0, micros[0]),
+    ]
+    for block in first_blocks(split_model):
+        for micro in micros:
+            parts += [LayerForward(step, block, micro), LayerBackward(step, block, micro)]
+    parts += [HeadForward(step, head, micros[0]), HeadBackward(step, head, micros[0])]
+    return parts
+
+
+def first_blocks(split_model: SplitModel) -> list[int]:
+    """Return the block number of the first layer of each kind.
+
+    Layers are of one kind if they run the same code and train the same tensors.
+    """
+    firsts: dict[object, int] = {}
+    blocks = split_model.inventory.layers
+    for index, kind in enumerate(split_model.layer_kinds):
+        trained = tuple(tensor.trainable for tensor in blocks[index].tensors)
+        firsts.setdefault((kind, trained), index + 1)
+    return list(firsts.values())

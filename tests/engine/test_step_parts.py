@@ -1,0 +1,59 @@
+"""The parts of a step run the engine's code, with real tensors on a CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine.device import CpuDevice
+from penstock.engine.step_parts import LayerBackward, first_blocks, step_parts
+from penstock.model.meta_model import build_model
+from penstock.model.split import SplitModel
+from tests.support.engines import inventory, tiny_config, workload
+
+
+def split(family: str, **changes: Any) -> SplitModel:
+    config = tiny_config(family, **changes)
+    bare = build_model(config, torch.bfloat16, torch.device("cpu"))
+    return SplitModel(bare, inventory(config), mlp_tile=4096)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_every_part_runs_and_runs_again(family: str) -> None:
+    model = split(family)
+    parts = step_parts(model, model.inventory, workload(), CpuDevice())
+
+    for part in parts:
+        part.prepare()
+        part.run()
+        part.run()
+        part.release()
+    kinds = len(first_blocks(model))
+    assert len(parts) == 4 + 4 * kinds
+    assert {part.packed for part in parts} == {False, True}
+
+
+def test_layers_that_attend_differently_are_separate_parts() -> None:
+    assert first_blocks(split("llama")) == [1]
+    assert first_blocks(split("gemma2")) == [1, 2]  # a window in every other layer
+
+
+def test_frozen_tensors_make_another_part() -> None:
+    config = tiny_config("llama")
+    bare = build_model(config, torch.bfloat16, torch.device("cpu"))
+    frozen = inventory(config, freeze=["model.layers.1.*"])
+    model = SplitModel(bare, frozen, mlp_tile=4096)
+
+    assert first_blocks(model) == [1, 2]
+
+
+def test_backward_adds_to_the_gradient_sums() -> None:
+    model = split("llama")
+    parts = step_parts(model, model.inventory, workload(), CpuDevice())
+    (part, _) = (part for part in parts if isinstance(part, LayerBackward))
+    part.prepare()
+    for tensor in (part.source, part._into, *part._parameters.values()):
+        tensor.data.normal_()
+    part.run()
+
+    assert any(float(view.abs().max()) > 0 for view in part._sums._open[1].views.values())
