@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from penstock.units import format_bytes, format_bytes_up
+from penstock.units import MiB, format_bytes, format_bytes_up
 
 
 class PenstockError(Exception):
@@ -257,15 +257,70 @@ class EngineError(PenstockError):
 
 
 class DeviceMemoryError(EngineError, MemoryError):
-    """The GPU has too little free memory."""
+    """The GPU has too little free memory, or the plan allows too little of it.
 
-    def __init__(self, what: str, *, wanted: int, free: int, total: int) -> None:
+    `holders` maps other processes, such as "process 4711 (python)", to their bytes of GPU memory.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        wanted: int | None,
+        free: int,
+        total: int,
+        budget: int | None = None,
+        allowed: int | None = None,
+        allocated: int = 0,
+        reserved: int = 0,
+        holders: Mapping[str, int] | None = None,
+        largest: int | None = None,
+    ) -> None:
         self.what, self.wanted, self.free, self.total = what, wanted, free, total
+        self.budget, self.allowed = budget, allowed
+        """The HBM budget, and the part of it that PyTorch may allocate; None without a plan."""
+        self.allocated, self.reserved = allocated, reserved
+        """Bytes of this process's tensors, and of what PyTorch holds for them."""
+        self.holders = dict(holders or {})
+        self.largest = largest
+        """The largest HBM budget that the GPU has memory for now."""
+        # The driver still has what the plan leaves, so the plan's own limit was reached. A lower
+        # budget would lower that limit as well, and not help.
+        self.by_plan = allowed is not None and free >= allowed - reserved
+        size = "memory" if wanted is None else f"{format_bytes(wanted)} of GPU memory"
         super().__init__(
-            f"cannot allocate {format_bytes(wanted)} of GPU memory for {what}: "
-            f"{format_bytes(free)} of {format_bytes(total)} is free; lower --hbm, or stop other "
-            f"programs that use the GPU"
+            f"cannot allocate {size} for {what}: {'; '.join(self._numbers())}; {self._advice()}"
         )
+
+    def _numbers(self) -> list[str]:
+        numbers = []
+        if self.allowed is not None and self.budget is not None:
+            numbers.append(
+                f"the plan allows PyTorch {format_bytes(self.allowed)} of the HBM budget of "
+                f"{format_bytes(self.budget)}"
+            )
+        if self.reserved:
+            numbers.append(
+                f"this process has allocated {format_bytes(self.allocated)} and reserved "
+                f"{format_bytes(self.reserved)}"
+            )
+        numbers.append(f"{format_bytes(self.free)} of {format_bytes(self.total)} is free")
+        others = sorted(self.holders.items(), key=lambda holder: -holder[1])
+        numbers += [f"{name} holds {format_bytes(nbytes)}" for name, nbytes in others]
+        return numbers
+
+    def _advice(self) -> str:
+        if self.by_plan:
+            return (
+                "this needs more than the plan reserved: raise --hbm, or lower --micro-batch or "
+                "--context"
+            )
+        stop = "stop other programs that use the GPU"
+        if self.largest is None:
+            return f"lower --hbm, or {stop}"
+        if self.largest <= 0:
+            return stop
+        return f"{stop}, or plan with --hbm {self.largest // MiB}MiB or less"
 
 
 class EngineStateError(RecordError, EngineError):

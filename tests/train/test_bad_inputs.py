@@ -12,12 +12,6 @@ import torch
 import yaml
 
 from penstock.engine.engine import Engine
-from penstock.plan.budget import Budget
-from penstock.planner import make_plan
-from penstock.train.errors import GpuMemoryError, explain_out_of_memory
-from penstock.units import GiB
-from tests.support.machines import machine
-from tests.support.models import model, work
 from tests.support.small_tokenizers import small_tokenizer
 from tests.train.runs import RESIDENT, Runs, make_model, run_command
 
@@ -233,29 +227,5 @@ def test_an_out_of_memory_gpu_names_the_budget_to_lower(
     ended = runs.run(tmp_path / "out", *RESIDENT, "--steps", "1")
 
     assert ended.code == 1
-    assert "Lower --hbm" in ended.errors
-
-
-def test_the_advice_for_a_plan_limit_is_not_a_lower_budget() -> None:
-    error = GpuMemoryError(budget=22 << 30, free=1 << 30, total=24 << 30, by_plan=True)
-
-    assert "lower --micro-batch" in str(error)
-    assert "--hbm" not in str(error)
-
-
-@pytest.mark.parametrize(("free", "by_plan"), [(90, True), (13, True), (11, False)])
-def test_free_device_memory_tells_which_limit_was_reached(
-    free: int, by_plan: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inventory = model("qwen2.5-3b")
-    budget = Budget(hbm=24 * GiB, dram=60 * GiB)
-    plan = make_plan(inventory, work(inventory, 4096, 4), budget, machine()).plan
-    reserved = plan.allocator_nbytes - 12 * GiB
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free * GiB, 140 * GiB))
-    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: reserved)
-
-    with pytest.raises(GpuMemoryError) as raised, explain_out_of_memory(plan):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    assert ("--hbm" not in str(raised.value)) == by_plan
+    assert "for training" in ended.errors
+    assert "raise --hbm" in ended.errors or "plan with --hbm" in ended.errors

@@ -153,10 +153,13 @@ def allocate(
     _check_pool_sizes(plan, programs)
     # Before anything is allocated: torch then fails instead of exceeding the plan's HBM, and the C
     # library gives large freed blocks back instead of letting the heap outgrow the plan's DRAM.
-    device.limit_memory(plan.allocator_nbytes)
+    # What the process had allocated before, such as a model that is about to be read, is no part of
+    # the plan.
+    device.limit_memory(device.memory().reserved + plan.allocator_nbytes)
     return_freed_memory()
-    tiers = TierMemory(plan, inventory, device, store)
+    tiers: TierMemory | None = None
     try:
+        tiers = TierMemory(plan, inventory, device, store)
         gradients = GradientSums(inventory, tiers.formats, device)
         weights = device.empty(programs.nbytes("weights"), "weight slots")
         staging, pipes = _allocate_staging(plan, inventory, programs, tiers)
@@ -172,7 +175,9 @@ def allocate(
             sweep_pool=sweep_pool,
         )
     except BaseException:
-        tiers.close()
+        if tiers is not None:
+            tiers.close()
+        device.limit_memory(None)
         raise
 
 

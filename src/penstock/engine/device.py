@@ -10,13 +10,16 @@ another lane is ordered behind that ticket without stopping the host (`order_aft
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from penstock.errors import DeviceMemoryError
+from penstock.machine.discovery.gpus import gpu_processes
 from penstock.model import autograd_warmup
 from penstock.optim import device_norms, device_sweep, sweep
 from penstock.optim.norms import GradStats
@@ -24,6 +27,20 @@ from penstock.optim.rules import RuleName
 from penstock.optim.sweep import Segment
 from penstock.optim.thread_pool import Pool
 from penstock.ticket import Finished, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Device memory at one moment, in bytes."""
+
+    allocated: int
+    """In tensors of this process."""
+    reserved: int
+    """Held by torch's allocator in this process: tensors, and what it keeps for the next ones."""
+    free: int
+    """Free as the driver reports it, whoever holds the rest."""
+    total: int
+    """Size of the device's memory."""
 
 
 class Device(Protocol):
@@ -66,7 +83,13 @@ class Device(Protocol):
         """Start an optimizer sweep over states in device memory."""
 
     def limit_memory(self, nbytes: int | None) -> None:
-        """Let torch allocate at most `nbytes` in total; None removes the limit."""
+        """Let torch reserve at most `nbytes` in total; None removes the limit."""
+
+    def memory(self) -> DeviceMemory:
+        """Return how much memory is allocated, reserved and free now."""
+
+    def other_processes(self) -> dict[str, int]:
+        """Return the bytes that other processes hold on the device, as far as the driver tells."""
 
     def synchronize(self) -> None:
         """Block until all work on every lane has finished."""
@@ -127,6 +150,18 @@ class CpuDevice:
     def limit_memory(self, nbytes: int | None) -> None:
         """Do nothing: the OS limits host memory."""
 
+    def memory(self) -> DeviceMemory:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return DeviceMemory(
+            allocated=self._allocated,
+            reserved=self._allocated,
+            free=os.sysconf("SC_AVPHYS_PAGES") * page,
+            total=os.sysconf("SC_PHYS_PAGES") * page,
+        )
+
+    def other_processes(self) -> dict[str, int]:
+        return {}  # host memory has no such list
+
     def synchronize(self) -> None:
         return
 
@@ -150,8 +185,11 @@ class CudaDevice:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError:
-            free, total = torch.cuda.mem_get_info(self.torch_device)
-            raise DeviceMemoryError(what, wanted=nbytes, free=free, total=total) from None
+            now = self.memory()
+            raise DeviceMemoryError(
+                what, wanted=nbytes, free=now.free, total=now.total, allocated=now.allocated,
+                reserved=now.reserved, holders=self.other_processes(),
+            ) from None  # fmt: skip
 
     def release(self, nbytes: int) -> None:
         torch.cuda.empty_cache()  # the caching allocator would keep the freed bytes for itself
@@ -210,6 +248,19 @@ class CudaDevice:
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
         share = 1.0 if nbytes is None else min(1.0, max(nbytes, 1) / total)
         torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
+    def memory(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return DeviceMemory(
+            allocated=torch.cuda.memory_allocated(self.torch_device),
+            reserved=torch.cuda.memory_reserved(self.torch_device),
+            free=free,
+            total=total,
+        )
+
+    def other_processes(self) -> dict[str, int]:
+        properties: Any = torch.cuda.get_device_properties(self.torch_device)
+        return gpu_processes(f"GPU-{properties.uuid}")
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -24,6 +24,7 @@ from penstock.engine.allocate import Programs, allocate
 from penstock.engine.batches import SplitBatch, split_batch
 from penstock.engine.compute import Computer
 from penstock.engine.device import Device
+from penstock.engine.device_memory import explain_out_of_memory
 from penstock.engine.gradients import round_gradients
 from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale
 from penstock.engine.optimizer import Grouping, StreamedAdamW
@@ -267,6 +268,16 @@ class Engine:
                 "forward_backward(), pass all sequences of a step in one batch, or use "
                 "prepare(accumulate=True), which keeps gradients in fp32"
             )
+        with self._explaining("a training step"):
+            loss = self._compute_gradients(batch, num_items, accumulating=accumulating)
+        finite = bool(torch.isfinite(loss))
+        self._loss_not_finite = (accumulating and self._loss_not_finite) or not finite
+        self._check_finite(loss)
+        return loss
+
+    def _compute_gradients(
+        self, batch: Mapping[str, torch.Tensor], num_items: int | None, *, accumulating: bool
+    ) -> torch.Tensor:
         split = self._split(batch)
         divisor = max(1, split.num_items if num_items is None else num_items)
         self.split_model.train(True)
@@ -276,11 +287,7 @@ class Engine:
         self.batches += 1
         self._stats = self._memory.gradients.gather_stats()
         assert step.loss is not None
-        loss = (step.loss / divisor).float().cpu()
-        finite = bool(torch.isfinite(loss))
-        self._loss_not_finite = (accumulating and self._loss_not_finite) or not finite
-        self._check_finite(loss)
-        return loss
+        return (step.loss / divisor).float().cpu()
 
     def apply(self) -> None:
         """Apply an optimizer update with the gradients that were computed.
@@ -293,7 +300,8 @@ class Engine:
         stats, self._stats = self._stats, None
         if self.workload.accumulate:
             memory = self._memory
-            stats = round_gradients(memory.tiers, memory.staging, memory.sweep_pool)
+            with self._explaining("rounding of gradients"):
+                stats = round_gradients(memory.tiers, memory.staging, memory.sweep_pool)
         self.optimizer.note_step()
         self.skipped = self._loss_not_finite or not stats.finite
         if self.skipped:
@@ -316,7 +324,8 @@ class Engine:
         """Run the pending optimizer sweeps now."""
         self._check_open()
         if self._pending is not None:
-            self._run(StepState(self._programs.sweep, (), self._pending, self.batches))
+            with self._explaining("the optimizer sweep"):
+                self._run(StepState(self._programs.sweep, (), self._pending, self.batches))
 
     # Evaluation and inspection.
 
@@ -329,15 +338,20 @@ class Engine:
         self.split_model.train(False)
         total, tokens = 0.0, 0
         for batch in batches:
-            split = self._split(batch)
-            for micros in split.rounds:
-                if micros:
-                    step = StepState(self._programs.evaluate, [micros], None, self.batches)
-                    self._runner.run(step)
-                    assert step.loss is not None
-                    total += float(step.loss)
-            tokens += split.num_items
+            with self._explaining("an evaluation"):
+                loss, count = self._evaluate_batch(batch)
+            total, tokens = total + loss, tokens + count
         return Evaluation(total / tokens if tokens else float("nan"), tokens)
+
+    def _evaluate_batch(self, batch: Mapping[str, torch.Tensor]) -> tuple[float, int]:
+        split, total = self._split(batch), 0.0
+        for micros in split.rounds:
+            if micros:
+                step = StepState(self._programs.evaluate, [micros], None, self.batches)
+                self._runner.run(step)
+                assert step.loss is not None
+                total += float(step.loss)
+        return total, split.num_items
 
     def gradient_buffers_released(self) -> AbstractContextManager[int]:
         """Free device memory that only training steps need, inside a `with` block.
@@ -475,6 +489,9 @@ class Engine:
             (op.block, op.piece) for op in self._programs.sweep.operations if op.verb == "sweep"
         }
         return wanted <= pending.done
+
+    def _explaining(self, what: str) -> AbstractContextManager[None]:
+        return explain_out_of_memory(self.device, self.plan, what)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -201,32 +201,39 @@ def _build_engine(
     options: _EngineOptions,
 ) -> Engine:
     from penstock.engine.device import pick_device
+    from penstock.engine.device_memory import (
+        check_free_memory,
+        explain_out_of_memory,
+        use_expandable_segments,
+    )
     from penstock.engine.engine import Engine
     from penstock.model.meta_model import build_model, check_trainable, strip_model, weight_dtype
     from penstock.model.split import SplitModel
 
     check_trainable(inventory)
     set_determinism(settings.schedule.deterministic)
+    use_expandable_segments()
     device, state_dict = pick_device(options.device), None
-    dtype = weight_dtype(plan.workload.dtype)
-    if isinstance(model, str | Path):
-        trust = settings.model.trust_remote_code
-        bare = build_model(config, dtype, device.torch_device, trust_remote_code=trust)
-    else:
-        # Take the tensors before strip_model() removes them from the live model.
-        state_dict = dict(model.state_dict())
-        bare = strip_model(model, device.torch_device, dtype)
-    numerics = plan.workload.numerics
-    split_model = SplitModel(
-        bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled
-    )
-    engine = Engine(plan, inventory, split_model, device, _engine_settings(settings, options))
-    try:
-        if options.load_weights:
-            _load_weights(engine, model, state_dict, settings)
-    except BaseException:
-        engine.close()
-        raise
+    check_free_memory(device, plan)
+    dtype, numerics = weight_dtype(plan.workload.dtype), plan.workload.numerics
+    with explain_out_of_memory(device, plan, "the engine"):
+        if isinstance(model, str | Path):
+            trust = settings.model.trust_remote_code
+            bare = build_model(config, dtype, device.torch_device, trust_remote_code=trust)
+        else:
+            # Take the tensors before strip_model() removes them from the live model.
+            state_dict = dict(model.state_dict())
+            bare = strip_model(model, device.torch_device, dtype)
+        split_model = SplitModel(
+            bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled
+        )
+        engine = Engine(plan, inventory, split_model, device, _engine_settings(settings, options))
+        try:
+            if options.load_weights:
+                _load_weights(engine, model, state_dict, settings)
+        except BaseException:
+            engine.close()
+            raise
     return engine
 
 

@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError
-from penstock.tiers import Tier
-from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
-
-    from penstock.plan.plan import Plan
 
 _HOST_OUT_OF_MEMORY = "can't allocate memory"
 """Part of torch's message when the host has too little memory; torch has no exception for it."""
@@ -92,27 +88,6 @@ class TokenRangeError(TrainError, ValueError):
         )
 
 
-class GpuMemoryError(TrainError, MemoryError):
-    """The GPU ran out of memory during a step."""
-
-    def __init__(self, *, budget: int, free: int, total: int, by_plan: bool) -> None:
-        """`by_plan`: the limit that the plan set was reached, not that of the device."""
-        self.budget, self.free, self.total = budget, free, total
-        if by_plan:
-            # A lower --hbm would lower the plan's limit as well, and not help.
-            advice = "The step needed more than the plan reserved: lower --micro-batch or --context"
-        else:
-            advice = (
-                f"Lower --hbm, for example to {format_bytes(int(0.9 * budget))}, or --micro-batch, "
-                f"or stop other programs that use the GPU"
-            )
-        super().__init__(
-            f"the GPU is out of memory: the plan may use {format_bytes(budget)} of its "
-            f"{format_bytes(total)}, and {format_bytes(free)} are free now. {advice}; then "
-            f"continue from the last checkpoint with --resume"
-        )
-
-
 class HostMemoryError(TrainError, MemoryError):
     """The host ran out of memory during a step."""
 
@@ -125,31 +100,14 @@ class HostMemoryError(TrainError, MemoryError):
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(plan: Plan) -> Iterator[None]:
-    """Replace torch's out-of-memory errors by errors that name the budget to lower."""
-    import torch
-
+def explain_host_out_of_memory() -> Iterator[None]:
+    """Replace torch's error for too little host memory by one that names the budget to lower."""
     try:
         yield
-    except torch.OutOfMemoryError as failed:
-        raise _gpu_memory_error(plan) from failed
     except RuntimeError as failed:
         if _HOST_OUT_OF_MEMORY not in str(failed):
             raise
         raise HostMemoryError(str(failed).splitlines()[0]) from failed
-
-
-def _gpu_memory_error(plan: Plan) -> GpuMemoryError:
-    import torch
-
-    budget = plan.budget.of(Tier.HBM)
-    if not torch.cuda.is_available():
-        return GpuMemoryError(budget=budget, free=0, total=0, by_plan=False)
-    free, total = torch.cuda.mem_get_info()
-    # The plan caps torch's allocator. If the device still has more free memory than the allocator
-    # may take, the cap was the limit.
-    left = plan.allocator_nbytes - torch.cuda.memory_reserved()
-    return GpuMemoryError(budget=budget, free=free, total=total, by_plan=free >= left)
 
 
 def save_bad_batch(

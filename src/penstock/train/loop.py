@@ -17,7 +17,7 @@ from penstock.errors import NonFiniteLossError, PenstockError
 from penstock.records import to_json
 from penstock.settings import Settings, parse_interval
 from penstock.train.checkpoints import CheckpointSaver, RunPosition
-from penstock.train.errors import TokenRangeError, explain_out_of_memory, save_bad_batch
+from penstock.train.errors import TokenRangeError, explain_host_out_of_memory, save_bad_batch
 from penstock.train.events import Listeners
 from penstock.train.inputs import TrainingData
 from penstock.train.learning_rate import LearningRateSchedule
@@ -65,7 +65,12 @@ class TrainingLoop:
 
     def run(self) -> bool:
         """Train. Return True at the end of the run, False if the user stopped it."""
-        with self._watchdog, explain_out_of_memory(self._engine.plan):
+        from penstock.engine.device_memory import explain_out_of_memory
+
+        engine = self._engine
+        # Samples are generated outside of the engine, with memory of their own.
+        explained = explain_out_of_memory(engine.device, engine.plan, "training")
+        with self._watchdog, explain_host_out_of_memory(), explained:
             self._engine.on_progress = self._report_step_progress
             if not self._run.resumed:
                 self._evaluate_and_sample()

@@ -16,7 +16,7 @@ from penstock.planner.plan_view import plan_json
 from penstock.settings import RUN_FILE, Settings, write_yaml
 from penstock.tiers import Tier
 from penstock.train.checkpoints import CheckpointSaver, write_model_files
-from penstock.train.errors import explain_out_of_memory
+from penstock.train.errors import explain_host_out_of_memory
 from penstock.train.events import JsonLines, Listeners
 from penstock.train.inputs import ModelSource, load_data, load_model, model_files_directory
 from penstock.train.loggers import MetricsFile, check_loggers, open_loggers
@@ -120,7 +120,7 @@ def _prepare_engine(
     view.show_work(0, 0, "loading weights")
     # A resumed run reads config and weights from the checkpoint, which has no revision.
     arguments: dict[str, Any] = {} if resume is None else {"init": "none", "revision": None}
-    with explain_out_of_memory(choice.plan):
+    with explain_host_out_of_memory():
         engine = prepare(model.source, plan=choice.plan, settings=settings, **arguments)
         if resume is not None:
             try:

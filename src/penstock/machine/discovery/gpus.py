@@ -44,6 +44,37 @@ def open_nvml() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
+def gpu_processes(uuid: str) -> dict[str, int]:
+    """Return who else holds memory of a GPU: "process 4711 (python)" and its bytes.
+
+    Empty if the driver's management library is not available. In a container the driver may list
+    processes outside of it, whose names cannot be read.
+    """
+    found: dict[int, int] = {}
+    with open_nvml() as nvml:
+        if nvml is None:
+            return {}
+        try:
+            card = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            running = [*nvml.nvmlDeviceGetComputeRunningProcesses(card)]
+            running += nvml.nvmlDeviceGetGraphicsRunningProcesses(card)
+        except (nvml.NVMLError, AttributeError):
+            return {}
+    for process in running:
+        # None where the driver does not tell; a process may be listed for computing and graphics.
+        nbytes = int(getattr(process, "usedGpuMemory", None) or 0)
+        if process.pid != os.getpid() and nbytes:
+            found[process.pid] = max(nbytes, found.get(process.pid, 0))
+    return {f"process {pid} ({_process_name(pid)})": nbytes for pid, nbytes in found.items()}
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "not visible here"
+
+
 def pci_gpus(system: System) -> list[str]:
     """Return the PCI addresses of NVIDIA display and 3D controllers, in bus order."""
     found = []
