@@ -16,6 +16,7 @@ import torch
 
 from penstock.engine.memory_usage import MemoryUsage, memory_usages
 from penstock.memory.arena import Arena
+from penstock.memory.placement import Node
 from penstock.storage.store import Store
 from penstock.tiers import Tier
 from penstock.units import KiB, MiB
@@ -47,6 +48,27 @@ class AllocationCounter:
 
         monkeypatch.setattr(Arena, "__init__", arena)
         monkeypatch.setattr(Store, "create", store)
+
+
+def test_staging_is_on_the_node_that_the_plan_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that stores nothing in DRAM names a node too: the OS decides nothing."""
+    places: list[object] = []
+    make_arena = Arena.__init__
+
+    def arena(this: Arena, nbytes: int, place: Any = None, *args: Any, **kwargs: Any) -> None:
+        places.append(place)
+        make_arena(this, nbytes, place, *args, **kwargs)
+
+    monkeypatch.setattr(Arena, "__init__", arena)
+    setup = Setup.of("llama")
+    node = setup.plan(DISK, tmp_path).placement.staging_node
+    with setup.engine(DISK, tmp_path):
+        pass
+
+    assert node is not None
+    assert places == [Node(node)]
 
 
 GRID = [

@@ -25,7 +25,7 @@ from penstock.engine.tier_memory import StoreSettings, TierMemory
 from penstock.errors import PlanError
 from penstock.memory.arena import Arena
 from penstock.memory.heap import return_freed_memory
-from penstock.memory.placement import Node, Place
+from penstock.memory.placement import Node
 from penstock.model.inventory import Inventory
 from penstock.optim.thread_pool import Pool
 from penstock.plan.buffers import pipe_lanes, pipe_nbytes
@@ -191,7 +191,8 @@ def _allocate_staging(
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8), {}
     assert tiers.store is not None
-    arena = Arena(nbytes, _staging_node(plan), tiers.device.pinned)
+    node = plan.placement.host_node
+    arena = Arena(nbytes, None if node is None else Node(node), tiers.device.pinned)
     tiers.usage.add_arena(arena, {Tier.DRAM: nbytes})
     whole = torch.empty(0, dtype=torch.uint8)
     if staging:
@@ -199,22 +200,6 @@ def _allocate_staging(
     pipes = {lane: DiskPipe(tiers.store, tiers.device, arena, pipe) for lane in lanes}
     tiers.store.register(arena)
     return whole, pipes
-
-
-def _staging_node(plan: Plan) -> Place | None:
-    """Decide the memory node of the staging buffers: the lowest DRAM node that the plan uses.
-
-    None, if the plan stores nothing in DRAM: the OS then decides. Three other places predict this
-    node, each in its own way; `plan.traffic.lowest_dram_node` lists them.
-    """
-    nodes = {
-        share.node
-        for block in plan.placement.blocks
-        for home in block.homes
-        for share in home.shares
-        if share.tier is Tier.DRAM and share.node is not None
-    }
-    return Node(min(nodes)) if nodes else None
 
 
 def _check_pool_sizes(plan: Plan, programs: Programs) -> None:

@@ -122,6 +122,10 @@ class Placement:
     piece_elements: int = 1 << 26
     """Number of parameters per piece of an optimizer sweep over states on NVMe."""
 
+    staging_node: int | None = None
+    """The DRAM node of the host buffers between NVMe and the rest, as chosen by
+    `staging.choose_staging_node`. Absent in plans of earlier versions: see `host_node`."""
+
     blocks: tuple[BlockPlacement, ...]
     """The blocks, in the order of forward."""
 
@@ -133,6 +137,19 @@ class Placement:
             raise PlanError(
                 "slots", f"must be more than ahead, which is {self.ahead}, got {self.slots}"
             )
+
+    @property
+    def host_node(self) -> int | None:
+        """The memory node of the host buffers; None if the OS decides.
+
+        A plan of an earlier version, which does not state the node, has its buffers on the lowest
+        DRAM node that it uses, or anywhere if it uses none.
+        """
+        if self.staging_node is not None:
+            return self.staging_node
+        shares = (share for b in self.blocks for home in b.homes for share in home.shares)
+        nodes = (share.node for share in shares if share.tier is Tier.DRAM)
+        return min((node for node in nodes if node is not None), default=None)
 
 
 def stripe(nbytes: int, weights: Iterable[tuple[Share, float]]) -> tuple[Share, ...]:

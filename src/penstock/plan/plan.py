@@ -21,6 +21,7 @@ from penstock.plan.activation_overlay import OverlaidActivation, overlaid_activa
 from penstock.plan.budget import Budget
 from penstock.plan.buffers import CONTEXT, BufferPool
 from penstock.plan.placement import Placement, Share
+from penstock.plan.staging import choose_staging_node
 from penstock.plan.workload import Workload
 from penstock.roles import Role
 from penstock.tiers import Tier
@@ -155,12 +156,12 @@ class Plan:
                 by_node[share.node] += share.nbytes
             elif share.path:
                 by_path[share.path] += share.nbytes
-        # Assume that host buffers are on the machine's first DRAM node. The engine decides where
-        # they are, and may choose another; see `traffic.lowest_dram_node`.
-        host_buffer_node = machine.dram_nodes[0].id
-        by_node[host_buffer_node] += self.pool_nbytes(Tier.DRAM)
+        host_node = self.placement.host_node
+        if host_node is None:  # the OS decides, most likely on the node that a new plan would name
+            host_node = choose_staging_node(machine)
+        by_node[host_node] += self.pool_nbytes(Tier.DRAM)
         if not machine.gpus:  # the CPU computes, and the HBM tier is memory of that node
-            by_node[host_buffer_node] += self.peak(Tier.HBM)
+            by_node[host_node] += self.peak(Tier.HBM)
         capacities = {node.id: node.capacity for node in machine.nodes}
         for node, wanted in sorted(by_node.items()):
             _check_capacity(f"node {node}", f"node {node}", wanted, capacities.get(node, 0))

@@ -26,7 +26,6 @@ from penstock.plan.placement import Placement, Share
 from penstock.plan.schedule import Operation, Schedule, Verb
 from penstock.plan.workload import Workload
 from penstock.roles import EXTENT, STATE, TRAINED, Formats, Role
-from penstock.tiers import Tier
 from penstock.units import round_up
 
 Endpoint = Literal["gpu", "host", "disk"]
@@ -173,7 +172,9 @@ class Traffic:
         """Sum bytes by node. A node of None stands for host staging."""
         by_node: Counter[int] = Counter()
         for node, nbytes in moved:
-            by_node[lowest_dram_node(self.placement) if node is None else node] += nbytes
+            node = self.placement.host_node if node is None else node
+            if node is not None:  # the OS chose it, and nobody knows which
+                by_node[node] += nbytes
         for node, nbytes in sorted(by_node.items()):
             yield LinkTransfer(f"node{node}", nbytes, "host", "host")
 
@@ -216,33 +217,6 @@ class Traffic:
     def _shares(self, block: int, role: Role) -> tuple[Share, ...]:
         home = self.placement.blocks[block].home(role)
         return home.shares if home is not None else ()
-
-
-def lowest_dram_node(placement: Placement) -> int:
-    """Predict the memory node of host staging: the lowest DRAM node that the placement uses, or 0.
-
-    The engine decides where staging is, in `engine.allocate._staging_node`. It does not call this
-    function. Three places predict that decision, each with what it knows:
-
-    | where                | node of host staging                      | nothing stored in DRAM  |
-    |----------------------|-------------------------------------------|-------------------------|
-    | engine (decides)     | the lowest DRAM node that the plan uses   | the OS chooses          |
-    | this function        | the lowest DRAM node that the plan uses   | node 0                  |
-    | `Plan.check`         | the machine's first DRAM node             | the same                |
-    | `Rates.staging_node` | the GPU's node if it has DRAM, else the   | the same                |
-    |                      | machine's first DRAM node                 |                         |
-
-    The predictions can be wrong on a machine with several memory nodes, and if node 0 has no DRAM.
-    A wrong prediction affects estimates, reported traffic and the capacity check, never results.
-    """
-    nodes = {
-        share.node
-        for block in placement.blocks
-        for home in block.homes
-        for share in home.shares
-        if share.tier is Tier.DRAM and share.node is not None
-    }
-    return min(nodes, default=0)
 
 
 # Whole steps.

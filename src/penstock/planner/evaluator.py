@@ -290,6 +290,7 @@ class PlanEvaluator:
             slots=candidate.slots,
             ahead=candidate.ahead,
             piece_elements=self.piece_elements,
+            staging_node=self.rates.staging_node,
             blocks=tuple(
                 self._block(i, each, rounds) for i, each in enumerate(candidate.locations)
             ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.model.inventory import Inventory
 from penstock.plan.build_schedule import step_schedule
@@ -76,6 +76,9 @@ def estimate(
         gpus: Number of GPUs that share the host and do the same.
     """
     schedule = schedule or step_schedule(inventory, placement)
+    node = placement.host_node
+    if node is not None and node in rates.nodes:  # a plan file may name another node than `rates`
+        rates = replace(rates, staging_node=node)
     jobs = JobBuilder(inventory, workload, placement, rates, gpus).jobs(schedule)
     spans = simulate(jobs)
     seconds = max(span.end for span in spans)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.errors import MachineError
 from penstock.machine.machine import Gpu, Machine, MemoryNode, StoragePath
 from penstock.machine.presets import BLOCK_SHARE, COMPILED_GAIN, MATMUL_SHARE, data_sheet
+from penstock.plan.staging import choose_staging_node
 from penstock.planner.cost.flops import ATTENTION_BACKWARD
 from penstock.roles import Moments
 
@@ -124,8 +125,7 @@ class Rates:
     """Whether the host launches compute kernel by kernel, as it does on a GPU."""
 
     staging_node: int
-    """The node on which the cost model assumes host staging: the GPU's node if it has DRAM, else
-    the first DRAM node. The engine may choose another; see `plan.traffic.lowest_dram_node`."""
+    """The node of host staging in a plan for the machine (`plan.staging`)."""
 
     assumed: tuple[str, ...] = ()
     """Assumptions about what the machine file does not state."""
@@ -148,7 +148,6 @@ class Rates:
         h2d = max(node.to_gpu for node in nodes.values())
         d2h = max(node.from_gpu for node in nodes.values())
         both = _transfer(machine, "both", None)
-        dram = [node.id for node in machine.dram_nodes]
         return cls(
             block_flops=layer,
             attention_flops=attention,
@@ -160,7 +159,7 @@ class Rates:
             nodes=nodes,
             disks={s.path: _disk(i, s) for i, s in enumerate(machine.storage)},
             launched=gpu is not None,
-            staging_node=gpu.node if gpu is not None and gpu.node in dram else dram[0],
+            staging_node=choose_staging_node(machine),
             assumed=tuple(assumed),
         )
 
