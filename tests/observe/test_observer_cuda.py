@@ -16,10 +16,7 @@ from penstock.units import MiB
 
 cuda: Any = torch.cuda  # it lacks type annotations
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_copies_are_recorded_with_their_bytes_and_kind(tmp_path: Path) -> None:
@@ -80,4 +77,7 @@ def test_a_phase_lasts_until_the_gpu_has_finished_it(tmp_path: Path) -> None:
 
     (queued,) = [phase for phase in read_run(tmp_path).phases if phase.name == "queued"]
     taken = began.elapsed_time(ended) / 1e3
-    assert queued.seconds == pytest.approx(taken, rel=0.05)
+    # Between two events, the card may run other processes for a while. The host itself takes less
+    # than a millisecond.
+    assert taken > 0.2
+    assert queued.seconds == pytest.approx(taken, rel=0.05, abs=0.1)

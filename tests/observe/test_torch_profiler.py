@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.observe import torch_profiler
+from penstock.observe.recorder import Recorder
 from penstock.observe.records import Event
-from penstock.observe.torch_profiler import MARK, events_of
+from penstock.observe.torch_profiler import MARK, ExactSteps, events_of
 
 BASE = 5_000_000.0
 """The profiler's clock in microseconds when ours is at 2 s."""
@@ -78,7 +80,8 @@ def phase_at(at: float) -> str:
 
 
 def read() -> list[Event]:
-    return events_of(json.loads(json.dumps(TRACE)), marked=2.0, step=3, phase_at=phase_at)
+    marks = [(2.0, 2.0 + 1e-6)]
+    return events_of(json.loads(json.dumps(TRACE)), marks, step=3, phase_at=phase_at)
 
 
 def test_copies_have_bytes_direction_memory_kind_phase_and_cause() -> None:
@@ -101,6 +104,26 @@ def test_times_are_converted_to_our_clock() -> None:
     assert first.end == pytest.approx(2.0 + 170e-6)
 
 
+def test_a_slow_first_mark_does_not_shift_the_times() -> None:
+    """The first mark began 500 us after its first time, as when torch loads an operator."""
+    events = [
+        ranged("user_annotation", MARK, 500, 300),
+        ranged("user_annotation", MARK, 1010, 5),
+        ranged("user_annotation", MARK, 1032, 5),
+        launched(1100, 11),
+        copied("HtoD (Pinned -> Device)", 1200, 40, 11, 4096),
+    ]
+    marks = [(2.0, 2.0 + 900e-6), (2.0 + 1006e-6, 2.0 + 1017e-6), (2.0 + 1030e-6, 2.0 + 1041e-6)]
+    phases = {True: "copies", False: "before"}
+
+    (copy,) = events_of(
+        {"traceEvents": events}, marks, 3, lambda at: phases[at >= 2.0 + 1090e-6]
+    )  # fmt: skip
+
+    assert copy.start == pytest.approx(2.0 + 1200e-6, abs=2e-6)
+    assert copy.phase == "copies"
+
+
 def test_kernels_without_a_gap_are_one_event_named_after_the_longest() -> None:
     kernels = [event for event in read() if event.kind == "kernel"]
 
@@ -109,30 +132,32 @@ def test_kernels_without_a_gap_are_one_event_named_after_the_longest() -> None:
     assert kernels[0].end == pytest.approx(2.0 + 415e-6)
 
 
-def test_a_trace_without_our_mark_is_rejected() -> None:
-    with pytest.raises(ValueError, match="relates its clock"):
-        events_of({"traceEvents": []}, 0.0, 1, phase_at)
+def test_a_trace_without_our_marks_is_rejected() -> None:
+    with pytest.raises(ValueError, match="0 of the 1 ranges"):
+        events_of({"traceEvents": []}, [(0.0, 1.0)], 1, phase_at)
 
 
-def test_a_real_cpu_trace_contains_our_mark(tmp_path: Path) -> None:
-    """A second mark checks the conversion between the profiler's clock and ours."""
-    wanted = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=wanted) as profiler:
-        marked = time.perf_counter()
-        with torch.profiler.record_function(MARK):
+def test_a_real_trace_is_converted_to_our_clock_within_microseconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranges after the marks must lie between times read just before and just after them."""
+    read: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch_profiler, "events_of", lambda *args: read.append(args) or [])
+    recorder = Recorder(tmp_path, [], origin=0.0)
+    exact = ExactSteps((1,), recorder)
+    exact.begin(1)
+    times = []
+    for number in range(20):
+        before = time.perf_counter()
+        with torch.profiler.record_function(f"later {number}"):
             pass
-        made = time.perf_counter()
-        torch.ones(8).sum()
-        later = time.perf_counter()
-        with torch.profiler.record_function("later"):
-            pass
-        after = time.perf_counter()
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    trace = json.loads((tmp_path / "trace.json").read_text())
+        times.append((before, time.perf_counter()))
+    exact.end()
 
-    assert events_of(trace, marked, 1, phase_at) == []
-    rows = {e["name"]: e["ts"] / 1e6 for e in trace["traceEvents"] if e.get("ph") == "X"}
-    found = marked + rows["later"] - rows[MARK]
-    # The mark was recorded after `marked` was read and before `made` was.
-    assert later - (made - marked) <= found <= after
-    assert {"cpu_op", "user_annotation"} <= {e.get("cat") for e in trace["traceEvents"]}
+    ((trace, marks, step, _),) = read
+    assert step == 1
+    shift = torch_profiler._clock_shift(trace["traceEvents"], marks)
+    rows = {e["name"]: e["ts"] / 1e6 + shift for e in trace["traceEvents"] if e.get("ph") == "X"}
+    for number, (before, after) in enumerate(times):
+        assert before - 20e-6 <= rows[f"later {number}"] <= after + 20e-6
+    assert "user_annotation" in {e.get("cat") for e in trace["traceEvents"]}

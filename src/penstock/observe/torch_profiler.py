@@ -23,7 +23,11 @@ TRACE = ".exact.json"
 """Temporary file for the profiler's trace, in the run's directory."""
 
 MARK = "penstock.observe"
-"""Name of the range that relates the profiler's clock to ours."""
+"""Name of the ranges that relate the profiler's clock to ours."""
+
+MARKS = 6
+"""Number of such ranges. The first may take a millisecond, because torch loads the operator. Later
+ones take some microseconds."""
 
 GAP = 20e-6
 """Seconds between two kernels up to which they are one event."""
@@ -31,6 +35,9 @@ GAP = 20e-6
 _CAUSES = ("cpu_op", "user_annotation")
 _KINDS = {"HtoD": ("h2d", "host", "gpu"), "DtoH": ("d2h", "gpu", "host")}
 _WITHIN_GPU = ("d2d", "gpu", "gpu")
+
+Span = tuple[float, float]
+"""Two times of the host: just before and just after something happened."""
 
 PhaseAt = Callable[[float], str | None]
 """Returns the phase at a time of the host."""
@@ -47,7 +54,7 @@ class ExactSteps:
         self._steps, self._recorder = set(steps), recorder
         self._profiler: Any = None
         self._step = 0
-        self._marked = 0.0
+        self._marks: list[Span] = []
         self._phases: list[PendingPhase] = []
 
     def begin(self, step: int) -> None:
@@ -103,9 +110,12 @@ class ExactSteps:
         profiler: Any = torch.profiler.profile(activities=activities, acc_events=True)
         profiler.start()
         self._profiler, self._step, self._phases = profiler, step, []
-        self._marked = time.perf_counter()
-        with torch.profiler.record_function(MARK):
-            pass
+        self._marks = []
+        for _ in range(MARKS):
+            before = time.perf_counter()
+            with torch.profiler.record_function(MARK):
+                pass
+            self._marks.append((before, time.perf_counter()))
 
     def _read(self, profiler: Any) -> list[Event]:
         recorder, path = self._recorder, self._recorder.folder.path / TRACE
@@ -114,8 +124,9 @@ class ExactSteps:
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         finally:
             path.unlink(missing_ok=True)
-        marked = self._marked - recorder.origin
-        events = events_of(trace, marked, self._step, self._phase_at(self._phases))
+        origin = recorder.origin
+        marks = [(before - origin, after - origin) for before, after in self._marks]
+        events = events_of(trace, marks, self._step, self._phase_at(self._phases))
         if self._step != recorder.engine_step:
             return events
         # A Penstock engine reports its copies itself. The driver's view gets separate tracks and
@@ -144,20 +155,40 @@ class Launch:
     cause: str | None
 
 
-def events_of(trace: Mapping[str, Any], marked: float, step: int, phase_at: PhaseAt) -> list[Event]:
+def events_of(
+    trace: Mapping[str, Any], marks: Sequence[Span], step: int, phase_at: PhaseAt
+) -> list[Event]:
     """Convert a trace: each copy is an event, and kernels without a gap are one event.
 
-    `marked` is when the MARK range was recorded; the events' times are by the same clock. Raises
-    ValueError if the trace has no such range.
+    `marks` are the times around each MARK range; the events' times are by the same clock. Raises
+    ValueError if the trace lacks such a range.
     """
     listed = [e for e in trace.get("traceEvents", ()) if e.get("ph") == "X"]
-    mark = next((e for e in listed if e.get("name") == MARK), None)
-    if mark is None:
-        raise ValueError(f"the profiler's trace lacks the range {MARK!r} that relates its clock")
-    shift = marked - mark["ts"] / 1e6
+    shift = _clock_shift(listed, marks)
     launches = _launches(listed, shift)
     copies = [_copy(e, shift, step, launches, phase_at) for e in _of_kind(listed, "gpu_memcpy")]
     return sorted(copies + _kernels(listed, shift, step, launches, phase_at), key=_by_start)
+
+
+def _clock_shift(listed: Iterable[Mapping[str, Any]], marks: Sequence[Span]) -> float:
+    """Return what to add to the profiler's seconds to get ours.
+
+    A copy belongs to the phase in which it was issued, often some ten microseconds after the phase
+    began, so a shift that is wrong by more than that loses the copy. Each mark lies within its two
+    times, which bounds the shift from both sides. The middle of the tightest bounds is within a few
+    microseconds.
+    """
+    found = [e for e in _of_kind(listed, "user_annotation") if e.get("name") == MARK]
+    if not marks or len(found) != len(marks):
+        raise ValueError(
+            f"the profiler's trace has {len(found)} of the {len(marks)} ranges {MARK!r} that "
+            f"relate its clock to the host's"
+        )
+    found.sort(key=lambda e: float(e["ts"]))
+    spans = [_span(mark, 0.0) for mark in found]
+    least = max(before - start for (before, _), (start, _) in zip(marks, spans, strict=True))
+    most = min(after - end for (_, after), (_, end) in zip(marks, spans, strict=True))
+    return (least + most) / 2
 
 
 def _by_start(event: Event) -> tuple[float, float]:
@@ -195,7 +226,7 @@ def _copy(
     )
 
 
-def _span(event: Mapping[str, Any], shift: float) -> tuple[float, float]:
+def _span(event: Mapping[str, Any], shift: float) -> Span:
     """Return an event's start and end in seconds by our clock."""
     start = event["ts"] / 1e6 + shift
     return start, start + event.get("dur", 0) / 1e6
