@@ -16,6 +16,7 @@ from penstock.kv.address_space import HostSpace, Space, find_driver
 from penstock.kv.errors import SpaceError
 from tests.kv.caches import open_page_files
 from tests.kv.fake_cuda_driver import PAGE, Driver, DriverSpace
+from tests.support.gpu_memory import counted_pages
 
 
 def test_a_page_can_be_mapped_at_two_addresses(space: Space) -> None:
@@ -213,3 +214,23 @@ def test_a_missing_driver_error_says_what_to_install(monkeypatch: pytest.MonkeyP
 def test_a_page_size_that_cannot_be_mapped_is_refused(make: Callable[[int], Space]) -> None:
     with pytest.raises(SpaceError, match=r"6000 is not a multiple of the .* 4096"):
         make(6000)
+
+
+def test_a_counted_page_exists_until_it_is_released_and_unmapped() -> None:
+    """The measure that the GPU tests of leaks use."""
+    with counted_pages() as pages:
+        space = DriverSpace()
+        at = space.reserve(4)
+        first, second = space.create(), space.create()
+        assert pages.nbytes == 2 * space.page_nbytes
+        space.map(at, [first, second])
+        space.map(at + 2 * space.page_nbytes, [first])
+        space.unmap(at, 2)
+        space.destroy(second)
+        assert pages.nbytes == space.page_nbytes
+        pages.count("cuMemRelease", (first,), None)  # the stand-in refuses it while it is mapped
+        assert pages.nbytes == space.page_nbytes
+        space.unmap(at + 2 * space.page_nbytes, 1)
+        assert pages.nbytes == 0
+        space.destroy(first)
+        space.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +25,7 @@ from tests.kv.tiny_generators import (
     tiny_model,
     tokens_by_request,
 )
+from tests.support.gpu_memory import OwnMemory, PageCounter, counted_pages
 
 pytestmark = pytest.mark.gpu
 
@@ -215,18 +215,18 @@ def test_a_wait_of_this_thread_is_refused() -> None:
 def test_close_returns_all_memory_to_the_driver() -> None:
     model, prompts = on_gpu("llama", torch.bfloat16), random_prompts(LENGTHS)
 
-    def once() -> int:
+    def once(pages: PageCounter) -> OwnMemory:
         with Generator(model, budget="64MiB", max_batch=6, prefill_chunk=16) as generator:
             run(generator, prompts, 12)
             assert decoder_of(generator)._recorder is not None
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0]
+            assert pages.nbytes > 0
+        return pages.measure()
 
-    once()  # libraries keep what they allocate the first time
-    before = once()
-    assert [once() for _ in range(3)] == [before] * 3
+    with counted_pages() as pages:
+        once(pages)  # libraries keep what they allocate the first time
+        before = once(pages)
+        assert [once(pages) for _ in range(3)] == [before] * 3
+        assert pages.nbytes == 0
 
 
 def test_pages_are_mapped_ahead_while_graphs_are_recorded_and_replayed() -> None:
