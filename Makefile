@@ -1,4 +1,4 @@
-# Every target installs what it needs into .venv. None needs root; only bench-gpu and bench-peers need a GPU.
+# Every target installs what it needs into .venv. None needs root; only test-gpu, bench-gpu and bench-peers need a GPU.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -9,13 +9,14 @@ JOBS   ?= 2
 CSRC    := $(wildcard csrc/*.cpp csrc/*.h)
 CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 
-.PHONY: help demo test test-long test-browser test-vm fuzz lint format bench bench-storage bench-plans bench-gpu \
+.PHONY: help demo test test-long test-browser test-gpu test-vm fuzz lint format bench bench-storage bench-plans bench-gpu \
         bench-peers clean
 help:
 	@echo "make demo          fine-tune a small model under a small memory budget (about two minutes on two cores)"
 	@echo "make test          build and run the tests; needs no GPU and no root"
 	@echo "make test-long     run the long tests: many seeds, many kills, every model under every plan"
 	@echo "make test-browser  test the report page in headless Chromium, if it is installed"
+	@echo "make test-gpu      run the tests that need a GPU, in parallel processes"
 	@echo "make test-vm       test placement in a virtual machine with NUMA nodes and CXL memory (Debian hosts)"
 	@echo "make fuzz          run a million mutated store and safetensors headers through their parsers"
 	@echo "make lint          check with ruff, mypy --strict and clang-format"
@@ -57,6 +58,11 @@ test-long: $(VENV)/built
 
 test-browser: $(VENV)/built
 	$(BIN)/python -m pytest --timeout 300 -m browser $(ARGS)
+
+# GPU_PYTHON=python3 uses a Python that has torch and penstock already, such as the one of a GPU machine without network.
+GPU_PYTHON ?= $(BIN)/python
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/built)
+	$(GPU_PYTHON) tests/gpu/run.py $(ARGS)
 
 test-vm: $(VENV)/built
 	tests/vm/run.sh $(ARGS)
