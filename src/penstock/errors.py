@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from penstock.units import MiB, format_bytes, format_bytes_up
+from penstock.units import MiB, format_bytes
 
 
 class PenstockError(Exception):
@@ -201,15 +201,11 @@ class SurveyError(PenstockError, ValueError):
 class InfeasibleError(PenstockError, ValueError):
     """No placement fits the memory budgets."""
 
-    def __init__(self, problem: str, *, least: Mapping[str, int | None]) -> None:
+    def __init__(self, problem: str, *, least: Mapping[str, int | None], advice: str = "") -> None:
         self.problem, self.least = problem, dict(least)
-        rows = [
-            f"with --{tier} {format_bytes_up(nbytes)} or more"
-            for tier, nbytes in self.least.items()
-            if nbytes is not None
-        ]
-        advice = f"; it fits {', or '.join(rows)}" if rows else ""
-        super().__init__(f"{problem}{advice}")
+        """What does not fit, and for each tier the smallest budget that is enough: None if no
+        budget of that tier alone is. The machine may have less than that."""
+        super().__init__(f"{problem}; {advice}" if advice else problem)
 
 
 class ProbeError(PenstockError):

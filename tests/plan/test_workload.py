@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import WorkloadError
 from penstock.model.inventory import Inventory
-from penstock.plan.workload import Workload, default_numerics
+from penstock.plan.workload import Workload, default_numerics, resized
 from tests.support.models import model, work
 
 
@@ -68,3 +68,17 @@ def test_varlen_attention_is_the_default_if_the_kernel_supports_the_model() -> N
     workload.check(plain)
     with pytest.raises(WorkloadError, match=r"^numerics.attention: is varlen, but .* use sdpa"):
         workload.check(capped)
+
+
+def test_a_resized_workload_keeps_what_the_user_set() -> None:
+    inventory = model("llama-3.1-8b")
+    default = work(inventory, 4096, 8)
+    assert default.numerics.micro_batch == 4
+    chosen = replace(default, numerics=replace(default.numerics, micro_batch=3, compiled=True))
+
+    assert resized(default, inventory, context=2048).numerics.micro_batch == 8
+    assert resized(default, inventory, batch=2).numerics.micro_batch == 2
+    assert resized(chosen, inventory, context=2048).numerics == chosen.numerics
+    assert resized(chosen, inventory, batch=2).numerics == replace(chosen.numerics, micro_batch=2)
+    longer = resized(chosen, inventory, context=8192, batch=16)
+    assert (longer.context, longer.batch, longer.numerics) == (8192, 16, chosen.numerics)

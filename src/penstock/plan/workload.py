@@ -7,7 +7,7 @@ by the plan, and no plan can change a result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.errors import WorkloadError
@@ -194,6 +194,30 @@ def default_numerics(
         compiled=kernels,
         mlp_tile=_power_of_two_below(MLP_TILE_NBYTES // (2 * max(width, 1)), 1024, 1 << 20),
     )
+
+
+def resized(
+    workload: Workload,
+    inventory: Inventory,
+    *,
+    context: int | None = None,
+    batch: int | None = None,
+) -> Workload:
+    """Return the workload with another context or batch, and all else as the user asked for it.
+
+    A micro-batch that has its default size gets the default for the new sizes; one that the user
+    set stays, unless the batch is smaller.
+    """
+    context = workload.context if context is None else context
+    batch = workload.batch if batch is None else batch
+    now, new = (
+        default_numerics(inventory, context=length, batch=count).micro_batch
+        for length, count in ((workload.context, workload.batch), (context, batch))
+    )
+    micro_batch = workload.numerics.micro_batch
+    micro_batch = new if micro_batch == now else min(micro_batch, batch)
+    numerics = replace(workload.numerics, micro_batch=micro_batch)
+    return replace(workload, context=context, batch=batch, numerics=numerics)
 
 
 def _power_of_two_below(value: int, minimum: int, maximum: int) -> int:

@@ -12,7 +12,7 @@ from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget
 from penstock.plan.working_memory import WorkingMemorySource
 from penstock.plan.working_memory_estimate import estimate_working_memory
-from penstock.plan.workload import Workload, default_numerics
+from penstock.plan.workload import Workload, resized
 from penstock.planner import QUICK, PlannerCache, PlanResult, SearchEffort, find_plan, fits
 from penstock.tiers import Tier
 from penstock.units import GiB
@@ -102,7 +102,8 @@ def _changes(what_if: WhatIf) -> Iterator[tuple[str, dict[str, object]]]:
         yield "a second drive like the first", {"machine": _with_twice_the_disks(what_if.machine)}
     if work.moments == "fp32":
         yield "--moments bf16 (not exact)", {"workload": replace(work, moments="bf16")}
-    yield f"--batch {2 * work.batch}", {"workload": replace(work, batch=2 * work.batch)}
+    larger = resized(work, what_if.inventory, batch=2 * work.batch)
+    yield f"--batch {larger.batch}", {"workload": larger}
 
 
 def _longest_context_without_nvme(what_if: WhatIf) -> list[Advice]:
@@ -112,10 +113,7 @@ def _longest_context_without_nvme(what_if: WhatIf) -> list[Advice]:
     context = what_if.workload.context // 2
     budget = replace(what_if.budget, nvme=())
     while context >= 1024:
-        numerics = default_numerics(
-            what_if.inventory, context=context, batch=what_if.workload.batch
-        )
-        work = replace(what_if.workload, context=context, numerics=numerics)
+        work = resized(what_if.workload, what_if.inventory, context=context)
         args = (what_if.inventory, work, budget, what_if.machine)
         if fits(*args, source=what_if.source):
             return [Advice(what=f"--context {context}", speedup=1.0, gain="fits without NVMe")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.errors import InfeasibleError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, PathBudget, check_paths
@@ -17,10 +16,11 @@ from penstock.plan.workload import Workload
 from penstock.planner.candidate import Candidate
 from penstock.planner.cost import Cost, phase_peaks
 from penstock.planner.evaluator import PlanEvaluator
+from penstock.planner.infeasible import infeasible_error
 from penstock.planner.search import THOROUGH, SearchEffort, first_fit, search
 from penstock.planner.staging_pieces import piece_sizes
 from penstock.tiers import Tier
-from penstock.units import KiB, MiB, format_bytes
+from penstock.units import KiB, MiB
 
 _CEILING = 1 << 50
 """More bytes than any machine has. What does not fit in this never fits."""
@@ -76,10 +76,11 @@ def make_plan(
     """
     result = find_plan(inventory, workload, budget, machine, effort=effort, source=source)
     if result is None:
-        raise InfeasibleError(
-            f"{inventory.model} at {workload.batch} x {workload.context} tokens does not fit in "
-            + ", ".join(f"{format_bytes(budget.of(tier))} {tier}" for tier in Tier),
-            least=least_budget(inventory, workload, budget, machine, source=source),
+        args = (inventory, workload, budget, machine)
+        raise infeasible_error(
+            *args,
+            least=least_budget(*args, source=source),
+            fits=lambda *changed: fits(inventory, *changed, source=source),
         )
     return result
 

@@ -1,0 +1,114 @@
+"""Say why nothing fits, and suggest only what the machine can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from penstock.errors import InfeasibleError
+from penstock.machine.machine import Machine
+from penstock.model.inventory import Inventory
+from penstock.plan.budget import Budget, PathBudget, with_paths
+from penstock.plan.workload import Workload, resized
+from penstock.tiers import Tier
+from penstock.units import TiB, format_bytes, format_bytes_up
+
+SHORTEST_CONTEXT = 256
+"""Shortest context in tokens to suggest."""
+
+_NEW_PATH = "PATH"
+"""Stands for an NVMe path of the user's."""
+
+Fits = Callable[[Workload, Budget, Machine], bool]
+"""Returns whether any placement fits."""
+
+
+def infeasible_error(
+    inventory: Inventory,
+    workload: Workload,
+    budget: Budget,
+    machine: Machine,
+    *,
+    least: Mapping[str, int | None],
+    fits: Fits,
+) -> InfeasibleError:
+    """Return the error for a workload that fits nowhere.
+
+    Args:
+        inventory: The model.
+        workload: What to train.
+        budget: How much of each tier may be used.
+        machine: The machine.
+        least: For each tier, the smallest budget that is enough, or None.
+        fits: Returns whether a changed workload, budget or machine fits.
+    """
+    problem = (
+        f"{inventory.model} at {workload.batch} x {workload.context} tokens does not fit in "
+        + ", ".join(f"{format_bytes(budget.of(tier))} {tier}" for tier in Tier)
+    )
+    capacities = {tier: tier_capacity(machine, budget, tier) for tier in Tier}
+    helpful: list[str] = []
+    too_small: list[str] = []
+    for name, nbytes in least.items():
+        capacity = capacities[Tier(name)]
+        if nbytes is None:
+            continue
+        if capacity is None or nbytes <= capacity:
+            helpful.append(f"--{name} {_size(Tier(name), nbytes, budget, machine)} or more")
+        else:
+            too_small.append(
+                f"no --{name} on {machine.name or 'this machine'} is enough: that takes "
+                f"{format_bytes(nbytes)}, and it has {format_bytes(capacity)}"
+            )
+    helpful += _other_changes(inventory, workload, budget, machine, fits)
+    advice = [f"it fits with {', or with '.join(helpful)}"] if helpful else [
+        "more of one tier alone, a smaller micro-batch or a shorter context is not enough; give "
+        "more of several tiers, or train a smaller model"
+    ]  # fmt: skip
+    return InfeasibleError(problem, least=least, advice="; ".join(advice + too_small))
+
+
+def tier_capacity(machine: Machine, budget: Budget, tier: Tier) -> int | None:
+    """Return the bytes of a tier that the machine has; None if the machine file does not say."""
+    match tier:
+        case Tier.HBM if machine.gpus:
+            return machine.gpus[0].memory
+        case Tier.HBM | Tier.DRAM:  # without a GPU, part of DRAM serves as HBM
+            return sum(node.capacity for node in machine.dram_nodes)
+        case Tier.CXL:
+            return sum(node.capacity for node in machine.cxl_nodes)
+    paths = {path.path for path in budget.nvme} or {s.path for s in machine.storage[:1]}
+    sizes = [s.capacity if s.free is None else s.free for s in machine.storage if s.path in paths]
+    return None if None in sizes or not sizes else sum(size or 0 for size in sizes)
+
+
+def _size(tier: Tier, nbytes: int, budget: Budget, machine: Machine) -> str:
+    """Write a size as the command line takes it, with its path if there is only one."""
+    paths = [path.path for path in budget.nvme] or [s.path for s in machine.storage[:1]]
+    if tier is Tier.NVME and len(paths) == 1:
+        return f"{paths[0]}:{format_bytes_up(nbytes)}"
+    return format_bytes_up(nbytes)
+
+
+def _other_changes(
+    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine, fits: Fits
+) -> Iterator[str]:
+    """Yield flags other than budgets of the machine's own tiers with which the workload fits."""
+    if not budget.nvme and not machine.storage:
+        path = PathBudget(path=_NEW_PATH, nbytes=1024 * TiB)
+        more = replace(budget, nvme=(path,))
+        if fits(workload, more, with_paths(machine, more)[0]):
+            yield f"an NVMe drive (--nvme {_NEW_PATH}:SIZE)"
+    micro_batch = workload.numerics.micro_batch
+    while micro_batch > 1:
+        micro_batch //= 2
+        numerics = replace(workload.numerics, micro_batch=micro_batch)
+        if fits(replace(workload, numerics=numerics), budget, machine):
+            yield f"--micro-batch {micro_batch}"
+            break
+    context = workload.context
+    while context // 2 >= SHORTEST_CONTEXT:
+        context //= 2
+        if fits(resized(workload, inventory, context=context), budget, machine):
+            yield f"--context {context}"
+            break
