@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from penstock.errors import PlanError
 from penstock.model.inventory import Block, Inventory
 from penstock.plan.build_schedule import step_schedule
+from penstock.plan.cuda_allocator import PAGE, SMALL_PAGE
 from penstock.plan.lifetimes import (
     BufferLifetime,
     gradient_lifetimes,
@@ -32,15 +33,14 @@ first use."""
 CONTEXT = "CUDA context"
 """Name of the pool that stands for the CUDA context."""
 
-SLACK = 0.20
-"""Fraction of working memory to add for gaps in the caching allocator. A prototype that left
-everything to the allocator reserved 19 to 39 % more than it used. Most memory here is in fixed
-buffers, which have no gaps."""
-
-GRAINS = 3 * (20 + 2) * MiB
-"""Bytes that the CUDA caching allocator may reserve beyond that, however small the model. It
-reserves 20 MiB at a time, and 2 MiB for small tensors, separately for each of three streams: the
-one that allocates the fixed buffers, compute, and copies."""
+ALLOCATOR_PAGES = 3 * (PAGE + SMALL_PAGE)
+"""Bytes that PyTorch's allocator may reserve beyond the tensors and the gaps between them, however
+small the model. Each of these is less than a large and a small page:
+- the end of the stream that allocates the fixed buffers, which are never freed and have no gaps;
+- what the allocator demands to be free in the compute stream. It compares a whole request with its
+  limit, although part of the request may fit in pages that are mapped already;
+- the pages by which it may exceed its limit, because it compares a request before it rounds it up
+  to pages (`Plan.allocator_nbytes` leaves these out)."""
 
 PIPE_HALF = 16 * MiB
 """Maximum size of one half of a pipe between the device and NVMe. While one half is copied, the
@@ -83,7 +83,6 @@ def plan_pools(
     CUDA context, or 0 on a machine without a GPU.
     """
     formats = workload.formats(placement.rounds)
-    working = memory.peak
     schedules = [schedule]
     if workload.accumulate:
         schedules.append(step_schedule(inventory, placement, pending=False, adds=True))
@@ -100,9 +99,9 @@ def plan_pools(
         "gradient buffers": gradients,
         "hidden states in flight": hidden_nbytes(inventory, workload, placement.rounds),
         "batch and layer arguments": arguments_nbytes(workload, placement.rounds, memory),
-        "working memory": working,
+        "working memory": memory.peak,
         "library buffers": memory.libraries if on_gpu else 0,
-        "allocator slack": round_up(int(SLACK * working), EXTENT) + (GRAINS if on_gpu else 0),
+        "allocator slack": memory.gaps + ALLOCATOR_PAGES if on_gpu else 0,
     }
     pipes = pipe_lanes(workload, placement)
     dram = {

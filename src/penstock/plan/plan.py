@@ -20,6 +20,7 @@ from penstock.model.inventory import Inventory
 from penstock.plan.activation_overlay import OverlaidActivation, overlaid_activations
 from penstock.plan.budget import Budget
 from penstock.plan.buffers import CONTEXT, BufferPool
+from penstock.plan.cuda_allocator import PAGE, SMALL_PAGE
 from penstock.plan.placement import Placement, Share
 from penstock.plan.staging import choose_staging_node
 from penstock.plan.workload import Workload
@@ -124,9 +125,13 @@ class Plan:
 
     @property
     def allocator_nbytes(self) -> int:
-        """Bytes of the HBM budget that PyTorch's allocator may use: all but the CUDA context."""
+        """Bytes of the HBM budget that PyTorch's allocator may use as its limit.
+
+        That is all but the CUDA context, and but the pages by which it may exceed its limit.
+        """
         context = sum(pool.nbytes for pool in self.pools if pool.what == CONTEXT)
-        return self.budget.of(Tier.HBM) - context
+        pages = PAGE + SMALL_PAGE if context else 0  # without a GPU there is no such allocator
+        return self.budget.of(Tier.HBM) - context - pages
 
     @property
     def bytes_per_parameter(self) -> float:

@@ -115,7 +115,9 @@ class PlanEvaluator:
     @property
     def context_nbytes(self) -> int:
         """Bytes of the CUDA context; 0 without a GPU."""
-        return CUDA_CONTEXT if self.machine.gpus else 0
+        if not self.machine.gpus:
+            return 0
+        return CUDA_CONTEXT if self.memory.context is None else self.memory.context
 
     def capacity(self, tier: Tier) -> int:
         """Return the bytes of a tier that a candidate may use."""
