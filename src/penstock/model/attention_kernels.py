@@ -1,0 +1,282 @@
+# mypy: ignore-errors
+# ruff: noqa: N803
+"""Triton kernels for causal attention within documents, forward and backward.
+
+All documents lie end to end in one stream of tokens, and a tile is a block of that stream, wherever
+documents begin. With DOCUMENTS, `firsts` and `lasts` give the first and last token of each token's
+document: query `i` sees the keys from `firsts[i]` to `i`, and with WINDOW only the last WINDOW of
+them. Both bounds grow with the token, so one look-up at each end of a tile tells which tiles need a
+mask and which are skipped. Several short documents share a tile, and none is padded. Without
+DOCUMENTS, each has `length` tokens, a multiple of every tile.
+
+No sum depends on timing: `query_gradient_kernel` owns a block of queries and adds over the keys in
+order, and `key_gradient_kernel` owns a block of keys and adds over the query heads that share them,
+and over the queries, in order. Scores are computed twice for that, and nothing is ever added to
+memory by several programs.
+
+Queries, outputs and their gradients are `[tokens, heads, head size]`, keys, values and theirs
+`[tokens, shared heads, head size]`; log-sum-exps (natural, of the scaled and capped scores) and
+deltas are `[heads, padded tokens]` in fp32.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+PADDING = tl.constexpr(128)
+"""Arrays of one number per token are padded to a multiple of this: whole tiles are loaded and
+stored. It is a multiple of every tile's number of queries."""
+HIDDEN = tl.constexpr(-1.0e30)
+"""Score of a key that a query does not see. Finite: a row of a tile may see no key of the tile."""
+
+
+@triton.jit
+def _rows(
+    base, heads, head, low, tokens,
+    BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, CHECK: tl.constexpr,
+    COPY_ENGINE: tl.constexpr,
+):  # fmt: skip
+    """Load the rows of one head from token `low` on, filled with zeros up to the size of a tile.
+
+    With COPY_ENGINE, `base` describes a matrix of `[tokens, heads * D]`, and the copy engine of the
+    GPU (TMA) computes addresses and fills in zeros.
+    """
+    if COPY_ENGINE:
+        tile = base.load([low, head * D])
+    else:
+        columns = tl.arange(0, WIDE)
+        index = low + tl.arange(0, BLOCK)
+        pointers = base + (index.to(tl.int64) * heads + head)[:, None] * D + columns[None, :]
+        if CHECK:
+            inside = (index < tokens)[:, None] & (columns < D)[None, :]
+            tile = tl.load(pointers, mask=inside, other=0.0)
+        elif WIDE != D:
+            tile = tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+        else:
+            tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def _store_rows(base, heads, head, index, tokens, tile, D: tl.constexpr, WIDE: tl.constexpr):
+    columns = tl.arange(0, WIDE)
+    pointers = base + (index.to(tl.int64) * heads + head)[:, None] * D + columns[None, :]
+    inside = (index < tokens)[:, None] & (columns < D)[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _padded(tokens):
+    """Return the length of arrays of one number per token."""
+    return tl.cdiv(tokens, PADDING) * PADDING
+
+
+@triton.jit
+def _numbers(base, low, BLOCK: tl.constexpr, COPY_ENGINE: tl.constexpr):
+    """Load one number per token from `low` on; arrays are long enough for whole tiles.
+
+    Inside a loop, the copy engine saves the pointers, which take more registers than the numbers.
+    """
+    return base.load([low]) if COPY_ENGINE else tl.load(base + low + tl.arange(0, BLOCK))
+
+
+@triton.jit
+def _first_key(firsts, token, length, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Return the first key that the query `token` sees."""
+    first = tl.load(firsts + token) if DOCUMENTS else token // length * length
+    return tl.maximum(first, token - WINDOW + 1) if WINDOW else first
+
+
+@triton.jit
+def _last_query(lasts, token, length, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Return the last query that sees the key `token`."""
+    last = tl.load(lasts + token) if DOCUMENTS else token // length * length + length - 1
+    return tl.minimum(last, token + WINDOW - 1) if WINDOW else last
+
+
+@triton.jit
+def _visible(index, keys, first, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Return which queries see which keys, of tiles that are cut by an end of what is visible.
+
+    The arguments are shaped so that they broadcast. Rows that are one document each are multiples
+    of a tile, so that the row's own bounds need no comparison.
+    """
+    seen = keys <= index
+    if WINDOW:
+        seen = seen & (index - keys < WINDOW)
+    if DOCUMENTS:
+        seen = seen & (keys >= first)
+    return seen
+
+
+@triton.jit
+def _cap(scores, cap):
+    """Return `tanh(scores / cap)`. As a quotient: an error of 1e-7 here is far below bf16's."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2_E / cap)))
+
+
+@triton.jit
+def _key_range(
+    firsts, low, tokens, length,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Return where a block of queries begins to see keys, where all of its queries see all keys,
+    where that ends, and where the keys end. All but the last are multiples of BLOCK_N."""
+    last = tl.minimum(low + BLOCK_M, tokens) - 1
+    start = _first_key(firsts, low, length, WINDOW, DOCUMENTS) // BLOCK_N * BLOCK_N
+    whole = _first_key(firsts, last, length, WINDOW, DOCUMENTS)
+    diagonal = low // BLOCK_N * BLOCK_N
+    whole = tl.minimum(tl.cdiv(whole, BLOCK_N) * BLOCK_N, diagonal)
+    return start, whole, diagonal, last + 1
+
+
+@triton.jit(do_not_specialize=["tokens", "length"])
+def forward_kernel(
+    query, key, value, out, log_sums, firsts, tokens, length, scale, cap,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    DOCUMENTS: tl.constexpr, COPY_ENGINE: tl.constexpr,
+):  # fmt: skip
+    """Compute the output and the log-sum-exps of one block of queries of one head."""
+    # The last block of a document sees the most keys. It starts first, so that short blocks fill
+    # the end of the launch.
+    low = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    head = tl.program_id(1)
+    shared = head // (HEADS // SHARED)
+    index = low + tl.arange(0, BLOCK_M)
+    start, whole, diagonal, end = _key_range(
+        firsts, low, tokens, length, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS
+    )
+    first = tl.load(firsts + index) if DOCUMENTS else index
+    q = _rows(query, HEADS, head, low, tokens, BLOCK_M, D, WIDE, DOCUMENTS, COPY_ENGINE)
+    top = tl.full([BLOCK_M], HIDDEN, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
+    for at in tl.range(start, end, BLOCK_N):
+        k = _rows(key, SHARED, shared, at, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
+        scores = tl.dot(q, tl.trans(k))
+        if CAPPED:
+            scores = _cap(scores * scale, cap) * (cap * LOG2_E)
+        if not CAPPED:
+            scores = scores * (scale * LOG2_E)
+        if (at < whole) | (at >= diagonal):
+            keys = at + tl.arange(0, BLOCK_N)
+            visible = _visible(index[:, None], keys[None, :], first[:, None], WINDOW, DOCUMENTS)
+            scores = tl.where(visible, scores, HIDDEN)
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        v = _rows(value, SHARED, shared, at, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
+        acc = tl.dot(weights.to(v.dtype), v, acc)
+        top = higher
+    _store_rows(out, HEADS, head, index, tokens, acc / total[:, None], D, WIDE)
+    sums = (top + tl.log2(total)) / LOG2_E
+    tl.store(log_sums + head * _padded(tokens) + index, sums)
+
+
+@triton.jit(do_not_specialize=["tokens", "length"])
+def query_gradient_kernel(
+    grad, query, key, value, out, log_sums, deltas, dquery, firsts, tokens, length, scale, cap,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    DOCUMENTS: tl.constexpr, COPY_ENGINE: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of one block of queries of one head, and the queries' deltas.
+
+    A delta is the product of an output and its gradient. `key_gradient_kernel` reads it.
+    """
+    low = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # as in the forward kernel
+    head = tl.program_id(1)
+    shared = head // (HEADS // SHARED)
+    index = low + tl.arange(0, BLOCK_M)
+    numbers = head * _padded(tokens) + index
+    do = _rows(grad, HEADS, head, low, tokens, BLOCK_M, D, WIDE, DOCUMENTS, COPY_ENGINE)
+    o = _rows(out, HEADS, head, low, tokens, BLOCK_M, D, WIDE, DOCUMENTS, COPY_ENGINE)
+    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    tl.store(deltas + numbers, delta)
+    q = _rows(query, HEADS, head, low, tokens, BLOCK_M, D, WIDE, DOCUMENTS, COPY_ENGINE)
+    log_sum = tl.load(log_sums + numbers) * LOG2_E
+    start, whole, diagonal, end = _key_range(
+        firsts, low, tokens, length, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS
+    )
+    first = tl.load(firsts + index) if DOCUMENTS else index
+    dq = tl.zeros([BLOCK_M, WIDE], tl.float32)
+    for at in tl.range(start, end, BLOCK_N):
+        k = _rows(key, SHARED, shared, at, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
+        v = _rows(value, SHARED, shared, at, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
+        scores = tl.dot(q, tl.trans(k))
+        if CAPPED:
+            capped = _cap(scores * scale, cap)
+            weights = tl.exp2(capped * (cap * LOG2_E) - log_sum[:, None])
+        else:
+            weights = tl.exp2(scores * (scale * LOG2_E) - log_sum[:, None])
+        if (at < whole) | (at >= diagonal):
+            keys = at + tl.arange(0, BLOCK_N)
+            visible = _visible(index[:, None], keys[None, :], first[:, None], WINDOW, DOCUMENTS)
+            weights = tl.where(visible, weights, 0.0)
+        inner = weights * (tl.dot(do, tl.trans(v)) - delta[:, None])
+        if CAPPED:
+            inner = inner * (1.0 - capped * capped)
+        dq = tl.dot(inner.to(k.dtype), k, dq)
+    _store_rows(dquery, HEADS, head, index, tokens, dq * scale, D, WIDE)
+
+
+@triton.jit(do_not_specialize=["tokens", "length"])
+def key_gradient_kernel(
+    grad, query, key, value, log_sums, deltas, dkey, dvalue, firsts, lasts, tokens, length,
+    scale, cap,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    DOCUMENTS: tl.constexpr, COPY_ENGINE: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of one block of keys and values of one shared head."""
+    low = tl.program_id(0) * BLOCK_N  # the first block of a document is seen by the most queries
+    shared = tl.program_id(1)
+    keys = low + tl.arange(0, BLOCK_N)
+    last = tl.minimum(low + BLOCK_N, tokens) - 1
+    # Queries from `start` to `end` see some of the keys, those from `diagonal` to `whole` see all.
+    start = low // BLOCK_M * BLOCK_M
+    diagonal = tl.cdiv(low + BLOCK_N - 1, BLOCK_M) * BLOCK_M
+    end = _last_query(lasts, last, length, WINDOW, DOCUMENTS) + 1
+    whole = end
+    if DOCUMENTS or WINDOW:
+        whole = _last_query(lasts, low, length, WINDOW, DOCUMENTS) + 1 - BLOCK_M + 1
+    k = _rows(key, SHARED, shared, low, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
+    v = _rows(value, SHARED, shared, low, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
+    dk = tl.zeros([BLOCK_N, WIDE], tl.float32)
+    dv = tl.zeros([BLOCK_N, WIDE], tl.float32)
+    # One loop over all query heads that share the keys: the loads for the next head start before
+    # the last head is done. Tiles of scores have a row for each key: as the left factor of a
+    # product, they then stay in registers.
+    steps = tl.cdiv(end - start, BLOCK_M)
+    for step in tl.range(0, steps * (HEADS // SHARED)):
+        member = step // steps
+        head = shared * (HEADS // SHARED) + member
+        at = start + (step - member * steps) * BLOCK_M
+        q = _rows(query, HEADS, head, at, tokens, BLOCK_M, D, WIDE, DOCUMENTS, COPY_ENGINE)
+        do = _rows(grad, HEADS, head, at, tokens, BLOCK_M, D, WIDE, DOCUMENTS, COPY_ENGINE)
+        log_sum = _numbers(log_sums, head * _padded(tokens) + at, BLOCK_M, COPY_ENGINE)
+        delta = _numbers(deltas, head * _padded(tokens) + at, BLOCK_M, COPY_ENGINE)
+        scores = tl.dot(k, tl.trans(q))
+        if CAPPED:
+            capped = _cap(scores * scale, cap)
+            weights = tl.exp2(capped * (cap * LOG2_E) - (log_sum * LOG2_E)[None, :])
+        else:
+            weights = tl.exp2(scores * (scale * LOG2_E) - (log_sum * LOG2_E)[None, :])
+        if (at < diagonal) | (at >= whole):
+            index = at + tl.arange(0, BLOCK_M)
+            first = index
+            if DOCUMENTS:
+                first = tl.load(firsts + index)
+            visible = _visible(index[None, :], keys[:, None], first[None, :], WINDOW, DOCUMENTS)
+            weights = tl.where(visible, weights, 0.0)
+        dv = tl.dot(weights.to(do.dtype), do, dv)
+        change = tl.dot(v, tl.trans(do))
+        inner = weights * (change - delta[None, :])
+        if CAPPED:
+            inner = inner * (1.0 - capped * capped)
+        dk = tl.dot(inner.to(q.dtype), q, dk)
+    _store_rows(dkey, SHARED, shared, keys, tokens, dk * scale, D, WIDE)
+    _store_rows(dvalue, SHARED, shared, keys, tokens, dv, D, WIDE)

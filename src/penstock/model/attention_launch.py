@@ -1,0 +1,244 @@
+"""Launch the attention kernels: which tiles they use on which GPU, and the memory they need.
+
+The tiles follow from the head size, the data type's size and the GPU's architecture alone. They are
+never chosen by timing, because a different tile adds in a different order and gives other bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+MIN_CAPABILITY = (8, 0)
+"""Compute capability from which the GPU has matrix instructions for bf16."""
+
+COPY_ENGINE_CAPABILITY = (9, 0)
+"""Compute capability from which the GPU has a copy engine for tiles (TMA)."""
+
+Kernel = Literal["forward", "query_gradient", "key_gradient"]
+
+
+class Tiles(NamedTuple):
+    """The shape in which a kernel computes."""
+
+    queries: int
+    """Number of queries per tile."""
+    keys: int
+    """Number of keys per tile."""
+    warps: int
+    stages: int
+    """Number of tiles of the inner loop that are in shared memory at a time."""
+    copy_engine: bool = False
+    """Whether the GPU's copy engine loads tiles. It needs a head size that is a power of two."""
+
+
+_HOPPER: Mapping[tuple[Kernel, int], Tiles] = {
+    ("forward", 64): Tiles(128, 64, 4, 3, True),
+    ("forward", 128): Tiles(128, 128, 8, 2, True),
+    ("forward", 256): Tiles(64, 64, 8, 2, True),
+    ("query_gradient", 64): Tiles(64, 64, 4, 3, True),
+    ("query_gradient", 128): Tiles(64, 64, 4, 2, True),
+    ("query_gradient", 256): Tiles(64, 64, 8, 2, True),
+    ("key_gradient", 64): Tiles(64, 64, 4, 3, True),
+    ("key_gradient", 128): Tiles(64, 64, 4, 2, True),
+    ("key_gradient", 256): Tiles(32, 64, 8, 2, True),
+}
+
+_SMALL: Mapping[tuple[Kernel, int], Tiles] = {
+    ("forward", 64): Tiles(128, 64, 4, 2),
+    ("forward", 128): Tiles(64, 64, 4, 2),
+    ("forward", 256): Tiles(64, 32, 4, 1),
+    ("query_gradient", 64): Tiles(64, 64, 4, 2),
+    ("query_gradient", 128): Tiles(64, 32, 4, 2),
+    ("query_gradient", 256): Tiles(32, 32, 4, 1),
+    ("key_gradient", 64): Tiles(64, 64, 4, 2),
+    ("key_gradient", 128): Tiles(32, 64, 4, 2),
+    ("key_gradient", 256): Tiles(32, 32, 4, 1),
+}
+"""For GPUs with 99 KiB of shared memory per program, used on all before Hopper."""
+
+
+PADDING = 128
+"""Arrays of one number per token are padded to a multiple of this, as in `attention_kernels`."""
+
+NEVER = 2**30
+"""First visible key of a token that is padding."""
+
+
+def padded_tokens(tokens: int) -> int:
+    """Return the length of arrays of one number per token."""
+    return -(-tokens // PADDING) * PADDING
+
+
+def document_spans(bounds: Sequence[int]) -> torch.Tensor:
+    """Return the first and last token of each token's document, `[2, padded tokens]`.
+
+    `bounds` are the positions where documents begin, followed by the number of tokens.
+    """
+    marks = torch.tensor(bounds, dtype=torch.int32)
+    spans = torch.stack([marks[:-1], marks[1:] - 1]).repeat_interleave(marks.diff(), dim=1)
+    padding = spans.new_full((2, padded_tokens(bounds[-1]) - bounds[-1]), NEVER)
+    return torch.cat([spans, padding], dim=1)
+
+
+def attention_workspace_nbytes(*, tokens: int, heads: int) -> int:
+    """Return the bytes that the backward allocates in addition to its results: the deltas."""
+    return 4 * heads * padded_tokens(tokens)
+
+
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("penstock.model.attention_kernels")
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def choose_tiles(kernel: Kernel, head_size: int, capability: tuple[int, int]) -> Tiles:
+    """Return the tiles of a kernel."""
+    table = _HOPPER if capability >= COPY_ENGINE_CAPABILITY else _SMALL
+    wide = max(64, padded_head_size(head_size))
+    tiles = table[kernel, wide]
+    return tiles._replace(
+        copy_engine=tiles.copy_engine and padded_head_size(head_size) == head_size
+    )
+
+
+def padded_head_size(size: int) -> int:
+    """Return the width of a tile: a power of two, and no less than a matrix instruction's."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+class Layout(NamedTuple):
+    """Which keys each query sees, and how scores are made."""
+
+    spans: torch.Tensor | None
+    """The first and last token of each token's document, `[2, padded tokens]`, or None if all
+    documents have `length` tokens."""
+    length: int
+    """A multiple of PADDING, if `spans` is None."""
+    scale: float
+    window: int
+    """Number of keys that a query sees at most; 0: all."""
+    cap: float
+    """Bound of the scores; 0: none."""
+
+
+Choose = Callable[[Kernel, int, tuple[int, int]], Tiles]
+
+
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout,
+    choose: Choose = choose_tiles,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the output and each query's log-sum-exp, `[heads, padded tokens]`."""
+    tokens, heads, _ = query.shape
+    out = torch.empty_like(query)
+    sums = torch.empty((heads, padded_tokens(tokens)), dtype=torch.float32, device=query.device)
+    tiles = _tiles("forward", query, choose)
+    read = _describe(tiles, query=query, key=key, value=value)
+    _launch(
+        "forward", (-(-tokens // tiles.queries), heads), query, key, layout, tiles,
+        (read["query"], read["key"], read["value"], out, sums, _row(layout.spans, 0, sums)),
+    )  # fmt: skip
+    return out, sums
+
+
+def backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    out: torch.Tensor, log_sums: torch.Tensor, layout: Layout, choose: Choose = choose_tiles,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of queries, keys and values."""
+    dq, deltas = query_gradient(grad, query, key, value, out, log_sums, layout, choose)
+    return dq, *key_gradients(grad, query, key, value, log_sums, deltas, layout, choose)
+
+
+def query_gradient(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    out: torch.Tensor, log_sums: torch.Tensor, layout: Layout, choose: Choose = choose_tiles,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradient of queries and the deltas."""
+    tokens, heads, _ = query.shape
+    dq, deltas = torch.empty_like(query), torch.empty_like(log_sums)
+    tiles = _tiles("query_gradient", query, choose)
+    read = _describe(tiles, query=query, grad=grad, out=out, key=key, value=value)
+    _launch(
+        "query_gradient", (-(-tokens // tiles.queries), heads), query, key, layout, tiles,
+        (read["grad"], read["query"], read["key"], read["value"], read["out"], log_sums, deltas, dq,
+         _row(layout.spans, 0, deltas)),
+    )  # fmt: skip
+    return dq, deltas
+
+
+def key_gradients(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    log_sums: torch.Tensor, deltas: torch.Tensor, layout: Layout, choose: Choose = choose_tiles,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of keys and values."""
+    tokens, shared, _ = key.shape
+    dk, dv = torch.empty_like(key), torch.empty_like(value)
+    tiles = _tiles("key_gradient", query, choose)
+    firsts, lasts = (_row(layout.spans, row, deltas) for row in range(2))
+    read = _describe(
+        tiles, query=query, grad=grad, key=key, value=value, sums=log_sums, deltas=deltas
+    )  # fmt: skip
+    _launch(
+        "key_gradient", (-(-tokens // tiles.keys), shared), query, key, layout, tiles,
+        (read["grad"], read["query"], read["key"], read["value"], read["sums"], read["deltas"],
+         dk, dv, firsts, lasts),
+    )  # fmt: skip
+    return dk, dv
+
+
+def _tiles(kernel: Kernel, query: torch.Tensor, choose: Choose) -> Tiles:
+    return choose(kernel, query.shape[-1], _capability(query.device))
+
+
+def _row(spans: torch.Tensor | None, row: int, unused: torch.Tensor) -> torch.Tensor:
+    """Return one row of the spans. Without spans, the kernel reads none, but takes a pointer."""
+    return unused if spans is None else spans[row]
+
+
+def _describe(tiles: Tiles, **tensors: torch.Tensor) -> dict[str, Any]:
+    """Return what the kernel loads tiles from: tensors, or descriptors for the copy engine."""
+    if not tiles.copy_engine:
+        return dict(tensors)
+    describe: Any = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    made = {}
+    for name, tensor in tensors.items():
+        rows = tiles.keys if name in ("key", "value") else tiles.queries
+        if tensor.dim() == 3:
+            made[name] = describe.from_tensor(tensor.flatten(1), [rows, tensor.shape[-1]])
+        else:
+            made[name] = describe.from_tensor(tensor.flatten(), [rows])
+    return made
+
+
+def _launch(
+    kernel: Kernel, grid: tuple[int, int], query: torch.Tensor, key: torch.Tensor, layout: Layout,
+    tiles: Tiles, arguments: tuple[Any, ...],
+) -> None:  # fmt: skip
+    tokens, heads, size = query.shape
+    documents = layout.spans is not None
+    assert documents or layout.length % PADDING == 0, "rows must be multiples of a tile"
+    code = getattr(_kernels(), f"{kernel}_kernel")
+    with torch.cuda.device_of(query):
+        code[grid](
+            *arguments, tokens, layout.length, layout.scale, layout.cap or 1.0,
+            HEADS=heads, SHARED=key.shape[1], D=size, WIDE=padded_head_size(size),
+            BLOCK_M=tiles.queries, BLOCK_N=tiles.keys, WINDOW=layout.window,
+            CAPPED=bool(layout.cap), DOCUMENTS=documents, COPY_ENGINE=tiles.copy_engine,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+
+
+def interpreted() -> bool:
+    """Return whether Triton interprets kernels, on the CPU, instead of compiling them."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
