@@ -319,6 +319,17 @@ class DeviceMemoryError(EngineError, MemoryError):
         return f"{stop}, or plan with --hbm {self.largest // MiB}MiB or less"
 
 
+class NotReproducibleError(EngineError):
+    """An operation of the model or the loss has no deterministic kernel."""
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        super().__init__(
+            f"{operation} has no deterministic kernel on this device, so the run could not be "
+            f"reproduced; to train anyway, use --no-deterministic, or deterministic=False in Python"
+        )
+
+
 class EngineStateError(RecordError, EngineError):
     """A checkpoint that this engine cannot resume from."""
 

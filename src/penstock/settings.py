@@ -108,7 +108,11 @@ class ScheduleSettings:
     on_nonfinite: Literal["raise", "skip"] = option(
         "Stop or skip the step when the loss or a gradient is NaN or infinite.", "raise"
     )
-    deterministic: bool = option("Use only deterministic kernels.", False)
+    deterministic: bool = option(
+        "Use only kernels that give the same bits in every run; without it, a run cannot be "
+        "reproduced bit for bit.",
+        True,
+    )
     seed: int = option("Random seed for data order, dropout and random weights.", 0)
 
     def __post_init__(self) -> None:

@@ -31,6 +31,7 @@ FLAGS = {
         *{"--output", "-o", "--moments", "--dtype", "--micro-batch", "--clip", "--steps"},
         *{"--freeze", "--blocks", "--vary", "--explain", "--json", "--help"},
         *{"--revision", "--trust-remote-code", "--model-config", "--deterministic"},
+        *{"--no-deterministic"},
     },
     "machines": {"--json", "--help"},
     "train": {
@@ -41,6 +42,7 @@ FLAGS = {
         *{"--eval-split", "--eval-every", "--sample-prompts", "--sample-new", "--overlong"},
         *{"--skip-bad-lines", "--cache", "--blocks"},
         *{"--save-every", "--keep", "--save-weights-only", "--on-nonfinite", "--deterministic"},
+        *{"--no-deterministic"},
         *{"--seed", "--log", "--profile", "--config", "--resume", "--json", "--help"},
     },
     "profile": {

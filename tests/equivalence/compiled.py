@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -14,7 +13,14 @@ from tests.equivalence.test_models import packed_batch
 
 def compile_by(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a backend of torch.compile from now on, with an empty cache and fresh counters."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    original = torch.compile
+
+    def compile_with_backend(function: Any, *, options: Any = None, **how: Any) -> Any:
+        if backend == "inductor":  # the other backends take no options
+            how["options"] = options
+        return original(function, backend=backend, **how)
+
+    monkeypatch.setattr(torch, "compile", compile_with_backend)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 

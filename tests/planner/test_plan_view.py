@@ -66,6 +66,19 @@ def test_the_summary_names_what_limits_the_step(result: PlanResult) -> None:
     assert f"limited by {long_name(limit, machine())} (" in summary(result, machine())
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_summary_says_if_a_run_cannot_be_reproduced(
+    deterministic: bool, result: PlanResult
+) -> None:
+    work = result.plan.workload
+    numerics = replace(work.numerics, deterministic=deterministic)
+    plan = replace(result.plan, workload=replace(work, numerics=numerics))
+
+    text = summary(replace(result, plan=plan), machine())
+
+    assert ("not reproducible" in text) is not deterministic
+
+
 def test_tables_use_plain_names(result: PlanResult) -> None:
     console = Console(width=200, no_color=True)
     with console.capture() as capture:

@@ -86,6 +86,7 @@ def workload(**changes: Any) -> Workload:
     """Return a small workload. Keyword arguments override its fields and those of its numerics."""
     numerics: dict[str, Any] = {"micro_batch": 2, "loss_chunk": 4096, "mlp_tile": 4096}
     numerics |= {"compiled": False, "loss_kernel": "torch", "attention": "sdpa"}
+    numerics |= {"deterministic": True}
     fields = {"context": 16, "batch": 6}
     for name, value in changes.items():
         (numerics if name in numerics else fields)[name] = value
@@ -151,7 +152,10 @@ def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **change
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[plan.workload.dtype]
     numerics = plan.workload.numerics
     bare = build_model(config, dtype, device.torch_device)
-    split_model = SplitModel(bare, model, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled)
+    split_model = SplitModel(
+        bare, model, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
+        deterministic=numerics.deterministic,
+    )  # fmt: skip
     settings: dict[str, Any] = {"optimizer": {"lr": 1e-2}, "grouping": decay_matrices}
     engine = Engine(plan, model, split_model, device, EngineSettings(**(settings | changes)))
     if source is None:

@@ -102,8 +102,10 @@ def _parameter(field: dataclasses.Field[Any], check_choices: bool) -> inspect.Pa
     if field.name == "model":
         return keyword("model", Annotated[str | None, typer.Argument(help=help_)], None)
     kind, metavar = _flag_type(field.name, TYPES[field.name], check_choices)
+    name = flag_name(field.name)
     flag: Any = typer.Option(
-        flag_name(field.name),
+        # A setting that is on by default needs a second flag to switch it off.
+        f"{name}/--no-{name[2:]}" if field.default is True else name,
         help=help_,
         metavar=metavar,
         show_default=_shown_default(field),
@@ -127,4 +129,6 @@ def _shown_default(field: dataclasses.Field[Any]) -> str | bool:
     value = field.default
     if value is dataclasses.MISSING or value in (None, (), False, ""):
         return False
+    if value is True:
+        return field.name
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -11,6 +11,7 @@ Where to look:
 - `runner`, `ticket_board`, `step_state`: one thread per lane, and how lanes wait for each other.
 - `transfer`, `disk_pipe`: every read, write, copy and CPU sweep. Activations are written to NVMe by
   `transfer.Mover.offload_activations`.
+- `determinism`: torch restricted to deterministic kernels while the engine computes.
 - `device`: what the engine needs from the GPU, or from the CPU in its place.
 - `batches`: a batch, checked and split into rounds of micro-batches.
 - `compute`, `hidden_states`, `gradients`, `loss`, `loss_kernels`: forward, loss and backward of one

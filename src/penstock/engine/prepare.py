@@ -167,18 +167,6 @@ def model_directory(model: str | Path, revision: str | None = None) -> Path:
     return Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns))
 
 
-def set_determinism(enabled: bool) -> None:
-    """Make torch refuse kernels whose results may differ from run to run."""
-    import os
-
-    import torch
-
-    if enabled:
-        # cuBLAS is deterministic only with a fixed workspace, and reads this at its first use.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EngineOptions:
     """Arguments of `prepare` that only Python callers can give."""
@@ -211,7 +199,6 @@ def _build_engine(
     from penstock.model.split import SplitModel
 
     check_trainable(inventory)
-    set_determinism(settings.schedule.deterministic)
     use_expandable_segments()
     device, state_dict = pick_device(options.device), None
     check_free_memory(device, plan)
@@ -225,8 +212,9 @@ def _build_engine(
             state_dict = dict(model.state_dict())
             bare = strip_model(model, device.torch_device, dtype)
         split_model = SplitModel(
-            bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled
-        )
+            bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
+            deterministic=numerics.deterministic,
+        )  # fmt: skip
         engine = Engine(plan, inventory, split_model, device, _engine_settings(settings, options))
         try:
             if options.load_weights:

@@ -16,6 +16,7 @@ from functools import partial
 
 from penstock.engine.allocate import EngineMemory
 from penstock.engine.compute import Computer
+from penstock.engine.determinism import deterministic_kernels
 from penstock.engine.device import Device
 from penstock.engine.program import INSTANT
 from penstock.engine.step_records import (
@@ -48,6 +49,7 @@ class Runner:
     def __init__(self, memory: EngineMemory, computer: Computer, mover: Mover) -> None:
         self._memory, self._computer, self._mover = memory, computer, mover
         self._lanes = {name: Lane(name, memory.device) for name in LANES}
+        self._deterministic = memory.tiers.plan.workload.numerics.deterministic
         self._block_names = [block.name for block in memory.tiers.inventory.blocks]
         self._current: StepState | None = None  # read by `waiting` from any thread
         self._latest: StepState | None = None
@@ -73,7 +75,7 @@ class Runner:
         step.origin = device.record()
         idle = [self._lanes[name].start(todo, step.tickets) for name, todo in jobs.items() if todo]
         try:
-            with device.lane("compute"):
+            with device.lane("compute"), deterministic_kernels(self._deterministic):
                 self._compute(step)
         except BaseException as error:
             step.tickets.fail(error)  # which also ends the lanes

@@ -76,10 +76,11 @@ class CompiledLayers:
     compiled again.
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], *, deterministic: bool = True) -> None:
         self._bodies = LayerBodies(
-            layers, make_shell=copy.deepcopy, make_body=_training_body, buffers=False, dynamic=False
-        )
+            layers, make_shell=copy.deepcopy, make_body=_training_body, buffers=False,
+            dynamic=False, options=deterministic_options() if deterministic else {},
+        )  # fmt: skip
 
     def train(self, training: bool) -> None:
         """Set training mode, which decides about dropout, in all shells."""
@@ -123,6 +124,28 @@ def call_with_weights(
 ) -> Any:
     """Call a shell with other tensors in place of its own."""
     return torch.func.functional_call(shell, weights, args, kwargs)
+
+
+def deterministic_options() -> dict[str, Any]:
+    """Return options of the compiler with which its kernels do not depend on timings.
+
+    By default, the compiler times several launch configurations of a kernel, and keeps the fastest.
+    For a reduction they differ in the number of elements that are summed at a time, and so in the
+    bits of the sum: which one wins differs from process to process. Kernels without a reduction are
+    still timed, because each of their elements is computed by itself.
+    """
+    config: Any = torch._inductor.config
+    wanted: dict[str, Any] = {
+        # One configuration per reduction, no timed padding of matrices, no timed choice of kernels.
+        "deterministic": True,
+        # Otherwise a second configuration, with half as many elements at a time, is added when a
+        # kernel uses many registers, and the faster one is kept.
+        "dynamic_scale_rblock": False,
+        # Otherwise torch's switch for deterministic algorithms, which is on while the engine
+        # computes, would stop the timing of kernels without a reduction as well.
+        "write_are_deterministic_algorithms_enabled": not hasattr(config, "deterministic"),
+    }
+    return {name: value for name, value in wanted.items() if hasattr(config, name)}
 
 
 def layer_kinds(layers: Sequence[nn.Module]) -> list[Kind]:

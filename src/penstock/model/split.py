@@ -94,11 +94,18 @@ class SplitModel:
     """The parts of a model, and the modules to which their weights are bound.
 
     `mlp_tile` is the number of tokens that an MLP processes at a time; with `compiled`, layers run
-    by compiled code where possible.
+    by compiled code where possible. With `deterministic`, every compilation gives that code the
+    same kernels.
     """
 
     def __init__(
-        self, model: nn.Module, inventory: Inventory, *, mlp_tile: int, compiled: bool = False
+        self,
+        model: nn.Module,
+        inventory: Inventory,
+        *,
+        mlp_tile: int,
+        compiled: bool = False,
+        deterministic: bool = True,
     ) -> None:
         self.model, self.inventory = model, inventory
         register_document_attention()
@@ -122,7 +129,9 @@ class SplitModel:
         """The kind of each layer: equal for layers that run the same code."""
         tile_mlps(self.layers, mlp_tile)
         # Before weights are bound: compiled layers keep copies of the layers as they are now.
-        self._compiled = CompiledLayers(self.layers) if compiled else None
+        self._compiled = (
+            CompiledLayers(self.layers, deterministic=deterministic) if compiled else None
+        )
         self._tile = mlp_tile
         self._draws_in_tiles = any(draws_in_tiles(layer) for layer in self.layers)
         self.drops_out = self._has_dropout()

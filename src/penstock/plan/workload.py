@@ -56,7 +56,8 @@ class Numerics:
     """Whether layers are compiled."""
 
     deterministic: bool = False
-    """Whether kernels that may differ from run to run are ruled out."""
+    """Whether kernels that may differ from run to run are ruled out. New workloads rule them out
+    by default (`default_numerics`); the default here is for files that do not say."""
 
     master_rounding: Literal["ties_away"] = "ties_away"
     """How the bf16 weight is rounded from its fp32 master weight; see "Split master weights" in
@@ -192,6 +193,7 @@ def default_numerics(
         loss_kernel="fused" if fused else "torch",
         attention="varlen" if kernels and inventory.plain_attention else "sdpa",
         compiled=kernels,
+        deterministic=True,
         mlp_tile=_power_of_two_below(MLP_TILE_NBYTES // (2 * max(width, 1)), 1024, 1 << 20),
     )
 

@@ -169,8 +169,16 @@ def summary(result: PlanResult, machine: Machine) -> str:
         f"{plan.bytes_per_parameter:.2f} bytes per parameter at rest; "
         f"{plan.placement.rounds} round{'s' if plan.placement.rounds > 1 else ''}, "
         f"micro-batch {plan.workload.numerics.micro_batch}, {_residents(plan)}",
+        *not_reproducible(plan),
     ]
     return "\n".join([*lines, *wear(result, machine)])
+
+
+def not_reproducible(plan: Plan) -> list[str]:
+    """Return a line that says so if the plan allows kernels that differ from run to run."""
+    if plan.workload.numerics.deterministic:
+        return []
+    return ["not reproducible: --no-deterministic allows kernels that differ from run to run"]
 
 
 def wear(result: PlanResult, machine: Machine) -> list[str]:

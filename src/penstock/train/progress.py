@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.engine.plan_choice import PlanChoice
-from penstock.planner.plan_view import plan_view, tier_table
+from penstock.planner.plan_view import not_reproducible, plan_view, tier_table
 from penstock.train.events import Event
 from penstock.units import format_bytes, format_seconds
 
@@ -207,6 +207,9 @@ def print_plan(console: Console, choice: PlanChoice) -> None:
     if choice.planned is not None:
         table = plan_view(choice.planned, choice.machine)
     console.print(table)
+    if choice.planned is None:  # the view of a new plan has these lines already
+        for line in not_reproducible(choice.plan):
+            console.print(line)
     console.print()
 
 

@@ -1,0 +1,94 @@
+"""Compute with kernels whose results do not differ from run to run.
+
+Most of Penstock's kernels are deterministic by themselves (docs/reproducibility.md lists them). For
+everything else that a model may call, torch has a switch: with it, an operation uses a
+deterministic algorithm, or raises an error if it has none. The switch is global, so the engine sets
+it only while it computes, and restores it afterwards: other code of the process keeps its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from penstock.errors import NotReproducibleError
+
+_REFUSAL = "does not have a deterministic implementation"
+"""Part of the message with which torch refuses an operation."""
+
+
+class _Switch:
+    """Torch's global switch, on while at least one engine of the process computes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before: tuple[bool, bool, bool, Any] = (False, False, True, None)
+
+    def acquire(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._before = _settings()
+                # Torch refuses matrix products without this variable. cuBLAS is deterministic if
+                # every stream has a workspace of fixed size, which this setting fixes to 32 MiB.
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+                # Filling new memory would cost a pass over every tensor. No kernel of a step reads
+                # memory that it has not written.
+                _apply(True, False, False, True)
+            self._users += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                _apply(*self._before)
+
+
+_switch = _Switch()
+
+
+@contextlib.contextmanager
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
+    """Make torch use only deterministic kernels inside the block; do nothing unless `enabled`."""
+    if not enabled:
+        yield
+        return
+    _switch.acquire()
+    try:
+        yield
+    except RuntimeError as error:
+        if _REFUSAL in str(error):
+            raise NotReproducibleError(str(error).split(_REFUSAL)[0].strip()) from error
+        raise
+    finally:
+        _switch.release()
+
+
+def _settings() -> tuple[bool, bool, bool, Any]:
+    fills: Any = torch.utils.deterministic
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        fills.fill_uninitialized_memory,
+        getattr(_inductor_config(), "deterministic", None),
+    )
+
+
+def _apply(enabled: bool, warn_only: bool, fill: bool, inductor: bool | None) -> None:
+    fills: Any = torch.utils.deterministic
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    fills.fill_uninitialized_memory = fill
+    # `use_deterministic_algorithms` also sets this option, in versions of torch that have it.
+    if inductor is not None and hasattr(_inductor_config(), "deterministic"):
+        _inductor_config().deterministic = inductor
+
+
+def _inductor_config() -> Any:
+    import torch._inductor.config as config
+
+    return config

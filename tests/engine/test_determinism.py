@@ -1,0 +1,98 @@
+"""Torch's switch for deterministic algorithms is on while an engine computes, and only then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine.determinism import deterministic_kernels
+from penstock.errors import NotReproducibleError
+from penstock.model.compile import CompiledLayers, deterministic_options
+from tests.equivalence.runs import DRAM, Setup
+
+
+def state() -> tuple[bool, bool, bool, object]:
+    fills: Any = torch.utils.deterministic
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        fills.fill_uninitialized_memory,
+        getattr(torch._inductor.config, "deterministic", None),
+    )
+
+
+def test_the_switch_is_on_inside_and_restored_afterwards() -> None:
+    before = state()
+    assert before[0] is False
+    with deterministic_kernels(True):
+        assert state()[:3] == (True, False, False)
+        with deterministic_kernels(True):
+            pass
+        assert state()[:3] == (True, False, False), "another engine still computes"
+    assert state() == before
+
+
+def test_a_users_own_setting_is_kept() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        before = state()
+        with deterministic_kernels(True):
+            assert state()[:2] == (True, False)
+        assert state() == before
+        with deterministic_kernels(False):
+            assert state() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named() -> None:
+    before = state()
+    with (
+        pytest.raises(NotReproducibleError, match=r"put_ .*--no-deterministic"),
+        deterministic_kernels(True),
+    ):
+        # The message with which torch refuses an operation on a GPU.
+        raise RuntimeError("put_ does not have a deterministic implementation, but you set ...")
+    with pytest.raises(RuntimeError, match="another"), deterministic_kernels(True):
+        raise RuntimeError("another error")
+    assert state() == before
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_engine_computes_with_the_switch_of_its_workload(
+    deterministic: bool, tmp_path: Path
+) -> None:
+    seen = []
+
+    def loss(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        seen.append(state()[0])
+        return -log_probs.sum()
+
+    setup = Setup.of("llama", deterministic=deterministic)
+    before = state()
+    with setup.engine(DRAM, tmp_path, loss=loss) as engine:
+        engine.step(setup.batches(1)[0])
+        engine.evaluate(setup.batches(1))
+    assert set(seen) == {deterministic}
+    assert state() == before
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_layers_are_compiled_without_timed_reductions(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: given.append(how) or function)
+    CompiledLayers([torch.nn.Linear(2, 2)], deterministic=deterministic)
+    assert given[0]["options"] == (deterministic_options() if deterministic else {})
+
+
+def test_this_version_of_torch_has_the_options_that_rule_out_timed_reductions() -> None:
+    options = deterministic_options()
+    assert options["deterministic"] is True
+    assert options["dynamic_scale_rblock"] is False
+    # Raises an error for an option that the compiler does not know.
+    torch.compile(torch.nn.Linear(2, 2), options=options)
