@@ -48,8 +48,8 @@ def plan_command(**flags: Any) -> None:
     console = Console()
     settings = Settings.of(given_settings(flags))
     target = machine_to_plan_for(name, budget_paths(settings.memory.budgets))
-    _, inventory = inspect_model(settings.model.model, settings)
-    request = plan_request(inventory, settings, target)
+    config, inventory = inspect_model(settings.model.model, settings)
+    request = plan_request(inventory, settings, target, config=config)
     for remark in () if output.as_json else request.remarks:
         console.print(remark, style="yellow")
     output.show(console, request)
@@ -87,8 +87,9 @@ class _Output:
             return
         console.print(plan_view(planned, choice.machine))
         what_if = WhatIf(
-            request.inventory, request.workload, request.budget, request.machine, planned
-        )
+            request.inventory, request.workload, request.budget, request.machine, planned,
+            request.source,
+        )  # fmt: skip
         if self.block:
             console.print(explain(planned, request.inventory, self.block))
         elif self.curve:

@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.engine.memory_source import working_memory_source
 from penstock.errors import PlanError, SettingsError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, parse_budget, with_paths
 from penstock.plan.plan import Plan
+from penstock.plan.working_memory import WorkingMemorySource
+from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Workload, default_numerics
 from penstock.planner import PlanResult, make_plan
 from penstock.planner.resource_names import long_name
@@ -36,6 +39,9 @@ class PlanChoice:
 
     planned: PlanResult | None = None
     """The plan with its estimated cost; None for a plan from a file."""
+
+    request: PlanRequest | None = None
+    """What the plan was made from; None for a plan from a file, which is not made again."""
 
     @property
     def bottleneck(self) -> str:
@@ -64,10 +70,15 @@ class PlanRequest:
     remarks: tuple[str, ...] = ()
     """Sentences for the user about the machine and its speeds."""
 
+    source: WorkingMemorySource = estimate_working_memory
+    """Says how much working memory the model needs."""
+
     def make_plan(self) -> PlanChoice:
         """Make the best plan, or raise InfeasibleError."""
-        planned = make_plan(self.inventory, self.workload, self.budget, self.machine)
-        return PlanChoice(planned.plan, self.machine, planned)
+        planned = make_plan(
+            self.inventory, self.workload, self.budget, self.machine, source=self.source
+        )
+        return PlanChoice(planned.plan, self.machine, planned, self)
 
 
 def plan_request(
@@ -75,6 +86,7 @@ def plan_request(
     settings: Settings,
     target: TargetMachine,
     *,
+    config: Any = None,
     budget: Budget | Mapping[str, Any] | None = None,
     steps: int | None = None,
     accumulate: bool = False,
@@ -87,6 +99,7 @@ def plan_request(
         inventory: The model.
         settings: Settings of the run.
         target: The machine to plan for.
+        config: The model's config. Without it, working memory is estimated from the inventory.
         budget: Memory budgets; None for those in the settings.
         steps: Number of steps of the run, if it is known better than from the settings.
         accumulate: Whether several `forward_backward()` calls add to one step.
@@ -103,7 +116,8 @@ def plan_request(
         steps=steps, accumulate=accumulate, own_loss=own_loss,
     )  # fmt: skip
     remarks = tuple(filter(None, (target.remark, disk_remark)))
-    return PlanRequest(inventory, workload, limits, machine, remarks)
+    source = working_memory_source(config, machine, own_loss=own_loss)
+    return PlanRequest(inventory, workload, limits, machine, remarks, source)
 
 
 def load_plan(path: str, inventory: Inventory, target: TargetMachine) -> PlanChoice:

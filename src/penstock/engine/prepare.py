@@ -90,7 +90,7 @@ def prepare(
     config, inventory = inspect_model(model, chosen)
     if plan is None:
         plan = plan_for(
-            inventory, chosen, budget=budget, machine=machine, accumulate=accumulate,
+            inventory, chosen, config=config, budget=budget, machine=machine, accumulate=accumulate,
             compiled=compiled, own_loss=loss is not None, device=device,
         )  # fmt: skip
     plan.check_model(inventory)
@@ -104,6 +104,7 @@ def plan_for(
     inventory: Inventory,
     settings: Settings,
     *,
+    config: Any = None,
     budget: Budget | Mapping[str, Any] | None = None,
     machine: Machine | None = None,
     accumulate: bool = False,
@@ -119,7 +120,7 @@ def plan_for(
     if budget is None and settings.memory.plan is not None:
         return load_plan(settings.memory.plan, inventory, target).plan
     request = plan_request(
-        inventory, settings, target,
+        inventory, settings, target, config=config,
         budget=limits, accumulate=accumulate, compiled=compiled, own_loss=own_loss,
     )  # fmt: skip
     return request.make_plan().plan

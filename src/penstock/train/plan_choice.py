@@ -32,7 +32,7 @@ def choose_plan(
         choice = load_plan(path, model.inventory, target)
         _check_settings(settings, path)
         return choice, ()
-    request = plan_request(model.inventory, settings, target, steps=steps)
+    request = plan_request(model.inventory, settings, target, config=model.config, steps=steps)
     remove_leftover_stores(request.budget)
     numerics = resumed_numerics(request.workload.numerics, resume, settings)
     request = replace(request, workload=replace(request.workload, numerics=numerics))

@@ -1,0 +1,129 @@
+"""What a rehearsal measured is used by the next plan for the same thing, and for nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.memory_source import working_memory_source
+from penstock.engine.plan_choice import plan_request
+from penstock.plan import memory_cache
+from penstock.plan.memory_cache import load_memory, memory_key, save_memory
+from penstock.plan.working_memory import PartMemory, WorkingMemory
+from penstock.plan.workload import Workload
+from penstock.probe.machine_choice import TargetMachine
+from penstock.settings import Settings
+from penstock.units import GiB, MiB
+from tests.support.engines import inventory, tiny_config, workload
+from tests.support.machines import machine
+
+MEASURED = WorkingMemory(
+    parts=(PartMemory(name="layer", forward=MiB, backward=3 * GiB),),
+    inputs=512,
+    arguments=1024,
+    libraries=64 * MiB,
+    gaps=30 * MiB,
+    context=500 * MiB,
+    origin="measured",
+)
+GPU = machine().gpus[0].name
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "penstock" / "working_memory"
+
+
+def key(config: Any = None, work: Workload | None = None, gpu: str = GPU) -> str:
+    config = config or tiny_config("llama")
+    return memory_key(config, inventory(config, ()), work or workload(), gpu)
+
+
+def test_an_entry_is_read_back_as_it_was_written(cache: Path) -> None:
+    save_memory(key(), MEASURED)
+
+    assert load_memory(key(), "measured") == MEASURED
+    assert load_memory(key(), "traced") is None
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_mode & 0o777 for path in cache.iterdir()] == [0o600]
+
+
+def test_the_key_has_everything_that_changes_working_memory(monkeypatch: Any) -> None:
+    work = workload()
+    others = [
+        key(tiny_config("llama", hidden_act="gelu")),  # the same tensors, other code
+        key(tiny_config("llama", intermediate_size=96)),
+        key(tiny_config("qwen3")),
+        key(work=replace(work, context=work.context // 2)),
+        key(work=replace(work, dtype="fp16")),
+        key(work=replace(work, numerics=replace(work.numerics, loss_chunk=4))),
+        key(gpu="another"),
+    ]
+    monkeypatch.setattr(memory_cache, "_version", lambda name: "0.0.1")
+    others.append(key())
+
+    assert key(work=replace(work, batch=work.batch + 1)) == others[-1]
+    monkeypatch.undo()
+    assert len({key(), *others}) == len(others) + 1
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"version": 1, "parts": []}', '{"version": 99}'])
+def test_a_damaged_entry_counts_as_none(text: str, cache: Path) -> None:
+    save_memory(key(), MEASURED)
+    next(cache.iterdir()).write_text(text)
+
+    assert load_memory(key(), "measured") is None
+
+
+@pytest.mark.parametrize("shared", ["file", "directory"])
+def test_what_others_could_have_written_is_not_used(shared: str, cache: Path) -> None:
+    save_memory(key(), MEASURED)
+    (cache if shared == "directory" else next(cache.iterdir())).chmod(0o777)
+
+    assert load_memory(key(), "measured") is None
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.write_text("in the way")
+
+    save_memory(key(), MEASURED)
+
+    assert load_memory(key(), "measured") is None
+
+
+def test_the_next_plan_uses_what_was_measured() -> None:
+    config = tiny_config("llama")
+    target = TargetMachine(machine=machine(), kernels=False, is_here=False)
+    settings = Settings.of({"context": 64, "batch": 4, "hbm": "20GiB", "dram": "20GiB"})
+    request = plan_request(inventory(config, ()), settings, target, config=config)
+    before = request.make_plan().planned
+    assert before is not None
+    assert before.memory.origin == "estimated"
+
+    work = request.workload
+    save_memory(memory_key(config, request.inventory, work, GPU), MEASURED)
+    request = plan_request(inventory(config, ()), settings, target, config=config)
+    planned = request.make_plan().planned
+
+    assert planned is not None
+    assert planned.memory == MEASURED
+    pools = {pool.what: pool.nbytes for pool in planned.plan.pools}
+    assert pools["working memory"] == 3 * GiB
+    assert pools["CUDA context"] == 500 * MiB
+    assert pools["library buffers"] == 64 * MiB
+
+
+def test_a_loss_of_the_users_own_is_not_covered_by_a_measurement() -> None:
+    config, work = tiny_config("llama"), workload()
+    model = inventory(config, ())
+    save_memory(memory_key(config, model, work, GPU), MEASURED)
+
+    source = working_memory_source(config, machine(), own_loss=True)
+
+    assert source(model, work).origin == "estimated"
+    assert working_memory_source(config, machine())(model, work) == MEASURED
