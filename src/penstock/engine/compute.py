@@ -104,6 +104,11 @@ class Computer:
         hidden = self._memory.hidden
         if op.block == 0:
             hidden.start_round()
+            # The plan has memory for the arguments of layers, rotary tables for example, of one
+            # round.
+            for done in step.rounds[: op.round]:
+                for micro in done:
+                    micro.calls = None
         self._bind_weights(op.block)
         for index, micro in enumerate(step.rounds[op.round]):
             # Only the block's input is saved; backward recomputes the block from it.
@@ -118,6 +123,7 @@ class Computer:
                     self._wait_until_offloaded(step, op.round, previous)
                 into = hidden.slot(slot, *micro.shape)
             into.copy_(out)
+            del out  # before the next micro-batch allocates its own
             # The offload lane reads `hidden_slots` after it has seen this ticket.
             step.tickets.post((at, index), self._device.record())
         if op.block == self._head - 1:

@@ -140,20 +140,33 @@ def fused_loss(logits: torch.Tensor, targets: torch.Tensor, scale: float | None)
     With a scale, the logits are overwritten by `scale` times their gradient. The only memory it
     allocates is four bytes per row.
     """
+    assert logits.is_contiguous()
+    losses: torch.Tensor = _cross_entropy(logits, targets, 0.0 if scale is None else scale)
+    return losses.sum(dtype=torch.float64)
+
+
+# An operation of torch's, so that it can also be traced with tensors that have no data.
+@torch.library.custom_op("penstock::cross_entropy", mutates_args=("logits",))
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the loss of each row. With a scale above 0, replace logits by their gradient."""
     from penstock.engine.loss_kernels import cross_entropy_kernel
 
-    assert logits.is_contiguous()
     rows, vocabulary = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     kernel: Any = cross_entropy_kernel
     kernel[(rows,)](
-        *(logits, targets, losses, vocabulary, 0.0 if scale is None else scale),
+        *(logits, targets, losses, vocabulary, scale),
         IGNORE_INDEX=IGNORE_INDEX,
-        WRITE=scale is not None,
+        WRITE=scale > 0,
         BLOCK=8192,
         num_warps=16,
     )
-    return losses.sum(dtype=torch.float64)
+    return losses
+
+
+@_cross_entropy.register_fake
+def _cross_entropy_shape(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
 @dataclass(slots=True)

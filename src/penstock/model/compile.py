@@ -55,17 +55,21 @@ class LayerBodies:
         kinds = layer_kinds(layers)
         firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
         shells = {kind: make_shell(layers[index]) for kind, index in firsts.items()}
-        bodies: dict[Kind, Body] = {
-            kind: torch.compile(make_body(shell), **options) for kind, shell in shells.items()
-        }
+        plain: dict[Kind, Body] = {kind: make_body(shell) for kind, shell in shells.items()}
+        bodies = {kind: torch.compile(body, **options) for kind, body in plain.items()}
         self.shells = list(shells.values())
-        self._bodies = [bodies[kind] for kind in kinds]
+        self.plain_bodies = [plain[kind] for kind in kinds]
+        """The function of each layer, before it is compiled."""
+        self._bodies: list[Body] = [bodies[kind] for kind in kinds]
 
     def __call__(self, index: int, *args: Any) -> Any:
         """Run the body of layer `index` with the weights that the layer holds now."""
+        return self._bodies[index](self.weights(index), *args)
+
+    def weights(self, index: int) -> dict[str, torch.Tensor]:
+        """Return the weights that a layer holds now, by name."""
         layer = self._layers[index]
-        weights = {name: _get_tensor(layer, name) for name in self._names[index]}
-        return self._bodies[index](weights, *args)
+        return {name: _get_tensor(layer, name) for name in self._names[index]}
 
 
 class CompiledLayers:
@@ -98,6 +102,18 @@ class CompiledLayers:
         """Run layer `index` over documents that begin at `starts`; None: each row is one."""
         output: torch.Tensor = self._bodies(index, hidden, args, kwargs, starts)
         return output
+
+    def plain_call(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        starts: DocumentStarts | None,
+    ) -> tuple[Body, tuple[Any, ...]]:
+        """Return the function that is compiled for a layer, and its arguments for this call."""
+        weights = self._bodies.weights(index)
+        return self._bodies.plain_bodies[index], (weights, hidden, args, kwargs, starts)
 
 
 def _training_body(shell: nn.Module) -> Body:

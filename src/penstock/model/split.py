@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from penstock.model.attention import attending_over
-from penstock.model.compile import CompiledLayers, Kind, layer_kinds
+from penstock.model.compile import Body, CompiledLayers, Kind, layer_kinds
 from penstock.model.document_attention import Documents, register_document_attention
 from penstock.model.inventory import Inventory
 from penstock.model.mlp_tiles import draws_in_tiles, tile_mlps
@@ -202,16 +202,30 @@ class SplitModel:
 
     def layer(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
         """Compute the output of layer `index`, counted from 0."""
-        args, kwargs = calls.arguments[index]
-        bounds = calls.bounds
-        starts = bounds if isinstance(bounds, DocumentStarts) else None
-        replays = self._draws_in_tiles and hidden.shape[0] * hidden.shape[1] > self._tile
+        if self._compiled is not None and self._can_compile(hidden, calls):
+            starts = calls.bounds if isinstance(calls.bounds, DocumentStarts) else None
+            return self._compiled(index, hidden, *calls.arguments[index], starts)
+        with attending_over(calls.bounds):
+            return self.plain_layer(index, hidden, calls.arguments[index])
+
+    def compiled_call(
+        self, index: int, hidden: torch.Tensor, calls: Calls
+    ) -> tuple[Body, tuple[Any, ...]] | None:
+        """Return the function that is compiled for this call of a layer, and its arguments.
+
+        None, if the layer runs without compiled code.
+        """
+        if self._compiled is None or not self._can_compile(hidden, calls):
+            return None
+        starts = calls.bounds if isinstance(calls.bounds, DocumentStarts) else None
+        return self._compiled.plain_call(index, hidden, *calls.arguments[index], starts)
+
+    def _can_compile(self, hidden: torch.Tensor, calls: Calls) -> bool:
         # Compiled code takes document starts as a tensor only. With one call per document it would
         # be specialized for the documents of each batch. Tiles that replay dropout run eagerly.
-        if self._compiled is not None and bounds is starts and not replays:
-            return self._compiled(index, hidden, args, kwargs, starts)
-        with attending_over(bounds):
-            return self.plain_layer(index, hidden, calls.arguments[index])
+        as_tensor = calls.bounds is None or isinstance(calls.bounds, DocumentStarts)
+        replays = self._draws_in_tiles and hidden.shape[0] * hidden.shape[1] > self._tile
+        return as_tensor and not replays
 
     def plain_layer(self, index: int, hidden: torch.Tensor, called: Arguments) -> torch.Tensor:
         """Compute the output of a layer with the model's own code, never compiled."""

@@ -1,0 +1,180 @@
+"""Trace how much working memory a model needs, with fake tensors and without a GPU.
+
+Every part of a step is run once by the engine's own code, with tensors that have shapes and no
+data. Parts that run without compiled code are counted as they run (`StorageCounter`). Of compiled
+layers, the compiler's graphs are captured, and their peak is computed (`graph_memory`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.engine.device import CpuDevice
+from penstock.engine.step_parts import (
+    EmbeddingForward,
+    LayerForward,
+    StepPart,
+    example_micro_batches,
+    step_parts,
+)
+from penstock.model.compiled_graphs import (
+    capture_inference,
+    capture_training,
+    inference_peak,
+    training_peak,
+)
+from penstock.model.gpu_attention import attending_as_on_gpu
+from penstock.model.inventory import Inventory
+from penstock.model.meta_model import build_model, weight_dtype
+from penstock.model.split import MicroBatch, SplitModel
+from penstock.model.storage_counter import GRAIN, StorageCounter
+from penstock.model.varlen_attention import DocumentStarts
+from penstock.plan.working_memory import PartMemory, WorkingMemory
+from penstock.plan.workload import Workload
+from penstock.units import round_up
+
+
+def trace_working_memory(
+    config: Any,
+    inventory: Inventory,
+    workload: Workload,
+    *,
+    on_gpu: bool,
+    trust_remote_code: bool = False,
+) -> WorkingMemory:
+    """Trace the working memory of a model with a workload.
+
+    Args:
+        config: The model's config.
+        inventory: The model's inventory.
+        workload: What to train.
+        on_gpu: Whether a GPU computes: kernels may need memory of their own.
+        trust_remote_code: Whether to run code from the model's repository.
+    """
+    dtype, cpu = weight_dtype(workload.dtype), torch.device("cpu")
+    bare = build_model(config, dtype, cpu, trust_remote_code=trust_remote_code)
+    return trace_model(bare, inventory, workload, on_gpu=on_gpu)
+
+
+def trace_model(
+    bare: nn.Module, inventory: Inventory, workload: Workload, *, on_gpu: bool
+) -> WorkingMemory:
+    """Trace the working memory of a model without weights. Its buffers become fake tensors."""
+    numerics = workload.numerics
+    split_model = SplitModel(
+        bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled
+    )
+    micros = example_micro_batches(inventory, workload, torch.device("cpu"))
+    # Tensors that are no buffers of the model, such as constants in its code, are real.
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    _make_buffers_fake(bare, fake)
+    for layer in split_model.layers:
+        _make_buffers_fake(layer, fake)
+    micros = [_make_fake(micro, fake) for micro in micros]
+    inputs = max(map(_input_nbytes, micros))
+    attention = attending_as_on_gpu() if on_gpu else contextlib.nullcontext()
+    peaks: dict[tuple[str, str], int] = {}
+    arguments = 0
+    with fake, attention, _ScalarAnswers(workload.context):
+        for part in step_parts(split_model, inventory, workload, CpuDevice(), micros=micros):
+            key = (part.name, part.phase)
+            with _prepared(part):
+                peak, kept = trace_part(part, split_model, on_gpu=on_gpu)
+            peaks[key] = max(peaks.get(key, 0), peak)
+            if isinstance(part, EmbeddingForward):
+                arguments = kept
+    return WorkingMemory(parts=_parts(peaks), inputs=inputs, arguments=arguments, origin="traced")
+
+
+def trace_part(part: StepPart, split_model: SplitModel, *, on_gpu: bool) -> tuple[int, int]:
+    """Return a prepared part's peak bytes, and the bytes that it leaves behind."""
+    if isinstance(part, LayerForward):
+        assert part.micro.calls is not None
+        backward = part.phase == "backward"
+        hidden = part.source.detach().requires_grad_(backward)
+        call = split_model.compiled_call(part.index, hidden, part.micro.calls)
+        if call is not None:
+            if backward:
+                return training_peak(capture_training(*call)), 0
+            return inference_peak(capture_inference(*call)), 0
+    with StorageCounter(workspaces=on_gpu) as counter:
+        part.run()
+    return counter.peak, counter.live()
+
+
+@contextlib.contextmanager
+def _prepared(part: StepPart) -> Iterator[None]:
+    part.prepare()
+    try:
+        yield
+    finally:
+        part.release()
+
+
+def _parts(peaks: Mapping[tuple[str, str], int]) -> tuple[PartMemory, ...]:
+    names = dict.fromkeys(name for name, _ in peaks)
+    return tuple(
+        PartMemory(name=name, forward=peaks[name, "forward"], backward=peaks[name, "backward"])
+        for name in names
+    )
+
+
+def _input_nbytes(micro: MicroBatch) -> int:
+    tensors = [micro.input_ids, micro.position_ids, micro.targets]
+    if isinstance(micro.bounds, DocumentStarts):
+        tensors.append(micro.bounds.device)
+    return sum(round_up(t.numel() * t.element_size(), GRAIN) for t in tensors)
+
+
+def _make_fake(micro: MicroBatch, fake: FakeTensorMode) -> MicroBatch:
+    bounds = micro.bounds
+    if isinstance(bounds, DocumentStarts):
+        bounds = DocumentStarts(*map(fake.from_tensor, bounds))
+    return replace(
+        micro,
+        input_ids=fake.from_tensor(micro.input_ids),
+        position_ids=fake.from_tensor(micro.position_ids),
+        targets=fake.from_tensor(micro.targets),
+        bounds=bounds,
+    )
+
+
+def _make_buffers_fake(module: nn.Module, fake: FakeTensorMode) -> None:
+    for each in module.modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                each._buffers[name] = fake.from_tensor(buffer)
+
+
+class _ScalarAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers code that asks for a value, which a fake tensor does not have.
+
+    Some position encodings compare the longest position with a limit. Both answers need the same
+    memory, so any answer serves.
+    """
+
+    def __init__(self, context: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._context = context
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            if dtype == torch.bool:
+                return False
+            return float(self._context) if dtype.is_floating_point else self._context
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,80 @@
+"""The kernel that PyTorch's attention uses on a GPU, for tracing without one.
+
+`scaled_dot_product_attention` chooses its kernel by the device. Fake tensors pretend to be on the
+CPU, because torch cannot pretend to have a GPU in a build without CUDA, so the choice is made here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+LARGEST_HEAD = 256
+"""Largest head size of flash attention."""
+
+ALIGNMENT = 8
+"""Flash attention pads head sizes, and memory-efficient attention rows of its mask, to a multiple
+of this many elements."""
+
+
+@contextlib.contextmanager
+def attending_as_on_gpu() -> Iterator[None]:
+    """Make PyTorch's attention call the operations that it would call on a GPU."""
+    original = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = _attend
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    operations: Any = torch.ops.aten
+    size = query.shape[-1]
+    scale = size**-0.5 if scale is None else scale
+    if enable_gqa and (attn_mask is not None or size > LARGEST_HEAD):
+        groups = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    output: torch.Tensor
+    if attn_mask is not None:
+        needs_gradient = torch.is_grad_enabled() and query.requires_grad
+        bias, attend = _bias(attn_mask, query), operations._scaled_dot_product_efficient_attention
+        output = attend(query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale)[
+            0
+        ]
+    elif size > LARGEST_HEAD:
+        attend = operations._scaled_dot_product_attention_math
+        output = attend(query, key, value, None, dropout_p, is_causal, scale=scale)[0]
+    else:
+        pad = -size % ALIGNMENT
+        if pad:
+            query, key, value = (functional.pad(t, (0, pad)) for t in (query, key, value))
+        attend = operations._scaled_dot_product_flash_attention
+        output = attend(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        output = output[..., :size] if pad else output
+    return output
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return a mask as what is added to scores, its rows aligned as the kernel needs them."""
+    if mask.dtype == torch.bool:
+        zeros = torch.zeros_like(mask, dtype=query.dtype)
+        mask = zeros.masked_fill_(mask.logical_not(), float("-inf"))
+    keys = mask.shape[-1]
+    pad = -keys % ALIGNMENT
+    if pad:
+        mask = functional.pad(mask, (0, pad))[..., :keys]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], keys)

@@ -1,0 +1,74 @@
+"""Memory that an operation allocates for itself on a GPU, and frees before it returns.
+
+Shapes tell the size of inputs and outputs, but not of the buffers that a kernel needs in between.
+Every operation that has such buffers is listed here, so that whoever changes a kernel has one place
+to change. `shapes` are those of the operation's tensor arguments, in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Shape = Sequence[int]
+
+FLASH_ROWS = 128
+"""Flash attention's backward pads each document's fp32 accumulator to a multiple of this."""
+
+
+def operation_workspace(operation: Any, tensors: Sequence[torch.Tensor]) -> int:
+    """Return the bytes that an operation allocates for itself, given its tensor arguments."""
+    name = getattr(operation, "_opname", None)
+    workspace = WORKSPACES.get(f"{operation.namespace}::{name}") if name else None
+    return workspace([tuple(t.shape) for t in tensors]) if workspace else 0
+
+
+def _flash_backward(shapes: Sequence[Shape]) -> int:
+    """`grad, query, key, value, ...` of `[rows, heads, tokens, head size]`."""
+    _, query, key, *_ = shapes
+    rows, heads, tokens, size = query
+    padded = -(-tokens // FLASH_ROWS) * FLASH_ROWS
+    wide = 32 * -(-size // 32)
+    # The fp32 sum of the queries' gradient, and its row sums; for grouped queries, also the keys'
+    # and values' gradients of every query head.
+    nbytes = 4 * rows * heads * padded * (wide + 1)
+    if key[1] != heads:
+        nbytes += 2 * 2 * rows * heads * tokens * size
+    return nbytes
+
+
+def _packed_backward(shapes: Sequence[Shape]) -> int:
+    """`grad, query, key, value, ...` of `[tokens, heads, head size]`."""
+    _, query, key, *_ = shapes
+    tokens, heads, size = query
+    wide = 32 * -(-size // 32)
+    # A call takes at most as many documents as double its rows by padding.
+    nbytes = 4 * heads * (2 * tokens + FLASH_ROWS) * (wide + 1)
+    if key[1] != heads:
+        nbytes += 2 * 2 * tokens * heads * size
+    return nbytes
+
+
+def _efficient_backward(shapes: Sequence[Shape]) -> int:
+    """`grad, query, key, value, ...` of `[rows, heads, tokens, head size]`."""
+    _, query, key, value, *_ = shapes
+    # Each gradient is summed in fp32.
+    return 4 * (math.prod(query) + math.prod(key) + math.prod(value))
+
+
+def _embedding_backward(shapes: Sequence[Shape]) -> int:
+    """`grad, indices`."""
+    # The indices are sorted: keys, values and the sort's own copies, int64, and segment offsets.
+    return 6 * 8 * math.prod(shapes[1])
+
+
+WORKSPACES: Mapping[str, Callable[[Sequence[Shape]], int]] = {
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "penstock::attend_documents_backward": _packed_backward,
+    "aten::embedding_dense_backward": _embedding_backward,
+}
+"""The workspace of each operation that has one, by the operation's full name."""
