@@ -31,7 +31,7 @@ FLAGS = {
         *{"--output", "-o", "--moments", "--dtype", "--micro-batch", "--clip", "--steps"},
         *{"--freeze", "--blocks", "--vary", "--explain", "--json", "--help"},
         *{"--revision", "--trust-remote-code", "--model-config", "--deterministic"},
-        *{"--no-deterministic"},
+        *{"--no-deterministic", "--config"},
     },
     "machines": {"--json", "--help"},
     "train": {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.errors import PlanError
 from penstock.machine.presets import preset
-from penstock.plan.budget import parse_budget
+from penstock.plan.budget import HBM_GRAIN, HOST_GRAIN, parse_budget
 from penstock.tiers import Tier
 from penstock.units import GiB
 from tests.support.machines import machine
@@ -34,3 +36,22 @@ def test_auto_is_the_free_memory_less_a_reserve() -> None:
     assert budget.dram == 64 * GiB - 2 * GiB - int(0.05 * 64 * GiB)
     assert budget.of(Tier.NVME) == 0
     assert parse_budget(box, nvme=("400GiB",)).nvme[0].path == "/mnt/nvme"
+
+
+def test_auto_stays_the_same_while_free_memory_changes_a_little() -> None:
+    box = preset("desktop-24gb")
+    node, gpu = box.nodes[0], replace(box.gpus[0], memory=24 * GiB)
+
+    def budgets(host: int, device: int) -> tuple[int, int]:
+        found = replace(
+            box,
+            nodes=(replace(node, free=node.capacity - host), *box.nodes[1:]),
+            gpus=(replace(gpu, free=24 * GiB - device),),
+        )
+        budget = parse_budget(found)
+        return budget.hbm, budget.dram
+
+    grain = int(HOST_GRAIN * node.capacity)
+    base = budgets(10 * grain, 10 * HBM_GRAIN)
+    assert budgets(9 * grain + 1, 9 * HBM_GRAIN + 1) == base
+    assert budgets(9 * grain, 9 * HBM_GRAIN) == (base[0] + HBM_GRAIN, base[1] + grain)

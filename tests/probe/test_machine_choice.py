@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-import penstock.machine.discovery
 from penstock.errors import EngineError, PlanError
-from penstock.machine.machine import Machine
 from penstock.machine.presets import DEFAULT, preset
 from penstock.machine.probe_cache import save_probe
 from penstock.probe.machine_choice import machine_to_plan_for, runs_kernels, this_machine
+from tests.support.pretend_machine import pretend_to_be, unmeasured
 
 H200 = preset("h200")
 
@@ -26,40 +23,8 @@ Discovered = Callable[..., None]
 
 @pytest.fixture
 def discovered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Discovered:
-    """Return a function that sets what the kernel, the driver and torch report here."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    def set_machine(machine: Machine, *, torch_gpu: int | None = 0, triton: bool = True) -> None:
-        def discover(storage: tuple[str, ...] = ()) -> Machine:
-            paths = {s.path: s for s in machine.storage}
-            return replace(machine, storage=tuple(paths[path] for path in storage))
-
-        def properties(_: object = None) -> Any:
-            assert torch_gpu is not None
-            gpu = machine.gpus[torch_gpu]
-            major, minor = gpu.capability_numbers or (9, 0)
-            uuid = gpu.uuid.removeprefix("GPU-")
-            return SimpleNamespace(uuid=uuid, major=major, minor=minor, total_memory=gpu.memory)
-
-        found = object() if triton else None
-        monkeypatch.setattr(penstock.machine.discovery, "discover", discover)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: torch_gpu is not None)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
-
-    return set_machine
-
-
-def unmeasured(machine: Machine = H200, **gpu: Any) -> Machine:
-    """Return the machine as the kernel reports it, with changes to its GPU."""
-    bare = dict.fromkeys(("matmul_flops", "block_flops", "compiled_flops", "attention_flops"))
-    return replace(
-        machine,
-        nodes=tuple(replace(node, rates=()) for node in machine.nodes),
-        gpus=tuple(replace(each, **{**bare, **gpu}) for each in machine.gpus),
-        transfers=(),
-        storage=tuple(replace(path, rates=()) for path in machine.storage),
-    )
+    return partial(pretend_to_be, monkeypatch)
 
 
 # Kernels.

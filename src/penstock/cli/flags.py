@@ -32,7 +32,7 @@ PANELS = {
 
 
 def settings_parameters(
-    names: Iterable[str] | None = None, *, require_model: bool = False, check_choices: bool = True
+    names: Iterable[str] | None = None, *, check_choices: bool = True
 ) -> list[inspect.Parameter]:
     """Generate one parameter per setting, or per named setting.
 
@@ -40,14 +40,10 @@ def settings_parameters(
 
     Args:
         names: Settings to generate flags for; all of them by default.
-        require_model: Whether the command line must name the model.
         check_choices: Whether the command line parser refuses unknown choices, with exit code 2.
             Otherwise the settings refuse them, with exit code 1.
     """
-    parameters = [_parameter(field, check_choices) for field in settings_fields(names)]
-    if require_model:
-        parameters = [_required(p) if p.name == "model" else p for p in parameters]
-    return parameters
+    return [_parameter(field, check_choices) for field in settings_fields(names)]
 
 
 def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -91,10 +87,6 @@ def setting_option(name: str, panel: str) -> Any:
     """Return the typer option of a setting, for commands that take only a few of them."""
     (field,) = settings_fields((name,))
     return typer.Option(flag_name(name), help=field.metadata["help"], rich_help_panel=panel)
-
-
-def _required(parameter: inspect.Parameter) -> inspect.Parameter:
-    return parameter.replace(default=inspect.Parameter.empty)
 
 
 def _parameter(field: dataclasses.Field[Any], check_choices: bool) -> inspect.Parameter:

@@ -15,12 +15,12 @@ from rich.table import Table
 
 from penstock.cli.flags import given_settings, keyword, set_parameters, settings_parameters
 from penstock.cli.output import AsJson
-from penstock.errors import InfeasibleError, PlanError
+from penstock.errors import InfeasibleError, PlanError, SettingsError
 from penstock.plan.budget import Budget
 from penstock.planner.advice import Advice, BudgetPoint, WhatIf, advise, plot, vary
 from penstock.planner.plan_view import explain, infeasible_json, plan_json, plan_view
 from penstock.probe.machine_choice import machine_to_plan_for
-from penstock.settings import Settings
+from penstock.settings import Layer, Settings, merge_layers, read_yaml
 from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
@@ -46,13 +46,33 @@ def plan_command(**flags: Any) -> None:
     name = flags.pop("machine")
     output = _Output(*(flags.pop(flag) for flag in ("output", "explain_", "vary_", "as_json")))
     console = Console()
-    settings = Settings.of(given_settings(flags))
-    target = machine_to_plan_for(name, budget_paths(settings.memory.budgets))
+    settings = _merge_settings(flags)
     config, inventory = inspect_model(settings.model.model, settings)
+    # After the model, as in training: what is loaded by now uses memory.
+    target = machine_to_plan_for(name, budget_paths(settings.memory.budgets))
     request = plan_request(inventory, settings, target, config=config)
     for remark in () if output.as_json else request.remarks:
         console.print(remark, style="yellow")
     output.show(console, request)
+
+
+def _merge_settings(flags: dict[str, Any]) -> Settings:
+    """Merge, weakest first: defaults, --config, the command line."""
+    config = flags.pop("config")
+    layers: list[tuple[str, Layer]] = [("", given_settings(flags))]
+    if config is not None:
+        layers.insert(0, (str(config), read_yaml(config)))
+    settings = merge_layers(layers)
+    if not settings.model.model:
+        raise typer.BadParameter("is missing", param_hint="MODEL")
+    if settings.memory.plan is not None:
+        raise SettingsError(
+            "plan",
+            f"is {settings.memory.plan}, which training follows as it is; leave it out to make a "
+            f"new plan",
+            where=str(config),
+        )
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +180,15 @@ def _parameters() -> list[inspect.Parameter]:
         help="Machine file, a preset listed by `penstock machines`, or `this` for this machine "
         "(default: this machine if it has a GPU)."
     )
+    config = typer.Option(help="YAML file of settings, as for `penstock train`, or a run.yaml.")
     output = typer.Option("--output", "-o", help="Write the plan to this file.")
     vary_ = typer.Option(
         "--vary", help="Plan for a range of budgets of one tier, e.g. dram=16GiB..128GiB."
     )
     explain_ = typer.Option("--explain", help="Show one block of the model in detail.")
     return [
-        *settings_parameters(SETTINGS, require_model=True, check_choices=False),
+        *settings_parameters(SETTINGS, check_choices=False),
+        keyword("config", Annotated[Path | None, config], None),
         keyword("machine", Annotated[str | None, machine], None),
         keyword("output", Annotated[Path | None, output], None),
         keyword("vary_", Annotated[str | None, vary_], None),

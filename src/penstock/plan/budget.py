@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.machine.machine import Figure, Machine, StoragePath, StorageRate
+from penstock.machine.machine import Figure, Machine, MemoryNode, StoragePath, StorageRate
 from penstock.records import Bytes
 from penstock.tiers import Tier
 from penstock.units import GiB, MiB, parse_bytes
@@ -24,6 +24,14 @@ HOST_SHARE = 0.05
 
 CPU_SHARE = 0.25
 """Fraction of free DRAM that an `auto` budget uses as device memory on a machine without a GPU."""
+
+HOST_GRAIN = 1 / 64
+"""Fraction of DRAM to which an `auto` budget rounds the free memory down. Free memory changes all
+the time; with a coarse grain, `penstock plan` and a `penstock train` after it mostly get the same
+budget, and so the same plan."""
+
+HBM_GRAIN = 64 * MiB
+"""Bytes to which an `auto` budget rounds the free memory of a GPU down, for the same reason."""
 
 ASSUMED_DRIVE: Mapping[Literal["read", "write"], float] = {"read": 5.0e9, "write": 3.0e9}
 """Bytes per second assumed for an unmeasured drive: a PCIe 4.0 drive, below its data sheet."""
@@ -97,11 +105,10 @@ def parse_budget(
     """
     hbm_nbytes = _parse_size("hbm", hbm, auto_hbm(machine))
     dram_left = auto_dram(machine) - (0 if machine.gpus else hbm_nbytes)
-    cxl_free = sum(n.capacity if n.free is None else n.free for n in machine.cxl_nodes)
     return Budget(
         hbm=hbm_nbytes,
         dram=_parse_size("dram", dram, max(0, dram_left)),
-        cxl=_parse_size("cxl", cxl, cxl_free),
+        cxl=_parse_size("cxl", cxl, _free_memory(machine.cxl_nodes)),
         nvme=tuple(_parse_path_budget(machine, text) for text in nvme),
     )
 
@@ -112,7 +119,7 @@ def auto_hbm(machine: Machine) -> int:
         return int(CPU_SHARE * auto_dram(machine))
     for gpu in machine.gpus:
         if gpu.memory is not None:
-            free = gpu.memory if gpu.free is None else gpu.free
+            free = gpu.memory if gpu.free is None else _round_down(gpu.free, HBM_GRAIN)
             return max(0, free - int(HBM_RESERVE * gpu.memory))
     return 0
 
@@ -120,9 +127,20 @@ def auto_hbm(machine: Machine) -> int:
 def auto_dram(machine: Machine) -> int:
     """Return the free memory of all nodes with CPUs, less a reserve."""
     nodes = machine.dram_nodes
-    free = sum(node.capacity if node.free is None else node.free for node in nodes)
     reserve = HOST_RESERVE + int(HOST_SHARE * sum(node.capacity for node in nodes))
-    return max(0, free - reserve)
+    return max(0, _free_memory(nodes) - reserve)
+
+
+def _free_memory(nodes: Sequence[MemoryNode]) -> int:
+    """Return the free memory of the nodes, rounded down if it is not a stated capacity."""
+    free = sum(node.capacity if node.free is None else node.free for node in nodes)
+    if all(node.free is None for node in nodes):
+        return free
+    return _round_down(free, int(HOST_GRAIN * sum(node.capacity for node in nodes)))
+
+
+def _round_down(nbytes: int, unit: int) -> int:
+    return nbytes // unit * unit
 
 
 def with_paths(machine: Machine, budget: Budget) -> tuple[Machine, str]:
