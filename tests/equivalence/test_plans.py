@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from penstock.engine.engine import Engine
 from penstock.errors import PlanError
+from penstock.roles import Role
 from tests.equivalence.runs import (
     DISK,
     DRAM,
@@ -23,6 +27,7 @@ from tests.equivalence.runs import (
     state_of,
     train,
     warm_up,
+    whole,
 )
 from tests.support.engines import FAMILIES
 from tests.support.plain_loop import PlainLoop
@@ -160,6 +165,52 @@ def test_tied_embeddings_are_the_same_under_every_plan(tmp_path: Path) -> None:
     ):
         assert loop.step(batch) == pytest.approx(loss, rel=1e-3)
         assert loop.grad_norm == pytest.approx(norm, rel=1e-2)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_loss_in_chunks_is_the_same_under_every_plan(tied: bool, tmp_path: Path) -> None:
+    """Micro-batches of 32 tokens have five chunks each; the last micro-batch has three."""
+    setup = Setup.of("llama", config={"tie_word_embeddings": tied}, loss_chunk=7)
+    ways = (RESIDENT, WAYS[3], DISK) if tied else FEW
+    assert setup.work.has_head_sum
+
+    results = train_each(setup, ways, tmp_path, steps=6)
+
+    assert_same(results)
+
+
+def test_a_micro_batch_adds_the_same_bits_to_the_head_whatever_came_before(tmp_path: Path) -> None:
+    """So it can be computed on another GPU. Sums over chunks would not be the same.
+
+    The five chunks of a micro-batch have gradients of very different sizes. Those of similar sizes
+    would add up without rounding, in any order.
+    """
+    found = {}
+    for head_sum in ("micro", "chunk"):
+        setup = Setup.of("llama", loss_chunk=7, batch=4, head_sum=head_sum, accumulate=True)
+        batch = setup.batches(1)[0]
+        halves = [{name: rows[low : low + 2] for name, rows in batch.items()} for low in (0, 2)]
+        factors = itertools.cycle([1.0, 3e4, 2e-3, 7e4, 5e-2])
+
+        def loss(
+            log_probs: torch.Tensor, targets: torch.Tensor, factors: Any = factors
+        ) -> torch.Tensor:
+            return -next(factors) * log_probs.sum()
+
+        with setup.engine(RESIDENT, tmp_path, loss=loss) as engine:
+
+            def gradient(*parts: Any, engine: Engine = engine) -> torch.Tensor:
+                for part in parts:
+                    engine.forward_backward(part, num_items=100)
+                total = whole(engine, "lm_head.weight", Role.GRADIENT)
+                engine._stats = None  # so that the next call starts a new sum
+                return total
+
+            together, first, second = gradient(batch), gradient(halves[0]), gradient(halves[1])
+            assert torch.equal(gradient(*halves), together)
+        found[head_sum] = torch.equal(first + second, together)
+
+    assert found == {"micro": True, "chunk": False}
 
 
 def test_several_rounds_are_rejected_for_tied_embeddings(tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from penstock.errors import WorkloadError
 from penstock.model.inventory import Inventory
-from penstock.plan.workload import Workload, default_numerics, resized
+from penstock.plan.working_memory_estimate import estimate_working_memory
+from penstock.plan.workload import Numerics, Workload, default_numerics, resized
+from penstock.records import from_json
 from tests.support.models import model, work
 
 
@@ -82,3 +86,47 @@ def test_a_resized_workload_keeps_what_the_user_set() -> None:
     assert resized(chosen, inventory, batch=2).numerics == replace(chosen.numerics, micro_batch=2)
     longer = resized(chosen, inventory, context=8192, batch=16)
     assert (longer.context, longer.batch, longer.numerics) == (8192, 16, chosen.numerics)
+
+
+OLD_NUMERICS = """{
+  "micro_batch": 4, "loss_chunk": 2048, "mlp_tile": 32768, "attention": "varlen",
+  "loss_kernel": "fused", "compiled": true, "deterministic": false, "master_rounding": "ties_away"
+}"""
+"""As written to plans and checkpoints before `head_sum` existed."""
+
+
+def test_numerics_written_before_keep_their_head_sum_and_their_kernels() -> None:
+    old = from_json(Numerics, json.loads(OLD_NUMERICS), where="plan.json")
+
+    assert (old.head_sum, old.deterministic) == ("chunk", False)
+    new = default_numerics(model("llama-3.1-8b"), context=4096, batch=8)
+    assert (new.head_sum, new.deterministic) == ("micro", True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({}, True),
+        ({"batch": 4}, False),
+        ({"batch": 4, "accumulate": True}, True),
+        ({"head_sum": "chunk"}, False),
+        ({"loss_chunk": 4 * 4096}, False),
+    ],
+    ids=["two micro-batches", "one micro-batch", "accumulated", "by chunk", "one chunk"],
+)
+def test_the_heads_sum_of_a_micro_batch_is_planned_where_it_is_needed(
+    changes: dict[str, Any], needed: bool
+) -> None:
+    inventory = model("llama-3.1-8b")
+    base = work(inventory, 4096, 8)
+    numbers = {k: v for k, v in changes.items() if k in ("head_sum", "loss_chunk")}
+    others = {k: v for k, v in changes.items() if k not in numbers}
+    workload = replace(base, **others, numerics=replace(base.numerics, **numbers))
+    without = replace(workload, numerics=replace(workload.numerics, head_sum="chunk"))
+
+    more, less = (estimate_working_memory(inventory, w).parts[-1] for w in (workload, without))
+
+    assert workload.has_head_sum is needed
+    tables = inventory.vocabulary * inventory.hidden
+    assert more.backward - less.backward == (4 * tables if needed else 0)
+    assert more.forward == less.forward

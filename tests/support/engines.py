@@ -86,7 +86,7 @@ def workload(**changes: Any) -> Workload:
     """Return a small workload. Keyword arguments override its fields and those of its numerics."""
     numerics: dict[str, Any] = {"micro_batch": 2, "loss_chunk": 4096, "mlp_tile": 4096}
     numerics |= {"compiled": False, "loss_kernel": "torch", "attention": "sdpa"}
-    numerics |= {"deterministic": True}
+    numerics |= {"deterministic": True, "head_sum": "micro"}
     fields = {"context": 16, "batch": 6}
     for name, value in changes.items():
         (numerics if name in numerics else fields)[name] = value

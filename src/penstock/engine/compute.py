@@ -46,6 +46,7 @@ class Computer:
         self._head = placement.count - 1
         self._wide = memory.tiers.formats.wide_gradient
         self._accumulates = memory.tiers.plan.workload.accumulate
+        self._has_head_sum = memory.tiers.plan.workload.has_head_sum
         self.seed = 0
         """Seed of dropout."""
 
@@ -165,8 +166,13 @@ class Computer:
             states = hidden.slot(hidden.gradient_slot(index), *micro.shape)
             flat, targets = states.view(-1, states.shape[-1]), micro.targets.view(-1)
             if with_backward:
-                sink = GradientSink(parameters, self._memory.gradients.add)
+                sums = self._memory.gradients
+                # The first micro-batch of a step begins the sums, and needs no others.
+                if self._has_head_sum and not (self._begins_sums(step, op) and index == 0):
+                    sums.start_micro_batch()
+                sink = GradientSink(parameters, sums.add)
                 total = self._loss.backward(flat, targets, sink, step.num_items, step.loss_scale)
+                sums.end_micro_batch()
             else:
                 total = self._loss.forward(flat, targets)
             step.loss = total if step.loss is None else step.loss + total
@@ -232,7 +238,11 @@ class Computer:
             kind = BufferKind.GRADIENT if self._wide else BufferKind.GRADIENT_SUM
             data = self._gradient_buffer(step, BufferKey(kind, block, began), 4 * count)
         flat = data[: 4 * count].view(torch.float32)
-        self._memory.gradients.open(block, flat, fresh=step.fresh and op.round == 0)
+        self._memory.gradients.open(block, flat, fresh=self._begins_sums(step, op))
+
+    def _begins_sums(self, step: StepState, op: Operation) -> bool:
+        """Return whether the gradient sums are empty before the operation's first micro-batch."""
+        return step.fresh and op.round == 0
 
     def _close_sum(self, step: StepState, at: int, op: Operation, block: int) -> None:
         """End a block's gradient sum, and leave it where the next lane finds it."""

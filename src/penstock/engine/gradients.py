@@ -65,6 +65,14 @@ class _OpenSum:
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parts of `flat` by tensor name."""
 
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        if name in self.untouched:
+            # A copy instead of a sum saves the pass that would set the buffer to zero.
+            self.untouched.discard(name)
+            self.views[name].copy_(gradient)
+        else:
+            self.views[name].add_(gradient)
+
 
 class GradientSums:
     """Sums of gradients on the device. Only the computing thread uses it."""
@@ -73,35 +81,53 @@ class GradientSums:
         self._inventory, self._formats, self._device = inventory, formats, device
         self._owner = {t.name: i for i, b in enumerate(inventory.blocks) for t in b.tensors}
         self._open: dict[int, _OpenSum] = {}
+        self._micro: dict[int, _OpenSum] = {}  # sums of one micro-batch, by block
         self.stats: list[tuple[int, int, Ticket[GradStats]]] = []
         """Norms being computed: the block, the number of the first trained tensor, the ticket."""
 
     def start_step(self) -> None:
         self._open.clear()
+        self._micro.clear()
         self.stats.clear()
 
     def open(self, block: int, flat: torch.Tensor, *, fresh: bool) -> None:
         """Sum the block's gradient into `flat`, which holds the sum so far unless `fresh`."""
+        self._open[block] = self._view_sum(block, flat, fresh=fresh)
+
+    def is_open(self, block: int) -> bool:
+        return block in self._open
+
+    def start_micro_batch(self) -> None:
+        """Sum what is added to the open blocks from now on by itself, until `end_micro_batch`.
+
+        The memory for it, 4 bytes per parameter, is working memory: it lives while the head is
+        computed, when the larger working memory of layers is free.
+        """
+        for block in self._open:
+            count = self._inventory.blocks[block].flat_elements(True)
+            flat = torch.empty(count, dtype=torch.float32, device=self._device.torch_device)
+            self._micro[block] = self._view_sum(block, flat, fresh=True)
+
+    def end_micro_batch(self) -> None:
+        """Add the sums since `start_micro_batch`, if it was called, to those of the blocks."""
+        micro, self._micro = self._micro, {}
+        for block, part in micro.items():
+            for name in part.views.keys() - part.untouched:
+                self._open[block].add(name, part.views[name])
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Add one micro-batch's, or one chunk's, gradient of a tensor."""
+        block = self._owner[name]
+        (self._micro.get(block) or self._open[block]).add(name, gradient)
+
+    def _view_sum(self, block: int, flat: torch.Tensor, *, fresh: bool) -> _OpenSum:
         tensors = [t for t in self._inventory.blocks[block].tensors if t.trainable]
         offsets = self._inventory.blocks[block].offsets(True)
         views = {
             t.name: flat[offsets[t.name] : offsets[t.name] + t.elements].view(t.shape)
             for t in tensors
         }
-        self._open[block] = _OpenSum(flat, set(views) if fresh else set(), views)
-
-    def is_open(self, block: int) -> bool:
-        return block in self._open
-
-    def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Add one micro-batch's, or one chunk's, gradient of a tensor."""
-        total = self._open[self._owner[name]]
-        if name in total.untouched:
-            # A copy instead of a sum saves the pass that would set the buffer to zero.
-            total.untouched.discard(name)
-            total.views[name].copy_(gradient)
-        else:
-            total.views[name].add_(gradient)
+        return _OpenSum(flat, set(views) if fresh else set(), views)
 
     def close(self, block: int, into: torch.Tensor | None, *, last: bool) -> None:
         """End the block's sum and start computing its norm.

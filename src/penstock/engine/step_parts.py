@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from penstock.engine.batches import split_batch
+from penstock.engine.determinism import deterministic_kernels
 from penstock.engine.device import Device
 from penstock.engine.gradients import GradientSums, differentiate
 from penstock.engine.loss import ChunkedLoss, GradientSink, LossFunction
@@ -62,9 +63,13 @@ class StepPart(ABC):
     def prepare(self) -> None:
         """Allocate what the plan allocates elsewhere."""
 
-    @abstractmethod
     def run(self) -> None:
-        """Compute the part once."""
+        """Compute the part once, with the kernels that a step uses."""
+        with deterministic_kernels(self._step.workload.numerics.deterministic):
+            self._compute()
+
+    @abstractmethod
+    def _compute(self) -> None: ...
 
     def release(self) -> None:
         """Drop everything that `prepare` made."""
@@ -116,7 +121,7 @@ class EmbeddingForward(StepPart):
         self._parameters = self._make_weights(0)
         self._into = self._make_hidden()
 
-    def run(self) -> None:
+    def _compute(self) -> None:
         self._model.bind(self._parameters)
         with torch.no_grad():
             hidden, self.micro.calls = self._model.embed(self.micro)
@@ -137,7 +142,7 @@ class EmbeddingBackward(StepPart):
         self._open_sums(0)
         self._gradient = self._make_hidden()
 
-    def run(self) -> None:
+    def _compute(self) -> None:
         self._model.bind(self._parameters)
         with torch.enable_grad():
             out = self._model.embed(self.micro)[0]
@@ -164,7 +169,7 @@ class LayerForward(StepPart):
         self._model.bind(self._parameters)
         self.source, self._into = self._make_hidden(), self._make_hidden()
 
-    def run(self) -> None:
+    def _compute(self) -> None:
         assert self.micro.calls is not None
         with torch.no_grad():
             out = self._model.layer(self.index, self.source, self.micro.calls)
@@ -184,7 +189,7 @@ class LayerBackward(LayerForward):
         super().prepare()
         self._open_sums(self.block)
 
-    def run(self) -> None:
+    def _compute(self) -> None:
         assert self.micro.calls is not None
         with torch.enable_grad():
             source = self.source.detach().requires_grad_()
@@ -205,7 +210,7 @@ class HeadForward(StepPart):
         self._open_sums(*blocks)
         self._hidden = self._make_hidden()
 
-    def run(self) -> None:
+    def _compute(self) -> None:
         self._model.bind_head(self._parameters)
         self._step.loss.forward(*self._flat())
 
@@ -229,11 +234,14 @@ class HeadBackward(HeadForward):
 
     phase: Phase = "backward"
 
-    def run(self) -> None:
+    def _compute(self) -> None:
         self._model.bind_head(self._parameters)
         sink = GradientSink(self._parameters, self._sums.add)
         hidden, targets = self._flat()
+        if self._step.workload.has_head_sum:
+            self._sums.start_micro_batch()
         self._step.loss.backward(hidden, targets, sink, targets.numel(), 1.0)
+        self._sums.end_micro_batch()
 
 
 class _Step:

@@ -44,6 +44,8 @@ def estimate_working_memory(inventory: Inventory, workload: Workload) -> Working
     logit = LOGIT_NBYTES[numerics.loss_kernel]
     head = chunk * (inventory.vocabulary * logit + 4 * inventory.hidden)
     tables = inventory.vocabulary * inventory.hidden
+    # The head's 16-bit gradient of one chunk, and the fp32 sum of one micro-batch's.
+    head_gradients = (6 if workload.has_head_sum else 2) * tables
     names = [block.name for block in inventory.blocks]
     return WorkingMemory(
         parts=(
@@ -53,7 +55,7 @@ def estimate_working_memory(inventory: Inventory, workload: Workload) -> Working
                 forward=max(forward for forward, _ in layers),
                 backward=max(backward for _, backward in layers) + layer_gradients,
             ),
-            PartMemory(name=names[-1], forward=head, backward=head + 2 * tables),
+            PartMemory(name=names[-1], forward=head, backward=head + head_gradients),
         ),
         inputs=round_up(INPUT_NBYTES * tokens, EXTENT),
         arguments=round_up(ARGUMENT_NBYTES * tokens, EXTENT),

@@ -17,6 +17,7 @@ from penstock.units import MiB
 
 Attention = Literal["sdpa", "varlen", "eager"]
 LossKernel = Literal["torch", "fused"]
+HeadSum = Literal["micro", "chunk"]
 
 MICRO_BATCH_TOKENS = 16384
 """Default number of tokens per micro-batch. A layer reaches its full rate on a large GPU with this
@@ -51,6 +52,13 @@ class Numerics:
     loss_kernel: LossKernel = "torch"
     """Whether PyTorch operations (`torch`) or one Triton kernel (`fused`) compute a chunk's loss
     and its gradient."""
+
+    head_sum: HeadSum = "chunk"
+    """How the gradients of the loss's chunks become the head's gradient. With `micro`, those of one
+    micro-batch are summed by themselves, and that sum is added to the step's: a micro-batch then
+    adds the same bits on whichever GPU it is computed. With `chunk`, every chunk is added to the
+    step's sum. New workloads use `micro` (`default_numerics`); the default here is for files that
+    were written before the field existed."""
 
     compiled: bool = False
     """Whether layers are compiled."""
@@ -135,6 +143,18 @@ class Workload:
         """Number of micro-batches per optimizer step; the last one may be smaller."""
         return -(-self.batch // self.numerics.micro_batch)
 
+    @property
+    def has_head_sum(self) -> bool:
+        """Whether the head's gradient of one micro-batch needs memory next to the step's sum.
+
+        The first micro-batch of a step begins the step's sum, and a micro-batch of one chunk is
+        added to it as it is.
+        """
+        numerics = self.numerics
+        chunks = numerics.micro_batch * self.context > numerics.loss_chunk
+        several = self.micro_batches > 1 or self.accumulate
+        return numerics.head_sum == "micro" and chunks and several
+
     def formats(self, rounds: int = 1) -> Formats:
         """Return the storage formats for a step of `rounds` rounds."""
         wide = rounds > 1 or self.accumulate
@@ -191,6 +211,7 @@ def default_numerics(
             LOGITS_NBYTES // ((1 if fused else 4) * inventory.vocabulary), 256, 2048
         ),
         loss_kernel="fused" if fused else "torch",
+        head_sum="micro",
         attention="varlen" if kernels and inventory.plain_attention else "sdpa",
         compiled=kernels,
         deterministic=True,
