@@ -10,9 +10,12 @@ import pytest
 
 from penstock.engine.memory_source import working_memory_source
 from penstock.engine.plan_choice import plan_request
+from penstock.machine.discovery import discover
+from penstock.machine.presets import cpu_machine
 from penstock.plan import memory_cache
 from penstock.plan.memory_cache import load_memory, memory_key, save_memory
 from penstock.plan.working_memory import PartMemory, WorkingMemory
+from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Workload
 from penstock.probe.machine_choice import TargetMachine
 from penstock.settings import Settings
@@ -103,7 +106,7 @@ def test_the_next_plan_uses_what_was_measured() -> None:
     request = plan_request(inventory(config, ()), settings, target, config=config)
     before = request.make_plan().planned
     assert before is not None
-    assert before.memory.origin == "estimated"
+    assert before.memory.origin == "traced"
 
     work = request.workload
     save_memory(memory_key(config, request.inventory, work, GPU), MEASURED)
@@ -125,5 +128,54 @@ def test_a_loss_of_the_users_own_is_not_covered_by_a_measurement() -> None:
 
     source = working_memory_source(config, machine(), own_loss=True)
 
-    assert source(model, work).origin == "estimated"
+    assert source(model, work).origin == "traced"
     assert working_memory_source(config, machine())(model, work) == MEASURED
+
+
+def test_a_trace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, work = tiny_config("llama"), workload()
+    model = inventory(config, ())
+    first = working_memory_source(config, machine())(model, work)
+    assert first.origin == "traced"
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("traced again")
+
+    monkeypatch.setattr("penstock.engine.trace_memory.trace_working_memory", fail)
+
+    assert working_memory_source(config, machine())(model, work) == first
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"version": 1, "parts": []}'])
+def test_a_damaged_trace_is_made_again(text: str, cache: Path) -> None:
+    config, work = tiny_config("llama"), workload()
+    model = inventory(config, ())
+    first = working_memory_source(config, machine())(model, work)
+    (path,) = cache.iterdir()
+    path.write_text(text)
+
+    assert working_memory_source(config, machine())(model, work) == first
+    assert path.read_text() != text
+
+
+def test_a_model_that_cannot_be_traced_is_estimated_with_a_remark(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("no such layer\nand more")
+
+    monkeypatch.setattr("penstock.engine.trace_memory.trace_working_memory", fail)
+    config, work = tiny_config("llama"), workload()
+    model = inventory(config, ())
+    memory = working_memory_source(config, machine())(model, work)
+
+    assert memory.parts == estimate_working_memory(model, work).parts
+    assert memory.origin == "estimated"
+    assert "could not be traced (ZeroDivisionError: no such layer)" in memory.remark
+    assert not cache.exists()  # the next version of the model's code may be traced
+
+
+def test_without_a_gpu_working_memory_is_estimated() -> None:
+    source = working_memory_source(tiny_config("llama"), cpu_machine(discover()))
+
+    assert source is estimate_working_memory

@@ -17,6 +17,7 @@ from penstock.cli.flags import given_settings, keyword, set_parameters, settings
 from penstock.cli.output import AsJson
 from penstock.errors import InfeasibleError, PlanError, SettingsError
 from penstock.plan.budget import Budget
+from penstock.plan.memory_interpolation import interpolated
 from penstock.planner.advice import Advice, BudgetPoint, WhatIf, advise, plot, vary
 from penstock.planner.plan_view import explain, infeasible_json, plan_json, plan_view
 from penstock.probe.machine_choice import machine_to_plan_for
@@ -108,7 +109,7 @@ class _Output:
         console.print(plan_view(planned, choice.machine))
         what_if = WhatIf(
             request.inventory, request.workload, request.budget, request.machine, planned,
-            request.source,
+            interpolated(request.source, request.workload),
         )  # fmt: skip
         if self.block:
             console.print(explain(planned, request.inventory, self.block))

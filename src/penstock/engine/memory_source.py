@@ -1,39 +1,79 @@
 """Decide where the figures of a model's working memory come from.
 
-The order is: measured on this kind of GPU by an earlier run, then estimated.
+The order is: measured on this kind of GPU by an earlier run, traced from the model's code, and
+estimated. What was measured or traced once is cached.
+
+On a machine without a GPU, working memory is estimated. The CPU's working memory comes from the
+heap of the process, which no budget limits, and tracing would take longer than a small step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
-from penstock.plan.memory_cache import load_memory, memory_key
+from penstock.plan.memory_cache import load_memory, memory_key, save_memory
 from penstock.plan.working_memory import WorkingMemory, WorkingMemorySource
 from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Workload
 
+ANY_GPU = "any GPU"
+"""Stands for the GPU in the key of a trace, which needs none."""
+
 
 def working_memory_source(
-    config: Any, machine: Machine, *, own_loss: bool = False
+    config: Any, machine: Machine, *, own_loss: bool = False, trust_remote_code: bool = False
 ) -> WorkingMemorySource:
-    """Return the source for a model's config on a machine.
+    """Return the source for a model on a machine.
 
-    A loss function of the user's own may need any amount of memory, so nothing that was measured
-    without it is used.
+    Args:
+        config: The model's config; None: working memory is estimated from the inventory alone.
+        machine: The machine that trains.
+        own_loss: Whether the user brings a loss function. It may need any amount of memory, so
+            nothing that was measured without it is used.
+        trust_remote_code: Whether to run code from the model's repository.
     """
-    gpu = machine.gpus[0].name if machine.gpus and not own_loss else ""
-    return _remembered(lambda inventory, workload: _find(config, inventory, workload, gpu))
+    if config is None or not machine.gpus:
+        return estimate_working_memory
+    gpu = "" if own_loss else machine.gpus[0].name
+
+    def find(inventory: Inventory, workload: Workload) -> WorkingMemory:
+        if gpu:
+            measured = load_memory(memory_key(config, inventory, workload, gpu), "measured")
+            if measured is not None:
+                return measured
+        return _trace_or_estimate(config, inventory, workload, trust_remote_code)
+
+    return _remembered(find)
 
 
-def _find(config: Any, inventory: Inventory, workload: Workload, gpu: str) -> WorkingMemory:
-    if gpu and config is not None:
-        measured = load_memory(memory_key(config, inventory, workload, gpu), "measured")
-        if measured is not None:
-            return measured
-    return estimate_working_memory(inventory, workload)
+def _trace_or_estimate(
+    config: Any, inventory: Inventory, workload: Workload, trust_remote_code: bool
+) -> WorkingMemory:
+    key = memory_key(config, inventory, workload, ANY_GPU)
+    traced = load_memory(key, "traced")
+    if traced is not None:
+        return traced
+    # Tracing imports torch's compiler, which a plan with a cached trace does not need.
+    from penstock.engine.trace_memory import trace_working_memory
+
+    try:
+        traced = trace_working_memory(
+            config, inventory, workload, on_gpu=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as problem:
+        # The model's code, or torch's compiler, may raise anything. A plan can still be made.
+        reason = (str(problem).strip().splitlines() or [""])[0]
+        remark = (
+            f"Working memory is estimated, because the model could not be traced "
+            f"({type(problem).__name__}: {reason[:200]})."
+        )
+        return replace(estimate_working_memory(inventory, workload), remark=remark)
+    save_memory(key, traced)
+    return traced
 
 
 def _remembered(

@@ -116,7 +116,8 @@ def plan_request(
         steps=steps, accumulate=accumulate, own_loss=own_loss,
     )  # fmt: skip
     remarks = tuple(filter(None, (target.remark, disk_remark)))
-    source = working_memory_source(config, machine, own_loss=own_loss)
+    trust = settings.model.trust_remote_code
+    source = working_memory_source(config, machine, own_loss=own_loss, trust_remote_code=trust)
     return PlanRequest(inventory, workload, limits, machine, remarks, source)
 
 

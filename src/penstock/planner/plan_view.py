@@ -13,6 +13,7 @@ from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.placement import Share
 from penstock.plan.plan import Plan
+from penstock.plan.working_memory import WorkingMemory
 from penstock.planner import PlanResult
 from penstock.planner.cost import Cost
 from penstock.planner.resource_names import ROLE_NAMES, VERB_NAMES, bound_by, long_name
@@ -57,6 +58,14 @@ def plan_json(result: PlanResult) -> dict[str, Any]:
             phase: {tier.value: nbytes for tier, nbytes in most.items()}
             for phase, most in result.peaks.items()
         },
+        "working_memory": {
+            "origin": result.memory.origin,
+            "largest": result.memory.largest.name,
+            "parts": {
+                part.name: {"forward": part.forward, "backward": part.backward}
+                for part in result.memory.parts
+            },
+        },
     }
 
 
@@ -81,6 +90,7 @@ def infeasible_json(problem: InfeasibleError, budgets: dict[str, int]) -> dict[s
         "bound_by": None,
         "bytes_per_parameter": None,
         "phases": None,
+        "working_memory": None,
     }
 
 
@@ -99,6 +109,8 @@ def plan_view(result: PlanResult, machine: Machine) -> RenderableType:
     parts += [timeline(cost, machine), Text(), Text(summary(result, machine))]
     if plan.note:
         parts.append(Text(f"This model cannot be trained yet: {plan.note}.", style="yellow"))
+    if result.memory.remark:
+        parts.append(Text(result.memory.remark, style="yellow"))
     if result.assumed:
         parts.append(Text(f"Assumed: {'; '.join(result.assumed)}.", style="dim"))
     return Group(*parts)
@@ -231,7 +243,8 @@ def explain(result: PlanResult, inventory: Inventory, name: str) -> RenderableTy
             times.add_row(start, format_seconds(span.end), f"{verb}{piece}", roles)
     updated = {"cpu": "updated by the CPU", "gpu": "updated on the GPU", "none": "frozen"}
     title = f"{name}: {block.parameters():,} parameters, {updated[at.sweep]}"
-    return Group(Text(title, style="bold"), homes, Text(), times, Text(), phase_table(result))
+    tables = (homes, times, phase_table(result), memory_table(result.memory))
+    return Group(Text(title, style="bold"), *(part for each in tables for part in (each, Text())))
 
 
 def phase_table(result: PlanResult) -> Table:
@@ -240,6 +253,15 @@ def phase_table(result: PlanResult) -> Table:
     table = Table("peak memory during", *(tier.value for tier in used), box=None, pad_edge=False)
     for phase, most in result.peaks.items():
         table.add_row(VERB_NAMES.get(phase, phase), *(format_bytes(most[tier]) for tier in used))
+    return table
+
+
+def memory_table(memory: WorkingMemory) -> Table:
+    """Return the working memory of each part, the largest first. The largest decides."""
+    title = f"working memory ({memory.origin})"
+    table = Table(title, "forward", "backward", box=None, pad_edge=False)
+    for part in sorted(memory.parts, key=lambda part: -part.peak):
+        table.add_row(part.name, format_bytes(part.forward), format_bytes(part.backward))
     return table
 
 
