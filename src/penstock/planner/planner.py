@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, PathBudget, check_paths
+from penstock.plan.memory_interpolation import interpolated
 from penstock.plan.plan import Plan
 from penstock.plan.traffic import step_disk_writes
 from penstock.plan.working_memory import WorkingMemory, WorkingMemorySource
@@ -77,10 +78,12 @@ def make_plan(
     result = find_plan(inventory, workload, budget, machine, effort=effort, source=source)
     if result is None:
         args = (inventory, workload, budget, machine)
+        # Suggestions try many other workloads, which are not traced one by one.
+        other = interpolated(source, workload)
         raise infeasible_error(
             *args,
             least=least_budget(*args, source=source),
-            fits=lambda *changed: fits(inventory, *changed, source=source),
+            fits=lambda *changed: fits(inventory, *changed, source=other),
         )
     return result
 
