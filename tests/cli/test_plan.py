@@ -14,7 +14,7 @@ from penstock.cli.machines import machines_command
 from penstock.cli.plan import advice_text, parse_vary, plan_command
 from penstock.errors import PenstockError, PlanError
 from penstock.machine.presets import DEFAULT, preset
-from penstock.plan.budget import check_paths, parse_budget, with_paths
+from penstock.plan.budget import GPU_PROCESS, check_paths, parse_budget, with_paths
 from penstock.plan.plan import Plan
 from penstock.planner.advice import Advice
 from penstock.tiers import Tier
@@ -66,13 +66,17 @@ def test_json_has_stable_keys(penstock: Callable[..., Result]) -> None:
     found = json.loads(done.stdout)
 
     assert list(found) == ["feasible", "tiers", "step_seconds", "tokens_per_second", "bound_by",
-                           "bytes_per_parameter", "phases", "working_memory"]  # fmt: skip
+                           "bytes_per_parameter", "phases", "working_memory",
+                           "host"]  # fmt: skip
     assert list(found["tiers"]) == ["hbm", "dram", "cxl", "nvme"]
     assert all(list(tier) == ["budget", "at_rest", "peak"] for tier in found["tiers"].values())
     assert found["feasible"] is True
     assert found["tiers"]["hbm"]["peak"] <= found["tiers"]["hbm"]["budget"] == 3 * GiB
     assert found["bound_by"] in {"gpu", "host", "sweep", "pcie", "memory", "nvme"}
     assert list(found["phases"]) == ["sweep", "forward", "backward"]
+    assert found["host"] == {
+        "process": GPU_PROCESS, "peak": found["tiers"]["dram"]["peak"] + GPU_PROCESS
+    }  # fmt: skip
     for phase in found["phases"].values():
         for tier, nbytes in phase.items():
             assert found["tiers"][tier]["at_rest"] <= nbytes <= found["tiers"][tier]["peak"]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
-import os
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.memory_usage import MemoryUsage, memory_usages
 from penstock.memory.arena import Arena
 from penstock.memory.placement import Node
 from penstock.storage.store import Store
@@ -91,7 +87,7 @@ def test_the_engine_allocates_what_was_planned(
     counter = AllocationCounter(monkeypatch)
     with setup.engine(way, tmp_path) as engine:
         host, disk = counter.allocated["host"], counter.allocated["disk"]
-        device = engine.device.peak_nbytes()
+        device = engine.device.memory().allocated
         engine.step(setup.batches(1)[0])
         engine.step(setup.batches(1)[0])
         engine.evaluate(setup.batches(1))
@@ -104,42 +100,7 @@ def test_the_engine_allocates_what_was_planned(
         later = ("batch and layer arguments", "working memory")
         assert device == plan.peak(Tier.HBM) - sum(pools[name] for name in later)
         assert counter.allocated == Counter(host=host, disk=disk), "a step allocated memory"
-        assert engine.device.peak_nbytes() == device, "a step allocated memory"
-
-
-@pytest.mark.parametrize("way", [RESIDENT, DRAM, DISK, WAYS[3]], ids=lambda way: way.name)
-def test_memory_usage_reports_an_engine_until_it_is_closed(way: Way, tmp_path: Path) -> None:
-    setup = Setup.of("llama")
-    with setup.engine(way, tmp_path) as engine:
-        (usage,) = (each for each in memory_usages() if each is engine._memory.tiers.usage)
-        outside = {tier: engine.plan.peak(tier) for tier in Tier if tier is not Tier.HBM}
-
-        assert dict(usage.tiers) == {tier: nbytes for tier, nbytes in outside.items() if nbytes}
-        assert (usage.pinned, usage.gpu) == (0, None)  # without a GPU nothing is pinned
-    assert not usage.tiers
-    reference = weakref.ref(usage)
-    del usage, engine
-    gc.collect()
-    assert reference() is None
-
-
-def test_a_striped_arena_counts_for_each_of_its_tiers() -> None:
-    usage = MemoryUsage(torch.device("cpu"))
-    usage.add_arena(Arena(4 * MiB), {Tier.DRAM: 3, Tier.CXL: 1})
-    usage.add_arena(Arena(1 * MiB), {Tier.DRAM: 1 * MiB})
-
-    assert usage.tiers == {Tier.DRAM: 4 * MiB, Tier.CXL: 1 * MiB}
-
-
-def test_the_store_has_the_planned_size_and_is_full(tmp_path: Path) -> None:
-    setup = Setup.of("llama")
-    with setup.engine(DISK, tmp_path) as engine:
-        (data,) = (path for path in tmp_path.rglob("*") if path.is_file())
-        stats = engine._memory.store.stats
-        planned = engine.plan.peak(Tier.NVME)
-
-        assert stats.capacity == stats.used == planned
-        assert planned <= os.stat(data).st_blocks * 512 <= planned + 2 * MiB  # plus the header
+        assert engine.device.memory().allocated == device, "a step allocated memory"
 
 
 WARM, STEPS = 4, 20

@@ -86,6 +86,7 @@ def full_machine() -> Machine:
                                    bytes_per_second=figure()),),
             ),
         ),
+        process_memory=2 * GiB,
     )  # fmt: skip
 
 

@@ -10,7 +10,15 @@ from penstock.errors import PlanError
 from penstock.machine.discovery import discover
 from penstock.machine.machine import Gpu, Machine, MemoryNode
 from penstock.machine.presets import cpu_machine
-from penstock.plan.budget import Budget, PathBudget, auto_dram, parse_budget, with_paths
+from penstock.plan.budget import (
+    CPU_PROCESS,
+    Budget,
+    PathBudget,
+    auto_dram,
+    parse_budget,
+    process_memory,
+    with_paths,
+)
 from penstock.planner import QUICK, make_plan
 from penstock.tiers import Tier
 from penstock.units import GiB, MiB
@@ -50,6 +58,15 @@ def test_cpu_machine_drops_gpus_and_keeps_measured_rates() -> None:
     assert found.nodes == box.nodes
     assert found.storage == box.storage
     assert found.name == "test (CPU)"
+
+
+def test_a_cpu_machine_does_not_need_the_memory_of_cuda() -> None:
+    with_cuda = replace(machine(), process_memory=4 * GiB)
+    without = replace(with_cuda, gpus=(), transfers=())
+
+    assert process_memory(with_cuda) == 4 * GiB
+    assert process_memory(cpu_machine(with_cuda)) == CPU_PROCESS
+    assert process_memory(cpu_machine(without)) == 4 * GiB
 
 
 def test_hbm_and_dram_of_a_cpu_machine_share_one_memory() -> None:

@@ -12,7 +12,7 @@ from penstock.machine.presets import preset
 from penstock.machine.probe_cache import cache_path, merge_probe, save_probe
 from penstock.units import GiB
 
-PROBED = preset("h200")
+PROBED = replace(preset("h200"), process_memory=3 * GiB)
 
 
 def unmeasured(probed: Machine = PROBED) -> Machine:
@@ -25,6 +25,7 @@ def unmeasured(probed: Machine = PROBED) -> Machine:
         ),
         transfers=(),
         storage=tuple(replace(storage, rates=()) for storage in probed.storage),
+        process_memory=None,
     )
 
 
@@ -44,6 +45,7 @@ def test_speeds_come_from_the_probe_and_free_memory_from_now(saved: Path) -> Non
     assert found.gpus[0].free == 2 * GiB
     assert found.transfers == PROBED.transfers
     assert found.storage[0].rates == PROBED.storage[0].rates
+    assert found.process_memory == PROBED.process_memory == 3 * GiB
     assert str(saved) in remark
 
 

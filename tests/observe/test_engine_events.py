@@ -97,7 +97,9 @@ def test_phases_plan_and_tiers_come_from_the_engine(tmp_path: Path) -> None:
     assert planned is not None
     assert planned.tiers["dram"].peak == plan.peak(Tier.DRAM)
     tiers = [sample.tiers for sample in run.samples]
-    assert tiers[0] == {"dram": plan.peak(Tier.DRAM)}  # before the first step has ended
+    assert tiers[0]["dram"] == plan.peak(Tier.DRAM)  # before the first step has ended
+    assert 0 < tiers[0]["hbm"] <= plan.peak(Tier.HBM)
+    assert planned.host == plan.host_nbytes
     assert tiers == tiers[:1] * len(tiers)
     assert planned.phases.keys() == {"forward", "backward", "update"}
     assert planned.step_seconds is not None

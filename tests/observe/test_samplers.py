@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine.device import CpuDevice, Device
 from penstock.engine.memory_usage import MemoryUsage
 from penstock.machine.sysfs import System
 from penstock.observe.hardware import ceilings, describe_hardware, physical_disks
@@ -128,24 +129,37 @@ def test_a_sampler_that_fails_is_switched_off_with_one_note() -> None:
     assert notes == ["room temperature is no longer sampled: sensor removed"]
 
 
-def memory_usage(*, dram: int, pinned: int, where: str = "cpu") -> MemoryUsage:
-    found = MemoryUsage(torch.device(where))
+class FakeGpu(CpuDevice):
+    """A GPU that is known by name only; the driver reports 5 bytes outside torch, or nothing."""
+
+    def __init__(self, where: str, reported: int | None) -> None:
+        super().__init__()
+        self.torch_device, self._reported = torch.device(where), reported
+
+    def nbytes_outside_torch(self) -> int | None:
+        return self._reported
+
+
+def memory_usage(*, dram: int, pinned: int, device: Device | None = None) -> MemoryUsage:
+    found = MemoryUsage(CpuDevice()) if device is None else MemoryUsage(device, 2)
     found.tiers, found.pinned = {Tier.DRAM: dram}, pinned
     return found
 
 
-def test_tier_memory_is_read_from_engines_at_every_sample() -> None:
-    one, other = memory_usage(dram=3, pinned=0), memory_usage(dram=4, pinned=9, where="cuda:1")
+@pytest.mark.parametrize(("reported", "hbm"), [(5, 75), (None, 72)])
+def test_tier_memory_is_read_from_engines_at_every_sample(reported: int | None, hbm: int) -> None:
+    one = memory_usage(dram=3, pinned=0)
+    other = memory_usage(dram=4, pinned=9, device=FakeGpu("cuda:1", reported))
     tiers = TierMemorySampler()
     tiers.memory_usages = lambda: [one, other]
     first = Reading(host={"pinned": 1})
-    first.gpus[0]["allocated"], first.gpus[1]["allocated"] = 50, 60
+    first.gpus[0]["reserved"], first.gpus[1]["reserved"] = 50, 70
 
     tiers.read(first)
     other.clear()
     tiers.read(later := Reading())
 
-    assert first.tiers == {"dram": 7, "hbm": 60}
+    assert first.tiers == {"dram": 7, "hbm": hbm}
     assert first.host["pinned"] == 10
     assert (later.tiers, later.host) == ({"dram": 3}, {})
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.machine.presets import preset
-from penstock.plan.budget import HBM_GRAIN, HOST_GRAIN, parse_budget
+from penstock.plan.budget import GPU_PROCESS, HBM_GRAIN, HOST_GRAIN, parse_budget
 from penstock.tiers import Tier
 from penstock.units import GiB
 from tests.support.machines import machine
@@ -28,12 +28,15 @@ def test_an_invalid_size_names_the_tier(given: dict[str, str], message: str) -> 
         parse_budget(machine(), **given)  # type: ignore[arg-type]
 
 
-def test_auto_is_the_free_memory_less_a_reserve() -> None:
+def test_auto_is_the_free_memory_less_a_reserve_and_the_process() -> None:
     box = preset("desktop-24gb")
     budget = parse_budget(box)
 
     assert 23 * GiB < budget.hbm < (box.gpus[0].memory or 0)
-    assert budget.dram == 64 * GiB - 2 * GiB - int(0.05 * 64 * GiB)
+    reserve = GiB + int(0.05 * 64 * GiB)
+    assert budget.dram == 64 * GiB - reserve - GPU_PROCESS
+    measured = replace(box, process_memory=3 * GiB)
+    assert parse_budget(measured).dram == 64 * GiB - reserve - 3 * GiB
     assert budget.of(Tier.NVME) == 0
     assert parse_budget(box, nvme=("400GiB",)).nvme[0].path == "/mnt/nvme"
 

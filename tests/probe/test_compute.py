@@ -11,6 +11,7 @@ from penstock.machine.sysfs import System
 from penstock.probe import ProbeOptions, compute, copies, session
 from penstock.probe.measurement import Effort, Progress
 from penstock.units import GiB
+from tests.probe.conftest import PROCESS
 from tests.support.probing import NODE, TINY, FakeGpuBenchmark
 
 
@@ -51,7 +52,8 @@ def test_a_probe_measures_every_gpu_that_cuda_lists(monkeypatch):
 
     measured, notes = probe_session.run()
 
-    assert probe_session.num_figures == 8
+    assert probe_session.num_figures == 9
+    assert measured.process_memory == PROCESS
     assert measured.gpus[0] == Gpu(index=0)
     assert measured.gpus[1].matmul_flops.median == pytest.approx(100e12)
     assert notes == (

@@ -22,6 +22,7 @@ from penstock.machine.sysfs import NodeBytes, System
 from penstock.probe import ProbeOptions, ProbeResult, copies, plot, probe, session, tables
 from penstock.probe.measurement import Progress
 from penstock.units import GiB, MiB
+from tests.probe.conftest import PROCESS
 from tests.support.fake_sysfs import fake_root
 from tests.support.probing import NODE, TINY, FakeCopier, make_tiny, no_thread_is_left
 
@@ -40,6 +41,7 @@ def test_a_probe_measures_everything_and_can_be_saved_and_loaded(tmp_path, tiny)
     assert {r.moments for r in node.rates} == {None, "fp32", "bf16", "int8"}
     assert node.latency is not None
     assert len(result.machine.storage[0].rates) == 6
+    assert result.machine.process_memory == PROCESS
     result.machine.save(tmp_path / "machine.json")
     assert Machine.load(tmp_path / "machine.json") == result.machine
     assert reports[-1][0] == reports[-1][1]
@@ -59,6 +61,7 @@ def test_a_probe_is_printed_as_tables_and_plotted(tmp_path, tiny):
         "h2d",
         "both",
         "Storage",
+        "(Python, PyTorch, CUDA, compiler): 2.00 GiB",
         "note: a note",
         "±",
     ):

@@ -34,13 +34,15 @@ def test_the_live_view_advances_within_a_step() -> None:
     view = LiveView(Console(file=io.StringIO(), width=120))
     view._steps, view._bottleneck = 10, "NVMe at /mnt"
     view.handle({"event": "plan", "tiers": TIERS})
+    assert "50 B planned, budget 100 B" in rendered(view)
     view.handle(STEP)
     first = rendered(view)
     assert "step 3/10" in first
     assert "30.0%" in first
     assert "14 s left" in first
     assert "loss 2.5000" in first
-    assert "50 B of 100 B" in first
+    assert "40 B of 50 B planned, budget 100 B" in first
+    assert "60 B of 80 B planned" in first
     assert "cxl" not in first
     assert "limited by NVMe at /mnt" in first
 

@@ -53,13 +53,13 @@ def test_sampling_uses_no_more_device_memory_than_training(tmp_path: Path) -> No
     with setup.engine(DRAM, tmp_path) as engine:
         first, second = setup.batches(2)
         engine.step(first)
-        planned = engine.device.peak_nbytes()
+        planned = engine.device.memory().allocated
         with engine.gradient_buffers_released() as room:
             assert room > 0
-            assert engine.device.peak_nbytes() == planned - room
+            assert engine.device.memory().allocated == planned - room
             with engine_forward(engine) as forward:
-                assert engine.device.peak_nbytes() == planned - room + forward.weights.nbytes
-        assert engine.device.peak_nbytes() == planned
+                assert engine.device.memory().allocated == planned - room + forward.weights.nbytes
+        assert engine.device.memory().allocated == planned
         loss = engine.step(second)
     with setup.engine(DRAM, tmp_path) as engine:
         engine.step(first)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from penstock.errors import DeviceMemoryError
-from penstock.machine.discovery.gpus import gpu_processes
+from penstock.machine.discovery.gpus import gpu_processes, own_gpu_nbytes
 from penstock.model import autograd_warmup
 from penstock.optim import device_norms, device_sweep, sweep
 from penstock.optim.norms import GradStats
@@ -34,13 +34,16 @@ class DeviceMemory:
     """Device memory at one moment, in bytes."""
 
     allocated: int
-    """In tensors of this process."""
+    """In tensors of this process. Without a GPU, only what `Device.empty` allocated: torch does not
+    count what it allocates on a CPU while it computes."""
     reserved: int
     """Held by torch's allocator in this process: tensors, and what it keeps for the next ones."""
     free: int
     """Free as the driver reports it, whoever holds the rest."""
     total: int
     """Size of the device's memory."""
+    peak: int = 0
+    """Highest value of `reserved` since `Device.reset_peak`."""
 
 
 class Device(Protocol):
@@ -88,6 +91,16 @@ class Device(Protocol):
     def memory(self) -> DeviceMemory:
         """Return how much memory is allocated, reserved and free now."""
 
+    def reset_peak(self) -> None:
+        """Let `DeviceMemory.peak` start from what is reserved now."""
+
+    def nbytes_outside_torch(self) -> int | None:
+        """Return this process's device memory that torch did not allocate; None if not reported.
+
+        That is the CUDA context, libraries and kernels, and memory mapped by the driver's own
+        calls, such as pages of a KV cache.
+        """
+
     def other_processes(self) -> dict[str, int]:
         """Return the bytes that other processes hold on the device, as far as the driver tells."""
 
@@ -97,9 +110,6 @@ class Device(Protocol):
     def seed(self, value: int) -> None:
         """Seed the device's random number generator."""
 
-    def peak_nbytes(self) -> int:
-        """Return the most device memory that torch has reserved in this process."""
-
 
 class CpuDevice:
     """The CPU in place of a GPU: its `hbm` tier is host memory, and every call is synchronous."""
@@ -107,10 +117,11 @@ class CpuDevice:
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.pinned = False
-        self._allocated = 0
+        self._allocated = self._peak = 0
 
     def empty(self, nbytes: int, what: str) -> torch.Tensor:
         self._allocated += nbytes
+        self._peak = max(self._peak, self._allocated)
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def release(self, nbytes: int) -> None:
@@ -155,9 +166,16 @@ class CpuDevice:
         return DeviceMemory(
             allocated=self._allocated,
             reserved=self._allocated,
+            peak=self._peak,
             free=os.sysconf("SC_AVPHYS_PAGES") * page,
             total=os.sysconf("SC_PHYS_PAGES") * page,
         )
+
+    def reset_peak(self) -> None:
+        self._peak = self._allocated
+
+    def nbytes_outside_torch(self) -> int | None:
+        return 0
 
     def other_processes(self) -> dict[str, int]:
         return {}  # host memory has no such list
@@ -167,9 +185,6 @@ class CpuDevice:
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
-
-    def peak_nbytes(self) -> int:
-        return self._allocated
 
 
 class CudaDevice:
@@ -254,9 +269,22 @@ class CudaDevice:
         return DeviceMemory(
             allocated=torch.cuda.memory_allocated(self.torch_device),
             reserved=torch.cuda.memory_reserved(self.torch_device),
+            peak=torch.cuda.max_memory_reserved(self.torch_device),
             free=free,
             total=total,
         )
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def nbytes_outside_torch(self) -> int | None:
+        properties: Any = torch.cuda.get_device_properties(self.torch_device)
+        reserved = self.memory().reserved
+        whole = own_gpu_nbytes(f"GPU-{properties.uuid}")
+        # Another thread may have made torch allocate between the two counts.
+        if whole is None or reserved != self.memory().reserved:
+            return None
+        return max(0, whole - reserved)
 
     def other_processes(self) -> dict[str, int]:
         properties: Any = torch.cuda.get_device_properties(self.torch_device)
@@ -267,9 +295,6 @@ class CudaDevice:
 
     def seed(self, value: int) -> None:
         torch.cuda.manual_seed(value)
-
-    def peak_nbytes(self) -> int:
-        return int(torch.cuda.max_memory_reserved(self.torch_device))
 
 
 class _StreamTicket:

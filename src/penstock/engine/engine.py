@@ -38,6 +38,7 @@ from penstock.engine.tensor_access import TensorAccess
 from penstock.engine.tier_memory import StoreSettings
 from penstock.engine.transfer import Mover
 from penstock.errors import EngineError, EngineStateError, NonFiniteLossError
+from penstock.memory.process import peak_resident_nbytes, resident_nbytes
 from penstock.model.inventory import Inventory
 from penstock.model.split import SplitModel
 from penstock.optim.norms import GradStats, clip_scale
@@ -385,15 +386,46 @@ class Engine:
         return self._runner.waiting()
 
     def tiers(self) -> dict[str, dict[str, int]]:
-        """Return budget and usage of each tier in bytes, as planned and allocated."""
-        plan = self.plan
-        return {
+        """Return what each tier really holds now, next to the plan, in bytes.
+
+        - `budget`: how much the plan was allowed to use.
+        - `planned`: the most that the plan says the tier will hold.
+        - `used`: what is allocated now. DRAM and CXL: the size of all arenas, which are in memory
+          as a whole. NVMe: the disk space that the store has allocated for data, without the
+          headers of its files. HBM on a GPU: what torch's allocator holds, and what the driver
+          reports for this process in addition (the CUDA context; where the driver does not report
+          it, the plan's figure). HBM without a GPU: the engine's buffers; what the computation
+          allocates is part of `host_memory`.
+        - `peak`: the most that was allocated at the same time since the engine was built.
+
+        HBM also has `tensors`, the part of `used` that live tensors occupy.
+        """
+        usage, plan = self._memory.tiers.usage, self.plan
+        usage.ask_driver()
+        found = {
             tier.value: {
                 "budget": plan.budget.of(tier),
-                "at_rest": plan.at_rest(tier),
-                "peak": plan.peak(tier),
+                "planned": plan.peak(tier),
+                "used": measured.used,
+                "peak": measured.peak,
             }
-            for tier in Tier
+            for tier, measured in usage.by_tier().items()
+        }
+        found[Tier.HBM.value]["tensors"] = 0 if self._closed else usage.device_memory().allocated
+        return found
+
+    def host_memory(self) -> dict[str, int]:
+        """Return the resident host memory of the whole process, in bytes.
+
+        - `planned`: the tiers in host memory, and what the process itself needs
+          (`Plan.host_nbytes`).
+        - `used`: the resident memory now, including the code of libraries and mapped files.
+        - `peak`: its highest value since the process started.
+        """
+        return {
+            "planned": self.plan.host_nbytes,
+            "used": resident_nbytes(),
+            "peak": peak_resident_nbytes(),
         }
 
     # Checkpoints.

@@ -58,7 +58,7 @@ class TierMemory:
         self._data: dict[Key, torch.Tensor] = {}
         self._extents: dict[tuple[int, Role, int], Extent] = {}
         self.store: Store | None = None
-        self.usage = MemoryUsage(device.torch_device)
+        self.usage = MemoryUsage(device, plan.context_nbytes)
         # Device and host memory are freed with their tensors. Only the store must be closed.
         self._allocate_device()
         self._allocate_host()

@@ -440,6 +440,10 @@ class Machine:
     storage: tuple[StoragePath, ...] = ()
     """Directories and devices that Penstock may store data on."""
 
+    process_memory: Bytes | None = None
+    """Host memory of a process that has loaded Penstock and PyTorch and, if there is a GPU, has
+    started CUDA and compiled a layer. None if it was not measured."""
+
     def __post_init__(self) -> None:
         if self.version != self.FORMAT:
             raise MachineError("version", f"must be {self.FORMAT}, got {self.version}")

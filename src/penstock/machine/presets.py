@@ -76,7 +76,9 @@ def cpu_machine(machine: Machine) -> Machine:
     `budget.with_paths`.
     """
     name = f"{machine.name or 'this host'} (CPU)"
-    return replace(machine, name=name, gpus=(), transfers=())
+    # The measured memory of a process includes CUDA if there is a GPU.
+    process_memory = None if machine.gpus else machine.process_memory
+    return replace(machine, name=name, gpus=(), transfers=(), process_memory=process_memory)
 
 
 def data_sheet(name: str) -> tuple[float, float] | None:

@@ -114,6 +114,7 @@ def _merge(found: Machine, probed: Machine) -> Machine:
         gpus=gpus,
         node_copies=probed.node_copies,
         transfers=probed.transfers,
+        process_memory=probed.process_memory,
     )
 
 

@@ -259,6 +259,7 @@ def planned_of(record: StepRecord, link: Callable[[str], str]) -> Planned:
             for phase, tiers in peaks.items()
         },
         links={link(name): nbytes for name, nbytes in traffic.items()},
+        host=plan.host_nbytes,
         step_seconds=seconds,
         bound_by=bound,
     )

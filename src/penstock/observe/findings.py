@@ -416,7 +416,9 @@ def peaks_against_plan(m: Measures) -> Iterator[Finding]:
         if peak.planned is None or peak.measured is None:
             continue
         title = memory_title(peak.key)
-        if peak.measured > peak.planned:
+        if peak.key == "host.rss":
+            yield from _host_against_plan(peak.measured, peak.planned)
+        elif peak.measured > peak.planned:
             yield Finding(
                 "plan-peak", "bad",
                 f"{title} used {nbytes_text(peak.measured)}, {peak.measured - peak.planned:,} "
@@ -430,6 +432,19 @@ def peaks_against_plan(m: Measures) -> Iterator[Finding]:
                 f"{nbytes_text(peak.planned)}",
                 "Samples can miss a peak between them.",
             )  # fmt: skip
+
+
+def _host_against_plan(measured: int, planned: int) -> Iterator[Finding]:
+    """Report a process that needs more host memory than the plan's tiers and its own estimate."""
+    if measured > planned:
+        yield Finding(
+            "plan-peak", "warn",
+            f"the process used {nbytes_text(measured)} of host memory, "
+            f"{nbytes_text(measured - planned)} above the planned {nbytes_text(planned)}",
+            "The tiers are allocated as planned, so the process itself needs more than the plan "
+            "assumes: Python, PyTorch, CUDA, the compiler, and files that are mapped. `penstock "
+            "probe` measures it for later plans.",
+        )  # fmt: skip
 
 
 def unused_gpu_memory(m: Measures) -> Iterator[Finding]:

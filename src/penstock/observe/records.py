@@ -84,6 +84,10 @@ class Planned:
     links: Mapping[str, int] = field(default_factory=dict)
     """Bytes that cross each link in one step."""
 
+    host: int | None = None
+    """Host memory of the whole process: tiers in host memory, and the process itself. None in
+    recordings of earlier versions; the HBM tier of their samples is what tensors occupy."""
+
     step_seconds: float | None = None
     bound_by: str | None = None
 
@@ -188,7 +192,7 @@ class Sample:
     """Fraction of the time since the previous sample in which each core was busy."""
 
     tiers: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that Penstock engines hold in each tier; for HBM, the bytes of all tensors."""
+    """Bytes that Penstock engines hold in each tier, as `Engine.tiers` reports them in `used`."""
 
 
 @dataclass(frozen=True, slots=True)

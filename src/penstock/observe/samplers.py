@@ -37,6 +37,10 @@ MAX_READ = 1 << 16
 PCIE_UNIT = 1000
 """The driver reports PCIe traffic in kB per second."""
 
+DRIVER_EVERY = 20
+"""The driver is asked for the memory of this process at every 20th sample: it takes milliseconds,
+and the answer changes only when a library or a kernel is loaded."""
+
 PCIE_PAUSE = 0.01
 """Seconds between two queries of the PCIe counters."""
 
@@ -253,10 +257,10 @@ class TorchMemory:
 
 
 class TierMemorySampler:
-    """Memory that Penstock engines hold in each tier.
+    """Memory that Penstock engines hold in each tier, as `Engine.tiers` reports it.
 
-    Engines do not count HBM, so it is what torch reports for their GPU; this sampler must come
-    after `TorchMemory`. Without a GPU there is no figure for it.
+    On a GPU, the HBM tier is what torch has reserved there, and what the driver reports for this
+    process in addition; this sampler must come after `TorchMemory`.
     """
 
     name = "tiers"
@@ -265,16 +269,28 @@ class TierMemorySampler:
     def __init__(self) -> None:
         self.memory_usages: Callable[[], Iterable[MemoryUsage]] = tuple
         """Returns the memory usage of each engine; `EngineWatcher` sets it."""
+        self._count = 0
 
     def read(self, into: Reading) -> None:
+        ask_driver = self._count % DRIVER_EVERY == 0
+        self._count += 1
         for usage in self.memory_usages():
+            if ask_driver:
+                usage.ask_driver()
             for tier, nbytes in usage.tiers.items():
                 into.tiers[tier.value] = into.tiers.get(tier.value, 0) + nbytes
-            gpu = {} if usage.gpu is None else into.gpus.get(usage.gpu, {})
-            if "allocated" in gpu:
-                into.tiers[Tier.HBM.value] = gpu["allocated"]
+            self._read_hbm(usage, into)
             if usage.pinned:
                 into.host["pinned"] = into.host.get("pinned", 0) + usage.pinned
+
+    def _read_hbm(self, usage: MemoryUsage, into: Reading) -> None:
+        if usage.gpu is not None:
+            # Several engines on one GPU share torch's allocator, so this is not a sum.
+            gpu = into.gpus.get(usage.gpu, {})
+            if "reserved" in gpu:
+                into.tiers[Tier.HBM.value] = gpu["reserved"] + usage.nbytes_outside_torch
+        elif nbytes := usage.by_tier()[Tier.HBM].used:
+            into.tiers[Tier.HBM.value] = into.tiers.get(Tier.HBM.value, 0) + nbytes
 
 
 # The NVIDIA driver.

@@ -255,19 +255,24 @@ def find_peaks(
         )  # fmt: skip
         found.append(replace(peak, key=key))
     others = [key for key in memory if not key.startswith("tier.") and key != "host.available"]
-    sampled = (_peak(key, memory, steps, capacity=_capacity(run, key)) for key in others)
+    wholes = {"host.rss": planned.host if planned is not None else None}
+    sampled = (
+        _peak(key, memory, steps, planned=wholes.get(key), capacity=_capacity(run, key))
+        for key in others
+    )
     found += [_peak_between_samples(run, peak, steps) for peak in sampled]
     return tuple(found)
 
 
 def tensors_are_hbm_tier(run: RecordedRun, memory: Mapping[str, Series]) -> bool:
-    """Whether the GPU's tensors are what the HBM tier holds.
+    """Whether the GPU's tensors stand for what the HBM tier holds: in recordings of old versions.
 
-    If so, the tier's own series is not used: earlier versions recorded reserved memory in it,
-    which fills up only while a step runs.
+    Their samples have either the tensors of the HBM tier or what torch reserved, but never the CUDA
+    context, which is part of the plan.
     """
     planned, gpus = run.observation.planned, run.observation.hardware.gpus
-    return planned is not None and len(gpus) == 1 and "gpu0.allocated" in memory
+    is_old = planned is not None and planned.host is None
+    return is_old and len(gpus) == 1 and "gpu0.allocated" in memory
 
 
 def _peak_between_samples(run: RecordedRun, peak: Peak, steps: Sequence[Step]) -> Peak:

@@ -24,6 +24,7 @@ from penstock.plan.cuda_allocator import PAGE, SMALL_PAGE
 from penstock.plan.placement import Placement, Share
 from penstock.plan.staging import choose_staging_node
 from penstock.plan.workload import Workload
+from penstock.records import Bytes
 from penstock.roles import Role
 from penstock.tiers import Tier
 from penstock.units import format_bytes
@@ -61,6 +62,10 @@ class Plan:
 
     pools: tuple[BufferPool, ...] = ()
     """Memory that is allocated in addition to what is stored."""
+
+    process_memory: Bytes = 0
+    """Host memory that the process needs outside the budgets: Python, PyTorch and, with a GPU, CUDA
+    and the compiler. 0 in plans of earlier versions, which did not list it."""
 
     note: str = ""
     """A remark for the user, such as why the model cannot be trained yet."""
@@ -124,14 +129,28 @@ class Plan:
         yield from ((pool.what, pool.nbytes) for pool in self.pools if pool.tier is tier)
 
     @property
+    def context_nbytes(self) -> int:
+        """Bytes of the CUDA context; 0 if the CPU computes."""
+        return sum(pool.nbytes for pool in self.pools if pool.what == CONTEXT)
+
+    @property
     def allocator_nbytes(self) -> int:
         """Bytes of the HBM budget that PyTorch's allocator may use as its limit.
 
         That is all but the CUDA context, and but the pages by which it may exceed its limit.
         """
-        context = sum(pool.nbytes for pool in self.pools if pool.what == CONTEXT)
+        context = self.context_nbytes
         pages = PAGE + SMALL_PAGE if context else 0  # without a GPU there is no such allocator
         return self.budget.of(Tier.HBM) - context - pages
+
+    @property
+    def host_nbytes(self) -> int:
+        """Host memory of the whole process: its share of the tiers, and `process_memory`.
+
+        If the CPU computes, the HBM tier is host memory too.
+        """
+        tiers = [Tier.DRAM, Tier.CXL] + ([] if self.context_nbytes else [Tier.HBM])
+        return sum(self.peak(tier) for tier in tiers) + self.process_memory
 
     @property
     def bytes_per_parameter(self) -> float:

@@ -66,6 +66,7 @@ def plan_json(result: PlanResult) -> dict[str, Any]:
                 for part in result.memory.parts
             },
         },
+        "host": {"process": plan.process_memory, "peak": plan.host_nbytes},
     }
 
 
@@ -91,6 +92,7 @@ def infeasible_json(problem: InfeasibleError, budgets: dict[str, int]) -> dict[s
         "bytes_per_parameter": None,
         "phases": None,
         "working_memory": None,
+        "host": None,
     }
 
 
@@ -139,6 +141,11 @@ def tier_table(plan: Plan) -> Table:
             format_bytes(plan.peak(tier)),
             contents or "-",
         )
+    if plan.process_memory:
+        parts = "Python, PyTorch" + (", CUDA, compiler" if plan.context_nbytes else "")
+        whole = f"host memory in all {format_bytes(plan.host_nbytes)}"
+        process = format_bytes(plan.process_memory)
+        table.add_row("process", "-", "-", process, f"{parts}: outside the budgets; {whole}")
     return table
 
 

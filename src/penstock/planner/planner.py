@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
-from penstock.plan.budget import Budget, PathBudget, check_paths
+from penstock.plan.budget import Budget, PathBudget, check_paths, process_memory
 from penstock.plan.memory_interpolation import interpolated
 from penstock.plan.plan import Plan
 from penstock.plan.traffic import step_disk_writes
@@ -137,6 +137,7 @@ def plan_result(evaluator: PlanEvaluator, candidate: Candidate) -> PlanResult:
         budget=evaluator.budget,
         placement=evaluator.placement(candidate),
         pools=evaluator.pools(candidate),
+        process_memory=process_memory(evaluator.machine),
         note=evaluator.inventory.not_trainable,
     )
     cost = evaluator.cost(candidate)
@@ -147,8 +148,15 @@ def plan_result(evaluator: PlanEvaluator, candidate: Candidate) -> PlanResult:
         peaks=phase_peaks(*args, plan.pools),
         disk_writes=step_disk_writes(*args),
         memory=evaluator.memory,
-        assumed=evaluator.rates.assumed,
+        assumed=evaluator.rates.assumed + _assumed_process(evaluator.machine, plan),
     )
+
+
+def _assumed_process(machine: Machine, plan: Plan) -> tuple[str, ...]:
+    """Return the assumption about the memory of the process, unless it was measured."""
+    if machine.process_memory is not None:
+        return ()
+    return (f"{format_bytes(plan.process_memory)} for the process itself",)
 
 
 def least_budget(

@@ -22,7 +22,7 @@ from penstock.machine.machine import (
     Transfer,
 )
 from penstock.machine.sysfs import System
-from penstock.probe import compute, copies, memory, storage, sweep
+from penstock.probe import compute, copies, memory, process, storage, sweep
 from penstock.probe.measurement import Effort, OnProgress, Progress
 from penstock.units import GiB, MiB
 
@@ -117,7 +117,8 @@ class Session:
         nodes += sum(len(passes) for of in self._sweeps.values() for passes in of.values())
         transfers = sum(map(len, self._groups)) * len(self._nodes)
         requests = len(self._requests) * len(self._machine.storage)
-        return nodes + len(self._pairs) + transfers + self._num_gpu_figures + requests
+        figures = nodes + len(self._pairs) + transfers + self._num_gpu_figures + requests
+        return figures + 1  # the memory of a process
 
     @property
     def _num_gpu_figures(self) -> int:
@@ -138,6 +139,7 @@ class Session:
             transfers=self._probe_gpus(effort, progress),
             gpus=self._probe_compute(effort, progress),
             storage=self._probe_storage(effort, progress),
+            process_memory=self._probe_process(progress),
         )
         progress.report("done")
         return machine, tuple(progress.notes)
@@ -238,6 +240,14 @@ class Session:
         if index not in ordinals:
             raise ProbeError("CUDA does not list it in this process; check CUDA_VISIBLE_DEVICES")
         return compute.TorchGpuBenchmark(ordinals[index])
+
+    def _probe_process(self, progress: Progress) -> int | None:
+        # Without the GPUs the figure would lack CUDA and the compiler.
+        if self._machine.gpus and not self._options.gpus:
+            progress.done += 1
+            return None
+        measure = partial(process.measure_process, gpu=bool(self._machine.gpus))
+        return progress.measure("memory of a process", measure)
 
     def _probe_storage(self, effort: Effort, progress: Progress) -> tuple[StoragePath, ...]:
         paths = []

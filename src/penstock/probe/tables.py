@@ -28,6 +28,10 @@ def tables(result: ProbeResult) -> RenderableType:
         parts.append(_transfers_table(machine))
     parts += [_storage_table(path) for path in machine.storage if path.rates]
     parts = [part for table in parts for part in (table, Text())]
+    if machine.process_memory is not None:
+        size, loaded = format_bytes(machine.process_memory), "Python, PyTorch"
+        loaded += ", CUDA, compiler" if machine.gpus else ""
+        parts += [Text(f"Host memory of a process ({loaded}): {size}"), Text()]
     parts += [Text(f"note: {note}", style="yellow") for note in result.notes]
     parts.append(
         Text(

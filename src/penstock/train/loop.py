@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from penstock.checkpoint.errors import (
 from penstock.errors import NonFiniteLossError, PenstockError
 from penstock.records import to_json
 from penstock.settings import Settings, parse_interval
+from penstock.tiers import Tier
 from penstock.train.checkpoints import CheckpointSaver, RunPosition
 from penstock.train.errors import TokenRangeError, explain_host_out_of_memory, save_bad_batch
 from penstock.train.events import Listeners
@@ -24,6 +25,7 @@ from penstock.train.learning_rate import LearningRateSchedule
 from penstock.train.progress import View
 from penstock.train.signals import StopRequest
 from penstock.train.watchdog import Watchdog
+from penstock.units import format_bytes, format_bytes_up
 
 if TYPE_CHECKING:
     from penstock.data.batches import Batches
@@ -60,6 +62,7 @@ class TrainingLoop:
         self._evaluated_step: int | None = None
         self._sampled_step: int | None = None
         self._is_evaluating = False
+        self._exceeded: set[str] = set()  # memories that held more than planned
         # When a save was last tried. A failed save counts, so that it is not repeated every step.
         self._save_step, self._save_time = run.batches.step, time.monotonic()
 
@@ -113,14 +116,24 @@ class TrainingLoop:
             return
         self._scheduler.step()
         seconds = time.monotonic() - started
+        tiers, host = self._engine.tiers(), self._engine.host_memory()
         self._listeners.emit(
             "step",
             **metrics,
             epoch=round(self._batches.epoch, 6),
             seconds=seconds,
             tokens_per_second=batch["input_ids"].numel() / seconds,
-            tiers=self._engine.tiers(),
+            tiers=tiers,
+            host=host,
         )
+        self._note_excess(tiers | {"host": host})
+
+    def _note_excess(self, memories: Mapping[str, Mapping[str, int]]) -> None:
+        """Report every memory whose measured peak exceeds the plan, once."""
+        for name, nbytes in memories.items():
+            if nbytes["peak"] > nbytes["planned"] and name not in self._exceeded:
+                self._exceeded.add(name)
+                self._listeners.note(describe_excess(name, nbytes))
 
     def _check_tokens(self, batch: Any) -> None:
         token, rows = int(batch["input_ids"].max()), self._engine.inventory.vocabulary
@@ -256,11 +269,12 @@ class TrainingLoop:
         self._save_last()
         self._evaluate_and_sample()
         self._saver.publish()
+        tiers = self._engine.tiers()
         self._listeners.emit(
             "done",
             steps=self._batches.step,
-            peak_host_bytes=peak_host_nbytes(),
-            peak_hbm_bytes=self._engine.device.peak_nbytes(),
+            peak_host_bytes=self._engine.host_memory()["peak"],
+            peak_hbm_bytes=tiers[Tier.HBM.value]["peak"],
             out=self._out_text,
         )
 
@@ -274,11 +288,16 @@ class _StoppedError(Exception):
     """The user asked to stop during an evaluation."""
 
 
-def peak_host_nbytes() -> int:
-    """Return this process's peak resident memory; 0 if the kernel does not report it."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    peak = next((line for line in lines if line.startswith("VmHWM:")), "VmHWM: 0 kB")
-    return int(peak.split()[1]) * 1024
+def describe_excess(name: str, nbytes: Mapping[str, int]) -> str:
+    """Say by how much a tier, or the `host` memory of the process, exceeds the plan."""
+    peak, planned = nbytes["peak"], nbytes["planned"]
+    text = (
+        f"{name}: {format_bytes(peak)} in use, {format_bytes_up(peak - planned)} more than the "
+        f"planned {format_bytes(planned)}"
+    )
+    if name == "host":
+        return (
+            f"{text}. `penstock probe` measures what the process itself needs; until then a plan "
+            f"assumes it"
+        )
+    return f"{text}. Please report this: the plan should be an upper bound"

@@ -112,6 +112,7 @@ class LiveView:
         self._seconds: float | None = None
         self._step_started: float | None = None
         self._tiers: Mapping[str, Mapping[str, int]] = {}
+        self._host: Mapping[str, int] = {}
         self._live = rich.live.Live(
             console=self.console, get_renderable=self.render,
             refresh_per_second=REFRESH_PER_SECOND, transient=True,
@@ -130,7 +131,7 @@ class LiveView:
             self._tiers = event["tiers"]
         elif kind == "step":
             self._metrics = format_metrics(event)
-            self._tiers = event["tiers"]
+            self._tiers, self._host = event["tiers"], event["host"]
             self._seconds = _smooth(self._seconds, event["seconds"])
         elif line := format_event(event, self._steps):
             self.console.print(line, markup=False)
@@ -179,16 +180,20 @@ class LiveView:
         return f"{format_duration((self._steps - done) * seconds)} left"
 
     def _memory_bars(self) -> Table:
+        """Show what each tier holds now, and what the plan says; before a step, only the plan."""
         table = Table.grid(padding=(0, 1))
         cells: list[Any] = []
         for tier, usage in self._tiers.items():
-            if usage["budget"]:
-                share = usage["peak"] / usage["budget"]
-                cells += [
-                    Text(tier),
-                    ProgressBar(total=1.0, completed=min(1.0, share), width=10),
-                    Text(f"{format_bytes(usage['peak'])} of {format_bytes(usage['budget'])}  "),
-                ]
+            if not usage["budget"]:
+                continue
+            used = usage.get("used", 0)
+            cells += [
+                Text(tier),
+                ProgressBar(total=1.0, completed=min(1.0, used / usage["budget"]), width=10),
+                Text(format_usage(usage)),
+            ]
+        if self._host:
+            cells += [Text("host"), Text(format_usage(self._host))]
         table.add_row(*cells)
         return table
 
@@ -235,11 +240,23 @@ def format_event(event: Event, steps: int) -> str:
         case "done":
             return (
                 f"done: {event['steps']} steps; the model is in {event['out']}; "
-                f"peak host memory {format_bytes(event['peak_host_bytes'])}"
+                f"peak host memory {format_bytes(event['peak_host_bytes'])}, "
+                f"HBM {format_bytes(event['peak_hbm_bytes'])}"
             )
         case "note":
             return str(event["text"])
     return ""
+
+
+def format_usage(usage: Mapping[str, int]) -> str:
+    """Format measured and planned bytes of a tier.
+
+    Before the first step there is only the plan, whose bytes are in `peak`.
+    """
+    planned = format_bytes(usage.get("planned", usage["peak"]))
+    measured = f"{format_bytes(usage['used'])} of " if "used" in usage else ""
+    budget = f", budget {format_bytes(usage['budget'])}" if "budget" in usage else ""
+    return f"{measured}{planned} planned{budget}  "
 
 
 def format_metrics(event: Event) -> str:

@@ -75,6 +75,25 @@ def _process_name(pid: int) -> str:
         return "not visible here"
 
 
+def own_gpu_nbytes(uuid: str) -> int | None:
+    """Return what this process holds on a GPU, as the driver reports it; None if it does not.
+
+    The process must have a CUDA context there. In a container, the driver may list processes under
+    the numbers that they have outside; if it lists only one, that is the one.
+    """
+    with open_nvml() as nvml:
+        if nvml is None:
+            return None
+        try:
+            card = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            listed = nvml.nvmlDeviceGetComputeRunningProcesses(card)
+        except (nvml.NVMLError, AttributeError):
+            return None
+    found = [each for each in listed if each.pid == os.getpid()] or listed
+    nbytes = found[0].usedGpuMemory if len(found) == 1 else None
+    return None if nbytes is None else int(nbytes)
+
+
 def pci_gpus(system: System) -> list[str]:
     """Return the PCI addresses of NVIDIA display and 3D controllers, in bus order."""
     found = []
