@@ -97,7 +97,8 @@ def measure_engine(config: Any, args: argparse.Namespace) -> dict[str, Any]:
         seconds, losses = run_steps(engine.step, batches(config, args))
         timeline = summarize_timeline(engine.timeline())
         engine.finish()
-        hbm, tiers = device_peak(), engine.tiers()
+        hbm, tiers, process = device_peak(), engine.tiers(), engine.host_memory()
+        in_memory = engine.resident_nbytes()
         engine.close()
         del engine
     forget_device_peak()
@@ -106,6 +107,7 @@ def measure_engine(config: Any, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "start_up_seconds": start_up, "step_seconds": seconds, "losses": losses, "tiers": tiers,
         "timeline": timeline, "host_peak_nbytes": host.nbytes,
+        "host": process, "arenas_in_memory": in_memory,
         "hbm_allocated": hbm[0], "hbm_reserved": hbm[1], "predicted": predicted(args.plan),
     }  # fmt: skip
 

@@ -25,6 +25,7 @@ from bench.measuring import run_steps
 from bench.shapes import SHAPES, config_of
 from penstock.engine.prepare import prepare
 from penstock.roles import Moments
+from penstock.tiers import Tier
 
 SYMBOLS = 256
 
@@ -53,7 +54,7 @@ def curve(moments: Any, args: argparse.Namespace) -> dict[str, Any]:
         with prepare(folder, budget=budget, **settings) as engine:
             seconds, losses = run_steps(engine.step, batches(args))
             engine.finish()
-            at_rest = sum(parts["at_rest"] for parts in engine.tiers().values())
+            at_rest = sum(engine.plan.at_rest(tier) for tier in Tier)
     return {"losses": losses, "step_seconds": seconds, "at_rest_nbytes": at_rest}
 
 

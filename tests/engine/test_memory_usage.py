@@ -39,7 +39,7 @@ def test_the_arenas_are_in_memory_as_planned_to_the_byte(way: Way, tmp_path: Pat
     with setup.engine(way, tmp_path) as engine:
         engine.step(setup.batches(1)[0])
         tiers, plan = engine.tiers(), engine.plan
-        in_memory = engine._memory.tiers.usage.resident_nbytes()
+        in_memory = engine.resident_nbytes()
 
         assert in_memory == plan.peak(Tier.DRAM) + plan.peak(Tier.CXL)
         assert in_memory == tiers["dram"]["used"] + tiers["cxl"]["used"]
@@ -76,7 +76,7 @@ def test_a_larger_arena_shows_in_the_tiers(
         dram = engine.tiers()["dram"]
 
         assert dram["used"] - dram["planned"] == excess
-        assert engine._memory.tiers.usage.resident_nbytes() - dram["planned"] == excess
+        assert engine.resident_nbytes() - dram["planned"] == excess
 
 
 LARGE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 8000}

@@ -414,6 +414,13 @@ class Engine:
         found[Tier.HBM.value]["tensors"] = 0 if self._closed else usage.device_memory().allocated
         return found
 
+    def resident_nbytes(self) -> int:
+        """Return how much of DRAM and CXL memory in `tiers` the OS really has in memory.
+
+        It counts page by page, which takes seconds for 100 GiB.
+        """
+        return self._memory.tiers.usage.resident_nbytes()
+
     def host_memory(self) -> dict[str, int]:
         """Return the resident host memory of the whole process, in bytes.
 

@@ -21,7 +21,7 @@ from penstock.planner.infeasible import infeasible_error
 from penstock.planner.search import THOROUGH, SearchEffort, first_fit, search
 from penstock.planner.staging_pieces import piece_sizes
 from penstock.tiers import Tier
-from penstock.units import KiB, MiB
+from penstock.units import KiB, MiB, format_bytes
 
 _CEILING = 1 << 50
 """More bytes than any machine has. What does not fit in this never fits."""
