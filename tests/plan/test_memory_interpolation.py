@@ -41,7 +41,15 @@ def test_other_sizes_need_two_questions_in_all() -> None:
     source = Affine()
     between = interpolated(source, BASE)
 
-    for context, micro_batch in ((2048, 2), (2048, 4), (1024, 8), (4096, 1), (8192, 1), (8192, 2)):
+    for context, micro_batch in (
+        (2048, 2),
+        (2048, 4),
+        (1024, 8),
+        (4096, 1),
+        (8192, 1),
+        (8192, 2),
+        (64, 1),
+    ):
         found = between(MODEL, sized(context, micro_batch))
         assert found == Affine()(MODEL, sized(context, micro_batch))
     assert set(source.asked) == {2 * 4096, 2 * 1024}
@@ -52,10 +60,3 @@ def test_the_size_itself_is_exact_and_needs_one_question() -> None:
 
     assert interpolated(source, BASE)(MODEL, replace(BASE, batch=16)) == source(MODEL, BASE)
     assert set(source.asked) == {2 * 4096}
-
-
-def test_small_sizes_need_no_less_than_the_smallest_question() -> None:
-    source = Affine()
-    found = interpolated(source, BASE)(MODEL, sized(64, 1))
-
-    assert found == Affine()(MODEL, sized(1024, 2))

@@ -20,7 +20,7 @@ def interpolated(source: WorkingMemorySource, base: Workload) -> WorkingMemorySo
     """Return a source that asks another for two sizes only: that of `base`, and a smaller one.
 
     The figures for `base` are exact. For other numbers of tokens per micro-batch they lie on a
-    line, and never below those for the smaller size.
+    line.
     """
 
     def find(inventory: Inventory, workload: Workload, /) -> WorkingMemory:
@@ -34,7 +34,7 @@ def interpolated(source: WorkingMemorySource, base: Workload) -> WorkingMemorySo
         small, least = source(inventory, shorter), _tokens(shorter)
         if most == least or [p.name for p in small.parts] != [p.name for p in large.parts]:
             return large
-        return _between(small, large, max(0.0, (tokens - least) / (most - least)))
+        return _between(small, large, (tokens - least) / (most - least))
 
     return find
 

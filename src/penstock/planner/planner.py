@@ -78,12 +78,17 @@ def make_plan(
     result = find_plan(inventory, workload, budget, machine, effort=effort, source=source)
     if result is None:
         args = (inventory, workload, budget, machine)
-        # Suggestions try many other workloads, which are not traced one by one.
-        other = interpolated(source, workload)
+        # Suggestions try many other workloads. Only those that seem to fit are traced.
+        quick = interpolated(source, workload)
+
+        def enough(other: Workload, budget: Budget, machine: Machine) -> bool:
+            args = (inventory, other, budget, machine)
+            return fits(*args, source=quick) and fits(*args, source=source)
+
         raise infeasible_error(
             *args,
             least=least_budget(*args, source=source),
-            fits=lambda *changed: fits(inventory, *changed, source=other),
+            fits=enough,
         )
     return result
 
