@@ -138,6 +138,37 @@ def test_a_run_with_a_plan_file_follows_it(data: Path, tmp_path: Path) -> None:
     assert planned == trained_file(tmp_path, model, data, followed)
 
 
+def test_a_plan_file_with_compiled_layers_is_refused_without_kernels(
+    data: Path, tmp_path: Path
+) -> None:
+    """`penstock plan --machine h200` assumes kernels that the CPU does not have."""
+    model = config_directory(tmp_path / "model", "llama")
+    path = str(tmp_path / "h200.json")
+    sizes = ["--hbm", "4GiB", "--dram", "64MiB", "--batch", "4", "--machine", "h200"]
+    assert run_command(["plan", model, *SIZES, *sizes, "-o", path, "--json"]).code == 0
+    assert Plan.load(path).workload.numerics.compiled
+
+    more = ["--data", str(data), "--out", str(tmp_path / "out"), "--init", "random"]
+    refused = run_command(["train", model, "--plan", path, "--steps", "1", *more])
+
+    assert refused.code == 1
+    assert "does not run compiled layers" in refused.errors
+    assert "penstock plan --machine this" in refused.errors
+
+
+def test_a_drive_that_is_not_here_is_refused_by_both(data: Path, tmp_path: Path) -> None:
+    model = config_directory(tmp_path / "model", "llama")
+    flags = [model, *SIZES, *RESIDENT, "--nvme", "/no/such/place:1GiB"]
+    more = ["--data", str(data), "--out", str(tmp_path / "out"), "--init", "random"]
+
+    for command in (["plan", *flags, "--machine", "this"], ["train", *flags, *more]):
+        refused = run_command(command)
+        assert refused.code != 0
+        assert "/no/such/place is neither a directory nor a block device" in refused.errors
+    elsewhere = [*flags, "--hbm", "4GiB", "--machine", "h200"]
+    assert run_command(["plan", *elsewhere, "--json"]).code == 0
+
+
 def test_the_default_batch_and_context_come_from_the_settings_alone(tmp_path: Path) -> None:
     """No command and no function has a default of its own."""
     model = config_directory(tmp_path / "model", "llama")

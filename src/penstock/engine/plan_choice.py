@@ -121,14 +121,15 @@ def plan_request(
     return PlanRequest(inventory, workload, limits, machine, remarks, source)
 
 
-def load_plan(path: str, inventory: Inventory, target: TargetMachine) -> PlanChoice:
-    """Load a plan. Raises PlanError unless it is for this model and this machine can follow it."""
-    plan = Plan.load(path)
+def check_plan(plan: Plan, inventory: Inventory, target: TargetMachine, *, path: str) -> PlanChoice:
+    """Check a plan from a file: is it for this model, and can the machine follow it?
+
+    Raises PlanError otherwise.
+    """
     plan.check_model(inventory)
     machine, _ = with_paths(target.machine, plan.budget)
     plan.check(machine)
-    numerics = plan.workload.numerics
-    if numerics.compiled and not target.kernels:
+    if plan.workload.numerics.compiled and not target.kernels:
         raise PlanError(
             "workload.numerics.compiled",
             f"is true, but {machine.name or 'this machine'} does not run compiled layers: that "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.plan_choice import budget_paths, load_plan, plan_request
+from penstock.engine.plan_choice import budget_paths, check_plan, plan_request
 from penstock.errors import PlanError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
@@ -113,12 +113,14 @@ def plan_for(
     device: str | None = None,
 ) -> Plan:
     """Make the plan that `prepare` makes, or load the one that the settings name."""
+    path = settings.memory.plan if budget is None else None
+    plan = None if path is None else Plan.load(path)
     limits = settings.memory.budgets if budget is None else budget
-    target = this_machine(device, budget_paths(limits))
+    target = this_machine(device, budget_paths(limits if plan is None else plan.budget))
     if machine is not None:
         target = replace(target, machine=machine)
-    if budget is None and settings.memory.plan is not None:
-        return load_plan(settings.memory.plan, inventory, target).plan
+    if plan is not None and path is not None:
+        return check_plan(plan, inventory, target, path=path).plan
     request = plan_request(
         inventory, settings, target, config=config,
         budget=limits, accumulate=accumulate, compiled=compiled, own_loss=own_loss,

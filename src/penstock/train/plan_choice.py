@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.engine.plan_choice import PlanChoice, budget_paths, load_plan, plan_request
+from penstock.engine.plan_choice import PlanChoice, budget_paths, check_plan, plan_request
 from penstock.errors import SettingsError
 from penstock.plan.budget import Budget
 from penstock.plan.plan import Plan
@@ -26,12 +26,15 @@ def choose_plan(
     A resumed run keeps the numerics of its checkpoint, even with other budgets. Returns the plan
     and remarks for the user.
     """
-    budgets, path = settings.memory.budgets, settings.memory.plan
-    target = this_machine(paths=budget_paths(budgets))
+    path = settings.memory.plan
     if path is not None:
-        choice = load_plan(path, model.inventory, target)
+        plan = Plan.load(path)
+        remove_leftover_stores(plan.budget)  # before the check of the free space
+        target = this_machine(paths=budget_paths(plan.budget))
+        choice = check_plan(plan, model.inventory, target, path=path)
         _check_settings(settings, path)
         return choice, ()
+    target = this_machine(paths=budget_paths(settings.memory.budgets))
     request = plan_request(model.inventory, settings, target, config=model.config, steps=steps)
     remove_leftover_stores(request.budget)
     numerics = resumed_numerics(request.workload.numerics, resume, settings)
