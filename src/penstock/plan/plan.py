@@ -170,9 +170,9 @@ class Plan:
 
     def check(self, machine: Machine) -> None:
         """Raise PlanError unless the machine has the memory that the plan needs."""
-        memories = [gpu.memory for gpu in machine.gpus if gpu.memory is not None]
-        if machine.gpus and memories:
-            _check_capacity("hbm", "the GPU", self.peak(Tier.HBM), max(memories))
+        memory = machine.gpus[0].memory if machine.gpus else None
+        if memory is not None:
+            _check_capacity("hbm", "the GPU", self.peak(Tier.HBM), memory)
         by_node: Counter[int] = Counter()
         by_path: Counter[str] = Counter()
         for _, share in self._shares:
