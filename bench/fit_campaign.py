@@ -53,7 +53,8 @@ import torch
 
 from bench import certificate
 from bench.fit_cases import TINY, Case, Limits, draw_batches, draw_case, make_config
-from penstock.engine.prepare import inspect_model, plan_for, prepare
+from penstock.engine.plan_choice import PlanRequest, plan_request
+from penstock.engine.prepare import inspect_model, prepare
 from penstock.errors import (
     DeviceMemoryError,
     InfeasibleError,
@@ -64,9 +65,10 @@ from penstock.errors import (
 from penstock.plan.budget import Budget
 from penstock.plan.buffers import CONTEXT
 from penstock.plan.plan import Plan
+from penstock.probe.machine_choice import this_machine
 from penstock.settings import Settings
 from penstock.tiers import Tier
-from penstock.units import GiB, MiB, format_bytes
+from penstock.units import GiB, KiB, format_bytes
 
 Record = dict[str, Any]
 
@@ -172,17 +174,26 @@ def _plan_and_train(
         asked.pop("micro_batch")
     compiled = None if case.compiled else False
     settings = Settings().replace(asked)
-    _, inventory = inspect_model(folder, settings)
+    config, inventory = inspect_model(folder, settings)
+    target = this_machine(args.device)
+
+    def request(hbm: int) -> PlanRequest:
+        budget = Budget(hbm=hbm, dram=MANY_BYTES)
+        return plan_request(
+            inventory, settings, target, config=config, budget=budget, compiled=compiled
+        )
 
     def plan(hbm: int) -> Plan:
-        budget = Budget(hbm=hbm, dram=MANY_BYTES)
-        return plan_for(inventory, settings, budget=budget, compiled=compiled, device=args.device)
+        return request(hbm).make_plan().plan
 
     began = time.perf_counter()
     least = find_least(plan)
     first = plan(least)
+    asked_for = request(least)
+    memory = asked_for.source(inventory, asked_for.workload)
     record |= {"plan_seconds": round(time.perf_counter() - began, 2), "least_hbm": least,
-               "parameters": inventory.parameters(), **_plan_record(first)}  # fmt: skip
+               "parameters": inventory.parameters(), "memory_origin": memory.origin,
+               "memory_remark": memory.remark, **_plan_record(first)}  # fmt: skip
     claim(first.peak(Tier.HBM) * 9 // 8, first.peak(Tier.DRAM) * 9 // 8 + 3 * GiB)
     if args.below:
         _lower_limit(int((1 - args.below) * least))
@@ -204,12 +215,12 @@ def _plan_and_train(
 def find_least(plan: Callable[[int], Plan]) -> int:
     """Return the least HBM that the planner names when it is offered too little."""
     try:
-        plan(1 * MiB)
+        plan(64 * KiB)
     except InfeasibleError as error:
         least = error.least["hbm"]
         assert least is not None
         return least
-    raise AssertionError("a plan fits in 1 MiB of HBM")
+    raise AssertionError("a plan fits in 64 KiB of HBM")
 
 
 def _plan_record(plan: Plan) -> Record:
@@ -443,6 +454,7 @@ def summarize(records: Sequence[Record]) -> Record:
         "not_finite": sum(r["outcome"] == "not finite" for r in at_least),
         "trained": sum(r["outcome"] in TRAINED for r in at_least),
         "families": dict(Counter(r["case"]["family"] for r in at_least)),
+        "memory_origins": dict(Counter(r.get("memory_origin", "unknown") for r in at_least)),
         "compiled": sum(r["case"]["compiled"] for r in at_least),
         "packed": sum(r["case"]["packed"] for r in at_least),
         "used_share": _percentiles(shares),

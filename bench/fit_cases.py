@@ -128,8 +128,12 @@ def _draw_config(drawn: random.Random, family: str, context: int, limits: Limits
     }  # fmt: skip
     if "head_dim" in known:
         config["head_dim"] = head
-        unit = drawn.choices((64, 8, 2), (4, 5, 1))[0]
-        config["hidden_size"] = max(unit, drawn.randint(low, high) // unit * unit)
+        # transformers wants a multiple of the number of heads, whatever their size is.
+        every = [size for size in range(low, high + 1) if size % math.lcm(2, heads) == 0]
+        rounded = [size for size in every if size % 8 == 0]
+        config["hidden_size"] = drawn.choice(
+            (rounded if rounded and drawn.random() < 0.9 else every) or [heads * head]
+        )
     if "num_key_value_heads" in known:
         config["num_key_value_heads"] = drawn.choice(
             [n for n in range(1, heads + 1) if not heads % n]

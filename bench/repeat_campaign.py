@@ -145,13 +145,13 @@ class Combination:
     def budgets(self) -> dict[str, list[str]]:
         """Return the flags of each budget: all in HBM, streamed from DRAM, and from NVMe."""
         settings = Settings().replace(self.settings())
-        _, inventory = inspect_model(self.folder / "model", settings)
+        config, inventory = inspect_model(self.folder / "model", settings)
         disk = self.folder / "disk"
         disk.mkdir(exist_ok=True)
 
         def least(tier: str, budget: Budget) -> int:
             try:
-                plan_for(inventory, settings, budget=budget)
+                plan_for(inventory, settings, config=config, budget=budget)
                 return budget.of(Tier(tier))
             except InfeasibleError as error:
                 found = error.least[tier]
