@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -68,6 +68,31 @@ def trace_model(
     bare: nn.Module, inventory: Inventory, workload: Workload, *, on_gpu: bool
 ) -> WorkingMemory:
     """Trace the working memory of a model without weights. Its buffers become fake tensors."""
+    peaks: dict[tuple[str, str], int] = {}
+    inputs = arguments = 0
+    for traced in trace_parts(bare, inventory, workload, on_gpu=on_gpu):
+        key = (traced.part.name, traced.part.phase)
+        peaks[key] = max(peaks.get(key, 0), traced.peak)
+        inputs = max(inputs, _input_nbytes(traced.part.micro))
+        if isinstance(traced.part, EmbeddingForward):
+            arguments = traced.kept
+    return WorkingMemory(parts=_parts(peaks), inputs=inputs, arguments=arguments, origin="traced")
+
+
+class TracedPart(NamedTuple):
+    """A part of a step, and the memory that it needs."""
+
+    part: StepPart
+    peak: int
+    """The most bytes alive at any time."""
+    kept: int
+    """Bytes that stay alive when the part has run."""
+
+
+def trace_parts(
+    bare: nn.Module, inventory: Inventory, workload: Workload, *, on_gpu: bool
+) -> list[TracedPart]:
+    """Trace every part of a step separately. The model's buffers become fake tensors."""
     numerics = workload.numerics
     split_model = SplitModel(
         bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled
@@ -75,23 +100,16 @@ def trace_model(
     micros = example_micro_batches(inventory, workload, torch.device("cpu"))
     # Tensors that are no buffers of the model, such as constants in its code, are real.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    _make_buffers_fake(bare, fake)
-    for layer in split_model.layers:
-        _make_buffers_fake(layer, fake)
+    for module in (bare, *split_model.layers):
+        _make_buffers_fake(module, fake)
     micros = [_make_fake(micro, fake) for micro in micros]
-    inputs = max(map(_input_nbytes, micros))
     attention = attending_as_on_gpu() if on_gpu else contextlib.nullcontext()
-    peaks: dict[tuple[str, str], int] = {}
-    arguments = 0
+    found = []
     with fake, attention, _ScalarAnswers(workload.context):
         for part in step_parts(split_model, inventory, workload, CpuDevice(), micros=micros):
-            key = (part.name, part.phase)
             with _prepared(part):
-                peak, kept = trace_part(part, split_model, on_gpu=on_gpu)
-            peaks[key] = max(peaks.get(key, 0), peak)
-            if isinstance(part, EmbeddingForward):
-                arguments = kept
-    return WorkingMemory(parts=_parts(peaks), inputs=inputs, arguments=arguments, origin="traced")
+                found.append(TracedPart(part, *trace_part(part, split_model, on_gpu=on_gpu)))
+    return found
 
 
 def trace_part(part: StepPart, split_model: SplitModel, *, on_gpu: bool) -> tuple[int, int]:
