@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ import torch
 from penstock.errors import DeviceMemoryError
 from penstock.machine.discovery.gpus import gpu_processes, own_gpu_nbytes
 from penstock.model import autograd_warmup
+from penstock.model.storage_counter import StorageCounter
 from penstock.optim import device_norms, device_sweep, sweep
 from penstock.optim.norms import GradStats
 from penstock.optim.rules import RuleName
@@ -46,9 +47,23 @@ class DeviceMemory:
     """Highest value of `reserved` since `Device.reset_peak`."""
 
 
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """Device memory that some work needed at its peak, in bytes beyond what there was before."""
+
+    allocated: int
+    """In tensors."""
+    reserved: int
+    """Held by torch's allocator, which had nothing unused before."""
+    kept: int
+    """In tensors that exist after the work."""
+
+
 class Device(Protocol):
     """The operations that the engine needs from the hardware that computes."""
 
+    name: str
+    """Product name, as the driver reports it."""
     torch_device: torch.device
     pinned: bool
     """Whether host memory must be pinned for copies to be fast and asynchronous."""
@@ -91,6 +106,9 @@ class Device(Protocol):
     def memory(self) -> DeviceMemory:
         """Return how much memory is allocated, reserved and free now."""
 
+    def measure_peak(self, work: Callable[[], None]) -> PeakMemory:
+        """Run `work`, wait for it, and return how much memory it needed at its peak."""
+
     def reset_peak(self) -> None:
         """Let `DeviceMemory.peak` start from what is reserved now."""
 
@@ -115,6 +133,7 @@ class CpuDevice:
     """The CPU in place of a GPU: its `hbm` tier is host memory, and every call is synchronous."""
 
     def __init__(self) -> None:
+        self.name = "cpu"
         self.torch_device = torch.device("cpu")
         self.pinned = False
         self._allocated = self._peak = 0
@@ -171,6 +190,11 @@ class CpuDevice:
             total=os.sysconf("SC_PHYS_PAGES") * page,
         )
 
+    def measure_peak(self, work: Callable[[], None]) -> PeakMemory:
+        with StorageCounter() as counter:
+            work()
+        return PeakMemory(allocated=counter.peak, reserved=counter.peak, kept=counter.live())
+
     def reset_peak(self) -> None:
         self._peak = self._allocated
 
@@ -192,6 +216,7 @@ class CudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
+        self.name = torch.cuda.get_device_properties(self.torch_device).name
         self.pinned = True
         self._streams: dict[str, Any] = {}
         autograd_warmup.warm_up_autograd(self.torch_device)
@@ -272,6 +297,20 @@ class CudaDevice:
             peak=torch.cuda.max_memory_reserved(self.torch_device),
             free=free,
             total=total,
+        )
+
+    def measure_peak(self, work: Callable[[], None]) -> PeakMemory:
+        self.synchronize()
+        torch.cuda.empty_cache()  # pages that are reserved already would hide those that are needed
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = self.memory()
+        work()
+        self.synchronize()
+        after = self.memory()
+        return PeakMemory(
+            allocated=torch.cuda.max_memory_allocated(self.torch_device) - before.allocated,
+            reserved=torch.cuda.max_memory_reserved(self.torch_device) - before.reserved,
+            kept=after.allocated - before.allocated,
         )
 
     def reset_peak(self) -> None:

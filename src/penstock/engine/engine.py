@@ -228,6 +228,8 @@ class Engine:
         self._computer = Computer(self._memory, split_model, loss, mover, placement)
         self._computer.seed = settings.seed
         self._runner = Runner(self._memory, self._computer, mover)
+        self.plan_change = ""
+        """What the rehearsal changed in the plan, in a sentence for the user; "" if nothing."""
         self.steps = 0
         """Number of optimizer steps made."""
         self.batches = 0

@@ -7,24 +7,29 @@ pass, so the same settings on the same machine give the same plan file.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.engine.memory_source import working_memory_source
-from penstock.errors import PlanError, SettingsError
+from penstock.errors import InfeasibleError, PlanError, SettingsError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, parse_budget, with_paths
+from penstock.plan.buffers import CONTEXT
 from penstock.plan.plan import Plan
-from penstock.plan.working_memory import WorkingMemorySource
+from penstock.plan.working_memory import WorkingMemory, WorkingMemorySource
 from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Workload, default_numerics
 from penstock.planner import PlanResult, make_plan
 from penstock.planner.resource_names import long_name
 from penstock.probe.machine_choice import TargetMachine
+from penstock.roles import Role
 from penstock.settings import Settings
+from penstock.tiers import Tier
+from penstock.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,59 @@ def check_plan(plan: Plan, inventory: Inventory, target: TargetMachine, *, path:
             where=path,
         )
     return PlanChoice(plan, machine)
+
+
+def fit_plan(plan: Plan, request: PlanRequest | None, measured: WorkingMemory) -> tuple[Plan, str]:
+    """Return a plan within the same budgets that has room for what a rehearsal measured.
+
+    The plan stays as it is if it is large enough. If only its budget is, the placement stays and
+    its pools grow. Otherwise the plan is made again from its `request`, with the same numerics. A
+    plan without a request is the user's own, and not made again.
+
+    Returns the plan, and a sentence for the user about what changed; "" if nothing did. Raises
+    InfeasibleError or PlanError if nothing fits.
+    """
+    needed = None
+    with contextlib.suppress(PlanError):  # more than the budget
+        needed = plan.with_memory(measured)
+    if needed is not None and _is_covered(needed, plan):
+        return plan, ""
+    found = (
+        f"the rehearsal measured {format_bytes(measured.peak)} of working memory "
+        f"({measured.largest.name}), the plan had {format_bytes(_pool(plan, 'working memory'))}"
+    )
+    if needed is not None:
+        more = format_bytes(needed.peak(Tier.HBM) - plan.peak(Tier.HBM))
+        return needed, f"{found}; the HBM budget has room for {more} more"
+    if request is None:
+        raise PlanError(
+            "pools",
+            f"are too small on this GPU: {found}, and the rest of its HBM budget of "
+            f"{format_bytes(plan.budget.hbm)} is too small for the difference. Make a new plan, "
+            f"which will use what was measured: run `penstock plan` again, or leave --plan out",
+        )
+    try:
+        again = replace(request, source=lambda *_: measured).make_plan().plan
+    except InfeasibleError as error:
+        raise InfeasibleError(f"{error.problem}: {found}", least=error.least) from None
+    before, after = _resident_blocks(plan), _resident_blocks(again)
+    return again, f"{found}; planned again: {after} blocks stay in HBM instead of {before}"
+
+
+def _is_covered(needed: Plan, plan: Plan) -> bool:
+    """Return whether a plan has the HBM that another needs, in torch's allocator and beside it."""
+    contexts = _pool(needed, CONTEXT), _pool(plan, CONTEXT)
+    return needed.peak(Tier.HBM) <= plan.peak(Tier.HBM) and contexts[0] <= contexts[1]
+
+
+def _pool(plan: Plan, what: str) -> int:
+    return sum(pool.nbytes for pool in plan.pools if pool.what == what)
+
+
+def _resident_blocks(plan: Plan) -> int:
+    """Return the number of blocks whose weights stay in HBM."""
+    homes = (block.home(Role.WEIGHT) for block in plan.placement.blocks)
+    return sum(home is not None and home.shares[0].tier is Tier.HBM for home in homes)
 
 
 def budget_for(machine: Machine, budget: Budget | Mapping[str, Any]) -> Budget:

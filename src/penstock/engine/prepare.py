@@ -7,22 +7,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.plan_choice import budget_paths, check_plan, plan_request
+from penstock.engine.plan_choice import (
+    PlanChoice,
+    PlanRequest,
+    budget_paths,
+    check_plan,
+    fit_plan,
+    plan_request,
+)
 from penstock.errors import PlanError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget
+from penstock.plan.memory_cache import memory_key, save_memory
 from penstock.plan.plan import Plan
+from penstock.plan.working_memory import WorkingMemory
 from penstock.probe.machine_choice import this_machine
 from penstock.settings import Settings
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from penstock.engine.device import Device
     from penstock.engine.engine import Engine, EngineSettings
     from penstock.engine.loss import LossFunction
     from penstock.engine.optimizer import Grouping
+    from penstock.engine.rehearsal import Progress
     from penstock.engine.tier_memory import StoreSettings
+    from penstock.model.split import SplitModel
 
 ARGUMENTS = (
     *("context", "batch", "micro_batch", "dtype", "moments", "clip", "steps", "freeze", "blocks"),
@@ -36,7 +48,7 @@ def prepare(
     model: str | Path | nn.Module,
     *,
     budget: Budget | Mapping[str, Any] | None = None,
-    plan: Plan | None = None,
+    plan: Plan | PlanChoice | None = None,
     machine: Machine | None = None,
     optimizer: Mapping[str, Any] | None = None,
     param_groups: Grouping | None = None,
@@ -47,6 +59,8 @@ def prepare(
     device: str | None = None,
     sweep_threads: int | None = None,
     store: StoreSettings | None = None,
+    rehearse: bool | None = None,
+    progress: Progress | None = None,
     settings: Settings | None = None,
     **arguments: Any,
 ) -> Engine:
@@ -56,7 +70,9 @@ def prepare(
         model: Hugging Face model ID, model directory, or a live transformers model.
         budget: Memory budgets, as a `Budget` or in the form the command line takes:
             `{"dram": "16GiB", "nvme": ["/mnt/nvme:400GiB"]}`. Tiers that are left out are `auto`.
-        plan: Plan to follow. By default, the best plan for the budgets.
+        plan: Plan to follow. By default, the best plan for the budgets. A `PlanChoice` that was
+            made for budgets is made again if the rehearsal shows that it is too small; a `Plan` is
+            never changed.
         machine: Machine to plan for. By default, this one.
         optimizer: AdamW hyperparameters `lr`, `betas`, `eps` and `weight_decay`.
         param_groups: Function from named parameters to parameter groups. By default, matrices are
@@ -68,6 +84,9 @@ def prepare(
         device: `cpu` or `cuda`. By default, the GPU if there is one.
         sweep_threads: Number of CPU threads of the optimizer sweep.
         store: Options of the store on NVMe.
+        rehearse: Run every kind of layer once before memory is allocated, to measure what a step
+            needs and to compile. By default, on a GPU.
+        progress: Called with work done, the total and a description while the engine is prepared.
         settings: Settings to start from. By default, every setting has its default.
         **arguments: Settings by name: context, batch, micro_batch, dtype, moments, clip, steps,
             freeze, blocks, deterministic, seed, init, model_config, revision, trust_remote_code,
@@ -85,22 +104,29 @@ def prepare(
     options = _EngineOptions(
         optimizer=chosen.schedule.adamw | dict(optimizer or {}), param_groups=param_groups,
         loss=loss, store=store, device=device, sweep_threads=sweep_threads,
-        load_weights=load_weights,
+        load_weights=load_weights, rehearse=rehearse, progress=progress,
     )  # fmt: skip
     config, inventory = inspect_model(model, chosen)
     if plan is None:
-        plan = plan_for(
+        plan = choose_plan(
             inventory, chosen, config=config, budget=budget, machine=machine, accumulate=accumulate,
             compiled=compiled, own_loss=loss is not None, device=device,
         )  # fmt: skip
+    # A plan that was made for budgets may be made again; one that the caller brings may not.
+    plan, request = (plan, None) if isinstance(plan, Plan) else (plan.plan, plan.request)
     plan.check_model(inventory)
     if loss is not None and plan.workload.numerics.loss_kernel == "fused":
         raise PlanError("loss_kernel", "is fused, which supports no custom loss function; plan "
                         "again with the function, or leave the function out")  # fmt: skip
-    return _build_engine(model, config, inventory, plan, chosen, options)
+    return _build_engine(model, config, inventory, plan, request, chosen, options)
 
 
-def plan_for(
+def plan_for(inventory: Inventory, settings: Settings, **arguments: Any) -> Plan:
+    """Make the plan that `prepare` makes; the arguments are those of `choose_plan`."""
+    return choose_plan(inventory, settings, **arguments).plan
+
+
+def choose_plan(
     inventory: Inventory,
     settings: Settings,
     *,
@@ -111,7 +137,7 @@ def plan_for(
     compiled: bool | None = None,
     own_loss: bool = False,
     device: str | None = None,
-) -> Plan:
+) -> PlanChoice:
     """Make the plan that `prepare` makes, or load the one that the settings name."""
     path = settings.memory.plan if budget is None else None
     plan = None if path is None else Plan.load(path)
@@ -120,12 +146,12 @@ def plan_for(
     if machine is not None:
         target = replace(target, machine=machine)
     if plan is not None and path is not None:
-        return check_plan(plan, inventory, target, path=path).plan
+        return check_plan(plan, inventory, target, path=path)
     request = plan_request(
         inventory, settings, target, config=config,
         budget=limits, accumulate=accumulate, compiled=compiled, own_loss=own_loss,
     )  # fmt: skip
-    return request.make_plan().plan
+    return request.make_plan()
 
 
 def inspect_model(
@@ -181,6 +207,8 @@ class _EngineOptions:
     device: str | None
     sweep_threads: int | None
     load_weights: bool
+    rehearse: bool | None
+    progress: Progress | None
 
 
 def _build_engine(
@@ -188,6 +216,7 @@ def _build_engine(
     config: Any,
     inventory: Inventory,
     plan: Plan,
+    request: PlanRequest | None,
     settings: Settings,
     options: _EngineOptions,
 ) -> Engine:
@@ -207,6 +236,7 @@ def _build_engine(
     check_free_memory(device, plan)
     dtype, numerics = weight_dtype(plan.workload.dtype), plan.workload.numerics
     with explain_out_of_memory(device, plan, "the engine"):
+        key = memory_key(config, inventory, plan.workload, device.name)
         if isinstance(model, str | Path):
             trust = settings.model.trust_remote_code
             bare = build_model(config, dtype, device.torch_device, trust_remote_code=trust)
@@ -218,14 +248,45 @@ def _build_engine(
             bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
             deterministic=numerics.deterministic,
         )  # fmt: skip
+        measured = _rehearse(plan, inventory, split_model, device, options)
+    plan_change = ""
+    if measured is not None:
+        if options.loss is None:
+            save_memory(key, measured)
+        plan, plan_change = fit_plan(plan, request, measured)
+    with explain_out_of_memory(device, plan, "the engine"):
+        check_free_memory(device, plan)
         engine = Engine(plan, inventory, split_model, device, _engine_settings(settings, options))
+        engine.plan_change = plan_change
         try:
             if options.load_weights:
+                if options.progress is not None:
+                    options.progress(0, 0, "loading weights")
                 _load_weights(engine, model, state_dict, settings)
         except BaseException:
             engine.close()
             raise
     return engine
+
+
+def _rehearse(
+    plan: Plan, inventory: Inventory, split_model: SplitModel, device: Device,
+    options: _EngineOptions,
+) -> WorkingMemory | None:  # fmt: skip
+    """Measure what a step needs; return None without a rehearsal.
+
+    It runs even if the same was measured before: it compiles the layers, which takes most of its
+    time and would otherwise happen in the first step.
+    """
+    from penstock.engine.rehearsal import rehearse
+
+    on_gpu = device.torch_device.type == "cuda"
+    if not (on_gpu if options.rehearse is None else options.rehearse):
+        return None
+    return rehearse(
+        split_model, inventory, plan.workload, device,
+        limit=plan.allocator_nbytes, loss=options.loss, progress=options.progress,
+    )  # fmt: skip
 
 
 def _engine_settings(settings: Settings, options: _EngineOptions) -> EngineSettings:

@@ -92,16 +92,13 @@ def plan_pools(
         for each in schedules
     )
     staging = _packed_nbytes(staging_lifetimes(inventory, schedule, placement, formats))
-    on_gpu = context_nbytes > 0
+    measured = memory_pools(workload, placement.rounds, memory, context_nbytes=context_nbytes)
     hbm = {
-        CONTEXT: context_nbytes,
+        CONTEXT: measured.pop(CONTEXT),
         "weight slots": weights,
         "gradient buffers": gradients,
         "hidden states in flight": hidden_nbytes(inventory, workload, placement.rounds),
-        "batch and layer arguments": arguments_nbytes(workload, placement.rounds, memory),
-        "working memory": memory.peak,
-        "library buffers": memory.libraries if on_gpu else 0,
-        "allocator slack": memory.gaps + ALLOCATOR_PAGES if on_gpu else 0,
+        **measured,
     }
     pipes = pipe_lanes(workload, placement)
     dram = {
@@ -111,6 +108,20 @@ def plan_pools(
     pools = [BufferPool(tier=Tier.HBM, what=k, nbytes=v) for k, v in hbm.items()]
     pools += [BufferPool(tier=Tier.DRAM, what=k, nbytes=v) for k, v in dram.items()]
     return tuple(pool for pool in pools if pool.nbytes)
+
+
+def memory_pools(
+    workload: Workload, rounds: int, memory: WorkingMemory, *, context_nbytes: int
+) -> dict[str, int]:
+    """Return the pools in HBM that follow from working memory, by name."""
+    on_gpu = context_nbytes > 0
+    return {
+        CONTEXT: context_nbytes,
+        "batch and layer arguments": arguments_nbytes(workload, rounds, memory),
+        "working memory": memory.peak,
+        "library buffers": memory.libraries if on_gpu else 0,
+        "allocator slack": memory.gaps + ALLOCATOR_PAGES if on_gpu else 0,
+    }
 
 
 # Activations.

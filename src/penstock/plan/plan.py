@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,10 +19,11 @@ from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.activation_overlay import OverlaidActivation, overlaid_activations
 from penstock.plan.budget import Budget
-from penstock.plan.buffers import CONTEXT, BufferPool
+from penstock.plan.buffers import CONTEXT, BufferPool, memory_pools
 from penstock.plan.cuda_allocator import PAGE, SMALL_PAGE
 from penstock.plan.placement import Placement, Share
 from penstock.plan.staging import choose_staging_node
+from penstock.plan.working_memory import WorkingMemory
 from penstock.plan.workload import Workload
 from penstock.records import Bytes
 from penstock.roles import Role
@@ -156,6 +157,19 @@ class Plan:
     def bytes_per_parameter(self) -> float:
         """Bytes per parameter at rest, over all tiers: 14 with fp32 moments."""
         return sum(self.at_rest(tier) for tier in Tier) / self.parameters
+
+    def with_memory(self, memory: WorkingMemory) -> Plan:
+        """Return the plan with pools for another working memory, and the same placement.
+
+        Raises PlanError if that exceeds the budget.
+        """
+        context = sum(pool.nbytes for pool in self.pools if pool.what == CONTEXT)
+        if context and memory.context is not None:
+            context = memory.context
+        sizes = memory_pools(self.workload, self.placement.rounds, memory, context_nbytes=context)
+        kept = [pool for pool in self.pools if pool.what not in sizes]
+        new = [BufferPool(tier=Tier.HBM, what=k, nbytes=v) for k, v in sizes.items() if v]
+        return replace(self, pools=(*new, *kept))
 
     # Checks.
 

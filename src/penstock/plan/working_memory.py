@@ -19,10 +19,13 @@ from penstock.units import MiB, round_up
 
 MemoryOrigin = Literal["measured", "traced", "estimated"]
 
-LIBRARIES = (2 * 32 + 64) * MiB
+COMPILER_BUFFER = 64 * MiB
+"""Bytes of a buffer as large as the GPU's L2 cache, which the compiler uses to time candidate
+kernels."""
+
+LIBRARIES = 2 * 32 * MiB + COMPILER_BUFFER
 """Bytes that libraries allocate from PyTorch's allocator: one cuBLAS workspace each for the forward
-and the backward thread (32 MiB each from Hopper on), and a buffer as large as the L2 cache, which
-the compiler uses to time candidate kernels."""
+and the backward thread (32 MiB each from Hopper on), and the compiler's buffer."""
 
 ASSUMED_GAPS = 7 * PAGE
 """Bytes of `WorkingMemory.gaps` where no order of allocations is known. In the allocator's model

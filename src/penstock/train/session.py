@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.plan_choice import PlanChoice
+from penstock.plan.plan import Plan
 from penstock.planner.plan_view import plan_json
 from penstock.settings import RUN_FILE, Settings, write_yaml
 from penstock.tiers import Tier
@@ -94,12 +95,14 @@ def _open_run(
         listeners.note(remark)
     engine = _prepare_engine(settings, model, choice, resume, view)
     try:
+        if engine.plan_change:
+            listeners.note(engine.plan_change)
         if resume is not None:
             _report_differences(resume, settings, engine, batches.steps, listeners)
         saver = CheckpointSaver(engine, settings)
         saver.saved_step = resume.checkpoint.step if resume else None
         saver.check_space()
-        _write_run_files(settings, model, choice, batches.steps)
+        _write_run_files(settings, model, engine.plan, batches.steps)
         listeners.add(MetricsFile(settings.checkpoint.out, after=batches.step))
         for logger in open_loggers(settings):
             listeners.add(logger)
@@ -117,13 +120,15 @@ def _prepare_engine(
 ) -> Engine:
     from penstock.engine.prepare import prepare
 
-    view.show_work(0, 0, "loading weights")
     # A resumed run reads config and weights from the checkpoint, which has no revision.
     arguments: dict[str, Any] = {} if resume is None else {"init": "none", "revision": None}
     with explain_host_out_of_memory():
-        engine = prepare(model.source, plan=choice.plan, settings=settings, **arguments)
+        engine = prepare(
+            model.source, plan=choice, settings=settings, progress=view.show_work, **arguments
+        )
         if resume is not None:
             try:
+                view.show_work(0, 0, "loading weights")
                 engine.read(resume.checkpoint.path)
             except BaseException:
                 engine.close()
@@ -155,11 +160,9 @@ def _report_differences(
         listeners.note(f"no longer bit-identical because {'; '.join(found)}")
 
 
-def _write_run_files(
-    settings: Settings, model: ModelSource, choice: PlanChoice, steps: int
-) -> None:
+def _write_run_files(settings: Settings, model: ModelSource, plan: Plan, steps: int) -> None:
     """Write the model's config and tokenizer, the plan, and the settings."""
-    out, plan = Path(settings.checkpoint.out), choice.plan
+    out = Path(settings.checkpoint.out)
     source = model_files_directory(settings, model)
     write_model_files(out, source, model.config, model.inventory, settings)
     plan.save(out / PLAN_FILE)

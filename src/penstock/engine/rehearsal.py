@@ -1,0 +1,181 @@
+"""Rehearse a step before its memory is allocated, and measure how much working memory it needs.
+
+Every part of a step (the embedding, each kind of layer, the head with the loss) runs twice at its
+real size, with the engine's own code and stand-in weights. The first run compiles layers, times
+kernels and lets libraries allocate their workspaces; the second is measured. So a plan that is too
+small is found before the first step, and the first step compiles nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from penstock.engine.determinism import deterministic_kernels
+from penstock.engine.device import Device, PeakMemory
+from penstock.engine.loss import LossFunction
+from penstock.engine.step_parts import (
+    EmbeddingForward,
+    LayerForward,
+    Phase,
+    StepPart,
+    example_micro_batches,
+    step_parts,
+)
+from penstock.model.inventory import Inventory
+from penstock.model.split import MicroBatch, SplitModel
+from penstock.model.varlen_attention import DocumentStarts
+from penstock.plan.cuda_allocator import PAGE, ROUNDING
+from penstock.plan.working_memory import COMPILER_BUFFER, PartMemory, WorkingMemory
+from penstock.plan.workload import Workload
+from penstock.units import MiB, round_up
+
+KERNELS_TO_COME = 32 * MiB
+"""Bytes to add to the CUDA context for kernels that are loaded later: those of the optimizer sweep,
+of gradient norms and of evaluations."""
+
+Progress = Callable[[int, int, str], None]
+"""Called with the number of parts done, the number of all parts, and a description."""
+
+
+def rehearse(
+    split_model: SplitModel,
+    inventory: Inventory,
+    workload: Workload,
+    device: Device,
+    *,
+    limit: int | None = None,
+    loss: LossFunction | None = None,
+    progress: Progress | None = None,
+) -> WorkingMemory:
+    """Run every part of a step, and return the working memory that was measured.
+
+    Args:
+        split_model: The model. It holds no weights afterwards.
+        inventory: The model's inventory.
+        workload: What to train.
+        device: The device that computes. It must be the engine's device: workspaces of libraries
+            belong to its streams.
+        limit: Bytes of device memory that the plan allows. A part that needs more runs again
+            without the limit, so that the result says how much it needs.
+        loss: Loss function of the user, if any.
+        progress: Called before each part.
+    """
+    limit = None if limit is None else device.memory().reserved + limit
+    before = device.memory().allocated
+    measured: list[_Measured] = []
+    micros = _micro_batches(inventory, workload, device.torch_device)
+    inputs = max(map(_input_nbytes, micros))
+    parts = step_parts(split_model, inventory, workload, device, loss=loss, micros=micros)
+    # As in a step: code compiled under another setting of torch would be compiled again.
+    deterministic = deterministic_kernels(workload.numerics.deterministic)
+    with _random_state_kept(device), deterministic:
+        for number, part in enumerate(parts):
+            if progress is not None:
+                progress(number, len(parts), f"rehearsing {_describe(part)}")
+            memory = _measure(part, device, limit)
+            measured.append(_Measured(part.name, part.phase, type(part), memory))
+    del part, parts, micros  # which hold tensors
+    device.release(0)
+    # What is left now belongs to libraries, and stays for the run.
+    libraries = max(0, device.memory().allocated - before)
+    context = device.nbytes_outside_torch()
+    peak = max(each.memory.allocated for each in measured)
+    reserved = max(each.memory.reserved for each in measured)
+    return WorkingMemory(
+        parts=_collect(measured),
+        inputs=inputs,
+        arguments=max(m.memory.kept for m in measured if m.kind is EmbeddingForward),
+        # A later batch of another shape is compiled in the middle of a step.
+        libraries=libraries + (COMPILER_BUFFER if workload.numerics.compiled else 0),
+        # A part of the last page was there already, for the weights of the part.
+        gaps=max(0, reserved - peak) + PAGE,
+        context=context + KERNELS_TO_COME if context else None,
+        origin="measured",
+    )
+
+
+class _Measured(NamedTuple):
+    """The memory of one part, without the part, which would keep tensors alive."""
+
+    name: str
+    phase: Phase
+    kind: type[StepPart]
+    memory: PeakMemory
+
+
+def _micro_batches(
+    inventory: Inventory, workload: Workload, device: torch.device
+) -> list[MicroBatch]:
+    """Return the micro-batches to run: full ones, and the last one of a step if it is smaller.
+
+    A smaller one needs less memory. But code is compiled for one shape, and compiling it in the
+    first step would need memory that the step does not have.
+    """
+    micros = example_micro_batches(inventory, workload, device)
+    rest = workload.batch % workload.numerics.micro_batch
+    if rest and workload.numerics.compiled:
+        numerics = replace(workload.numerics, micro_batch=rest)
+        smaller = replace(workload, batch=rest, numerics=numerics)
+        micros += example_micro_batches(inventory, smaller, device)
+    return micros
+
+
+def _measure(part: StepPart, device: Device, limit: int | None) -> PeakMemory:
+    try:
+        return _measure_once(part, device, limit)
+    except torch.OutOfMemoryError:
+        if limit is None:
+            raise
+    # Outside of the handler, whose exception keeps the tensors of the failed run.
+    return _measure_once(part, device, None)
+
+
+def _measure_once(part: StepPart, device: Device, limit: int | None) -> PeakMemory:
+    device.limit_memory(limit)
+    try:
+        # On the lane on which the engine computes: cuBLAS has a workspace for each stream.
+        with device.lane("compute"):
+            part.prepare()
+            part.run()
+            if isinstance(part, EmbeddingForward):
+                part.micro.calls = None  # the measured run makes them again
+            return device.measure_peak(part.run)
+    finally:
+        with contextlib.suppress(AttributeError):  # what a failed `prepare` has not made yet
+            part.release()
+        device.limit_memory(None)
+
+
+def _collect(measured: Sequence[_Measured]) -> tuple[PartMemory, ...]:
+    peaks: dict[str, dict[str, int]] = {}
+    for each in measured:
+        passes = peaks.setdefault(each.name, {"forward": 0, "backward": 0})
+        # What the embedding leaves, the arguments of layers, has a pool of its own.
+        nbytes = each.memory.allocated - each.memory.kept
+        passes[each.phase] = max(passes[each.phase], nbytes)
+    return tuple(PartMemory(name=name, **passes) for name, passes in peaks.items())
+
+
+def _input_nbytes(micro: MicroBatch) -> int:
+    tensors = [micro.input_ids, micro.position_ids, micro.targets]
+    if isinstance(micro.bounds, DocumentStarts):
+        tensors.append(micro.bounds.device)
+    return sum(round_up(t.numel() * t.element_size(), ROUNDING) for t in tensors)
+
+
+def _describe(part: StepPart) -> str:
+    packed = " of packed rows" if part.packed and isinstance(part, LayerForward) else ""
+    return f"{part.phase} of {part.name}{packed}"
+
+
+@contextlib.contextmanager
+def _random_state_kept(device: Device) -> Iterator[None]:
+    """Leave the random numbers of the user as they were: dropout draws from them."""
+    on_gpu = device.torch_device.type == "cuda"
+    with torch.random.fork_rng(devices=[device.torch_device] if on_gpu else []):
+        yield
