@@ -57,6 +57,10 @@ def test_an_entry_is_read_back_as_it_was_written(cache: Path) -> None:
 
 def test_the_key_has_everything_that_changes_working_memory(monkeypatch: Any) -> None:
     work = workload()
+    one_head_sum = replace(work, numerics=replace(work.numerics, head_sum="micro", loss_chunk=4))
+    assert one_head_sum.has_head_sum
+    single = replace(one_head_sum, batch=work.numerics.micro_batch)
+    assert key(work=one_head_sum) != key(work=single)
     others = [
         key(tiny_config("llama", hidden_act="gelu")),  # the same tensors, other code
         key(tiny_config("llama", intermediate_size=96)),
@@ -65,6 +69,7 @@ def test_the_key_has_everything_that_changes_working_memory(monkeypatch: Any) ->
         key(work=replace(work, dtype="fp16")),
         key(work=replace(work, numerics=replace(work.numerics, loss_chunk=4))),
         key(gpu="another"),
+        key(work=one_head_sum),
     ]
     monkeypatch.setattr(memory_cache, "_version", lambda name: "0.0.1")
     others.append(key())

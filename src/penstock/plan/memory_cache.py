@@ -33,8 +33,8 @@ _NOT_SHAPE = ("transformers_version", "torch_dtype", "dtype", "attn_implementati
 def memory_key(config: Any, inventory: Inventory, workload: Workload, gpu: str) -> str:
     """Return the key of a model kind with a workload on a GPU, named as the driver names it.
 
-    The number of sequences per step is not part of it: what differs is a last, smaller micro-batch,
-    which needs less.
+    The number of sequences per step is part of it only as far as it decides whether the head has a
+    sum of its own. A last, smaller micro-batch needs less than the others.
     """
     fields = {
         name: value
@@ -47,6 +47,7 @@ def memory_key(config: Any, inventory: Inventory, workload: Workload, gpu: str) 
         "context": workload.context,
         "dtype": workload.dtype,
         "numerics": records.to_json(workload.numerics),
+        "head_sum": workload.has_head_sum,  # only in steps of several micro-batches
         "gpu": gpu,
         "versions": {"penstock": __version__, **{name: _version(name) for name in PACKAGES}},
     }
