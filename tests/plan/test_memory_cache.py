@@ -69,7 +69,6 @@ def test_the_key_has_everything_that_changes_working_memory(monkeypatch: Any) ->
         key(work=replace(work, dtype="fp16")),
         key(work=replace(work, numerics=replace(work.numerics, loss_chunk=4))),
         key(gpu="another"),
-        key(work=one_head_sum),
     ]
     monkeypatch.setattr(memory_cache, "_version", lambda name: "0.0.1")
     others.append(key())
