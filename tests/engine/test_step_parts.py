@@ -8,8 +8,15 @@ import torch
 from penstock.engine.device import CpuDevice
 from penstock.engine.step_parts import LayerBackward, first_blocks, step_parts
 from penstock.model.meta_model import build_model
-from penstock.model.split import SplitModel
-from tests.support.engines import inventory, tiny_config, workload
+from penstock.model.split import MicroBatch, SplitModel
+from tests.support.engines import (
+    batches,
+    inventory,
+    make_engine,
+    make_plan_of,
+    tiny_config,
+    workload,
+)
 
 
 def split(family: str, **changes: Any) -> SplitModel:
@@ -57,3 +64,25 @@ def test_backward_adds_to_the_gradient_sums() -> None:
     part.run()
 
     assert any(float(view.abs().max()) > 0 for view in part._sums._open[1].views.values())
+
+
+def test_arguments_of_layers_exist_for_one_round_at_a_time(monkeypatch: Any) -> None:
+    """The plan has memory for the rotary tables of one round."""
+    config, work = tiny_config("llama"), workload(batch=6, micro_batch=1)
+    model = inventory(config)
+    engine = make_engine(config, make_plan_of(model, work, "hhhh", rounds=3), model, None)
+    micros: list[MicroBatch] = []
+    alive: list[int] = []
+    original = SplitModel.embed
+
+    def embed(self: SplitModel, micro: MicroBatch) -> Any:
+        if all(micro is not each for each in micros):
+            micros.append(micro)
+            alive.append(sum(each.calls is not None for each in micros))
+        return original(self, micro)
+
+    monkeypatch.setattr(SplitModel, "embed", embed)
+    with engine:
+        engine.forward_backward(batches(1, work, config.vocab_size)[0])
+
+    assert alive == [0, 1, 0, 1, 0, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -155,3 +156,17 @@ def test_a_host_tensor_is_rejected() -> None:
 def test_an_empty_job_finishes() -> None:
     assert device_sweep.start("adamw", []).wait() is None
     assert device_sweep.grad_stats([]).sum_squares == 0.0
+
+
+@on_device
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_a_ticket_does_not_keep_gradients_in_memory(backend: Any, device: torch.device) -> None:
+    """A step rounds every block's gradient to a temporary copy and reads its norm at the end."""
+    grad = grad_of(LEAF, torch.bfloat16, 3).to(device)
+    expected = device_sweep.grad_stats(grad, backend=backend)
+    ticket = device_sweep.start_stats([grad], backend=backend)
+    reference = weakref.ref(grad)
+    del grad
+
+    assert reference() is None
+    assert ticket.wait() == expected

@@ -49,7 +49,9 @@ def start_stats(
     """Queue one read of the gradients on the current stream.
 
     The Triton kernels need 8 bytes of memory for every 4096 elements. The torch fallback needs
-    temporary copies, and blocks.
+    temporary copies, and blocks. The ticket does not keep the gradients alive: a tensor of the
+    current stream may be freed as soon as this returns, because the allocator reuses its memory in
+    the order of the stream.
     """
     tensors = list(grads)
     for i, tensor in enumerate(tensors):
@@ -60,8 +62,8 @@ def start_stats(
     with use_device(full[0].device):
         if choose_backend(backend) == "torch":
             done = _run_torch(tensors)
-            return DeviceTicket(full[0].device, tensors, lambda: done)
-        return DeviceTicket(full[0].device, tensors, _run_triton(tensors))
+            return DeviceTicket(full[0].device, (), lambda: done)
+        return DeviceTicket(full[0].device, (), _run_triton(tensors))
 
 
 def _run_triton(grads: Sequence[torch.Tensor]) -> Callable[[], GradStats]:
