@@ -63,6 +63,15 @@ class Shape(NamedTuple):
             seen += length * window - window * (window - 1) // 2
         return seen * self.heads
 
+    @property
+    def apart(self) -> bool:
+        """Whether keys and values have kernels of their own."""
+        return "value_gradient" in CANDIDATES[self.wide]
+
+    @property
+    def wide(self) -> int:
+        return max(64, attention_launch.padded_head_size(self.size))
+
 
 SHAPES = {
     "4x4096-d128": Shape(4, 4096, 32, 8, 128),
@@ -98,12 +107,12 @@ CANDIDATES: dict[int, dict[Kernel, list[tuple[int, int, int, int]]]] = {
                          (32, 128, 8, 3), (32, 64, 4, 3), (128, 64, 8, 2), (128, 128, 8, 1)],
     },
     256: {
-        "forward": [(64, 64, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3),
-                    (64, 32, 4, 2)],
-        "query_gradient": [(64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 4, 2), (128, 32, 8, 2),
-                           (64, 64, 4, 2)],
-        "key_gradient": [(32, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 3), (32, 64, 4, 2),
-                         (16, 64, 4, 2), (32, 128, 8, 2), (64, 64, 8, 1)],
+        "forward": [(64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2)],
+        "query_gradient": [(64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2), (64, 64, 4, 1)],
+        "key_gradient": [(64, 64, 4, 2), (64, 64, 4, 1), (32, 64, 4, 2), (32, 128, 8, 2),
+                         (64, 128, 8, 1)],
+        "value_gradient": [(64, 64, 4, 2), (64, 64, 4, 1), (32, 64, 4, 2), (64, 128, 8, 2),
+                           (64, 128, 8, 1), (32, 128, 8, 2)],
     },
 }  # fmt: skip
 """Queries, keys, warps and stages, by padded head size and kernel."""
@@ -124,7 +133,7 @@ class Inputs:
         spans = document_spans(shape.lengths) if packed else None
         if spans is not None and tokens:
             spans = spans[:, :rows].clamp(max=rows - 1)
-        self.layout = Layout(spans, shape.context, shape.size**-0.5, shape.window, shape.cap)
+        self.layout = Layout(spans, shape.size**-0.5, shape.window, shape.cap, shape.context)
         self.out = torch.empty_like(self.q)
         self.sums, self.deltas = (
             torch.zeros(shape.heads, attention_launch.padded_tokens(rows), device="cuda")
@@ -132,6 +141,7 @@ class Inputs:
         )  # fmt: skip
 
     def call(self, kernel: Kernel, tiles: Tiles | None) -> Callable[[], Any]:
+        """Return a call of one kernel, with the tiles of the table or with others."""
         choose = attention_launch.choose_tiles if tiles is None else lambda *_: tiles
         base = (self.grad, self.q, self.k, self.v)
         if kernel == "forward":
@@ -139,8 +149,15 @@ class Inputs:
         if kernel == "query_gradient":
             arguments = (*base, self.out, self.sums, self.layout, choose)
             return lambda: attention_launch.query_gradient(*arguments)
-        arguments = (*base, self.sums, self.deltas, self.layout, choose)
-        return lambda: attention_launch.key_gradients(*arguments)
+        arguments = (*base, self.sums, self.deltas, self.layout)
+        if tiles is None:
+            return lambda: attention_launch.key_gradients(*arguments)
+        made = (torch.empty_like(self.k), torch.empty_like(self.v))
+        keys = kernel == "key_gradient"
+        values = not keys or not self.shape.apart
+        return lambda: attention_launch.launch_key_gradients(
+            *arguments, *made, tiles, keys=keys, values=values
+        )
 
     def fill(self) -> None:
         """Compute what the backward kernels read."""
@@ -154,17 +171,22 @@ def document_spans(lengths: Sequence[int]) -> torch.Tensor:
 
 
 def time_call(call: Callable[[], Any], repeats: int) -> float:
-    """Return the median milliseconds of a call."""
+    """Return the milliseconds of a call: the median of groups of calls.
+
+    Launches of a group overlap with the kernels before them, as they do in training.
+    """
+    group = 4
     for _ in range(2):
         call()
     times = []
-    for _ in range(repeats):
+    for _ in range(-(-repeats // group)):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        call()
+        for _ in range(group):
+            call()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(begin.elapsed_time(end) / group)
     return sorted(times)[len(times) // 2]
 
 
@@ -306,11 +328,10 @@ def _cudnn(inputs: Inputs) -> None:
 
 
 def candidates(shape: Shape) -> list[tuple[Kernel, Tiles]]:
-    wide = max(64, attention_launch.padded_head_size(shape.size))
-    engines = (True, False) if wide == shape.size else (False,)
+    engines = (True, False) if shape.wide == shape.size else (False,)
     return [
         (kernel, Tiles(*tile, engine))
-        for kernel, tiles in CANDIDATES[wide].items()
+        for kernel, tiles in CANDIDATES[shape.wide].items()
         for tile in tiles
         for engine in engines
     ]
@@ -335,12 +356,13 @@ def tune(names: Sequence[str], processes: int) -> None:
         inputs = Inputs(shape)
         inputs.fill()
         print(name, flush=True)
-        per_score = {"forward": 4, "query_gradient": 6, "key_gradient": 8}
+        per_score = {"forward": 4, "query_gradient": 6, "key_gradient": 6 if shape.apart else 8,
+                     "value_gradient": 4}  # fmt: skip
         for kernel, group in itertools.groupby(candidates(shape), lambda c: c[0]):
             timed = []
             for _, tiles in group:
                 try:
-                    timed.append((time_call(inputs.call(kernel, tiles), 7), tiles))
+                    timed.append((time_call(inputs.call(kernel, tiles), 12), tiles))
                 except Exception as error:
                     print(f"   {kernel} {tuple(tiles)}: {str(error).splitlines()[0][:80]}")
             for milliseconds, tiles in sorted(timed):

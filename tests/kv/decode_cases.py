@@ -109,9 +109,9 @@ def fixed_interpreter(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     def multiplied(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(self, wide(a), wide(b), *rest)
 
-    def watched(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+    def watched(self: Any, pointers: Any, mask: Any, *rest: Any, **options: Any) -> Any:
         seen.append((pointers.data, mask.data))
-        return load(self, pointers, mask, *rest)
+        return load(self, pointers, mask, *rest, **options)
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     monkeypatch.setattr(builder, "create_dot", multiplied)

@@ -28,9 +28,8 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
 }
 TIED = {"gemma-2-2b", "gemma-3-1b", "gpt2", "qwen2.5-3b"}
-NOT_PLAIN = {"gemma-2-2b", "gpt2"}
-"""Models whose attention the variable-length kernel does not support: one soft-caps scores, the
-other uses dropout."""
+NOT_PLAIN = {"gpt2"}
+"""Models whose attention Penstock's kernels do not support: it uses dropout."""
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))

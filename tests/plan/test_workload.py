@@ -59,19 +59,19 @@ def test_a_custom_loss_or_capped_logits_rule_out_the_fused_loss_kernel() -> None
 
 
 def test_varlen_attention_is_the_default_if_the_kernel_supports_the_model() -> None:
-    capped = model("llama-3.1-8b")
-    plain = replace(capped, plain_attention=True)
+    other = model("llama-3.1-8b")
+    plain = replace(other, plain_attention=True)
 
     def attention(inventory: Inventory, kernels: bool) -> str:
         return default_numerics(inventory, context=4096, batch=8, kernels=kernels).attention
 
     assert attention(plain, True) == "varlen"
-    assert attention(plain, False) == attention(capped, True) == "sdpa"
+    assert attention(plain, False) == attention(other, True) == "sdpa"
     numerics = default_numerics(plain, context=4096, batch=8, kernels=True)
     workload = Workload(context=4096, batch=8, numerics=numerics)
     workload.check(plain)
     with pytest.raises(WorkloadError, match=r"^numerics.attention: is varlen, but .* use sdpa"):
-        workload.check(capped)
+        workload.check(other)
 
 
 def test_a_resized_workload_keeps_what_the_user_set() -> None:

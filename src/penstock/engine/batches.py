@@ -55,9 +55,10 @@ def _documents(
     positions: torch.Tensor, workload: Workload, device: torch.device
 ) -> Documents | None:
     bounds = find_documents(positions)
-    if bounds is None or workload.numerics.attention != "varlen":
+    if workload.numerics.attention != "varlen":
         return bounds
-    return flatten_bounds(bounds, device)
+    rows, length = positions.shape
+    return flatten_bounds(bounds or [[0, length]] * rows, device)
 
 
 def _check_batch(

@@ -56,7 +56,7 @@ class StepPart(ABC):
 
     @property
     def packed(self) -> bool:
-        """Whether rows hold several documents."""
+        """Whether documents are passed to attention, as they are for packed rows."""
         return self.micro.bounds is not None
 
     @abstractmethod
@@ -269,13 +269,17 @@ class _Step:
 def example_micro_batches(
     inventory: Inventory, workload: Workload, device: torch.device
 ) -> list[MicroBatch]:
-    """Return full micro-batches of one document per row, and of packed rows."""
+    """Return full micro-batches of one document per row, and of packed rows.
+
+    Penstock's own attention takes both in the same way: there is one example.
+    """
     shape = (workload.numerics.micro_batch, workload.context)
     one = replace(workload, batch=workload.numerics.micro_batch)
     documents = min(PACKED_DOCUMENTS, workload.context)
     ids, plain = torch.zeros(shape, dtype=torch.int64), torch.arange(workload.context)
     packed = plain % -(-workload.context // documents)
-    batches = [{"input_ids": ids, "position_ids": row.expand(shape)} for row in (plain, packed)]
+    rows = (packed,) if workload.numerics.attention == "varlen" else (plain, packed)
+    batches = [{"input_ids": ids, "position_ids": row.expand(shape)} for row in rows]
     return [split_batch(batch, one, 1, device).rounds[0][0] for batch in batches]
 
 

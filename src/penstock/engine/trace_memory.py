@@ -36,7 +36,7 @@ from penstock.model.inventory import Inventory
 from penstock.model.meta_model import build_model, weight_dtype
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.model.storage_counter import GRAIN, StorageCounter
-from penstock.model.varlen_attention import DocumentStarts
+from penstock.model.varlen_attention import DocumentSpans
 from penstock.plan.working_memory import PartMemory, WorkingMemory
 from penstock.plan.workload import Workload
 from penstock.units import round_up
@@ -147,15 +147,15 @@ def _parts(peaks: Mapping[tuple[str, str], int]) -> tuple[PartMemory, ...]:
 
 def _input_nbytes(micro: MicroBatch) -> int:
     tensors = [micro.input_ids, micro.position_ids, micro.targets]
-    if isinstance(micro.bounds, DocumentStarts):
-        tensors.append(micro.bounds.device)
+    if isinstance(micro.bounds, DocumentSpans):
+        tensors.append(micro.bounds.spans)
     return sum(round_up(t.numel() * t.element_size(), GRAIN) for t in tensors)
 
 
 def _make_fake(micro: MicroBatch, fake: FakeTensorMode) -> MicroBatch:
     bounds = micro.bounds
-    if isinstance(bounds, DocumentStarts):
-        bounds = DocumentStarts(*map(fake.from_tensor, bounds))
+    if isinstance(bounds, DocumentSpans):
+        bounds = DocumentSpans(*map(fake.from_tensor, bounds))
     return replace(
         micro,
         input_ids=fake.from_tensor(micro.input_ids),

@@ -227,11 +227,12 @@ def query_gradient_kernel(
 def key_gradient_kernel(
     grad, query, key, value, log_sums, deltas, dkey, dvalue, firsts, lasts, tokens, length,
     scale, cap,
+    KEYS: tl.constexpr, VALUES: tl.constexpr,
     HEADS: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     DOCUMENTS: tl.constexpr, COPY_ENGINE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one block of keys and values of one shared head."""
+    """Compute the gradients of one block of keys, of values or of both, of one shared head."""
     low = tl.program_id(0) * BLOCK_N  # the first block of a document is seen by the most queries
     shared = tl.program_id(1)
     keys = low + tl.arange(0, BLOCK_N)
@@ -244,9 +245,11 @@ def key_gradient_kernel(
     if DOCUMENTS or WINDOW:
         whole = _last_query(lasts, low, length, WINDOW, DOCUMENTS) + 1 - BLOCK_M + 1
     k = _rows(key, SHARED, shared, low, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
-    v = _rows(value, SHARED, shared, low, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
-    dk = tl.zeros([BLOCK_N, WIDE], tl.float32)
-    dv = tl.zeros([BLOCK_N, WIDE], tl.float32)
+    if KEYS:
+        v = _rows(value, SHARED, shared, low, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
+        dk = tl.zeros([BLOCK_N, WIDE], tl.float32)
+    if VALUES:
+        dv = tl.zeros([BLOCK_N, WIDE], tl.float32)
     # One loop over all query heads that share the keys: the loads for the next head start before
     # the last head is done. Tiles of scores have a row for each key: as the left factor of a
     # product, they then stay in registers.
@@ -258,7 +261,8 @@ def key_gradient_kernel(
         q = _rows(query, HEADS, head, at, tokens, BLOCK_M, D, WIDE, DOCUMENTS, COPY_ENGINE)
         do = _rows(grad, HEADS, head, at, tokens, BLOCK_M, D, WIDE, DOCUMENTS, COPY_ENGINE)
         log_sum = _numbers(log_sums, head * _padded(tokens) + at, BLOCK_M, COPY_ENGINE)
-        delta = _numbers(deltas, head * _padded(tokens) + at, BLOCK_M, COPY_ENGINE)
+        if KEYS:
+            delta = _numbers(deltas, head * _padded(tokens) + at, BLOCK_M, COPY_ENGINE)
         scores = tl.dot(k, tl.trans(q))
         if CAPPED:
             capped = _cap(scores * scale, cap)
@@ -272,11 +276,14 @@ def key_gradient_kernel(
                 first = tl.load(firsts + index)
             visible = _visible(index[None, :], keys[:, None], first[None, :], WINDOW, DOCUMENTS)
             weights = tl.where(visible, weights, 0.0)
-        dv = tl.dot(weights.to(do.dtype), do, dv)
-        change = tl.dot(v, tl.trans(do))
-        inner = weights * (change - delta[None, :])
-        if CAPPED:
-            inner = inner * (1.0 - capped * capped)
-        dk = tl.dot(inner.to(q.dtype), q, dk)
-    _store_rows(dkey, SHARED, shared, keys, tokens, dk * scale, D, WIDE)
-    _store_rows(dvalue, SHARED, shared, keys, tokens, dv, D, WIDE)
+        if VALUES:
+            dv = tl.dot(weights.to(do.dtype), do, dv)
+        if KEYS:
+            inner = weights * (tl.dot(v, tl.trans(do)) - delta[None, :])
+            if CAPPED:
+                inner = inner * (1.0 - capped * capped)
+            dk = tl.dot(inner.to(q.dtype), q, dk)
+    if KEYS:
+        _store_rows(dkey, SHARED, shared, keys, tokens, dk * scale, D, WIDE)
+    if VALUES:
+        _store_rows(dvalue, SHARED, shared, keys, tokens, dv, D, WIDE)

@@ -6,21 +6,17 @@ never chosen by timing, because a different tile adds in a different order and g
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-MIN_CAPABILITY = (8, 0)
-"""Compute capability from which the GPU has matrix instructions for bf16."""
-
-COPY_ENGINE_CAPABILITY = (9, 0)
-"""Compute capability from which the GPU has a copy engine for tiles (TMA)."""
-
-Kernel = Literal["forward", "query_gradient", "key_gradient"]
+Kernel = Literal["forward", "query_gradient", "key_gradient", "value_gradient"]
+"""Where there are no tiles for `value_gradient`, `key_gradient` computes both gradients at once:
+one matrix product less, but twice as many registers."""
 
 
 class Tiles(NamedTuple):
@@ -37,17 +33,21 @@ class Tiles(NamedTuple):
     """Whether the GPU's copy engine loads tiles. It needs a head size that is a power of two."""
 
 
-_HOPPER: Mapping[tuple[Kernel, int], Tiles] = {
-    ("forward", 64): Tiles(128, 64, 4, 3, True),
-    ("forward", 128): Tiles(128, 128, 8, 2, True),
-    ("forward", 256): Tiles(64, 64, 8, 2, True),
-    ("query_gradient", 64): Tiles(64, 64, 4, 3, True),
+_LARGE: Mapping[tuple[Kernel, int], Tiles] = {
+    ("forward", 64): Tiles(64, 64, 4, 3),
+    ("forward", 128): Tiles(64, 64, 4, 3, True),
+    ("forward", 256): Tiles(128, 64, 8, 2),
+    ("query_gradient", 64): Tiles(128, 64, 8, 3),
     ("query_gradient", 128): Tiles(64, 64, 4, 2, True),
-    ("query_gradient", 256): Tiles(64, 64, 8, 2, True),
+    ("query_gradient", 256): Tiles(64, 64, 4, 2),
     ("key_gradient", 64): Tiles(64, 64, 4, 3, True),
     ("key_gradient", 128): Tiles(64, 64, 4, 2, True),
-    ("key_gradient", 256): Tiles(32, 64, 8, 2, True),
+    ("key_gradient", 256): Tiles(64, 64, 4, 2, True),
+    ("value_gradient", 256): Tiles(64, 64, 4, 2, True),
 }
+"""For GPUs with 227 KiB of shared memory per program and a copy engine, by the head size that tiles
+are padded to. They were the fastest of those that `bench/bench_attention.py --tune` measures on an
+H200."""
 
 _SMALL: Mapping[tuple[Kernel, int], Tiles] = {
     ("forward", 64): Tiles(128, 64, 4, 2),
@@ -56,12 +56,15 @@ _SMALL: Mapping[tuple[Kernel, int], Tiles] = {
     ("query_gradient", 64): Tiles(64, 64, 4, 2),
     ("query_gradient", 128): Tiles(64, 32, 4, 2),
     ("query_gradient", 256): Tiles(32, 32, 4, 1),
-    ("key_gradient", 64): Tiles(64, 64, 4, 2),
+    ("key_gradient", 64): Tiles(32, 64, 4, 2),
     ("key_gradient", 128): Tiles(32, 64, 4, 2),
     ("key_gradient", 256): Tiles(32, 32, 4, 1),
+    ("value_gradient", 256): Tiles(32, 32, 4, 1),
 }
-"""For GPUs with 99 KiB of shared memory per program, used on all before Hopper."""
+"""For all other GPUs: they have at least 99 KiB of shared memory per program."""
 
+_LARGE_ARCHITECTURES = (9, 10)
+"""Major compute capabilities of Hopper and of Blackwell's data center GPUs."""
 
 PADDING = 128
 """Arrays of one number per token are padded to a multiple of this, as in `attention_kernels`."""
@@ -101,14 +104,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def choose_tiles(kernel: Kernel, head_size: int, capability: tuple[int, int]) -> Tiles:
-    """Return the tiles of a kernel."""
-    table = _HOPPER if capability >= COPY_ENGINE_CAPABILITY else _SMALL
-    wide = max(64, padded_head_size(head_size))
-    tiles = table[kernel, wide]
-    return tiles._replace(
-        copy_engine=tiles.copy_engine and padded_head_size(head_size) == head_size
-    )
+def choose_tiles(kernel: Kernel, head_size: int, capability: tuple[int, int]) -> Tiles | None:
+    """Return the tiles of a kernel, None if another kernel computes its result as well."""
+    table = _LARGE if capability[0] in _LARGE_ARCHITECTURES else _SMALL
+    wide = padded_head_size(head_size)
+    tiles = table.get((kernel, max(64, wide)))
+    # The copy engine loads whole rows of a tile, and would read beyond a head that is not as wide.
+    return tiles if tiles is None or wide == head_size else tiles._replace(copy_engine=False)
 
 
 def padded_head_size(size: int) -> int:
@@ -122,16 +124,16 @@ class Layout(NamedTuple):
     spans: torch.Tensor | None
     """The first and last token of each token's document, `[2, padded tokens]`, or None if all
     documents have `length` tokens."""
-    length: int
-    """A multiple of PADDING, if `spans` is None."""
     scale: float
     window: int
     """Number of keys that a query sees at most; 0: all."""
     cap: float
     """Bound of the scores; 0: none."""
+    length: int = 0
+    """Length of all documents if `spans` is None: a multiple of PADDING."""
 
 
-Choose = Callable[[Kernel, int, tuple[int, int]], Tiles]
+Choose = Callable[[Kernel, int, tuple[int, int]], Tiles | None]
 
 
 def forward(
@@ -143,6 +145,7 @@ def forward(
     out = torch.empty_like(query)
     sums = torch.empty((heads, padded_tokens(tokens)), dtype=torch.float32, device=query.device)
     tiles = _tiles("forward", query, choose)
+    assert tiles is not None
     read = _describe(tiles, query=query, key=key, value=value)
     _launch(
         "forward", (-(-tokens // tiles.queries), heads), query, key, layout, tiles,
@@ -168,6 +171,7 @@ def query_gradient(
     tokens, heads, _ = query.shape
     dq, deltas = torch.empty_like(query), torch.empty_like(log_sums)
     tiles = _tiles("query_gradient", query, choose)
+    assert tiles is not None
     read = _describe(tiles, query=query, grad=grad, out=out, key=key, value=value)
     _launch(
         "query_gradient", (-(-tokens // tiles.queries), heads), query, key, layout, tiles,
@@ -182,22 +186,36 @@ def key_gradients(
     log_sums: torch.Tensor, deltas: torch.Tensor, layout: Layout, choose: Choose = choose_tiles,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of keys and values."""
-    tokens, shared, _ = key.shape
     dk, dv = torch.empty_like(key), torch.empty_like(value)
-    tiles = _tiles("key_gradient", query, choose)
-    firsts, lasts = (_row(layout.spans, row, deltas) for row in range(2))
-    read = _describe(
-        tiles, query=query, grad=grad, key=key, value=value, sums=log_sums, deltas=deltas
+    tensors = (grad, query, key, value, log_sums, deltas, layout, dk, dv)
+    for_keys, for_values = (
+        _tiles(name, query, choose) for name in ("key_gradient", "value_gradient")
     )  # fmt: skip
-    _launch(
-        "key_gradient", (-(-tokens // tiles.keys), shared), query, key, layout, tiles,
-        (read["grad"], read["query"], read["key"], read["value"], read["sums"], read["deltas"],
-         dk, dv, firsts, lasts),
-    )  # fmt: skip
+    assert for_keys is not None
+    launch_key_gradients(*tensors, for_keys, keys=True, values=for_values is None)
+    if for_values is not None:
+        launch_key_gradients(*tensors, for_values, keys=False, values=True)
     return dk, dv
 
 
-def _tiles(kernel: Kernel, query: torch.Tensor, choose: Choose) -> Tiles:
+def launch_key_gradients(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    log_sums: torch.Tensor, deltas: torch.Tensor, layout: Layout, dk: torch.Tensor,
+    dv: torch.Tensor, tiles: Tiles, *, keys: bool, values: bool,
+) -> None:  # fmt: skip
+    """Compute the gradient of keys, of values or of both."""
+    read = _describe(
+        tiles, query=query, grad=grad, key=key, value=value, sums=log_sums, deltas=deltas
+    )
+    arguments = (
+        *(read["grad"], read["query"], read["key"], read["value"], read["sums"], read["deltas"]),
+        *(dk, dv, _row(layout.spans, 0, deltas), _row(layout.spans, 1, deltas)),
+    )
+    grid = (-(-key.shape[0] // tiles.keys), key.shape[1])
+    _launch("key_gradient", grid, query, key, layout, tiles, arguments, KEYS=keys, VALUES=values)
+
+
+def _tiles(kernel: Kernel, query: torch.Tensor, choose: Choose) -> Tiles | None:
     return choose(kernel, query.shape[-1], _capability(query.device))
 
 
@@ -221,24 +239,24 @@ def _describe(tiles: Tiles, **tensors: torch.Tensor) -> dict[str, Any]:
     return made
 
 
+def _current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make `device` the current device, on which Triton launches kernels."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def _launch(
     kernel: Kernel, grid: tuple[int, int], query: torch.Tensor, key: torch.Tensor, layout: Layout,
-    tiles: Tiles, arguments: tuple[Any, ...],
+    tiles: Tiles, arguments: tuple[Any, ...], **constants: bool,
 ) -> None:  # fmt: skip
     tokens, heads, size = query.shape
     documents = layout.spans is not None
     assert documents or layout.length % PADDING == 0, "rows must be multiples of a tile"
     code = getattr(_kernels(), f"{kernel}_kernel")
-    with torch.cuda.device_of(query):
+    with _current_device(query.device):
         code[grid](
             *arguments, tokens, layout.length, layout.scale, layout.cap or 1.0,
             HEADS=heads, SHARED=key.shape[1], D=size, WIDE=padded_head_size(size),
             BLOCK_M=tiles.queries, BLOCK_N=tiles.keys, WINDOW=layout.window,
             CAPPED=bool(layout.cap), DOCUMENTS=documents, COPY_ENGINE=tiles.copy_engine,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            num_warps=tiles.warps, num_stages=tiles.stages, **constants,
         )  # fmt: skip
-
-
-def interpreted() -> bool:
-    """Return whether Triton interprets kernels, on the CPU, instead of compiling them."""
-    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from penstock.model.attention import attending_over
-from penstock.model.varlen_attention import DocumentStarts
+from penstock.model.varlen_attention import DocumentSpans
 
 RECOMPILE_LIMIT = 64
 """Number of versions of one body that torch may compile."""
@@ -97,10 +97,10 @@ class CompiledLayers:
         hidden: torch.Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        starts: DocumentStarts | None,
+        documents: DocumentSpans | None,
     ) -> torch.Tensor:
-        """Run layer `index` over documents that begin at `starts`; None: each row is one."""
-        output: torch.Tensor = self._bodies(index, hidden, args, kwargs, starts)
+        """Run layer `index` over `documents`; None: PyTorch computes each row as one."""
+        output: torch.Tensor = self._bodies(index, hidden, args, kwargs, documents)
         return output
 
     def plain_call(
@@ -109,11 +109,11 @@ class CompiledLayers:
         hidden: torch.Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        starts: DocumentStarts | None,
+        documents: DocumentSpans | None,
     ) -> tuple[Body, tuple[Any, ...]]:
         """Return the function that is compiled for a layer, and its arguments for this call."""
         weights = self._bodies.weights(index)
-        return self._bodies.plain_bodies[index], (weights, hidden, args, kwargs, starts)
+        return self._bodies.plain_bodies[index], (weights, hidden, args, kwargs, documents)
 
 
 def _training_body(shell: nn.Module) -> Body:
@@ -122,9 +122,9 @@ def _training_body(shell: nn.Module) -> Body:
         hidden: torch.Tensor,
         args: Any,
         kwargs: Any,
-        starts: DocumentStarts | None,
+        documents: DocumentSpans | None,
     ) -> torch.Tensor:
-        with attending_over(starts):
+        with attending_over(documents):
             out: Any = call_with_weights(shell, weights, (hidden, *args), kwargs)
         output: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return output

@@ -1,9 +1,10 @@
 """Attention within the documents of packed rows, without a mask.
 
 Packed rows hold several documents, and a token must only see its own. A mask over a context of
-131,072 tokens would take 17 GB. Instead, each document is a causal attention of its own, and a
-sliding window is computed in bands of queries. Where the workload asks for it, one call of a
-variable-length kernel computes all documents (`penstock.model.varlen_attention`).
+131,072 tokens would take 17 GB. Where the workload asks for it, one call of Penstock's kernels
+computes all documents of all rows (`penstock.model.varlen_attention`). Otherwise, each document is
+a causal attention of its own, computed by PyTorch, and a sliding window is computed in bands of
+queries.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from penstock.model.attention import (
     current_scope,
     register,
 )
-from penstock.model.varlen_attention import DocumentStarts, attend_packed
+from penstock.model.varlen_attention import DocumentSpans, attend_packed
 
 Bounds = Sequence[Sequence[int]]
 """For each row, where its documents begin, followed by the row's length."""
 
-Documents = Bounds | DocumentStarts
-"""Where documents begin: for one call per document, or for one call for all of them."""
+Documents = Bounds | DocumentSpans
+"""Documents: for one call of PyTorch's attention each, or for one call of Penstock's for all."""
 
 BAND = 1024
 """Number of queries per band. With a window of 4,096 tokens, a band's mask takes 5 MiB."""
@@ -58,12 +59,12 @@ def _attend_documents(
     causal = _CausalAttention(module, options)
     if documents is None:
         return causal(query, key, value)
-    if isinstance(documents, DocumentStarts):
-        assert options.softcap is None, "the variable-length kernel does not support capped scores"
-        assert not options.dropout, "the variable-length kernel does not support dropout"
+    if isinstance(documents, DocumentSpans):
+        assert not options.dropout, "the attention kernels do not support dropout"
         return attend_packed(
-            query, key, value, documents, scale=options.scaling, window=options.window
-        )
+            query, key, value, documents,
+            scale=options.scaling, window=options.window, softcap=options.softcap,
+        )  # fmt: skip
     rows = []
     for row, bounds in enumerate(documents):
         outputs = [

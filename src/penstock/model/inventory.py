@@ -170,8 +170,8 @@ class Inventory:
     """Whether the head soft-caps its logits, so that their gradient needs the capped values."""
 
     plain_attention: bool = False
-    """Whether the variable-length kernel supports the attention: no soft-capped scores, no dropout,
-    and a head size of at most 256 that is a multiple of 8."""
+    """Whether Penstock's attention kernels support the attention: no dropout, keys and values of
+    one head size, at most 256 and a multiple of 8."""
 
     not_trainable: str = ""
     """Why the model cannot be trained yet; empty if it can."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from penstock.model.attention_launch import attention_workspace_nbytes
+
 Shape = Sequence[int]
 
 FLASH_ROWS = 128
@@ -42,14 +44,8 @@ def _flash_backward(shapes: Sequence[Shape]) -> int:
 
 def _packed_backward(shapes: Sequence[Shape]) -> int:
     """`grad, query, key, value, ...` of `[tokens, heads, head size]`."""
-    _, query, key, *_ = shapes
-    tokens, heads, size = query
-    wide = 32 * -(-size // 32)
-    # A call takes at most as many documents as double its rows by padding.
-    nbytes = 4 * heads * (2 * tokens + FLASH_ROWS) * (wide + 1)
-    if key[1] != heads:
-        nbytes += 2 * 2 * tokens * heads * size
-    return nbytes
+    tokens, heads, _ = shapes[1]
+    return attention_workspace_nbytes(tokens=tokens, heads=heads)
 
 
 def _efficient_backward(shapes: Sequence[Shape]) -> int:

@@ -23,7 +23,7 @@ from penstock.model.compile import Body, CompiledLayers, Kind, layer_kinds
 from penstock.model.document_attention import Documents, register_document_attention
 from penstock.model.inventory import Inventory
 from penstock.model.mlp_tiles import draws_in_tiles, tile_mlps
-from penstock.model.varlen_attention import DocumentStarts
+from penstock.model.varlen_attention import DocumentSpans
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a layer, without the hidden states."""
@@ -203,8 +203,8 @@ class SplitModel:
     def layer(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
         """Compute the output of layer `index`, counted from 0."""
         if self._compiled is not None and self._can_compile(hidden, calls):
-            starts = calls.bounds if isinstance(calls.bounds, DocumentStarts) else None
-            return self._compiled(index, hidden, *calls.arguments[index], starts)
+            documents = calls.bounds if isinstance(calls.bounds, DocumentSpans) else None
+            return self._compiled(index, hidden, *calls.arguments[index], documents)
         with attending_over(calls.bounds):
             return self.plain_layer(index, hidden, calls.arguments[index])
 
@@ -217,13 +217,13 @@ class SplitModel:
         """
         if self._compiled is None or not self._can_compile(hidden, calls):
             return None
-        starts = calls.bounds if isinstance(calls.bounds, DocumentStarts) else None
-        return self._compiled.plain_call(index, hidden, *calls.arguments[index], starts)
+        documents = calls.bounds if isinstance(calls.bounds, DocumentSpans) else None
+        return self._compiled.plain_call(index, hidden, *calls.arguments[index], documents)
 
     def _can_compile(self, hidden: torch.Tensor, calls: Calls) -> bool:
-        # Compiled code takes document starts as a tensor only. With one call per document it would
+        # Compiled code takes documents as a tensor only. With one call per document it would
         # be specialized for the documents of each batch. Tiles that replay dropout run eagerly.
-        as_tensor = calls.bounds is None or isinstance(calls.bounds, DocumentStarts)
+        as_tensor = calls.bounds is None or isinstance(calls.bounds, DocumentSpans)
         replays = self._draws_in_tiles and hidden.shape[0] * hidden.shape[1] > self._tile
         return as_tensor and not replays
 

@@ -266,9 +266,7 @@ def _window(config: Any, index: int) -> int | None:
 
 
 def _plain_attention(config: Any) -> bool:
-    """Return whether attention scores are only scaled and masked, and keys and values have one
-    size."""
-    extras = ("attn_logit_softcapping", "attention_dropout", "attn_pdrop", "v_head_dim",
-              "attention_probs_dropout_prob")  # fmt: skip
+    """Return whether Penstock's attention kernels support the model."""
+    extras = ("attention_dropout", "attn_pdrop", "v_head_dim", "attention_probs_dropout_prob")
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return size <= 256 and size % 8 == 0 and not any(getattr(config, n, None) for n in extras)

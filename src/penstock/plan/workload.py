@@ -45,9 +45,10 @@ class Numerics:
     """Number of tokens that the MLP processes at a time."""
 
     attention: Attention = "sdpa"
-    """The attention kernel. With `sdpa`, each document of a packed row is a separate call to
-    PyTorch's scaled dot-product attention. With `varlen`, a packed row is one variable-length call,
-    and a row that is a single document uses PyTorch's."""
+    """The attention kernel. With `sdpa`, each document is a separate call to PyTorch's scaled
+    dot-product attention. With `varlen`, one call of Penstock's kernels computes all documents of
+    all rows, and repeats its bits. Workloads of earlier versions used other kernels under that
+    name, whose gradients did not repeat."""
 
     loss_kernel: LossKernel = "torch"
     """Whether PyTorch operations (`torch`) or one Triton kernel (`fused`) compute a chunk's loss
@@ -173,9 +174,8 @@ class Workload:
         if self.numerics.attention == "varlen" and not inventory.plain_attention:
             raise WorkloadError(
                 "numerics.attention",
-                f"is varlen, but that kernel supports no soft-capped scores, no dropout, and only "
-                f"head sizes up to 256 that are multiples of 8, which does not cover "
-                f"{inventory.model}; use sdpa",
+                f"is varlen, but that kernel supports no dropout, and only head sizes up to 256 "
+                f"that are multiples of 8, which does not cover {inventory.model}; use sdpa",
             )
 
 

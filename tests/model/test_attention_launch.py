@@ -1,0 +1,66 @@
+"""The tiles of the attention kernels, and what they allocate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.model import attention_launch
+from penstock.model.attention_launch import (
+    PADDING,
+    Kernel,
+    attention_workspace_nbytes,
+    choose_tiles,
+    document_spans,
+    padded_tokens,
+)
+from penstock.model.operation_workspace import operation_workspace
+from tests.support.device_sweeps import count_interpreted, needs_triton
+
+KERNELS: tuple[Kernel, ...] = ("forward", "query_gradient", "key_gradient", "value_gradient")
+CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+
+
+@needs_triton
+@pytest.mark.timeout(600)
+def test_the_kernels_in_the_interpreter() -> None:
+    assert count_interpreted("tests/model/test_attention_kernels.py") == 37
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("size", range(8, 257, 8))
+def test_every_supported_head_size_has_tiles(size: int, capability: tuple[int, int]) -> None:
+    for kernel in KERNELS:
+        tiles = choose_tiles(kernel, size, capability)
+        if tiles is None:
+            assert kernel == "value_gradient"
+            continue
+        assert PADDING % tiles.queries == 0
+        assert not tiles.copy_engine or (size & (size - 1) == 0 and capability[0] in (9, 10))
+
+
+def test_numbers_per_token_are_padded_to_whole_tiles() -> None:
+    assert [padded_tokens(n) for n in (1, 128, 129)] == [128, 128, 256]
+    assert attention_workspace_nbytes(tokens=129, heads=3) == 4 * 3 * 256
+
+
+def test_the_plan_counts_what_the_backward_allocates() -> None:
+    query, key = torch.empty(129, 3, 16), torch.empty(129, 1, 16)
+    backward = torch.ops.penstock.attend_documents_backward.default
+
+    assert operation_workspace(backward, [query, query, key, key]) == 4 * 3 * 256
+
+
+def test_spans_name_the_first_and_last_token_of_each_document() -> None:
+    spans = document_spans([0, 2, 3, 130])
+
+    assert spans.shape == (2, 256)
+    assert spans[:, [0, 1, 2, 3, 129]].tolist() == [[0, 0, 2, 3, 3], [1, 1, 2, 129, 129]]
+    assert spans.dtype == torch.int32
+    assert set(spans[0, 130:].tolist()) == {attention_launch.NEVER}
+
+
+def test_the_kernels_and_their_launcher_pad_alike() -> None:
+    kernels = pytest.importorskip("penstock.model.attention_kernels")
+
+    assert kernels.PADDING.value == PADDING
