@@ -85,6 +85,16 @@ def test_a_machine_without_a_drive_is_told_that_one_would_help() -> None:
     assert error.least["nvme"] is None
 
 
+def test_the_whole_machine_is_suggested_if_more_of_one_tier_is_not_enough() -> None:
+    box = small_machine(hbm=2900 * MiB, dram=4 * GiB)
+    error = refused(work(MODEL, 1024, 4), Budget(hbm=MiB, dram=MiB), box)
+
+    assert "it fits with --hbm auto --dram auto --nvme /mnt/nvme:SIZE" in str(error)
+    whole = parse_budget(box, nvme=("/mnt/nvme:1TiB",))
+    assert fits(MODEL, work(MODEL, 1024, 4), whole, box)
+    assert not fits(MODEL, work(MODEL, 1024, 4), parse_budget(box), box)
+
+
 def test_the_message_says_so_if_nothing_helps() -> None:
     error = refused(work(MODEL, 256, 1), Budget(hbm=MiB, dram=MiB), small_machine(hbm=GiB))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from penstock.errors import InfeasibleError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
-from penstock.plan.budget import Budget, PathBudget, with_paths
+from penstock.plan.budget import Budget, PathBudget, parse_budget, with_paths
 from penstock.plan.workload import Workload, resized
 from penstock.tiers import Tier
 from penstock.units import TiB, format_bytes, format_bytes_up
@@ -61,6 +61,7 @@ def infeasible_error(
                 f"{format_bytes(nbytes)}, and it has {format_bytes(capacity)}"
             )
     helpful += _other_changes(inventory, workload, budget, machine, fits)
+    helpful = helpful or _whole_machine(workload, machine, fits)
     advice = [f"it fits with {', or with '.join(helpful)}"] if helpful else [
         "more of one tier alone, a smaller micro-batch or a shorter context is not enough; give "
         "more of several tiers, or train a smaller model"
@@ -90,13 +91,29 @@ def _size(tier: Tier, nbytes: int, budget: Budget, machine: Machine) -> str:
     return format_bytes_up(nbytes)
 
 
+def _whole_machine(workload: Workload, machine: Machine, fits: Fits) -> list[str]:
+    """Return the flags of the largest budgets that the machine has, if they are enough."""
+    whole = parse_budget(machine)
+    drive = replace(whole, nvme=(_new_path(machine),))
+    if fits(workload, whole, machine):
+        return ["--hbm auto --dram auto"]
+    if fits(workload, drive, with_paths(machine, drive)[0]):
+        return [f"--hbm auto --dram auto --nvme {drive.nvme[0].path}:SIZE"]
+    return []
+
+
+def _new_path(machine: Machine) -> PathBudget:
+    """Return a budget that nothing exceeds, on the machine's first path or on one to be added."""
+    path = machine.storage[0].path if machine.storage else _NEW_PATH
+    return PathBudget(path=path, nbytes=1024 * TiB)
+
+
 def _other_changes(
     inventory: Inventory, workload: Workload, budget: Budget, machine: Machine, fits: Fits
 ) -> Iterator[str]:
     """Yield flags other than budgets of the machine's own tiers with which the workload fits."""
     if not budget.nvme and not machine.storage:
-        path = PathBudget(path=_NEW_PATH, nbytes=1024 * TiB)
-        more = replace(budget, nvme=(path,))
+        more = replace(budget, nvme=(_new_path(machine),))
         if fits(workload, more, with_paths(machine, more)[0]):
             yield f"an NVMe drive (--nvme {_NEW_PATH}:SIZE)"
     micro_batch = workload.numerics.micro_batch
