@@ -153,6 +153,40 @@ def test_a_run_of_version_1_resumes_to_the_bit(whole: Whole, stopped: Path) -> N
     assert "no longer" not in ended.errors
 
 
+def rewrite_as_before_head_sums(out: Path) -> None:
+    """Replace the files of a stopped run with those of a version without head sums.
+
+    Kernels were not deterministic by default then.
+    """
+    text = (out / "run.yaml").read_text()
+    assert "  deterministic: true\n" in text
+    (out / "run.yaml").write_text(
+        text.replace("  deterministic: true\n", "  deterministic: false\n")
+    )
+    folder = max(out.glob("checkpoint-*"))
+    state = json.loads((folder / "training_state.json").read_text())
+    del state["numerics"]["workload"]["head_sum"]
+    state["numerics"]["workload"]["deterministic"] = False
+    state["numerics"]["settings"]["deterministic"] = False
+    (folder / "training_state.json").write_text(json.dumps(state))
+    manifest = json.loads((folder / "complete.json").read_text())
+    size = (folder / "training_state.json").stat().st_size
+    manifest["files"]["training_state.json"] = size
+    (folder / "complete.json").write_text(json.dumps(manifest))
+
+
+def test_a_run_from_before_head_sums_keeps_its_numerics(stopped: Path) -> None:
+    rewrite_as_before_head_sums(stopped)
+
+    ended = run_command(["train", "--out", str(stopped), "--resume", "--json"])
+
+    assert ended.code == 0, ended.errors
+    assert "no longer" not in ended.errors
+    state = json.loads((max(stopped.glob("checkpoint-*")) / "training_state.json").read_text())
+    numerics = state["numerics"]["workload"]
+    assert (numerics["head_sum"], numerics["deterministic"]) == ("chunk", False)
+
+
 def test_a_resume_reports_what_changed(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "9.9")
     more = ("--lr", "2e-2", "--micro-batch", "4", "--steps", "4")
