@@ -241,6 +241,37 @@ def test_processes_are_named_with_their_bytes(uuid: str, monkeypatch: pytest.Mon
     assert found == (names if uuid == "GPU-1" else {})
 
 
+class LoneNvml(FakeNvml):
+    """A driver that lists processes by the numbers that they have outside of a container."""
+
+    def __init__(self, *nbytes: int | None) -> None:
+        self._nbytes = nbytes
+
+    def nvmlDeviceGetComputeRunningProcesses(self, card: str) -> list[Any]:  # noqa: N802
+        return [SimpleNamespace(pid=2**22 + n, usedGpuMemory=b) for n, b in enumerate(self._nbytes)]
+
+
+@pytest.mark.parametrize(
+    ("nvml", "uuid", "nbytes"),
+    [
+        (FakeNvml(), "GPU-1", 3),
+        (FakeNvml(), "GPU-2", None),
+        (LoneNvml(11), "GPU-1", 11),
+        (LoneNvml(None), "GPU-1", None),
+        (LoneNvml(11, 12), "GPU-1", None),
+        (LoneNvml(), "GPU-1", None),
+        (None, "GPU-1", None),
+    ],
+    ids=["own", "another GPU", "lone", "not reported", "several", "not listed", "no library"],
+)
+def test_the_driver_reports_what_this_process_holds(
+    nvml: FakeNvml | None, uuid: str, nbytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "open_nvml", lambda: contextlib.nullcontext(nvml))
+
+    assert gpus.own_gpu_nbytes(uuid) == nbytes
+
+
 def test_without_the_management_library_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "open_nvml", lambda: contextlib.nullcontext(None))
 

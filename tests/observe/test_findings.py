@@ -106,6 +106,25 @@ def test_differences_from_the_plan_are_found_to_the_byte() -> None:
     assert "50 % more" in kinds["plan-time"].text
 
 
+def test_hbm_above_the_plan_is_a_finding() -> None:
+    run = streamed(planned=replace(PLANNED, host=60 * GiB))
+    held = tuple(replace(s, tiers={**s.tiers, "hbm": 7 * GiB + 5}) for s in run.samples)
+
+    (finding,) = of_kind(replace(run, samples=held), "plan-peak")
+
+    assert finding.level == "bad"
+    assert "HBM tier used 7.00 GiB, 5 bytes above the planned 7.00 GiB" in finding.text
+
+
+def test_a_process_larger_than_planned_is_a_finding() -> None:
+    (finding,) = of_kind(streamed(planned=replace(PLANNED, host=40 * GiB)), "plan-peak")
+
+    assert finding.level == "warn"
+    assert "42.0 GiB of host memory, 2.00 GiB above the planned 40.0 GiB" in finding.text
+    assert "penstock probe" in finding.advice
+    assert not of_kind(streamed(planned=replace(PLANNED, host=42 * GiB)), "plan-peak")
+
+
 def test_the_drivers_count_is_compared_with_the_engines() -> None:
     run = streamed()
     again = [

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.observe.findings import find
 from penstock.observe.measures import Measures, measure
 from penstock.observe.page import page
 from penstock.observe.page_plots import memory_plots, step_window
@@ -14,6 +15,7 @@ from penstock.observe.records import Event, GpuSample, HostSample, Phase, Sample
 from penstock.units import GiB
 from tests.observe.synthetic_runs import (
     GB,
+    PLANNED,
     make_run,
     offloaded,
     on_cpu,
@@ -207,7 +209,7 @@ def test_a_peak_between_samples_comes_from_torch() -> None:
     assert "step 2, between samples" in page(known)
 
 
-def test_reserved_hbm_is_not_mistaken_for_used_hbm() -> None:
+def test_reserved_hbm_is_not_mistaken_for_used_hbm_in_old_recordings() -> None:
     run = streamed()
     reserved = tuple(replace(s, tiers={**s.tiers, "hbm": 7 * GiB}) for s in run.samples)
     m = measure(replace(run, samples=reserved))
@@ -220,3 +222,17 @@ def test_reserved_hbm_is_not_mistaken_for_used_hbm() -> None:
     drawn = memory_plots(m, window)[0]
     assert [line.name for line in drawn.lines] == ["tensors", "reserved by torch", "whole device"]
     assert "HBM budget" in [level.name for level in drawn.references]
+
+
+def test_measured_tiers_and_host_memory_are_compared_with_the_plan() -> None:
+    run = streamed(planned=replace(PLANNED, host=43 * GiB))
+    held = tuple(replace(s, tiers={**s.tiers, "hbm": 6 * GiB}) for s in run.samples)
+    m = measure(replace(run, samples=held))
+    peaks = {peak.key: (peak.planned, peak.measured) for peak in m.peaks}
+
+    assert peaks["tier.hbm"] == (7 * GiB, 6 * GiB)
+    assert peaks["host.rss"] == (43 * GiB, 42 * GiB)
+    assert not [finding for finding in find(m) if finding.kind == "plan-peak"]
+    window = step_window(m)
+    assert window is not None
+    assert "HBM tier" in [line.name for line in memory_plots(m, window)[0].lines]

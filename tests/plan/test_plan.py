@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import PlanError
-from penstock.plan.budget import Budget, PathBudget
+from penstock.machine.presets import cpu_machine
+from penstock.plan.budget import CPU_PROCESS, GPU_PROCESS, Budget, PathBudget
 from penstock.plan.plan import Plan
 from penstock.planner import QUICK, make_plan
 from penstock.tiers import Tier
@@ -49,6 +50,26 @@ def test_a_plan_larger_than_its_budget_is_rejected(plan: Plan, tmp_path: Path) -
     budget = {"hbm": "1GiB", "dram": "1GiB", "cxl": "1GiB"}
     with pytest.raises(PlanError, match=r"budget\.hbm: is 1\.00 GiB, but the plan needs"):
         Plan.load(save_altered(plan, tmp_path, budget=budget))
+
+
+def test_a_plan_without_the_memory_of_the_process_is_still_read(plan: Plan, tmp_path: Path) -> None:
+    old = json.loads(save_altered(plan, tmp_path).read_text())
+    assert old.pop("process_memory") == plan.process_memory > 0
+    (tmp_path / "old.json").write_text(json.dumps(old))
+
+    loaded = Plan.load(tmp_path / "old.json")
+
+    assert loaded == replace(plan, process_memory=0)
+    assert loaded.host_nbytes == plan.host_nbytes - plan.process_memory
+
+
+def test_host_memory_includes_the_hbm_tier_only_without_a_gpu(plan: Plan) -> None:
+    host = plan.peak(Tier.DRAM) + plan.peak(Tier.CXL)
+    assert plan.host_nbytes == host + GPU_PROCESS
+
+    on_cpu = make_plan(MODEL, plan.workload, plan.budget, cpu_machine(machine()), effort=QUICK).plan
+
+    assert on_cpu.host_nbytes == sum(on_cpu.peak(tier) for tier in Tier) + CPU_PROCESS
 
 
 def test_a_plan_for_another_model_is_rejected(plan: Plan) -> None:

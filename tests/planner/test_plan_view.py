@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,8 @@ from penstock.planner.candidate import Location
 from penstock.planner.plan_view import explain, plan_view, summary, wear
 from penstock.planner.planner import plan_result
 from penstock.planner.resource_names import long_name
+from penstock.tiers import Tier
+from penstock.units import GiB, format_bytes
 from tests.support.machines import machine
 from tests.support.schedule_checker import all_on, evaluator_for
 
@@ -89,6 +92,33 @@ def test_tables_use_plain_names(result: PlanResult) -> None:
 
     for words in ("master weights", "activations", "CPU optimizer sweep", "offload", "NVMe writes"):
         assert words in text
+
+
+def printed(result: PlanResult, box: Machine) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(plan_view(result, box))
+    return console.export_text()
+
+
+def test_the_table_has_the_memory_of_the_process(result: PlanResult) -> None:
+    plan, text = result.plan, printed(result, machine())
+
+    (row,) = (line for line in text.splitlines() if line.startswith("process"))
+    assert row.split()[1:5] == ["-", "-", "2.50", "GiB"]
+    assert "Python, PyTorch, CUDA, compiler: outside the budgets" in row
+    assert f"host memory in all {format_bytes(plan.peak(Tier.DRAM) + 5 * GiB // 2)}" in row
+    assert "2.50 GiB for the process itself" in text  # an assumption
+    measured = replace(result, plan=replace(plan, process_memory=GiB), assumed=())
+    assert "for the process itself" not in printed(measured, machine())
+
+
+def test_a_machine_without_memory_for_the_process_is_reported(result: PlanResult) -> None:
+    box, needed = machine(cards=0), result.plan.host_nbytes
+    exact = replace(box, nodes=(replace(box.nodes[0], capacity=needed),))
+    small = replace(box, nodes=(replace(box.nodes[0], capacity=needed - 1),))
+
+    assert "choose a smaller --dram" not in printed(result, exact)
+    assert "choose a smaller --dram" in printed(result, small)
 
 
 def test_every_resource_has_a_name_for_people() -> None:

@@ -31,7 +31,11 @@ def test_events_have_the_documented_fields(whole: Whole) -> None:
     steps = ended.of("step")
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
     for event in steps:
-        assert {"loss", "grad_norm", "lr", "tokens_per_second", "tiers"} <= set(event)
+        assert {"loss", "grad_norm", "lr", "tokens_per_second", "tiers", "host"} <= set(event)
+        held = event["tiers"]["dram"]
+        assert held["used"] == held["peak"] == held["planned"] == tier["peak"]
+        assert 0 < event["tiers"]["hbm"]["used"] <= event["tiers"]["hbm"]["planned"]
+        assert held["used"] < event["host"]["used"] <= event["host"]["peak"]
     assert steps[-1]["loss"] < steps[0]["loss"]
 
     assert [event["step"] for event in ended.of("eval")] == [0, STEPS]

@@ -111,11 +111,29 @@ def plan_view(result: PlanResult, machine: Machine) -> RenderableType:
     parts += [timeline(cost, machine), Text(), Text(summary(result, machine))]
     if plan.note:
         parts.append(Text(f"This model cannot be trained yet: {plan.note}.", style="yellow"))
+    if shortage := _host_shortage(plan, machine):
+        parts.append(Text(shortage, style="yellow"))
     if result.memory.remark:
         parts.append(Text(result.memory.remark, style="yellow"))
     if result.assumed:
         parts.append(Text(f"Assumed: {'; '.join(result.assumed)}.", style="dim"))
     return Group(*parts)
+
+
+def _host_shortage(plan: Plan, machine: Machine) -> str:
+    """Say that the machine has less DRAM than the plan and the process need; "" if it has enough.
+
+    It is no error: the memory of the process may be assumed, and a budget that is too large helps
+    to find out what more memory would bring.
+    """
+    capacity = sum(node.capacity for node in machine.dram_nodes)
+    needed = plan.host_nbytes - plan.peak(Tier.CXL)
+    if needed <= capacity:
+        return ""
+    return (
+        f"The machine has {format_bytes(capacity)} of DRAM, but the plan and its process need "
+        f"{format_bytes(needed)}: choose a smaller --dram, or auto."
+    )
 
 
 def _count(parameters: int) -> str:

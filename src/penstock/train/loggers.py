@@ -20,6 +20,9 @@ METRICS = "metrics.jsonl"
 LOGGED = ("step", "skipped", "eval", "sample", "save", "done")
 """Events that metrics.jsonl contains."""
 
+MEMORY = ("tiers", "host")
+"""Fields of a step that metrics.jsonl leaves out: they rarely change from step to step."""
+
 HF_NAMES = {
     "step": {
         "loss": "train/loss",
@@ -68,7 +71,7 @@ class MetricsFile:
 
     def handle(self, event: Event) -> None:
         if event["event"] in LOGGED:
-            logged = {name: value for name, value in event.items() if name != "tiers"}
+            logged = {name: value for name, value in event.items() if name not in MEMORY}
             self._file.write(to_json_line({**logged, "time": round(time.time(), 3)}) + "\n")
             self._file.flush()
 

@@ -25,7 +25,7 @@ from penstock.train.learning_rate import LearningRateSchedule
 from penstock.train.progress import View
 from penstock.train.signals import StopRequest
 from penstock.train.watchdog import Watchdog
-from penstock.units import format_bytes, format_bytes_up
+from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     from penstock.data.batches import Batches
@@ -292,7 +292,7 @@ def describe_excess(name: str, nbytes: Mapping[str, int]) -> str:
     """Say by how much a tier, or the `host` memory of the process, exceeds the plan."""
     peak, planned = nbytes["peak"], nbytes["planned"]
     text = (
-        f"{name}: {format_bytes(peak)} in use, {format_bytes_up(peak - planned)} more than the "
+        f"{name}: {format_bytes(peak)} in use, {format_bytes(peak - planned)} more than the "
         f"planned {format_bytes(planned)}"
     )
     if name == "host":
