@@ -39,7 +39,7 @@ def flash_errors(case: Case, inputs: list[torch.Tensor], exact: list[torch.Tenso
     return relative_errors([out, sums, *gradients], exact)
 
 
-@pytest.mark.parametrize("window", [0, 1, 100, 512])
+@pytest.mark.parametrize("window", [0, 100, 512])
 @pytest.mark.parametrize("size", [16, 64, 72, 96, 128, 160, 256])
 def test_errors_are_no_larger_than_those_of_flash_attention(size: int, window: int) -> None:
     case = Case(DOCUMENTS, 8, 2, size, window, dtype=torch.bfloat16)

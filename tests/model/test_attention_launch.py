@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.model import attention_launch
+from penstock.model import attention_launch, varlen_attention
 from penstock.model.attention_launch import (
     PADDING,
     Kernel,
@@ -36,6 +36,12 @@ def test_every_supported_head_size_has_tiles(size: int, capability: tuple[int, i
             assert kernel == "value_gradient"
             continue
         assert PADDING % tiles.queries == 0
+        if kernel in ("key_gradient", "value_gradient"):
+            # They read whole tiles of what the other two wrote in whole tiles.
+            for writer in ("forward", "query_gradient"):
+                written = choose_tiles(writer, size, capability)
+                assert written is not None
+                assert tiles.queries <= written.queries
         assert not tiles.copy_engine or (size & (size - 1) == 0 and capability[0] in (9, 10))
 
 
@@ -46,7 +52,7 @@ def test_numbers_per_token_are_padded_to_whole_tiles() -> None:
 
 def test_the_plan_counts_what_the_backward_allocates() -> None:
     query, key = torch.empty(129, 3, 16), torch.empty(129, 1, 16)
-    backward = torch.ops.penstock.attend_documents_backward.default
+    backward = varlen_attention._backward._opoverload
 
     assert operation_workspace(backward, [query, query, key, key]) == 4 * 3 * 256
 
