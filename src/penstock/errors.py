@@ -205,6 +205,8 @@ class InfeasibleError(PenstockError, ValueError):
         self.problem, self.least = problem, dict(least)
         """What does not fit, and for each tier the smallest budget that is enough: None if no
         budget of that tier alone is. The machine may have less than that."""
+        self.advice = advice
+        """What would fit, in words."""
         super().__init__(f"{problem}; {advice}" if advice else problem)
 
 

@@ -174,10 +174,17 @@ def fit_plan(plan: Plan, request: PlanRequest | None, measured: WorkingMemory) -
             f"{format_bytes(plan.budget.hbm)} is too small for the difference. Make a new plan, "
             f"which will use what was measured: run `penstock plan` again, or leave --plan out",
         )
+    estimate = request.source
+
+    def source(inventory: Inventory, workload: Workload, /) -> WorkingMemory:
+        # Suggestions for what does not fit ask for other workloads, too.
+        return measured if workload == plan.workload else estimate(inventory, workload)
+
     try:
-        again = replace(request, source=lambda *_: measured).make_plan().plan
+        again = replace(request, source=source).make_plan().plan
     except InfeasibleError as error:
-        raise InfeasibleError(f"{error.problem}: {found}", least=error.least) from None
+        problem = f"{error.problem}: {found}"
+        raise InfeasibleError(problem, least=error.least, advice=error.advice) from None
     before, after = _resident_blocks(plan), _resident_blocks(again)
     return again, f"{found}; planned again: {after} blocks stay in HBM instead of {before}"
 

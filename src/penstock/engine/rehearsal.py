@@ -9,6 +9,7 @@ small is found before the first step, and the first step compiles nothing.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from penstock.model.inventory import Inventory
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.model.varlen_attention import DocumentStarts
 from penstock.plan.cuda_allocator import PAGE, ROUNDING
-from penstock.plan.working_memory import COMPILER_BUFFER, PartMemory, WorkingMemory
+from penstock.plan.working_memory import COMPILER_BUFFER, LIBRARIES, PartMemory, WorkingMemory
 from penstock.plan.workload import Workload
 from penstock.units import MiB, round_up
 
@@ -80,9 +81,13 @@ def rehearse(
             memory = _measure(part, device, limit)
             measured.append(_Measured(part.name, part.phase, type(part), memory))
     del part, parts, micros  # which hold tensors
+    gc.collect()  # the compiler leaves cycles that do, too
     device.release(0)
-    # What is left now belongs to libraries, and stays for the run.
+    # What is left now belongs to libraries, and stays for the run. If an earlier engine of this
+    # process left their workspaces, nothing was added; another process would need them.
     libraries = max(0, device.memory().allocated - before)
+    # A later batch of another shape is compiled in the middle of a step.
+    libraries += COMPILER_BUFFER if workload.numerics.compiled else 0
     context = device.nbytes_outside_torch()
     peak = max(each.memory.allocated for each in measured)
     reserved = max(each.memory.reserved for each in measured)
@@ -90,8 +95,7 @@ def rehearse(
         parts=_collect(measured),
         inputs=inputs,
         arguments=max(m.memory.kept for m in measured if m.kind is EmbeddingForward),
-        # A later batch of another shape is compiled in the middle of a step.
-        libraries=libraries + (COMPILER_BUFFER if workload.numerics.compiled else 0),
+        libraries=max(libraries, LIBRARIES),
         # A part of the last page was there already, for the weights of the part.
         gaps=max(0, reserved - peak) + PAGE,
         context=context + KERNELS_TO_COME if context else None,
