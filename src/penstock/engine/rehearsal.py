@@ -25,15 +25,15 @@ from penstock.engine.step_parts import (
     Phase,
     StepPart,
     example_micro_batches,
+    input_nbytes,
     step_parts,
 )
 from penstock.model.inventory import Inventory
 from penstock.model.split import MicroBatch, SplitModel
-from penstock.model.varlen_attention import DocumentStarts
-from penstock.plan.cuda_allocator import PAGE, ROUNDING
+from penstock.plan.cuda_allocator import PAGE
 from penstock.plan.working_memory import COMPILER_BUFFER, LIBRARIES, PartMemory, WorkingMemory
 from penstock.plan.workload import Workload
-from penstock.units import MiB, round_up
+from penstock.units import MiB
 
 KERNELS_TO_COME = 32 * MiB
 """Bytes to add to the CUDA context for kernels that are loaded later: those of the optimizer sweep,
@@ -70,7 +70,7 @@ def rehearse(
     before = device.memory().allocated
     measured: list[_Measured] = []
     micros = _micro_batches(inventory, workload, device.torch_device)
-    inputs = max(map(_input_nbytes, micros))
+    inputs = max(map(input_nbytes, micros))
     parts = step_parts(split_model, inventory, workload, device, loss=loss, micros=micros)
     # As in a step: code compiled under another setting of torch would be compiled again.
     deterministic = deterministic_kernels(workload.numerics.deterministic)
@@ -163,13 +163,6 @@ def _collect(measured: Sequence[_Measured]) -> tuple[PartMemory, ...]:
         nbytes = each.memory.allocated - each.memory.kept
         passes[each.phase] = max(passes[each.phase], nbytes)
     return tuple(PartMemory(name=name, **passes) for name, passes in peaks.items())
-
-
-def _input_nbytes(micro: MicroBatch) -> int:
-    tensors = [micro.input_ids, micro.position_ids, micro.targets]
-    if isinstance(micro.bounds, DocumentStarts):
-        tensors.append(micro.bounds.device)
-    return sum(round_up(t.numel() * t.element_size(), ROUNDING) for t in tensors)
 
 
 def _describe(part: StepPart) -> str:

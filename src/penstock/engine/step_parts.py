@@ -26,7 +26,10 @@ from penstock.engine.gradients import GradientSums, differentiate
 from penstock.engine.loss import ChunkedLoss, GradientSink, LossFunction
 from penstock.model.inventory import Inventory
 from penstock.model.split import MicroBatch, SplitModel
+from penstock.model.varlen_attention import DocumentSpans
+from penstock.plan.cuda_allocator import ROUNDING
 from penstock.plan.workload import Workload
+from penstock.units import round_up
 
 Phase = Literal["forward", "backward"]
 
@@ -281,6 +284,14 @@ def example_micro_batches(
     rows = (packed,) if workload.numerics.attention == "varlen" else (plain, packed)
     batches = [{"input_ids": ids, "position_ids": row.expand(shape)} for row in rows]
     return [split_batch(batch, one, 1, device).rounds[0][0] for batch in batches]
+
+
+def input_nbytes(micro: MicroBatch) -> int:
+    """Return the bytes of a micro-batch on the device, in what the allocator rounds sizes up to."""
+    tensors = [micro.input_ids, micro.position_ids, micro.targets]
+    if isinstance(micro.bounds, DocumentSpans):
+        tensors.append(micro.bounds.spans)
+    return sum(round_up(t.numel() * t.element_size(), ROUNDING) for t in tensors)
 
 
 def step_parts(

@@ -23,6 +23,7 @@ from penstock.engine.step_parts import (
     LayerForward,
     StepPart,
     example_micro_batches,
+    input_nbytes,
     step_parts,
 )
 from penstock.model.compiled_graphs import (
@@ -35,11 +36,10 @@ from penstock.model.gpu_attention import attending_as_on_gpu
 from penstock.model.inventory import Inventory
 from penstock.model.meta_model import build_model, weight_dtype
 from penstock.model.split import MicroBatch, SplitModel
-from penstock.model.storage_counter import GRAIN, StorageCounter
+from penstock.model.storage_counter import StorageCounter
 from penstock.model.varlen_attention import DocumentSpans
 from penstock.plan.working_memory import PartMemory, WorkingMemory
 from penstock.plan.workload import Workload
-from penstock.units import round_up
 
 
 def trace_working_memory(
@@ -73,7 +73,7 @@ def trace_model(
     for traced in trace_parts(bare, inventory, workload, on_gpu=on_gpu):
         key = (traced.part.name, traced.part.phase)
         peaks[key] = max(peaks.get(key, 0), traced.peak)
-        inputs = max(inputs, _input_nbytes(traced.part.micro))
+        inputs = max(inputs, input_nbytes(traced.part.micro))
         if isinstance(traced.part, EmbeddingForward):
             arguments = traced.kept
     return WorkingMemory(parts=_parts(peaks), inputs=inputs, arguments=arguments, origin="traced")
@@ -143,13 +143,6 @@ def _parts(peaks: Mapping[tuple[str, str], int]) -> tuple[PartMemory, ...]:
         PartMemory(name=name, forward=peaks[name, "forward"], backward=peaks[name, "backward"])
         for name in names
     )
-
-
-def _input_nbytes(micro: MicroBatch) -> int:
-    tensors = [micro.input_ids, micro.position_ids, micro.targets]
-    if isinstance(micro.bounds, DocumentSpans):
-        tensors.append(micro.bounds.spans)
-    return sum(round_up(t.numel() * t.element_size(), GRAIN) for t in tensors)
 
 
 def _make_fake(micro: MicroBatch, fake: FakeTensorMode) -> MicroBatch:
