@@ -308,15 +308,20 @@ def _cudnn(inputs: Inputs) -> None:
         t.view(shape.rows, shape.context, *t.shape[1:]).transpose(1, 2)
         for t in (inputs.q, inputs.k, inputs.v, inputs.grad)
     )
-    group = shape.heads // shape.shared
-    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     ops = torch.ops.aten
 
     def forward() -> Any:
         return ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
 
-    report("cuDNN forward", shape, 4, lambda: forward()[:2])
+    made = report("cuDNN forward", shape, 4, lambda: forward()[:2])
+    if made is None:
+        return
     out, sums, _, _, most_q, most_k, seed, offset, _ = forward()
+    ours = inputs.sums.view(shape.heads, shape.rows, shape.context).transpose(0, 1)
+    difference = (sums.view(ours.shape) - ours).abs().max()
+    flat = out.transpose(1, 2).reshape(inputs.out.shape).float()
+    print(f"   log-sum-exps {tuple(sums.shape)} {sums.stride()}, output {out.stride()}; largest "
+          f"difference {float(difference):.1e}, {float((flat - inputs.out).abs().max()):.1e}")  # fmt: skip
     report(
         "cuDNN backward", shape, 10,
         lambda: ops._scaled_dot_product_cudnn_attention_backward(
