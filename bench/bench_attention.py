@@ -320,8 +320,9 @@ def _cudnn(inputs: Inputs) -> None:
     ours = inputs.sums.view(shape.heads, shape.rows, shape.context).transpose(0, 1)
     difference = (sums.view(ours.shape) - ours).abs().max()
     flat = out.transpose(1, 2).reshape(inputs.out.shape).float()
-    print(f"   log-sum-exps {tuple(sums.shape)} {sums.stride()}, output {out.stride()}; largest "
-          f"difference {float(difference):.1e}, {float((flat - inputs.out).abs().max()):.1e}")  # fmt: skip
+    apart = (float(difference), float((flat - inputs.out).abs().max()))
+    print(f"   log-sum-exps {tuple(sums.shape)}, strides {sums.stride()}, output {out.stride()}")
+    print(f"   largest differences of both from ours: {apart[0]:.1e}, {apart[1]:.1e}")
     report(
         "cuDNN backward", shape, 10,
         lambda: ops._scaled_dot_product_cudnn_attention_backward(
