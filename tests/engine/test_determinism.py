@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.engine import determinism
 from penstock.engine.determinism import deterministic_kernels
 from penstock.errors import NotReproducibleError
 from penstock.model.compile import CompiledLayers, deterministic_options
 from tests.equivalence.runs import DRAM, Setup
+
+ROOT = Path(__file__).parents[2]
 
 
 def state() -> tuple[bool, bool, bool, object]:
@@ -59,6 +66,45 @@ def test_an_operation_without_a_deterministic_kernel_is_named() -> None:
     with pytest.raises(RuntimeError, match="another"), deterministic_kernels(True):
         raise RuntimeError("another error")
     assert state() == before
+
+
+def test_torch_only_warns_where_it_would_refuse_every_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does so in a process that multiplied matrices before the workspace was configured."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError(
+            "Deterministic behavior was enabled, but ... set CUBLAS_WORKSPACE_CONFIG=:4096:8"
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "mm", refuse)
+    monkeypatch.setattr(determinism, "_switch", determinism._Switch())
+    before = state()
+    with warnings.catch_warnings(), deterministic_kernels(True):
+        assert state()[:3] == (True, True, False)
+    assert state() == before
+
+
+@pytest.mark.gpu
+def test_an_engine_can_follow_matrix_products_of_the_user(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys, torch\n"
+        "torch.ones(8, 8, device='cuda') @ torch.ones(8, 8, device='cuda')\n"
+        "from tests.equivalence.runs import DRAM, Setup\n"
+        "setup = Setup.of('llama')\n"
+        "with setup.engine(DRAM, pathlib.Path(sys.argv[1]), device='cuda') as engine:\n"
+        "    print(float(engine.step(setup.batches(1)[0])))\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "CUBLAS_WORKSPACE_CONFIG"}
+    line = [sys.executable, "-c", program, str(tmp_path)]
+    ended = subprocess.run(
+        line, capture_output=True, text=True, check=False, cwd=ROOT, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert float(ended.stdout) > 0
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

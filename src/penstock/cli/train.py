@@ -95,7 +95,11 @@ def _parameters() -> list[inspect.Parameter]:
     config = typer.Option(
         help="YAML file of settings, named like the flags. The command line overrides it."
     )
-    resume = typer.Option("--resume", help="Continue from the newest checkpoint in --out.")
+    resume = typer.Option(
+        "--resume",
+        help="Continue from the newest checkpoint in --out, with the bits of an uninterrupted run "
+        "on the same GPU model and software; budgets may change.",
+    )
     as_json = typer.Option("--json", help="Print one JSON object per line and nothing else.")
     return [
         *settings_parameters(),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,17 +30,22 @@ class _Switch:
         self._lock = threading.Lock()
         self._users = 0
         self._before: tuple[bool, bool, bool, Any] = (False, False, True, None)
+        self._refuses_products: bool | None = None  # None before it was tried
 
     def acquire(self) -> None:
         with self._lock:
             if self._users == 0:
                 self._before = _settings()
-                # Torch refuses matrix products without this variable. cuBLAS is deterministic if
-                # every stream has a workspace of fixed size, which this setting fixes to 32 MiB.
+                # cuBLAS is deterministic if every stream has a workspace of fixed size. Torch
+                # allocates one for each, and this variable fixes the size.
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 # Filling new memory would cost a pass over every tensor. No kernel of a step reads
                 # memory that it has not written.
                 _apply(True, False, False, True)
+                if self._refuses_products is None and torch.cuda.is_initialized():
+                    self._refuses_products = refuses_products()
+                if self._refuses_products:
+                    _apply(True, True, False, True)
             self._users += 1
 
     def release(self) -> None:
@@ -50,6 +56,24 @@ class _Switch:
 
 
 _switch = _Switch()
+
+
+def refuses_products() -> bool:
+    """Return whether torch refuses matrix products on the GPU of this process.
+
+    Some versions of torch read `CUBLAS_WORKSPACE_CONFIG` at the first matrix product of the
+    process. If it was not set by then, they refuse every product from then on, although it is
+    deterministic. All they can still be asked for is to warn instead.
+    """
+    one = torch.ones((1, 1), device="cuda")
+    try:
+        torch.mm(one, one)
+    except RuntimeError as error:
+        if "CUBLAS_WORKSPACE_CONFIG" not in str(error):
+            raise
+        warnings.filterwarnings("ignore", message="Deterministic behavior was enabled")
+        return True
+    return False
 
 
 @contextlib.contextmanager
