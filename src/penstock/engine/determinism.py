@@ -42,7 +42,8 @@ class _Switch:
                 # Filling new memory would cost a pass over every tensor. No kernel of a step reads
                 # memory that it has not written.
                 _apply(True, False, False, True)
-                if self._refuses_products is None and torch.cuda.is_initialized():
+                cuda: Any = torch.cuda
+                if self._refuses_products is None and cuda.is_initialized():
                     self._refuses_products = refuses_products()
                 if self._refuses_products:
                     _apply(True, True, False, True)
