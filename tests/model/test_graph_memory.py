@@ -8,8 +8,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from penstock.model.compiled_graphs import capture_training, training_peak
+from penstock.model.compiled_graphs import capture_training, training_lifetimes
 from penstock.model.graph_memory import Buffer, graph_use
+from penstock.model.lifetimes import Lifetime, Request, in_order, peak_nbytes
 
 N = 64 * 64 * 4
 """Bytes of one fp32 matrix of 64 x 64."""
@@ -122,4 +123,34 @@ def test_training_holds_what_is_saved_and_gradients(trained: bool) -> None:
     # The peak is at the last product of backward. There are the output, which the caller holds, the
     # gradient of relu's input and that of x. If the weight is trained, there are also its two
     # gradients, which are added afterwards.
-    assert training_peak(graphs) == (5 * N if trained else 3 * N)
+    assert peak_nbytes(training_lifetimes(graphs)) == (5 * N if trained else 3 * N)
+
+
+def test_requests_free_memory_before_they_allocate_it() -> None:
+    first, second = Lifetime("a", 100, 0, 3), Lifetime("b", 40, 3, 5)
+
+    assert peak_nbytes([first, second]) == 100
+    assert list(in_order([first, second])) == [
+        Request("a", 100), Request("a", None), Request("b", 40), Request("b", None)
+    ]  # fmt: skip
+
+
+def test_requests_of_training_are_as_large_as_its_peak() -> None:
+    with FakeTensorMode():
+        x = torch.empty(64, 64).requires_grad_()
+        weight = torch.empty(64, 64).requires_grad_()
+        lifetimes = training_lifetimes(
+            capture_training(lambda x, w: ((x @ w).relu() @ w).exp(), (x, weight))
+        )
+    sizes: dict[object, int] = {}
+    most = 0
+    for request in in_order(lifetimes):
+        if request.nbytes is None:
+            del sizes[request.key]
+        else:
+            assert request.key not in sizes
+            sizes[request.key] = request.nbytes
+        most = max(most, sum(sizes.values()))
+
+    assert most == peak_nbytes(lifetimes)
+    assert not sizes

@@ -8,7 +8,7 @@ layers, the compiler's graphs are captured, and their peak is computed (`graph_m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.engine.determinism import deterministic_kernels
 from penstock.engine.device import CpuDevice
 from penstock.engine.step_parts import (
     EmbeddingForward,
@@ -29,15 +30,17 @@ from penstock.engine.step_parts import (
 from penstock.model.compiled_graphs import (
     capture_inference,
     capture_training,
-    inference_peak,
-    training_peak,
+    inference_lifetimes,
+    training_lifetimes,
 )
 from penstock.model.gpu_attention import attending_as_on_gpu
 from penstock.model.inventory import Inventory
+from penstock.model.lifetimes import Request, in_order, peak_nbytes
 from penstock.model.meta_model import build_model, weight_dtype
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.model.storage_counter import StorageCounter
 from penstock.model.varlen_attention import DocumentSpans
+from penstock.plan.cuda_allocator import PAGE, ExpandableSegments
 from penstock.plan.working_memory import PartMemory, WorkingMemory
 from penstock.plan.workload import Workload
 
@@ -69,14 +72,22 @@ def trace_model(
 ) -> WorkingMemory:
     """Trace the working memory of a model without weights. Its buffers become fake tensors."""
     peaks: dict[tuple[str, str], int] = {}
-    inputs = arguments = 0
+    inputs = arguments = reserved = 0
     for traced in trace_parts(bare, inventory, workload, on_gpu=on_gpu):
         key = (traced.part.name, traced.part.phase)
         peaks[key] = max(peaks.get(key, 0), traced.peak)
         inputs = max(inputs, input_nbytes(traced.part.micro))
+        reserved = max(reserved, traced.reserved)
         if isinstance(traced.part, EmbeddingForward):
             arguments = traced.kept
-    return WorkingMemory(parts=_parts(peaks), inputs=inputs, arguments=arguments, origin="traced")
+    return WorkingMemory(
+        parts=_parts(peaks),
+        inputs=inputs,
+        arguments=arguments,
+        # The first page of a part may be one that other tensors use as well.
+        gaps=max(0, reserved - max(peaks.values())) + PAGE,
+        origin="traced",
+    )
 
 
 class TracedPart(NamedTuple):
@@ -87,6 +98,8 @@ class TracedPart(NamedTuple):
     """The most bytes alive at any time."""
     kept: int
     """Bytes that stay alive when the part has run."""
+    reserved: int
+    """The most bytes of pages that PyTorch's allocator maps for it on a GPU."""
 
 
 def trace_parts(
@@ -105,27 +118,45 @@ def trace_parts(
     micros = [_make_fake(micro, fake) for micro in micros]
     attention = attending_as_on_gpu() if on_gpu else contextlib.nullcontext()
     found = []
-    with fake, attention, _ScalarAnswers(workload.context):
+    # As in a step: some operations need other memory if their bits must repeat.
+    deterministic = deterministic_kernels(numerics.deterministic)
+    with deterministic, fake, attention, _ScalarAnswers(workload.context):
         for part in step_parts(split_model, inventory, workload, CpuDevice(), micros=micros):
             with _prepared(part):
-                found.append(TracedPart(part, *trace_part(part, split_model, on_gpu=on_gpu)))
+                found.append(trace_part(part, split_model, on_gpu=on_gpu))
     return found
 
 
-def trace_part(part: StepPart, split_model: SplitModel, *, on_gpu: bool) -> tuple[int, int]:
-    """Return a prepared part's peak bytes, and the bytes that it leaves behind."""
+def trace_part(part: StepPart, split_model: SplitModel, *, on_gpu: bool) -> TracedPart:
+    """Trace a prepared part."""
     if isinstance(part, LayerForward):
         assert part.micro.calls is not None
         backward = part.phase == "backward"
         hidden = part.source.detach().requires_grad_(backward)
         call = split_model.compiled_call(part.index, hidden, part.micro.calls)
         if call is not None:
-            if backward:
-                return training_peak(capture_training(*call)), 0
-            return inference_peak(capture_inference(*call)), 0
+            lifetimes = (
+                training_lifetimes(capture_training(*call))
+                if backward
+                else inference_lifetimes(capture_inference(*call))
+            )
+            reserved = _reserved(in_order(lifetimes))
+            return TracedPart(part, peak_nbytes(lifetimes), 0, reserved)
     with StorageCounter(workspaces=on_gpu) as counter:
         part.run()
-    return counter.peak, counter.live()
+    kept = counter.live()
+    return TracedPart(part, counter.peak, kept, _reserved(counter.requests))
+
+
+def _reserved(requests: Iterable[Request]) -> int:
+    """Return the bytes of pages that PyTorch's allocator maps for these requests."""
+    allocator = ExpandableSegments()
+    for request in requests:
+        if request.nbytes is None:
+            allocator.free(request.key)
+        else:
+            allocator.allocate(request.key, request.nbytes)
+    return allocator.peak_reserved
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from penstock.model.graph_memory import Buffer, graph_use
+from penstock.model.lifetimes import Lifetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +66,42 @@ def _unused(*_: Any) -> NoReturn:
     raise AssertionError("the graphs are captured before they are compiled")
 
 
-def inference_peak(graph: GraphModule) -> int:
-    """Return the most bytes alive while a graph runs, beyond its inputs."""
-    return graph_use(graph).peak
+def inference_lifetimes(graph: GraphModule) -> Sequence[Lifetime]:
+    """Return the memory that a graph uses beyond its inputs."""
+    return graph_use(graph).lifetimes
 
 
-def training_peak(graphs: TrainingGraphs) -> int:
-    """Return the most bytes alive while a function is computed and differentiated."""
+def training_lifetimes(graphs: TrainingGraphs) -> Sequence[Lifetime]:
+    """Return the memory that is used to compute a function and to differentiate it."""
     forward = graph_use(graphs.forward)
     out, *saved = forward.outputs
     buffers: dict[str, Buffer] = {}
     for node, buffer in zip(_outputs(graphs.forward)[1:], saved, strict=True):
-        if buffer is not None and isinstance(node, Node):
+        # The caller holds the output until backward has ended, whether it is saved or not.
+        if buffer is not None and buffer is not out and isinstance(node, Node):
             buffers[node.name] = buffer
     placeholders = [node for node in graphs.backward.graph.nodes if node.op == "placeholder"]
     inputs = {i: buffers[n.name] for i, n in enumerate(placeholders) if n.name in buffers}
-    # The caller holds the output until backward has ended. It counts once if it is saved as well.
-    inputs = {i: buffer for i, buffer in inputs.items() if buffer is not out}
-    backward = graph_use(graphs.backward, inputs).peak
-    return max(forward.peak, backward + (out.nbytes if out is not None else 0))
+    backward = graph_use(graphs.backward, inputs)
+    return _joined(forward.lifetimes, backward.lifetimes, kept=out)
+
+
+def _joined(
+    forward: Sequence[Lifetime], backward: Sequence[Lifetime], kept: Buffer | None
+) -> list[Lifetime]:
+    """Put backward after forward. What it takes from forward continues there."""
+    turn = max((each.end for each in forward), default=0)
+    end = turn + max((each.end for each in backward), default=0) + 1
+    continued = {each.key: turn + each.end for each in backward if each.start < 0}
+    joined = [
+        each._replace(end=end if each.key is kept else continued.get(each.key, each.end))
+        for each in forward
+    ]
+    return joined + [
+        each._replace(start=turn + each.start, end=turn + each.end)
+        for each in backward
+        if each.start >= 0
+    ]
 
 
 def _outputs(graph: GraphModule) -> list[Any]:

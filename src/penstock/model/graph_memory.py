@@ -15,7 +15,6 @@ decides which do, by Inductor's own rules, and how long they live:
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from penstock.model.lifetimes import Lifetime, peak_nbytes
 from penstock.model.operation_workspace import operation_workspace
 from penstock.model.storage_counter import GRAIN
 from penstock.units import round_up
@@ -97,12 +97,16 @@ class _Value:
 class GraphUse:
     """The memory that a graph uses."""
 
-    peak: int
-    """The most bytes alive at any time: outputs and intermediate values, and the inputs that the
-    graph was told to count."""
+    lifetimes: Sequence[Lifetime]
+    """Outputs and intermediate values, and the inputs that the graph was told to count."""
 
     outputs: Sequence[Buffer | None]
     """The buffer of each output. None for an output that is an input, or not a tensor."""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at any time."""
+        return peak_nbytes(self.lifetimes)
 
 
 def graph_use(graph: GraphModule, inputs: Mapping[int, Buffer] | None = None) -> GraphUse:
@@ -144,7 +148,7 @@ class _Liveness:
                 self._finish(node)
             else:
                 self._values[node] = self._compute(node, position)
-        return GraphUse(self._peak(), self._outputs)
+        return GraphUse(self._lifetimes(), self._outputs)
 
     def _input(self) -> _Value:
         given = self._given.get(self._placeholders)
@@ -274,30 +278,35 @@ class _Liveness:
         for buffer in buffers:
             buffer.last = max(buffer.last, position)
 
-    def _peak(self) -> int:
-        changes: Counter[int] = Counter()
-        taken_over = self._taken_over()
-        for buffer in self._buffers:
-            changes[buffer.born] += buffer.nbytes
-            end = buffer.last if buffer in taken_over else buffer.last + 1
-            changes[end] -= buffer.nbytes
-        live = peak = 0
-        for position in sorted(changes):
-            live += changes[position]
-            peak = max(peak, live)
-        return peak
+    def _lifetimes(self) -> list[Lifetime]:
+        """Return how long memory is in use. What takes over memory continues its lifetime.
 
-    def _taken_over(self) -> set[Buffer]:
-        """Return the buffers whose memory a pointwise result takes over."""
+        The key is the caller's buffer for an input, and otherwise the last buffer in the memory.
+        """
+        successors = self._successors()
+        given = {here: there for there, here in self._started.items()}
+        followers = set(successors.values())
+        lifetimes = []
+        for buffer in self._buffers:
+            if buffer not in followers:
+                last = buffer
+                while last in successors:
+                    last = successors[last]
+                key = given.get(buffer, last)
+                lifetimes.append(Lifetime(key, buffer.nbytes, buffer.born, last.last + 1))
+        return lifetimes
+
+    def _successors(self) -> dict[Buffer, Buffer]:
+        """Return the pointwise result that takes over a buffer's memory, for each that has one."""
         dying: dict[tuple[int, int], list[Buffer]] = {}
         for buffer in self._buffers:
             if buffer.born < buffer.last:
                 dying.setdefault((buffer.last, buffer.nbytes), []).append(buffer)
-        taken: set[Buffer] = set()
+        taken: dict[Buffer, Buffer] = {}
         for buffer in self._buffers:
             others = dying.get((buffer.born, buffer.nbytes)) if buffer.pointwise else None
             if others:
-                taken.add(others.pop())
+                taken[others.pop()] = buffer
         return taken
 
 

@@ -21,11 +21,19 @@ FLASH_ROWS = 128
 """Flash attention's backward pads each document's fp32 accumulator to a multiple of this."""
 
 
+PROCESSORS = 148
+"""Streaming multiprocessors of the largest GPU."""
+
+
 def operation_workspace(operation: Any, tensors: Sequence[torch.Tensor]) -> int:
     """Return the bytes that an operation allocates for itself, given its tensor arguments."""
     name = getattr(operation, "_opname", None)
     workspace = WORKSPACES.get(f"{operation.namespace}::{name}") if name else None
     return workspace([tuple(t.shape) for t in tensors]) if workspace else 0
+
+
+def _repeats_bits() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def _flash_backward(shapes: Sequence[Shape]) -> int:
@@ -35,8 +43,10 @@ def _flash_backward(shapes: Sequence[Shape]) -> int:
     padded = -(-tokens // FLASH_ROWS) * FLASH_ROWS
     wide = 32 * -(-size // 32)
     # The fp32 sum of the queries' gradient, and its row sums; for grouped queries, also the keys'
-    # and values' gradients of every query head.
-    nbytes = 4 * rows * heads * padded * (wide + 1)
+    # and values' gradients of every query head. To add in a fixed order, there are several sums,
+    # enough to keep the GPU busy.
+    sums = -(-PROCESSORS // (rows * heads)) if _repeats_bits() else 1
+    nbytes = 4 * rows * heads * padded * (sums * wide + 1)
     if key[1] != heads:
         nbytes += 2 * 2 * rows * heads * tokens * size
     return nbytes

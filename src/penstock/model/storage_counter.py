@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from penstock.model.lifetimes import Request
 from penstock.model.operation_workspace import operation_workspace
 from penstock.units import round_up
 
@@ -31,17 +32,21 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, *, workspaces: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._workspaces = workspaces
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._nbytes = 0
+        self._live: dict[int, tuple[int, StorageWeakRef, int]] = {}  # by address
+        self._nbytes = self._count = 0
         self.peak = 0
         """The most bytes alive at any time."""
+        self.requests: list[Request] = []
+        """Allocations and frees so far, in order."""
 
     def live(self) -> int:
         """Return the bytes that are alive now."""
-        for key, (reference, nbytes) in list(self._live.items()):
+        for address, (key, reference, nbytes) in list(self._live.items()):
             if reference.expired():  # type: ignore[no-untyped-call]
-                del self._live[key]
+                del self._live[address]
                 self._nbytes -= nbytes
+                if nbytes:
+                    self.requests.append(Request(key, None))
         return self._nbytes
 
     def __torch_dispatch__(
@@ -62,11 +67,19 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage._cdata not in known and storage._cdata not in self._live:
                 nbytes = round_up(storage.nbytes(), GRAIN)
                 reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._live[storage._cdata] = (reference, nbytes)
+                self._live[storage._cdata] = (self._request(nbytes), reference, nbytes)
                 self._nbytes += nbytes
         workspace = operation_workspace(func, given) if self._workspaces else 0
+        if workspace:
+            self.requests.append(Request(self._request(workspace), None))
         self.peak = max(self.peak, self._nbytes + workspace)
         return result
+
+    def _request(self, nbytes: int) -> int:
+        self._count += 1
+        if nbytes:
+            self.requests.append(Request(self._count, nbytes))
+        return self._count
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
