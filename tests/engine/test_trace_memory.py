@@ -45,10 +45,10 @@ def really_allocated(config: Any, work: Workload) -> tuple[dict[tuple[str, str],
         part.prepare()
         with StorageCounter() as counter:
             part.run()
-        key = (part.name, part.phase)
-        peaks[key] = max(peaks.get(key, 0), counter.peak)
+        key, left = (part.name, part.phase), counter.live()
+        peaks[key] = max(peaks.get(key, 0), counter.peak - left)
         if isinstance(part, EmbeddingForward):
-            kept = counter.live()
+            kept = left
         part.release()
     return peaks, kept
 

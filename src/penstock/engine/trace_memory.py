@@ -75,7 +75,8 @@ def trace_model(
     inputs = arguments = reserved = 0
     for traced in trace_parts(bare, inventory, workload, on_gpu=on_gpu):
         key = (traced.part.name, traced.part.phase)
-        peaks[key] = max(peaks.get(key, 0), traced.peak)
+        # What the embedding leaves, the arguments of layers, has a pool of its own.
+        peaks[key] = max(peaks.get(key, 0), traced.peak - traced.kept)
         inputs = max(inputs, input_nbytes(traced.part.micro))
         reserved = max(reserved, traced.reserved)
         if isinstance(traced.part, EmbeddingForward):

@@ -25,8 +25,9 @@ LOGIT_NBYTES = {"torch": 12, "fused": 2}
 """Bytes per logit of a chunk, by loss kernel. PyTorch needs the 16-bit logit, its fp32 copy and the
 gradients of both; the fused kernel works in place."""
 
-INPUT_NBYTES = 3 * 8 + 4
-"""Bytes per token of token ids, targets and positions (int64), and document starts (int32)."""
+INPUT_NBYTES = 3 * 8 + 2 * 4
+"""Bytes per token of token ids, targets and positions (int64), and the bounds of documents
+(int32)."""
 
 ARGUMENT_NBYTES = 2 * 2 * 128
 """Bytes per token of rotary tables, for heads of 128."""
