@@ -1,4 +1,7 @@
-"""A run's memory stays within its plan plus an idle process plus 200 MiB; a cgroup enforces it."""
+"""A run's memory stays within its plan plus an idle process plus 200 MiB; a cgroup enforces it.
+
+It also stays within the plan's own figure for the host memory of the whole process.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ context, batch = int(sys.argv[3]), int(sys.argv[4])
 work = engines.workload(context=context, batch=batch, micro_batch=1, loss_chunk=1024)
 setup = Setup(config, engines.inventory(config), work, None)
 plan = setup.plan(way, Path(sys.argv[1]))
-report(plan={tier.value: plan.peak(tier) for tier in Tier})
+report(plan={tier.value: plan.peak(tier) for tier in Tier}, host=plan.host_nbytes)
 sys.stdin.readline()
 engine = engines.make_engine(setup.config, plan, setup.model, None)
 losses = [float(engine.step(rows)) for rows in setup.batches(batch)]
@@ -73,7 +76,7 @@ def limited() -> Iterator[tuple[list[str], Any]]:
 
 
 def run_within(disk: Path, spots: str, context: int, batch: int) -> tuple[int, int]:
-    """Run the child; return its peak memory and its limit."""
+    """Run the child; return its peak memory, and the lower of its limit and its plan."""
     with (
         limited() as (join, limit),
         subprocess.Popen(
@@ -84,7 +87,8 @@ def run_within(disk: Path, spots: str, context: int, batch: int) -> tuple[int, i
         assert child.stdin is not None
         assert child.stdout is not None
         bare = json.loads(child.stdout.readline())["bare"]
-        plan = json.loads(child.stdout.readline())["plan"]
+        promised = json.loads(child.stdout.readline())
+        plan, host = promised["plan"], promised["host"]
         planned = sum(nbytes for tier, nbytes in plan.items() if tier != "nvme")
         allowed = bare + planned + SPARE
         limit(allowed)
@@ -93,7 +97,7 @@ def run_within(disk: Path, spots: str, context: int, batch: int) -> tuple[int, i
         line = child.stdout.readline()
         assert child.wait() == 0, f"exit code {child.returncode}, limit {allowed >> 20} MiB"
     assert 100 * MiB < planned < GiB, plan
-    return json.loads(line)["peak"], allowed
+    return json.loads(line)["peak"], min(allowed, host)
 
 
 BUDGETS = {
