@@ -21,7 +21,7 @@ from penstock.engine import tier_memory
 from penstock.engine.device import CpuDevice
 from penstock.engine.engine import Engine
 from penstock.engine.memory_usage import MemoryUsage, memory_usages
-from penstock.engine.prepare import prepare
+from penstock.machine.discovery import discover
 from penstock.memory.arena import Arena
 from penstock.memory.process import resident_nbytes
 from penstock.storage.header import DATA_OFFSET
@@ -162,16 +162,15 @@ def test_a_striped_arena_counts_for_each_of_its_tiers() -> None:
 
 
 @pytest.fixture
-def gpu_engine(tmp_path: Path) -> Iterator[Engine]:
-    """An engine with most states in DRAM."""
+def gpu_engine() -> Iterator[Engine]:
+    """An engine on the GPU with everything in DRAM."""
     gc.collect()
     torch.cuda.empty_cache()  # what earlier tests left in torch's allocator is not this engine's
     config = engines.tiny_config("llama", **LARGE)
-    config.save_pretrained(tmp_path / "model")
-    with prepare(
-        tmp_path / "model", context=256, batch=4, micro_batch=2, init="random",
-        budget={"hbm": "3GiB", "dram": "2GiB"}, device="cuda", compiled=False,
-    ) as engine:  # fmt: skip
+    model = engines.inventory(config)
+    work = engines.workload(context=256, batch=4, micro_batch=2)
+    plan = engines.make_plan_of(model, work, "dddd", machine=discover())
+    with engines.make_engine(config, plan, model, None, device="cuda") as engine:
         yield engine
 
 
@@ -198,6 +197,7 @@ def test_hbm_is_what_torch_and_the_driver_count(gpu_engine: Engine) -> None:
 @pytest.mark.gpu
 def test_a_tensor_that_was_not_planned_shows_in_hbm(gpu_engine: Engine) -> None:
     gpu_engine.device.limit_memory(None)
+    gpu_engine.device.release(0)  # torch must have nothing in reserve that the tensor could use
     before = gpu_engine.tiers()["hbm"]
     extra = torch.empty(256 << 20, dtype=torch.uint8, device=gpu_engine.device.torch_device)
     after = gpu_engine.tiers()["hbm"]
@@ -213,4 +213,5 @@ def test_pinned_arenas_are_in_memory_as_planned_to_the_byte(gpu_engine: Engine) 
     usage, dram = gpu_engine._memory.tiers.usage, gpu_engine.tiers()["dram"]
 
     assert dram["used"] == dram["planned"] == usage.resident_nbytes() == usage.pinned
+    assert dram["used"] > 200 * MiB
     assert gpu_engine.host_memory()["used"] > dram["used"]
