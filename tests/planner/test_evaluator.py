@@ -64,6 +64,31 @@ def test_quick_sizes_are_close_and_the_lower_bound_holds(seed: int, tied: bool) 
     assert quick[Tier.DRAM] == pytest.approx(exact[Tier.DRAM], rel=0.10)
     assert timer.seconds(placement, cost.schedule) == cost.step_seconds
     assert timer.lower_bound(placement) <= cost.step_seconds * (1 + 1e-9)
+    assert evaluator.score_lower_bound(candidate) <= evaluator.score(candidate) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("location", HOST)
+def test_the_lower_bound_is_close_if_one_resource_limits_each_half_of_the_step(
+    location: Location,
+) -> None:
+    evaluator = make_evaluator()
+    block = BlockLocations(location, location, location, None)
+    layer = block._replace(activation=location)
+    candidate = Candidate((block, *[layer] * 6, block))
+
+    assert evaluator.score_lower_bound(candidate) > 0.85 * evaluator.score(candidate)
+
+
+def test_buffers_in_hbm_are_sized_once_for_all_locations_outside_of_it() -> None:
+    evaluator = make_evaluator()
+    sizes = set()
+    for location in HOST:
+        block = BlockLocations(location, location, location, None)
+        layers = [block._replace(activation=place) for place in (location, Location.HBM)]
+        candidate = Candidate((block, *layers * 3, block))
+        sizes.add(evaluator._sizer.hbm_nbytes(candidate))
+
+    assert len(sizes) == len(evaluator._sizer.hbm_cache) == 1
 
 
 def test_a_timer_gives_the_same_result_after_other_placements() -> None:

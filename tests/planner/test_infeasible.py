@@ -124,7 +124,7 @@ def test_capacity_of_each_tier(box: Machine, tier: Tier, expected: int | None) -
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Workload]:
     """The workloads that advice considers."""
     workloads: list[Workload] = []
-    for name in ("fits", "find_plan"):
+    for name in ("fits", "quick_step_seconds"):
         original = getattr(advice, name)
 
         def record(*args: Any, _original: Any = original, **kwargs: Any) -> Any:

@@ -37,12 +37,12 @@ def with_steps(result: PlanResult, steps: int) -> PlanResult:
 
 
 def test_wear_is_left_out_if_nothing_is_written(result: PlanResult) -> None:
-    assert wear(replace(result, disk_writes=0), machine()) == []
+    assert wear(replace(result, disk_writes={}), machine()) == []
 
 
 def test_wear_is_relative_to_the_rated_endurance(result: PlanResult) -> None:
     rated, unrated = machine_with_endurance(600 * 10**12), machine_with_endurance(None)
-    writing = replace(result, disk_writes=30 * 10**9)
+    writing = replace(result, disk_writes={"/mnt/nvme": 30 * 10**9})
 
     assert wear(writing, unrated) == ["30 GB written to NVMe per step"]
     assert wear(writing, rated) == [
@@ -54,8 +54,29 @@ def test_wear_is_relative_to_the_rated_endurance(result: PlanResult) -> None:
     ]
 
 
+def test_wear_is_that_of_the_drive_that_wears_out_first(result: PlanResult) -> None:
+    box = machine_with_endurance(600 * 10**12)
+    first = box.storage[0]
+    small = replace(first, path="/mnt/small", rated_writes=100 * 10**12)
+    unused = replace(first, path="/mnt/unused", rated_writes=9000 * 10**12)
+    box = replace(box, storage=(first, small, unused))
+    writes = {"/mnt/nvme": 20 * 10**9, "/mnt/small": 10 * 10**9}
+    writing = replace(result, disk_writes=writes)
+
+    assert wear(writing, box) == [
+        "30 GB written to NVMe per step; the rated endurance of /mnt/small (100 TB) is 10,000 steps"
+    ]
+    assert wear(with_steps(writing, 1_000), box) == [
+        "30 GB written to NVMe per step, 30.0 TB in 1,000 steps: "
+        "10% of the rated endurance of /mnt/small (100 TB)"
+    ]
+
+
 def test_small_writes_keep_two_digits(result: PlanResult) -> None:
-    writing, unrated = replace(result, disk_writes=42_000_000), machine_with_endurance(None)
+    writing, unrated = (
+        replace(result, disk_writes={"/mnt/nvme": 42_000_000}),
+        machine_with_endurance(None),
+    )
 
     assert wear(writing, unrated) == ["0.042 GB written to NVMe per step"]
     assert wear(with_steps(writing, 200), unrated) == [

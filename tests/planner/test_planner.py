@@ -278,6 +278,33 @@ def test_a_70b_model_can_be_planned() -> None:
     assert plan.peak(Tier.HBM) <= 23 * GiB
 
 
+@pytest.mark.parametrize(
+    ("name", "dram", "most_timed", "most_bounded"),
+    [("llama-3.1-8b", "60GiB", 150, 4000), ("llama-3.1-70b", "60GiB", 60, 2000)],
+)
+def test_few_candidates_have_to_be_timed(
+    name: str, dram: str, most_timed: int, most_bounded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planning takes seconds because a lower bound rules out most candidates."""
+    inventory, box = model(name), preset("desktop-24gb")
+    budget = parse_budget(box, hbm="23.5GiB", dram=dram, nvme=("1500GiB",))
+    workload = work(inventory, 1024, 16)
+    bounded = []
+    lower_bound = PlanEvaluator.score_lower_bound
+    monkeypatch.setattr(
+        PlanEvaluator,
+        "score_lower_bound",
+        lambda self, candidate: bounded.append(candidate) or lower_bound(self, candidate),
+    )
+    evaluator = PlanEvaluator(inventory, workload, box, budget)
+
+    assert search(evaluator) is not None
+
+    assert len(evaluator._seconds) < most_timed
+    assert len(bounded) < most_bounded
+    assert evaluator.operations_timed < 150_000
+
+
 PLANNING_MODULES = [
     "roles", "model.inventory", "machine.presets", "plan.workload", "plan.budget", "plan.placement",
     "plan.schedule", "plan.placement_index", "plan.build_schedule", "plan.packing",

@@ -80,3 +80,9 @@ def test_the_total_time_is_between_the_busiest_resource_and_the_sum_of_all_jobs(
     end = max(ends(jobs))
 
     assert busiest * (1 - 1e-6) <= end <= sum(j.alone for j in jobs) * (1 + 1e-6)
+
+
+def test_a_job_may_wait_for_another_one_for_two_reasons() -> None:
+    jobs = [Job("a", {"gpu": 1.0}), Job("a", {"gpu": 2.0}, after=(0, 0)), Job("", {}, after=(1, 0))]
+
+    assert [span.end for span in simulate(jobs)] == [1.0, 3.0, 3.0]

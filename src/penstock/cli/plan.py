@@ -20,13 +20,14 @@ from penstock.plan.budget import Budget
 from penstock.plan.memory_interpolation import interpolated
 from penstock.planner.advice import Advice, BudgetPoint, WhatIf, advise, plot, vary
 from penstock.planner.plan_view import explain, infeasible_json, plan_json, plan_view
-from penstock.probe.machine_choice import machine_to_plan_for
+from penstock.probe.machine_choice import THIS, machine_to_plan_for
 from penstock.settings import Layer, Settings, merge_layers, read_yaml
 from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from penstock.engine.plan_choice import PlanRequest
+    from penstock.model.inventory import Inventory
 
 VARY_POINTS = 8
 """Number of budgets that --vary plans for."""
@@ -42,19 +43,37 @@ SETTINGS = (
 def plan_command(**flags: Any) -> None:
     """Show where everything is stored, the time of a step and its bottleneck. Needs no GPU."""
     from penstock.engine.plan_choice import budget_paths, plan_request
-    from penstock.engine.prepare import inspect_model
 
     name = flags.pop("machine")
     output = _Output(*(flags.pop(flag) for flag in ("output", "explain_", "vary_", "as_json")))
     console = Console()
     settings = _merge_settings(flags)
-    config, inventory = inspect_model(settings.model.model, settings)
+    config, inventory = _inspect_model(settings, name)
     # After the model, as in training: what is loaded by now uses memory.
     target = machine_to_plan_for(name, budget_paths(settings.memory.budgets))
     request = plan_request(inventory, settings, target, config=config)
     for remark in () if output.as_json else request.remarks:
         console.print(remark, style="yellow")
     output.show(console, request)
+
+
+def _inspect_model(settings: Settings, machine: str | None) -> tuple[Any, Inventory]:
+    """Return the model's config and inventory, if possible without importing transformers."""
+    from penstock.engine.prepare import inspect_model
+    from penstock.model.survey_cache import cached_survey
+
+    if machine in (None, THIS) and "auto" in settings.memory.budgets.values():
+        # The budget is what is free, and training has imported transformers when it asks for that.
+        return inspect_model(settings.model.model, settings)
+    chosen = settings.model
+    return cached_survey(
+        chosen.model,
+        revision=chosen.revision,
+        changes=chosen.model_config,
+        blocks=chosen.blocks,
+        freeze=chosen.freeze,
+        trust_remote_code=chosen.trust_remote_code,
+    )
 
 
 def _merge_settings(flags: dict[str, Any]) -> Settings:

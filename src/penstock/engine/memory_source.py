@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
+from penstock.model.survey_cache import loaded_config
 from penstock.plan.memory_cache import load_memory, memory_key, save_memory
 from penstock.plan.working_memory import WorkingMemory, WorkingMemorySource
 from penstock.plan.working_memory_estimate import estimate_working_memory
@@ -62,7 +63,11 @@ def _trace_or_estimate(
 
     try:
         traced = trace_working_memory(
-            config, inventory, workload, on_gpu=True, trust_remote_code=trust_remote_code
+            loaded_config(config),
+            inventory,
+            workload,
+            on_gpu=True,
+            trust_remote_code=trust_remote_code,
         )
     except Exception as problem:
         # The model's code, or torch's compiler, may raise anything. A plan can still be made.

@@ -6,12 +6,12 @@ plan and run.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.machine.machine import Gpu, Machine, MemoryNode, StoragePath
+from penstock.machine.user_cache import cache_directory
 
 SAME_SIZE = 0.02
 """Relative difference in capacity that still counts as the same memory or drive.
@@ -21,8 +21,7 @@ The kernel reserves a slightly different amount of memory at each boot."""
 
 def cache_path() -> Path:
     """Return the path of this machine's saved probe."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "penstock" / "machine.json"
+    return cache_directory() / "machine.json"
 
 
 def save_probe(machine: Machine) -> str:

@@ -91,6 +91,13 @@ class Block:
         if self.window is not None and self.window < 1:
             raise InventoryError("window", f"must be 1 or more, got {self.window}")
 
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """Everything but names. Blocks with equal sizes need the same bytes and the same time."""
+        tensors = tuple((tensor.shape, tensor.trainable) for tensor in self.tensors)
+        widths = (self.query_width, self.key_value_width, self.mlp_width, self.window)
+        return (self.kind, tensors, self.matmul_elements, *widths)
+
     def parameters(self, trainable: bool | None = None) -> int:
         """Return the number of elements without padding.
 
@@ -176,6 +183,10 @@ class Inventory:
     not_trainable: str = ""
     """Why the model cannot be trained yet; empty if it can."""
 
+    # Asked for every candidate that the planner considers.
+    _owners: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _kinds: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         kinds = [block.kind for block in self.blocks]
         expected = ["embedding", *["layer"] * (len(kinds) - 2), "head"]
@@ -185,6 +196,16 @@ class Inventory:
             if getattr(self, name) < 1:
                 raise InventoryError(name, f"must be 1 or more, got {getattr(self, name)}")
         self._check_names()
+        object.__setattr__(self, "_owners", tuple(self._find_owners()))
+        first: dict[object, int] = {}
+        alike = tuple(first.setdefault(b.sizes, i) for i, b in enumerate(self.blocks))
+        object.__setattr__(self, "_kinds", alike)
+
+    def _find_owners(self) -> Iterator[tuple[int, ...]]:
+        owner = {tensor.name: i for i, b in enumerate(self.blocks) for tensor in b.tensors}
+        for i, block in enumerate(self.blocks):
+            own = {i} if block.tensors else set()
+            yield tuple(sorted({owner[name] for name in block.borrows} | own))
 
     def _check_names(self) -> None:
         names = [block.name for block in self.blocks]
@@ -211,6 +232,16 @@ class Inventory:
     def tied(self) -> bool:
         """Whether the head computes with tensors of the embedding."""
         return bool(self.blocks[-1].borrows)
+
+    @property
+    def weight_owners(self) -> tuple[tuple[int, ...], ...]:
+        """For each block, the blocks that own the tensors it computes with."""
+        return self._owners
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """For each block, the index of the first block with the same sizes."""
+        return self._kinds
 
     @property
     def may_have_rounds(self) -> bool:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.plan.placement import BlockPlacement, Home
+from penstock.plan.placement import BlockPlacement, Home, Share
 from penstock.roles import Role
 from penstock.tiers import Tier
 
@@ -37,9 +37,15 @@ class OverlaidActivation(NamedTuple):
 
 def node_of(home: Home | None) -> int | None:
     """Return the one NUMA node that holds all of a home, or None if there is no such node."""
+    share = _only_share(home)
+    return None if share is None else share.node
+
+
+def _only_share(home: Home | None) -> Share | None:
+    """Return the share that is all of a home, if it is in host memory."""
     if home is None or len(home.shares) != 1 or home.shares[0].tier not in HOST:
         return None
-    return home.shares[0].node
+    return home.shares[0]
 
 
 def overlaid_activations(
@@ -49,19 +55,19 @@ def overlaid_activations(
     overlaid: dict[int, OverlaidActivation] = {}
     if rounds > 1 or accumulate:
         return overlaid
-    available: Counter[int] = Counter()  # by node: bytes of earlier blocks' gradients
-    used: Counter[int] = Counter()
+    available: dict[int | None, int] = {}  # by node: bytes of earlier blocks' gradients
+    used: dict[int | None, int] = {}
     for index, block in enumerate(blocks):
-        home = block.home(Role.ACTIVATION)
-        node = node_of(home)
-        if home is not None and node is not None and used[node] + home.nbytes <= available[node]:
-            overlaid[index] = OverlaidActivation(node, used[node])
-            used[node] += home.nbytes
+        share = _only_share(block.home(Role.ACTIVATION))
+        if share is not None and share.node is not None:
+            offset = used.get(share.node, 0)
+            if offset + share.nbytes <= available.get(share.node, 0):
+                overlaid[index] = OverlaidActivation(share.node, offset)
+                used[share.node] = offset + share.nbytes
         # Only later blocks may use this block's gradient, so it is added last.
-        gradient = block.home(Role.GRADIENT)
-        node = node_of(gradient)
-        if gradient is not None and node is not None:
-            available[node] += gradient.nbytes
+        share = _only_share(block.home(Role.GRADIENT))
+        if share is not None:
+            available[share.node] = available.get(share.node, 0) + share.nbytes
     return overlaid
 
 

@@ -6,18 +6,14 @@ Reading it needs no torch, so that `penstock plan` stays fast.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import json
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
 from penstock import records
-from penstock.errors import PenstockError, PlanError
-from penstock.machine.probe_cache import cache_path
+from penstock.machine.user_cache import cache_directory, load_entry, save_entry
 from penstock.model.inventory import Inventory
 from penstock.plan.working_memory import MemoryOrigin, WorkingMemory
 from penstock.plan.workload import Workload
@@ -38,7 +34,7 @@ def memory_key(config: Any, inventory: Inventory, workload: Workload, gpu: str) 
     """
     fields = {
         name: value
-        for name, value in config.to_dict().items()
+        for name, value in json.loads(json.dumps(config.to_dict(), default=str)).items()
         if not name.startswith("_") and name not in _NOT_SHAPE
     }
     parts = {
@@ -57,35 +53,17 @@ def memory_key(config: Any, inventory: Inventory, workload: Workload, gpu: str) 
 
 def load_memory(key: str, origin: MemoryOrigin) -> WorkingMemory | None:
     """Return an entry, or None if there is none, it is damaged, or others could have written it."""
-    path = _path(key, origin)
-    try:
-        if not (_is_private(path.parent) and _is_private(path)):
-            return None
-        memory = records.load(WorkingMemory, path, error=PlanError)
-    except (OSError, PenstockError):
-        return None
-    return memory if memory.origin == origin else None
+    memory = load_entry(WorkingMemory, _path(key, origin))
+    return memory if memory is not None and memory.origin == origin else None
 
 
 def save_memory(key: str, memory: WorkingMemory) -> None:
     """Write an entry that only this user can read and write; without success if that fails."""
-    path = _path(key, memory.origin)
-    # A cache that cannot be written must not end a run.
-    with contextlib.suppress(OSError, PenstockError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        records.save(memory, path)
-        path.chmod(0o600)
+    save_entry(memory, _path(key, memory.origin))
 
 
 def _path(key: str, origin: MemoryOrigin) -> Path:
-    return cache_path().parent / "working_memory" / f"{origin}-{key}.json"
-
-
-def _is_private(path: Path) -> bool:
-    """Return whether the path is this user's, and no one else can write to it."""
-    found = path.lstat()
-    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return found.st_uid == os.geteuid() and not others_write and not stat.S_ISLNK(found.st_mode)
+    return cache_directory() / "working_memory" / f"{origin}-{key}.json"
 
 
 def _version(package: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.errors import PlanError
@@ -78,27 +78,29 @@ class BlockPlacement:
     """Which processor runs the block's optimizer sweep: the GPU if the states are in HBM, else the
     CPU. `none` if the whole block is frozen."""
 
+    # Looked up thousands of times for each schedule, so they are computed once.
+    _homes: Mapping[Role, Home] = field(init=False, repr=False, compare=False)
+    _tiers: Mapping[Role, frozenset[Tier]] = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         roles = [home.role for home in self.homes]
         if len(set(roles)) < len(roles):
             raise PlanError("homes", f"{self.block} has a role twice: {', '.join(roles)}")
+        tiers = {home.role: frozenset(share.tier for share in home.shares) for home in self.homes}
+        object.__setattr__(self, "_homes", {home.role: home for home in self.homes})
+        object.__setattr__(self, "_tiers", tiers)
 
     def home(self, role: Role) -> Home | None:
         """Return where a role is stored, or None if the block does not have it."""
-        for home in self.homes:
-            if home.role is role:
-                return home
-        return None
+        return self._homes.get(role)
 
     def all_on(self, role: Role, tier: Tier) -> bool:
         """Return whether the block has the role and stores all of it in the tier."""
-        home = self.home(role)
-        return home is not None and all(share.tier is tier for share in home.shares)
+        return role in self._tiers and self._tiers[role] <= {tier}
 
     def touches(self, role: Role, tier: Tier) -> bool:
         """Return whether the block has the role and stores any of it in the tier."""
-        home = self.home(role)
-        return home is not None and any(share.tier is tier for share in home.shares)
+        return tier in self._tiers.get(role, ())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

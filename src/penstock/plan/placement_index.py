@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from penstock.model.inventory import Inventory
 from penstock.plan.placement import BlockPlacement, Placement
@@ -27,18 +30,30 @@ class PlacementIndex:
     frozen_pieces: tuple[int, ...]
     """For each block, the number of additional pieces of frozen weights."""
 
+    # The schedule asks these many times for each block.
+    _users: tuple[tuple[int, ...], ...]
+    _weight_in_hbm: tuple[bool, ...]
+    _weight_on_nvme: tuple[bool, ...]
+    _offloads_activation: tuple[bool, ...]
+    _gradient_leaves: tuple[bool, ...]
+
     @classmethod
     def of(cls, inventory: Inventory, placement: Placement) -> PlacementIndex:
         """Build the index of a model's placement."""
-        owner = {t.name: i for i, b in enumerate(inventory.blocks) for t in b.tensors}
-        owned = tuple(
-            tuple(sorted({owner[name] for name in b.borrows} | ({i} if b.tensors else set())))
-            for i, b in enumerate(inventory.blocks)
-        )
-        step = placement.piece_elements
+        owned = inventory.weight_owners
+        step, blocks = placement.piece_elements, placement.blocks
         pieces = tuple(len(b.pieces(step)) for b in inventory.blocks)
         frozen = tuple(len(b.pieces(step, trainable=False)) for b in inventory.blocks)
-        return cls(placement, owned, pieces, frozen)
+        weight, hbm = Role.WEIGHT, Tier.HBM
+        return cls(
+            placement, owned, pieces, frozen, _users(owned),
+            tuple(at.all_on(weight, hbm) for at in blocks),
+            tuple(at.touches(weight, Tier.NVME) for at in blocks),
+            *(
+                tuple(at.home(role) is not None and not at.all_on(role, hbm) for at in blocks)
+                for role in (Role.ACTIVATION, Role.GRADIENT)
+            ),
+        )  # fmt: skip
 
     @property
     def count(self) -> int:
@@ -51,19 +66,19 @@ class PlacementIndex:
 
     def users(self, block: int) -> tuple[int, ...]:
         """Return the blocks that compute with this block's weights."""
-        return tuple(i for i, owners in enumerate(self.owned) if block in owners)
+        return self._users[block]
 
     def is_layer(self, block: int) -> bool:
         """Return whether the block is a layer, not the embedding or the head."""
-        return 0 < block < self.count - 1
+        return 0 < block < len(self.owned) - 1
 
     def weight_in_hbm(self, block: int) -> bool:
         """Return whether the block's weights are resident in HBM."""
-        return self._at(block).all_on(Role.WEIGHT, Tier.HBM)
+        return self._weight_in_hbm[block]
 
     def weight_on_nvme(self, block: int) -> bool:
         """Return whether any of the block's weights are stored on NVMe."""
-        return self._at(block).touches(Role.WEIGHT, Tier.NVME)
+        return self._weight_on_nvme[block]
 
     def adds_to(self, block: int) -> tuple[int, ...]:
         """Return the blocks whose gradients this block's backward adds to.
@@ -76,13 +91,11 @@ class PlacementIndex:
 
     def offloads_activation(self, block: int) -> bool:
         """Return whether the block's activation is stored outside HBM."""
-        home = self._at(block).home(Role.ACTIVATION)
-        return home is not None and not self._at(block).all_on(Role.ACTIVATION, Tier.HBM)
+        return self._offloads_activation[block]
 
     def gradient_leaves(self, block: int) -> bool:
         """Return whether the block's gradient is stored outside HBM."""
-        home = self._at(block).home(Role.GRADIENT)
-        return home is not None and not self._at(block).all_on(Role.GRADIENT, Tier.HBM)
+        return self._gradient_leaves[block]
 
     def staged_roles(self, block: int) -> tuple[Role, ...]:
         """Return the roles that a CPU sweep must read from NVMe into host staging."""
@@ -97,8 +110,7 @@ class PlacementIndex:
         return self.placement.blocks[block]
 
 
-@dataclass(frozen=True, slots=True)
-class WeightUse:
+class WeightUse(NamedTuple):
     """One computation that needs weights."""
 
     block: int
@@ -125,13 +137,9 @@ class WeightWindow:
     def __init__(self, index: PlacementIndex, *, backward: bool = True) -> None:
         self.index = index
         rounds = index.placement.rounds if backward else 1
-        self.uses = [use for round in range(rounds) for use in _uses(index, round, backward)]
-        self._used_at: dict[int, list[int]] = {}
-        for k, use in enumerate(self.uses):
-            for owner in use.owners:
-                self._used_at.setdefault(owner, []).append(k)
+        self.uses, self._used_at = _uses(index.owned, rounds, backward)
 
-    def next_uses(self, at: int) -> list[WeightUse]:
+    def next_uses(self, at: int) -> tuple[WeightUse, ...]:
         """Return use `at` and the uses to prefetch for while it computes."""
         return self.uses[at : at + self.index.placement.ahead + 1]
 
@@ -156,15 +164,45 @@ class WeightWindow:
 
     def _next(self, block: int, at: int) -> int:
         """Return the index of the block's next use, or one past the last use if there is none."""
-        return next((k for k in self._used_at.get(block, ()) if k >= at), len(self.uses))
+        used_at = self._used_at.get(block, ())
+        following = bisect.bisect_left(used_at, at)
+        return used_at[following] if following < len(used_at) else len(self.uses)
 
 
-def _uses(index: PlacementIndex, round: int, backward: bool) -> list[WeightUse]:
+@lru_cache(maxsize=64)
+def _users(owned: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Return, for each block, the blocks that compute with its weights."""
+    users: list[list[int]] = [[] for _ in owned]
+    for block, owners in enumerate(owned):
+        for owner in owners:
+            users[owner].append(block)
+    return tuple(map(tuple, users))
+
+
+@lru_cache(maxsize=64)
+def _uses(
+    owned: tuple[tuple[int, ...], ...], rounds: int, backward: bool
+) -> tuple[tuple[WeightUse, ...], Mapping[int, Sequence[int]]]:
+    """Return the uses of a step, and for each block the indices of the uses that need its weights.
+
+    They depend on no placement, and the search builds thousands of schedules.
+    """
+    uses = tuple(use for round in range(rounds) for use in _uses_of_round(owned, round, backward))
+    used_at: dict[int, list[int]] = {}
+    for k, use in enumerate(uses):
+        for owner in use.owners:
+            used_at.setdefault(owner, []).append(k)
+    return uses, used_at
+
+
+def _uses_of_round(
+    owned: tuple[tuple[int, ...], ...], round: int, backward: bool
+) -> list[WeightUse]:
     """Return the uses of one round: forward, the head and, in training, backward."""
-    last = index.count - 1
-    forward_uses = [WeightUse(i, False, round, index.owners(i)) for i in range(last)]
-    head_use = [WeightUse(last, backward, round, index.owners(last))]
+    last = len(owned) - 1
+    forward_uses = [WeightUse(i, False, round, owned[i]) for i in range(last)]
+    head_use = [WeightUse(last, backward, round, owned[last])]
     if not backward:
         return [*forward_uses, *head_use]
-    backward_uses = [WeightUse(i, True, round, index.owners(i)) for i in range(last - 1, 0, -1)]
+    backward_uses = [WeightUse(i, True, round, owned[i]) for i in range(last - 1, 0, -1)]
     return [*forward_uses, *head_use, *backward_uses, WeightUse(0, True, round, ())]

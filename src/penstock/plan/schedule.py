@@ -125,4 +125,5 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for i, operation in enumerate(self.operations):
-            assert all(0 <= j < i for j in operation.after), (i, operation)
+            for j in operation.after:
+                assert 0 <= j < i, (i, operation)

@@ -15,7 +15,7 @@ passes through it on the way to another link, so sums make sense per link, not o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -227,25 +227,29 @@ def step_traffic(
 ) -> dict[str, int]:
     """Return the bytes over each link in one step with a full batch."""
     total: Counter[str] = Counter()
-    for transfer in _step_transfers(inventory, workload, placement, schedule):
+    for transfer in _transfers(inventory, workload, placement, schedule.operations):
         total[transfer.link] += transfer.nbytes
     return dict(sorted(total.items()))
 
 
 def step_disk_writes(
     inventory: Inventory, workload: Workload, placement: Placement, schedule: Schedule
-) -> int:
-    """Return the bytes that one step with a full batch writes to disks."""
-    transfers = _step_transfers(inventory, workload, placement, schedule)
-    return sum(transfer.nbytes for transfer in transfers if transfer.target == "disk")
+) -> dict[str, int]:
+    """Return the bytes that one step with a full batch writes to each disk, by path."""
+    written: Counter[str] = Counter()
+    writing = (o for o in schedule.operations if o.verb in (Verb.WRITE, Verb.OFFLOAD))
+    for transfer in _transfers(inventory, workload, placement, writing):
+        if transfer.target == "disk":
+            written[transfer.link.removeprefix(DISK)] += transfer.nbytes
+    return dict(sorted(written.items()))
 
 
-def _step_transfers(
-    inventory: Inventory, workload: Workload, placement: Placement, schedule: Schedule
+def _transfers(
+    inventory: Inventory, workload: Workload, placement: Placement, operations: Iterable[Operation]
 ) -> Iterator[LinkTransfer]:
     traffic = Traffic.of(inventory, workload, placement)
     shapes = planned_shapes(workload, placement)
-    for operation in schedule.operations:
+    for operation in operations:
         yield from traffic.transfers(operation, shapes[operation.round])
 
 

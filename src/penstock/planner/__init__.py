@@ -7,6 +7,7 @@ from penstock.planner.planner import (
     fits,
     least_budget,
     make_plan,
+    quick_step_seconds,
 )
 from penstock.planner.search import QUICK, THOROUGH, SearchEffort
 
@@ -20,4 +21,5 @@ __all__ = [
     "fits",
     "least_budget",
     "make_plan",
+    "quick_step_seconds",
 ]

@@ -13,7 +13,16 @@ from penstock.plan.budget import Budget
 from penstock.plan.working_memory import WorkingMemorySource
 from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Workload, resized
-from penstock.planner import QUICK, PlannerCache, PlanResult, SearchEffort, find_plan, fits
+from penstock.planner import (
+    QUICK,
+    PlannerCache,
+    PlanResult,
+    SearchEffort,
+    find_plan,
+    fits,
+    quick_step_seconds,
+)
+from penstock.planner.evaluator import PlanEvaluator
 from penstock.tiers import Tier
 from penstock.units import GiB
 
@@ -60,11 +69,21 @@ class WhatIf:
     cache: PlannerCache = field(default_factory=dict, compare=False, repr=False)
     """Results that all plans share."""
 
-    def replan(self, **changes: object) -> PlanResult | None:
-        """Return the plan with some fields changed, or None if nothing fits."""
+    def tokens_per_second(self, **changes: object) -> float | None:
+        """Return the speed of a plan with some fields changed, or None if nothing fits."""
         changed = replace(self, **changes)  # type: ignore[arg-type]
         args = (changed.inventory, changed.workload, changed.budget, changed.machine)
-        return find_plan(*args, effort=QUICK, cache=self.cache, source=self.source)
+        seconds = quick_step_seconds(*args, cache=self.cache, source=self.source)
+        return None if seconds is None else changed.workload.tokens / seconds
+
+    def tokens_per_second_now(self) -> float:
+        """Return the speed of the plan, estimated in the same way."""
+        placement = self.result.plan.placement
+        evaluator = PlanEvaluator(
+            self.inventory, self.workload, self.machine, self.budget,
+            piece_elements=placement.piece_elements, source=self.source,
+        )  # fmt: skip
+        return self.workload.tokens / evaluator.placement_seconds(placement)
 
 
 def advise(what_if: WhatIf, most: int = 3) -> list[Advice]:
@@ -79,12 +98,11 @@ def advise(what_if: WhatIf, most: int = 3) -> list[Advice]:
 
 
 def _ideas(what_if: WhatIf) -> Iterator[Advice]:
-    now = what_if.result.cost.tokens_per_second
+    now = what_if.tokens_per_second_now()
     for what, changes in _changes(what_if):
-        result = what_if.replan(**changes)
-        if result is not None:
-            speedup = result.cost.tokens_per_second / now
-            yield Advice(what=what, speedup=speedup, gain=f"{speedup:.2f}x")
+        changed = what_if.tokens_per_second(**changes)
+        if changed is not None:
+            yield Advice(what=what, speedup=changed / now, gain=f"{changed / now:.2f}x")
 
 
 def _changes(what_if: WhatIf) -> Iterator[tuple[str, dict[str, object]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -84,6 +84,16 @@ class Candidate:
 
     ahead: int = 1
     """See `Placement.ahead`."""
+
+    # Candidates are keys of several caches, and the locations of a large model take long to hash.
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        value = hash((self.locations, self.rounds, self.slots, self.ahead))
+        object.__setattr__(self, "_hash", value)
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def moved(self, changes: dict[int, BlockLocations]) -> Candidate:
         """Return a copy with other locations for some blocks."""

@@ -48,6 +48,26 @@ StripeWeights = Mapping[Location, tuple[tuple[Share, float], ...]]
 """For each location, the nodes or paths that it consists of and their weights in a stripe."""
 
 
+class HbmKey(NamedTuple):
+    """What the buffers in HBM depend on."""
+
+    resident: tuple[int, ...]
+    """Blocks that are stored in HBM."""
+
+    rounds: int
+    """See `Placement.rounds`."""
+
+    slots: int
+    """See `Placement.slots`."""
+
+    ahead: int
+    """See `Placement.ahead`."""
+
+
+HbmCache = dict[HbmKey, int]
+"""Bytes of buffers in HBM."""
+
+
 @dataclass(slots=True)
 class PlanEvaluator:
     """Evaluates candidates for one model, workload, machine and budget."""
@@ -83,6 +103,7 @@ class PlanEvaluator:
 
     _seconds: dict[Candidate, float] = field(init=False, default_factory=dict)
     _shortages: dict[Candidate, dict[Tier, int]] = field(init=False, default_factory=dict)
+    _stored: dict[Candidate, Counter[Tier]] = field(init=False, default_factory=dict)
     _latest_schedule: tuple[Candidate, Schedule] | None = field(init=False, default=None)
     _sizer: QuickSizer = field(init=False)
     _timer: StepTimer = field(init=False)
@@ -95,7 +116,7 @@ class PlanEvaluator:
         init=False, default_factory=dict
     )
     _homes: dict[tuple[int, Role, Location, int], Home] = field(init=False, default_factory=dict)
-    _role_sizes: dict[object, int] = field(init=False, default_factory=dict)
+    _role_sizes: dict[tuple[int, Role, int], int] = field(init=False, default_factory=dict)
     _equal_homes: dict[tuple[int, Role, Location], Home] = field(init=False, default_factory=dict)
     _stripe_weights: StripeWeights = field(init=False)
 
@@ -129,7 +150,7 @@ class PlanEvaluator:
         other.use_hbm_cache(self._sizer.hbm_cache)
         return other
 
-    def use_hbm_cache(self, cache: dict[Candidate, int]) -> None:
+    def use_hbm_cache(self, cache: HbmCache) -> None:
         """Use, and add to, a cache of buffer sizes in HBM, which depend on no budget."""
         self._sizer.hbm_cache = cache
 
@@ -159,17 +180,20 @@ class PlanEvaluator:
 
     def stored_nbytes(self, candidate: Candidate) -> Counter[Tier]:
         """Return the bytes stored in each tier, with activations that are not overlaid."""
-        total: Counter[Tier] = Counter()
-        for index, locations in enumerate(candidate.locations):
-            for tier, nbytes in self._stored_block_nbytes(index, locations, candidate.rounds):
-                total[tier] += nbytes
-        total.subtract(self.overlaid_nbytes(candidate))
-        return total
+        if candidate not in self._stored:
+            total: Counter[Tier] = Counter()
+            # Blocks of one kind with the same locations need the same bytes.
+            alike = Counter(zip(self.inventory.kinds, candidate.locations, strict=True))
+            for (kind, locations), count in alike.items():
+                for tier, nbytes in self._stored_block_nbytes(kind, locations, candidate.rounds):
+                    total[tier] += count * nbytes
+            total.subtract(self.overlaid_nbytes(candidate))
+            self._stored[candidate] = total
+        return self._stored[candidate].copy()
 
     def overlaid_nbytes(self, candidate: Candidate) -> Counter[Tier]:
         """Return the bytes of activations that are stored in the memory of gradients."""
-        rounds = candidate.rounds
-        blocks = [self._block(i, each, rounds) for i, each in enumerate(candidate.locations)]
+        blocks, rounds = self._block_placements(candidate), candidate.rounds
         return overlaid_nbytes(blocks, rounds=rounds, accumulate=self.workload.accumulate)
 
     def overlaid_blocks(self, locations: Sequence[BlockLocations], rounds: int) -> set[int]:
@@ -182,9 +206,11 @@ class PlanEvaluator:
     ) -> tuple[tuple[Tier, int], ...]:
         key = (index, locations, rounds)
         if key not in self._block_nbytes:
-            block = self._block(index, locations, rounds)
-            pairs = ((s.tier, s.nbytes) for home in block.homes for s in home.shares)
-            self._block_nbytes[key] = tuple(pairs)
+            total: Counter[Tier] = Counter()
+            for home in self._block(index, locations, rounds).homes:
+                for share in home.shares:
+                    total[share.tier] += share.nbytes
+            self._block_nbytes[key] = tuple(total.items())
         return self._block_nbytes[key]
 
     def pools(self, candidate: Candidate) -> tuple[BufferPool, ...]:
@@ -255,10 +281,18 @@ class PlanEvaluator:
         return self._seconds[candidate]
 
     def _time(self, candidate: Candidate) -> float:
-        placement = replace(self.placement(candidate), piece_elements=self._coarse_elements)
+        placement = self._coarse_placement(candidate)
         schedule = step_schedule(self.inventory, placement)
         self.operations_timed += len(schedule.operations)
         return self._timer.seconds(placement, schedule)
+
+    def placement_seconds(self, placement: Placement) -> float:
+        """Return the step time of any placement, estimated as `seconds` does it."""
+        coarse = replace(placement, piece_elements=self._coarse_elements)
+        return self._timer.seconds(coarse, step_schedule(self.inventory, coarse))
+
+    def _coarse_placement(self, candidate: Candidate) -> Placement:
+        return replace(self.placement(candidate), piece_elements=self._coarse_elements)
 
     def score(self, candidate: Candidate) -> float:
         """Return the step time plus a little for what is stored on NVMe; lower is better.
@@ -270,7 +304,7 @@ class PlanEvaluator:
 
     def score_lower_bound(self, candidate: Candidate) -> float:
         """Return a lower bound of the score without timing the candidate."""
-        bound = self._timer.lower_bound(self.placement(candidate))
+        bound = self._timer.lower_bound(self._coarse_placement(candidate))
         return bound + WEAR * self.stored_nbytes(candidate)[Tier.NVME]
 
     def compute_seconds(self, candidate: Candidate) -> float:
@@ -286,17 +320,18 @@ class PlanEvaluator:
 
     def placement(self, candidate: Candidate) -> Placement:
         """Return the candidate as a placement."""
-        rounds = candidate.rounds
         return Placement(
-            rounds=rounds,
+            rounds=candidate.rounds,
             slots=candidate.slots,
             ahead=candidate.ahead,
             piece_elements=self.piece_elements,
             staging_node=self.rates.staging_node,
-            blocks=tuple(
-                self._block(i, each, rounds) for i, each in enumerate(candidate.locations)
-            ),
+            blocks=self._block_placements(candidate),
         )
+
+    def _block_placements(self, candidate: Candidate) -> tuple[BlockPlacement, ...]:
+        rounds = candidate.rounds
+        return tuple(self._block(i, each, rounds) for i, each in enumerate(candidate.locations))
 
     def _block(self, index: int, locations: BlockLocations, rounds: int) -> BlockPlacement:
         key = (index, locations, rounds)
@@ -333,11 +368,10 @@ class PlanEvaluator:
     def _role_nbytes(self, block: int, role: Role, rounds: int) -> int:
         if role is Role.ACTIVATION:
             return activation_nbytes(self.inventory, self.workload, rounds)
-        model, step = self.inventory.blocks[block], self.piece_elements
-        key = (model.pieces(step), model.pieces(step, trainable=False), role, rounds)
+        key = (self.inventory.kinds[block], role, rounds)
         if key not in self._role_sizes:
-            formats = self.workload.formats(rounds)
-            self._role_sizes[key] = role_nbytes(model, role, formats, step)
+            model, formats = self.inventory.blocks[block], self.workload.formats(rounds)
+            self._role_sizes[key] = role_nbytes(model, role, formats, self.piece_elements)
         return self._role_sizes[key]
 
 
@@ -397,7 +431,7 @@ class QuickSizer:
     placement: Callable[[Candidate], Placement]
     """Converts a candidate to a placement."""
 
-    hbm_cache: dict[Candidate, int] = field(default_factory=dict)
+    hbm_cache: HbmCache = field(default_factory=dict)
     """Sizes of buffers in HBM computed before. They depend on no budget."""
 
     _runs: dict[object, _PieceRun] = field(init=False, default_factory=dict)
@@ -411,11 +445,15 @@ class QuickSizer:
         return {Tier.HBM: self.hbm_nbytes(candidate), Tier.DRAM: dram}
 
     def hbm_nbytes(self, candidate: Candidate) -> int:
-        """Return the bytes of buffers in HBM, as if everything outside HBM were in DRAM."""
-        locations = tuple(map(_in_hbm_or_dram, candidate.locations))
-        nearest = Candidate(locations, candidate.rounds, candidate.slots, candidate.ahead)
-        if nearest not in self.hbm_cache:
-            placement = self.placement(nearest)
+        """Return the bytes of buffers in HBM, as if everything outside HBM were in DRAM.
+
+        Activations have buffers of a fixed size, so it does not matter where they are stored.
+        """
+        resident = tuple(i for i, each in enumerate(candidate.locations) if each.resident)
+        key = HbmKey(resident, candidate.rounds, candidate.slots, candidate.ahead)
+        if key not in self.hbm_cache:
+            locations = tuple(map(_in_hbm_or_dram, candidate.locations))
+            placement = self.placement(replace(candidate, locations=locations))
             pools = plan_pools(
                 self.inventory,
                 self.workload,
@@ -424,8 +462,8 @@ class QuickSizer:
                 self.memory,
                 context_nbytes=self.context_nbytes,
             )
-            self.hbm_cache[nearest] = sum(pool.nbytes for pool in pools if pool.tier is Tier.HBM)
-        return self.hbm_cache[nearest]
+            self.hbm_cache[key] = sum(pool.nbytes for pool in pools if pool.tier is Tier.HBM)
+        return self.hbm_cache[key]
 
     def _staging_nbytes(self, candidate: Candidate, placement: Placement) -> int:
         """Return the most bytes in staging: pieces of sweeps in forward, weights in backward."""
@@ -442,12 +480,12 @@ class QuickSizer:
     def _run(
         self, block: int, roles: tuple[Role, ...], placement: Placement, formats: Formats
     ) -> _PieceRun:
-        model = self.inventory.blocks[block]
-        step, window = placement.piece_elements, placement.pieces_staged
-        trained = model.pieces(step)
-        frozen = model.pieces(step, trainable=False) if Role.WEIGHT in roles else ()
-        key = (trained, frozen, roles, formats)
+        key = (self.inventory.kinds[block], roles, formats.wide_gradient)
         if key not in self._runs:
+            model = self.inventory.blocks[block]
+            step, window = placement.piece_elements, placement.pieces_staged
+            trained = model.pieces(step)
+            frozen = model.pieces(step, trainable=False) if Role.WEIGHT in roles else ()
             sizes = [_piece_nbytes(formats, roles, piece) for piece in trained]
             sizes += [_piece_nbytes(formats, (Role.WEIGHT,), piece) for piece in frozen]
             head, tail = tuple(sizes[: window - 1]), tuple(sizes[1 - window :])
@@ -469,12 +507,15 @@ def _reads(candidate: Candidate) -> Iterator[tuple[int, tuple[Role, ...]]]:
 
 
 def _in_hbm_or_dram(locations: BlockLocations) -> BlockLocations:
-    """Replace every location outside HBM by DRAM."""
-
-    def nearest(location: Location | None) -> Location | None:
-        return location if location is None or location is Location.HBM else Location.DRAM
-
-    return BlockLocations(*map(nearest, locations))
+    """Replace every location outside HBM by DRAM, and keep the activation in HBM."""
+    place = Location.HBM if locations.resident else Location.DRAM
+    weight, state, gradient, activation = locations
+    return BlockLocations(
+        weight=weight and place,
+        state=state and place,
+        gradient=gradient and place,
+        activation=activation and Location.HBM,
+    )
 
 
 def _piece_nbytes(formats: Formats, roles: tuple[Role, ...], piece: tuple[int, int]) -> int:

@@ -219,22 +219,31 @@ def not_reproducible(plan: Plan) -> list[str]:
 
 
 def wear(result: PlanResult, machine: Machine) -> list[str]:
-    """Return what a run writes to NVMe, relative to the drives' rated endurance."""
-    written, steps = result.disk_writes, result.plan.workload.steps
+    """Return what a run writes to NVMe, relative to the rated endurance of the drive in question.
+
+    That is the drive that wears out first, of those that the plan writes to. Other drives of the
+    machine do not count.
+    """
+    written, steps = sum(result.disk_writes.values()), result.plan.workload.steps
     if not written:
         return []
-    rated = sum(s.rated_writes or 0 for s in machine.storage)
     text = f"{_gigabytes(written)} written to NVMe per step"
     if steps:
         total = written * steps
         # A small total in terabytes would read as 0.0 TB.
         amount = f"{total / 1e12:,.1f} TB" if total >= 1e12 else _gigabytes(total)
         text += f", {amount} in {steps:,} steps"
-        if rated:
-            text += f": {total / rated:.0%} of the rated endurance ({rated / 1e12:,.0f} TB)"
-    elif rated:
-        text += f"; the rated endurance ({rated / 1e12:,.0f} TB) is {rated // written:,} steps"
-    return [text]
+    rated = {s.path: s.rated_writes for s in machine.storage if s.rated_writes}
+    worn = [(written / rated[path], path) for path, written in result.disk_writes.items()
+            if path in rated]  # fmt: skip
+    if not worn:
+        return [text]
+    share, path = max(worn)
+    drive = f" of {path}" if len(result.disk_writes) > 1 else ""
+    endurance = f"the rated endurance{drive} ({rated[path] / 1e12:,.0f} TB)"
+    if steps:
+        return [f"{text}: {share * steps:.0%} of {endurance}"]
+    return [f"{text}; {endurance} is {rated[path] // result.disk_writes[path]:,} steps"]
 
 
 def _gigabytes(nbytes: int) -> str:

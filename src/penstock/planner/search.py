@@ -7,7 +7,7 @@ earlier one wins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, islice, permutations, product
 
@@ -34,8 +34,8 @@ class SearchEffort:
     starts: int = 5
     """Maximum number of initial candidates to improve."""
 
-    moves: int = 100
-    """Maximum number of changes to try on each of those."""
+    moves: int = 40
+    """Maximum number of changed candidates to time for each of those."""
 
     work: int = 100_000
     """Number of timed operations after which no further initial candidate is improved. Small models
@@ -58,8 +58,15 @@ CLOSE = 0.005
 """Within this fraction of compute time, stop searching: no plan can be faster than compute."""
 
 
-def search(evaluator: PlanEvaluator, effort: SearchEffort = THOROUGH) -> Candidate | None:
-    """Return the best candidate found, or None if nothing fits."""
+def search(
+    evaluator: PlanEvaluator, effort: SearchEffort = THOROUGH, *, exact: bool = True
+) -> Candidate | None:
+    """Return the best candidate found, or None if nothing fits.
+
+    Without `exact`, it fits by the quick count of its bytes only.
+    """
+    if not exact:
+        return _search(evaluator, effort)
     return _find_exact_fit(evaluator, lambda: _search(evaluator, effort))
 
 
@@ -89,10 +96,13 @@ def _search(evaluator: PlanEvaluator, effort: SearchEffort) -> Candidate | None:
 
     The best initial candidate is often not the one that can be improved most.
     """
+    initial = islice(_initial(evaluator, effort), effort.seeds)
     seeds: list[Candidate] = []
     worst = math.inf  # score to beat: that of the last seed once there are enough
-    for candidate in islice(_initial(evaluator, effort), effort.seeds):
-        if _is_better(evaluator, candidate, worst):
+    for bound, candidate in _by_lower_bound(evaluator, initial):
+        if bound >= worst:
+            break
+        if evaluator.score(candidate) < worst:
             seeds = sorted([*seeds, candidate], key=evaluator.score)[: effort.starts]
             worst = evaluator.score(seeds[-1]) if len(seeds) == effort.starts else math.inf
     best: Candidate | None = None
@@ -107,13 +117,21 @@ def _search(evaluator: PlanEvaluator, effort: SearchEffort) -> Candidate | None:
     return best
 
 
+def _by_lower_bound(
+    evaluator: PlanEvaluator, candidates: Iterable[Candidate]
+) -> list[tuple[float, Candidate]]:
+    """Return candidates with lower bounds of their scores, the lowest first.
+
+    The bound is cheap and close to the score. In this order, few candidates have to be timed until
+    the bounds of all others exceed the best score.
+    """
+    distinct = dict.fromkeys(candidates)
+    bounds = [(evaluator.score_lower_bound(candidate), candidate) for candidate in distinct]
+    return sorted(bounds, key=lambda pair: pair[0])
+
+
 def _is_compute_bound(evaluator: PlanEvaluator, candidate: Candidate) -> bool:
     return evaluator.score(candidate) < (1 + CLOSE) * evaluator.compute_seconds(candidate)
-
-
-def _is_better(evaluator: PlanEvaluator, candidate: Candidate, score: float) -> bool:
-    # The lower bound is cheap, and rules out most candidates without timing them.
-    return evaluator.score_lower_bound(candidate) < score and evaluator.score(candidate) < score
 
 
 def _initial(evaluator: PlanEvaluator, effort: SearchEffort) -> Iterator[Candidate]:
@@ -156,24 +174,23 @@ def _round_counts(micro_batches: int) -> list[int]:
 
 
 def _climb(evaluator: PlanEvaluator, candidate: Candidate, moves: int) -> Candidate:
-    """Apply every change that helps, large ones first, until none does or moves run out."""
-    tried = 0
-    improved = True
+    """Apply changes that help until none does or moves run out."""
+    timed = 0
     seen = {candidate}
-    while improved and tried < moves:
+    improved = True
+    while improved:
         improved = False
-        for other in _neighbours(evaluator, candidate):
-            if other in seen:
-                continue
-            seen.add(other)
-            if evaluator.shortage(other):
-                continue
-            tried += 1
-            # An improvement below 0.01 % is not worth another pass over all neighbours.
-            if _is_better(evaluator, other, evaluator.score(candidate) * (1 - 1e-4)):
-                candidate, improved = other, True
+        # An improvement below 0.01 % is not worth another pass over all neighbours.
+        enough = evaluator.score(candidate) * (1 - 1e-4)
+        for bound, other in _by_lower_bound(evaluator, _neighbours(evaluator, candidate)):
+            if bound >= enough or timed >= moves:
                 break
-            if tried >= moves:
+            if other in seen or evaluator.shortage(other):
+                continue
+            timed += 1
+            seen.add(other)
+            if evaluator.score(other) < enough:
+                candidate, improved = other, True
                 break
     return candidate
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NamedTuple
 
 from penstock.model.inventory import Inventory
 from penstock.plan.build_schedule import step_schedule
 from penstock.plan.placement import Placement
-from penstock.plan.schedule import COMPUTE, Operation, Schedule, Verb
+from penstock.plan.schedule import Operation, Schedule, Verb
 from penstock.plan.workload import Workload
 from penstock.planner.cost.jobs import DemandCache, JobBuilder
 from penstock.planner.cost.rates import Rates
@@ -141,67 +143,165 @@ class StepTimer:
     """See `JobBuilder.issued`."""
 
     _demands: DemandCache = field(init=False, default_factory=dict)
+    _home_kinds: dict[tuple[int, ...], int] = field(init=False, default_factory=dict)
     _speeds: SpeedCache = field(init=False, default_factory=dict)
-    _block_totals: dict[tuple[int, ...], Mapping[str, float]] = field(
-        init=False, default_factory=dict
-    )
+    _required: dict[tuple[int, ...], _RequiredWork] = field(init=False, default_factory=dict)
 
     def seconds(self, placement: Placement, schedule: Schedule) -> float:
         """Return the same as `estimate(...).step_seconds`."""
         return simulate_seconds(self._builder(placement).jobs(schedule), self._speeds)
 
     def lower_bound(self, placement: Placement) -> float:
-        """Return how long the busiest resource works. No step is shorter, in whatever order."""
-        totals: dict[str, float] = defaultdict(float)
-        builder = self._builder(placement)
+        """Return a time that no schedule of the placement can beat, without building one.
+
+        The loss divides the step: some work must end before it starts, and some can only start
+        with it. So a step takes as long as the busiest resource works before the loss, plus as long
+        as the busiest resource, maybe another one, works from there on.
+        """
+        works = list(self._required_work(placement))
+        before = _sum((work.before, count) for work, count in works)
+        after = _sum((work.after, count) for work, count in works)
+        either = _sum((work.either, count) for work, count in works)
+        writes = _sum((work.write, count) for work, count in works)
+        # Layers that are still in a slot when backward starts are not fetched again.
+        again = _sum((work.fetch_again, count) for work, count in works)
+        for resource, seconds in again.items():
+            kept = max(work.fetch_again.get(resource, 0.0) for work, _ in works)
+            after[resource] += max(0.0, seconds - placement.slots * kept)
+        resources = {*before, *after, *either, *writes}
+        busiest = max(before[r] + after[r] + either[r] + writes[r] for r in resources)
+        # The read of a piece waits until an earlier piece is written back and leaves its buffer. So
+        # all writes but the last few end before the last sweep, if every piece is written back.
+        if all(work.writes_all for work, _ in works):
+            for resource, seconds in writes.items():
+                largest = max(work.piece_write(resource, placement) for work, _ in works)
+                before[resource] += max(0.0, seconds - placement.pieces_staged * largest)
+        return max(busiest, max(before.values()) + max(after.values()))
+
+    def _required_work(self, placement: Placement) -> Iterator[tuple[_RequiredWork, int]]:
+        """Yield the required work of a block of each kind, and the number of such blocks."""
+        alike: dict[tuple[int, ...], list[int]] = {}
+        kinds, rounds, last_layer = (
+            self.inventory.kinds,
+            placement.rounds,
+            len(placement.blocks) - 2,
+        )
         for block, at in enumerate(placement.blocks):
-            key = (block, placement.rounds, *map(id, at.homes))
-            if key not in self._block_totals:
-                operations = _required_operations(placement, block, self.inventory)
-                self._block_totals[key] = builder.totals(operations)
-            for resource, wanted in self._block_totals[key].items():
-                totals[resource] += wanted
-        return max(totals.values())
+            # The last layer's activation may overlap the loss: see `_required_work`.
+            key = (kinds[block], block == last_layer, rounds, *map(id, at.homes))
+            alike.setdefault(key, []).append(block)
+        for key, blocks in alike.items():
+            work = self._required.get(key)
+            if work is None:
+                builder = self._builder(placement)
+                work = self._required[key] = _required_work(builder, blocks[0])
+            yield work, len(blocks)
 
     def compute_seconds(self, placement: Placement) -> float:
         """Return how long the GPU computes and the host launches, without optimizer sweeps.
 
         No step is shorter, wherever anything is stored.
         """
-        builder = self._builder(placement)
         blocks = range(len(placement.blocks))
-        required = (o for i in blocks for o in _required_operations(placement, i, self.inventory))
-        return max(builder.totals(o for o in required if o.verb in COMPUTE).values())
+        parts = (_compute_operations(self.inventory, i, placement.rounds) for i in blocks)
+        return max(self._builder(placement).totals(chain.from_iterable(parts)).values())
 
     def _builder(self, placement: Placement) -> JobBuilder:
         parts = (self.inventory, self.workload, placement, self.rates)
-        return JobBuilder(*parts, issued=self.issued, known=self._demands)
+        return JobBuilder(*parts, issued=self.issued, known=self._demands, kinds=self._home_kinds)
 
 
-def _required_operations(
-    placement: Placement, block: int, inventory: Inventory
-) -> Iterator[Operation]:
-    """Yield the operations on a block that no schedule can avoid.
+class _RequiredWork(NamedTuple):
+    """Seconds of each resource that one block needs in any schedule."""
 
-    Weights count as fetched only once, because they may stay in HBM between forward and backward.
-    """
-    at = placement.blocks[block]
-    kind = inventory.blocks[block].kind
+    before: Mapping[str, float]
+    """Work that must end before the loss can start."""
+
+    after: Mapping[str, float]
+    """Work that cannot start before the loss does, the loss included."""
+
+    either: Mapping[str, float]
+    """Work that may be on either side."""
+
+    write: Mapping[str, float]
+    """What it takes to write the block back to NVMe after its sweep."""
+
+    fetch_again: Mapping[str, float]
+    """What it takes to fetch a streamed layer again for its backward."""
+
+    elements: int
+    """Number of trainable elements."""
+
+    writes_all: bool
+    """Whether everything of the block that passes through staging is written back."""
+
+    def piece_write(self, resource: str, placement: Placement) -> float:
+        """Return the seconds of a resource that it takes to write the largest piece."""
+        part = min(1.0, placement.piece_elements / max(1, self.elements))
+        return part * self.write.get(resource, 0.0)
+
+
+def _required_work(builder: JobBuilder, block: int) -> _RequiredWork:
+    """Sum up the operations on a block that no schedule can avoid."""
+    at, inventory = builder.placement.blocks[block], builder.inventory
+    model, last_layer = inventory.blocks[block], len(inventory.blocks) - 2
+    before: list[Operation] = []
+    after: list[Operation] = []
+    either: list[Operation] = []
+    write: list[Operation] = []
+    again: list[Operation] = []
     staged = tuple(role for role in TRAINED if at.touches(role, Tier.NVME))
+    back = tuple(role for role in (Role.WEIGHT, *STATE) if role in staged)
     if at.sweep != "none":
-        yield Operation(Verb.SWEEP, block, TRAINED, "forward", gpu=at.sweep == "gpu")
-        yield Operation(Verb.READ, block, staged, "forward")
-        back = tuple(role for role in (Role.WEIGHT, *STATE) if role in staged)
-        yield Operation(Verb.WRITE, block, back, "forward")
+        # A block is swept before its forward, or before the loss if it is the head.
+        before.append(Operation(Verb.SWEEP, block, TRAINED, "forward", gpu=at.sweep == "gpu"))
+        before.append(Operation(Verb.READ, block, staged, "forward"))
+        write.append(Operation(Verb.WRITE, block, back, "forward"))
     if at.home(Role.WEIGHT):
-        yield Operation(Verb.FETCH, block, (Role.WEIGHT,), "forward")
-    for round in range(placement.rounds):
-        if kind != "head":
-            yield Operation(Verb.FORWARD, block, (), "forward", round)
-        verb = Verb.LOSS if kind == "head" else Verb.BACKWARD
-        yield Operation(verb, block, (), "backward", round)
-        for role in (Role.GRADIENT, Role.ACTIVATION):
-            if at.home(role):
-                yield Operation(Verb.OFFLOAD, block, (role,), "backward", round)
+        before.append(Operation(Verb.FETCH, block, (Role.WEIGHT,), "forward"))
+    if model.kind == "layer" and not at.all_on(Role.WEIGHT, Tier.HBM):
+        again.append(Operation(Verb.FETCH, block, (Role.WEIGHT,), "backward"))
+        if Role.WEIGHT in staged:
+            again.append(Operation(Verb.READ, block, (Role.WEIGHT,), "backward"))
+    for operation in _compute_operations(inventory, block, builder.placement.rounds):
+        first_forward = operation.verb is Verb.FORWARD and operation.round == 0
+        (before if first_forward else after).append(operation)
+    for round in range(builder.placement.rounds):
+        if at.home(Role.GRADIENT):
+            after.append(Operation(Verb.OFFLOAD, block, (Role.GRADIENT,), "backward", round))
         if at.home(Role.ACTIVATION):
-            yield Operation(Verb.FETCH, block, (Role.ACTIVATION,), "backward", round)
+            # The last layer's activation may leave while the loss is computed, and be fetched
+            # before the loss starts. All others leave earlier and return later.
+            offload = Operation(Verb.OFFLOAD, block, (Role.ACTIVATION,), "forward", round)
+            fetch = Operation(Verb.FETCH, block, (Role.ACTIVATION,), "backward", round)
+            inner = block < last_layer
+            (before if inner and round == 0 else either).append(offload)
+            (after if inner else either).append(fetch)
+    frozen = Role.WEIGHT in staged and model.flat_elements(False) > 0
+    return _RequiredWork(
+        before=builder.totals(before),
+        after=builder.totals(after),
+        either=builder.totals(either),
+        write=builder.totals(write),
+        fetch_again=builder.totals(again),
+        elements=model.flat_elements(True),
+        writes_all=not staged or (bool(back) and not frozen),
+    )
+
+
+def _sum(parts: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, float]:
+    """Add up seconds of resources, each times a number of blocks."""
+    totals: dict[str, float] = defaultdict(float)
+    for part, count in parts:
+        for resource, seconds in part.items():
+            totals[resource] += count * seconds
+    return totals
+
+
+def _compute_operations(inventory: Inventory, block: int, rounds: int) -> Iterator[Operation]:
+    """Yield all computations on a block."""
+    head = inventory.blocks[block].kind == "head"
+    for round in range(rounds):
+        if not head:
+            yield Operation(Verb.FORWARD, block, (), "forward", round)
+        yield Operation(Verb.LOSS if head else Verb.BACKWARD, block, (), "backward", round)

@@ -121,21 +121,25 @@ class _BufferWaits:
 
     def __init__(self) -> None:
         self.released: tuple[int, ...] = ()
-        self.dropped: dict[tuple[Role, ...], tuple[int, ...]] = {}
+        self.weight_dropped: tuple[int, ...] = ()
+        self.gradient_dropped: tuple[int, ...] = ()
 
-    def waits(self, at: int, operation: Operation) -> tuple[int, ...]:
+    def waits(self, at: int, verb: Verb, roles: tuple[Role, ...]) -> tuple[int, ...]:
         """Return what an operation waits for. Call this once for each operation, in order."""
-        match operation.verb:
-            case Verb.RELEASE:
-                self.released = (at,)
-            case Verb.DROP:
-                self.dropped[operation.roles] = (at,)
-            case Verb.READ:
-                return self.released
-            case Verb.FETCH if operation.roles == _WEIGHT:
-                return self.dropped.get(_WEIGHT, ())
-            case Verb.BACKWARD:
-                return self.dropped.get(_GRADIENT, ())
+        if verb is Verb.RELEASE:
+            self.released = (at,)
+        elif verb is Verb.READ:
+            return self.released
+        elif verb is Verb.DROP:
+            if roles == _WEIGHT:
+                self.weight_dropped = (at,)
+            elif roles == _GRADIENT:
+                self.gradient_dropped = (at,)
+        elif verb is Verb.FETCH:
+            if roles == _WEIGHT:
+                return self.weight_dropped
+        elif verb is Verb.BACKWARD:
+            return self.gradient_dropped
         return ()
 
 
@@ -167,11 +171,14 @@ class JobBuilder:
     as long as their homes are alive: homes are compared by identity, because equal homes are mostly
     one object and comparing values would be slow."""
 
+    kinds: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Numbers of the kinds of blocks in `known`. Shared together with it."""
+
     def jobs(self, schedule: Schedule) -> list[Job]:
         """Return one job for each operation of the schedule."""
         # Most layers differ only in their index, so most demands are computed once.
         known = self.known
-        compute = self._compute_time()
+        rounds = self.placement.rounds
         kinds, lengths = self._block_kinds(), self._piece_lengths()
         lanes: dict[object, str] = {}
         buffers = _BufferWaits()
@@ -179,26 +186,28 @@ class JobBuilder:
         for at, operation in enumerate(schedule.operations):
             verb, block, roles, _, round, piece, gpu, after = operation
             key: object
-            if verb in COMPUTE:
-                key = (verb, block, round, self.placement.rounds)
+            if roles:
+                length = None if piece is None else lengths[block][piece]
+                key = (verb, roles, gpu, length, kinds[block])
             else:
-                key = (verb, roles, gpu, piece is not None and lengths[block][piece], kinds[block])
+                key = (verb, block, round, rounds)
             demands = known.get(key)
             if demands is None:
-                if verb in COMPUTE:
-                    demands = self._compute_demands(compute, operation)
-                    # Blocks that take equally long share one mapping: the simulation looks up
-                    # speeds by the identity of demands.
-                    demands = known.setdefault((verb, *demands.values()), demands)
-                else:
-                    demands = self._move_demands(operation)
-                known[key] = demands
+                demands = known[key] = self._demands(operation)
             kind = (verb, roles, gpu)
             lane = lanes.get(kind)
             if lane is None:
                 lane = lanes[kind] = operation.lane
-            jobs.append(Job(lane, demands, after + buffers.waits(at, operation)))
+            jobs.append(Job(lane, demands, after + buffers.waits(at, verb, roles)))
         return jobs
+
+    def _demands(self, operation: Operation) -> dict[str, float]:
+        if operation.verb not in COMPUTE:
+            return self._move_demands(operation)
+        demands = self._compute_demands(self._compute_time(), operation)
+        # Blocks that take equally long share one mapping: the simulation looks up speeds by the
+        # identity of demands.
+        return self.known.setdefault((operation.verb, *demands.values()), demands)
 
     def totals(self, operations: Iterable[Operation]) -> dict[str, float]:
         """Return the summed demands of operations that each cover a whole block."""
@@ -226,10 +235,11 @@ class JobBuilder:
         each = ISSUING if embeds else LAUNCHING[operation.verb]
         return {"gpu": seconds, "host": compute.micro_batches[operation.round] * each}
 
-    def _block_kinds(self) -> list[tuple[int, ...]]:
-        """Return, for each block, a key that is equal for blocks with the same demands."""
+    def _block_kinds(self) -> list[int]:
+        """Return, for each block, a number that is equal for blocks with the same demands."""
+        # Numbers are faster to hash than the tuples they stand for.
         return [
-            (model.flat_elements(True), *map(id, at.homes))
+            self.kinds.setdefault((model.flat_elements(True), *map(id, at.homes)), len(self.kinds))
             for model, at in zip(self.inventory.blocks, self.placement.blocks, strict=True)
         ]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import truediv
 from typing import NamedTuple
 
 _EPSILON = 1e-12
@@ -58,22 +59,22 @@ class _Simulation:
     def __init__(self, jobs: Sequence[Job], speeds: SpeedCache) -> None:
         self.jobs, self.speeds = jobs, speeds
         self.missing: list[int] = []
-        """For each job, how many of the jobs it waits for have not ended."""
-        self.waiting: list[list[int]] = []
+        """For each job, how many of the jobs it waits for have not ended. A job that is named twice
+        counts twice, here and in `waiting`."""
+        self.waiting: list[list[int]] = [[] for _ in jobs]
         """For each job, the jobs that wait for it."""
-        self.kinds = [id(job.demands) for job in jobs]
         # The order of a lane is a dependency on the lane's previous job.
         latest: dict[str, int] = {}
         for i, (lane, _, after) in enumerate(jobs):
-            before = set(after)
+            count = len(after)
+            for j in after:
+                self.waiting[j].append(i)
             if lane:
                 if lane in latest:
-                    before.add(latest[lane])
+                    self.waiting[latest[lane]].append(i)
+                    count += 1
                 latest[lane] = i
-            self.missing.append(len(before))
-            self.waiting.append([])
-            for j in before:
-                self.waiting[j].append(i)
+            self.missing.append(count)
         self.starts = [0.0] * len(jobs)
         self.ends = [-1.0] * len(jobs)
         self.causes: list[int | None] = [None] * len(jobs)
@@ -81,19 +82,28 @@ class _Simulation:
     def run(self) -> None:
         """Advance from one job's end to the next until all jobs have ended."""
         now = 0.0
-        running = self.begin(now, [i for i, count in enumerate(self.missing) if not count])
-        left = [1.0] * len(running)  # fraction of each that is still to do
-        while running:
-            speeds = self.speed(running)
-            step = min([a / s for a, s in zip(left, speeds, strict=True)])
+        running: list[int] = []
+        kinds: list[int] = []  # identity of the demands of each
+        left: list[float] = []  # fraction of each that is still to do
+        ready = [i for i, count in enumerate(self.missing) if not count]
+        while True:
+            for i in self.begin(now, ready):
+                running.append(i)
+                kinds.append(id(self.jobs[i].demands))
+                left.append(1.0)
+            if not running:
+                break
+            key = tuple(kinds)
+            speeds = self.speeds.get(key)
+            if speeds is None:
+                speeds = self.speeds[key] = share([self.jobs[i].demands for i in running])
+            step = min(map(truediv, left, speeds))
             now += step
-            left = [a - s * step for a, s in zip(left, speeds, strict=True)]
-            done = [i for i, a in zip(running, left, strict=True) if a <= _EPSILON]
-            running = [i for i, a in zip(running, left, strict=True) if a > _EPSILON]
-            left = [a for a in left if a > _EPSILON]
-            started = self.begin(now, self.end(now, done))
-            running += started
-            left += [1.0] * len(started)
+            left = [fraction - speed * step for fraction, speed in zip(left, speeds, strict=True)]
+            done = [k for k, fraction in enumerate(left) if fraction <= _EPSILON]
+            ready = self.end(now, [running[k] for k in done])
+            for k in reversed(done):
+                del running[k], kinds[k], left[k]
         assert min(self.ends, default=0.0) >= 0.0, "jobs wait for each other in a cycle"
 
     def end(self, now: float, done: list[int]) -> list[int]:
@@ -120,16 +130,8 @@ class _Simulation:
             for i in ready:
                 self.starts[i] = now
                 (working if self.jobs[i].demands else instant).append(i)
-            ready = self.end(now, instant)
+            ready = self.end(now, instant) if instant else instant
         return working
-
-    def speed(self, running: list[int]) -> tuple[float, ...]:
-        """Return the fraction of each running job that completes per second."""
-        key = tuple([self.kinds[i] for i in running])
-        speeds = self.speeds.get(key)
-        if speeds is None:
-            speeds = self.speeds[key] = share([self.jobs[i].demands for i in running])
-        return speeds
 
 
 def simulate(jobs: Sequence[Job]) -> list[JobSpan]:

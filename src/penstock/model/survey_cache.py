@@ -1,0 +1,122 @@
+"""Surveys of models that were made before, in the user's cache.
+
+A survey imports torch and transformers, which takes longer than planning. Its result depends on the
+config file, the options and the versions of the code alone, so `penstock plan` makes it once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.machine.user_cache import cache_directory, load_entry, save_entry
+from penstock.model import inventory as inventory_module
+from penstock.model import survey as survey_module
+from penstock.model.config import load_config
+from penstock.model.inventory import Inventory
+from penstock.model.survey import survey_config
+from penstock.records import Json
+
+PACKAGES = ("torch", "transformers")
+"""Packages whose version may change the survey of a model."""
+
+
+class DeferredConfig:
+    """A model's config that transformers reads only if more than its fields is needed."""
+
+    def __init__(self, fields: Mapping[str, Any], load: Callable[[], Any]) -> None:
+        self._fields, self._load = fields, load
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """Return the fields."""
+        return self._fields
+
+    def load(self) -> Any:
+        """Return the config as transformers reads it."""
+        return self._load()
+
+
+def loaded_config(config: Any) -> Any:
+    """Return a config as transformers reads it."""
+    return config.load() if isinstance(config, DeferredConfig) else config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """The survey of one model."""
+
+    config: Json
+    """Fields of the config."""
+
+    inventory: Inventory
+    """The inventory."""
+
+
+def cached_survey(
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    changes: Mapping[str, Any] | None = None,
+    blocks: str | None = None,
+    freeze: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> tuple[DeferredConfig, Inventory]:
+    """Return the config and the inventory of a model; see `load_config` and `survey_config`.
+
+    A model with code of its own is surveyed every time, because its code may have changed.
+    """
+
+    def load() -> Any:
+        return load_config(
+            model, trust_remote_code=trust_remote_code, revision=revision, changes=changes
+        )
+
+    text = None if trust_remote_code else _config_text(model, revision)
+    path = cache_directory() / "surveys" / f"{_key(text, changes, blocks, freeze)}.json"
+    entry = load_entry(_Entry, path) if text is not None else None
+    if entry is None:
+        config = load()
+        entry = _Entry(
+            config=json.loads(json.dumps(config.to_dict(), default=str)),
+            inventory=survey_config(
+                config, name=str(model), blocks=blocks, freeze=freeze,
+                trust_remote_code=trust_remote_code,
+            ),
+        )  # fmt: skip
+        if text is not None:
+            save_entry(entry, path)
+    return DeferredConfig(entry.config, load), replace(entry.inventory, model=str(model))
+
+
+def _config_text(model: str | Path, revision: str | None) -> bytes | None:
+    """Return the content of the model's config file, or None if only transformers can find it."""
+    path = Path(model)
+    file = path if path.name == "config.json" else path / "config.json"
+    try:
+        if not path.exists():
+            # Asks the hub whether the downloaded file is the newest, as transformers does.
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(str(model), "config.json", revision=revision))
+        return file.read_bytes()
+    except (OSError, ValueError):
+        return None  # loading the config fails in the same way, and says so
+
+
+def _key(
+    text: bytes | None, changes: Mapping[str, Any] | None, blocks: str | None, freeze: Sequence[str]
+) -> str:
+    """Return the name of an entry: a hash of everything that a survey depends on."""
+    digest = hashlib.sha256(text or b"")
+    options = [sorted((changes or {}).items()), blocks, list(freeze)]
+    versions = [importlib.metadata.version(package) for package in PACKAGES]
+    digest.update(json.dumps([options, versions], default=str).encode())
+    # The code that surveys is part of the key, so that a changed survey never uses an old result.
+    for module in (survey_module, inventory_module):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    return digest.hexdigest()[:32]
