@@ -13,7 +13,7 @@ from penstock.engine.plan_choice import plan_request
 from penstock.machine.discovery import discover
 from penstock.machine.presets import cpu_machine
 from penstock.plan import memory_cache
-from penstock.plan.memory_cache import load_memory, memory_key, save_memory
+from penstock.plan.memory_cache import keep_measured, load_memory, memory_key, save_memory
 from penstock.plan.working_memory import PartMemory, WorkingMemory
 from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Workload
@@ -76,6 +76,32 @@ def test_the_key_has_everything_that_changes_working_memory(monkeypatch: Any) ->
     assert key(work=replace(work, batch=work.batch + 1)) == others[-1]
     monkeypatch.undo()
     assert len({key(), *others}) == len(others) + 1
+
+
+def test_noise_changes_neither_the_entry_nor_the_next_plan() -> None:
+    assert keep_measured(key(), MEASURED) == MEASURED
+    noisy = replace(MEASURED, gaps=MEASURED.gaps + 5 * MiB, context=510 * MiB)
+
+    assert keep_measured(key(), noisy) == MEASURED
+    assert load_memory(key(), "measured") == MEASURED
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parts": (PartMemory(name="layer", forward=0, backward=3 * GiB + 4096),)},
+        {"inputs": 1024},
+        {"arguments": 1536},
+        {"libraries": 96 * MiB},
+        {"context": 520 * MiB},
+    ],
+)
+def test_more_than_noise_replaces_the_entry(change: dict[str, Any]) -> None:
+    keep_measured(key(), MEASURED)
+    more = replace(MEASURED, **change)
+
+    assert keep_measured(key(), more) == more
+    assert load_memory(key(), "measured") == more
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"version": 1, "parts": []}', '{"version": 99}'])

@@ -11,6 +11,10 @@ Where to look:
 - `runner`, `ticket_board`, `step_state`: one thread per lane, and how lanes wait for each other.
 - `transfer`, `disk_pipe`: every read, write, copy and CPU sweep. Activations are written to NVMe by
   `transfer.Mover.offload_activations`.
+- `plan_choice`, `memory_source`: which plan to follow, and how much working memory it must have.
+- `rehearsal`, `step_parts`, `trace_memory`: the parts of a step, run once to measure their memory
+  on the GPU, or with fake tensors.
+- `device_memory`: torch's allocator, and errors that say who holds the GPU's memory.
 - `determinism`: torch restricted to deterministic kernels while the engine computes.
 - `device`: what the engine needs from the GPU, or from the CPU in its place.
 - `batches`: a batch, checked and split into rounds of micro-batches.

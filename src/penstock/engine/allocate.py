@@ -153,9 +153,7 @@ def allocate(
     _check_pool_sizes(plan, programs)
     # Before anything is allocated: torch then fails instead of exceeding the plan's HBM, and the C
     # library gives large freed blocks back instead of letting the heap outgrow the plan's DRAM.
-    # What the process had allocated before, such as a model that is about to be read, is no part of
-    # the plan.
-    device.limit_memory(device.memory().reserved + plan.allocator_nbytes)
+    device.limit_memory(device.reserved_before + plan.allocator_nbytes)
     return_freed_memory()
     tiers: TierMemory | None = None
     try:

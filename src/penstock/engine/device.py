@@ -65,6 +65,9 @@ class Device(Protocol):
     name: str
     """Product name, as the driver reports it."""
     torch_device: torch.device
+    reserved_before: int
+    """Bytes that torch had reserved when the device was opened. They are the caller's, such as a
+    model that is about to be read, and no part of a plan."""
     pinned: bool
     """Whether host memory must be pinned for copies to be fast and asynchronous."""
 
@@ -135,6 +138,7 @@ class CpuDevice:
     def __init__(self) -> None:
         self.name = "cpu"
         self.torch_device = torch.device("cpu")
+        self.reserved_before = 0
         self.pinned = False
         self._allocated = self._peak = 0
 
@@ -217,6 +221,8 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_properties(self.torch_device).name
+        torch.cuda.empty_cache()  # what torch keeps without using it belongs to no one
+        self.reserved_before = torch.cuda.memory_reserved(self.torch_device)
         self.pinned = True
         self._streams: dict[str, Any] = {}
         autograd_warmup.warm_up_autograd(self.torch_device)

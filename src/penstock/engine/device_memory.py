@@ -96,7 +96,7 @@ def _describe(
         free=now.free,
         total=now.total,
         budget=plan.budget.of(Tier.HBM),
-        allowed=plan.allocator_nbytes,
+        allowed=device.reserved_before + plan.allocator_nbytes,
         allocated=now.allocated,
         reserved=now.reserved,
         holders=device.other_processes(),

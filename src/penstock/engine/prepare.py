@@ -19,7 +19,7 @@ from penstock.errors import PlanError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget
-from penstock.plan.memory_cache import memory_key, save_memory
+from penstock.plan.memory_cache import keep_measured, memory_key
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import WorkingMemory
 from penstock.probe.machine_choice import this_machine
@@ -252,7 +252,7 @@ def _build_engine(
     plan_change = ""
     if measured is not None:
         if options.loss is None:
-            save_memory(key, measured)
+            measured = keep_measured(key, measured)
         plan, plan_change = fit_plan(plan, request, measured)
     with explain_out_of_memory(device, plan, "the engine"):
         check_free_memory(device, plan)

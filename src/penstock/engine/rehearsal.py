@@ -66,7 +66,7 @@ def rehearse(
         loss: Loss function of the user, if any.
         progress: Called before each part.
     """
-    limit = None if limit is None else device.memory().reserved + limit
+    limit = None if limit is None else device.reserved_before + limit
     before = device.memory().allocated
     measured: list[_Measured] = []
     micros = _micro_batches(inventory, workload, device.torch_device)

@@ -62,6 +62,18 @@ def save_memory(key: str, memory: WorkingMemory) -> None:
     save_entry(memory, _path(key, memory.origin))
 
 
+def keep_measured(key: str, measured: WorkingMemory) -> WorkingMemory:
+    """Save what was measured, unless an earlier measurement says the same; return the one to use.
+
+    Figures differ by a little from run to run. With the earlier ones, the next plan is the same.
+    """
+    earlier = load_memory(key, "measured")
+    if earlier is not None and earlier.covers(measured):
+        return earlier
+    save_memory(key, measured)
+    return measured
+
+
 def _path(key: str, origin: MemoryOrigin) -> Path:
     return cache_directory() / "working_memory" / f"{origin}-{key}.json"
 

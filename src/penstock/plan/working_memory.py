@@ -32,6 +32,10 @@ ASSUMED_GAPS = 7 * PAGE
 (`penstock.plan.cuda_allocator`), steps of 44 random models with working memory of 80 MiB to 4.7 GiB
 needed up to 130 MiB more than their peak."""
 
+NOISE = 16 * MiB
+"""Bytes by which measurements of the CUDA context and of the allocator's pages differ from run to
+run. The margins that a rehearsal adds to both are larger."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartMemory:
@@ -103,6 +107,18 @@ class WorkingMemory:
         for name in ("inputs", "arguments", "libraries", "gaps", "context"):
             if (getattr(self, name) or 0) < 0:
                 raise PlanError(name, f"must be 0 or more, got {getattr(self, name)}")
+
+    def covers(self, other: WorkingMemory) -> bool:
+        """Return whether a plan made with these figures has room for others, but for `NOISE`."""
+        outside = (self.context or 0, other.context or 0)
+        own, others = (each.libraries + each.gaps for each in (self, other))
+        return (
+            self.peak >= other.peak
+            and self.inputs >= other.inputs
+            and self.arguments >= other.arguments
+            and own + NOISE >= others
+            and outside[0] + NOISE >= outside[1]
+        )
 
     @property
     def largest(self) -> PartMemory:
