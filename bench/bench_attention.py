@@ -334,10 +334,12 @@ def _cudnn(inputs: Inputs) -> None:
 def candidates(shape: Shape) -> list[tuple[Kernel, Tiles]]:
     engines = (True, False) if shape.wide == shape.size else (False,)
     return [
-        (kernel, Tiles(*tile, engine))
+        (kernel, Tiles(*tile, engine, registers))
         for kernel, tiles in CANDIDATES[shape.wide].items()
         for tile in tiles
         for engine in engines
+        for registers in (False, True)
+        if not registers or (kernel in ("forward", "query_gradient") and shape.wide < 256)
     ]
 
 
@@ -371,7 +373,7 @@ def tune(names: Sequence[str], processes: int) -> None:
                     print(f"   {kernel} {tuple(tiles)}: {str(error).splitlines()[0][:80]}")
             for milliseconds, tiles in sorted(timed):
                 rate = per_score[kernel] * shape.scores * shape.size / milliseconds / 1e9
-                print(f"   {kernel:16} {tuple(tiles)!s:28} {milliseconds:8.3f} ms {rate:6.0f}",
+                print(f"   {kernel:16} {tuple(tiles)!s:36} {milliseconds:8.3f} ms {rate:6.0f}",
                       flush=True)  # fmt: skip
 
 

@@ -69,6 +69,10 @@ def test_documents_around_the_padding(length: int) -> None:
     check(Case((length, 3), 1), Tiles(64, 32, 4, 2, True))
 
 
+def test_queries_in_registers() -> None:
+    check(Case(RAGGED), Tiles(16, 32, 4, 2, False, True))
+
+
 def test_bf16() -> None:
     check(Case(RAGGED, dtype=torch.bfloat16), Tiles(16, 32, 4, 2))
 

@@ -31,6 +31,8 @@ class Tiles(NamedTuple):
     """Number of tiles of the inner loop that are in shared memory at a time."""
     copy_engine: bool = False
     """Whether the GPU's copy engine loads tiles. It needs a head size that is a power of two."""
+    in_registers: bool = False
+    """Whether the forward and the gradient of queries keep queries in registers."""
 
 
 _LARGE: Mapping[tuple[Kernel, int], Tiles] = {
@@ -150,6 +152,7 @@ def forward(
     _launch(
         "forward", (-(-tokens // tiles.queries), heads), query, key, layout, tiles,
         (read["query"], read["key"], read["value"], out, sums, _row(layout.spans, 0, sums)),
+        IN_REGISTERS=tiles.in_registers,
     )  # fmt: skip
     return out, sums
 
@@ -177,6 +180,7 @@ def query_gradient(
         "query_gradient", (-(-tokens // tiles.queries), heads), query, key, layout, tiles,
         (read["grad"], read["query"], read["key"], read["value"], read["out"], log_sums, deltas, dq,
          _row(layout.spans, 0, deltas)),
+        IN_REGISTERS=tiles.in_registers,
     )  # fmt: skip
     return dq, deltas
 
