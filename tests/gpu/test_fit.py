@@ -19,7 +19,7 @@ from bench import fit_campaign
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
-CASES = 12
+CASES = 9
 
 
 def run(out: Path, number: int, *words: str) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def test_a_random_model_trains_at_the_least_hbm(number: int, tmp_path: Path) -> 
     assert record["reserved_peak"] + record["context_planned"] <= record["hbm_budget"], problem
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(1))
 def test_a_tenth_less_than_the_least_hbm_is_not_enough(number: int, tmp_path: Path) -> None:
     record = run(tmp_path / "fit.jsonl", number, "--below", "0.9", "--compiled", "0")
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 def test_runs_repeat_to_the_bit(family: str, data: str, tmp_path: Path) -> None:
     words = ["--families", family, "--data", data, "--workers", "2", "--out", str(tmp_path)]
 
-    code = repeat_campaign.main([*words, "--arms", "again", "nvme", "killed, to hbm"])
+    code = repeat_campaign.main([*words, "--arms", "again", "killed, to nvme"])
 
     results = json.loads((tmp_path / "results.json").read_text())
     assert code == 0, json.dumps(results["combinations"], indent=1)
