@@ -255,7 +255,8 @@ def _train(
     record |= _plan_record(engine.plan)
     changed = engine.plan.placement != first.placement or engine.plan.pools != first.pools
     if changed and record["outcome"] == "planned":
-        record |= {"outcome": "replanned", "first_plan": _plan_record(first)}
+        record |= {"outcome": "replanned", "plan_change": engine.plan_change,
+                   "first_plan": _plan_record(first)}  # fmt: skip
     on_gpu = engine.device.torch_device.type == "cuda"
     if on_gpu:
         record["prepare_reserved"] = torch.cuda.max_memory_reserved()
@@ -280,15 +281,12 @@ def _measure(engine: Any, on_gpu: bool) -> Record:
     """Return the high-water mark of live bytes, of reserved bytes, and the CUDA context."""
     context = sum(p.nbytes for p in engine.plan.pools if p.what == CONTEXT)
     if not on_gpu:
-        return {"live_peak": engine.device.peak_nbytes(), "context_planned": context}
-    from tests.support.gpu_memory import driver_bytes
-
-    measured = driver_bytes()
+        return {"live_peak": engine.device.memory().allocated, "context_planned": context}
     return {
         "live_peak": torch.cuda.max_memory_allocated(),
         "reserved_peak": torch.cuda.max_memory_reserved(),
         "context_planned": context,
-        "context_measured": None if measured is None else measured - torch.cuda.memory_reserved(),
+        "context_measured": engine.device.nbytes_outside_torch(),
     }
 
 

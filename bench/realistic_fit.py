@@ -227,7 +227,8 @@ def run_penstock(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         seconds, losses = run_steps(engine.step, list(batches(case)))
         engine.finish()
         live, reserved = device_peak()
-        plan = engine.plan
+        plan, outside = engine.plan, engine.device.nbytes_outside_torch()
+        changed = engine.plan_change
         engine.close()
     return {
         "losses": losses, "step_seconds": seconds,
@@ -237,7 +238,8 @@ def run_penstock(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "hbm_parts": dict(plan.parts(Tier.HBM)), "planned_dram": plan.peak(Tier.DRAM),
         "live_peak": live, "reserved_peak": reserved, "prepare_reserved": prepared[1],
         "host_peak": host.nbytes, "replanned": plan.pools != first.pools
-        or plan.placement != first.placement, "plan_seconds": planned - began,
+        or plan.placement != first.placement, "plan_change": changed,
+        "context_measured": outside, "plan_seconds": planned - began,
         "prepare_seconds": ready - planned, "micro_batch": plan.workload.numerics.micro_batch,
     }  # fmt: skip
 
