@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from penstock.train.progress import LineView, LiveView, format_duration
+from penstock.engine.plan_choice import PlanChoice
+from penstock.planner.candidate import Location
+from penstock.planner.planner import plan_result
+from penstock.train.progress import LineView, LiveView, format_duration, print_plan
+from tests.support.machines import machine
+from tests.support.schedule_checker import all_on, evaluator_for
 from tests.train.events import STEP, TIERS
 
 
@@ -21,6 +27,24 @@ def test_lines_about_steps_come_once_per_interval(capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step 3/10  loss 2.5000  norm 0.7  lr 0.0001  1,234 tokens/s  14 s")
     assert lines[1] == "held-out loss 2.2500 at step 3"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("from_file", [True, False])
+def test_the_plan_of_a_run_says_if_it_cannot_be_reproduced(
+    deterministic: bool, from_file: bool
+) -> None:
+    evaluator = evaluator_for(layers=3, tied=False)
+    result = plan_result(evaluator, all_on(evaluator, Location.DRAM))
+    work = result.plan.workload
+    numerics = replace(work.numerics, deterministic=deterministic)
+    plan = replace(result.plan, workload=replace(work, numerics=numerics))
+    planned = None if from_file else replace(result, plan=plan)
+    output = io.StringIO()
+
+    print_plan(Console(file=output, width=120), PlanChoice(plan, machine(), planned))
+
+    assert output.getvalue().count("not reproducible") == (0 if deterministic else 1)
 
 
 def rendered(view: LiveView) -> str:
