@@ -212,6 +212,15 @@ def test_a_plan_that_is_large_enough_stays(plan: Plan, request_: PlanRequest) ->
     assert fit_plan(plan, None, same) == (plan, "")
 
 
+def test_noise_of_a_measurement_changes_no_plan(plan: Plan) -> None:
+    exact = replace(plan, budget=replace(plan.budget, hbm=plan.peak(Tier.HBM)))
+    same = pool(plan, "working memory") + pool(plan, "batch and layer arguments")
+
+    assert fit_plan(exact, None, measured(same + 10 * MiB)) == (exact, "")
+    with pytest.raises(PlanError):
+        fit_plan(exact, None, measured(same + 20 * MiB))
+
+
 def test_a_plan_with_room_in_its_budget_keeps_its_placement(plan: Plan) -> None:
     roomy = replace(plan, budget=replace(plan.budget, hbm=plan.peak(Tier.HBM) + GiB))
     more = measured(pool(plan, "working memory") + GiB // 2)

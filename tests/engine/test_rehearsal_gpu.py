@@ -34,6 +34,11 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
     "max_position_embeddings": 4096,
 }  # fmt: skip
+NOTHING = WorkingMemory(
+    parts=(PartMemory(name="layer", forward=0, backward=0),), libraries=0, gaps=0, context=MiB
+)
+"""Less working memory than any step needs."""
+
 CONTEXT, BATCH, MICRO = 1000, 5, 2  # the last micro-batch is smaller
 
 
@@ -86,6 +91,7 @@ def test_steps_need_what_was_rehearsed(family: str) -> None:
         work, plan = engine.workload, engine.plan
         rehearsed = memory.peak + work.micro_batches * memory.inputs
         rehearsed += -(-work.micro_batches // plan.placement.rounds) * memory.arguments
+        most = 0
         for packed in (False, True):
             gc.collect()
             torch.cuda.synchronize()
@@ -95,10 +101,10 @@ def test_steps_need_what_was_rehearsed(family: str) -> None:
             used = torch.cuda.max_memory_allocated() - before
             # Statistics of gradients and the loss take a few small tensors more.
             assert used <= rehearsed + 4 * MiB
-            if not packed:
-                assert used >= 0.9 * rehearsed
+            most = max(most, used)
             reserved = torch.cuda.max_memory_reserved() - engine.device.reserved_before
             assert reserved <= plan.allocator_nbytes + 22 * MiB
+        assert most >= 0.9 * rehearsed
         assert compiled_graphs() == graphs, "a step compiled something"
 
 
@@ -141,8 +147,7 @@ def test_memory_comes_from_expandable_segments() -> None:
 def test_a_plan_that_is_too_small_is_made_again_and_trains() -> None:
     model = source()
     request = request_for(model)
-    nothing = WorkingMemory(parts=(PartMemory(name="layer", forward=0, backward=0),))
-    hopeful = replace(request, source=lambda *_: nothing)
+    hopeful = replace(request, source=lambda *_: NOTHING)
     least = _least(hopeful)
     tight = replace(hopeful, budget=replace(request.budget, hbm=least + 64 * MiB))
     choice = tight.make_plan()
@@ -229,8 +234,7 @@ def test_everything_is_released_after_a_failed_preparation() -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     small = replace(request, budget=replace(request.budget, hbm=3 * GiB))
-    nothing = WorkingMemory(parts=(PartMemory(name="layer", forward=0, backward=0),))
-    plan = replace(small, source=lambda *_: nothing).make_plan().plan
+    plan = replace(small, source=lambda *_: NOTHING).make_plan().plan
     tight = replace(plan, budget=replace(plan.budget, hbm=plan.peak(Tier.HBM)))
     with pytest.raises(Exception, match="pools: are too small"):
         prepare(model, plan=tight, settings=settings(), device="cuda")

@@ -10,6 +10,7 @@ another lane is ordered behind that ticket without stopping the host (`order_aft
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -306,6 +307,7 @@ class CudaDevice:
         )
 
     def measure_peak(self, work: Callable[[], None]) -> PeakMemory:
+        gc.collect()  # tensors in cycles that are freed during the work would hide its own
         self.synchronize()
         torch.cuda.empty_cache()  # pages that are reserved already would hide those that are needed
         torch.cuda.reset_peak_memory_stats(self.torch_device)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.engine.determinism import deterministic_kernels
 from penstock.engine.device import Device, PeakMemory
 from penstock.engine.loss import LossFunction
 from penstock.engine.step_parts import (
@@ -72,9 +71,7 @@ def rehearse(
     micros = _micro_batches(inventory, workload, device.torch_device)
     inputs = max(map(input_nbytes, micros))
     parts = step_parts(split_model, inventory, workload, device, loss=loss, micros=micros)
-    # As in a step: code compiled under another setting of torch would be compiled again.
-    deterministic = deterministic_kernels(workload.numerics.deterministic)
-    with _random_state_kept(device), deterministic:
+    with _random_state_kept(device):
         for number, part in enumerate(parts):
             if progress is not None:
                 progress(number, len(parts), f"rehearsing {_describe(part)}")

@@ -158,15 +158,19 @@ class Plan:
         """Bytes per parameter at rest, over all tiers: 14 with fp32 moments."""
         return sum(self.at_rest(tier) for tier in Tier) / self.parameters
 
+    def memory_pools(self, memory: WorkingMemory) -> dict[str, int]:
+        """Return the sizes of pools in HBM that follow from working memory, by name."""
+        context = sum(pool.nbytes for pool in self.pools if pool.what == CONTEXT)
+        if context and memory.context is not None:
+            context = memory.context
+        return memory_pools(self.workload, self.placement.rounds, memory, context_nbytes=context)
+
     def with_memory(self, memory: WorkingMemory) -> Plan:
         """Return the plan with pools for another working memory, and the same placement.
 
         Raises PlanError if that exceeds the budget.
         """
-        context = sum(pool.nbytes for pool in self.pools if pool.what == CONTEXT)
-        if context and memory.context is not None:
-            context = memory.context
-        sizes = memory_pools(self.workload, self.placement.rounds, memory, context_nbytes=context)
+        sizes = self.memory_pools(memory)
         kept = [pool for pool in self.pools if pool.what not in sizes]
         new = [BufferPool(tier=Tier.HBM, what=k, nbytes=v) for k, v in sizes.items() if v]
         return replace(self, pools=(*new, *kept))
