@@ -133,6 +133,17 @@ def test_a_plan_is_refused_before_anything_is_allocated(plan: Plan) -> None:
     assert "process 4711 (python) holds 120 GiB" in str(raised.value)
 
 
+def test_a_context_that_will_still_grow_needs_free_memory(plan: Plan) -> None:
+    class EarlyGpu(FakeGpu):
+        def nbytes_outside_torch(self) -> int | None:
+            return 100 * MiB
+
+    enough = plan.peak(Tier.HBM) - 100 * MiB
+    check_free_memory(EarlyGpu(free=enough), plan)
+    with pytest.raises(DeviceMemoryError):
+        check_free_memory(EarlyGpu(free=enough - 1), plan)
+
+
 def test_a_plan_for_the_cpu_is_not_checked_against_free_memory(plan: Plan) -> None:
     class FullHost(CpuDevice):
         def memory(self) -> DeviceMemory:

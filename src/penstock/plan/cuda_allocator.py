@@ -7,8 +7,9 @@ nothing in it is in use. That happens when the allocator reaches its limit, befo
 what it reserves beyond the tensors in use are parts of pages, in the gaps between tensors.
 
 `ExpandableSegments` repeats this for a known order of requests, so that a traced step shows how
-many bytes the gaps are. It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.11:
-`get_free_block`, `alloc_block`, `try_allocate_expandable_block`, `release_blocks` and `unmap`.
+many bytes the gaps are. It follows torch's c10/cuda/CUDACachingAllocator.cpp: `get_free_block`,
+`alloc_block`, `try_allocate_expandable_block`, `release_blocks` and `unmap`. A test on a GPU
+compares it with the installed torch.
 """
 
 from __future__ import annotations
