@@ -328,6 +328,24 @@ def test_prepare_refuses_a_given_plan_that_is_short(needs: Callable[[int], None]
         prepare(llama(), plan=choice, rehearse=True, settings=settings, device="cpu")
 
 
+def test_a_live_model_survives_a_refusal(needs: Callable[[int], None]) -> None:
+    source = llama()
+    ids = torch.arange(3, 19)[None]
+    logits = source(input_ids=ids).logits
+    weights = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+    needs(3 * MiB)
+
+    with pytest.raises(InfeasibleError):
+        prepare(source, budget=TIGHT, rehearse=True, **SMALL)
+
+    assert torch.equal(source(input_ids=ids).logits, logits)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in source.state_dict().items())
+    with prepare(source, budget=BUDGET, rehearse=True, **SMALL) as engine:
+        assert engine.step({"input_ids": torch.arange(4 * 32).view(4, 32)}).isfinite()
+        name = "model.layers.0.self_attn.q_proj.weight"
+        assert engine.state[name]["weight"].shape == weights[name].shape
+
+
 def test_what_was_measured_is_saved_unless_the_loss_is_the_users(
     needs: Callable[[int], None],
 ) -> None:

@@ -93,6 +93,8 @@ def prepare(
             lr, betas and weight_decay. `init="none"` leaves the weights uninitialized, for callers
             that read a checkpoint next.
     """
+    from penstock.model.meta_model import remember_model
+
     unknown = [name for name in arguments if name not in ARGUMENTS]
     if unknown:
         raise TypeError(f"prepare() got an unexpected keyword argument {unknown[0]!r}")
@@ -118,7 +120,13 @@ def prepare(
     if loss is not None and plan.workload.numerics.loss_kernel == "fused":
         raise PlanError("loss_kernel", "is fused, which supports no custom loss function; plan "
                         "again with the function, or leave the function out")  # fmt: skip
-    return _build_engine(model, config, inventory, plan, request, chosen, options)
+    restore = None if isinstance(model, str | Path) else remember_model(model)
+    try:
+        return _build_engine(model, config, inventory, plan, request, chosen, options)
+    except BaseException:
+        if restore is not None:
+            restore()  # the caller may try again with other budgets
+        raise
 
 
 def plan_for(inventory: Inventory, settings: Settings, **arguments: Any) -> Plan:

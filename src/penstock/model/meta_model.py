@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -54,6 +54,34 @@ def strip_model(model: nn.Module, device: torch.device, dtype: torch.dtype) -> n
     set_attention([config], DOCUMENTS)
     config.dtype = dtype
     return move_buffers(model, device)
+
+
+def remember_model(model: nn.Module) -> Callable[[], None]:
+    """Return a function that undoes what is done to a model's modules and config from now on.
+
+    An engine takes a live model apart. If it cannot be built, its owner gets the model back, with
+    the weights that it had.
+    """
+    holders = ("_parameters", "_buffers", "_modules")
+    modules = [
+        (module, dict(vars(module)), [dict(vars(module)[name]) for name in holders])
+        for module in model.modules()
+    ]
+    config = dict(vars(model.config))
+
+    def restore() -> None:
+        for module, attributes, contents in modules:
+            _set_contents(vars(module), attributes)
+            for name, content in zip(holders, contents, strict=True):
+                _set_contents(vars(module)[name], content)
+        _set_contents(vars(model.config), config)
+
+    return restore
+
+
+def _set_contents(into: dict[str, Any], contents: dict[str, Any]) -> None:
+    into.clear()
+    into.update(contents)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> nn.Module:
