@@ -8,7 +8,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from penstock.model.compiled_graphs import capture_training, training_lifetimes
+from penstock.model import mlp_tiles
+from penstock.model.compiled_graphs import (
+    capture_inference,
+    capture_training,
+    training_lifetimes,
+)
 from penstock.model.graph_memory import Buffer, graph_use
 from penstock.model.lifetimes import Lifetime, Request, in_order, peak_nbytes
 
@@ -154,3 +159,19 @@ def test_requests_of_training_are_as_large_as_its_peak() -> None:
 
     assert most == peak_nbytes(lifetimes)
     assert not sizes
+
+
+def test_an_operation_that_updates_its_input_needs_no_copy_of_it() -> None:
+    """Gradients of tiles are added to one sum."""
+
+    def three(a: Tensor, b: Tensor) -> Tensor:
+        total = torch.zeros(64, 64)
+        for _ in range(3):
+            mlp_tiles._add(total, a @ b)
+        return total
+
+    with FakeTensorMode():
+        graph = capture_inference(three, (torch.empty(64, 64), torch.empty(64, 64)))
+
+    assert sum("auto_functionalized" in str(node.target) for node in graph.graph.nodes) == 3
+    assert graph_use(graph).peak == 2 * N

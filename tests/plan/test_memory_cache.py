@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,6 +205,29 @@ def test_a_model_that_cannot_be_traced_is_estimated_with_a_remark(
     assert memory.origin == "estimated"
     assert "could not be traced (ZeroDivisionError: no such layer)" in memory.remark
     assert not cache.exists()  # the next version of the model's code may be traced
+
+
+FAILED_TRACE = """
+from transformers import HeliumConfig
+from penstock.engine.memory_source import working_memory_source
+from tests.support.engines import inventory, workload
+from tests.support.machines import machine
+
+# Heads of another size than the projections: the model cannot run.
+sizes = {"hidden_size": 96, "head_dim": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+config = HeliumConfig(**sizes, vocab_size=300, intermediate_size=64, num_hidden_layers=2)
+print(working_memory_source(config, machine())(inventory(config, ()), workload()).remark)
+"""
+
+
+def test_a_failed_trace_writes_nothing_to_the_terminal() -> None:
+    """In a process of its own, because pytest changes where torch's messages go."""
+    run = subprocess.run(
+        [sys.executable, "-c", FAILED_TRACE], capture_output=True, text=True, check=True
+    )
+
+    assert "could not be traced (RuntimeError: " in run.stdout
+    assert "Traceback" not in run.stderr
 
 
 def test_without_a_gpu_working_memory_is_estimated() -> None:

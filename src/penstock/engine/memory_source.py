@@ -9,7 +9,9 @@ heap of the process, which no budget limits, and tracing would take longer than 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -62,13 +64,14 @@ def _trace_or_estimate(
     from penstock.engine.trace_memory import trace_working_memory
 
     try:
-        traced = trace_working_memory(
-            loaded_config(config),
-            inventory,
-            workload,
-            on_gpu=True,
-            trust_remote_code=trust_remote_code,
-        )
+        with _quiet():
+            traced = trace_working_memory(
+                loaded_config(config),
+                inventory,
+                workload,
+                on_gpu=True,
+                trust_remote_code=trust_remote_code,
+            )
     except Exception as problem:
         # The model's code, or torch's compiler, may raise anything. A plan can still be made.
         reason = (str(problem).strip().splitlines() or [""])[0]
@@ -79,6 +82,22 @@ def _trace_or_estimate(
         return replace(estimate_working_memory(inventory, workload), remark=remark)
     save_memory(key, traced)
     return traced
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging the traceback of a trace that fails: the plan has a remark."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    # A filter, because torch sets the levels of its loggers again when it imports its compiler.
+    logger.addFilter(_drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_drop)
+
+
+def _drop(_: logging.LogRecord) -> bool:
+    return False
 
 
 def _remembered(
