@@ -293,6 +293,9 @@ def test_without_the_management_library_nobody_is_named(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
+    "setter", ["_C._accelerator_setAllocatorSettings", "cuda.memory._set_allocator_settings"]
+)
+@pytest.mark.parametrize(
     ("configured", "backend", "switched"),
     [
         ({}, "native", True),
@@ -306,6 +309,7 @@ def test_the_allocator_is_switched_unless_the_user_configured_it(
     configured: dict[str, str],
     backend: str,
     switched: bool,
+    setter: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings: list[str] = []
@@ -315,7 +319,9 @@ def test_the_allocator_is_switched_unless_the_user_configured_it(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.memory.get_allocator_backend", lambda: backend)
-    monkeypatch.setattr("torch.cuda.memory._set_allocator_settings", settings.append)
+    monkeypatch.setattr(f"torch.{setter}", settings.append, raising=False)
+    if not setter.startswith("_C"):
+        monkeypatch.delattr("torch._C._accelerator_setAllocatorSettings", raising=False)
 
     use_expandable_segments()
 

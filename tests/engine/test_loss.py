@@ -10,6 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.engine.loss import ChunkedLoss, GradientSink
+from penstock.model.storage_counter import StorageCounter
 
 TOKENS, WIDTH, VOCABULARY, CHUNK = 12, 8, 32, 5
 
@@ -51,6 +52,28 @@ def test_one_chunks_logits_exist_at_a_time(
     else:
         loss.forward(hidden, targets)
     assert len(earlier) == 2 * 3
+
+
+def test_the_fused_loss_needs_no_second_copy_of_the_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Autograd must not notice that the kernel changed logits that are a view."""
+
+    def replace_by_gradient(
+        logits: torch.Tensor, targets: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        logits.mul_(scale)
+        return torch.zeros(logits.shape[0])
+
+    monkeypatch.setattr("penstock.engine.loss._cross_entropy", replace_by_gradient)
+    hidden, targets, _ = inputs()
+    weight = torch.randn(4096, WIDTH).requires_grad_()
+    loss = ChunkedLoss(lambda x: (x[None] @ weight.T).squeeze(0), TOKENS, fused=True)
+    sink = GradientSink({"weight": weight}, lambda name, gradient: None)
+    with StorageCounter() as counter:
+        loss.backward(hidden, targets, sink, num_items=9, scale=1.0)
+    logits, gradient = 4 * TOKENS * 4096, 4 * weight.numel()
+    assert logits + gradient <= counter.peak < logits + gradient + 10_000
 
 
 def test_chunks_add_up_to_the_loss_and_gradients_of_the_whole() -> None:

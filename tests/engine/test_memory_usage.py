@@ -168,7 +168,7 @@ def gpu_engine() -> Iterator[Engine]:
     torch.cuda.empty_cache()  # what earlier tests left in torch's allocator is not this engine's
     config = engines.tiny_config("llama", **LARGE)
     model = engines.inventory(config)
-    work = engines.workload(context=256, batch=4, micro_batch=2)
+    work = engines.workload(context=128, batch=8, micro_batch=4)
     plan = engines.make_plan_of(model, work, "dddd", machine=discover())
     with engines.make_engine(config, plan, model, None, device="cuda") as engine:
         yield engine

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from penstock.model.attention_launch import attention_workspace_nbytes
+from penstock.model.autograd_warmup import warm_up_autograd
 from penstock.model.varlen_attention import attend_packed, flatten_bounds
 from tests.model.attention_cases import Case, relative_errors
 
@@ -15,6 +16,12 @@ pytestmark = pytest.mark.gpu
 
 DOCUMENTS = (1, 2, 127, 128, 129, 700, 1, 64, 900)
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def backward_thread() -> None:
+    """As the engine does: the references run matrix products in the backward thread."""
+    warm_up_autograd(cuda())
 
 
 def cuda() -> torch.device:

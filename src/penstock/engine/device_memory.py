@@ -37,9 +37,15 @@ def use_expandable_segments() -> None:
     configured = (os.environ.get(n) for n in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if any(configured) or torch.cuda.memory.get_allocator_backend() != "native":
         return
-    set_allocator: object = getattr(torch.cuda.memory, "_set_allocator_settings", None)
-    if callable(set_allocator):
-        set_allocator("expandable_segments:True")
+    # Newer versions of torch have one function for all accelerators, and warn about the other.
+    for owner, name in (
+        (torch._C, "_accelerator_setAllocatorSettings"),
+        (torch.cuda.memory, "_set_allocator_settings"),
+    ):
+        set_allocator: object = getattr(owner, name, None)
+        if callable(set_allocator):
+            set_allocator("expandable_segments:True")
+            return
 
 
 def check_free_memory(device: Device, plan: Plan) -> None:

@@ -105,9 +105,11 @@ class ChunkedLoss:
         with torch.enable_grad():
             if self._fused:
                 # The kernel overwrites the logits with their gradient, which then flows back
-                # through the head.
+                # through the head. `data`, not `detach()`, which shares the version counter: the
+                # logits may be a view, and autograd differentiates a view that was changed in
+                # place through a tensor of zeros as large as the logits.
                 out = self._logits(x)
-                gradient = out.detach()
+                gradient = out.data
                 loss_sum = fused_loss(gradient, targets, scale / num_items)
             else:
                 loss_sum = self._torch_loss(self._logits(x), targets)

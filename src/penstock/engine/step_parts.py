@@ -279,7 +279,9 @@ def example_micro_batches(
     shape = (workload.numerics.micro_batch, workload.context)
     one = replace(workload, batch=workload.numerics.micro_batch)
     documents = min(PACKED_DOCUMENTS, workload.context)
-    ids, plain = torch.zeros(shape, dtype=torch.int64), torch.arange(workload.context)
+    # Different tokens: the gradient of the embedding needs memory for each that occurs.
+    ids = (torch.arange(shape[0] * shape[1]) % inventory.vocabulary).view(shape)
+    plain = torch.arange(workload.context)
     packed = plain % -(-workload.context // documents)
     rows = (packed,) if workload.numerics.attention == "varlen" else (plain, packed)
     batches = [{"input_ids": ids, "position_ids": row.expand(shape)} for row in rows]

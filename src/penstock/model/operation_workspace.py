@@ -20,6 +20,8 @@ Shape = Sequence[int]
 FLASH_ROWS = 128
 """Flash attention's backward pads each document's fp32 accumulator to a multiple of this."""
 
+EMBEDDING_UNSORTED = 3072
+"""Number of indices up to which the gradient of an embedding is computed without sorting them."""
 
 PROCESSORS = 148
 """Streaming multiprocessors of the largest GPU."""
@@ -67,8 +69,12 @@ def _efficient_backward(shapes: Sequence[Shape]) -> int:
 
 def _embedding_backward(shapes: Sequence[Shape]) -> int:
     """`grad, indices`."""
+    gradient, indices = (math.prod(shape) for shape in shapes)
+    if indices <= EMBEDDING_UNSORTED:
+        return 0
     # The indices are sorted: keys, values and the sort's own copies, int64, and segment offsets.
-    return 6 * 8 * math.prod(shapes[1])
+    # Rows of equal indices are then summed in fp32: at most as many sums as rows.
+    return 6 * 8 * indices + 4 * gradient
 
 
 WORKSPACES: Mapping[str, Callable[[Sequence[Shape]], int]] = {
