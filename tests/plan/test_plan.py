@@ -92,7 +92,7 @@ def test_a_machine_with_too_little_memory_is_rejected(plan: Plan) -> None:
 
 
 def test_a_path_that_the_machine_lacks_is_rejected() -> None:
-    budget = Budget(hbm=2300 * MiB, dram=1200 * MiB, nvme=NVME)
+    budget = Budget(hbm=2400 * MiB, dram=1200 * MiB, nvme=NVME)
     plan = make_plan(MODEL, work(MODEL, 1024, 4), budget, machine(), effort=QUICK).plan
     assert plan.peak(Tier.NVME)
 

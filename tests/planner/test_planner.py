@@ -13,7 +13,7 @@ from penstock.errors import InfeasibleError
 from penstock.machine.presets import preset
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, PathBudget, parse_budget
-from penstock.plan.buffers import ALLOCATOR_PAGES
+from penstock.plan.buffers import ALLOCATOR_PAGES, CUDA_CONTEXT
 from penstock.plan.working_memory import ASSUMED_GAPS, LIBRARIES
 from penstock.planner import QUICK, fits, make_plan
 from penstock.planner.candidate import BlockLocations, Candidate, Location
@@ -98,7 +98,7 @@ def plan_text() -> str:
 def small_cases() -> list[tuple[str, Inventory, Budget, dict[str, float]]]:
     tiny = llama("tiny", 1024, 4096, 2, 1024, 256, 8192, False)
     # Buffers, working memory and the CUDA context; then what allocator and libraries add.
-    fixed = 1127 * MiB + ALLOCATOR_PAGES + ASSUMED_GAPS + LIBRARIES
+    fixed = CUDA_CONTEXT + 423 * MiB + ALLOCATOR_PAGES + ASSUMED_GAPS + LIBRARIES
     return [
         ("too little dram, some cxl", tiny,
          Budget(hbm=fixed, dram=300 * MiB, cxl=500 * MiB), {}),
