@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 
 from penstock.memory.arena import Arena
 from penstock.memory.placement import Node
+from penstock.plan.budget import PathBudget
+from penstock.plan.placement import Home, Share
 from penstock.storage.store import Store
 from penstock.tiers import Tier
-from penstock.units import KiB, MiB
+from penstock.units import GiB, KiB, MiB
 from tests.equivalence.runs import DISK, DRAM, RESIDENT, WAYS, Setup, Way
+from tests.support import engines
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +48,51 @@ class AllocationCounter:
 
         monkeypatch.setattr(Arena, "__init__", arena)
         monkeypatch.setattr(Store, "create", store)
+
+
+def test_the_store_is_on_the_drives_of_the_placement_with_their_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on those of the budget: the plan may leave a drive out, and stripes follow speed."""
+    names = ("slow", "unused", "fast")
+    paths = [str(tmp_path / name) for name in names]
+    for path in paths:
+        Path(path).mkdir()
+    setup = Setup.of("llama")
+    plan = setup.plan(DISK, tmp_path)
+
+    def over_two_drives(home: Home) -> Home:
+        part = home.nbytes // 4
+        sizes = {paths[0]: part, paths[2]: home.nbytes - part}
+        return replace(home, shares=tuple(
+            Share(tier=Tier.NVME, nbytes=nbytes, path=path) for path, nbytes in sizes.items()
+        ))  # fmt: skip
+
+    blocks = tuple(
+        replace(block, homes=tuple(map(over_two_drives, block.homes)))
+        for block in plan.placement.blocks
+    )
+    limits = tuple(PathBudget(path=path, nbytes=GiB) for path in paths)
+    plan = replace(
+        plan,
+        placement=replace(plan.placement, blocks=blocks),
+        budget=replace(plan.budget, nvme=limits),
+    )
+    created: list[tuple[list[str], Any]] = []
+    make_store = Store.create
+
+    def create(where: Any, capacity: int, **kwargs: Any) -> Store:
+        created.append((list(where), kwargs["options"].weights))
+        return make_store(where, capacity, **kwargs)
+
+    monkeypatch.setattr(Store, "create", create)
+
+    with engines.make_engine(setup.config, plan, setup.model, setup.source):
+        pass
+
+    ((used, weights),) = created
+    assert used == [paths[0], paths[2]]
+    assert weights[1] / weights[0] == pytest.approx(3, rel=0.01)
 
 
 def test_staging_is_on_the_node_that_the_plan_names(

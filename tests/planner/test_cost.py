@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from penstock.engine.batches import split_batch
-from penstock.machine.presets import cpu_machine
+from penstock.machine.presets import cpu_machine, preset
 from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.schedule import Verb
 from penstock.planner.candidate import BlockLocations, Candidate, Location
-from penstock.planner.cost import PHASES, Cost, phase_peaks
-from penstock.planner.cost.compute import sequences_by_round
+from penstock.planner.cost import PHASES, Cost, Rates, phase_peaks
+from penstock.planner.cost.compute import sequences_by_round, token_seconds
+from penstock.planner.cost.flops import operations
 from penstock.planner.cost.jobs import ISSUING, LAUNCHING
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.roles import TRAINED, Role
@@ -221,3 +222,28 @@ def test_a_machine_without_a_gpu_has_no_launch_time() -> None:
     sweeps = len(MODEL.blocks) * ISSUING
     assert alone.busy["host"] * alone.step_seconds == pytest.approx(sweeps)
     assert alone.bound_by == "gpu"
+
+
+def test_queries_that_are_wider_than_the_hidden_state_take_time_of_their_own() -> None:
+    """Qwen3-4B has 4,096 queries for a hidden size of 2,560."""
+    narrow, wide = (
+        llama(name, 2560, 9728, 2, query, 1024, 32000, True)
+        for name, query in (("narrow", 2560), ("wide", 4096))
+    )
+    rates = Rates.of(preset("h200"), compiled=True)
+    dense, attention = tuple(
+        b - a
+        for a, b in zip(
+            operations(narrow.layers[0], 4096, Verb.FORWARD),
+            operations(wide.layers[0], 4096, Verb.FORWARD),
+            strict=True,
+        )
+    )
+    products = dense / rates.block_flops + attention / rates.attention_flops
+
+    seconds = [
+        token_seconds(each, each.layers[0], 4096, Verb.FORWARD, rates) for each in (narrow, wide)
+    ]
+
+    passes = seconds[1] - seconds[0] - products
+    assert passes == pytest.approx(rates.passes / 4 * 2 * (4096 - 2560) / rates.hbm)

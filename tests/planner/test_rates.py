@@ -10,9 +10,21 @@ import pytest
 
 from penstock.errors import MachineError
 from penstock.machine.machine import Machine
-from penstock.machine.presets import preset, preset_names
+from penstock.machine.presets import (
+    BLOCK_SHARE,
+    DATA_SHEETS,
+    LAYER_SHARE,
+    MATMUL_SHARE,
+    data_sheet,
+    preset,
+    preset_names,
+)
+from penstock.plan.schedule import Verb
 from penstock.planner.cost import Rates
+from penstock.planner.cost.compute import token_seconds
+from penstock.planner.cost.flops import operations
 from tests.support.machines import machine
+from tests.support.models import model
 
 
 def test_every_preset_loads_names_its_source_and_can_be_planned_for() -> None:
@@ -24,6 +36,35 @@ def test_every_preset_loads_names_its_source_and_can_be_planned_for() -> None:
         MachineError, match="there is no preset 'laptop'; the presets are cxl-paper-1"
     ):
         preset("laptop")
+
+
+def layer_flops(box: Machine, *, compiled: bool) -> float:
+    """Return the FLOP/s of a layer of an 8B model, forward and backward, at 4,096 tokens."""
+    rates = Rates.of(box, compiled=compiled)
+    inventory = model("llama-3.1-8b")
+    layer, verbs = inventory.layers[0], (Verb.FORWARD, Verb.BACKWARD)
+    counted = sum(sum(operations(layer, 4096, verb)) for verb in verbs)
+    return counted / sum(token_seconds(inventory, layer, 4096, verb, rates) for verb in verbs)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_no_preset_computes_faster_than_a_share_of_its_data_sheet(name: str) -> None:
+    box = preset(name)
+    sheet = data_sheet(box.gpus[0].name)
+
+    assert sheet is not None
+    assert Rates.of(box, compiled=True).block_flops <= 1.001 * MATMUL_SHARE * sheet[0]
+    assert layer_flops(box, compiled=True) <= 1.001 * LAYER_SHARE * sheet[0]
+    assert layer_flops(box, compiled=False) <= 1.001 * MATMUL_SHARE * BLOCK_SHARE * sheet[0]
+
+
+@pytest.mark.parametrize("product", DATA_SHEETS)
+def test_a_gpu_of_the_catalogue_computes_at_a_share_of_its_data_sheet(product: str) -> None:
+    box = machine()
+    gpu = replace(box.gpus[0], name=product, block_flops=None, memory_bandwidth=None)
+    flops = layer_flops(replace(box, gpus=(gpu,)), compiled=True)
+
+    assert flops == pytest.approx(LAYER_SHARE * DATA_SHEETS[product][0], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +80,6 @@ def test_a_machine_file_without_a_required_rate_names_the_field(
     path = tmp_path / "machine.json"
     preset("desktop-24gb").save(path)
     data = json.loads(path.read_text())
-    for name in ("matmul_flops", "block_flops"):
-        del data["gpus"][0][name]
     alter(data)  # type: ignore[operator]
     path.write_text(json.dumps(data))
 
@@ -61,7 +100,7 @@ def test_a_zero_bandwidth_names_the_field(tmp_path: Path) -> None:
 
 def test_the_rates_of_an_unmeasured_gpu_come_from_its_data_sheet() -> None:
     box = preset("desktop-24gb")
-    plain = replace(box.gpus[0], matmul_flops=None, block_flops=None, memory_bandwidth=None)
+    plain = replace(box.gpus[0], memory_bandwidth=None)
     rates = Rates.of(replace(box, gpus=(plain,)))
 
     assert 50e12 < rates.block_flops < 165e12

@@ -7,6 +7,7 @@ disk space, that shows here, with numbers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -181,8 +182,8 @@ class TierMemory:
         extents = list(self._disk_extents())
         if not extents:
             return
-        paths = [path.path for path in self.plan.budget.nvme]
-        weights = [float(path.nbytes) for path in self.plan.budget.nvme]
+        by_path = self._disk_nbytes()
+        paths, weights = list(by_path), [float(nbytes) for nbytes in by_path.values()]
         options = StoreOptions(weights=weights if len(paths) > 1 else None)
         if settings.workers is not None:
             options = StoreOptions(weights=options.weights, workers=settings.workers)
@@ -199,6 +200,14 @@ class TierMemory:
         for (block, role, part), nbytes in extents:
             name = f"{self.inventory.blocks[block].name}.{role}.{part}"
             self._extents[block, role, part] = self.store.allocate(nbytes, name=name)
+
+    def _disk_nbytes(self) -> dict[str, int]:
+        """Return the bytes that the plan stores on each NVMe path that it uses."""
+        used: Counter[str] = Counter()
+        for _, home in self._homes():
+            for share in home.shares:
+                used[share.path] += share.nbytes if share.path else 0
+        return {path.path: used[path.path] for path in self.plan.budget.nvme if used[path.path]}
 
     def _disk_extents(self) -> Iterator[tuple[tuple[int, Role, int], int]]:
         """Yield (block, role, piece or micro-batch) and size of everything on NVMe."""

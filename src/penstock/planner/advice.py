@@ -89,9 +89,8 @@ class WhatIf:
 def advise(what_if: WhatIf, most: int = 3) -> list[Advice]:
     """Return the few changes that help most, best first."""
     cost = what_if.result.cost
-    compute_share = cost.bounds.get("gpu", 0.0) / cost.step_seconds
-    # If the step is nearly all compute, no other placement can help.
-    ideas = _ideas(what_if) if compute_share * WORTH < 1 else ()
+    # If the GPU is nearly always busy, no other placement can help.
+    ideas = _ideas(what_if) if cost.busy.get("gpu", 0.0) * WORTH < 1 else ()
     helpful = [advice for advice in ideas if advice.speedup >= WORTH]
     helpful.sort(key=lambda advice: (-advice.speedup, advice.what))
     return helpful[:most] + _longest_context_without_nvme(what_if)

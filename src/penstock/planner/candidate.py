@@ -27,7 +27,8 @@ class Location(StrEnum):
     """Striped over the CXL cards, in proportion to their measured bandwidth."""
 
     NVME = "nvme"
-    """Striped over the paths, in proportion to their budgets."""
+    """Striped over the drives that the plan uses, in proportion to their speeds where their budgets
+    allow it."""
 
 
 class BlockLocations(NamedTuple):

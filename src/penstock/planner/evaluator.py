@@ -35,6 +35,7 @@ from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Workload
 from penstock.planner.candidate import GROUPS, BlockLocations, Candidate, Location
 from penstock.planner.cost import Cost, Rates, StepTimer, estimate
+from penstock.planner.drives import DriveWeights, capacity_of
 from penstock.planner.staging_pieces import MOST, coarse_piece_elements
 from penstock.roles import STATE, Formats, Role
 from penstock.tiers import Tier
@@ -94,6 +95,10 @@ class PlanEvaluator:
     source: WorkingMemorySource = estimate_working_memory
     """Says how much working memory the model needs."""
 
+    drives: DriveWeights | None = None
+    """Weight of each NVMe path in a stripe. By default the budgets, so that all of them can be
+    used."""
+
     memory: WorkingMemory = field(init=False)
     """The model's working memory, from the source."""
 
@@ -123,7 +128,9 @@ class PlanEvaluator:
     def __post_init__(self) -> None:
         compiled = self.workload.numerics.compiled
         self.rates = Rates.of(self.machine, self.workload.moments, compiled=compiled)
-        self._stripe_weights = stripe_weights(self.machine, self.rates, self.budget)
+        if self.drives is None:
+            self.drives = {path.path: float(path.nbytes) for path in self.budget.nvme}
+        self._stripe_weights = stripe_weights(self.machine, self.rates, self.drives)
         self._capacities = {tier: self._capacity(tier) for tier in Tier}
         args = (self.inventory, self.workload)
         self.memory = self.source(*args)
@@ -146,7 +153,7 @@ class PlanEvaluator:
 
     def with_budget(self, budget: Budget) -> PlanEvaluator:
         """Return an evaluator for another budget that shares results independent of budgets."""
-        other = replace(self, budget=budget)
+        other = replace(self, budget=budget, drives=None)
         other.use_hbm_cache(self._sizer.hbm_cache)
         return other
 
@@ -162,8 +169,10 @@ class PlanEvaluator:
         return wanted <= sum(self._capacities.values())
 
     def _capacity(self, tier: Tier) -> int:
-        """Return a tier's budget, or less if a stripe by bandwidth cannot fill every node."""
+        """Return a tier's budget, or less if a stripe cannot fill every node or drive."""
         limit = self.budget.of(tier)
+        if tier is Tier.NVME:
+            return min(limit, capacity_of(self.budget, self.drives or {}))
         location = {Tier.CXL: Location.CXL, Tier.DRAM: Location.DRAM}.get(tier)
         if location is not None and not self.unbounded:
             places = self._stripe_weights[location]
@@ -249,12 +258,36 @@ class PlanEvaluator:
         capacities by its shortage makes the next search look for a smaller one.
         """
         short = self._excess(self.total_nbytes(candidate))
+        on_drives = self._drive_shortage(candidate)
+        if on_drives:
+            short[Tier.NVME] = max(short.get(Tier.NVME, 0), on_drives)
         if short:
             for tier, nbytes in short.items():
                 self._capacities[tier] -= nbytes
             self._shortages.clear()
             self._seconds.clear()
         return short
+
+    def _drive_shortage(self, candidate: Candidate) -> int:
+        """Return by how much the bytes on NVMe must shrink until every drive is large enough.
+
+        Stripes consist of whole units, so a drive may get a little more than its part.
+        """
+        used: Counter[str] = Counter()
+        for block in self._block_placements(candidate):
+            for home in block.homes:
+                for share in home.shares:
+                    used[share.path] += share.nbytes
+        weights = self.drives or {}
+        total = sum(weights.values())
+        return max(
+            (
+                math.ceil((used[path.path] - path.nbytes) * total / weights[path.path])
+                for path in self.budget.nvme
+                if used[path.path] > path.nbytes
+            ),
+            default=0,
+        )
 
     def total_nbytes(self, candidate: Candidate) -> Counter[Tier]:
         """Return the bytes that each tier needs, with buffers, to the byte."""
@@ -316,6 +349,11 @@ class PlanEvaluator:
         placement, schedule = self.placement(candidate), self._schedule(candidate)
         return estimate(self.inventory, self.workload, placement, self.rates, schedule=schedule)
 
+    def exact_score(self, candidate: Candidate) -> float:
+        """Return the score with pieces of the planned size."""
+        seconds = self.cost(candidate).step_seconds
+        return seconds + WEAR * self.stored_nbytes(candidate)[Tier.NVME]
+
     # From locations to placements.
 
     def placement(self, candidate: Candidate) -> Placement:
@@ -375,7 +413,7 @@ class PlanEvaluator:
         return self._role_sizes[key]
 
 
-def stripe_weights(machine: Machine, rates: Rates, budget: Budget) -> StripeWeights:
+def stripe_weights(machine: Machine, rates: Rates, drives: DriveWeights) -> StripeWeights:
     """Return the nodes or paths of each location, with their weights in a stripe."""
     dram = [
         (Share(tier=Tier.DRAM, nbytes=0, node=n.id), rates.nodes[n.id]) for n in machine.dram_nodes
@@ -383,7 +421,7 @@ def stripe_weights(machine: Machine, rates: Rates, budget: Budget) -> StripeWeig
     cxl = [
         (Share(tier=Tier.CXL, nbytes=0, node=n.id), rates.nodes[n.id]) for n in machine.cxl_nodes
     ]
-    paths = [(Share(tier=Tier.NVME, nbytes=0, path=p.path), float(p.nbytes)) for p in budget.nvme]
+    paths = [(Share(tier=Tier.NVME, nbytes=0, path=path), w) for path, w in drives.items()]
     return {
         Location.HBM: ((Share(tier=Tier.HBM, nbytes=0), 1.0),),
         Location.DRAM: tuple((share, node.sweep) for share, node in dram),

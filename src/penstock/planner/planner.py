@@ -18,9 +18,17 @@ from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Workload
 from penstock.planner.candidate import Candidate
 from penstock.planner.cost import Cost, phase_peaks
+from penstock.planner.drives import DriveWeights
 from penstock.planner.evaluator import HbmCache, PlanEvaluator
 from penstock.planner.infeasible import infeasible_error
-from penstock.planner.search import QUICK, THOROUGH, SearchEffort, first_fit, search
+from penstock.planner.search import (
+    QUICK,
+    THOROUGH,
+    MakeEvaluator,
+    SearchEffort,
+    first_fit,
+    search_drives,
+)
 from penstock.planner.staging_pieces import piece_sizes
 from penstock.tiers import Tier
 from penstock.units import KiB, MiB, format_bytes
@@ -111,10 +119,10 @@ def find_plan(
     """
     args = (inventory, workload, budget, machine)
     with _collector_paused():
-        for evaluator in _evaluators(*args, cache=cache, source=source):
-            candidate = search(evaluator, effort)
-            if candidate is not None:
-                return plan_result(evaluator, candidate)
+        for make in _makers(*args, cache=cache, source=source):
+            found = search_drives(make, effort)
+            if found is not None:
+                return plan_result(*found)
     return None
 
 
@@ -133,28 +141,34 @@ def quick_step_seconds(
     """
     args = (inventory, workload, budget, machine)
     with _collector_paused():
-        for evaluator in _evaluators(*args, cache=cache, source=source):
-            candidate = search(evaluator, QUICK, exact=False)
-            if candidate is not None:
+        for make in _makers(*args, cache=cache, source=source):
+            found = search_drives(make, QUICK, exact=False)
+            if found is not None:
+                evaluator, candidate = found
                 return evaluator.seconds(candidate)
     return None
 
 
-def _evaluators(
+def _makers(
     inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
     *, cache: PlannerCache | None, source: WorkingMemorySource,
-) -> Iterator[PlanEvaluator]:  # fmt: skip
-    """Yield an evaluator for each size of pieces to try."""
+) -> Iterator[MakeEvaluator]:  # fmt: skip
+    """Yield, for each size of pieces to try, a function that makes evaluators."""
     workload.check(inventory)
     check_paths(machine, budget)
     for piece in piece_sizes(inventory, workload, budget):
-        evaluator = PlanEvaluator(
-            inventory, workload, machine, budget, piece_elements=piece, source=source
-        )
-        if cache is not None:
-            key = (workload, piece, evaluator.context_nbytes, evaluator.memory)
-            evaluator.use_hbm_cache(cache.setdefault(key, {}))
-        yield evaluator
+
+        def make(drives: DriveWeights | None, piece: int = piece) -> PlanEvaluator:
+            evaluator = PlanEvaluator(
+                inventory, workload, machine, budget,
+                piece_elements=piece, source=source, drives=drives,
+            )  # fmt: skip
+            if cache is not None:
+                key = (workload, piece, evaluator.context_nbytes, evaluator.memory)
+                evaluator.use_hbm_cache(cache.setdefault(key, {}))
+            return evaluator
+
+        yield make
 
 
 @contextmanager

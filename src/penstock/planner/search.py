@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, islice, permutations, product
 
 from penstock.planner.candidate import BlockLocations, Candidate, Location
+from penstock.planner.drives import DriveWeights, drive_sets, weights_by_speed, weights_to_hold
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.planner.initial_candidates import (
     ORDERS,
@@ -34,7 +35,7 @@ class SearchEffort:
     starts: int = 5
     """Maximum number of initial candidates to improve."""
 
-    moves: int = 40
+    moves: int = 80
     """Maximum number of changed candidates to time for each of those."""
 
     work: int = 100_000
@@ -51,8 +52,15 @@ class SearchEffort:
 THOROUGH = SearchEffort()
 """The effort for a plan that will be used."""
 
-QUICK = SearchEffort(seeds=8, starts=1, moves=12, orders=3, rounds=1)
+QUICK = SearchEffort(seeds=8, starts=1, moves=6, orders=3, rounds=1)
 """The effort for what-if questions, which need many plans."""
+
+PROMISING = 1.25
+"""If a quick search over a set of drives finds nothing within this factor of the best plan, a
+thorough search does not help."""
+
+COMPARED = 1.04
+"""Results of the search within this factor of the best are compared with an exact estimate."""
 
 CLOSE = 0.005
 """Within this fraction of compute time, stop searching: no plan can be faster than compute."""
@@ -66,8 +74,67 @@ def search(
     Without `exact`, it fits by the quick count of its bytes only.
     """
     if not exact:
-        return _search(evaluator, effort)
-    return _find_exact_fit(evaluator, lambda: _search(evaluator, effort))
+        return next(iter(_search(evaluator, effort)), None)
+    return _find_exact_fit(evaluator, lambda: _best_exactly(evaluator, _search(evaluator, effort)))
+
+
+MakeEvaluator = Callable[[DriveWeights | None], PlanEvaluator]
+"""Makes an evaluator for stripes with these weights of drives."""
+
+Found = tuple[PlanEvaluator, Candidate]
+"""A candidate, and the evaluator that found it."""
+
+
+def search_drives(
+    make: MakeEvaluator, effort: SearchEffort = THOROUGH, *, exact: bool = True
+) -> Found | None:
+    """Return the best candidate over the sets of drives, or None if nothing fits.
+
+    With one drive, or none, this is `search`. With several, a quick search tells which sets are
+    worth a thorough one. A drive that is offered can therefore not make a plan slower.
+    """
+    evaluator = make(None)
+    if len(evaluator.budget.nvme) < 2:
+        candidate = search(evaluator, effort, exact=exact)
+        return None if candidate is None else (evaluator, candidate)
+    quick: list[tuple[float, DriveWeights]] = []
+    for paths in drive_sets(evaluator.budget, evaluator.rates):
+        found = _search_paths(make, paths)
+        if found is not None:
+            quick.append((found[0].score(found[1]), found[0].drives or {}))
+    best: Found | None = None
+    for score, drives in sorted(quick, key=lambda pair: pair[0]):
+        if best is not None and score > PROMISING * best[0].score(best[1]):
+            break
+        evaluator = make(drives)
+        candidate = search(evaluator, effort, exact=exact)
+        if candidate is not None and (
+            best is None or evaluator.score(candidate) < best[0].score(best[1])
+        ):
+            best = evaluator, candidate
+    return best
+
+
+def _search_paths(make: MakeEvaluator, paths: tuple[str, ...]) -> Found | None:
+    """Search quickly with stripes over some drives: by speed, or else so that everything fits."""
+    any_evaluator = make(None)
+    budget, rates = any_evaluator.budget, any_evaluator.rates
+    evaluator = make(weights_by_speed(budget, rates, paths))
+    candidate = search(evaluator, QUICK)
+    if candidate is not None:
+        return evaluator, candidate
+    # Some drive is too small for its part. Use all that the drives can hold, and then no more than
+    # what that needs, so that as little as possible is on slow drives.
+    nbytes = sum(path.nbytes for path in budget.nvme if path.path in paths)
+    found: Found | None = None
+    for _ in range(2):
+        evaluator = make(weights_to_hold(budget, rates, paths, nbytes))
+        candidate = search(evaluator, QUICK)
+        if candidate is None:
+            return found
+        found = evaluator, candidate
+        nbytes = int(1.01 * evaluator.stored_nbytes(candidate)[Tier.NVME])
+    return found
 
 
 def first_fit(evaluator: PlanEvaluator) -> Candidate | None:
@@ -91,8 +158,8 @@ def _find_exact_fit(
     return None
 
 
-def _search(evaluator: PlanEvaluator, effort: SearchEffort) -> Candidate | None:
-    """Improve the best few initial candidates, and return the best result.
+def _search(evaluator: PlanEvaluator, effort: SearchEffort) -> list[Candidate]:
+    """Improve the best few initial candidates, and return the results, the best first.
 
     The best initial candidate is often not the one that can be improved most.
     """
@@ -105,16 +172,26 @@ def _search(evaluator: PlanEvaluator, effort: SearchEffort) -> Candidate | None:
         if evaluator.score(candidate) < worst:
             seeds = sorted([*seeds, candidate], key=evaluator.score)[: effort.starts]
             worst = evaluator.score(seeds[-1]) if len(seeds) == effort.starts else math.inf
-    best: Candidate | None = None
+    results: list[Candidate] = []
     for seed in seeds:
-        if best is not None and (
-            evaluator.operations_timed > effort.work or _is_compute_bound(evaluator, best)
+        if results and (
+            evaluator.operations_timed > effort.work or _is_compute_bound(evaluator, results[0])
         ):
             break
-        candidate = _climb(evaluator, seed, effort.moves)
-        if best is None or evaluator.score(candidate) < evaluator.score(best):
-            best = candidate
-    return best
+        results = sorted([*results, _climb(evaluator, seed, effort.moves)], key=evaluator.score)
+    return results
+
+
+def _best_exactly(evaluator: PlanEvaluator, candidates: list[Candidate]) -> Candidate | None:
+    """Return the best of a few good candidates, timed with pieces of the planned size.
+
+    Coarse pieces are wrong by a few percent, so only candidates that are close have to be compared.
+    """
+    close = [c for c in dict.fromkeys(candidates)
+             if evaluator.score(c) < COMPARED * evaluator.score(candidates[0])]  # fmt: skip
+    if len(close) < 2:
+        return close[0] if close else None
+    return min(close, key=evaluator.exact_score)
 
 
 def _by_lower_bound(

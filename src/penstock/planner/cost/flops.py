@@ -34,11 +34,14 @@ def mean_visible(context: int, window: int | None) -> float:
 
 
 def width_nbytes(block: Block, hidden: int) -> int:
-    """Return the bytes of one token's 16-bit values around attention and inside the MLP.
+    """Return the bytes of one token's 16-bit values: hidden state, queries, and inside the MLP.
 
-    The head counts as 0, because its loss is computed in chunks.
+    Queries may be wider than the hidden state, as in Qwen3-4B. The head counts as 0, because its
+    loss is computed in chunks.
     """
-    return 2 * (2 * hidden + block.mlp_width) if block.kind == "layer" else 0
+    if block.kind != "layer":
+        return 0
+    return 2 * (hidden + block.query_width + block.mlp_width)
 
 
 def share_of(verb: Verb) -> float:

@@ -186,7 +186,10 @@ def _gpu_rates(
     attention = gpu.attention_flops.median if gpu.attention_flops else whole
     # Seconds per token of the measured layer without attention: matrix products and passes.
     left = (LAYER_DENSE + LAYER_QUADRATIC) / whole - LAYER_QUADRATIC / attention
-    products = max(gpu.matmul_flops.median if gpu.matmul_flops else 0.0, LAYER_DENSE / left)
+    matmul = MATMUL_SHARE * sheet[0] if sheet else 0.0
+    if gpu.matmul_flops:
+        matmul = gpu.matmul_flops.median
+    products = max(matmul, LAYER_DENSE / left)
     passes = (left - LAYER_DENSE / products) * hbm / LAYER_NBYTES
     return products, attention, passes, hbm
 
