@@ -41,8 +41,6 @@ class Shape(NamedTuple):
     cap: float = 0.0
     documents: int = 0
     """Mean number of tokens per document; 0: each row is one document."""
-    spans: bool = False
-    """Whether rows of one document are passed as packed rows are."""
 
     @property
     def lengths(self) -> list[int]:
@@ -75,7 +73,6 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "4x4096-d128": Shape(4, 4096, 32, 8, 128),
-    "4x4096-d128-spans": Shape(4, 4096, 32, 8, 128, spans=True),
     "4x4096-d128-3b": Shape(4, 4096, 24, 8, 128),
     "1x32768-d128": Shape(1, 32768, 32, 8, 128),
     "packed-d128": Shape(4, 4096, 32, 8, 128, documents=700),
@@ -127,11 +124,10 @@ class Inputs:
             torch.randn(rows, heads, shape.size, generator=made, device="cuda").bfloat16()
             for heads in (shape.heads, shape.shared, shape.shared, shape.heads)
         )
-        packed = shape.documents or shape.spans
-        spans = document_spans(shape.lengths) if packed else None
-        if spans is not None and tokens:
+        spans = document_spans(shape.lengths)
+        if tokens:
             spans = spans[:, :rows].clamp(max=rows - 1)
-        self.layout = Layout(spans, shape.size**-0.5, shape.window, shape.cap, shape.context)
+        self.layout = Layout(spans, shape.size**-0.5, shape.window, shape.cap)
         self.out = torch.empty_like(self.q)
         self.sums, self.deltas = (
             torch.zeros(shape.heads, attention_launch.padded_tokens(rows), device="cuda")

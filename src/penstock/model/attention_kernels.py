@@ -3,11 +3,10 @@
 """Triton kernels for causal attention within documents, forward and backward.
 
 All documents lie end to end in one stream of tokens, and a tile is a block of that stream, wherever
-documents begin. With DOCUMENTS, `firsts` and `lasts` give the first and last token of each token's
-document: query `i` sees the keys from `firsts[i]` to `i`, and with WINDOW only the last WINDOW of
-them. Both bounds grow with the token, so one look-up at each end of a tile tells which tiles need a
-mask and which are skipped. Several short documents share a tile, and none is padded. Without
-DOCUMENTS, each has `length` tokens, a multiple of every tile.
+documents begin. `firsts` and `lasts` give the first and last token of each token's document: query
+`i` sees the keys from `firsts[i]` to `i`, and with WINDOW only the last WINDOW of them. Both bounds
+grow with the token, so one look-up at each end of a tile tells which tiles need a mask and which
+are skipped. Several short documents share a tile, and none is padded.
 
 No sum depends on timing: `query_gradient_kernel` owns a block of queries and adds over the keys in
 order, and `key_gradient_kernel` owns a block of keys and adds over the query heads that share them,
@@ -33,27 +32,24 @@ HIDDEN = tl.constexpr(-1.0e30)
 @triton.jit
 def _rows(
     base, heads, head, low, tokens,
-    BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, CHECK: tl.constexpr,
-    COPY_ENGINE: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, COPY_ENGINE: tl.constexpr,
 ):  # fmt: skip
-    """Load the rows of one head from token `low` on, filled with zeros up to the size of a tile.
+    """Load the rows of one head from token `low` on, filled with zeros up to the width of a tile.
 
-    With COPY_ENGINE, `base` describes a matrix of `[tokens, heads * D]`, and the copy engine of the
-    GPU (TMA) computes addresses and fills in zeros.
+    Rows beyond the last token have weights of 0, and may be anything finite. With COPY_ENGINE,
+    `base` describes a matrix of `[tokens, heads * D]`, and the copy engine of the GPU (TMA)
+    computes the addresses.
     """
     if COPY_ENGINE:
         tile = base.load([low, head * D])
     else:
         columns = tl.arange(0, WIDE)
-        index = low + tl.arange(0, BLOCK)
+        index = tl.minimum(low + tl.arange(0, BLOCK), tokens - 1)  # cheaper than a mask
         pointers = base + (index.to(tl.int64) * heads + head)[:, None] * D + columns[None, :]
-        if CHECK:
-            inside = (index < tokens)[:, None] & (columns < D)[None, :]
-            tile = tl.load(pointers, mask=inside, other=0.0)
-        elif WIDE != D:
-            tile = tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
-        else:
+        if WIDE == D:
             tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
     return tile
 
 
@@ -81,32 +77,24 @@ def _numbers(base, low, BLOCK: tl.constexpr, COPY_ENGINE: tl.constexpr):
 
 
 @triton.jit
-def _first_key(firsts, token, length, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
+def _first_key(firsts, token, WINDOW: tl.constexpr):
     """Return the first key that the query `token` sees."""
-    first = tl.load(firsts + token) if DOCUMENTS else token // length * length
+    first = tl.load(firsts + token)
     return tl.maximum(first, token - WINDOW + 1) if WINDOW else first
 
 
 @triton.jit
-def _last_query(lasts, token, length, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
+def _last_query(lasts, token, WINDOW: tl.constexpr):
     """Return the last query that sees the key `token`."""
-    last = tl.load(lasts + token) if DOCUMENTS else token // length * length + length - 1
+    last = tl.load(lasts + token)
     return tl.minimum(last, token + WINDOW - 1) if WINDOW else last
 
 
 @triton.jit
-def _visible(index, keys, first, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Return which queries see which keys, of tiles that are cut by an end of what is visible.
-
-    The arguments are shaped so that they broadcast. Rows that are one document each are multiples
-    of a tile, so that the row's own bounds need no comparison.
-    """
-    seen = keys <= index
-    if WINDOW:
-        seen = seen & (index - keys < WINDOW)
-    if DOCUMENTS:
-        seen = seen & (keys >= first)
-    return seen
+def _visible(index, keys, first, WINDOW: tl.constexpr):
+    """Return which queries see which keys. The arguments are shaped so that they broadcast."""
+    seen = (keys <= index) & (keys >= first)
+    return seen & (index - keys < WINDOW) if WINDOW else seen
 
 
 @triton.jit
@@ -129,25 +117,25 @@ def _cap(scores, cap):
 
 @triton.jit
 def _key_range(
-    firsts, low, tokens, length,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+    firsts, low, tokens,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Return where a block of queries begins to see keys, where all of its queries see all keys,
     where that ends, and where the keys end. All but the last are multiples of BLOCK_N."""
     last = tl.minimum(low + BLOCK_M, tokens) - 1
-    start = _first_key(firsts, low, length, WINDOW, DOCUMENTS) // BLOCK_N * BLOCK_N
-    whole = _first_key(firsts, last, length, WINDOW, DOCUMENTS)
+    start = _first_key(firsts, low, WINDOW) // BLOCK_N * BLOCK_N
+    whole = _first_key(firsts, last, WINDOW)
     diagonal = low // BLOCK_N * BLOCK_N
     whole = tl.minimum(tl.cdiv(whole, BLOCK_N) * BLOCK_N, diagonal)
     return start, whole, diagonal, last + 1
 
 
-@triton.jit(do_not_specialize=["tokens", "length"])
+@triton.jit(do_not_specialize=["tokens"])
 def forward_kernel(
-    query, key, value, out, log_sums, firsts, tokens, length, scale, cap,
+    query, key, value, out, log_sums, firsts, tokens, scale, cap,
     HEADS: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    DOCUMENTS: tl.constexpr, COPY_ENGINE: tl.constexpr, IN_REGISTERS: tl.constexpr,
+    COPY_ENGINE: tl.constexpr, IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """Compute the output and the log-sum-exps of one block of queries of one head."""
     # The last block of a document sees the most keys. It starts first, so that short blocks fill
@@ -156,18 +144,16 @@ def forward_kernel(
     head = tl.program_id(1)
     shared = head // (HEADS // SHARED)
     index = low + tl.arange(0, BLOCK_M)
-    start, whole, diagonal, end = _key_range(
-        firsts, low, tokens, length, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS
-    )
-    first = tl.load(firsts + index) if DOCUMENTS else index
-    q = _rows(query, HEADS, head, low, tokens, BLOCK_M, D, WIDE, DOCUMENTS, COPY_ENGINE)
+    start, whole, diagonal, end = _key_range(firsts, low, tokens, BLOCK_M, BLOCK_N, WINDOW)
+    first = tl.load(firsts + index)
+    q = _rows(query, HEADS, head, low, tokens, BLOCK_M, D, WIDE, COPY_ENGINE)
     if IN_REGISTERS:
         q = _in_registers(q, WIDE)
     top = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
     for at in tl.range(start, end, BLOCK_N):
-        k = _rows(key, SHARED, shared, at, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
+        k = _rows(key, SHARED, shared, at, tokens, BLOCK_N, D, WIDE, COPY_ENGINE)
         scores = tl.dot(q, tl.trans(k))
         if CAPPED:
             scores = _cap(scores * scale, cap) * (cap * LOG2_E)
@@ -175,14 +161,14 @@ def forward_kernel(
             scores = scores * (scale * LOG2_E)
         if (at < whole) | (at >= diagonal):
             keys = at + tl.arange(0, BLOCK_N)
-            visible = _visible(index[:, None], keys[None, :], first[:, None], WINDOW, DOCUMENTS)
+            visible = _visible(index[:, None], keys[None, :], first[:, None], WINDOW)
             scores = tl.where(visible, scores, HIDDEN)
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
-        v = _rows(value, SHARED, shared, at, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
+        v = _rows(value, SHARED, shared, at, tokens, BLOCK_N, D, WIDE, COPY_ENGINE)
         acc = tl.dot(weights.to(v.dtype), v, acc)
         top = higher
     _store_rows(out, HEADS, head, index, tokens, acc / total[:, None], D, WIDE)
@@ -190,12 +176,12 @@ def forward_kernel(
     tl.store(log_sums + head * _padded(tokens) + index, sums)
 
 
-@triton.jit(do_not_specialize=["tokens", "length"])
+@triton.jit(do_not_specialize=["tokens"])
 def query_gradient_kernel(
-    grad, query, key, value, out, log_sums, deltas, dquery, firsts, tokens, length, scale, cap,
+    grad, query, key, value, out, log_sums, deltas, dquery, firsts, tokens, scale, cap,
     HEADS: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    DOCUMENTS: tl.constexpr, COPY_ENGINE: tl.constexpr, IN_REGISTERS: tl.constexpr,
+    COPY_ENGINE: tl.constexpr, IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of one block of queries of one head, and the queries' deltas.
 
@@ -206,23 +192,21 @@ def query_gradient_kernel(
     shared = head // (HEADS // SHARED)
     index = low + tl.arange(0, BLOCK_M)
     numbers = head * _padded(tokens) + index
-    do = _rows(grad, HEADS, head, low, tokens, BLOCK_M, D, WIDE, DOCUMENTS, COPY_ENGINE)
-    o = _rows(out, HEADS, head, low, tokens, BLOCK_M, D, WIDE, DOCUMENTS, COPY_ENGINE)
+    do = _rows(grad, HEADS, head, low, tokens, BLOCK_M, D, WIDE, COPY_ENGINE)
+    o = _rows(out, HEADS, head, low, tokens, BLOCK_M, D, WIDE, COPY_ENGINE)
     delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     tl.store(deltas + numbers, delta)
-    q = _rows(query, HEADS, head, low, tokens, BLOCK_M, D, WIDE, DOCUMENTS, COPY_ENGINE)
+    q = _rows(query, HEADS, head, low, tokens, BLOCK_M, D, WIDE, COPY_ENGINE)
     if IN_REGISTERS:
         q = _in_registers(q, WIDE)
         do = _in_registers(do, WIDE)
     log_sum = tl.load(log_sums + numbers) * LOG2_E
-    start, whole, diagonal, end = _key_range(
-        firsts, low, tokens, length, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS
-    )
-    first = tl.load(firsts + index) if DOCUMENTS else index
+    start, whole, diagonal, end = _key_range(firsts, low, tokens, BLOCK_M, BLOCK_N, WINDOW)
+    first = tl.load(firsts + index)
     dq = tl.zeros([BLOCK_M, WIDE], tl.float32)
     for at in tl.range(start, end, BLOCK_N):
-        k = _rows(key, SHARED, shared, at, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
-        v = _rows(value, SHARED, shared, at, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
+        k = _rows(key, SHARED, shared, at, tokens, BLOCK_N, D, WIDE, COPY_ENGINE)
+        v = _rows(value, SHARED, shared, at, tokens, BLOCK_N, D, WIDE, COPY_ENGINE)
         scores = tl.dot(q, tl.trans(k))
         if CAPPED:
             capped = _cap(scores * scale, cap)
@@ -231,7 +215,7 @@ def query_gradient_kernel(
             weights = tl.exp2(scores * (scale * LOG2_E) - log_sum[:, None])
         if (at < whole) | (at >= diagonal):
             keys = at + tl.arange(0, BLOCK_N)
-            visible = _visible(index[:, None], keys[None, :], first[:, None], WINDOW, DOCUMENTS)
+            visible = _visible(index[:, None], keys[None, :], first[:, None], WINDOW)
             weights = tl.where(visible, weights, 0.0)
         inner = weights * (tl.dot(do, tl.trans(v)) - delta[:, None])
         if CAPPED:
@@ -240,14 +224,13 @@ def query_gradient_kernel(
     _store_rows(dquery, HEADS, head, index, tokens, dq * scale, D, WIDE)
 
 
-@triton.jit(do_not_specialize=["tokens", "length"])
+@triton.jit(do_not_specialize=["tokens"])
 def key_gradient_kernel(
-    grad, query, key, value, log_sums, deltas, dkey, dvalue, firsts, lasts, tokens, length,
-    scale, cap,
+    grad, query, key, value, log_sums, deltas, dkey, dvalue, firsts, lasts, tokens, scale, cap,
     KEYS: tl.constexpr, VALUES: tl.constexpr,
     HEADS: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    DOCUMENTS: tl.constexpr, COPY_ENGINE: tl.constexpr,
+    COPY_ENGINE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of one block of keys, of values or of both, of one shared head."""
     low = tl.program_id(0) * BLOCK_N  # the first block of a document is seen by the most queries
@@ -257,13 +240,11 @@ def key_gradient_kernel(
     # Queries from `start` to `end` see some of the keys, those from `diagonal` to `whole` see all.
     start = low // BLOCK_M * BLOCK_M
     diagonal = tl.cdiv(low + BLOCK_N - 1, BLOCK_M) * BLOCK_M
-    end = _last_query(lasts, last, length, WINDOW, DOCUMENTS) + 1
-    whole = end
-    if DOCUMENTS or WINDOW:
-        whole = _last_query(lasts, low, length, WINDOW, DOCUMENTS) + 1 - BLOCK_M + 1
-    k = _rows(key, SHARED, shared, low, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
+    end = _last_query(lasts, last, WINDOW) + 1
+    whole = _last_query(lasts, low, WINDOW) + 2 - BLOCK_M
+    k = _rows(key, SHARED, shared, low, tokens, BLOCK_N, D, WIDE, COPY_ENGINE)
     if KEYS:
-        v = _rows(value, SHARED, shared, low, tokens, BLOCK_N, D, WIDE, DOCUMENTS, COPY_ENGINE)
+        v = _rows(value, SHARED, shared, low, tokens, BLOCK_N, D, WIDE, COPY_ENGINE)
         dk = tl.zeros([BLOCK_N, WIDE], tl.float32)
     if VALUES:
         dv = tl.zeros([BLOCK_N, WIDE], tl.float32)
@@ -275,8 +256,8 @@ def key_gradient_kernel(
         member = step // steps
         head = shared * (HEADS // SHARED) + member
         at = start + (step - member * steps) * BLOCK_M
-        q = _rows(query, HEADS, head, at, tokens, BLOCK_M, D, WIDE, DOCUMENTS, COPY_ENGINE)
-        do = _rows(grad, HEADS, head, at, tokens, BLOCK_M, D, WIDE, DOCUMENTS, COPY_ENGINE)
+        q = _rows(query, HEADS, head, at, tokens, BLOCK_M, D, WIDE, COPY_ENGINE)
+        do = _rows(grad, HEADS, head, at, tokens, BLOCK_M, D, WIDE, COPY_ENGINE)
         log_sum = _numbers(log_sums, head * _padded(tokens) + at, BLOCK_M, COPY_ENGINE)
         if KEYS:
             delta = _numbers(deltas, head * _padded(tokens) + at, BLOCK_M, COPY_ENGINE)
@@ -288,10 +269,8 @@ def key_gradient_kernel(
             weights = tl.exp2(scores * (scale * LOG2_E) - (log_sum * LOG2_E)[None, :])
         if (at < diagonal) | (at >= whole):
             index = at + tl.arange(0, BLOCK_M)
-            first = index
-            if DOCUMENTS:
-                first = tl.load(firsts + index)
-            visible = _visible(index[None, :], keys[:, None], first[None, :], WINDOW, DOCUMENTS)
+            first = tl.load(firsts + index)
+            visible = _visible(index[None, :], keys[:, None], first[None, :], WINDOW)
             weights = tl.where(visible, weights, 0.0)
         if VALUES:
             dv = tl.dot(weights.to(do.dtype), do, dv)

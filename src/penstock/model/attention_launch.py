@@ -123,16 +123,13 @@ def padded_head_size(size: int) -> int:
 class Layout(NamedTuple):
     """Which keys each query sees, and how scores are made."""
 
-    spans: torch.Tensor | None
-    """The first and last token of each token's document, `[2, padded tokens]`, or None if all
-    documents have `length` tokens."""
+    spans: torch.Tensor
+    """The first and last token of each token's document, `[2, padded tokens]`."""
     scale: float
     window: int
     """Number of keys that a query sees at most; 0: all."""
     cap: float
     """Bound of the scores; 0: none."""
-    length: int = 0
-    """Length of all documents if `spans` is None: a multiple of PADDING."""
 
 
 Choose = Callable[[Kernel, int, tuple[int, int]], Tiles | None]
@@ -151,7 +148,7 @@ def forward(
     read = _describe(tiles, query=query, key=key, value=value)
     _launch(
         "forward", (-(-tokens // tiles.queries), heads), query, key, layout, tiles,
-        (read["query"], read["key"], read["value"], out, sums, _row(layout.spans, 0, sums)),
+        (read["query"], read["key"], read["value"], out, sums, layout.spans[0]),
         IN_REGISTERS=tiles.in_registers,
     )  # fmt: skip
     return out, sums
@@ -179,7 +176,7 @@ def query_gradient(
     _launch(
         "query_gradient", (-(-tokens // tiles.queries), heads), query, key, layout, tiles,
         (read["grad"], read["query"], read["key"], read["value"], read["out"], log_sums, deltas, dq,
-         _row(layout.spans, 0, deltas)),
+         layout.spans[0]),
         IN_REGISTERS=tiles.in_registers,
     )  # fmt: skip
     return dq, deltas
@@ -213,7 +210,7 @@ def launch_key_gradients(
     )
     arguments = (
         *(read["grad"], read["query"], read["key"], read["value"], read["sums"], read["deltas"]),
-        *(dk, dv, _row(layout.spans, 0, deltas), _row(layout.spans, 1, deltas)),
+        *(dk, dv, layout.spans[0], layout.spans[1]),
     )
     grid = (-(-key.shape[0] // tiles.keys), key.shape[1])
     _launch("key_gradient", grid, query, key, layout, tiles, arguments, KEYS=keys, VALUES=values)
@@ -221,11 +218,6 @@ def launch_key_gradients(
 
 def _tiles(kernel: Kernel, query: torch.Tensor, choose: Choose) -> Tiles | None:
     return choose(kernel, query.shape[-1], _capability(query.device))
-
-
-def _row(spans: torch.Tensor | None, row: int, unused: torch.Tensor) -> torch.Tensor:
-    """Return one row of the spans. Without spans, the kernel reads none, but takes a pointer."""
-    return unused if spans is None else spans[row]
 
 
 def _describe(tiles: Tiles, **tensors: torch.Tensor) -> dict[str, Any]:
@@ -253,14 +245,12 @@ def _launch(
     tiles: Tiles, arguments: tuple[Any, ...], **constants: bool,
 ) -> None:  # fmt: skip
     tokens, heads, size = query.shape
-    documents = layout.spans is not None
-    assert documents or layout.length % PADDING == 0, "rows must be multiples of a tile"
     code = getattr(_kernels(), f"{kernel}_kernel")
     with _current_device(query.device):
         code[grid](
-            *arguments, tokens, layout.length, layout.scale, layout.cap or 1.0,
+            *arguments, tokens, layout.scale, layout.cap or 1.0,
             HEADS=heads, SHARED=key.shape[1], D=size, WIDE=padded_head_size(size),
             BLOCK_M=tiles.queries, BLOCK_N=tiles.keys, WINDOW=layout.window,
-            CAPPED=bool(layout.cap), DOCUMENTS=documents, COPY_ENGINE=tiles.copy_engine,
+            CAPPED=bool(layout.cap), COPY_ENGINE=tiles.copy_engine,
             num_warps=tiles.warps, num_stages=tiles.stages, **constants,
         )  # fmt: skip
