@@ -7,6 +7,7 @@ Operations are counted as in the cost model.
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from penstock.units import GiB, format_bytes
 
 if TYPE_CHECKING:
     import torch
+
+    from penstock.model.varlen_attention import DocumentSpans
 
 FIGURES = (
     "matmul_flops",
@@ -194,15 +197,17 @@ class TorchGpuBenchmark:
 def _attention(layer: Layer, context: int, device: torch.device) -> Callable[[], None]:
     """Return a function that runs attention forward and backward on one long sequence."""
     import torch
-    from torch.nn import functional
 
-    shape = (1, layer.heads, context, layer.head_size)
+    documents = _whole_rows(1, context, device)
     query, key, value = (
-        torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_() for _ in range(3)
+        torch.randn((1, context, heads, layer.head_size), dtype=torch.bfloat16, device=device)
+        .transpose(1, 2)
+        .requires_grad_()
+        for heads in (layer.heads, layer.key_value_heads, layer.key_value_heads)
     )
 
     def once() -> None:
-        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out = _attend(query, key, value, documents)
         torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
 
     return once
@@ -222,16 +227,54 @@ def _layer(
     hidden_in = torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_()
 
     run = torch.compile(forward, dynamic=False) if compiled else forward
+    documents = _whole_rows(sequences, layer.context, device)
 
     def once() -> None:
-        out = run(layer, weights, hidden_in)
+        out = run(layer, weights, hidden_in, documents)
         torch.autograd.grad(out, [hidden_in, *weights.values()], torch.ones_like(out))
 
     return once
 
 
+def _whole_rows(rows: int, length: int, device: torch.device) -> DocumentSpans | None:
+    """Return rows of one document for Penstock's attention; None where training uses PyTorch's."""
+    import torch
+
+    from penstock.model.varlen_attention import flatten_bounds
+    from penstock.probe.machine_choice import KERNEL_CAPABILITY
+
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    if torch.cuda.get_device_capability(device) < KERNEL_CAPABILITY:
+        return None
+    return flatten_bounds([[0, length]] * rows, device)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: DocumentSpans | None
+) -> torch.Tensor:
+    """Attend as training does; returns `[rows, tokens, heads, head size]`."""
+    from torch.nn import functional
+
+    from penstock.model.varlen_attention import attend_packed
+
+    if documents is not None:
+        return attend_packed(query, key, value, documents, scale=None, window=None, softcap=None)
+    groups = query.shape[1] // key.shape[1]
+    seen = functional.scaled_dot_product_attention(
+        query,
+        key.repeat_interleave(groups, dim=1),
+        value.repeat_interleave(groups, dim=1),
+        is_causal=True,
+    )
+    return seen.transpose(1, 2)
+
+
 def forward(
-    layer: Layer, weights: Mapping[str, torch.Tensor], hidden_in: torch.Tensor
+    layer: Layer,
+    weights: Mapping[str, torch.Tensor],
+    hidden_in: torch.Tensor,
+    documents: DocumentSpans | None = None,
 ) -> torch.Tensor:
     """Compute a transformer layer: norm, attention, norm, MLP."""
     from torch.nn import functional
@@ -245,16 +288,8 @@ def forward(
         heads("query", layer.heads),
         *(heads(name, layer.key_value_heads) for name in ("key", "value")),
     )
-    groups = layer.heads // layer.key_value_heads
-    seen = functional.scaled_dot_product_attention(
-        query,
-        key.repeat_interleave(groups, dim=1),
-        value.repeat_interleave(groups, dim=1),
-        is_causal=True,
-    )
-    hidden = hidden_in + functional.linear(
-        seen.transpose(1, 2).reshape(hidden_in.shape), weights["out"]
-    )
+    seen = _attend(query, key, value, documents)
+    hidden = hidden_in + functional.linear(seen.reshape(hidden_in.shape), weights["out"])
     normed = functional.rms_norm(hidden, (layer.hidden,))
     gate = functional.silu(functional.linear(normed, weights["gate"]))
     inside = gate * functional.linear(normed, weights["up"])
