@@ -20,6 +20,8 @@ from penstock.errors import DeviceMemoryError, InfeasibleError, PlanError
 from penstock.model.meta_model import build_model
 from penstock.model.split import SplitModel
 from penstock.plan.budget import Budget
+from penstock.plan.buffers import PlannedRoom
+from penstock.plan.cuda_allocator import PAGE
 from penstock.plan.memory_cache import load_memory, memory_key
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import PartMemory, WorkingMemory
@@ -162,6 +164,31 @@ def test_a_part_beyond_the_limit_is_measured_without_it(monkeypatch: pytest.Monk
 
     assert tried == [MiB, None, None]
     assert memory.peak == 3 * MiB
+
+
+@pytest.mark.parametrize(
+    ("needs", "gaps"), [(False, 30 * MiB), (True, 90 * MiB + PAGE)], ids=["kept", "needed"]
+)
+def test_pages_that_the_allocator_only_keeps_are_not_counted(
+    needs: bool, gaps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator reserves 90 MiB too many, where the plan has 30 MiB for gaps."""
+    device = Gauge(PeakMemory(10 * MiB, 100 * MiB, 0))
+    plain, tried = HeadBackward.run, list[int | None]()
+
+    def run(self: HeadBackward) -> None:
+        tried.append(device.limits[-1])
+        if needs and len(tried) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB")
+        plain(self)
+
+    monkeypatch.setattr(HeadBackward, "run", run)
+    model, room = split(), PlannedRoom(10 * MiB, 30 * MiB)
+
+    memory = rehearse(model, model.inventory, workload(), device, limit=GiB, room=room)
+
+    assert tried == [GiB, GiB, device.memory().reserved + 40 * MiB]
+    assert (memory.peak, memory.gaps) == (10 * MiB, gaps)
 
 
 def test_a_part_that_the_device_has_no_memory_for_is_a_penstock_error(

@@ -33,6 +33,20 @@ def test_a_step_of_every_family_equals_the_plain_loop(family: str, tmp_path: Pat
 
 CONFIGS = {"mistral": {"sliding_window": None}}
 
+
+@pytest.mark.parametrize("plan", [DISK, DRAM, RESIDENT], ids=["disk", "dram", "resident"])
+def test_a_head_without_a_tensor_of_its_own(plan: Any, tmp_path: Path) -> None:
+    """OLMo's norms have no weights: a tied head owns nothing, and its block has no role at all."""
+    setup = Setup.of("olmo", freeze=(), config={"tie_word_embeddings": True})
+    assert not setup.model.blocks[-1].tensors
+    loop = PlainLoop(setup.source, micro_batch=2, clip=setup.work.clip, settings={"lr": 1e-2})
+    with setup.engine(plan, tmp_path, optimizer={"lr": 1e-2}) as engine:
+        for batch in setup.batches(2):
+            assert float(engine.step(batch)) == pytest.approx(loop.step(batch), rel=1e-4)
+            # Not to the bit: torch adds both gradients of a tied table in bf16.
+            assert engine.grad_norm == pytest.approx(loop.grad_norm, rel=1e-4)
+
+
 PACKED = [("llama", {}), ("gemma3", {"sliding_window": 3}), ("gemma2", {"sliding_window": 3}),
           ("gpt2", {})]  # fmt: skip
 BOUNDS = (0, 5, 6, 16)

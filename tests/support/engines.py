@@ -38,6 +38,7 @@ _CONFIGS = {
     "gemma2": "Gemma2Config",
     "mistral": "MistralConfig",
     "qwen2": "Qwen2Config",
+    "olmo": "OlmoConfig",
     "olmo2": "Olmo2Config",
     "phi3": "Phi3Config",
     "gpt_neox": "GPTNeoXConfig",

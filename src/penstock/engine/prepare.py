@@ -287,14 +287,21 @@ def _rehearse(
     time and would otherwise happen in the first step.
     """
     from penstock.engine.rehearsal import rehearse
+    from penstock.plan.buffers import planned_room
 
     on_gpu = device.torch_device.type == "cuda"
     if not (on_gpu if options.rehearse is None else options.rehearse):
         return None
     return rehearse(
-        split_model, inventory, plan.workload, device,
-        limit=plan.allocator_nbytes, loss=options.loss, progress=options.progress,
-    )  # fmt: skip
+        split_model,
+        inventory,
+        plan.workload,
+        device,
+        limit=plan.allocator_nbytes,
+        room=planned_room(plan.pools) if on_gpu else None,
+        loss=options.loss,
+        progress=options.progress,
+    )
 
 
 def _engine_settings(settings: Settings, options: _EngineOptions) -> EngineSettings:

@@ -29,6 +29,7 @@ from penstock.engine.step_parts import (
 )
 from penstock.model.inventory import Inventory
 from penstock.model.split import MicroBatch, SplitModel
+from penstock.plan.buffers import PlannedRoom
 from penstock.plan.cuda_allocator import PAGE
 from penstock.plan.working_memory import COMPILER_BUFFER, LIBRARIES, PartMemory, WorkingMemory
 from penstock.plan.workload import Workload
@@ -49,6 +50,7 @@ def rehearse(
     device: Device,
     *,
     limit: int | None = None,
+    room: PlannedRoom | None = None,
     loss: LossFunction | None = None,
     progress: Progress | None = None,
 ) -> WorkingMemory:
@@ -62,6 +64,8 @@ def rehearse(
             belong to its streams.
         limit: Bytes of device memory that the plan allows. A part that needs more runs again
             without the limit, so that the result says how much it needs.
+        room: What the plan has for working memory. If the allocator reserves more than that for a
+            part, the part runs again with no more, to see whether it needs it.
         loss: Loss function of the user, if any.
         progress: Called before each part.
     """
@@ -75,7 +79,7 @@ def rehearse(
         for number, part in enumerate(parts):
             if progress is not None:
                 progress(number, len(parts), f"rehearsing {_describe(part)}")
-            memory = _measure(part, device, limit)
+            memory = _measure(part, device, limit, room)
             measured.append(_Measured(part.name, part.phase, type(part), memory))
     del part, parts, micros  # which hold tensors
     gc.collect()  # the compiler leaves cycles that do, too
@@ -126,30 +130,49 @@ def _micro_batches(
     return micros
 
 
-def _measure(part: StepPart, device: Device, limit: int | None) -> PeakMemory:
+def _measure(
+    part: StepPart, device: Device, limit: int | None, room: PlannedRoom | None
+) -> PeakMemory:  # fmt: skip
     try:
-        return _measure_once(part, device, limit)
+        return _measure_once(part, device, limit, room)
     except torch.OutOfMemoryError:
         if limit is None:
             raise
     # Outside of the handler, whose exception keeps the tensors of the failed run.
-    return _measure_once(part, device, None)
+    return _measure_once(part, device, None, room)
 
 
-def _measure_once(part: StepPart, device: Device, limit: int | None) -> PeakMemory:
+def _measure_once(
+    part: StepPart, device: Device, limit: int | None, room: PlannedRoom | None
+) -> PeakMemory:  # fmt: skip
     device.limit_memory(limit)
     try:
         # On the lane on which the engine computes: cuBLAS has a workspace for each stream.
         with device.lane("compute"):
             part.prepare()
             part.run()
-            if isinstance(part, EmbeddingForward):
-                part.micro.calls = None  # the measured run makes them again
-            return device.measure_peak(part.run)
+            memory = _measure_run(part, device)
+            if room is None or memory.reserved <= sum(room) - PAGE:
+                return memory
+            # Below its limit, the allocator keeps pages that it could do without. At the limit it
+            # unmaps what is unused, so only a run with that limit shows what the part needs.
+            enough = max(room.working, memory.allocated) + room.gaps
+            device.release(0)
+            device.limit_memory(device.memory().reserved + enough)
+            with contextlib.suppress(torch.OutOfMemoryError):
+                _measure_run(part, device)
+                memory = replace(memory, reserved=min(memory.reserved, enough - PAGE))
+            return memory
     finally:
         with contextlib.suppress(AttributeError):  # what a failed `prepare` has not made yet
             part.release()
         device.limit_memory(None)
+
+
+def _measure_run(part: StepPart, device: Device) -> PeakMemory:
+    if isinstance(part, EmbeddingForward):
+        part.micro.calls = None  # the measured run makes them again
+    return device.measure_peak(part.run)
 
 
 def _collect(measured: Sequence[_Measured]) -> tuple[PartMemory, ...]:

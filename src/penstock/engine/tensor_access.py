@@ -120,6 +120,8 @@ class TensorAccess:
         self, block: int, role: Role, start: int, stop: int, *, write: bool = False
     ) -> Iterator[Span]:
         """Yield the spans that hold elements `start` to `stop`; NVMe is read through staging."""
+        if not self._tiers.has(block, role):
+            return  # a head that is tied, after a norm without weights, has no tensor of its own
         if not self._tiers.on_disk(block, role):
             yield self._tiers.span(block, role)
             return

@@ -5,7 +5,9 @@ All of it is allocated once, before the first step, and held for the whole run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.errors import PlanError
 from penstock.model.inventory import Block, Inventory
@@ -122,6 +124,22 @@ def memory_pools(
         "library buffers": memory.libraries if on_gpu else 0,
         "allocator slack": memory.gaps + ALLOCATOR_PAGES if on_gpu else 0,
     }
+
+
+class PlannedRoom(NamedTuple):
+    """The room that a plan has for what a part of the model allocates."""
+
+    working: int
+    """Bytes for tensors."""
+    gaps: int
+    """Bytes for the gaps between them."""
+
+
+def planned_room(pools: Iterable[BufferPool]) -> PlannedRoom:
+    """Return the room for working memory in a plan's pools."""
+    sizes = {pool.what: pool.nbytes for pool in pools}
+    slack = sizes.get("allocator slack", 0)
+    return PlannedRoom(sizes.get("working memory", 0), max(0, slack - ALLOCATOR_PAGES))
 
 
 # Activations.
