@@ -16,14 +16,16 @@ from tests.support.plain_loop import PlainLoop
 OTHERS = ("mistral", "qwen2", "olmo2", "phi3", "gpt_neox", "gpt2", "gemma2")
 
 
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
 @pytest.mark.parametrize("family", OTHERS)
 def test_a_step_of_every_family_equals_the_plain_loop(family: str, tmp_path: Path) -> None:
     """Bit for bit. Gemma 2's capped attention is transformers' eager one in both cases."""
     setup = Setup.of(family, freeze=(), config=CONFIGS.get(family))
-    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    loop = PlainLoop(setup.source, micro_batch=2, clip=setup.work.clip, settings=settings)
+    loop = PlainLoop(setup.source, micro_batch=2, clip=setup.work.clip, settings=SETTINGS)
     batches = setup.batches(2)
-    with setup.engine(DISK, tmp_path, optimizer=settings) as engine:
+    with setup.engine(DISK, tmp_path, optimizer=SETTINGS) as engine:
         for batch in batches:
             assert float(engine.step(batch)) == pytest.approx(loop.step(batch), rel=1e-6)
             assert engine.grad_norm == loop.grad_norm
@@ -39,8 +41,8 @@ def test_a_head_without_a_tensor_of_its_own(plan: Any, tmp_path: Path) -> None:
     """OLMo's norms have no weights: a tied head owns nothing, and its block has no role at all."""
     setup = Setup.of("olmo", freeze=(), config={"tie_word_embeddings": True})
     assert not setup.model.blocks[-1].tensors
-    loop = PlainLoop(setup.source, micro_batch=2, clip=setup.work.clip, settings={"lr": 1e-2})
-    with setup.engine(plan, tmp_path, optimizer={"lr": 1e-2}) as engine:
+    loop = PlainLoop(setup.source, micro_batch=2, clip=setup.work.clip, settings=SETTINGS)
+    with setup.engine(plan, tmp_path, optimizer=SETTINGS) as engine:
         for batch in setup.batches(2):
             assert float(engine.step(batch)) == pytest.approx(loop.step(batch), rel=1e-4)
             # Not to the bit: torch adds both gradients of a tied table in bf16.
