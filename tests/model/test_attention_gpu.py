@@ -125,6 +125,34 @@ def test_the_backward_allocates_what_is_stated() -> None:
     assert stated <= extra <= stated + 4 * 512  # the allocator rounds up
 
 
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("length", [1024, 1000])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_whole_rows_are_exact_and_repeat_their_bits(
+    size: int, length: int, window: int | None
+) -> None:
+    """With gradients, through the operation that layers call."""
+    rows, dtype = 2, torch.bfloat16
+    case = Case((length,) * rows, 8, 2, size, window or 0, dtype=dtype)
+    *flat, grad = case.inputs(cuda())
+    documents = flatten_bounds([[0, length]] * rows, cuda())
+    out, _, *gradients = case.exact([*flat, grad])
+    made = []
+    for _ in range(5):
+        tensors = [
+            t.view(rows, length, -1, size).transpose(1, 2).detach().requires_grad_() for t in flat
+        ]
+        found = attend_packed(*tensors, documents, scale=None, window=window, softcap=None)
+        backward = torch.autograd.grad(found, tensors, grad.view(found.shape))
+        made.append([found, *(t.transpose(1, 2) for t in backward)])
+
+    for again in made[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(made[0], again, strict=True))
+    flattened = [t.flatten(0, 1) for t in made[0]]
+    for error in relative_errors(flattened, [out, *gradients]):
+        assert error < ROUNDING[dtype]
+
+
 def test_documents_do_not_see_each_other() -> None:
     """Each document alone gives what it gives inside a batch, up to rounding."""
     case = Case((300, 77, 500), 4, 2, 128, dtype=torch.bfloat16)
