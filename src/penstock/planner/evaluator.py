@@ -117,7 +117,7 @@ class PlanEvaluator:
     _blocks: dict[tuple[int, BlockLocations, int], BlockPlacement] = field(
         init=False, default_factory=dict
     )
-    _block_nbytes: dict[tuple[int, BlockLocations, int], tuple[tuple[Tier, int], ...]] = field(
+    _block_nbytes: dict[tuple[int, BlockLocations, int], Mapping[Tier, int]] = field(
         init=False, default_factory=dict
     )
     _homes: dict[tuple[int, Role, Location, int], Home] = field(init=False, default_factory=dict)
@@ -191,14 +191,26 @@ class PlanEvaluator:
         """Return the bytes stored in each tier, with activations that are not overlaid."""
         if candidate not in self._stored:
             total: Counter[Tier] = Counter()
-            # Blocks of one kind with the same locations need the same bytes.
-            alike = Counter(zip(self.inventory.kinds, candidate.locations, strict=True))
-            for (kind, locations), count in alike.items():
-                for tier, nbytes in self._stored_block_nbytes(kind, locations, candidate.rounds):
+            for nbytes_by_tier, count in self._nbytes_of_blocks(candidate):
+                for tier, nbytes in nbytes_by_tier.items():
                     total[tier] += count * nbytes
             total.subtract(self.overlaid_nbytes(candidate))
             self._stored[candidate] = total
         return self._stored[candidate].copy()
+
+    def _nvme_nbytes(self, candidate: Candidate) -> int:
+        """Return the bytes stored on NVMe, where no activation is overlaid."""
+        blocks = self._nbytes_of_blocks(candidate)
+        return sum(count * nbytes.get(Tier.NVME, 0) for nbytes, count in blocks)
+
+    def _nbytes_of_blocks(self, candidate: Candidate) -> Iterator[tuple[Mapping[Tier, int], int]]:
+        """Yield the bytes of a block in each tier, and the number of such blocks.
+
+        Blocks of one kind with the same locations need the same bytes.
+        """
+        alike = Counter(zip(self.inventory.kinds, candidate.locations, strict=True))
+        for (kind, locations), count in alike.items():
+            yield self._stored_block_nbytes(kind, locations, candidate.rounds), count
 
     def overlaid_nbytes(self, candidate: Candidate) -> Counter[Tier]:
         """Return the bytes of activations that are stored in the memory of gradients."""
@@ -212,14 +224,14 @@ class PlanEvaluator:
 
     def _stored_block_nbytes(
         self, index: int, locations: BlockLocations, rounds: int
-    ) -> tuple[tuple[Tier, int], ...]:
+    ) -> Mapping[Tier, int]:
         key = (index, locations, rounds)
         if key not in self._block_nbytes:
             total: Counter[Tier] = Counter()
             for home in self._block(index, locations, rounds).homes:
                 for share in home.shares:
                     total[share.tier] += share.nbytes
-            self._block_nbytes[key] = tuple(total.items())
+            self._block_nbytes[key] = dict(total)
         return self._block_nbytes[key]
 
     def pools(self, candidate: Candidate) -> tuple[BufferPool, ...]:
@@ -338,7 +350,7 @@ class PlanEvaluator:
     def score_lower_bound(self, candidate: Candidate) -> float:
         """Return a lower bound of the score without timing the candidate."""
         bound = self._timer.lower_bound(self._coarse_placement(candidate))
-        return bound + WEAR * self.stored_nbytes(candidate)[Tier.NVME]
+        return bound + WEAR * self._nvme_nbytes(candidate)
 
     def compute_seconds(self, candidate: Candidate) -> float:
         """Return how long the GPU computes. No plan with as many rounds is faster."""

@@ -32,15 +32,18 @@ class SearchEffort:
     seeds: int = 60
     """Maximum number of initial candidates."""
 
-    starts: int = 5
+    starts: int = 4
     """Maximum number of initial candidates to improve."""
 
     moves: int = 80
     """Maximum number of changed candidates to time for each of those."""
 
-    work: int = 100_000
-    """Number of timed operations after which no further initial candidate is improved. Small models
-    have fewer operations, so more of their candidates are improved."""
+    work: int = 130_000
+    """Number of timed operations after which the search ends. Small models have fewer operations,
+    so more of their candidates are timed."""
+
+    sizes: int = 8
+    """Number of sizes of groups of blocks to move, from a quarter of all blocks down to one."""
 
     orders: int = len(ORDERS)
     """Number of fill orders to try."""
@@ -52,7 +55,7 @@ class SearchEffort:
 THOROUGH = SearchEffort()
 """The effort for a plan that will be used."""
 
-QUICK = SearchEffort(seeds=8, starts=1, moves=6, orders=3, rounds=1)
+QUICK = SearchEffort(seeds=8, starts=1, moves=6, sizes=1, orders=3, rounds=1)
 """The effort for what-if questions, which need many plans."""
 
 PROMISING = 1.25
@@ -178,7 +181,7 @@ def _search(evaluator: PlanEvaluator, effort: SearchEffort) -> list[Candidate]:
             evaluator.operations_timed > effort.work or _is_compute_bound(evaluator, results[0])
         ):
             break
-        results = sorted([*results, _climb(evaluator, seed, effort.moves)], key=evaluator.score)
+        results = sorted([*results, _climb(evaluator, seed, effort)], key=evaluator.score)
     return results
 
 
@@ -250,8 +253,8 @@ def _round_counts(micro_batches: int) -> list[int]:
 # Hill climbing.
 
 
-def _climb(evaluator: PlanEvaluator, candidate: Candidate, moves: int) -> Candidate:
-    """Apply changes that help until none does or moves run out."""
+def _climb(evaluator: PlanEvaluator, candidate: Candidate, effort: SearchEffort) -> Candidate:
+    """Apply changes that help until none does, or until the effort is spent."""
     timed = 0
     seen = {candidate}
     improved = True
@@ -259,8 +262,10 @@ def _climb(evaluator: PlanEvaluator, candidate: Candidate, moves: int) -> Candid
         improved = False
         # An improvement below 0.01 % is not worth another pass over all neighbours.
         enough = evaluator.score(candidate) * (1 - 1e-4)
-        for bound, other in _by_lower_bound(evaluator, _neighbours(evaluator, candidate)):
-            if bound >= enough or timed >= moves:
+        neighbours = _neighbours(evaluator, candidate, effort)
+        for bound, other in _by_lower_bound(evaluator, neighbours):
+            spent = timed >= effort.moves or evaluator.operations_timed > effort.work
+            if bound >= enough or spent:
                 break
             if other in seen or evaluator.shortage(other):
                 continue
@@ -272,12 +277,13 @@ def _climb(evaluator: PlanEvaluator, candidate: Candidate, moves: int) -> Candid
     return candidate
 
 
-def _neighbours(evaluator: PlanEvaluator, candidate: Candidate) -> Iterator[Candidate]:
+def _neighbours(
+    evaluator: PlanEvaluator, candidate: Candidate, effort: SearchEffort
+) -> Iterator[Candidate]:
     """Yield changed candidates, those with many changed blocks first."""
     yield from _change_slots(candidate)
-    count = len(candidate.locations)
-    size = max(1, count // 4)
-    while True:
+    size = max(1, len(candidate.locations) // 4)
+    for _ in range(effort.sizes):
         yield from _move_groups(evaluator, candidate, size)
         yield from _swap_groups(evaluator, candidate, size)
         if size == 1:

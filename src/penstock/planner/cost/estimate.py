@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
@@ -159,33 +159,34 @@ class StepTimer:
         as the busiest resource, maybe another one, works from there on.
         """
         works = list(self._required_work(placement))
-        before = _sum((work.before, count) for work, count in works)
-        after = _sum((work.after, count) for work, count in works)
-        either = _sum((work.either, count) for work, count in works)
-        writes = _sum((work.write, count) for work, count in works)
-        # Layers that are still in a slot when backward starts are not fetched again.
-        again = _sum((work.fetch_again, count) for work, count in works)
-        for resource, seconds in again.items():
-            kept = max(work.fetch_again.get(resource, 0.0) for work, _ in works)
-            after[resource] += max(0.0, seconds - placement.slots * kept)
-        resources = {*before, *after, *either, *writes}
-        busiest = max(before[r] + after[r] + either[r] + writes[r] for r in resources)
+        sums: dict[str, _Seconds] = {}
+        for work, count in works:
+            for resource, seconds in work.by_resource.items():
+                if resource not in sums:
+                    sums[resource] = _Seconds()
+                sums[resource].add(seconds, count)
         # The read of a piece waits until an earlier piece is written back and leaves its buffer. So
         # all writes but the last few end before the last sweep, if every piece is written back.
-        if all(work.writes_all for work, _ in works):
-            for resource, seconds in writes.items():
-                largest = max(work.piece_write(resource, placement) for work, _ in works)
-                before[resource] += max(0.0, seconds - placement.pieces_staged * largest)
-        return max(busiest, max(before.values()) + max(after.values()))
+        written_before = all(work.writes_all for work, _ in works)
+        busiest = busiest_before = busiest_after = 0.0
+        for resource, total in sums.items():
+            if total.again:
+                # Layers that are still in a slot when backward starts are not fetched again.
+                kept = max(work.of(resource).again for work, _ in works)
+                total.after += max(0.0, total.again - placement.slots * kept)
+            busiest = max(busiest, total.before + total.after + total.either + total.write)
+            if total.write and written_before:
+                last = max(work.piece_write(resource, placement) for work, _ in works)
+                total.before += max(0.0, total.write - placement.pieces_staged * last)
+            busiest_before = max(busiest_before, total.before)
+            busiest_after = max(busiest_after, total.after)
+        return max(busiest, busiest_before + busiest_after)
 
     def _required_work(self, placement: Placement) -> Iterator[tuple[_RequiredWork, int]]:
         """Yield the required work of a block of each kind, and the number of such blocks."""
         alike: dict[tuple[int, ...], list[int]] = {}
-        kinds, rounds, last_layer = (
-            self.inventory.kinds,
-            placement.rounds,
-            len(placement.blocks) - 2,
-        )
+        kinds, rounds = self.inventory.kinds, placement.rounds
+        last_layer = len(placement.blocks) - 2
         for block, at in enumerate(placement.blocks):
             # The last layer's activation may overlap the loss: see `_required_work`.
             key = (kinds[block], block == last_layer, rounds, *map(id, at.homes))
@@ -211,23 +212,42 @@ class StepTimer:
         return JobBuilder(*parts, issued=self.issued, known=self._demands, kinds=self._home_kinds)
 
 
-class _RequiredWork(NamedTuple):
-    """Seconds of each resource that one block needs in any schedule."""
+@dataclass(slots=True)
+class _Seconds:
+    """Seconds that one resource works, by when the work can be done."""
 
-    before: Mapping[str, float]
+    before: float = 0.0
     """Work that must end before the loss can start."""
 
-    after: Mapping[str, float]
+    after: float = 0.0
     """Work that cannot start before the loss does, the loss included."""
 
-    either: Mapping[str, float]
+    either: float = 0.0
     """Work that may be on either side."""
 
-    write: Mapping[str, float]
-    """What it takes to write the block back to NVMe after its sweep."""
+    write: float = 0.0
+    """Writes to NVMe after the optimizer sweep."""
 
-    fetch_again: Mapping[str, float]
-    """What it takes to fetch a streamed layer again for its backward."""
+    again: float = 0.0
+    """Fetches of streamed layers for their backward, if all of them are fetched again."""
+
+    def add(self, other: _Seconds, count: int) -> None:
+        """Add another resource's seconds a number of times."""
+        self.before += count * other.before
+        self.after += count * other.after
+        self.either += count * other.either
+        self.write += count * other.write
+        self.again += count * other.again
+
+
+_NONE = _Seconds()
+
+
+class _RequiredWork(NamedTuple):
+    """What one block needs in any schedule."""
+
+    by_resource: Mapping[str, _Seconds]
+    """Seconds of each resource."""
 
     elements: int
     """Number of trainable elements."""
@@ -235,10 +255,14 @@ class _RequiredWork(NamedTuple):
     writes_all: bool
     """Whether everything of the block that passes through staging is written back."""
 
+    def of(self, resource: str) -> _Seconds:
+        """Return the seconds of one resource."""
+        return self.by_resource.get(resource, _NONE)
+
     def piece_write(self, resource: str, placement: Placement) -> float:
         """Return the seconds of a resource that it takes to write the largest piece."""
         part = min(1.0, placement.piece_elements / max(1, self.elements))
-        return part * self.write.get(resource, 0.0)
+        return part * self.of(resource).write
 
 
 def _required_work(builder: JobBuilder, block: int) -> _RequiredWork:
@@ -278,24 +302,16 @@ def _required_work(builder: JobBuilder, block: int) -> _RequiredWork:
             (before if inner and round == 0 else either).append(offload)
             (after if inner else either).append(fetch)
     frozen = Role.WEIGHT in staged and model.flat_elements(False) > 0
+    by_resource: dict[str, _Seconds] = defaultdict(_Seconds)
+    lists = {"before": before, "after": after, "either": either, "write": write, "again": again}
+    for name, operations in lists.items():
+        for resource, seconds in builder.totals(operations).items():
+            setattr(by_resource[resource], name, seconds)
     return _RequiredWork(
-        before=builder.totals(before),
-        after=builder.totals(after),
-        either=builder.totals(either),
-        write=builder.totals(write),
-        fetch_again=builder.totals(again),
+        by_resource=dict(by_resource),
         elements=model.flat_elements(True),
         writes_all=not staged or (bool(back) and not frozen),
     )
-
-
-def _sum(parts: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, float]:
-    """Add up seconds of resources, each times a number of blocks."""
-    totals: dict[str, float] = defaultdict(float)
-    for part, count in parts:
-        for resource, seconds in part.items():
-            totals[resource] += count * seconds
-    return totals
 
 
 def _compute_operations(inventory: Inventory, block: int, rounds: int) -> Iterator[Operation]:
