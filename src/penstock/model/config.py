@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import SurveyError
+from penstock.model.quantization import find_quantization
 
 
 def load_config(
@@ -17,6 +18,8 @@ def load_config(
     changes: Mapping[str, Any] | None = None,
 ) -> Any:
     """Return the config of the text model.
+
+    Raises UnsupportedModelError if the weights are quantized in a way that cannot be read.
 
     Args:
         model: A directory with `config.json`, the file itself, or a Hugging Face model id.
@@ -41,7 +44,10 @@ def load_config(
         )
     except (OSError, ValueError, KeyError) as problem:
         raise SurveyError(_failure_message(model, path.is_dir(), problem)) from None
+    find_quantization(config, str(model))  # before the text config: the outer one names the method
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # what is trained and saved is not quantized
     for name, value in (changes or {}).items():
         _set_field(config, name, value)
     return config

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.machine.user_cache import cache_directory, load_entry, save_entry
+from penstock.model import config as config_module
 from penstock.model import inventory as inventory_module
+from penstock.model import quantization as quantization_module
 from penstock.model import survey as survey_module
 from penstock.model.config import load_config
 from penstock.model.inventory import Inventory
@@ -117,6 +119,6 @@ def _key(
     versions = [importlib.metadata.version(package) for package in PACKAGES]
     digest.update(json.dumps([options, versions], default=str).encode())
     # The code that surveys is part of the key, so that a changed survey never uses an old result.
-    for module in (survey_module, inventory_module):
+    for module in (survey_module, inventory_module, config_module, quantization_module):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()[:32]
