@@ -91,6 +91,18 @@ def test_another_version_of_transformers_is_another_survey(
     assert len(surveys) == 2
 
 
+def test_changed_code_is_another_survey(
+    tmp_path: Path, surveys: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model")
+    cached_survey(model)
+    monkeypatch.setattr(survey_cache, "code_fingerprint", lambda: "changed")
+
+    cached_survey(model)
+
+    assert len(surveys) == 2
+
+
 @pytest.mark.parametrize("damage", ["damaged", "writable by others"])
 def test_an_entry_that_cannot_be_trusted_is_made_again(
     tmp_path: Path, surveys: list[Any], damage: str

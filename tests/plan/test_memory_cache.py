@@ -72,6 +72,12 @@ def test_the_key_has_everything_that_changes_working_memory(monkeypatch: Any) ->
         key(work=replace(work, numerics=replace(work.numerics, loss_chunk=4))),
         key(gpu="another"),
     ]
+    config = tiny_config("llama")
+    other_class = replace(inventory(config, ()), architecture="Derived")
+    others.append(memory_key(config, other_class, work, GPU))
+    monkeypatch.setattr(memory_cache, "code_fingerprint", lambda: "changed")
+    others.append(key())
+    monkeypatch.undo()
     monkeypatch.setattr(memory_cache, "_version", lambda name: "0.0.1")
     others.append(key())
 
@@ -176,6 +182,16 @@ def test_a_trace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.engine.trace_memory.trace_working_memory", fail)
 
     assert working_memory_source(config, machine())(model, work) == first
+
+
+def test_code_from_a_models_repository_is_traced_every_time(cache: Path) -> None:
+    config, work = tiny_config("llama"), workload()
+    model = inventory(config, ())
+
+    source = working_memory_source(config, machine(), trust_remote_code=True)
+
+    assert source(model, work).origin == "traced"
+    assert not cache.exists()
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"version": 1, "parts": []}'])

@@ -30,6 +30,7 @@ from penstock.data.errors import BadLinesError, CacheError, EmptyDataError, Sour
 from penstock.data.sources import Item, Source, SourceOffset
 from penstock.data.tokenizer import Tokens
 from penstock.errors import RecordError
+from penstock.machine.user_cache import cache_directory
 from penstock.records import load, save
 from penstock.units import MiB
 
@@ -156,8 +157,7 @@ def open_cache(
 
 def default_directory() -> Path:
     """Return the default directory for token caches."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "penstock" / "tokens"
+    return cache_directory() / "tokens"
 
 
 def empty_state(key: str, vocabulary: int) -> State:

@@ -57,7 +57,8 @@ def _trace_or_estimate(
     config: Any, inventory: Inventory, workload: Workload, trust_remote_code: bool
 ) -> WorkingMemory:
     key = memory_key(config, inventory, workload, ANY_GPU)
-    traced = load_memory(key, "traced")
+    # Code from a model's repository may change without its config, and is traced every time.
+    traced = None if trust_remote_code else load_memory(key, "traced")
     if traced is not None:
         return traced
     # Tracing imports torch's compiler, which a plan with a cached trace does not need.
@@ -80,7 +81,8 @@ def _trace_or_estimate(
             f"({type(problem).__name__}: {reason[:200]})."
         )
         return replace(estimate_working_memory(inventory, workload), remark=remark)
-    save_memory(key, traced)
+    if not trust_remote_code:
+        save_memory(key, traced)
     return traced
 
 

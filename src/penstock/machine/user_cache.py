@@ -7,6 +7,8 @@ others could have written is ignored.
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -20,8 +22,29 @@ T = TypeVar("T")
 
 def cache_directory() -> Path:
     """Return the directory of Penstock's cached files."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "penstock"
+    if home := os.environ.get("XDG_CACHE_HOME"):
+        return Path(home) / "penstock"
+    try:
+        return Path.home() / ".cache" / "penstock"
+    except RuntimeError:
+        # HOME is not set, and the user has no entry in the user database, as in some containers.
+        # Nothing is ever found in this directory, and nothing can be saved in it.
+        return Path("/nonexistent/.cache/penstock")
+
+
+@functools.cache
+def code_fingerprint() -> str:
+    """Return a hash of Penstock's Python code, for keys of entries that this code computes.
+
+    The version number alone is not enough: in a development checkout the code changes, and the
+    version does not. It takes about ten milliseconds.
+    """
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:32]
 
 
 def load_entry(kind: type[T], path: Path) -> T | None:

@@ -1,7 +1,7 @@
 """Surveys of models that were made before, in the user's cache.
 
 A survey imports torch and transformers, which takes longer than planning. Its result depends on the
-config file, the options and the versions of the code alone, so `penstock plan` makes it once.
+config file, the options and the code alone, so `penstock plan` makes it once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.machine.user_cache import cache_directory, load_entry, save_entry
-from penstock.model import config as config_module
-from penstock.model import inventory as inventory_module
-from penstock.model import quantization as quantization_module
-from penstock.model import survey as survey_module
+from penstock.machine.user_cache import cache_directory, code_fingerprint, load_entry, save_entry
 from penstock.model.config import load_config
 from penstock.model.inventory import Inventory
 from penstock.model.survey import survey_config
@@ -117,8 +113,5 @@ def _key(
     digest = hashlib.sha256(text or b"")
     options = [sorted((changes or {}).items()), blocks, list(freeze)]
     versions = [importlib.metadata.version(package) for package in PACKAGES]
-    digest.update(json.dumps([options, versions], default=str).encode())
-    # The code that surveys is part of the key, so that a changed survey never uses an old result.
-    for module in (survey_module, inventory_module, config_module, quantization_module):
-        digest.update(Path(str(module.__file__)).read_bytes())
+    digest.update(json.dumps([options, versions, code_fingerprint()], default=str).encode())
     return digest.hexdigest()[:32]

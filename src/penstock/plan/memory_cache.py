@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock import records
-from penstock.machine.user_cache import cache_directory, load_entry, save_entry
+from penstock.machine.user_cache import cache_directory, code_fingerprint, load_entry, save_entry
 from penstock.model.inventory import Inventory
 from penstock.plan.working_memory import MemoryOrigin, WorkingMemory
 from penstock.plan.workload import Workload
-from penstock.version import __version__
 
 PACKAGES = ("torch", "triton", "transformers")
 """Packages whose version may change how much memory a step needs."""
@@ -39,13 +38,15 @@ def memory_key(config: Any, inventory: Inventory, workload: Workload, gpu: str) 
     }
     parts = {
         "config": fields,
+        "class": inventory.architecture,  # a live model may have a class of its own
         "tensors": inventory.fingerprint,
         "context": workload.context,
         "dtype": workload.dtype,
         "numerics": records.to_json(workload.numerics),
         "head_sum": workload.has_head_sum,  # only in steps of several micro-batches
         "gpu": gpu,
-        "versions": {"penstock": __version__, **{name: _version(name) for name in PACKAGES}},
+        "code": code_fingerprint(),
+        "versions": {name: _version(name) for name in PACKAGES},
     }
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
