@@ -150,6 +150,174 @@ def test_a_batch_that_does_not_fit_the_workload_is_rejected(
         assert math.isfinite(float(engine.step(setup.batches(1)[0])))
 
 
+def with_value(value: int, row: int, column: int, fill: int = 3) -> torch.Tensor:
+    """Return a tensor of `fill` for 4 rows of 16 tokens, with one other value."""
+    tensor = torch.full((4, 16), fill)
+    tensor[row, column] = value
+    return tensor
+
+
+def positions(**changes: int) -> torch.Tensor:
+    """Return rows of two documents of 8 tokens; `at_5=9` changes column 5 of row 2."""
+    rows = (torch.arange(16) % 8).repeat(4, 1)
+    for name, value in changes.items():
+        rows[2, int(name.removeprefix("at_"))] = value
+    return rows
+
+
+VOCABULARY = 260
+BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
+    "a negative token": (
+        {"input_ids": with_value(-1, 2, 7)},
+        "input_ids is -1 in row 2, column 7",
+    ),
+    "a token beyond the vocabulary": (
+        {"input_ids": with_value(VOCABULARY, 3, 0)},
+        f"input_ids is 260 in row 3, column 0 .*from 0 to {VOCABULARY - 1}",
+    ),
+    "a label of -1": (
+        {"labels": with_value(-1, 1, 15)},
+        f"labels is -1 in row 1, column 15 .*-100.*from 0 to {VOCABULARY - 1}",
+    ),
+    "a label beyond the vocabulary": (
+        {"labels": with_value(VOCABULARY, 0, 4)},
+        "labels is 260 in row 0, column 4",
+    ),
+    "a label that int32 cannot hold": (
+        {"labels": with_value(2**32 + 3, 0, 4)},
+        f"labels is {2**32 + 3} in row 0, column 4",
+    ),
+    "tokens that are not integers": (
+        {"input_ids": torch.full((4, 16), 3.0)},
+        "input_ids must be integers.*float32",
+    ),
+    "labels that are not integers": (
+        {"labels": torch.full((4, 16), 3.0)},
+        "labels must be integers.*float32",
+    ),
+    "positions that are not integers": (
+        {"position_ids": positions().double()},
+        "position_ids must be integers.*float64",
+    ),
+    "a list": ({"labels": [[3] * 16] * 4}, "labels must be a tensor, got list"),
+    "a negative position": (
+        {"position_ids": positions(at_0=-1)},
+        "position_ids is -1 in row 2, column 0",
+    ),
+    "a position beyond the model's": (
+        {"position_ids": positions(at_0=10**6)},
+        "position_ids is 1000000 in row 2, column 0 .*the model has positions from 0 to",
+    ),
+    "a position that jumps": (
+        {"position_ids": positions(at_5=9)},
+        "position_ids is 9 in row 2, column 5",
+    ),
+    "a position that stands still": (
+        {"position_ids": positions(at_5=4)},
+        "position_ids is 4 in row 2, column 5",
+    ),
+    "a mask that numbers documents": (
+        {"attention_mask": 1 + torch.arange(16).div(8, rounding_mode="floor").repeat(4, 1)},
+        "attention_mask is 2 in row 0, column 8 .*position_ids",
+    ),
+    "a mask with a hole": (
+        {"attention_mask": with_value(0, 3, 5, fill=1)},
+        "attention_mask is 0 in row 3, column 5 .*pad on the right",
+    ),
+    "a key that nothing uses": (
+        {"token_type_ids": torch.zeros(4, 16)},
+        "the batch has token_type_ids, which the engine would ignore",
+    ),
+    "no label to predict": (
+        {"labels": torch.full((4, 16), -100)},
+        "no token has a label to predict",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+@pytest.mark.parametrize(("changes", "message"), BAD_VALUES.values(), ids=BAD_VALUES)
+def test_a_value_that_no_kernel_may_see_is_named_with_row_and_column(
+    changes: dict[str, Any], message: str, call: str, tmp_path: Path
+) -> None:
+    setup = small_setup()
+    with setup.engine(RESIDENT, tmp_path) as engine:
+        assert engine.inventory.vocabulary == VOCABULARY
+        batch = {"input_ids": torch.full((4, 16), 3)} | changes
+        with pytest.raises(BatchError, match=message):
+            engine.step(batch) if call == "step" else engine.evaluate([batch])
+
+        assert engine.batches == engine.steps == 0
+        assert math.isfinite(float(engine.step(setup.batches(1)[0])))
+
+
+def test_the_largest_token_and_position_and_short_integers_are_accepted(
+    tmp_path: Path,
+) -> None:
+    setup = small_setup()
+    ids = setup.batches(1)[0]["input_ids"]
+    ids[0, 3] = VOCABULARY - 1
+    with setup.engine(RESIDENT, tmp_path) as engine:
+        expected = engine.evaluate([{"input_ids": ids}])
+        for dtype in (torch.int32, torch.int16):
+            assert engine.evaluate([{"input_ids": ids.to(dtype)}]) == expected
+        last = engine.inventory.max_context
+        assert last is not None
+        late = (torch.arange(16) + last - 16).expand_as(ids)
+        assert math.isfinite(engine.evaluate([{"input_ids": ids, "position_ids": late}]).loss)
+
+
+def test_padding_may_have_any_label_and_position(tmp_path: Path) -> None:
+    """Tokenizers write 1 as the position of padding, and collators the padding token as label."""
+    setup = small_setup()
+    batch = setup.batches(1)[0]
+    mask = (torch.arange(16) < torch.tensor([16, 11, 5, 1, 0, 16])[:, None]).long()
+    counted = torch.where(mask.bool(), torch.arange(16), 1)
+    labels = torch.where(mask.bool(), batch["labels"], 10**6)
+    with setup.engine(DRAM, tmp_path) as engine:
+        plain = engine.evaluate([batch | {"attention_mask": mask}])
+        given = {"attention_mask": mask, "position_ids": counted, "labels": labels}
+        padded = engine.evaluate([batch | given])
+
+    assert padded == plain
+    assert padded.tokens == int(((batch["labels"] != -100) & mask.bool())[:, 1:].sum())
+
+
+def test_padding_after_the_last_position_of_the_model_is_accepted(tmp_path: Path) -> None:
+    setup = small_setup()
+    ids = setup.batches(1)[0]["input_ids"]
+    mask = (torch.arange(16) < 4).long().expand_as(ids)
+    with setup.engine(RESIDENT, tmp_path) as engine:
+        assert engine.inventory.max_context is not None
+        late = torch.arange(16) + engine.inventory.max_context - 4
+        late = torch.where(mask.bool(), late, 0)
+        batch = {"input_ids": ids, "attention_mask": mask, "position_ids": late}
+        assert math.isfinite(engine.evaluate([batch]).loss)
+
+
+def test_a_batch_without_labels_is_skipped_if_the_user_asks_for_it(tmp_path: Path) -> None:
+    setup = small_setup()
+    first, second = setup.batches(2)
+    ignored = second | {"labels": torch.full_like(second["labels"], -100)}
+    with setup.engine(DRAM, tmp_path, nonfinite="skip") as engine:
+        engine.step(first)
+        before = state_of(engine)
+        assert math.isnan(float(engine.step(ignored)))
+        assert engine.skipped
+        assert differing(before, state_of(engine)) == []
+
+
+def test_a_batch_without_labels_may_be_a_part_of_a_step(tmp_path: Path) -> None:
+    setup = small_setup()
+    batch = setup.batches(1)[0]
+    ignored = batch | {"labels": torch.full_like(batch["labels"], -100)}
+    with setup.engine(DRAM, tmp_path) as engine:
+        assert float(engine.forward_backward(ignored, num_items=7)) == 0.0
+        engine.apply()
+        with pytest.raises(BatchError, match="num_items must be 1 or more, got 0"):
+            engine.forward_backward(batch, num_items=0)
+
+
 def test_padding_on_the_right_does_not_change_the_loss(tmp_path: Path) -> None:
     setup = small_setup()
     batch = setup.batches(1)[0]

@@ -181,7 +181,7 @@ def test_rounds_have_the_same_sizes_as_in_the_engine(
 ) -> None:
     workload = work(MODEL, 16, batch, micro_batch=micro)
     ids = torch.zeros((batch, 16), dtype=torch.long)
-    cut = split_batch({"input_ids": ids}, workload, rounds, torch.device("cpu"))
+    cut = split_batch({"input_ids": ids}, workload, MODEL, rounds, torch.device("cpu"))
 
     assert sequences_by_round(workload, rounds) == wanted
     assert [sum(m.shape[0] for m in micros) for micros in cut.rounds] == wanted

@@ -10,12 +10,18 @@ import torch
 from penstock.engine.loss import IGNORE_INDEX, next_targets
 from penstock.errors import BatchError
 from penstock.model.document_attention import Documents, find_documents
+from penstock.model.inventory import Inventory
 from penstock.model.split import MicroBatch
 from penstock.model.varlen_attention import flatten_bounds
 from penstock.plan.buffers import micro_batches_per_round
 from penstock.plan.workload import Workload
 
 Batch = Mapping[str, torch.Tensor]
+
+KEYS = ("input_ids", "labels", "position_ids", "attention_mask")
+"""What a batch may contain. Only `input_ids` is required."""
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +34,18 @@ class SplitBatch:
     nothing predicts."""
 
 
-def split_batch(batch: Batch, workload: Workload, rounds: int, device: torch.device) -> SplitBatch:
-    """Split a batch into micro-batches. Raises BatchError if the batch does not fit the workload.
+def split_batch(
+    batch: Batch, workload: Workload, inventory: Inventory, rounds: int, device: torch.device
+) -> SplitBatch:
+    """Check a batch and split it into micro-batches.
 
     `input_ids` and `labels` have Hugging Face's meaning. `position_ids`, if given, start at 0 for
-    each document.
+    each document. `attention_mask`, if given, is 1 for tokens and 0 for padding on their right.
+
+    Raises BatchError, which names row, column and value, if a kernel could not use the batch: a
+    lookup outside of an embedding or of the logits ends a GPU process, or goes unnoticed.
     """
-    ids, labels, positions = _check_batch(batch, workload)
+    ids, labels, positions = _check_batch(batch, workload, inventory)
     targets = next_targets(labels, positions)
     size, per_round = workload.numerics.micro_batch, micro_batches_per_round(workload, rounds)
     micros = [
@@ -62,14 +73,19 @@ def _documents(
 
 
 def _check_batch(
-    batch: Batch, workload: Workload
+    batch: Batch, workload: Workload, inventory: Inventory
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return token ids, labels and positions on the host, all of the same shape."""
     if "input_ids" not in batch:
         raise BatchError(
             f"the batch has no input_ids; its keys are: {', '.join(batch) or '(none)'}"
         )
-    ids = batch["input_ids"].cpu().long()
+    if unknown := [name for name in batch if name not in KEYS]:
+        raise BatchError(
+            f"the batch has {', '.join(unknown)}, which the engine would ignore; it uses "
+            f"{', '.join(KEYS)}. Remove what the model does not need"
+        )
+    ids = _host_integers(batch, "input_ids")
     if ids.dim() != 2 or not ids.numel():
         raise BatchError(f"input_ids must be [sequences, tokens], got {tuple(ids.shape)}")
     rows, length = ids.shape
@@ -79,15 +95,38 @@ def _check_batch(
             f"{workload.batch} x {workload.context}; prepare it with batch={rows} and "
             f"context={length}, or pass smaller batches"
         )
-    labels = batch["labels"].cpu().long() if "labels" in batch else ids
+    labels = _host_integers(batch, "labels", ids) if "labels" in batch else ids
+    positions = torch.arange(length).expand(rows, length)
+    if "position_ids" in batch:
+        positions = _host_integers(batch, "position_ids", ids)
     if "attention_mask" in batch:
-        labels = torch.where(_check_mask(batch["attention_mask"], ids), labels, IGNORE_INDEX)
-    default_positions = torch.arange(length).expand(rows, length)
-    positions = batch["position_ids"].cpu().long() if "position_ids" in batch else default_positions
-    for name, tensor in (("labels", labels), ("position_ids", positions)):
-        if tensor.shape != ids.shape:
-            raise BatchError(_shape_message(name, tensor, ids))
+        mask = _check_mask(batch["attention_mask"], ids)
+        labels = torch.where(mask, labels, IGNORE_INDEX)
+        if "position_ids" in batch:
+            positions = _continue_positions(positions, mask, inventory.max_context)
+    _check_tokens(ids, labels, inventory.vocabulary)
+    if "position_ids" in batch:
+        _check_positions(positions, inventory.max_context)
     return ids, labels, positions
+
+
+def _host_integers(batch: Batch, name: str, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a tensor of integers, of the shape of `ids` if given, as int64 on the host."""
+    given = batch[name]
+    _check_tensor(name, given, ids)
+    if given.dtype not in INTEGERS:
+        raise BatchError(f"{name} must be integers such as torch.int64, got {given.dtype}")
+    return given.cpu().long()
+
+
+def _check_tensor(name: str, given: object, ids: torch.Tensor | None) -> None:
+    if not isinstance(given, torch.Tensor):
+        raise BatchError(f"{name} must be a tensor, got {type(given).__name__}")
+    if ids is not None and given.shape != ids.shape:
+        raise BatchError(
+            f"{name} has shape {tuple(given.shape)}, but input_ids has shape {tuple(ids.shape)}; "
+            f"they must be equal"
+        )
 
 
 def _check_mask(given: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -96,19 +135,87 @@ def _check_mask(given: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     Padding may only follow the tokens that count: attention runs without a mask, so those tokens
     would attend to padding before them.
     """
-    mask = given.cpu().bool()
-    if mask.shape != ids.shape:
-        raise BatchError(_shape_message("attention_mask", mask, ids))
-    if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
-        raise BatchError(
-            "attention_mask hides tokens to the left of tokens that count; pad on the right, or "
-            "pack documents and pass position_ids that start at 0 for each document"
-        )
+    _check_tensor("attention_mask", given, ids)
+    values = given.cpu()
+    mask = values.bool()
+    _refuse(
+        "attention_mask",
+        values,
+        values != mask,
+        "it must be 1 for tokens and 0 for padding. To pack documents, pass position_ids that "
+        "start at 0 for each document instead",
+    )
+    hidden = torch.zeros_like(mask)
+    hidden[:, :-1] = mask[:, 1:] & ~mask[:, :-1]
+    _refuse(
+        "attention_mask",
+        values,
+        hidden,
+        "it hides a token to the left of one that counts; pad on the right, or pack documents and "
+        "pass position_ids that start at 0 for each document",
+    )
     return mask
 
 
-def _shape_message(name: str, tensor: torch.Tensor, ids: torch.Tensor) -> str:
-    return (
-        f"{name} has shape {tuple(tensor.shape)}, but input_ids has shape {tuple(ids.shape)}; "
-        f"they must be equal"
+def _continue_positions(
+    positions: torch.Tensor, mask: torch.Tensor, limit: int | None
+) -> torch.Tensor:
+    """Let the positions of padding continue those of the tokens before it.
+
+    Nothing looks at padding, and what a tokenizer writes there, such as 1, is no position of a
+    document. After the model's last position, padding starts at 0 as a document of its own.
+    """
+    last = mask.sum(dim=1, keepdim=True) - 1
+    end = positions.gather(1, last.clamp(min=0)).where(last >= 0, -1)
+    following = end + torch.arange(positions.shape[1]) - last
+    if limit is not None:
+        following = following.remainder(limit)
+    return torch.where(mask, positions, following)
+
+
+def _check_tokens(ids: torch.Tensor, labels: torch.Tensor, vocabulary: int) -> None:
+    inside = f"a token from 0 to {vocabulary - 1}: the model's embedding has {vocabulary} rows"
+    _refuse(
+        "input_ids",
+        ids,
+        (ids < 0) | (ids >= vocabulary),
+        f"it must be {inside}. Does the tokenizer match the model?",
     )
+    if labels is not ids:
+        _refuse(
+            "labels",
+            labels,
+            ((labels < 0) | (labels >= vocabulary)) & (labels != IGNORE_INDEX),
+            f"it must be {IGNORE_INDEX}, for a token that does not count, or {inside}",
+        )
+
+
+def _check_positions(positions: torch.Tensor, limit: int | None) -> None:
+    """Check that positions count up by 1, and start at 0 where a document begins.
+
+    A row's first document may start later, as the second half of a document does.
+    """
+    outside = positions < 0
+    if limit is not None:
+        outside |= positions >= limit
+    rule = "of 0 or more" if limit is None else f"from 0 to {limit - 1}"
+    _refuse("position_ids", positions, outside, f"the model has positions {rule}")
+    jumps = torch.zeros_like(outside)
+    before, here = positions[:, :-1], positions[:, 1:]
+    jumps[:, 1:] = (here != 0) & (here != before + 1)
+    _refuse(
+        "position_ids",
+        positions,
+        jumps,
+        "it must be 1 more than the position before it, or 0 where a document begins",
+    )
+
+
+def _refuse(name: str, values: torch.Tensor, bad: torch.Tensor, rule: str) -> None:
+    """Raise BatchError with the first bad value, if there is one."""
+    if bool(bad.any()):
+        row, column = bad.nonzero()[0].tolist()
+        raise BatchError(
+            f"{name} is {values[row, column].item()} in row {row}, column {column} (counted from "
+            f"0); {rule}"
+        )

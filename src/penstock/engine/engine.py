@@ -37,7 +37,7 @@ from penstock.engine.step_state import StepState
 from penstock.engine.tensor_access import TensorAccess
 from penstock.engine.tier_memory import StoreSettings
 from penstock.engine.transfer import Mover
-from penstock.errors import EngineError, EngineStateError, NonFiniteLossError
+from penstock.errors import BatchError, EngineError, EngineStateError, NonFiniteLossError
 from penstock.memory.process import peak_resident_nbytes, resident_nbytes
 from penstock.model.inventory import Inventory
 from penstock.model.split import SplitModel
@@ -56,6 +56,12 @@ There are as many sweep threads as CPUs, so one of them shares its CPU with the 
 kernels. At equal priority that thread would get only half of the CPU, and the GPU would wait for
 it.
 """
+
+
+NO_LABELS = (
+    "no token has a label to predict: all are -100, padding, or the first of their document, so "
+    "the mean loss would be 0/0. Remove such batches from the data"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +266,8 @@ class Engine:
         """Compute the gradients of a batch, without an update; return its mean loss.
 
         The loss is divided by `num_items`, by default the number of tokens in the batch whose label
-        is not -100.
+        is not -100. Without any, the loss is not a number: BatchError, or, with
+        `nonfinite="skip"`, a skipped step.
         Several calls before `apply` accumulate gradients, if the workload allows it.
         """
         self._check_open()
@@ -282,7 +289,12 @@ class Engine:
         self, batch: Mapping[str, torch.Tensor], num_items: int | None, *, accumulating: bool
     ) -> torch.Tensor:
         split = self._split(batch)
-        divisor = max(1, split.num_items if num_items is None else num_items)
+        items = split.num_items if num_items is None else num_items
+        if num_items is not None and items < 1:
+            raise BatchError(f"num_items must be 1 or more, got {items}")
+        if items == 0 and self.settings.nonfinite != "skip":
+            raise BatchError(NO_LABELS)
+        divisor = max(1, items)
         self.split_model.train(True)
         step = self._next_step(split, divisor, accumulating=accumulating)
         self._stats = None  # if the step fails, half-summed gradients must not be applied
@@ -290,7 +302,7 @@ class Engine:
         self.batches += 1
         self._stats = self._memory.gradients.gather_stats()
         assert step.loss is not None
-        return (step.loss / divisor).float().cpu()
+        return (step.loss / items).float().cpu()  # NaN without items: `apply` skips the step
 
     def apply(self) -> None:
         """Apply an optimizer update with the gradients that were computed.
@@ -335,7 +347,7 @@ class Engine:
     def evaluate(self, batches: Iterable[Mapping[str, torch.Tensor]]) -> Evaluation:
         """Return the mean loss over tokens whose label is not -100.
 
-        Pending sweeps are finished first.
+        Pending sweeps are finished first. Raises BatchError if no batch has such a token.
         """
         self.finish()
         self.split_model.train(False)
@@ -344,7 +356,9 @@ class Engine:
             with self._explaining("an evaluation"):
                 loss, count = self._evaluate_batch(batch)
             total, tokens = total + loss, tokens + count
-        return Evaluation(total / tokens if tokens else float("nan"), tokens)
+        if not tokens:
+            raise BatchError(NO_LABELS)
+        return Evaluation(total / tokens, tokens)
 
     def _evaluate_batch(self, batch: Mapping[str, torch.Tensor]) -> tuple[float, int]:
         split, total = self._split(batch), 0.0
@@ -507,7 +521,7 @@ class Engine:
 
     def _split(self, batch: Mapping[str, torch.Tensor]) -> SplitBatch:
         rounds, device = self.plan.placement.rounds, self.device.torch_device
-        return split_batch(batch, self.workload, rounds, device)
+        return split_batch(batch, self.workload, self.inventory, rounds, device)
 
     def _check_finite(self, loss: torch.Tensor) -> None:
         """Raise NonFiniteLossError if the settings say so; `apply` then finds no gradients."""

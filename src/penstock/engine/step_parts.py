@@ -285,7 +285,7 @@ def example_micro_batches(
     packed = plain % -(-workload.context // documents)
     rows = (packed,) if workload.numerics.attention == "varlen" else (plain, packed)
     batches = [{"input_ids": ids, "position_ids": row.expand(shape)} for row in rows]
-    return [split_batch(batch, one, 1, device).rounds[0][0] for batch in batches]
+    return [split_batch(batch, one, inventory, 1, device).rounds[0][0] for batch in batches]
 
 
 def input_nbytes(micro: MicroBatch) -> int:

@@ -77,17 +77,6 @@ class ContextTooLongError(TrainError, ValueError):
         )
 
 
-class TokenRangeError(TrainError, ValueError):
-    """The data contains a token that the model has no embedding for."""
-
-    def __init__(self, *, token: int, vocabulary: int) -> None:
-        self.token, self.vocabulary = token, vocabulary
-        super().__init__(
-            f"the data contains token {token}, but the model's embedding has {vocabulary} rows; "
-            f"the tokenizer does not match the model"
-        )
-
-
 class HostMemoryError(TrainError, MemoryError):
     """The host ran out of memory during a step."""
 

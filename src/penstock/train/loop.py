@@ -13,12 +13,12 @@ from penstock.checkpoint.errors import (
     CheckpointSpaceError,
     CheckpointWriteError,
 )
-from penstock.errors import NonFiniteLossError, PenstockError
+from penstock.errors import BatchError, NonFiniteLossError, PenstockError
 from penstock.records import to_json
 from penstock.settings import Settings, parse_interval
 from penstock.tiers import Tier
 from penstock.train.checkpoints import CheckpointSaver, RunPosition
-from penstock.train.errors import TokenRangeError, explain_host_out_of_memory, save_bad_batch
+from penstock.train.errors import explain_host_out_of_memory, save_bad_batch
 from penstock.train.events import Listeners
 from penstock.train.inputs import TrainingData
 from penstock.train.learning_rate import LearningRateSchedule
@@ -98,10 +98,9 @@ class TrainingLoop:
         position = self._batches.position
         batch = next(self._batches)
         rate = self._scheduler.get_last_lr()[0]
-        self._check_tokens(batch)
         try:
             loss = self._engine.step(batch)
-        except NonFiniteLossError:
+        except (BatchError, NonFiniteLossError):
             self._save_before_bad_batch(batch, position)
             raise
         metrics: dict[str, Any] = {
@@ -134,11 +133,6 @@ class TrainingLoop:
             if nbytes["peak"] > nbytes["planned"] and name not in self._exceeded:
                 self._exceeded.add(name)
                 self._listeners.note(describe_excess(name, nbytes))
-
-    def _check_tokens(self, batch: Any) -> None:
-        token, rows = int(batch["input_ids"].max()), self._engine.inventory.vocabulary
-        if token >= rows:
-            raise TokenRangeError(token=token, vocabulary=rows)
 
     def _save_before_bad_batch(self, batch: Any, position: Any) -> None:
         """Save the batch for inspection, and a checkpoint of the run before this batch."""
