@@ -48,3 +48,18 @@ def test_weights_alone_cannot_be_continued(tmp_path: Path) -> None:
         engine.write(folder, optimizer=False)
         with pytest.raises(EngineStateError, match=r"training_state\.json: cannot be read"):
             engine.read(folder)
+
+
+def test_another_seed_is_refused(tmp_path: Path) -> None:
+    """Dropout and stochastic rounding would not continue as they were."""
+    setup, folder = Setup.of("llama"), tmp_path / "saved"
+    folder.mkdir()
+    with setup.engine(DRAM, tmp_path, seed=3) as engine:
+        engine.step(setup.batches(1)[0])
+        engine.write(folder)
+
+    with (
+        setup.engine(DRAM, tmp_path, seed=4) as engine,
+        pytest.raises(EngineStateError, match="seed: was 3 in the checkpoint and is 4 now"),
+    ):
+        engine.read(folder)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.engine.loss import ChunkedLoss, GradientSink
+from penstock.engine.loss import ChunkedLoss, GradientSink, LossScale
 from penstock.model.storage_counter import StorageCounter
 
 TOKENS, WIDTH, VOCABULARY, CHUNK = 12, 8, 32, 5
@@ -91,3 +91,30 @@ def test_chunks_add_up_to_the_loss_and_gradients_of_the_whole() -> None:
     assert total == pytest.approx(wanted.item(), rel=1e-6)
     torch.testing.assert_close(hidden, whole.grad)
     torch.testing.assert_close(sum(added), weight.grad)
+
+
+def test_an_overflow_restarts_the_count_of_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale doubles after so many good steps in a row, not so many in all."""
+    monkeypatch.setattr("penstock.engine.loss.GROWTH_INTERVAL", 3)
+    scale = LossScale.of("fp16")
+    for _ in range(2):
+        scale.note_good_step()
+    scale.note_overflow()
+    assert (scale.value, scale.good_steps) == (32768.0, 0)
+
+    values = []
+    for _ in range(4):
+        scale.note_good_step()
+        values.append(scale.value)
+
+    assert values == [32768.0, 32768.0, 65536.0, 65536.0]
+
+
+def test_the_scale_is_at_least_one_and_always_one_with_bf16() -> None:
+    small, fixed = LossScale(value=1.5, fixed=False), LossScale.of("bf16")
+    for scale in (small, fixed):
+        scale.note_overflow()
+        assert scale.value == 1.0
+    for _ in range(3000):
+        fixed.note_good_step()
+    assert fixed.value == 1.0

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.allocate import Programs
-from penstock.engine.program import INSTANT, Buffers, Program
+from penstock.engine.program import INSTANT, Buffers, Program, _successions
 from penstock.plan.lifetimes import BufferKey, BufferKind
+from penstock.plan.packing import Lifetime, Packing
 from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.schedule import COMPUTE, Operation, Verb
 from penstock.planner.candidate import Candidate
@@ -161,3 +162,27 @@ def replay(program: Program, uses: list[BufferUse], random_source: random.Random
                 uses_left[id(use)] -= 1
                 if not uses_left[id(use)]:
                     del live[id(use)]
+
+
+def test_a_buffer_waits_for_every_earlier_owner_of_its_bytes() -> None:
+    """The middle of the first buffer is reused; both of its ends still belong to it."""
+
+    def buffer(number: int, low: int, high: int, start: int, end: int) -> Lifetime[BufferKey]:
+        key = BufferKey(BufferKind.WEIGHT, number, start)
+        offsets[key] = low
+        return Lifetime(key=key, nbytes=high - low, start=start, end=end)
+
+    offsets: dict[BufferKey, int] = {}
+    lifetimes = [
+        buffer(0, 0, 90, 0, 5),
+        buffer(1, 30, 60, 5, 20),
+        buffer(2, 0, 30, 6, 20),
+        buffer(3, 60, 90, 7, 20),
+        buffer(4, 0, 90, 20, 25),
+    ]
+    sizes = {item.key: item.nbytes for item in lifetimes}
+    packing = Packing(offsets=offsets, sizes=sizes, nbytes=90, peak=90)
+
+    found = set(_successions(lifetimes, packing))
+
+    assert found == {(5, 4), (6, 4), (7, 4), (20, 19)}

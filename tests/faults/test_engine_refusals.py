@@ -399,3 +399,38 @@ def test_a_full_disk_is_reported_before_the_first_step(tmp_path: Path) -> None:
     assert caught.value.wanted > 256 << 10
     assert os.listdir(tmp_path) == []
     assert engine_threads() == []
+
+
+def test_a_nonfinite_loss_of_an_earlier_call_skips_the_accumulated_step(tmp_path: Path) -> None:
+    """An infinite loss leaves gradients finite, so only the loss says that the step is bad."""
+    setup, fault = Setup.of("llama", batch=4, accumulate=True), [math.inf]
+    first, second, third = setup.batches(3)
+    with setup.engine(DRAM, tmp_path, loss=faulty_loss(fault), nonfinite="skip") as engine:
+        before = state_of(engine)
+        engine.forward_backward(first)
+        fault[0] = 0.0
+        engine.forward_backward(second)
+        engine.apply()
+        assert engine.skipped
+        assert engine.steps == 0
+        assert differing(before, state_of(engine)) == []
+
+        engine.step(third)
+        assert not engine.skipped, "the next step is judged by its own batches"
+        assert differing(before, state_of(engine)) != []
+
+
+def test_the_loss_is_divided_by_the_given_number_of_items(tmp_path: Path) -> None:
+    """Twice the number halves loss and gradient exactly."""
+    setup = small_setup()
+    batch = setup.batches(1)[0]
+    items = int((batch["labels"][:, 1:] != -100).sum())
+    losses, norms = [], []
+    with setup.engine(RESIDENT, tmp_path, optimizer=OPTIMIZER | {"lr": 0.0}) as engine:
+        for number in (None, items, 2 * items):
+            losses.append(float(engine.forward_backward(batch, num_items=number)))
+            engine.apply()
+            norms.append(engine.grad_norm)
+
+    assert losses == [losses[0], losses[0], losses[0] / 2]
+    assert norms == [norms[0], norms[0], norms[0] / 2]

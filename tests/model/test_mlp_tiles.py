@@ -108,3 +108,15 @@ def test_dropout_in_tiles_is_detected() -> None:
 
     assert [draws_in_tiles(layer) for layer in layers] == [False, True]
     assert not draws_in_tiles(nn.Linear(8, 8))
+
+
+def test_gradients_of_tiles_are_summed_in_fp32_and_rounded_once() -> None:
+    """A sum in bf16 would lose the small gradients of all tiles but the first."""
+    mlp = nn.Linear(1, 1, bias=False).bfloat16()
+    tile_mlps([Layer(mlp)], 1)
+    tokens = torch.tensor([[256.0], *[[1.0]] * 64]).bfloat16()
+
+    mlp(tokens).sum().backward()
+
+    assert mlp.weight.grad is not None
+    assert mlp.weight.grad.item() == 256 + 64

@@ -1,6 +1,9 @@
 """Working memory as a record, and the pools that it makes."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,10 +12,11 @@ from penstock.errors import PlanError
 from penstock.plan.budget import Budget
 from penstock.plan.buffers import arguments_nbytes
 from penstock.plan.working_memory import PartMemory, WorkingMemory
+from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.planner import QUICK, find_plan
 from penstock.units import GiB, KiB
 from tests.support.machines import machine
-from tests.support.models import llama, work
+from tests.support.models import llama, model, work
 
 MODEL = llama("tiny", 256, 1024, 2, 256, 64, 8192, False)
 
@@ -66,3 +70,25 @@ def test_a_plan_needs_what_its_source_says() -> None:
         assert result.memory == memory
         pools[size] = {p.what: p.nbytes for p in result.plan.pools}["working memory"]
     assert pools == {GiB: GiB, 3 * GiB: 3 * GiB}
+
+
+MEASURED = Path(__file__).parents[2] / "bench/results/block_memory_h200_2026-11-15.json"
+MODELS = {"3B": model("qwen2.5-3b"), "8B": model("llama-3.1-8b")}
+
+
+@pytest.mark.parametrize(
+    "case",
+    json.loads(MEASURED.read_text())["layers"],
+    ids=lambda case: f"{case['size']}, {case['sequences']} x {case['context']}",
+)
+def test_the_estimate_agrees_with_what_layers_needed_on_a_gpu(case: dict[str, Any]) -> None:
+    """Gradients of weights are left out: the measured layers had theirs before."""
+    inventory = MODELS[case["size"]]
+    whole = work(inventory, case["context"], case["sequences"], micro_batch=case["sequences"])
+    workload = replace(whole, numerics=replace(whole.numerics, mlp_tile=1 << 20))
+
+    layer = estimate_working_memory(inventory, workload).parts[1]
+
+    gradients = 2 * inventory.layers[0].parameters(True)
+    assert layer.forward == pytest.approx(case["forward_peak"], rel=0.01)
+    assert layer.backward - gradients == pytest.approx(case["recompute_backward_peak"], rel=0.01)

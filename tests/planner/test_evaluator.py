@@ -151,3 +151,22 @@ def test_a_shared_cache_does_not_change_the_plan() -> None:
         cached = find_plan(*args, budget, machine(cards=0), effort=QUICK, cache=cache)
         assert fresh == cached
     assert any(cache.values())
+
+
+def test_of_two_equally_fast_plans_the_one_with_less_on_nvme_is_better() -> None:
+    """100 GB on NVMe count as one second. The lower bound counts them as well."""
+    evaluator = make_evaluator()
+    block = BlockLocations(Location.DRAM, Location.NVME, Location.DRAM, None)
+    candidate = Candidate((block, *[block._replace(activation=Location.DRAM)] * 6, block))
+    stored = evaluator.stored_nbytes(candidate)[Tier.NVME]
+    assert stored > 100e6
+    timer = StepTimer(evaluator.inventory, evaluator.workload, evaluator.rates)
+
+    extra = [
+        evaluator.score(candidate) - evaluator.seconds(candidate),
+        evaluator.exact_score(candidate) - evaluator.cost(candidate).step_seconds,
+        evaluator.score_lower_bound(candidate)
+        - timer.lower_bound(evaluator._coarse_placement(candidate)),
+    ]
+
+    assert extra == pytest.approx([stored / 100e9] * 3, rel=1e-6)
