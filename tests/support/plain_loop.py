@@ -1,7 +1,8 @@
 """The same training as a plain loop, which the engine must equal bit for bit.
 
 It uses the unmodified `transformers` model, its own loss and torch's autograd, with everything in
-one place.
+one place. The update follows Penstock's documented rounding and so uses Penstock's own rules;
+`torch_loop` uses none of them.
 """
 
 from __future__ import annotations

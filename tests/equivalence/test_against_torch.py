@@ -1,0 +1,151 @@
+"""Every step agrees with torch's own AdamW and clipping, which share no code with Penstock.
+
+Two runs of many steps cannot be compared this way: where a gradient is nearly zero, AdamW divides
+it by its own size, and the last bit of a sum decides the sign of an update. So each step starts
+from the engine's weights, master weights and moments, and the results of that step are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from penstock.engine.engine import Engine
+from penstock.optim.rules import draw_key
+from tests.equivalence.runs import DISK, OPTIMIZER, WAYS, Setup, Way, warm_up
+from tests.support.torch_loop import TorchLoop
+
+STEPS = 6
+EPSILON = 2.0**-23
+"""The distance from 1 to the next fp32 number."""
+
+CASES: dict[str, tuple[str, dict[str, Any], Way]] = {
+    "llama": ("llama", {}, WAYS[3]),
+    "qwen3": ("qwen3", {}, DISK),
+    "gemma3": ("gemma3", {}, WAYS[8]),
+    "fp16": ("qwen3", {"dtype": "fp16"}, DISK),
+    "not clipped": ("llama", {"clip": None}, DISK),
+    "accumulated": ("llama", {"accumulate": True}, WAYS[3]),
+    "bf16 moments": ("llama", {"moments": "bf16"}, DISK),
+    "int8 moments": ("llama", {"moments": "int8"}, DISK),
+}
+SCALE = 1024.0
+"""Loss scale of fp16."""
+
+
+@pytest.mark.parametrize(("family", "work", "way"), CASES.values(), ids=CASES)
+def test_every_step_agrees_with_torchs_adamw_and_clipping(
+    family: str, work: dict[str, Any], way: Way, tmp_path: Path
+) -> None:
+    setup = Setup.of(family, **work)
+    with setup.engine(way, tmp_path) as engine:
+        assert_agrees_with_torch(setup, engine)
+
+
+def test_dropout_is_that_of_torch_with_the_same_seeds(tmp_path: Path) -> None:
+    """GPT-2 drops elements of the embedding, of attention and of every residual.
+
+    The engine seeds torch's generator before each block of each micro-batch.
+    """
+    rates = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+    setup = Setup.of("gpt2", freeze=(), config=rates)
+    now: dict[str, int] = {}
+
+    def seed_before(block: int) -> Callable[..., None]:
+        def seed(*_: Any) -> None:
+            key = draw_key(7, now["step"], (block << 32) + now["micro"])
+            torch.manual_seed(key & ((1 << 63) - 1))
+
+        return seed
+
+    body = setup.source.transformer
+    body.drop.register_forward_pre_hook(seed_before(0))
+    for number, layer in enumerate(body.h):
+        layer.register_forward_pre_hook(seed_before(1 + number))
+    setup.source.train()
+
+    with setup.engine(WAYS[3], tmp_path, seed=7) as engine:
+        assert_agrees_with_torch(
+            setup,
+            engine,
+            # In six steps, one gradient that nearly cancels out differs by a bit.
+            rare=0.001,
+            before_micro_batch=lambda step, micro: now.update(step=step, micro=micro),
+        )
+        batch = setup.batches(1)[0]
+        dropped, whole = float(engine.forward_backward(batch)), engine.evaluate([batch]).loss
+    assert dropped != pytest.approx(whole, rel=1e-3)
+
+
+def assert_agrees_with_torch(
+    setup: Setup, engine: Engine, *, rare: float = 0.0, **options: Any
+) -> None:
+    """Train with both, from the engine's state at every step, and compare the results.
+
+    `rare` is the share of elements whose gradient may differ by a bit of bf16.
+    """
+    work = setup.work
+    scale = SCALE if work.dtype == "fp16" else 1.0
+    engine.scale.value = scale
+    frozen = {t.name for b in setup.model.blocks for t in b.tensors if not t.trainable}
+    loop = TorchLoop(
+        setup.source,
+        micro_batch=work.numerics.micro_batch,
+        clip=work.clip,
+        settings=OPTIMIZER,
+        frozen=lambda name: name in frozen,
+        lr_of=lambda step, dims: OPTIMIZER["lr"] * warm_up(step) * (1.0 if dims >= 2 else 0.5),
+        loss_scale=scale,
+        **options,
+    )
+    factors = [warm_up, lambda step: 0.5 * warm_up(step)]
+    scheduler = LambdaLR(engine.optimizer, factors[: len(engine.optimizer.param_groups)])
+    clipped = 0
+    for batch in setup.batches(STEPS):
+        before = {
+            name: state["master"] for name, state in engine.state.items() if "master" in state
+        }
+        loss = float(engine.step(batch))
+        assert loss == pytest.approx(loop.step(batch), rel=1e-6)
+        # Torch adds the squares in fp32.
+        assert engine.grad_norm == pytest.approx(loop.grad_norm, rel=1e-6)
+        clipped += work.clip is not None and engine.grad_norm > work.clip
+        state = dict(engine.state.items())
+        assert_same_update(loop, before, state, work.moments, rare)
+        loop.load(state)
+        scheduler.step()
+    assert clipped == (0 if work.clip is None else STEPS)
+
+
+def assert_same_update(
+    loop: TorchLoop,
+    before: Mapping[str, torch.Tensor],
+    state: Mapping[str, Mapping[str, torch.Tensor]],
+    moments: str,
+    rare: float,
+) -> None:
+    assert loop.masters.keys() == before.keys()
+    for name, master in loop.masters.items():
+        ours, theirs = state[name], loop.moments(name)
+        lr = loop.rate(name)
+        # Rounding of the master itself, and of the update, whose size is about the rate.
+        limit = 2 * EPSILON * before[name].abs() + 32 * EPSILON * lr
+        difference = (ours["master"] - master.detach()).abs()
+        beyond = difference > limit
+        assert int(beyond.sum()) <= rare * beyond.numel(), (name, float((difference / limit).max()))
+        assert bool((difference <= 0.01 * lr).all()), name
+        assert float((ours["master"] - before[name]).abs().max()) > 0.1 * lr, "it was updated"
+        torch.testing.assert_close(ours["weight"], ours["master"].to(ours["weight"].dtype))
+        if moments == "fp32" and not rare:
+            size = theirs["exp_avg"].abs().max()
+            torch.testing.assert_close(
+                ours["exp_avg"], theirs["exp_avg"], rtol=1e-6, atol=float(1e-6 * size)
+            )
+            torch.testing.assert_close(
+                ours["exp_avg_sq"], theirs["exp_avg_sq"], rtol=2e-6, atol=1e-30
+            )
