@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from penstock.engine.prepare import prepare
 from penstock.errors import UnsupportedModelError
 from penstock.model.config import load_config
 from penstock.model.quantization import ScaleBlocks, find_quantization
 from penstock.model.survey import survey
 from penstock.model.survey_cache import cached_survey
-from tests.support.engines import tiny_config
+from tests.support.engines import plain_model, tiny_config
 
 # As published checkpoints have them.
 UNREADABLE: dict[str, dict[str, Any]] = {
@@ -84,3 +86,12 @@ def test_the_config_of_an_fp8_model_is_that_of_the_unquantized_one(tmp_path: Pat
 
     assert not hasattr(load_config(folder), "quantization_config")
     assert find_quantization(tiny_config("llama"), "model") is None
+
+
+def test_a_live_model_with_quantized_parameters_is_refused() -> None:
+    model = plain_model(tiny_config("llama"))
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.to(torch.float8_e4m3fn)
+
+    with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight.*float8_e4m3fn"):
+        prepare(model, context=32, batch=2, device="cpu", budget={"hbm": "64MiB", "dram": "64MiB"})

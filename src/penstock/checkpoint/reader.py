@@ -13,7 +13,7 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -93,6 +93,15 @@ class ShardReader:
     def names(self) -> tuple[str, ...]:
         """Names of the tensors."""
         return tuple(self._tensors)
+
+    @property
+    def names_set(self) -> Set[str]:
+        """Names of the tensors, for fast look-ups."""
+        return self._tensors.keys()
+
+    def file_of(self, name: str) -> str:
+        """Return the path of the file that has a tensor."""
+        return self._find(name)[0].path
 
     def spec(self, name: str) -> Spec:
         """Return the dtype and shape of a tensor."""

@@ -49,6 +49,7 @@ def plan_command(**flags: Any) -> None:
     console = Console()
     settings = _merge_settings(flags)
     config, inventory = _inspect_model(settings, name)
+    _check_files(settings, inventory)
     # After the model, as in training: what is loaded by now uses memory.
     target = machine_to_plan_for(name, budget_paths(settings.memory.budgets))
     request = plan_request(inventory, settings, target, config=config)
@@ -74,6 +75,18 @@ def _inspect_model(settings: Settings, machine: str | None) -> tuple[Any, Invent
         freeze=chosen.freeze,
         trust_remote_code=chosen.trust_remote_code,
     )
+
+
+def _check_files(settings: Settings, inventory: Inventory) -> None:
+    """Raise an error if the model's directory has weights that training would refuse.
+
+    A directory with only a config can be planned for as well.
+    """
+    folder = Path(settings.model.model)
+    if settings.model.init == "pretrained" and any(folder.glob("model*.safetensors*")):
+        from penstock.engine.prepare import check_weights
+
+        check_weights(folder, inventory)
 
 
 def _merge_settings(flags: dict[str, Any]) -> Settings:

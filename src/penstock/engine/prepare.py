@@ -109,6 +109,8 @@ def prepare(
         load_weights=load_weights, rehearse=rehearse, progress=progress,
     )  # fmt: skip
     config, inventory = inspect_model(model, chosen)
+    if load_weights and isinstance(model, str | Path) and chosen.model.init == "pretrained":
+        check_weights(model_directory(model, chosen.model.revision), inventory)
     if plan is None:
         plan = choose_plan(
             inventory, chosen, config=config, budget=budget, machine=machine, accumulate=accumulate,
@@ -170,6 +172,7 @@ def inspect_model(
     `name` is the model's name in the inventory, if it differs from `model`.
     """
     from penstock.model.config import load_config
+    from penstock.model.quantization import refuse_quantized
     from penstock.model.survey import survey_config, survey_model
 
     chosen = settings.model
@@ -188,9 +191,22 @@ def inspect_model(
             trust_remote_code=chosen.trust_remote_code,
         )
     config, name = model.config, name or type(model).__name__
+    refuse_quantized(model, name)
     return config, survey_model(
         model, config, name=name, blocks=chosen.blocks, freeze=chosen.freeze
     )
+
+
+def check_weights(folder: Path, inventory: Inventory) -> None:
+    """Raise an error if the weights in a directory are not those of the model.
+
+    Only the headers of the files are read.
+    """
+    import torch
+
+    from penstock.checkpoint.model_weights import ModelWeights
+
+    ModelWeights(folder, inventory, torch.bfloat16).close()
 
 
 def model_directory(model: str | Path, revision: str | None = None) -> Path:

@@ -6,20 +6,20 @@ that was written under one plan can be read under another.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from penstock.checkpoint.errors import TensorMismatchError
+from penstock.checkpoint.model_weights import ModelWeights, thread_buffer
 from penstock.checkpoint.reader import ShardReader
 from penstock.checkpoint.writer import Progress, ShardWriter, TensorOut
 from penstock.engine.bounded_executor import BoundedExecutor
 from penstock.engine.initial_weights import set_master
 from penstock.engine.spans import role_dtype
 from penstock.engine.tensor_access import Source, TensorAccess
-from penstock.errors import UnsupportedModelError
 from penstock.model.inventory import Inventory, TensorSpec
 from penstock.optim.formats import num_blocks
 from penstock.roles import STATE, Role
@@ -31,8 +31,6 @@ READERS = 8
 """Threads that read files: some wait for the disk while others copy from their buffers."""
 
 _SUFFIX = {Role.MASTER: "rest", Role.FIRST: "first", Role.SECOND: "second"}
-
-_thread = threading.local()
 
 
 class EngineFiles:
@@ -61,12 +59,12 @@ class EngineFiles:
     def read(self, folder: Path) -> None:
         """Read what `write` wrote, bit for bit."""
         with (
-            ShardReader(folder) as model,
+            ModelWeights(folder, self._inventory, self._access.weight_dtype) as model,
             ShardReader(folder, OPTIMIZER) as states,
             BoundedExecutor(READERS) as executor,
         ):
             for index, block in enumerate(self._inventory.blocks):
-                self._access.fill(index, Role.WEIGHT, _reader(model, ""), executor=executor)
+                self._access.fill(index, Role.WEIGHT, model.read, executor=executor)
                 if not block.parameters(True):
                     continue
                 for role in STATE:
@@ -76,12 +74,14 @@ class EngineFiles:
 
     def read_weights(self, folder: Path) -> None:
         """Read any model's weights: they become the master weights, and moments start at zero."""
-        with ShardReader(folder) as model, BoundedExecutor(READERS) as executor:
-            names = names_in(model, self._inventory)
+        with (
+            ModelWeights(folder, self._inventory, self._access.weight_dtype) as model,
+            BoundedExecutor(READERS) as executor,
+        ):
             for index in range(len(self._inventory.blocks)):
                 set_master(
-                    self._access, index, self._inventory, _renaming_reader(model, names),
-                    lambda tensor: model.spec(names[tensor.name]).dtype, executor=executor,
+                    self._access, index, self._inventory, model.read, model.dtype,
+                    executor=executor,
                 )  # fmt: skip
 
     def _weights(self) -> Iterator[TensorOut]:
@@ -116,8 +116,14 @@ class EngineFiles:
 
 def _reader(shards: ShardReader, suffix: str) -> Source:
     def read(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
-        name = f"{tensor.name}.{suffix}" if suffix else tensor.name
-        return read_elements(shards, name, tensor, low, high)
+        name = f"{tensor.name}.{suffix}"
+        spec = shards.spec(name)
+        if spec.shape != tensor.shape:
+            wanted, had = f"shape {tensor.shape}", f"shape {spec.shape}"
+            raise TensorMismatchError(shards.file_of(name), name, wanted=wanted, had=had)
+        out = thread_buffer(high - low, spec.dtype)
+        shards.read_into(name, out, low)
+        return out
 
     return read
 
@@ -125,63 +131,8 @@ def _reader(shards: ShardReader, suffix: str) -> Source:
 def _base_reader(shards: ShardReader, role: Role) -> Source:
     def read(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         name = f"{tensor.name}.{_SUFFIX[role]}_base"
-        out = _thread_buffer(num_blocks(high - low), torch.int16)
+        out = thread_buffer(num_blocks(high - low), torch.int16)
         shards.read_into(name, out, num_blocks(low))
         return out
 
     return read
-
-
-def _renaming_reader(shards: ShardReader, names: dict[str, str]) -> Source:
-    def read(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
-        return read_elements(shards, names[tensor.name], tensor, low, high)
-
-    return read
-
-
-def read_elements(
-    shards: ShardReader, name: str, tensor: TensorSpec, low: int, high: int
-) -> torch.Tensor:
-    """Read elements of a tensor; the result is valid until this thread reads again.
-
-    Raises UnsupportedModelError if the file's tensor has another shape.
-    """
-    spec = shards.spec(name)
-    if spec.shape != tensor.shape:
-        raise UnsupportedModelError(
-            f"{shards.path}: {name} has shape {spec.shape}, but config.json describes a model "
-            f"with shape {tensor.shape}; use weights and config.json of the same model"
-        )
-    out = _thread_buffer(high - low, spec.dtype)
-    shards.read_into(name, out, low)
-    return out
-
-
-def _thread_buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory that belongs to this thread until it calls again.
-
-    The buffer is reused, because the first touch of a new page takes about as long as filling it
-    from a good disk.
-    """
-    nbytes = count * dtype.itemsize
-    buffer: torch.Tensor | None = getattr(_thread, "buffer", None)
-    if buffer is None or buffer.numel() < nbytes:
-        buffer = _thread.buffer = torch.empty(nbytes, dtype=torch.uint8)
-    return buffer[:nbytes].view(dtype)
-
-
-def names_in(shards: ShardReader, inventory: Inventory) -> dict[str, str]:
-    """Return the files' name of each tensor.
-
-    Some files were written from the model without its head, so their names lack the first part, or
-    have it where ours do not.
-    """
-    known = set(shards.names)
-    prefix = inventory.layers[0].name.split(".")[0] + "."
-    names = {}
-    for block in inventory.blocks:
-        for tensor in block.tensors:
-            bare = tensor.name.removeprefix(prefix)
-            candidates = (tensor.name, bare, prefix + tensor.name)
-            names[tensor.name] = next((n for n in candidates if n in known), tensor.name)
-    return names

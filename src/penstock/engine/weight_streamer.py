@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from penstock.checkpoint.reader import ShardReader
+from penstock.checkpoint.model_weights import ModelWeights
 from penstock.engine.bounded_executor import BoundedExecutor
 from penstock.engine.device import Device
-from penstock.engine.state_io import READERS, names_in, read_elements
+from penstock.engine.state_io import READERS
 from penstock.engine.tensor_access import PART
 from penstock.memory.arena import Arena
 from penstock.model.inventory import Block, Inventory, TensorSpec
@@ -58,18 +58,20 @@ class HostWeights:
         arena = Arena(sum(sizes), None, device.pinned)
         self._device = device
         self._weights = {t.name: arena.tensor(t.elements, dtype, name=t.name) for t in tensors}
-        with ShardReader(folder) as shards, BoundedExecutor(READERS) as executor:
-            names = names_in(shards, inventory)
+        with (
+            ModelWeights(folder, inventory, dtype) as weights,
+            BoundedExecutor(READERS) as executor,
+        ):
             for done, tensor in enumerate(tensors):
                 progress(done, len(tensors), f"reading {tensor.name}")
-                executor.submit(partial(self._read, shards, names[tensor.name], tensor))
+                executor.submit(partial(self._read, weights, tensor))
 
-    def _read(self, shards: ShardReader, name: str, tensor: TensorSpec) -> None:
+    def _read(self, source: ModelWeights, tensor: TensorSpec) -> None:
         weights = self._weights[tensor.name]
         # In parts: if the file has another type, the conversion needs little memory.
         for low in range(0, tensor.elements, PART):
             high = min(low + PART, tensor.elements)
-            weights[low:high].copy_(read_elements(shards, name, tensor, low, high))
+            weights[low:high].copy_(source.read(tensor, low, high))
 
     def copy(self, tensor: TensorSpec, into: torch.Tensor) -> None:
         self._device.copy(into, self._weights[tensor.name])

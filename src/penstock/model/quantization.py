@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 FP8 = "fp8"
 """The method of transformers' `FineGrainedFP8Config`: one scale for each block of a matrix."""
@@ -51,6 +54,18 @@ def find_quantization(config: Any, name: str) -> ScaleBlocks | None:
             f"expected two positive integers, such as [128, 128]"
         )
     return ScaleBlocks(*size)
+
+
+def refuse_quantized(model: nn.Module, name: str) -> None:
+    """Raise UnsupportedModelError if a live model has parameters that are quantized."""
+    for tensor_name, tensor in model.named_parameters():
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            fields = _quantization_fields(model.config) or {}
+            raise UnsupportedModelError(
+                f"{name} is quantized (quant_method {str(fields.get('quant_method'))[:40]!r}): its "
+                f"parameter {tensor_name} has the type {tensor.dtype}. Call model.dequantize() "
+                f"before you pass it, or load the unquantized original"
+            )
 
 
 def _quantization_fields(config: Any) -> Mapping[str, Any] | None:

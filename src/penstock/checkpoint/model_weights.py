@@ -1,0 +1,222 @@
+"""The weights of a model's files, under the model's own names and without quantization.
+
+`ModelWeights` compares every header with the model when it is created: a missing or unexpected
+tensor, and one of another shape or type, is an error before memory is allocated. FP8 weights are
+multiplied by their scales while they are read, part by part, so that no tensor is ever in memory as
+a whole.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from penstock.checkpoint.errors import CorruptIndexError, TensorMismatchError, TensorNotFoundError
+from penstock.checkpoint.reader import ShardReader
+from penstock.checkpoint.safetensors_header import dtype_name
+from penstock.errors import RecordError, UnsupportedModelError
+from penstock.model.checkpoint_names import map_names
+from penstock.model.inventory import Inventory, TensorSpec
+from penstock.model.quantization import ScaleBlocks, find_quantization
+from penstock.records import parse
+
+SCALE = "_scale_inv"
+"""Suffix of the name of a tensor's scales. Despite the name, weights are multiplied by them."""
+
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e8m0fnu)
+_ACTIVATION_SCALES = (".activation_scale", ".input_scale")
+"""Suffixes of scales of activations, which unquantized layers do not use."""
+
+_MAX_CONFIG_NBYTES = 16_000_000
+
+_thread = threading.local()
+
+
+class ModelWeights:
+    """The weights of a directory, which match an inventory.
+
+    Quantized tensors are delivered in `dtype`, and all others in the type of the file.
+    """
+
+    def __init__(self, folder: Path, inventory: Inventory, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._blocks = find_quantization(_read_config(folder), str(folder))
+        self.shards = ShardReader(folder)
+        try:
+            scales = {name for name in self.shards.names if self._is_scale(name)}
+            found = [name for name in self.shards.names if name not in scales]
+            mapped = map_names(found, inventory, folder)
+            self._names, self.kept = mapped.names, mapped.kept
+            self._check_names(inventory, mapped.unexpected)
+            for block in inventory.blocks:
+                for tensor in block.tensors:
+                    self._check(tensor)
+        except BaseException:
+            self.shards.close()
+            raise
+
+    def file_name(self, tensor: TensorSpec) -> str:
+        """Return the name of a tensor in the files."""
+        return self._names[tensor.name]
+
+    def dtype(self, tensor: TensorSpec) -> torch.dtype:
+        """Return the type in which `read` delivers a tensor."""
+        name = self._names[tensor.name]
+        return self._dtype if self._is_quantized(name) else self.shards.spec(name).dtype
+
+    def read(self, tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
+        """Read elements of a tensor; the result is valid until this thread reads again."""
+        name = self._names[tensor.name]
+        stored = thread_buffer(high - low, self.shards.spec(name).dtype)
+        self.shards.read_into(name, stored, low)
+        return self._dequantize(name, stored, low) if self._is_quantized(name) else stored
+
+    def close(self) -> None:
+        """Close the files."""
+        self.shards.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _is_scale(self, name: str) -> bool:
+        if self._blocks is None:
+            return False
+        if name.endswith(SCALE):
+            return name.removesuffix(SCALE) in self.shards.names_set
+        return name.endswith(_ACTIVATION_SCALES)
+
+    def _is_quantized(self, name: str) -> bool:
+        return self.shards.spec(name).dtype == torch.float8_e4m3fn
+
+    def _check_names(self, inventory: Inventory, unexpected: tuple[str, ...]) -> None:
+        """Raise an error for a tensor that only the model, or only the files have."""
+        for block in inventory.blocks:
+            for tensor in block.tensors:
+                if tensor.name not in self._names:
+                    self.shards.spec(tensor.name)  # raises TensorNotFoundError with close names
+                    raise TensorNotFoundError(
+                        self.shards.path, tensor.name, close=(), total=len(self.shards.names)
+                    )
+        if unexpected:
+            shown = ", ".join(unexpected[:4]) + (", ..." if len(unexpected) > 4 else "")
+            raise UnsupportedModelError(
+                f"{self.shards.file_of(unexpected[0])}: {len(unexpected)} tensors do not belong to "
+                f"the model that config.json describes ({inventory.architecture}): {shown}. "
+                f"Training would leave them out; use weights and config.json of the same model"
+            )
+
+    def _check(self, tensor: TensorSpec) -> None:
+        """Raise an error if a tensor cannot be read as the model needs it."""
+        name = self._names[tensor.name]
+        spec, path = self.shards.spec(name), self.shards.file_of(name)
+        if spec.shape != tensor.shape:
+            raise UnsupportedModelError(
+                f"{path}: {name} has shape {spec.shape}, but config.json describes a model with "
+                f"shape {tensor.shape}; use weights and config.json of the same model"
+            )
+        if self._is_quantized(name):
+            self._check_scales(name, tensor.shape)
+        elif spec.dtype not in _PLAIN:
+            wanted, had = "BF16, F16 or F32", dtype_name(spec.dtype)
+            raise TensorMismatchError(path, name, wanted=wanted, had=had)
+        elif self._blocks is not None and name + SCALE in self.shards.names_set:
+            wanted = "F8_E4M3, because it has scales"
+            raise TensorMismatchError(path, name, wanted=wanted, had=dtype_name(spec.dtype))
+
+    def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
+        path = self.shards.file_of(name)
+        if self._blocks is None:
+            raise UnsupportedModelError(
+                f"{path}: tensor {name} has the type F8_E4M3, and config.json has no "
+                f"quantization_config that says how to read it; use the model's own config.json"
+            )
+        spec = self.shards.spec(name + SCALE)
+        if spec.dtype not in _SCALE_DTYPES:
+            wanted, had = "a type of scales such as F32", dtype_name(spec.dtype)
+            raise TensorMismatchError(path, name + SCALE, wanted=wanted, had=had)
+        grid = _scale_grid(self._blocks, shape)
+        fits = math.prod(spec.shape) == 1 if grid == (1, 1) else spec.shape == grid
+        if len(shape) != 2 or not fits:
+            raise TensorMismatchError(
+                self.shards.file_of(name + SCALE), name + SCALE, had=f"shape {spec.shape}",
+                wanted=f"shape {grid}, one scale for each block of the weight's shape {shape}",
+            )  # fmt: skip
+
+    def _dequantize(self, name: str, stored: torch.Tensor, low: int) -> torch.Tensor:
+        """Multiply stored values, from element `low` of the tensor on, by their scales.
+
+        The product is rounded once, from fp32 to the type of the weights, as transformers does it.
+        """
+        assert self._blocks is not None
+        shape = self.shards.spec(name).shape
+        columns, grid = shape[1], _scale_grid(self._blocks, shape)
+        rows_per_scale = self._blocks.rows or shape[0]
+        high = low + stored.numel()
+        first, last = (at // columns // rows_per_scale for at in (low, high - 1))
+        scales = self._read_scales(name + SCALE, first, last + 1, grid[1])
+        out = torch.empty(stored.numel(), dtype=self._dtype)
+        at = low
+        while at < high:
+            row, column = divmod(at, columns)
+            scale = scales[row // rows_per_scale - first]
+            if column or high - at < columns:  # part of a row
+                stop = min(high, (row + 1) * columns)
+            else:  # whole rows with the same scales
+                last_row = min(high // columns, (row // rows_per_scale + 1) * rows_per_scale)
+                stop = last_row * columns
+            wide = scale.repeat_interleave(self._blocks.columns or columns)[:columns]
+            wide = wide[column : column + stop - at]
+            values = stored[at - low : stop - low].float().view(-1, wide.numel())
+            out[at - low : stop - low].copy_((values * wide).view(-1))
+            at = stop
+        return out
+
+    def _read_scales(self, name: str, first: int, stop: int, columns: int) -> torch.Tensor:
+        """Read rows `first` to `stop` of a tensor's scales, as fp32."""
+        spec = self.shards.spec(name)
+        scales = torch.empty((stop - first) * columns, dtype=spec.dtype)
+        self.shards.read_into(name, scales, first * columns)
+        if spec.dtype == torch.uint8:  # exponents of powers of two
+            return (scales.float() - 127.0).exp2().view(-1, columns)
+        return scales.float().view(-1, columns)
+
+
+def _scale_grid(blocks: ScaleBlocks, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a tensor's scales; the last block of a row or column may be partial."""
+    sizes = (blocks.rows, blocks.columns)
+    return tuple(-(-n // (size or n or 1)) for n, size in zip(shape, sizes, strict=False))
+
+
+def thread_buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory that belongs to this thread until it calls again.
+
+    The buffer is reused, because the first touch of a new page takes about as long as filling it
+    from a good disk.
+    """
+    nbytes = count * dtype.itemsize
+    buffer: torch.Tensor | None = getattr(_thread, "buffer", None)
+    if buffer is None or buffer.numel() < nbytes:
+        buffer = _thread.buffer = torch.empty(nbytes, dtype=torch.uint8)
+    return buffer[:nbytes].view(dtype)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of `config.json`; empty if there is none next to the weights."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > _MAX_CONFIG_NBYTES:
+            raise CorruptIndexError(str(path), f"has more than {_MAX_CONFIG_NBYTES} B")
+        document = parse(path.read_bytes())
+    except RecordError as error:
+        raise CorruptIndexError(str(path), str(error)) from None
+    return document if isinstance(document, dict) else {}

@@ -1,0 +1,125 @@
+"""Find out under which names the files of a model have its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import UnsupportedModelError
+from penstock.model.inventory import Inventory
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_NEVER_USED = (r"rotary_emb\.inv_freq$",)
+"""Tensors in old files that transformers computes anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameMap:
+    """The names of a model's tensors in its files."""
+
+    names: dict[str, str]
+    """The files' name of each tensor of the model that they have."""
+    kept: tuple[str, ...] = ()
+    """Tensors of a multimodal model outside its text stack, saved as they are."""
+    unexpected: tuple[str, ...] = ()
+    """Tensors that transformers would not know what to do with."""
+
+
+def map_names(found: Iterable[str], inventory: Inventory, folder: Path) -> NameMap:
+    """Map the names of a model's tensors to those in its files, as transformers does on loading.
+
+    transformers is only asked about names that are not the model's own.
+    """
+    found = set(found)
+    names = _own_names(found, inventory)
+    left = sorted(found - set(names.values()))
+    if not left:
+        return NameMap(names)
+    body = _build_as_saved(folder)
+    if body is None:  # code of its own, or no config: only the names that match can be judged
+        return NameMap(names)
+    mapper = _Mapper(body)
+    wanted = {t.name for block in inventory.blocks for t in block.tensors}
+    unexpected = []
+    for name in left:
+        renamed = mapper.rename(name)
+        if renamed in wanted and renamed not in names:
+            names[renamed] = name
+        elif not mapper.is_known(name, renamed):
+            unexpected.append(name)
+    return NameMap(names, unexpected=tuple(unexpected))
+
+
+def _own_names(found: set[str], inventory: Inventory) -> dict[str, str]:
+    """Return the tensors that the files have under the model's names.
+
+    Some files were written from the model without its head, so their names lack the first part, or
+    have it where ours do not.
+    """
+    prefix = inventory.layers[0].name.split(".")[0] + "."
+    names = {}
+    for block in inventory.blocks:
+        for tensor in block.tensors:
+            candidates = (tensor.name, tensor.name.removeprefix(prefix), prefix + tensor.name)
+            name = next((n for n in candidates if n in found), None)
+            if name is not None:
+                names[tensor.name] = name
+    return names
+
+
+class _Mapper:
+    """Renames tensors of files as transformers does when it loads them into a model."""
+
+    def __init__(self, body: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+
+        rules: list[Any] = get_model_conversion_mapping(body)
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+        self._prefix, self._state = body.base_model_prefix, body.state_dict()
+        ignored = body._keys_to_ignore_on_load_unexpected or ()
+        self._ignored = re.compile("|".join((*_NEVER_USED, *ignored)))
+
+    def rename(self, name: str) -> str:
+        """Return a tensor's name in the model."""
+        from transformers.core_model_loading import rename_source_key
+
+        renamed, converter = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._state
+        )
+        if converter is not None:
+            raise UnsupportedModelError(
+                f"transformers converts the tensor {name[:120]} to {renamed[:120]} when it loads "
+                f"it, which is more than a new name. Load the model with transformers, save it "
+                f"with save_pretrained(save_original_format=False), and train that directory"
+            )
+        return str(renamed)
+
+    def is_known(self, name: str, renamed: str) -> bool:
+        """Return whether the model has a tensor, tied or a buffer, or ignores it."""
+        return renamed in self._state or bool(self._ignored.search(name))
+
+
+def _build_as_saved(folder: Path) -> nn.Module | None:
+    """Build the model of a directory's `config.json` on the meta device, if transformers has it."""
+    import torch
+    import transformers
+
+    if not (folder / "config.json").is_file():
+        return None
+    with contextlib.suppress(OSError, ValueError, KeyError, ImportError, AttributeError):
+        config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            factory: Any = transformers.AutoModelForCausalLM
+            body: nn.Module = factory.from_config(config, trust_remote_code=False)
+        return body
+    return None
