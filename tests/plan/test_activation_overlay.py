@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.allocate import Programs
 from penstock.engine.program import INSTANT, Program
-from penstock.plan.activation_overlay import node_of, overlaid_activations, overlaid_nbytes
+from penstock.plan.activation_overlay import HOST, overlaid_activations, overlaid_nbytes
 from penstock.plan.schedule import Operation, Verb
 from penstock.planner.candidate import Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
@@ -32,8 +32,8 @@ def ranges(
     ends: dict[int, int] = {}
     for index, block in enumerate(blocks):
         home = block.home(Role.GRADIENT)
-        node = node_of(home)
-        if home is not None and node is not None:
+        if home is not None and len(home.shares) == 1 and home.shares[0].tier in HOST:
+            node = home.shares[0].node
             start = ends.get(node, 0)
             ends[node] = start + home.nbytes
             gradients[index] = (node, start, ends[node])

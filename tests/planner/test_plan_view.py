@@ -11,7 +11,7 @@ from rich.console import Console
 from penstock.machine.machine import Machine
 from penstock.planner import PlanResult
 from penstock.planner.candidate import Location
-from penstock.planner.plan_view import explain, plan_view, summary, wear
+from penstock.planner.plan_view import SHADES, explain, plan_view, summary, wear
 from penstock.planner.planner import plan_result
 from penstock.planner.resource_names import long_name
 from penstock.tiers import Tier
@@ -115,10 +115,19 @@ def test_tables_use_plain_names(result: PlanResult) -> None:
         assert words in text
 
 
-def printed(result: PlanResult, box: Machine) -> str:
-    console = Console(width=200, record=True, file=io.StringIO())
+def printed(result: PlanResult, box: Machine, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(plan_view(result, box))
     return console.export_text()
+
+
+def test_bars_of_the_timeline_fit_in_one_line(result: PlanResult) -> None:
+    def bars(width: int) -> list[str]:
+        lines = printed(result, machine(), width).splitlines()
+        return [line for line in lines if any(shade in line for shade in SHADES[1:])]
+
+    assert len(bars(80)) == len(bars(200))
+    assert all(line.rstrip().endswith("%") for line in bars(80))
 
 
 def test_the_table_has_the_memory_of_the_process(result: PlanResult) -> None:
@@ -140,6 +149,15 @@ def test_a_machine_without_memory_for_the_process_is_reported(result: PlanResult
 
     assert "choose a smaller --dram" not in printed(result, exact)
     assert "choose a smaller --dram" in printed(result, small)
+
+
+def test_a_gpu_with_less_memory_than_the_plan_is_reported(result: PlanResult) -> None:
+    box, needed = machine(), result.plan.peak(Tier.HBM)
+    exact = replace(box, gpus=(replace(box.gpus[0], memory=needed, free=None),))
+    small = replace(box, gpus=(replace(box.gpus[0], memory=needed - 1, free=None),))
+
+    assert "choose a smaller --hbm" not in printed(result, exact)
+    assert "choose a smaller --hbm" in printed(result, small)
 
 
 def test_every_resource_has_a_name_for_people() -> None:

@@ -35,12 +35,6 @@ class OverlaidActivation(NamedTuple):
     """Offset in bytes, counted through the gradients on that node in block order."""
 
 
-def node_of(home: Home | None) -> int | None:
-    """Return the one NUMA node that holds all of a home, or None if there is no such node."""
-    share = _only_share(home)
-    return None if share is None else share.node
-
-
 def _only_share(home: Home | None) -> Share | None:
     """Return the share that is all of a home, if it is in host memory."""
     if home is None or len(home.shares) != 1 or home.shares[0].tier not in HOST:

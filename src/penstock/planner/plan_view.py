@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +22,8 @@ from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds
 
 BAR_WIDTH = 60
+"""Maximum width of a bar in characters."""
+
 SHADES = " ░▒▓█"
 
 LANE_NAMES = {
@@ -33,6 +36,9 @@ LANE_NAMES = {
     "read": "NVMe reads",
     "write": "NVMe writes",
 }
+
+LANE_WIDTH = max(map(len, LANE_NAMES.values())) + len("  ") + len("  100%")
+"""Characters of a line of the timeline next to the bar."""
 
 # JSON. Programs read it, so its keys must not change.
 
@@ -108,16 +114,32 @@ def plan_view(result: PlanResult, machine: Machine) -> RenderableType:
         f": {work.batch} x {work.context:,} tokens per step"
     )
     parts: list[RenderableType] = [Text(title, style="bold"), tier_table(plan), Text()]
-    parts += [timeline(cost, machine), Text(), Text(summary(result, machine))]
+    parts += [_FittedTimeline(cost, machine), Text(), Text(summary(result, machine))]
     if plan.note:
         parts.append(Text(f"This model cannot be trained yet: {plan.note}.", style="yellow"))
-    if shortage := _host_shortage(plan, machine):
-        parts.append(Text(shortage, style="yellow"))
+    for shortage in (_gpu_shortage(plan, machine), _host_shortage(plan, machine)):
+        if shortage:
+            parts.append(Text(shortage, style="yellow"))
     if result.memory.remark:
         parts.append(Text(result.memory.remark, style="yellow"))
     if result.assumed:
         parts.append(Text(f"Assumed: {'; '.join(result.assumed)}.", style="dim"))
     return Group(*parts)
+
+
+def _gpu_shortage(plan: Plan, machine: Machine) -> str:
+    """Say that the GPU has less memory than the plan needs; "" if it has enough.
+
+    It is no error, as for host memory.
+    """
+    capacity = machine.gpus[0].memory if machine.gpus else None
+    needed = plan.peak(Tier.HBM)
+    if capacity is None or needed <= capacity:
+        return ""
+    return (
+        f"The GPU has {format_bytes(capacity)} of memory, but the plan needs "
+        f"{format_bytes(needed)}: choose a smaller --hbm, or auto."
+    )
 
 
 def _host_shortage(plan: Plan, machine: Machine) -> str:
@@ -165,6 +187,19 @@ def tier_table(plan: Plan) -> Table:
         process = format_bytes(plan.process_memory)
         table.add_row("process", "-", "-", process, f"{parts}: outside the budgets; {whole}")
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class _FittedTimeline:
+    """The timeline, with bars as wide as the terminal allows: a bar in two lines is unreadable."""
+
+    cost: Cost
+    machine: Machine
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield timeline(
+            self.cost, self.machine, max(1, min(BAR_WIDTH, options.max_width - LANE_WIDTH))
+        )
 
 
 def timeline(cost: Cost, machine: Machine, width: int = BAR_WIDTH) -> Table:

@@ -21,7 +21,7 @@ THIS = "this"
 """The name that stands for this machine, with or without a GPU."""
 
 KERNEL_CAPABILITY = (8, 0)
-"""Lowest compute capability that runs compiled layers, Triton kernels and bf16 flash attention."""
+"""Lowest compute capability that runs compiled layers and Penstock's Triton kernels in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,8 +11,9 @@ from penstock.model.inventory import Block
 from penstock.plan.schedule import Verb
 
 ATTENTION_BACKWARD = 2.5
-"""Operations of attention's backward relative to its forward: flash kernels compute five products
-in backward and two in forward."""
+"""Operations of attention's backward relative to its forward: five products instead of two.
+Penstock's kernels compute seven in backward. The probe counts five as well, so its rate of
+attention contains the other two."""
 
 
 def operations(block: Block, context: int, verb: Verb) -> tuple[float, float]:
