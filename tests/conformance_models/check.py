@@ -1,0 +1,266 @@
+"""Compare one streamed step of a tiny model with the plain transformers model."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+
+import penstock.engine.engine as engine_module
+from penstock.engine.engine import Engine
+from penstock.engine.prepare import inspect_model, prepare
+from penstock.errors import BatchError, SurveyError, UnsupportedModelError
+from penstock.roles import Role
+from penstock.settings import Settings
+from tests.conformance_models.tiny import LARGEST_TOKEN, tiny_config
+from tests.support import engines
+
+ROWS, LENGTH = 4, 16
+BOUNDS = (0, 6, 16)
+"""Boundaries of two packed documents in a row."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a family: `right`, `refused`, `wrong` or `crash`."""
+
+    kind: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}" if self.text else self.kind
+
+
+class _WrongError(Exception):
+    """Penstock's result differs from the plain model's."""
+
+
+class _LateRefusalError(Exception):
+    """A model was refused after memory had been allocated."""
+
+
+def examine(case: str, folder: Path) -> Outcome:
+    """Return what becomes of a family or variant."""
+    config, source, batch = tiny_config(case), folder / "source", _batch()
+    try:
+        plain = _plain_model(config)
+        exact = _gradients(plain.float(), batch)
+        rounded = _gradients(plain.bfloat16(), batch)
+        plain.save_pretrained(source)
+        problem = ""
+    except Exception as error:
+        problem = _describe(error)
+        shutil.rmtree(source, ignore_errors=True)
+        config.save_pretrained(source)
+    try:
+        if problem:
+            _engine(source, init="random").close()
+            raise _WrongError(f"accepted, but the plain model does not run: {problem}")
+        with _engine(source) as engine, _late_refusals():
+            return Outcome("right", _compare(engine, batch, exact, rounded, folder))
+    except (UnsupportedModelError, SurveyError) as refusal:
+        return Outcome("refused", _one_line(refusal).removeprefix(f"{source}: "))
+    except (_WrongError, _LateRefusalError) as wrong:
+        return Outcome("wrong", _one_line(wrong))
+    except Exception as error:
+        return Outcome("crash", _describe(error).replace(str(source), "the model"))
+
+
+def _plain_model(config: Any) -> Any:
+    """Return the unmodified model, with weights for which every part of it matters."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), dtype=torch.float32
+    )
+    drawn = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=drawn)
+            parameter.add_(noise * (0.15 if parameter.dim() > 1 else 0.1))
+    # The fp32 and the bf16 reference must have the same weights as Penstock.
+    return model.bfloat16().train()
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, LARGEST_TOKEN, (ROWS, LENGTH), generator=drawn)
+    labels = ids.clone()
+    labels[torch.rand(labels.shape, generator=drawn) < 0.2] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def _loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
+    )
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    loss: float
+    tensors: dict[str, torch.Tensor]
+
+
+def _gradients(model: Any, batch: dict[str, torch.Tensor]) -> _Gradients:
+    model.zero_grad()
+    loss = _loss(model, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = {
+        name: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.float().clone()
+        for name, p in model.named_parameters()
+    }
+    model.zero_grad()
+    return _Gradients(float(loss), found)
+
+
+def _compare(
+    engine: Engine,
+    batch: dict[str, torch.Tensor],
+    exact: _Gradients,
+    rounded: _Gradients,
+    folder: Path,
+) -> str:
+    loss = float(engine.forward_backward(batch))
+    largest = _check_gradients(engine, loss, exact, rounded)
+    engine.apply()
+    _check_causality(engine, batch)
+    packing = _check_packing(engine, batch)
+    _check_saved(engine, batch, folder / "source", folder / "saved")
+    return f"{largest:.4f}{packing}"
+
+
+@contextmanager
+def _late_refusals() -> Iterator[None]:
+    try:
+        yield
+    except (UnsupportedModelError, SurveyError) as refusal:
+        raise _LateRefusalError(f"refused after memory was allocated: {refusal}") from refusal
+
+
+def _engine(source: Path, **arguments: Any) -> Engine:
+    """Prepare an engine that streams everything from DRAM, in two micro-batches."""
+    allocated = mock.Mock(side_effect=engine_module.allocate)
+    with mock.patch.object(engine_module, "allocate", allocated):
+        try:
+            _, inventory = inspect_model(source, Settings())
+            work = engines.workload(context=LENGTH, batch=ROWS, micro_batch=2)
+            plan = engines.make_plan_of(inventory, work, "dddd")
+            return prepare(source, plan=plan, device="cpu", optimizer={"lr": 1e-3}, **arguments)
+        except (UnsupportedModelError, SurveyError):
+            if allocated.called:
+                with _late_refusals():
+                    raise
+            raise
+
+
+def _check_gradients(engine: Engine, loss: float, exact: _Gradients, rounded: _Gradients) -> float:
+    """Compare with fp32; the plain bf16 model's own error is the measure of what is allowed."""
+    allowed = 2 * abs(rounded.loss - exact.loss) + 1e-3 * abs(exact.loss)
+    if not abs(loss - exact.loss) <= allowed:
+        raise _WrongError(f"loss {loss:.4f}, plain {exact.loss:.4f}, plain bf16 {rounded.loss:.4f}")
+    total = sum(float(g.norm() ** 2) for g in exact.tensors.values()) ** 0.5
+    names = {t.name for b in engine.inventory.blocks for t in b.tensors if t.trainable}
+    missing = [n for n in exact.tensors if n not in names and float(exact.tensors[n].norm()) > 0]
+    if missing:
+        raise _WrongError(f"no gradient of {missing[0]} and {len(missing) - 1} others")
+    worst = (0.0, "")
+    largest = 0.0
+    for name in names:
+        true, plain = exact.tensors[name], rounded.tensors[name]
+        parts = [part.float().clone() for part in engine.access.parts(name, Role.GRADIENT)]
+        ours = torch.cat(parts).view(true.shape)
+        error, size = float((ours - true).norm()), float(true.norm())
+        allowed = 2 * float((plain - true).norm()) + 0.01 * size + 1e-4 * total
+        if not error <= allowed:
+            worst = max(worst, (error / max(size, 1e-4 * total), name))
+        largest = max(largest, error / max(size, 1e-2 * total))
+    if worst[1]:
+        name = worst[1]
+        raise _WrongError(
+            f"gradient of {name}: relative error {worst[0]:.3g}, "
+            f"plain norm {float(exact.tensors[name].norm()):.3g}"
+        )
+    return largest
+
+
+def _loss_of(engine: Engine, batch: dict[str, torch.Tensor], low: int, high: int) -> float:
+    """Return the loss of those columns, with the others still in the batch."""
+    labels = torch.full_like(batch["input_ids"], -100)
+    labels[:, low:high] = batch["input_ids"][:, low:high]
+    return float(engine.evaluate([batch | {"labels": labels}]).loss)
+
+
+def _check_causality(engine: Engine, batch: dict[str, torch.Tensor]) -> None:
+    other = {"input_ids": batch["input_ids"].clone()}
+    other["input_ids"][:, LENGTH // 2 :] = 7
+    before = _loss_of(engine, {"input_ids": batch["input_ids"]}, 0, LENGTH // 2)
+    after = _loss_of(engine, other, 0, LENGTH // 2)
+    if abs(after - before) > 1e-5 * abs(before):
+        raise _WrongError(f"not causal: later tokens change the loss {before:.4f} -> {after:.4f}")
+
+
+def _check_packing(engine: Engine, batch: dict[str, torch.Tensor]) -> str:
+    ids = batch["input_ids"]
+    first, end = BOUNDS[1], BOUNDS[2]
+    row = torch.cat([torch.arange(first), torch.arange(end - first)])
+    packed = {"input_ids": ids, "position_ids": row.expand_as(ids).clone()}
+    try:
+        before = _loss_of(engine, packed, first, end)
+    except (UnsupportedModelError, BatchError) as refusal:
+        return f", packed documents refused: {_one_line(refusal)}"
+    other = {k: v.clone() for k, v in packed.items()}
+    other["input_ids"][:, :first] = 7
+    after = _loss_of(engine, other, first, end)
+    if abs(after - before) > 1e-5 * abs(before):
+        raise _WrongError(f"packed documents leak: {before:.4f} -> {after:.4f}")
+    alone = _loss_of(engine, {"input_ids": ids[:, first:end]}, 0, end - first)
+    if abs(alone - before) > 3e-4 * abs(alone):
+        raise _WrongError(f"packed document: loss {before:.4f}, alone {alone:.4f}")
+    return ""
+
+
+def _check_saved(engine: Engine, batch: dict[str, torch.Tensor], source: Path, saved: Path) -> None:
+    """The checkpoint loads in plain transformers, with every tensor and the same loss."""
+    saved.mkdir()
+    engine.write(saved)
+    for path in source.glob("*.json"):
+        if not (saved / path.name).exists() and "index" not in path.name:
+            shutil.copy(path, saved)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        saved, dtype=torch.bfloat16, output_loading_info=True
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[kind]:
+            raise _WrongError(f"saved checkpoint: {kind} {sorted(report[kind])[0]}")
+    mine = _loss_of(engine, {"input_ids": batch["input_ids"]}, 0, LENGTH)
+    with torch.no_grad():
+        loaded = float(_loss(model.train(), batch | {"labels": batch["input_ids"]}))
+    if not abs(mine - loaded) <= 1e-2 * abs(loaded):
+        raise _WrongError(f"saved checkpoint: loss {loaded:.4f} in transformers, {mine:.4f} here")
+    engine.read(saved)
+    again = _loss_of(engine, {"input_ids": batch["input_ids"]}, 0, LENGTH)
+    if again != mine:
+        raise _WrongError(f"loaded checkpoint: loss {again:.4f}, {mine:.4f} when it was saved")
+
+
+def _one_line(problem: BaseException) -> str:
+    return " ".join(str(problem).split())
+
+
+def _describe(problem: BaseException) -> str:
+    frames = traceback.extract_tb(problem.__traceback__)
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
+    mine = [f for f in frames if "/penstock/" in f.filename]
+    if mine:
+        where = f"{Path(mine[-1].filename).name}:{mine[-1].lineno}, {where}"
+    return f"{type(problem).__name__}: {_one_line(problem)[:240]} ({where})"

@@ -1,0 +1,114 @@
+"""What is expected of every family, and the page of the documentation that lists it.
+
+`python -m tests.conformance_models.expected` runs every case and writes both files again. Read the
+difference before you commit it: a family may become right or refused, but never wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from tests.conformance_models.check import Outcome, examine
+from tests.conformance_models.tiny import FAMILIES, VARIANTS
+
+FILE = Path(__file__).with_name("expected.json")
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+CASES = (*FAMILIES, *VARIANTS)
+
+
+def expected() -> dict[str, Outcome]:
+    """Return what is expected of each case."""
+    return {case: Outcome(**fields) for case, fields in _load()["cases"].items()}
+
+
+def recorded_version() -> str:
+    """Return the version of transformers that the list was made with."""
+    return str(_load()["transformers"])
+
+
+def shorten(outcome: Outcome) -> Outcome:
+    """Return an outcome without what changes from run to run: line numbers and advice."""
+    text = re.sub(r" \([^()]*\.py:\d+[^()]*\)$", "", outcome.text)
+    if outcome.kind != "right":
+        text = re.split(r"; |\. |: looked for|: Unrecognized|\.$", text, maxsplit=1)[0]
+    return Outcome(outcome.kind, text)
+
+
+_INTRODUCTION = """\
+# Model families
+
+This page lists every causal language model of transformers {version}. The tests build a tiny model
+of each class (`tests/conformance_models`) and compare one streamed step in bf16 on a CPU with the
+plain model: the loss and every gradient. They also check that later tokens change no earlier loss,
+that packed documents do not see each other, and that a saved checkpoint loads in transformers and
+in Penstock.
+
+- **right**: all of this holds. The number is the largest relative difference between a gradient and
+  its value in fp32. It comes from rounding to bf16: the plain model in bf16 has such differences
+  too.
+- **refused**: `prepare` raises an error with this reason before it allocates memory.
+- **fault**: Penstock accepts the model and computes something else, or fails with an unexpected
+  error. Do not train these models.
+
+A name with a colon is another config of the same class, one that runs other code. `python -m
+tests.conformance_models.expected` generates this page, and the tests compare it with what they
+find. A class that a new release of transformers adds fails the tests until it is listed.
+
+"""
+
+
+def page(cases: Mapping[str, Outcome], version: str) -> str:
+    """Return the page of the documentation."""
+    names = {"right": "right", "refused": "refused", "wrong": "**fault**", "crash": "**fault**"}
+    counts = {k: sum(o.kind == k for o in cases.values()) for k in names}
+    lines = [
+        f"{counts['right']} configs are right, {counts['refused']} are refused, and "
+        f"{counts['wrong'] + counts['crash']} have a known fault.",
+        "",
+        "| model type | class | result | largest difference, or reason |",
+        "|---|---|---|---|",
+    ]
+    for case in sorted(cases):
+        kind = FAMILIES.get(VARIANTS.get(case, (case, {}))[0], "?")
+        outcome = cases[case]
+        text = outcome.text.replace("|", "\\|")
+        lines.append(f"| {case} | `{kind}` | {names[outcome.kind]} | {text} |")
+    return _INTRODUCTION.format(version=version) + "\n".join(lines) + "\n"
+
+
+def _load() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(FILE.read_text())
+    return loaded
+
+
+def _update() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    found = {}
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = examine(case, Path(folder))
+        sys.stdout.write(f"{case}: {outcome}\n")
+        sys.stdout.flush()
+        found[case] = shorten(outcome)
+    record = {
+        "transformers": transformers.__version__,
+        "cases": {case: {"kind": o.kind, "text": o.text} for case, o in found.items()},
+    }
+    FILE.write_text(json.dumps(record, indent=1) + "\n")
+    PAGE.write_text(page(found, transformers.__version__))
+
+
+if __name__ == "__main__":
+    _update()

@@ -1,0 +1,72 @@
+"""Every causal language model of transformers is computed right, or refused with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.conformance_models.check import Outcome, examine
+from tests.conformance_models.expected import (
+    CASES,
+    PAGE,
+    expected,
+    page,
+    recorded_version,
+    shorten,
+)
+from tests.conformance_models.tiny import FAMILIES, VARIANTS
+
+SAMPLE = ("bert", "codegen", "cohere2", "gemma3_text", "gpt2", "granite_swa", "lfm2", "llama",
+          "mixtral", "nanochat", "olmo2", "opt", "phi4_multimodal", "qwen3_5_text",
+          "starcoder2", "whisper")  # fmt: skip
+"""Cases that are not only part of `make test-long`."""
+
+SLACK = 1.5
+"""Another CPU may sum matrix products in another order, which changes the rounding of bf16."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case in SAMPLE else pytest.param(case, marks=pytest.mark.long) for case in CASES],
+)
+def test_a_family_is_right_or_refused(
+    case: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    wanted = expected()[case]
+    if wanted.kind in ("wrong", "crash"):
+        # Strict: a fault that was fixed must be taken off the list.
+        request.applymarker(pytest.mark.xfail(strict=True, reason=str(wanted)))
+    found = shorten(examine(case, tmp_path))
+    assert found.kind in ("right", "refused"), str(found)
+    assert found.kind == wanted.kind, str(found)
+    if wanted.kind == "refused":
+        assert found.text == wanted.text
+    else:
+        assert _difference(found) <= SLACK * _difference(wanted)
+        assert _note(found) == _note(wanted)
+
+
+def test_every_family_is_classified() -> None:
+    """A class that a new release of transformers adds is tested before it is accepted."""
+    listed = set(expected())
+    assert {*FAMILIES, *VARIANTS} - listed == set()
+    if transformers.__version__ == recorded_version():
+        assert listed - {*FAMILIES, *VARIANTS} == set()
+
+
+@pytest.mark.skipif(
+    transformers.__version__ != recorded_version(),
+    reason="the page lists the classes of another version of transformers",
+)
+def test_the_documentation_lists_what_is_expected() -> None:
+    assert PAGE.read_text() == page(expected(), recorded_version())
+
+
+def _difference(outcome: Outcome) -> float:
+    return float(outcome.text.partition(",")[0])
+
+
+def _note(outcome: Outcome) -> str:
+    return outcome.text.partition(",")[2]
