@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.engine.loss import ChunkedLoss, GradientSink, LossScale
+from penstock.engine.loss import (
+    ChunkedLoss,
+    GradientSink,
+    LossScale,
+    _cross_entropy,
+    fused_loss,
+)
 from penstock.model.storage_counter import StorageCounter
 
 TOKENS, WIDTH, VOCABULARY, CHUNK = 12, 8, 32, 5
@@ -118,3 +124,24 @@ def test_the_scale_is_at_least_one_and_always_one_with_bf16() -> None:
     for _ in range(3000):
         fixed.note_good_step()
     assert fixed.value == 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [None, 0.5], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_fused_loss_reads_no_logit_outside_of_the_vocabulary(
+    dtype: torch.dtype, scale: float | None
+) -> None:
+    """A bad target gives NaN in its own row, and no other row changes."""
+    drawn = torch.Generator().manual_seed(3)
+    logits = torch.randn(8, VOCABULARY, generator=drawn).to(dtype).cuda()
+    good = torch.tensor([0, VOCABULARY - 1, -100, 5]).cuda()
+    bad = torch.tensor([-1, VOCABULARY, -101, 2**40]).cuda()
+    wanted = torch.nn.functional.cross_entropy(logits[:4].float(), good, reduction="none")
+    factor = 0.0 if scale is None else scale
+
+    losses = _cross_entropy(logits.clone(), torch.cat([good, bad]), factor)
+
+    torch.testing.assert_close(losses[:4], wanted)
+    assert bool(losses[4:].isnan().all())
+    assert bool(fused_loss(logits, torch.cat([good, bad]), scale).isnan())

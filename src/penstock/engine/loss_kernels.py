@@ -21,7 +21,11 @@ def cross_entropy_kernel(
     WRITE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store the loss of each row; with WRITE, replace logits by `scale` times their gradient."""
+    """Store the loss of each row; with WRITE, replace logits by `scale` times their gradient.
+
+    A target that is neither IGNORE_INDEX nor in the vocabulary gives a loss of NaN. The engine
+    refuses such a batch on the host; here, nothing outside of the row may be read as its logit.
+    """
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * vocabulary
     target = tl.load(targets + row)
@@ -36,7 +40,8 @@ def cross_entropy_kernel(
         top = higher
     log_total = top + tl.log(total)
     trained = target != IGNORE_INDEX
-    picked = tl.load(start + tl.where(trained, target, 0)).to(tl.float32)
+    known = (target >= 0) & (target < vocabulary)
+    picked = tl.load(start + target, mask=known, other=float("nan")).to(tl.float32)
     tl.store(losses + row, tl.where(trained, log_total - picked, 0.0))
     if WRITE:
         factor = tl.where(trained, scale, 0.0)
