@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from penstock.engine.result_record import NotBitIdenticalWarning
 from penstock.errors import EngineStateError
-from tests.equivalence.runs import DRAM, Setup, differing, state_of
+from tests.equivalence.runs import DRAM, RESIDENT, Setup, differing, state_of
 
 
 def test_the_state_of_an_engine_is_one_object_in_training_state_json(tmp_path: Path) -> None:
@@ -19,7 +24,7 @@ def test_the_state_of_an_engine_is_one_object_in_training_state_json(tmp_path: P
         engine.write(folder)
 
     state = json.loads((folder / "training_state.json").read_text())
-    assert set(state) == {"version", "engine", "software"}
+    assert set(state) == {"version", "engine", "software", "numerics"}
     assert state["engine"]["steps"] == 1
     assert not (folder / "engine.json").exists()
 
@@ -63,3 +68,91 @@ def test_another_seed_is_refused(tmp_path: Path) -> None:
         pytest.raises(EngineStateError, match="seed: was 3 in the checkpoint and is 4 now"),
     ):
         engine.read(folder)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "micro-batch": ({"micro_batch": 1}, "micro_batch was 2 and is 1"),
+    "clip": ({"clip": 0.25}, "clip was 0.5 and is 0.25"),
+    "no clip": ({"clip": None}, "clip was 0.5 and is 0.0"),
+    "loss chunk": ({"loss_chunk": 7}, "loss_chunk was .* and is 7"),
+    "MLP tile": ({"mlp_tile": 5}, "mlp_tile was .* and is 5"),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint after one step with micro-batches of 2 rows, clipped to 0.5."""
+    setup, folder = Setup.of("llama"), tmp_path / "saved"
+    folder.mkdir()
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.step(setup.batches(1)[0])
+        engine.write(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("changes", "message"), CHANGES.values(), ids=CHANGES)
+def test_reading_says_why_the_bits_will_differ(
+    changes: dict[str, Any], message: str, saved: Path, tmp_path: Path
+) -> None:
+    setup = changed(Setup.of("llama"), changes)
+    with setup.engine(DRAM, tmp_path) as engine:
+        with pytest.warns(
+            NotBitIdenticalWarning, match=f"^no longer bit-identical because {message}$"
+        ):
+            engine.read(saved)
+
+        assert engine.steps == 1  # a warning, and not an error
+
+
+def changed(setup: Setup, changes: dict[str, Any]) -> Setup:
+    """Change fields of the workload, or of its numerics."""
+    own = {k: v for k, v in changes.items() if k == "clip"}
+    numerics = {k: v for k, v in changes.items() if k != "clip"}
+    work = replace(setup.work, numerics=replace(setup.work.numerics, **numerics), **own)
+    return replace(setup, work=work)
+
+
+def test_reading_under_another_plan_warns_of_nothing(saved: Path, tmp_path: Path) -> None:
+    with Setup.of("llama").engine(RESIDENT, tmp_path) as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.read(saved)
+
+
+def test_reading_passes_all_differences_to_the_caller(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version, threads = torch.__version__, torch.get_num_threads()
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    found: list[str] = []
+    with changed(Setup.of("llama"), {"clip": 2.0}).engine(DRAM, tmp_path) as engine:
+        engine.read(saved, on_difference=found.extend)
+
+    assert found == [
+        f"torch was {version} and is 9.9",
+        "clip was 0.5 and is 2.0",
+        f"torch's number of threads was {threads} and is {threads + 1}",
+    ]
+
+
+def test_a_checkpoint_that_recorded_no_numerics_is_read(saved: Path, tmp_path: Path) -> None:
+    path = saved / "training_state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({"version": state["version"], "engine": state["engine"]}))
+
+    with changed(Setup.of("llama"), {"clip": 2.0}).engine(DRAM, tmp_path) as engine:
+        engine.read(saved)
+        assert engine.steps == 1
+
+
+def test_damaged_numerics_are_named(saved: Path, tmp_path: Path) -> None:
+    path = saved / "training_state.json"
+    state = json.loads(path.read_text())
+    state["numerics"]["workload"]["micro_batch"] = "many"
+    path.write_text(json.dumps(state))
+
+    with (
+        Setup.of("llama").engine(DRAM, tmp_path) as engine,
+        pytest.raises(EngineStateError, match=r"training_state\.json: micro_batch"),
+    ):
+        engine.read(saved)

@@ -8,7 +8,7 @@ overlap with computation, or in `finish`, which everything that looks at the par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 
 from penstock import records
 from penstock.checkpoint.errors import StateError
-from penstock.checkpoint.training_state import TrainingState, read_engine_state
+from penstock.checkpoint.training_state import Software, TrainingState, read_engine_state
 from penstock.checkpoint.writer import Progress as WriteProgress
 from penstock.engine.allocate import Programs, allocate
 from penstock.engine.batches import SplitBatch, split_batch
@@ -29,6 +29,7 @@ from penstock.engine.gradients import round_gradients
 from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale
 from penstock.engine.optimizer import Grouping, StreamedAdamW
 from penstock.engine.pending_update import PendingUpdate, draw_keys
+from penstock.engine.result_record import find_differences, result_record, warn_of_differences
 from penstock.engine.runner import Progress, Runner
 from penstock.engine.state_io import EngineFiles
 from penstock.engine.state_view import StateView
@@ -217,8 +218,7 @@ class Engine:
         self.split_model, self.device = split_model, device
         self.optimizer = StreamedAdamW(self, settings.optimizer, settings.grouping)
         self._programs = Programs.of(plan, inventory)
-        on_gpu = device.torch_device.type == "cuda"
-        pool = Pool(settings.sweep_threads, nice=SWEEP_NICE if on_gpu else 0)
+        pool = Pool(settings.sweep_threads, nice=SWEEP_NICE if self.on_gpu else 0)
         self._memory = allocate(plan, inventory, self._programs, device, settings.store, pool)
         self.access = TensorAccess(self._memory)
         self.files = EngineFiles(self.access, inventory)
@@ -251,6 +251,11 @@ class Engine:
         self._stats: GradStats | None = None  # of the gradients that wait for `apply`, if any
         self._loss_not_finite = False  # of any batch behind those gradients
         self._closed = False
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computes."""
+        return self.device.torch_device.type == "cuda"
 
     # Training.
 
@@ -460,16 +465,33 @@ class Engine:
         self.finish()
         self.files.write(Path(folder), optimizer=optimizer, progress=progress)
         if optimizer:
-            TrainingState(engine=self.state_record()).save(folder)
+            TrainingState(
+                engine=self.state_record(),
+                software=Software.here(gpu=self.on_gpu),
+                numerics=result_record(self.workload, on_gpu=self.on_gpu),
+            ).save(folder)
 
     def state_record(self) -> Json:
         """Return what the engine must save in addition to its tensors, as plain JSON."""
         return records.to_json(EngineState.of(self))
 
-    def read(self, folder: str | Path) -> None:
-        """Continue, bit for bit, from a checkpoint of `write` under this or any other plan."""
+    def read(
+        self,
+        folder: str | Path,
+        *,
+        on_difference: Callable[[Sequence[str]], None] = warn_of_differences,
+    ) -> None:
+        """Continue, bit for bit, from a checkpoint of `write` under this or any other plan.
+
+        Budgets and placement do not change a result. `on_difference` is called with everything
+        that does and has changed, such as the micro-batch, the clipping norm, a kernel, or the
+        version of torch; by default it emits a NotBitIdenticalWarning. Another model, dtype,
+        moment format, seed or param group raises EngineStateError.
+        """
         state = EngineState.load(folder)
         state.check(self)
+        if found := find_differences(Path(folder), self.workload, on_gpu=self.on_gpu):
+            on_difference(found)
         self._pending = self._stats = None
         self.files.read(Path(folder))
         state.restore(self)

@@ -86,17 +86,16 @@ class CheckpointSaver:
         sync(self._out)
 
     def _training_state(self, position: RunPosition) -> TrainingState:
+        from penstock.engine.result_record import result_record
+
         engine = self._engine
-        on_gpu = engine.device.torch_device.type == "cuda"
         values = self._settings.flat()
-        numerics: Any = {
-            "workload": to_json(engine.workload.numerics),
-            "settings": {name: to_json(values[name]) for name in AFFECTS_RESULT},
-            "threads": None if on_gpu else torch_threads(),
-        }
+        settings = {name: to_json(values[name]) for name in AFFECTS_RESULT}
+        numerics: Any = result_record(engine.workload, on_gpu=engine.on_gpu)
+        numerics["settings"] = settings
         return TrainingState(
             engine=engine.state_record(),
-            software=Software.here(gpu=on_gpu),
+            software=Software.here(gpu=engine.on_gpu),
             schedule=position.schedule,
             data=position.data,
             numerics=numerics,
@@ -112,13 +111,6 @@ def write_model_files(
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[settings.model.dtype]
     write_config(config, out, dtype=dtype, architecture=inventory.architecture)
     copy_model_files(source, out, trust_remote_code=settings.model.trust_remote_code)
-
-
-def torch_threads() -> int:
-    """Return torch's number of CPU threads, which decides how sums on the CPU are split."""
-    import torch
-
-    return torch.get_num_threads()
 
 
 def _link(source: Path, target: Path) -> None:

@@ -6,18 +6,17 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.errors import StateError
 from penstock.checkpoint.manifest import Checkpoint
 from penstock.checkpoint.run_directory import list_checkpoints, remove_leftovers
-from penstock.checkpoint.training_state import Software, TrainingState
+from penstock.checkpoint.training_state import TrainingState
 from penstock.plan.workload import Numerics
 from penstock.records import from_json, to_json
 from penstock.settings import AFFECTS_RESULT, Settings
-from penstock.train.checkpoints import torch_threads
 from penstock.train.errors import NotResumableError, OutInUseError, OutNotEmptyError
 
 
@@ -34,18 +33,16 @@ class ResumePoint:
         saved: Any = self._saved("workload")
         return from_json(Numerics, saved, where=str(self.checkpoint.path), error=StateError)
 
-    def differences(
-        self, settings: Settings, numerics: Numerics, *, steps: int, on_gpu: bool
-    ) -> list[str]:
-        """Describe what differs from the run so far, so that the result is not bit-identical."""
-        found = list(self.state.software.differences(Software.here(gpu=on_gpu)))
+    def differences(self, settings: Settings, *, steps: int) -> list[str]:
+        """Describe which settings of the run have changed that can change its result.
+
+        `Engine.read` reports what the engine knows: its numerics, the software and the machine.
+        """
+        found = []
         schedule: Any = self.state.schedule
         if isinstance(schedule, Mapping) and schedule.get("steps", steps) != steps:
             found.append(f"the number of steps was {schedule['steps']} and is {steps}")
-        threads = self._saved("threads")
-        if threads is not None and not on_gpu and threads != torch_threads():
-            found.append(f"torch's number of threads was {threads} and is {torch_threads()}")
-        return found + self._changed_settings(settings) + self._changed_numerics(numerics)
+        return found + self._changed_settings(settings)
 
     def _changed_settings(self, settings: Settings) -> list[str]:
         saved: Any = self._saved("settings")
@@ -56,16 +53,6 @@ class ResumePoint:
             f"{name} was {saved[name]} and is {now[name]}"
             for name in AFFECTS_RESULT
             if saved.get(name, now[name]) != now[name]
-        ]
-
-    def _changed_numerics(self, numerics: Numerics) -> list[str]:
-        before = self.numerics
-        pairs = ((f.name, getattr(before, f.name), getattr(numerics, f.name))
-                 for f in fields(Numerics))  # fmt: skip
-        return [
-            f"{name} was {was} and is {now}"
-            for name, was, now in pairs
-            if was != now and name not in AFFECTS_RESULT
         ]
 
     def _saved(self, name: str) -> object:

@@ -93,12 +93,14 @@ def _open_run(
     _report_plan(choice, batches.steps, listeners, view)
     for remark in remarks:
         listeners.note(remark)
-    engine = _prepare_engine(settings, model, choice, resume, view)
+    changes: list[str] = []
+    engine = _prepare_engine(settings, model, choice, resume, view, changes)
     try:
         if engine.plan_change:
             listeners.note(engine.plan_change)
         if resume is not None:
-            _report_differences(resume, settings, engine, batches.steps, listeners)
+            changes += resume.differences(settings, steps=batches.steps)
+            _report_differences(changes, listeners)
         saver = CheckpointSaver(engine, settings)
         saver.saved_step = resume.checkpoint.step if resume else None
         saver.check_space()
@@ -117,7 +119,9 @@ def _prepare_engine(
     choice: PlanChoice,
     resume: ResumePoint | None,
     view: View,
+    changes: list[str],
 ) -> Engine:
+    """Prepare the engine. On a resume, add what differs from the checkpoint to `changes`."""
     from penstock.engine.prepare import prepare
 
     # A resumed run reads config and weights from the checkpoint, which has no revision.
@@ -129,7 +133,7 @@ def _prepare_engine(
         if resume is not None:
             try:
                 view.show_work(0, 0, "loading weights")
-                engine.read(resume.checkpoint.path)
+                engine.read(resume.checkpoint.path, on_difference=changes.extend)
             except BaseException:
                 engine.close()
                 raise
@@ -151,13 +155,12 @@ def _report_plan(choice: PlanChoice, steps: int, listeners: Listeners, view: Vie
     listeners.emit("plan", **fields, parameters=plan.parameters, steps=steps)
 
 
-def _report_differences(
-    resume: ResumePoint, settings: Settings, engine: Engine, steps: int, listeners: Listeners
-) -> None:
-    on_gpu = engine.device.torch_device.type == "cuda"
-    found = resume.differences(settings, engine.workload.numerics, steps=steps, on_gpu=on_gpu)
-    if found:
-        listeners.note(f"no longer bit-identical because {'; '.join(found)}")
+def _report_differences(changes: list[str], listeners: Listeners) -> None:
+    from penstock.engine.result_record import describe_differences
+
+    if changes:
+        # Some settings, such as `clip`, are also known to the engine.
+        listeners.note(describe_differences(list(dict.fromkeys(changes))))
 
 
 def _write_run_files(settings: Settings, model: ModelSource, plan: Plan, steps: int) -> None:
