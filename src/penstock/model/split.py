@@ -125,6 +125,9 @@ class SplitModel:
         self._head_only = nn.ModuleList([self._head_probe])
         self._holders = _find_holders(model)
         self._shapes = {t.name: t.shape for block in inventory.blocks for t in block.tensors}
+        # Narrower than the hidden states in models that project the embedding, such as OPT-350m.
+        table = f"{inventory.blocks[0].name}.weight"
+        self._embedding_width = self._shapes.get(table, (inventory.hidden,))[-1]
         self.layer_kinds: list[Kind] = layer_kinds(self.layers)
         """The kind of each layer: equal for layers that run the same code."""
         tile_mlps(self.layers, mlp_tile)
@@ -237,13 +240,13 @@ class SplitModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the head: `[tokens, hidden]` to `[tokens, vocabulary]`, with its caps and scales."""
         # The probe returns `hidden` in place of the layers' output, so gradients reach it. The
-        # embeddings passed to the model only have to have the right shape.
+        # embeddings passed to the model only have to have the right shape, but they need memory of
+        # their own: some models, such as CTRL, scale them in place.
         self._head_probe.answer = hidden[None]
         positions = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        embeddings = hidden.new_zeros(1, hidden.shape[0], self._embedding_width)
         try:
-            out: Any = self.model(
-                inputs_embeds=hidden[None].detach(), position_ids=positions, use_cache=False
-            )
+            out: Any = self.model(inputs_embeds=embeddings, position_ids=positions, use_cache=False)
         finally:
             self._head_probe.answer = None
         logits: torch.Tensor = out.logits.squeeze(0)
