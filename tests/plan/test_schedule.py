@@ -169,6 +169,41 @@ def test_backward_does_not_fetch_layers_that_are_still_in_a_slot() -> None:
     assert again == [3, 2, 1]  # layers 4, 5 and 6 were still in the three slots
 
 
+@pytest.mark.parametrize(
+    ("linear", "tied", "fetches"), [(True, False, 1), (True, True, 1), (False, False, 2),
+                                    (False, True, 1)],
+)  # fmt: skip
+def test_an_embedding_is_fetched_again_only_if_its_backward_needs_it(
+    linear: bool, tied: bool, fetches: int
+) -> None:
+    """A tied embedding is in HBM for the head, and stays there until its own backward."""
+    evaluator = evaluator_for(4, tied, linear=linear)
+    placement = evaluator.placement(all_on(evaluator, Location.DRAM))
+    schedule = step_schedule(evaluator.inventory, placement)
+    weights = [(op.verb, op.block) for op in schedule.operations if op.roles == (Role.WEIGHT,)]
+    assert weights.count((Verb.FETCH, 0)) == fetches
+
+    operations = [(op.verb, op.block, op.roles) for op in schedule.operations]
+    head = operations.index((Verb.LOSS, 5, ()))
+    between = (Verb.DROP, 0, (Role.WEIGHT,)) in operations[:head]
+    assert between == (not tied)  # a large table takes no memory while layers compute
+
+
+def test_a_frozen_embedding_is_not_fetched_for_its_backward() -> None:
+    evaluator = evaluator_for(4, False, linear=False, frozen=15)
+    placement = evaluator.placement(all_on_frozen(evaluator))
+    schedule = step_schedule(evaluator.inventory, placement)
+    weights = [(op.verb, op.block) for op in schedule.operations if op.roles == (Role.WEIGHT,)]
+    assert weights.count((Verb.FETCH, 0)) == 1
+
+
+def all_on_frozen(evaluator: PlanEvaluator) -> Candidate:
+    """Place a model without trained tensors in DRAM."""
+    candidate = all_on(evaluator, Location.DRAM)
+    locations = tuple(at._replace(state=None, gradient=None) for at in candidate.locations)
+    return replace(candidate, locations=locations)
+
+
 def test_everything_in_hbm_moves_nothing() -> None:
     evaluator = evaluator_for(layers=3, tied=True)
     schedule = step_schedule(

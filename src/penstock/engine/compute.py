@@ -186,10 +186,10 @@ class Computer:
         trained = self._tiers.has(op.block, Role.GRADIENT)
         if trained and not sums.is_open(op.block):  # a tied embedding's sum is open already
             self._open_sum(step, at, op, op.block)
-        if op.block == 0:  # embeddings are linear: their gradient does not depend on their weights
-            parameters = self._memory.weights.stand_ins(0)
-        else:
+        if self._placement.owned_in_backward[op.block]:
             parameters = self._parameters(op.block)
+        else:  # a linear embedding: its gradients do not depend on its weights
+            parameters = self._memory.weights.stand_ins(op.block)
         self._model.bind(parameters)
         fetch = step.program.at.get((Verb.FETCH, op.block, op.round, Role.ACTIVATION))
         for index, micro in enumerate(step.rounds[op.round]):

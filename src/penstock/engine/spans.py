@@ -102,7 +102,7 @@ class WeightSlots:
     def stand_ins(self, block: int) -> dict[str, nn.Parameter]:
         """Return zeros of the block's shapes that take no memory.
 
-        The backward of an embedding does not depend on its weights, so it needs only their shapes.
+        The backward of a linear embedding does not depend on its weights: it needs only shapes.
         """
         key = (block, -1)
         if key not in self._parameters:

@@ -141,7 +141,8 @@ class EmbeddingBackward(StepPart):
     phase: Phase = "backward"
 
     def prepare(self) -> None:
-        self._parameters = self._make_stand_ins()
+        needs_weights = bool(self._inventory.backward_owners[0])
+        self._parameters = self._make_weights(0) if needs_weights else self._make_stand_ins()
         self._open_sums(0)
         self._gradient = self._make_hidden()
 

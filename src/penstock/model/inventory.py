@@ -176,6 +176,10 @@ class Inventory:
     caps_logits: bool = False
     """Whether the head soft-caps its logits, so that their gradient needs the capped values."""
 
+    linear_embedding: bool = True
+    """Whether the gradients of the embedding do not depend on its weights. If they do, as with a
+    norm or a projection before the first layer, its backward pass needs the weights."""
+
     plain_attention: bool = False
     """Whether Penstock's attention kernels support the attention: no dropout, keys and values of
     one head size, at most 256 and a multiple of 8."""
@@ -237,6 +241,16 @@ class Inventory:
     def weight_owners(self) -> tuple[tuple[int, ...], ...]:
         """For each block, the blocks that own the tensors it computes with."""
         return self._owners
+
+    @property
+    def backward_owners(self) -> tuple[tuple[int, ...], ...]:
+        """For each block, the blocks that own the tensors its backward pass computes with.
+
+        They are those of the forward pass, except that a linear embedding needs no weights.
+        """
+        trained = self.blocks[0].parameters(True) > 0
+        needed = trained and not self.linear_embedding
+        return (self._owners[0] if needed else (), *self._owners[1:])
 
     @property
     def kinds(self) -> tuple[int, ...]:

@@ -97,13 +97,6 @@ def check_trainable(inventory: Inventory) -> None:
     """Raise UnsupportedModelError if Penstock cannot train the model."""
     if inventory.not_trainable:
         raise UnsupportedModelError(f"{inventory.model}: {inventory.not_trainable}")
-    for tensor in inventory.blocks[0].tensors:
-        if len(tensor.shape) != 2:
-            raise UnsupportedModelError(
-                f"{inventory.model}: {tensor.name} comes before the layers and has the shape "
-                f"{tensor.shape}, which is not an embedding table. Penstock trains only models "
-                f"whose embedding is linear"
-            )
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ from penstock.model.inventory import Block, Inventory, TensorSpec
 if TYPE_CHECKING:
     from torch import nn
 
+    from penstock.model.parameter_flow import ParameterFlow
+
 LAYER_LISTS = (
     "model.layers",
     "transformer.h",
@@ -76,19 +78,38 @@ def survey_model(
 ) -> Inventory:
     """Return the inventory of an existing model, on any device."""
     path, layers = _find_layers(body, blocks)
-    tensors = _TensorsByBlock(body, path, len(layers), freeze)
+    flow, problem = _trace_parameters(body, path, config)
+    tensors = _TensorsByBlock(body, path, len(layers), freeze, flow)
+    embedding, head = tensors.embedding(), tensors.head()
     layer_blocks = [tensors.layer(i, config) for i in range(len(layers))]
+    if flow is not None:
+        trained = [t.name for t in (*embedding.tensors, *head.tensors) if t.trainable]
+        problem = flow.refusal(trained)
     return Inventory(
         model=name,
         architecture=type(body).__name__,
         hidden=int(config.hidden_size),
         vocabulary=int(config.vocab_size),
         max_context=getattr(config, "max_position_embeddings", None),
-        blocks=(tensors.embedding(), *layer_blocks, tensors.head()),
+        blocks=(embedding, *layer_blocks, head),
+        linear_embedding=flow is not None and flow.linear,
         caps_logits=bool(getattr(config, "final_logit_softcapping", None)),
         plain_attention=_plain_attention(config),
-        not_trainable=MOE if _experts(config) else "",
+        not_trainable=MOE if _experts(config) else problem,
     )
+
+
+def _trace_parameters(body: nn.Module, path: str, config: Any) -> tuple[ParameterFlow | None, str]:
+    """Return what runs around the layers, or None and why it is not known."""
+    from penstock.model.parameter_flow import trace_parameters
+
+    try:
+        return trace_parameters(body, path, int(config.hidden_size)), ""
+    except Exception as problem:  # whatever the model's own code raises
+        return None, (
+            f"its embedding and its head cannot be run without its layers: "
+            f"{type(problem).__name__}: {problem}"
+        )
 
 
 def _build_on_meta(config: Any, trust_remote_code: bool) -> nn.Module:
@@ -130,8 +151,15 @@ def _find_layers(body: nn.Module, blocks: str | None) -> tuple[str, nn.ModuleLis
 class _TensorsByBlock:
     """Assigns each of a model's tensors to one block."""
 
-    def __init__(self, body: nn.Module, path: str, count: int, freeze: Sequence[str]) -> None:
-        self.body, self.path, self.freeze = body, path, freeze
+    def __init__(
+        self,
+        body: nn.Module,
+        path: str,
+        count: int,
+        freeze: Sequence[str],
+        flow: ParameterFlow | None,
+    ) -> None:
+        self.body, self.path, self.freeze, self.flow = body, path, freeze, flow
         self.first_name: dict[int, str] = {}  # a shared tensor is known by its first name
         in_layers: dict[int, dict[str, Any]] = {i: {} for i in range(count)}
         self.outside: dict[str, Any] = {}
@@ -181,15 +209,21 @@ class _TensorsByBlock:
             name="lm_head" if owner not in names else owner.removesuffix(".weight"),
             kind="head",
             tensors=self._specs(names),
-            borrows=() if owner in names else (owner,),
+            borrows=self._borrowed(owner, names),
             matmul_elements=weight.numel(),
         )
 
-    def _head_names(self) -> set[str]:
-        """Return the names of the output table and the last norm.
+    def _borrowed(self, table: str, own: list[str]) -> tuple[str, ...]:
+        """Return the tensors that the head shares with the embedding, such as a tied table."""
+        if self.flow is None:
+            return () if table in own else (table,)
+        return tuple(n for n in self.outside if n in self.flow.head and n not in own)
 
-        Everything else outside the layers runs before them.
-        """
+    def _head_names(self) -> set[str]:
+        """Return the names of tensors that are used after the last layer, and only there."""
+        if self.flow is not None:
+            return set(self.flow.head - self.flow.embedding)
+        # Such a model can be planned for, but not trained. Go by names.
         table = self.body.get_output_embeddings()  # type: ignore[operator]
         own = {id(p) for p in table.parameters()} if table is not None else set()
         source = self.body.get_input_embeddings()  # type: ignore[operator]

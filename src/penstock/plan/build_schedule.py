@@ -96,7 +96,9 @@ class _ScheduleBuilder:
             self.prefetch("forward", round)
             # The output of block i overwrites the input of block i - 1, which must have left.
             offloaded = self.offloaded.get((i - 1, Role.ACTIVATION))
-            waits = self.weights_of(i) + (() if offloaded is None else (offloaded,))
+            waits = self.weights_of(self.index.owners(i)) + (
+                () if offloaded is None else (offloaded,)
+            )
             self.compute(Verb.FORWARD, i, "forward", round, waits)
             if self.backward and self.index.offloads_activation(i + 1):
                 self.offload(i + 1, Role.ACTIVATION, "forward", round, after=self.computed[i])
@@ -106,7 +108,7 @@ class _ScheduleBuilder:
         last = self.index.count - 1
         phase: Phase = "backward" if self.backward else "forward"
         self.prefetch(phase, round)
-        waits = self.weights_of(last)
+        waits = self.weights_of(self.index.owners(last))
         for block in self.index.adds_to(last):
             waits += self.in_hbm(block, Role.GRADIENT)
         self.compute(Verb.LOSS, last, phase, round, waits)
@@ -120,7 +122,7 @@ class _ScheduleBuilder:
             self.prefetch("backward", round)
             # One gradient may still be leaving while the next is computed.
             self.drop_gradients(round, keep=1)
-            waits = self.weights_of(i) if i > 0 else ()
+            waits = self.weights_of(self.index.owned_in_backward[i])
             waits += self.in_hbm(i, Role.ACTIVATION) + self.in_hbm(i, Role.GRADIENT)
             self.compute(Verb.BACKWARD, i, "backward", round, waits)
             self.drop(i, Role.ACTIVATION, "backward", round)
@@ -279,9 +281,8 @@ class _ScheduleBuilder:
         """Append a computation."""
         self.computed[block] = self.emit(verb, block, (), phase, round, after=waits)
 
-    def weights_of(self, block: int) -> tuple[int, ...]:
-        """Return what a block's computation must wait for: fetches, or sweeps on the GPU."""
-        owners = self.index.owners(block)
+    def weights_of(self, owners: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what makes the weights of blocks available: fetches, or sweeps on the GPU."""
         fetched = tuple(at for o in owners for at in self.in_hbm(o, Role.WEIGHT))
         resident = (o for o in owners if self.index.weight_in_hbm(o))
         return fetched + tuple(at for o in resident for at in self.swept.get(o, ()))

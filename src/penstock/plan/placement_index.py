@@ -24,6 +24,9 @@ class PlacementIndex:
     owned: tuple[tuple[int, ...], ...]
     """For each block, the blocks that own the weights it computes with."""
 
+    owned_in_backward: tuple[tuple[int, ...], ...]
+    """For each block, the blocks that own the weights its backward computes with."""
+
     pieces: tuple[int, ...]
     """For each block, the number of pieces its optimizer sweep is divided into."""
 
@@ -46,7 +49,7 @@ class PlacementIndex:
         frozen = tuple(len(b.pieces(step, trainable=False)) for b in inventory.blocks)
         weight, hbm = Role.WEIGHT, Tier.HBM
         return cls(
-            placement, owned, pieces, frozen, _users(owned),
+            placement, owned, inventory.backward_owners, pieces, frozen, _users(owned),
             tuple(at.all_on(weight, hbm) for at in blocks),
             tuple(at.touches(weight, Tier.NVME) for at in blocks),
             *(
@@ -123,7 +126,7 @@ class WeightUse(NamedTuple):
     """The round."""
 
     owners: tuple[int, ...]
-    """The blocks whose weights it needs. The embedding's backward needs none."""
+    """The blocks whose weights it needs. The backward of a linear embedding needs none."""
 
 
 class WeightWindow:
@@ -137,7 +140,7 @@ class WeightWindow:
     def __init__(self, index: PlacementIndex, *, backward: bool = True) -> None:
         self.index = index
         rounds = index.placement.rounds if backward else 1
-        self.uses, self._used_at = _uses(index.owned, rounds, backward)
+        self.uses, self._used_at = _uses(index.owned, index.owned_in_backward, rounds, backward)
 
     def next_uses(self, at: int) -> tuple[WeightUse, ...]:
         """Return use `at` and the uses to prefetch for while it computes."""
@@ -155,9 +158,16 @@ class WeightWindow:
         )
         if not layer:
             # The embedding and the head are large. They stay only within a round, as a tied
-            # embedding does for the head.
-            return [b for b in idle if self._round(self._next(b, at)) > self._round(at)]
+            # embedding does for the head. An embedding whose own backward needs it is fetched
+            # again for it, at the end of the round.
+            return [b for b in idle if self._is_far(self._next(b, at), at)]
         return idle[: max(0, len(rivals) + 1 - self.index.placement.slots)]
+
+    def _is_far(self, use: int, at: int) -> bool:
+        """Return whether `use` is after all layers of the round in which use `at` is."""
+        if self._round(use) > self._round(at):
+            return True
+        return self.uses[use].block == 0 and self.uses[use].backward
 
     def _round(self, at: int) -> int:
         return self.uses[at].round if at < len(self.uses) else self.uses[-1].round + 1
@@ -181,13 +191,20 @@ def _users(owned: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=64)
 def _uses(
-    owned: tuple[tuple[int, ...], ...], rounds: int, backward: bool
+    owned: tuple[tuple[int, ...], ...],
+    owned_in_backward: tuple[tuple[int, ...], ...],
+    rounds: int,
+    backward: bool,
 ) -> tuple[tuple[WeightUse, ...], Mapping[int, Sequence[int]]]:
     """Return the uses of a step, and for each block the indices of the uses that need its weights.
 
     They depend on no placement, and the search builds thousands of schedules.
     """
-    uses = tuple(use for round in range(rounds) for use in _uses_of_round(owned, round, backward))
+    uses = tuple(
+        use
+        for round in range(rounds)
+        for use in _uses_of_round(owned, owned_in_backward, round, backward)
+    )
     used_at: dict[int, list[int]] = {}
     for k, use in enumerate(uses):
         for owner in use.owners:
@@ -196,7 +213,10 @@ def _uses(
 
 
 def _uses_of_round(
-    owned: tuple[tuple[int, ...], ...], round: int, backward: bool
+    owned: tuple[tuple[int, ...], ...],
+    owned_in_backward: tuple[tuple[int, ...], ...],
+    round: int,
+    backward: bool,
 ) -> list[WeightUse]:
     """Return the uses of one round: forward, the head and, in training, backward."""
     last = len(owned) - 1
@@ -204,5 +224,7 @@ def _uses_of_round(
     head_use = [WeightUse(last, backward, round, owned[last])]
     if not backward:
         return [*forward_uses, *head_use]
-    backward_uses = [WeightUse(i, True, round, owned[i]) for i in range(last - 1, 0, -1)]
-    return [*forward_uses, *head_use, *backward_uses, WeightUse(0, True, round, ())]
+    backward_uses = [
+        WeightUse(i, True, round, owned_in_backward[i]) for i in range(last - 1, -1, -1)
+    ]
+    return [*forward_uses, *head_use, *backward_uses]

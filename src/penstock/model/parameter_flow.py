@@ -1,0 +1,271 @@
+"""Find out which parameters a model uses before its first layer and after its last.
+
+The model's own code runs once on two tokens. Its parameters are zeros that take no memory, and
+every operation passes on which parameters its result depends on. So what is part of the embedding,
+what is part of the head, and whether the embedding is linear, follow from what the model computes
+and not from names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from penstock.model.meta_model import remember_model
+
+LARGE = 1 << 18
+"""Elements of a tensor from which on an operation is computed without data."""
+
+TOKENS = 2
+
+_aten = torch.ops.aten
+
+# Their results depend on the shapes of their inputs, not on the values.
+_SHAPE_ONLY = frozenset(
+    (_aten.zeros_like, _aten.ones_like, _aten.empty_like, _aten.full_like, _aten.rand_like,
+     _aten.new_zeros, _aten.new_ones, _aten.new_empty, _aten.new_full, _aten.new_empty_strided)
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFlow:
+    """Which parameters reach the first layer, and which the logits, by name."""
+
+    embedding: frozenset[str]
+    """Parameters that the input of the first layer depends on."""
+
+    head: frozenset[str]
+    """Parameters that the logits depend on, given the output of the last layer."""
+
+    linear: bool
+    """Whether the gradients of the embedding's parameters do not depend on their values."""
+
+    without_gradient: frozenset[str]
+    """Parameters outside the layers that get no gradient from either."""
+
+    arguments: Mapping[str, str]
+    """Parameters that arguments of layers depend on, with the name of such an argument."""
+
+    problem: str = ""
+    """Why the parts between which the layers lie cannot be separated; empty if they can."""
+
+    def refusal(self, trainable: Sequence[str]) -> str:
+        """Return why Penstock would train the model wrongly; empty if it would not."""
+        for name in trainable:
+            if name in self.arguments:
+                return (
+                    f"its layers take the argument {self.arguments[name]}, which it computes from "
+                    f"{name}; Penstock differentiates layers only with respect to their hidden "
+                    f"states. Freeze it with `--freeze {name}`"
+                )
+        for name in trainable:
+            if name in self.without_gradient:
+                return (
+                    f"{name} gets no gradient: the model uses it neither before its first layer "
+                    f"nor after its last. Freeze it with `--freeze {name}`"
+                )
+        return self.problem
+
+
+def trace_parameters(body: nn.Module, path: str, hidden: int) -> ParameterFlow:
+    """Run what is around the layers at `path`, and return which parameters it uses.
+
+    The model may be on any device; it is as before afterwards.
+    """
+    restore = remember_model(body)
+    try:
+        return _trace(body, path, hidden)
+    finally:
+        restore()
+
+
+def _trace(body: nn.Module, path: str, hidden: int) -> ParameterFlow:
+    parent, _, list_name = path.rpartition(".")
+    base, layers = body.get_submodule(parent), body.get_submodule(path)
+    assert isinstance(layers, nn.ModuleList)
+    table: Any = body.get_input_embeddings()  # type: ignore[operator]
+    width = int(table.weight.shape[-1])
+    probes = [_Probe(getattr(layer, "attention_type", None)) for layer in layers]
+    probes[-1].last = True
+    setattr(base, list_name, nn.ModuleList(probes))
+    parameters = _replace_tensors(body)
+    with _Dependencies() as flow, torch.enable_grad():
+        for name, parameter in parameters.items():
+            flow.mark(parameter, frozenset((name,)))
+        ids = torch.zeros(1, TOKENS, dtype=torch.int64)
+        positions = torch.arange(TOKENS)[None]
+        with contextlib.suppress(_ReachedError):
+            base(input_ids=ids, position_ids=positions, use_cache=False)
+        first = probes[0].hidden
+        assert first is not None, "no layer is called"
+        gradients = _differentiate(first, parameters)
+        linear = not flow.values_read and not any(flow.names(g) for g in gradients.values())
+        embedding = flow.names(first)
+        arguments = {
+            name: argument
+            for probe in probes
+            for argument, value in probe.arguments.items()
+            for name in flow.names(value)
+        }
+
+        head_probe = _Probe(None)
+        head_probe.answer = torch.zeros(1, TOKENS, hidden, dtype=first.dtype)
+        setattr(base, list_name, nn.ModuleList([head_probe]))
+        embeddings = torch.zeros(1, TOKENS, width, dtype=first.dtype)
+        flow.mark(embeddings, frozenset((_EMBEDDINGS,)))
+        out: Any = body(inputs_embeds=embeddings, position_ids=positions, use_cache=False)
+        head = flow.names(out.logits)
+        gradients |= _differentiate(out.logits, parameters)
+    return ParameterFlow(
+        embedding=embedding,
+        head=head - {_EMBEDDINGS},
+        linear=linear,
+        without_gradient=frozenset(parameters) - frozenset(gradients),
+        arguments=arguments,
+        problem=_find_problem(probes, head),
+    )
+
+
+_EMBEDDINGS = "the input embeddings"
+
+
+def _find_problem(probes: Sequence[_Probe], head: frozenset[str]) -> str:
+    if _EMBEDDINGS in head:
+        return (
+            "it uses the output of its embedding after the last layer, which Penstock does not "
+            "differentiate"
+        )
+    for index, (before, after) in enumerate(itertools.pairwise(probes)):
+        # Layers of older models return tuples: those models select the first element.
+        selected = after.hidden is not None and after.hidden.dim() < 3
+        if after.hidden is not before.hidden and not selected:
+            return (
+                f"it changes the hidden states between layers {index} and {index + 1}, which "
+                f"Penstock does not differentiate"
+            )
+    return ""
+
+
+class _ReachedError(Exception):
+    """Raised by the last probe to leave the model before its head runs."""
+
+
+class _Probe(nn.Module):
+    """Takes the place of a layer, and returns its input or, if it is set, `answer`."""
+
+    def __init__(self, kind: str | None) -> None:
+        super().__init__()
+        self.answer: torch.Tensor | None = None
+        self.hidden: torch.Tensor | None = None
+        self.arguments: dict[str, Any] = {}
+        self.last = False
+        if kind is not None:
+            self.attention_type = kind  # some models read it before they call the layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.answer is not None:
+            return self.answer
+        others = dict(kwargs)
+        self.hidden = args[0] if args else others.pop("hidden_states")
+        self.arguments = others | {f"number {i}": each for i, each in enumerate(args) if i > 0}
+        if self.last:
+            raise _ReachedError
+        return self.hidden
+
+
+def _replace_tensors(body: nn.Module) -> dict[str, nn.Parameter]:
+    """Replace parameters and buffers by zeros without memory; return the parameters by name."""
+    stand_ins: dict[int, nn.Parameter] = {}
+    named: dict[str, nn.Parameter] = {}
+    for path, module in body.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                known = id(parameter) in stand_ins
+                new = stand_ins.setdefault(
+                    id(parameter), nn.Parameter(_zeros(parameter).data, requires_grad=True)
+                )
+                module._parameters[leaf] = new
+                if not known:
+                    named[f"{path}.{leaf}" if path else leaf] = new
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[leaf] = _zeros(buffer)
+    return named
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=like.dtype).expand(like.shape)
+
+
+def _differentiate(
+    out: torch.Tensor, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of those parameters that have one."""
+    if not out.requires_grad:
+        return {}
+    gradient = torch.ones(out.shape, dtype=out.dtype)
+    found = torch.autograd.grad(out, list(parameters.values()), gradient, allow_unused=True)
+    return {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
+
+
+class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps track of the parameters that the content of each tensor depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names: dict[int, frozenset[str]] = {}  # by storage, which views share
+        self._kept: list[torch.Tensor] = []  # a storage's address is reused once it is freed
+        self.values_read = False
+        """Whether the code read a value that depends on a parameter, to decide what to do."""
+
+    def mark(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
+        """Note that a tensor depends on parameters, in addition to those noted before."""
+        self._kept.append(tensor)
+        key = tensor.untyped_storage()._cdata
+        self._names[key] = self._names.get(key, frozenset()) | names
+
+    def names(self, value: Any) -> frozenset[str]:
+        """Return the parameters that a tensor, or any tensor inside a value, depends on."""
+        tensors = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+        return frozenset[str]().union(
+            *(self._names.get(t.untyped_storage()._cdata, frozenset()) for t in tensors)
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        names = self.names((args, kwargs))
+        if names and func is _aten._local_scalar_dense.default:
+            self.values_read = True
+        out = _compute(func, args, kwargs)
+        if names and func.overloadpacket not in _SHAPE_ONLY:
+            for each in tree_leaves(out):
+                if isinstance(each, torch.Tensor):
+                    self.mark(each, names)
+        return out
+
+
+def _compute(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute an operation; with tensors as large as an embedding's table, only its shapes."""
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    large = func is _aten.embedding_dense_backward.default or any(
+        t.numel() >= LARGE for t in tensors
+    )
+    # Views take no memory, and gathering the rows of a table reads only those rows.
+    aliases = any(each.alias_info is not None for each in func._schema.returns)
+    if not large or aliases or func is _aten.embedding.default:
+        return func(*args, **kwargs)
+    shapes = tree_map_only(
+        torch.Tensor,
+        lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"),
+        (args, kwargs),
+    )
+    out = func(*shapes[0], **shapes[1])
+    return tree_map_only(torch.Tensor, _zeros, out)

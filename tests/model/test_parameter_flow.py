@@ -1,0 +1,135 @@
+"""What lies around the layers is found by what the model computes, not by names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig
+
+from penstock.errors import UnsupportedModelError
+from penstock.model.inventory import Inventory
+from penstock.model.meta_model import check_trainable
+from penstock.model.survey import survey_config, survey_model
+from tests.support import engines
+
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+)
+
+
+class Changed(LlamaForCausalLM):
+    """A Llama with one more parameter, which a subclass uses."""
+
+    def __init__(self) -> None:
+        super().__init__(CONFIG)
+        self.model.extra = nn.Parameter(torch.ones(16))
+
+
+class ScaledEmbedding(Changed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.embed_tokens.register_forward_hook(lambda *a: a[2] * self.model.extra)
+
+
+class ClampedEmbedding(Changed):
+    """Its gradients depend on the weights through a comparison only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.embed_tokens.register_forward_hook(
+            lambda *a: a[2].clamp(max=0.1) + self.model.extra
+        )
+
+
+class ShiftedEmbedding(Changed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.embed_tokens.register_forward_hook(lambda *a: 2 * a[2] + self.model.extra)
+
+
+class ScaledHead(Changed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.norm.register_forward_hook(lambda *a: a[2] * self.model.extra)
+
+
+class ScaledRotation(Changed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.rotary_emb.register_forward_hook(
+            lambda *a: tuple(table * self.model.extra[0] for table in a[2])
+        )
+
+
+def inventory_of(body: Any, **options: Any) -> Inventory:
+    return survey_model(body, CONFIG, name="tiny", **options)
+
+
+def names(inventory: Inventory, block: int) -> list[str]:
+    return [tensor.name for tensor in inventory.blocks[block].tensors]
+
+
+@pytest.mark.parametrize(
+    ("body", "linear"),
+    [(ScaledEmbedding, False), (ClampedEmbedding, False), (ShiftedEmbedding, True)],
+)
+def test_a_parameter_before_the_layers_belongs_to_the_embedding(body: Any, linear: bool) -> None:
+    inventory = inventory_of(body())
+
+    assert names(inventory, 0) == ["model.extra", "model.embed_tokens.weight"]
+    assert inventory.linear_embedding == linear
+    check_trainable(inventory)
+
+
+def test_a_parameter_after_the_layers_belongs_to_the_head() -> None:
+    inventory = inventory_of(ScaledHead())
+
+    assert names(inventory, 0) == ["model.embed_tokens.weight"]
+    assert names(inventory, -1) == ["model.extra", "model.norm.weight", "lm_head.weight"]
+    assert inventory.linear_embedding
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [(Changed, "model.extra gets no gradient"), (ScaledRotation, "position_embeddings.*extra")],
+)
+def test_a_parameter_that_would_not_be_trained_is_refused_unless_frozen(
+    body: Any, reason: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_trainable(inventory_of(body()))
+
+    check_trainable(inventory_of(body(), freeze=["model.extra"]))
+
+
+def test_a_survey_leaves_a_live_model_as_it_was() -> None:
+    body = ScaledEmbedding()
+    before = {name: id(tensor) for name, tensor in body.state_dict(keep_vars=True).items()}
+    ids = torch.arange(4)[None]
+    logits = body(ids).logits
+
+    inventory_of(body)
+
+    assert {n: id(t) for n, t in body.state_dict(keep_vars=True).items()} == before
+    assert torch.equal(body(ids).logits, logits)
+
+
+def test_a_survey_of_a_large_model_computes_without_data() -> None:
+    """The table has 100 billion elements, and so would its gradient have."""
+    config = PhiConfig(vocab_size=1 << 24, hidden_size=6400, num_hidden_layers=1)
+    inventory = survey_config(config, name="large")
+    assert inventory.linear_embedding
+    assert not inventory.not_trainable
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "gpt_neox", "olmo2"])
+def test_tables_and_scales_are_linear(family: str) -> None:
+    assert engines.inventory(engines.tiny_config(family)).linear_embedding
+
+
+def test_a_bias_in_the_head_belongs_to_it() -> None:
+    inventory = survey_config(PhiConfig(num_hidden_layers=1), name="phi")
+    assert names(inventory, -1)[-2:] == ["lm_head.weight", "lm_head.bias"]
