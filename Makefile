@@ -9,8 +9,8 @@ JOBS   ?= 2
 CSRC    := $(wildcard csrc/*.cpp csrc/*.h)
 CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 
-.PHONY: help demo test test-long test-browser test-gpu test-vm fuzz lint format bench bench-storage bench-plans bench-gpu \
-        bench-peers clean
+.PHONY: help demo test test-long test-browser test-gpu test-vm fuzz mutate lint format bench bench-storage bench-plans \
+        bench-gpu bench-peers clean
 help:
 	@echo "make demo          fine-tune a small model under a small memory budget (about two minutes on two cores)"
 	@echo "make test          build and run the tests; needs no GPU and no root"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-gpu      run the tests that need a GPU, in parallel processes"
 	@echo "make test-vm       test placement in a virtual machine with NUMA nodes and CXL memory (Debian hosts)"
 	@echo "make fuzz          run a million mutated store and safetensors headers through their parsers"
+	@echo "make mutate        change the code in small ways and see whether a test fails; hours"
 	@echo "make lint          check with ruff, mypy --strict and clang-format"
 	@echo "make format        reformat the sources with ruff and clang-format"
 	@echo "make bench         measure memory placement against plain torch"
@@ -70,6 +71,10 @@ test-vm: $(VENV)/built
 fuzz: $(VENV)/built
 	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_header.py $(ARGS)
 	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_safetensors.py $(ARGS)
+
+# ARGS="--minutes 30 --only engine/" for a part of it. The first run records which test runs which line.
+mutate: $(VENV)/built
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.run $(ARGS)
 
 lint: $(VENV)/tools
 	$(BIN)/ruff check .

@@ -1,0 +1,157 @@
+"""Make mutants of a module: one small change each, such as `<=` in place of `<`.
+
+A mutant is a replacement of part of the source text, so all other lines keep their numbers.
+Annotations, decorators, docstrings, assertions and error messages are left alone: a change there
+does not change a result.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult, ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+    ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.Pow: ast.Mult,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change of one module."""
+
+    path: str
+    """The module, relative to the repository."""
+    first_line: int
+    last_line: int
+    kind: str
+    before: str
+    after: str
+    start: int
+    """Offset of the replaced text in the source, in bytes."""
+    stop: int
+
+    @property
+    def name(self) -> str:
+        """Where and what the change is, in one line."""
+        before, after = (" ".join(text.split()) for text in (self.before, self.after))
+        return f"{self.path}:{self.first_line} {self.kind}: {before[:70]} -> {after[:70]}"
+
+    def apply(self, source: str) -> str:
+        """Return the source with the change."""
+        data = source.encode()
+        return (data[: self.start] + self.after.encode() + data[self.stop :]).decode()
+
+
+def make_mutants(path: str, source: str) -> list[Mutant]:
+    """Return all mutants of a module that are valid Python."""
+    lines = source.encode().splitlines(keepends=True)
+    offsets = [0]
+    for line in lines:
+        offsets.append(offsets[-1] + len(line))
+    found = []
+    for node, kind, changed in _changes(ast.parse(source)):
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        start = offsets[node.lineno - 1] + node.col_offset
+        stop = offsets[node.end_lineno - 1] + node.end_col_offset
+        before = source.encode()[start:stop].decode()
+        after = ast.unparse(changed)
+        # In an expression, parentheses keep the order of evaluation.
+        after = f"({after})" if isinstance(changed, ast.expr) else after
+        mutant = Mutant(path, node.lineno, node.end_lineno, kind, before, after, start, stop)
+        try:
+            compile(mutant.apply(source), path, "exec")
+        except SyntaxError:
+            continue
+        found.append(mutant)
+    return found
+
+
+def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str, ast.AST]]:
+    for node in _nodes(tree):
+        yield from _changes_of(node)
+
+
+def _nodes(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
+    """Yield all expressions and statements in which a change can change a result."""
+    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
+        return
+    if isinstance(node, ast.expr | ast.stmt):
+        yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "bases"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not _is_docstring(child):
+                yield from _nodes(child)
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _changes_of(
+    node: ast.expr | ast.stmt,
+) -> Iterator[tuple[ast.expr | ast.stmt, str, ast.AST]]:
+    match node:
+        case ast.Compare(ops=[operator, *_]) if type(operator) in COMPARISONS:
+            changed = copy.deepcopy(node)
+            changed.ops[0] = COMPARISONS[type(operator)]()
+            yield node, "comparison", changed
+        case ast.BinOp(op=operator) if type(operator) in OPERATORS and not _is_union(node):
+            changed_operation = copy.deepcopy(node)
+            changed_operation.op = OPERATORS[type(operator)]()
+            yield node, "operator", changed_operation
+        case ast.BoolOp(op=operator):
+            changed_bool = copy.deepcopy(node)
+            changed_bool.op = ast.Or() if isinstance(operator, ast.And) else ast.And()
+            yield node, "and, or", changed_bool
+        case ast.UnaryOp(op=ast.Not()):
+            yield node, "negation", node.operand
+        case ast.UnaryOp(op=ast.USub()) if not isinstance(node.operand, ast.Constant):
+            yield node, "sign", node.operand
+        case ast.Constant(value=bool(value)):
+            yield node, "constant", ast.Constant(not value)
+        case ast.Constant(value=int(value)):
+            yield node, "constant", ast.Constant(value + 1)
+        case ast.Constant(value=float(value)):
+            yield node, "constant", ast.Constant(value * 2 if value else 1.0)
+        case ast.Call(args=[first, second, *_]) if not _same(first, second):
+            changed_call = copy.deepcopy(node)
+            changed_call.args[:2] = [changed_call.args[1], changed_call.args[0]]
+            yield node, "swapped arguments", changed_call
+        case ast.IfExp() | ast.If():
+            yield node.test, "negation", ast.UnaryOp(ast.Not(), node.test)
+        case ast.Return(value=ast.expr() as value) if not _is_none(value):
+            yield node, "dropped return", ast.Return(ast.Constant(None))
+        case ast.Expr(value=ast.Call()) | ast.AugAssign():
+            yield node, "dropped statement", ast.Pass()
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            yield node, "dropped statement", ast.Pass()
+        case _:
+            pass
+
+
+def _same(first: ast.expr, second: ast.expr) -> bool:
+    starred = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
+    return starred or ast.dump(first) == ast.dump(second)
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
+
+
+def _is_union(node: ast.BinOp) -> bool:
+    """Whether it may be a union of types, such as the second argument of `isinstance`."""
+    return isinstance(node.op, ast.BitOr) and all(
+        isinstance(side, ast.Name | ast.Constant) for side in (node.left, node.right)
+    )
