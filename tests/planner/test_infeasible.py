@@ -76,6 +76,20 @@ def test_every_suggestion_fits() -> None:
         assert fits(MODEL, changed, limits, box), (name, value)
 
 
+def test_a_budget_beyond_the_machine_does_not_count_for_suggestions() -> None:
+    box = small_machine()
+    workload, budget = work(MODEL, 1024, 4), Budget(hbm=2600 * MiB, dram=64 * GiB)
+    error = refused(workload, budget, box)
+
+    text = str(error)
+    assert "64.0 GiB dram (test has 1.00 GiB)" in text
+    least = error.least["hbm"]
+    assert least is not None
+    assert fits(MODEL, workload, budget.changed(Tier.HBM, least), box)
+    assert least > budget.hbm  # what it has is not enough
+    assert least <= 3 * GiB or "no --hbm on test is enough" in text
+
+
 def test_a_machine_without_a_drive_is_told_that_one_would_help() -> None:
     error = refused(
         work(MODEL, 1024, 4), Budget(hbm=2600 * MiB, dram=512 * MiB), small_machine(storage=False)

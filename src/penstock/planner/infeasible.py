@@ -42,22 +42,23 @@ def infeasible_error(
         least: For each tier, the smallest budget that is enough, or None.
         fits: Returns whether a changed workload, budget or machine fits.
     """
+    capacities = {tier: tier_capacity(machine, budget, tier) for tier in Tier}
+    name = machine.name or "this machine"
     problem = (
         f"{inventory.model} at {workload.batch} x {workload.context} tokens does not fit in "
-        + ", ".join(f"{format_bytes(budget.of(tier))} {tier}" for tier in Tier)
+        + ", ".join(_budget_text(tier, budget, capacities[tier], name) for tier in Tier)
     )
-    capacities = {tier: tier_capacity(machine, budget, tier) for tier in Tier}
     helpful: list[str] = []
     too_small: list[str] = []
-    for name, nbytes in least.items():
-        capacity = capacities[Tier(name)]
+    for tier, nbytes in ((Tier(each), nbytes) for each, nbytes in least.items()):
+        capacity = capacities[tier]
         if nbytes is None:
             continue
         if capacity is None or nbytes <= capacity:
-            helpful.append(f"--{name} {_size(Tier(name), nbytes, budget, machine)} or more")
+            helpful.append(f"--{tier} {_size(tier, nbytes, budget, machine)} or more")
         else:
             too_small.append(
-                f"no --{name} on {machine.name or 'this machine'} is enough: that takes "
+                f"no --{tier} on {name} is enough: that takes "
                 f"{format_bytes(nbytes)}, and it has {format_bytes(capacity)}"
             )
     helpful += _other_changes(inventory, workload, budget, machine, fits)
@@ -67,6 +68,14 @@ def infeasible_error(
         "more of several tiers, or train a smaller model"
     ]  # fmt: skip
     return InfeasibleError(problem, least=least, advice="; ".join(advice + too_small))
+
+
+def _budget_text(tier: Tier, budget: Budget, capacity: int | None, machine: str) -> str:
+    """Return a tier's budget, and what the machine has if that is less."""
+    text = f"{format_bytes(budget.of(tier))} {tier}"
+    if capacity is None or budget.of(tier) <= capacity:
+        return text
+    return f"{text} ({machine} has {format_bytes(capacity)})"
 
 
 def tier_capacity(machine: Machine, budget: Budget, tier: Tier) -> int | None:

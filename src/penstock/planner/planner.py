@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
@@ -236,11 +236,13 @@ def least_budget(
 ) -> dict[str, int | None]:  # fmt: skip
     """Return, for each tier, the smallest budget that is enough, found by bisection.
 
-    The other budgets stay as they are. None means that no budget of that tier alone is enough.
+    The other budgets stay as they are, as far as the machine has that much host memory. None means
+    that no budget of that tier alone is enough.
     """
-    evaluator = _smallest_pieces_evaluator(
-        inventory, workload, budget, machine, source=source, unbounded=True
-    )
+    bounded = _smallest_pieces_evaluator(inventory, workload, budget, machine, source=source)
+    budget = replace(budget, dram=bounded.capacity(Tier.DRAM), cxl=bounded.capacity(Tier.CXL))
+    # Only the tier in question may be larger than the machine's.
+    evaluator = replace(bounded, budget=budget, unbounded=True)
     with _collector_paused():
         return {
             tier.value: _least(evaluator, _offer_nvme(budget, machine, tier), tier)
@@ -251,13 +253,13 @@ def least_budget(
 
 def _smallest_pieces_evaluator(
     inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
-    *, source: WorkingMemorySource, unbounded: bool = False,
+    *, source: WorkingMemorySource,
 ) -> PlanEvaluator:  # fmt: skip
     """Return an evaluator with the smallest pieces, which need the least staging memory."""
     piece = piece_sizes(inventory, workload, budget)[-1]
     return PlanEvaluator(
         inventory, workload, machine, budget,
-        unbounded=unbounded, piece_elements=piece, source=source,
+        piece_elements=piece, source=source,
     )  # fmt: skip
 
 
