@@ -17,12 +17,14 @@ from penstock.checkpoint.errors import TensorNotFoundError
 from penstock.cli.plan import plan_command
 from penstock.engine import engine as engine_module
 from penstock.engine.prepare import prepare
+from penstock.errors import UnsupportedModelError
 from penstock.model.config import load_config
 from penstock.model.survey import survey
 from penstock.settings import Settings
 from penstock.train.checkpoints import write_model_files
 from tests.support.engines import plain_model, tiny_config
 from tests.support.fp8_files import save_fp8
+from tests.support.multimodal_files import CONFIGS, save_multimodal
 
 SMALL: dict[str, Any] = {
     "context": 32, "batch": 2, "device": "cpu", "budget": {"hbm": "64MiB", "dram": "64MiB"},
@@ -70,3 +72,95 @@ def test_a_missing_tensor_is_an_error_before_anything_is_allocated(
     app.command("plan")(plan_command)
     app.command("other")(lambda: None)  # with a single command, typer takes no name
     assert isinstance(CliRunner().invoke(app, arguments).exception, TensorNotFoundError)
+
+
+# The text stack of multimodal models.
+
+LAYOUTS = [(family, published) for family in ("gemma3", "mistral3") for published in (True, False)]
+
+
+def text_batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(11, 60, (2, 32), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def plain_loss(folder: Path) -> float:
+    """Return the loss of the class that the config names, on text, in fp32."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    batch = text_batch()
+    with torch.no_grad():
+        logits = model.eval()(input_ids=batch["input_ids"]).logits[:, :-1]
+    targets = batch["labels"][:, 1:].flatten()
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets))
+
+
+@pytest.mark.parametrize(("family", "published"), LAYOUTS)
+def test_the_text_stack_of_a_multimodal_model_is_trained_and_the_rest_is_kept(
+    tmp_path: Path, family: str, published: bool
+) -> None:
+    source, out = tmp_path / "model", tmp_path / "out"
+    save_multimodal(source, family, published=published)
+    before, out_again = plain_loss(source), tmp_path / "again"
+    out.mkdir()
+    out_again.mkdir()
+
+    with prepare(source, lr=1e-2, **SMALL) as engine:
+        assert float(engine.evaluate([text_batch()]).loss) == pytest.approx(before, abs=0.02)
+        for _ in range(5):
+            engine.step(text_batch())
+        config = load_config(source)
+        write_model_files(out, source, config, engine.inventory, Settings())
+        engine.write(out)
+        after = float(engine.evaluate([text_batch()]).loss)
+
+    assert after < before - 0.3
+    assert plain_loss(out) == pytest.approx(after, abs=0.02)
+    check_rest(source, out)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(out)
+    assert type(model).__name__ == CONFIGS[family]["architectures"][0]
+    assert model.dtype == torch.bfloat16
+
+    # A checkpoint continues where it ended, also if the original is gone and it is itself deleted.
+    with prepare(out, init="none", **SMALL) as engine:
+        engine.read(out)
+        assert float(engine.evaluate([text_batch()]).loss) == after
+        saved = {path.name: path.read_bytes() for path in out.glob("model*")}
+        for path in out.glob("model*"):
+            path.unlink()
+        engine.write(out_again)
+    assert {path.name: path.read_bytes() for path in out_again.glob("model*")} == saved
+
+
+def check_rest(source: Path, out: Path) -> None:
+    """Check that the files have the same names, and all but the text stack is unchanged."""
+    old, new = (load_file(folder / "model.safetensors") for folder in (source, out))
+    assert set(old) == set(new)
+    rest = [name for name in old if "vision_tower" in name or "projector" in name]
+    assert rest
+    for name in rest:
+        assert old[name].dtype == new[name].dtype
+        assert torch.equal(old[name], new[name]), name
+    text = [name for name in old if name not in rest]
+    changed = [name for name in text if not torch.equal(old[name], new[name])]
+    assert len(changed) == len(text)
+
+
+def test_a_missing_tensor_of_a_text_stack_is_refused(tmp_path: Path) -> None:
+    folder = save_multimodal(tmp_path / "model", "mistral3")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["language_model.model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(TensorNotFoundError, match=r"no tensor model\.layers\.1\.mlp\.up_proj"):
+        prepare(folder, **SMALL)
+
+
+def test_random_weights_of_a_multimodal_model_are_refused(tmp_path: Path) -> None:
+    folder = save_multimodal(tmp_path / "model", "gemma3")
+    with pytest.raises(UnsupportedModelError, match=r"multimodal.*random"):
+        prepare(folder, init="random", **SMALL)
+
+
+def test_other_multimodal_models_are_refused_by_the_survey(tmp_path: Path) -> None:
+    transformers.LlavaConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="multimodal model of type 'llava'"):
+        survey(tmp_path)

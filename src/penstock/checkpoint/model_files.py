@@ -14,6 +14,8 @@ import torch
 _PATTERNS = (
     "config.json",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from penstock.checkpoint.errors import CorruptIndexError, TensorMismatchError, TensorNotFoundError
-from penstock.checkpoint.reader import ShardReader
+from penstock.checkpoint.reader import ShardReader, Spec
 from penstock.checkpoint.safetensors_header import dtype_name
 from penstock.errors import RecordError, UnsupportedModelError
 from penstock.model.checkpoint_names import map_names
@@ -31,6 +32,9 @@ _PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e8m0fnu)
 _ACTIVATION_SCALES = (".activation_scale", ".input_scale")
 """Suffixes of scales of activations, which unquantized layers do not use."""
+
+PART = 1 << 22
+"""Number of elements of a kept tensor that are read at a time."""
 
 _MAX_CONFIG_NBYTES = 16_000_000
 
@@ -55,7 +59,10 @@ class ModelWeights:
             self._check_names(inventory, mapped.unexpected)
             for block in inventory.blocks:
                 for tensor in block.tensors:
-                    self._check(tensor)
+                    self._check(self._names[tensor.name], tensor.shape)
+            for name in self.kept:
+                if self._is_quantized(name):
+                    self._check_scales(name, self.shards.spec(name).shape)
         except BaseException:
             self.shards.close()
             raise
@@ -66,12 +73,30 @@ class ModelWeights:
 
     def dtype(self, tensor: TensorSpec) -> torch.dtype:
         """Return the type in which `read` delivers a tensor."""
-        name = self._names[tensor.name]
-        return self._dtype if self._is_quantized(name) else self.shards.spec(name).dtype
+        return self.kept_spec(self._names[tensor.name]).dtype
 
     def read(self, tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         """Read elements of a tensor; the result is valid until this thread reads again."""
-        name = self._names[tensor.name]
+        return self._read(self._names[tensor.name], low, high)
+
+    def kept_spec(self, name: str) -> Spec:
+        """Return the shape of a tensor of the files, and the type in which it is delivered."""
+        spec = self.shards.spec(name)
+        return Spec(self._dtype, spec.shape) if self._is_quantized(name) else spec
+
+    def kept_parts(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield a tensor of the files part by part; each is valid until the next."""
+        elements = math.prod(self.shards.spec(name).shape)
+        for low in range(0, elements, PART):
+            yield self._read(name, low, min(low + PART, elements))
+
+    def move_to(self, folder: Path) -> None:
+        """Read from a folder with a copy of all tensors under the same names from now on."""
+        shards = ShardReader(folder)
+        self.shards.close()
+        self.shards = shards
+
+    def _read(self, name: str, low: int, high: int) -> torch.Tensor:
         stored = thread_buffer(high - low, self.shards.spec(name).dtype)
         self.shards.read_into(name, stored, low)
         return self._dequantize(name, stored, low) if self._is_quantized(name) else stored
@@ -113,17 +138,16 @@ class ModelWeights:
                 f"Training would leave them out; use weights and config.json of the same model"
             )
 
-    def _check(self, tensor: TensorSpec) -> None:
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise an error if a tensor cannot be read as the model needs it."""
-        name = self._names[tensor.name]
         spec, path = self.shards.spec(name), self.shards.file_of(name)
-        if spec.shape != tensor.shape:
+        if spec.shape != shape:
             raise UnsupportedModelError(
                 f"{path}: {name} has shape {spec.shape}, but config.json describes a model with "
-                f"shape {tensor.shape}; use weights and config.json of the same model"
+                f"shape {shape}; use weights and config.json of the same model"
             )
         if self._is_quantized(name):
-            self._check_scales(name, tensor.shape)
+            self._check_scales(name, shape)
         elif spec.dtype not in _PLAIN:
             wanted, had = "BF16, F16 or F32", dtype_name(spec.dtype)
             raise TensorMismatchError(path, name, wanted=wanted, had=had)

@@ -503,6 +503,7 @@ class Engine:
         if not self._closed:
             self._closed = True
             self._runner.close()
+            self.files.close()
             self.split_model.release()
             self._memory.release()
 

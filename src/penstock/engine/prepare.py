@@ -171,12 +171,16 @@ def inspect_model(
 
     `name` is the model's name in the inventory, if it differs from `model`.
     """
-    from penstock.model.config import load_config
+    from penstock.model.config import load_config, refuse_multimodal
     from penstock.model.quantization import refuse_quantized
     from penstock.model.survey import survey_config, survey_model
 
     chosen = settings.model
     if isinstance(model, str | Path):
+        if chosen.init == "random":
+            refuse_multimodal(
+                model, trust_remote_code=chosen.trust_remote_code, revision=chosen.revision
+            )
         config = load_config(
             model,
             trust_remote_code=chosen.trust_remote_code,

@@ -6,6 +6,7 @@ that was written under one plan can be read under another.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,14 @@ class EngineFiles:
 
     def __init__(self, access: TensorAccess, inventory: Inventory) -> None:
         self._access, self._inventory = access, inventory
+        self._source: ModelWeights | None = None
+        """The files of a multimodal model, whose other tensors are copied when it is saved."""
+
+    def close(self) -> None:
+        """Close the files of a multimodal model."""
+        if self._source is not None:
+            self._source.close()
+            self._source = None
 
     def writers(self, *, optimizer: bool = True) -> list[ShardWriter]:
         """Return a writer for the model and one for the optimizer states.
@@ -55,11 +64,14 @@ class EngineFiles:
         """Write the weights and, with `optimizer`, the optimizer states."""
         for writer in self.writers(optimizer=optimizer):
             writer.write(folder, progress)
+        if self._source is not None:
+            # From the newest checkpoint: an open file that was deleted would keep its disk space.
+            self._source.move_to(folder)
 
     def read(self, folder: Path) -> None:
         """Read what `write` wrote, bit for bit."""
         with (
-            ModelWeights(folder, self._inventory, self._access.weight_dtype) as model,
+            self._open(folder) as model,
             ShardReader(folder, OPTIMIZER) as states,
             BoundedExecutor(READERS) as executor,
         ):
@@ -75,7 +87,7 @@ class EngineFiles:
     def read_weights(self, folder: Path) -> None:
         """Read any model's weights: they become the master weights, and moments start at zero."""
         with (
-            ModelWeights(folder, self._inventory, self._access.weight_dtype) as model,
+            self._open(folder) as model,
             BoundedExecutor(READERS) as executor,
         ):
             for index in range(len(self._inventory.blocks)):
@@ -84,10 +96,29 @@ class EngineFiles:
                     executor=executor,
                 )  # fmt: skip
 
+    @contextlib.contextmanager
+    def _open(self, folder: Path) -> Iterator[ModelWeights]:
+        """Open the files of a model, and close them unless saving needs them again."""
+        self.close()
+        with contextlib.ExitStack() as opened:
+            weights = ModelWeights(folder, self._inventory, self._access.weight_dtype)
+            opened.enter_context(weights)
+            yield weights
+            if weights.kept:
+                opened.pop_all()
+                self._source = weights
+
     def _weights(self) -> Iterator[TensorOut]:
+        source = self._source
         for block in self._inventory.blocks:
             for tensor in block.tensors:
-                yield self._out(tensor, Role.WEIGHT, tensor.name, tensor.shape)
+                # A multimodal model keeps the names of its files, next to its other tensors.
+                name = tensor.name if source is None else source.file_name(tensor)
+                yield self._out(tensor, Role.WEIGHT, name, tensor.shape)
+        for name in () if source is None else source.kept:
+            assert source is not None
+            spec, parts = source.kept_spec(name), partial(source.kept_parts, name)
+            yield TensorOut(name=name, dtype=spec.dtype, shape=spec.shape, parts=parts)
 
     def _states(self) -> Iterator[TensorOut]:
         trained = (t for block in self._inventory.blocks for t in block.tensors if t.trainable)

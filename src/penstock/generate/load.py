@@ -95,7 +95,7 @@ def load(settings: GenerateSettings, progress: Progress) -> LoadedModel:
     source = find_weights(settings.model)
     trust = settings.trust
     revision = None if Path(source).is_dir() else settings.revision
-    config = load_config(source, trust_remote_code=trust, revision=revision)
+    config = load_config(source, trust_remote_code=trust, revision=revision, trained=False)
     inventory = survey_config(config, name=settings.model, trust_remote_code=trust)
     dtype = pick_dtype(settings.dtype, config)
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")

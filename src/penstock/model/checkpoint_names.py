@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UnsupportedModelError
+from penstock.model.config import text_config
 from penstock.model.inventory import Inventory
 
 if TYPE_CHECKING:
@@ -44,16 +45,19 @@ def map_names(found: Iterable[str], inventory: Inventory, folder: Path) -> NameM
     body = _build_as_saved(folder)
     if body is None:  # code of its own, or no config: only the names that match can be judged
         return NameMap(names)
-    mapper = _Mapper(body)
+    mapper, stack = _Mapper(body), _TextStack(body, inventory)
     wanted = {t.name for block in inventory.blocks for t in block.tensors}
-    unexpected = []
+    unexpected, kept = [], []
     for name in left:
         renamed = mapper.rename(name)
-        if renamed in wanted and renamed not in names:
-            names[renamed] = name
+        own = stack.text_name(renamed)
+        if own in wanted and own not in names:
+            names[own] = name
         elif not mapper.is_known(name, renamed):
             unexpected.append(name)
-    return NameMap(names, unexpected=tuple(unexpected))
+        elif own is None:
+            kept.append(name)
+    return NameMap(names, tuple(kept), tuple(unexpected))
 
 
 def _own_names(found: set[str], inventory: Inventory) -> dict[str, str]:
@@ -107,6 +111,25 @@ class _Mapper:
         return renamed in self._state or bool(self._ignored.search(name))
 
 
+class _TextStack:
+    """The language model inside a multimodal model; of any other model, all of it."""
+
+    def __init__(self, body: Any, inventory: Inventory) -> None:
+        self._own = inventory.layers[0].name.split(".")[0]
+        self._inside = self._own
+        if text_config(body.config) is not body.config:
+            decoder = body.get_decoder()
+            self._inside = next(path for path, module in body.named_modules() if module is decoder)
+
+    def text_name(self, name: str) -> str | None:
+        """Return a tensor's name in the causal language model; None if it is outside of it."""
+        if self._inside == self._own or name.startswith("lm_head."):
+            return name
+        if name.startswith(f"{self._inside}."):
+            return self._own + name.removeprefix(self._inside)
+        return None
+
+
 def _build_as_saved(folder: Path) -> nn.Module | None:
     """Build the model of a directory's `config.json` on the meta device, if transformers has it."""
     import torch
@@ -120,6 +143,8 @@ def _build_as_saved(folder: Path) -> nn.Module | None:
             del config.quantization_config
         with torch.device("meta"):
             factory: Any = transformers.AutoModelForCausalLM
+            if text_config(config) is not config:
+                factory = transformers.AutoModelForImageTextToText
             body: nn.Module = factory.from_config(config, trust_remote_code=False)
         return body
     return None

@@ -6,8 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import SurveyError
+from penstock.errors import SurveyError, UnsupportedModelError
 from penstock.model.quantization import find_quantization
+
+TEXT_STACKS = ("gemma3", "mistral3")
+"""Multimodal models whose text stack can be trained.
+
+Without images, these compute what the causal language model of their text config computes."""
 
 
 def load_config(
@@ -16,17 +21,59 @@ def load_config(
     trust_remote_code: bool = False,
     revision: str | None = None,
     changes: Mapping[str, Any] | None = None,
+    trained: bool = True,
 ) -> Any:
     """Return the config of the text model.
 
-    Raises UnsupportedModelError if the weights are quantized in a way that cannot be read.
+    Raises UnsupportedModelError if the weights are quantized in a way that cannot be read, or for a
+    multimodal model whose text stack cannot be trained.
 
     Args:
         model: A directory with `config.json`, the file itself, or a Hugging Face model id.
         trust_remote_code: Whether to run code from the model's repository.
         revision: Branch, tag or commit on the Hugging Face hub.
         changes: Fields to set, such as `{"rope_parameters.rope_theta": 1e6}`.
+        trained: Whether the model is to be trained.
     """
+    whole = load_whole_config(model, trust_remote_code=trust_remote_code, revision=revision)
+    find_quantization(whole, str(model))  # the outer config of a multimodal model names the method
+    config = text_config(whole)
+    if trained and config is not whole and whole.model_type not in TEXT_STACKS:
+        raise UnsupportedModelError(
+            f"{model} is a multimodal model of type {whole.model_type!r}. Penstock trains the text "
+            f"stack of {' and '.join(TEXT_STACKS)}; for others, save the language model alone with "
+            f"transformers, and train that directory"
+        )
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # what is trained and saved is not quantized
+    for name, value in (changes or {}).items():
+        _set_field(config, name, value)
+    return config
+
+
+def refuse_multimodal(model: str | Path, **options: Any) -> None:
+    """Raise UnsupportedModelError for a multimodal model that would start from random weights.
+
+    The options are those of `load_whole_config`.
+    """
+    whole = load_whole_config(model, **options)
+    if text_config(whole) is not whole:
+        raise UnsupportedModelError(
+            f"{model} is a multimodal model. Penstock trains its text stack and copies the rest "
+            f"from its files, so it cannot start from random weights. Leave out --init random, or "
+            f"use the config of the text model"
+        )
+
+
+def text_config(config: Any) -> Any:
+    """Return the text part of a multimodal model's config, or the config itself."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def load_whole_config(
+    model: str | Path, *, trust_remote_code: bool = False, revision: str | None = None
+) -> Any:
+    """Return a config as it is in `config.json`: for a multimodal model, with all its parts."""
     import transformers
 
     path = Path(model)
@@ -37,20 +84,13 @@ def load_config(
     if not path.is_dir() and (path.is_absolute() or str(model).startswith(".")):
         raise SurveyError(f"there is no directory {path}")
     try:
-        config = transformers.AutoConfig.from_pretrained(
+        return transformers.AutoConfig.from_pretrained(
             str(path) if path.is_dir() else str(model),
             trust_remote_code=trust_remote_code,
             revision=revision,
         )
     except (OSError, ValueError, KeyError) as problem:
         raise SurveyError(_failure_message(model, path.is_dir(), problem)) from None
-    find_quantization(config, str(model))  # before the text config: the outer one names the method
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # what is trained and saved is not quantized
-    for name, value in (changes or {}).items():
-        _set_field(config, name, value)
-    return config
 
 
 def _set_field(config: Any, name: str, value: Any) -> None:

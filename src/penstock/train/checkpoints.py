@@ -14,6 +14,7 @@ from penstock.checkpoint.manifest import folder_name
 from penstock.checkpoint.model_files import copy_model_files, write_config
 from penstock.checkpoint.run_directory import list_checkpoints, new_checkpoint
 from penstock.checkpoint.training_state import Software, TrainingState
+from penstock.model.config import load_whole_config, text_config
 from penstock.records import to_json
 from penstock.settings import AFFECTS_RESULT, Settings
 from penstock.train.events import ReportProgress
@@ -109,8 +110,15 @@ def write_model_files(
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[settings.model.dtype]
+    trust = settings.model.trust_remote_code
+    whole = load_whole_config(source, trust_remote_code=trust)
+    if text_config(whole) is not whole:
+        # Saved with all its tensors, so that transformers loads it as the class that it was.
+        whole.text_config, config = config, whole
+        if hasattr(whole, "quantization_config"):
+            del whole.quantization_config
     write_config(config, out, dtype=dtype, architecture=inventory.architecture)
-    copy_model_files(source, out, trust_remote_code=settings.model.trust_remote_code)
+    copy_model_files(source, out, trust_remote_code=trust)
 
 
 def _link(source: Path, target: Path) -> None:

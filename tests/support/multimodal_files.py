@@ -1,0 +1,91 @@
+"""Write tiny multimodal checkpoints with the config and tensor names of published ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+# The fields of config.json of gemma-3-4b-it and Mistral-Small-3.1-24B, with small sizes.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 60, "eoi_token_index": 61, "eos_token_id": [1, 2],
+        "image_token_index": 62, "initializer_range": 0.02, "mm_tokens_per_image": 4,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 32, "intermediate_size": 64, "model_type": "gemma3_text",
+            "num_hidden_layers": 3, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 16, "vocab_size": 64, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8,
+        },
+        "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "vision_config": {
+            "hidden_size": 16, "image_size": 28, "intermediate_size": 32,
+            "model_type": "siglip_vision_model", "num_attention_heads": 2, "num_hidden_layers": 1,
+            "patch_size": 14, "vision_use_head": False,
+        },
+    },
+    "mistral3": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "image_token_index": 10, "model_type": "mistral3", "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+        "text_config": {
+            "attention_dropout": 0.0, "head_dim": 8, "hidden_act": "silu", "hidden_size": 32,
+            "initializer_range": 0.02, "intermediate_size": 64, "max_position_embeddings": 128,
+            "model_type": "mistral", "num_attention_heads": 4, "num_hidden_layers": 3,
+            "num_key_value_heads": 2, "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0,
+            "sliding_window": None, "use_cache": True, "vocab_size": 64,
+        },
+        "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "vision_config": {
+            "attention_dropout": 0.0, "head_dim": 8, "hidden_act": "gelu", "hidden_size": 16,
+            "image_size": 28, "initializer_range": 0.02, "intermediate_size": 32,
+            "model_type": "pixtral", "num_attention_heads": 2, "num_channels": 3,
+            "num_hidden_layers": 1, "patch_size": 14, "rope_theta": 10000.0,
+        },
+        "vision_feature_layer": -1,
+    },
+}  # fmt: skip
+
+
+def save_multimodal(folder: Path, family: str, *, published: bool = True) -> Path:
+    """Save a model with random weights, and return its folder.
+
+    Args:
+        folder: Directory to create.
+        family: A key of `CONFIGS`.
+        published: Whether to use the names of the published files, or those that the classes of
+            transformers have today.
+    """
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIGS[family]))
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and family == "gemma3":
+            continue  # tied
+        # Other values for each tensor, norms and head included.
+        drawn = tensor + 0.02 * torch.randn(tensor.shape, dtype=torch.float32)
+        tensors[_published(name, family) if published else name] = drawn.to(torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _published(name: str, family: str) -> str:
+    tower = "vision_tower.vision_model." if family == "gemma3" else "vision_tower."
+    for today, before in (
+        ("model.language_model.", "language_model.model."),
+        ("lm_head.", "language_model.lm_head."),
+        ("model.vision_tower.", tower),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+    ):
+        if name.startswith(today):
+            return before + name.removeprefix(today)
+    raise AssertionError(name)
