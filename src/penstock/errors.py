@@ -355,5 +355,18 @@ class NonFiniteLossError(EngineError, ArithmeticError):
         )
 
 
+class LossScaleError(EngineError, ArithmeticError):
+    """Gradients overflow fp16 whatever the loss scale is. These batches changed no weight."""
+
+    def __init__(self, *, overflows: int, scale: float) -> None:
+        self.overflows, self.scale = overflows, scale
+        super().__init__(
+            f"the last {overflows} steps overflowed fp16 at the lowest loss scale of {scale:g} and "
+            f"were skipped, so the model no longer learns: its activations or gradients exceed "
+            f"65,504, the largest number of fp16. Start again with --dtype bf16 (dtype='bf16' in "
+            f"Python), or return to an earlier checkpoint and lower the learning rate"
+        )
+
+
 def _nodes(nodes: Sequence[int]) -> str:
     return f"node{'s' if len(nodes) != 1 else ''} {', '.join(map(str, nodes)) or 'none'}"

@@ -16,6 +16,7 @@ from penstock.engine.loss import (
     _cross_entropy,
     fused_loss,
 )
+from penstock.errors import LossScaleError
 from penstock.model.storage_counter import StorageCounter
 
 TOKENS, WIDTH, VOCABULARY, CHUNK = 12, 8, 32, 5
@@ -124,6 +125,31 @@ def test_the_scale_is_at_least_one_and_always_one_with_bf16() -> None:
     for _ in range(3000):
         fixed.note_good_step()
     assert fixed.value == 1.0
+
+
+def test_a_scale_at_its_minimum_bears_few_overflows_in_a_row() -> None:
+    scale = LossScale(value=2.0, fixed=False)
+    for _ in range(3):
+        scale.note_overflow()  # to 1
+        for _ in range(9):
+            scale.note_overflow()
+        scale.note_good_step()
+        scale.value = 2.0
+    scale.value = 1.0
+    for _ in range(9):
+        scale.note_overflow()
+
+    with pytest.raises(LossScaleError, match="the last 10 steps overflowed fp16") as caught:
+        scale.note_overflow()
+
+    assert (caught.value.overflows, caught.value.scale) == (10, 1.0)
+
+
+def test_skipped_steps_in_bf16_are_not_overflows_of_the_scale() -> None:
+    scale = LossScale.of("bf16")
+    for _ in range(100):
+        scale.note_overflow()
+    assert scale.value == 1.0
 
 
 @pytest.mark.gpu

@@ -204,6 +204,46 @@ def test_a_resume_reports_what_changed(stopped: Path, monkeypatch: pytest.Monkey
         assert words in ended.errors
 
 
+def trust_remote_code(out: Path) -> None:
+    """Write into the files of a run that its code is trusted."""
+    text = (out / "run.yaml").read_text()
+    assert "  trust_remote_code: false\n" in text
+    (out / "run.yaml").write_text(
+        text.replace("  trust_remote_code: false\n", "  trust_remote_code: true\n")
+    )
+
+
+def test_the_directory_of_a_run_cannot_say_that_its_code_is_trusted(stopped: Path) -> None:
+    trust_remote_code(stopped)
+    resume = ["train", "--out", str(stopped), "--resume", "--json"]
+
+    for more in ([], ["--config", str(stopped / "run.yaml")]):
+        ended = run_command([*resume, *more])
+        assert ended.code == 1, ended.errors
+        assert "pass --trust-remote-code on the command line again" in ended.errors
+        assert str(stopped / "run.yaml") in ended.errors
+
+    ended = run_command([*resume, "--trust-remote-code"])
+    assert ended.code == 0, ended.errors
+    assert list(ended.losses) == [4, 5, 6]
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_the_users_own_file_decides_whether_code_is_trusted(
+    trusted: bool, stopped: Path, tmp_path: Path
+) -> None:
+    trust_remote_code(stopped)
+    own = tmp_path / "own.yaml"
+    own.write_text(f"trust_remote_code: {str(trusted).lower()}\n")
+
+    ended = run_command(
+        ["train", "--out", str(stopped), "--resume", "--json", "--config", str(own)]
+    )
+
+    assert ended.code == 0, ended.errors
+    assert read_yaml(stopped / "run.yaml")["trust_remote_code"] is trusted
+
+
 def test_resuming_a_finished_run_only_publishes_the_model(whole: Whole, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(whole[0], out)

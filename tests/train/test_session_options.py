@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from penstock.engine.gradients import GradientSums
 from penstock.engine.loss import LossScale
 from penstock.settings import read_yaml
 from penstock.train.errors import OutInUseError
@@ -66,11 +68,30 @@ def test_a_step_that_overflows_changes_nothing_and_is_reported(
     assert [event["step"] for event in ended.of("skipped")] == [1, 2]
     assert [event["loss_scale"] for event in ended.of("skipped")] == [2.0**59, 2.0**58]
     assert [event["lr"] for event in ended.of("skipped")] == [0.0, 0.0]
+    assert not any("grad_norm" in event for event in ended.of("skipped"))
     before, after = ended.of("eval")
     assert before["loss"] == after["loss"]
     state = json.loads((tmp_path / "out/checkpoint-000002/training_state.json").read_text())
     assert state["engine"]["steps"] == 0
     assert state["data"]["step"] == 2
+
+
+def test_a_run_that_always_overflows_ends_with_an_error(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LossScale, "of", lambda dtype: LossScale(value=4.0, fixed=False))
+    gather = GradientSums.gather_stats
+    monkeypatch.setattr(
+        GradientSums, "gather_stats", lambda self: replace(gather(self), first_bad=(0, 0))
+    )
+
+    ended = runs.run(tmp_path / "out", *RESIDENT, "--dtype", "fp16", "--steps", "40")
+
+    assert ended.code == 1
+    assert "the last 10 steps overflowed fp16 at the lowest loss scale of 1" in ended.errors
+    assert "--dtype bf16" in ended.errors
+    # Two steps halve the scale to 1, and the tenth one after them is not reported as skipped.
+    assert [event["loss_scale"] for event in ended.of("skipped")] == [2.0] + [1.0] * 10
 
 
 def test_frozen_tensors_stay_and_the_model_config_can_be_overridden(

@@ -51,6 +51,7 @@ def _merge_settings(flags: dict[str, Any], *, resume: bool) -> Settings:
             layers.insert(0, (str(config), read_yaml(config)))
         if resume and (run_file := _find_run_file(layers)) is not None:
             layers.insert(0, (str(run_file), read_yaml(run_file)))
+            _check_trust(layers, run_file.parent)
         _check_required(layers)
         settings = merge_layers(layers)
         if not settings.data.data:
@@ -79,6 +80,24 @@ def _find_run_file(layers: list[tuple[str, Layer]]) -> Path | None:
     out = next((layer["out"] for _, layer in reversed(layers) if layer.get("out")), None)
     path = Path(str(out)) / RUN_FILE if out is not None else None
     return path if path is not None and path.is_file() else None
+
+
+def _check_trust(layers: list[tuple[str, Layer]], out: Path) -> None:
+    """Raise SettingsError if only a file in the output directory allows code from there to run.
+
+    A resume imports the model's code from the checkpoint, which may come from somebody else: it
+    must not decide by itself that it is trusted.
+    """
+    name = "trust_remote_code"
+    source, layer = next((pair for pair in reversed(layers) if name in pair[1]), ("", {}))
+    # The command line has no source, and a file of --config may be the user's own.
+    if source and layer[name] and Path(source).resolve().is_relative_to(out.resolve()):
+        raise SettingsError(
+            name,
+            f"is not taken from the directory of a run; to run the model's code in {out}, pass "
+            f"--trust-remote-code on the command line again",
+            where=source,
+        )
 
 
 def _check_required(layers: list[tuple[str, Layer]]) -> None:

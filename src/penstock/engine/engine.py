@@ -313,7 +313,8 @@ class Engine:
         """Apply an optimizer update with the gradients that were computed.
 
         Learning rate, betas, weight decay, step number and clipping scale are fixed now. The sweeps
-        that carry the update out run during the next forward pass, or in `finish`.
+        that carry the update out run during the next forward pass, or in `finish`. Raises
+        LossScaleError if fp16 overflows in every step, although the loss scale is at its minimum.
         """
         if self._stats is None:
             raise EngineError("there are no gradients to apply; call forward_backward() first")

@@ -14,12 +14,20 @@ import torch
 from torch.nn import functional
 
 from penstock.engine.gradients import differentiate
+from penstock.errors import LossScaleError
 
 IGNORE_INDEX = -100
 """Label of tokens that do not count for the loss, as in Hugging Face and torch."""
 
 GROWTH_INTERVAL = 2000
 """Number of steps without overflow after which the loss scale is doubled."""
+
+LOWEST_SCALE = 1.0
+"""The loss scale is not halved below this: gradients that overflow then do so by themselves."""
+
+MOST_OVERFLOWS = 10
+"""Number of overflows in a row at the lowest scale after which training ends with an error. One
+bad batch, or a few, may overflow and be skipped; a model that always overflows learns nothing."""
 
 
 class LossFunction(Protocol):
@@ -182,6 +190,8 @@ class LossScale:
     good_steps: int = 0
     """Number of steps without overflow since the value last changed."""
     fixed: bool = True
+    overflows: int = 0
+    """Number of overflows in a row at the lowest scale."""
 
     @classmethod
     def of(cls, dtype: str) -> LossScale:
@@ -191,10 +201,15 @@ class LossScale:
         """Count a step without overflow; double the scale after enough of them."""
         if self.fixed:
             return
+        self.overflows = 0
         self.good_steps += 1
         if self.good_steps >= GROWTH_INTERVAL:
             self.value, self.good_steps = self.value * 2, 0
 
     def note_overflow(self) -> None:
-        """Halve the scale, down to 1."""
-        self.value, self.good_steps = max(self.value / 2, 1.0), 0
+        """Halve the scale, down to 1. Raises LossScaleError if that has not helped for long."""
+        if not self.fixed and self.value <= LOWEST_SCALE:
+            self.overflows += 1
+        self.value, self.good_steps = max(self.value / 2, LOWEST_SCALE), 0
+        if self.overflows >= MOST_OVERFLOWS:
+            raise LossScaleError(overflows=self.overflows, scale=self.value)

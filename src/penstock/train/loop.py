@@ -106,11 +106,11 @@ class TrainingLoop:
         metrics: dict[str, Any] = {
             "step": self._batches.step,
             "loss": float(loss),
-            "grad_norm": self._engine.grad_norm,
             "lr": rate,
         }
         if self._engine.skipped:
-            # The optimizer took no step, so the learning rate stays where it is.
+            # The optimizer took no step, so the learning rate stays where it is. There is no norm:
+            # the gradient is not finite, and the engine still has the norm of an earlier step.
             self._listeners.emit("skipped", **metrics, loss_scale=self._engine.scale.value)
             return
         self._scheduler.step()
@@ -119,6 +119,7 @@ class TrainingLoop:
         self._listeners.emit(
             "step",
             **metrics,
+            grad_norm=self._engine.grad_norm,
             epoch=round(self._batches.epoch, 6),
             seconds=seconds,
             tokens_per_second=batch["input_ids"].numel() / seconds,
