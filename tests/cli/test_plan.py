@@ -106,6 +106,22 @@ def test_the_plan_file_can_be_loaded(penstock: Callable[..., Result], tmp_path: 
     assert Plan.load(path).machine == "desktop-24gb"
 
 
+def test_a_model_that_cannot_be_trained_is_planned_for_with_its_weights(
+    penstock: Callable[..., Result], tmp_path: Path
+) -> None:
+    """Experts are stored one by one, which only loading for training would refuse."""
+    import transformers
+
+    from tests.conformance_models.tiny import tiny_config
+
+    transformers.AutoModelForCausalLM.from_config(tiny_config("mixtral")).save_pretrained(tmp_path)
+    small = ["--context", "32", *SMALL[2:]]
+    done = penstock("plan", str(tmp_path), *small, "--dram", "4GiB")
+
+    assert done.exit_code == 0, done.output
+    assert "mixture-of-experts models can be planned for but not trained" in done.output
+
+
 def test_explain_shows_one_block(penstock: Callable[..., Result]) -> None:
     done = penstock("plan", GPT2, *SMALL, "--dram", "4GiB", "--explain", "transformer.h.3")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 import traceback
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ from tests.support import engines
 ROWS, LENGTH = 4, 16
 BOUNDS = (0, 6, 16)
 """Boundaries of two packed documents in a row."""
+
+_EXCEPTION = re.compile(r"\b\w+Error: ")
+"""A reason that only quotes another exception does not say which feature is not supported."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,10 @@ def examine(case: str, folder: Path) -> Outcome:
         with _engine(source) as engine, _late_refusals():
             return Outcome("right", _compare(engine, batch, exact, rounded, folder))
     except (UnsupportedModelError, SurveyError) as refusal:
-        return Outcome("refused", _one_line(refusal).removeprefix(f"{source}: "))
+        reason = _one_line(refusal).removeprefix(f"{source}: ")
+        if _EXCEPTION.search(reason):
+            return Outcome("wrong", f"refused without the name of a feature: {reason}")
+        return Outcome("refused", reason)
     except (_WrongError, _LateRefusalError) as wrong:
         return Outcome("wrong", _one_line(wrong))
     except Exception as error:

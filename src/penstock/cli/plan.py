@@ -80,8 +80,11 @@ def _inspect_model(settings: Settings, machine: str | None) -> tuple[Any, Invent
 def _check_files(settings: Settings, inventory: Inventory) -> None:
     """Raise an error if the model's directory has weights that training would refuse.
 
-    A directory with only a config can be planned for as well.
+    A directory with only a config can be planned for as well, and so can a model that cannot be
+    trained: its plan says so.
     """
+    if inventory.not_trainable:
+        return
     folder = Path(settings.model.model)
     if settings.model.init == "pretrained" and any(folder.glob("model*.safetensors*")):
         from penstock.engine.prepare import check_weights

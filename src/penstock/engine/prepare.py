@@ -93,7 +93,7 @@ def prepare(
             lr, betas and weight_decay. `init="none"` leaves the weights uninitialized, for callers
             that read a checkpoint next.
     """
-    from penstock.model.meta_model import remember_model
+    from penstock.model.meta_model import check_trainable, remember_model
 
     unknown = [name for name in arguments if name not in ARGUMENTS]
     if unknown:
@@ -109,6 +109,7 @@ def prepare(
         load_weights=load_weights, rehearse=rehearse, progress=progress,
     )  # fmt: skip
     config, inventory = inspect_model(model, chosen)
+    check_trainable(inventory)  # first: its reasons say more than those about files
     if load_weights and isinstance(model, str | Path) and chosen.model.init == "pretrained":
         check_weights(model_directory(model, chosen.model.revision), inventory)
     if plan is None:
@@ -255,10 +256,9 @@ def _build_engine(
         use_expandable_segments,
     )
     from penstock.engine.engine import Engine
-    from penstock.model.meta_model import build_model, check_trainable, strip_model, weight_dtype
+    from penstock.model.meta_model import build_model, strip_model, weight_dtype
     from penstock.model.split import SplitModel
 
-    check_trainable(inventory)
     use_expandable_segments()
     device, state_dict = pick_device(options.device), None
     check_free_memory(device, plan)
