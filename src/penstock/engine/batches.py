@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from penstock.engine.loss import IGNORE_INDEX, next_targets
-from penstock.errors import BatchError
+from penstock.errors import BatchError, UnsupportedModelError
 from penstock.model.document_attention import Documents, find_documents
 from penstock.model.inventory import Inventory
 from penstock.model.split import MicroBatch
@@ -60,6 +61,23 @@ def split_batch(
     ]
     grouped = [micros[r * per_round : (r + 1) * per_round] for r in range(rounds)]
     return SplitBatch(grouped, int((targets != IGNORE_INDEX).sum()))
+
+
+def check_documents(batch: SplitBatch, inventory: Inventory) -> None:
+    """Raise UnsupportedModelError if a packed document would see the one before it.
+
+    A document without trained tokens, such as padding, may follow another one.
+    """
+    if not inventory.mixes_documents:
+        return
+    for micro in itertools.chain.from_iterable(batch.rounds):
+        later = (micro.position_ids == 0).cumsum(1) > 1
+        if bool((later & (micro.targets != IGNORE_INDEX)).any()):
+            raise UnsupportedModelError(
+                f"{inventory.model} cannot train on packed documents: {inventory.mixes_documents} "
+                f"would carry information from one document of a row to the next. Pass one "
+                f"document per row, padded on the right"
+            )
 
 
 def _documents(

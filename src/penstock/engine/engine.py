@@ -21,7 +21,7 @@ from penstock.checkpoint.errors import StateError
 from penstock.checkpoint.training_state import Software, TrainingState, read_engine_state
 from penstock.checkpoint.writer import Progress as WriteProgress
 from penstock.engine.allocate import Programs, allocate
-from penstock.engine.batches import SplitBatch, split_batch
+from penstock.engine.batches import SplitBatch, check_documents, split_batch
 from penstock.engine.compute import Computer
 from penstock.engine.device import Device
 from penstock.engine.device_memory import explain_out_of_memory
@@ -545,7 +545,9 @@ class Engine:
 
     def _split(self, batch: Mapping[str, torch.Tensor]) -> SplitBatch:
         rounds, device = self.plan.placement.rounds, self.device.torch_device
-        return split_batch(batch, self.workload, self.inventory, rounds, device)
+        split = split_batch(batch, self.workload, self.inventory, rounds, device)
+        check_documents(split, self.inventory)
+        return split
 
     def _check_finite(self, loss: torch.Tensor) -> None:
         """Raise NonFiniteLossError if the settings say so; `apply` then finds no gradients."""

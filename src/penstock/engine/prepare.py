@@ -174,6 +174,7 @@ def inspect_model(
     """
     from penstock.model.config import load_config, refuse_multimodal
     from penstock.model.quantization import refuse_quantized
+    from penstock.model.self_check import check_model
     from penstock.model.survey import survey_config, survey_model
 
     chosen = settings.model
@@ -194,11 +195,12 @@ def inspect_model(
             blocks=chosen.blocks,
             freeze=chosen.freeze,
             trust_remote_code=chosen.trust_remote_code,
+            check=check_model,
         )
     config, name = model.config, name or type(model).__name__
     refuse_quantized(model, name)
     return config, survey_model(
-        model, config, name=name, blocks=chosen.blocks, freeze=chosen.freeze
+        model, config, name=name, blocks=chosen.blocks, freeze=chosen.freeze, check=check_model
     )
 
 

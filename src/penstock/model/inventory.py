@@ -187,6 +187,10 @@ class Inventory:
     not_trainable: str = ""
     """Why the model cannot be trained yet; empty if it can."""
 
+    mixes_documents: str = ""
+    """Which modules carry information from one document of a packed row to the next, such as
+    convolutions; empty if none does."""
+
     # Asked for every candidate that the planner considers.
     _owners: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _kinds: tuple[int, ...] = field(init=False, repr=False, compare=False)

@@ -7,7 +7,7 @@ chooses the model class and ties its tensors; this module finds the blocks in it
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,9 @@ LAYER_LISTS = (
     "backbone.layers",
 )
 """Paths of the list of layers in different model families, tried in order."""
+
+Check = Callable[["nn.Module", Inventory], Inventory]
+"""A function that adds to the inventory of a model why the model cannot be trained."""
 
 MOE = "mixture-of-experts models can be planned for but not trained"
 
@@ -62,10 +65,11 @@ def survey_config(
     blocks: str | None = None,
     freeze: Sequence[str] = (),
     trust_remote_code: bool = False,
+    check: Check | None = None,
 ) -> Inventory:
-    """Return the inventory of a model with the given config."""
+    """Return the inventory of a model with the given config; see `survey_model` for `check`."""
     body = _build_on_meta(config, trust_remote_code)
-    return survey_model(body, config, name=name, blocks=blocks, freeze=freeze)
+    return survey_model(body, config, name=name, blocks=blocks, freeze=freeze, check=check)
 
 
 def survey_model(
@@ -75,8 +79,12 @@ def survey_model(
     name: str,
     blocks: str | None = None,
     freeze: Sequence[str] = (),
+    check: Check | None = None,
 ) -> Inventory:
-    """Return the inventory of an existing model, on any device."""
+    """Return the inventory of an existing model, on any device.
+
+    `check` adds what keeps Penstock from training the model; see `penstock.model.self_check`.
+    """
     path, layers = _find_layers(body, blocks)
     flow, problem = _trace_parameters(body, path, config)
     tensors = _TensorsByBlock(body, path, len(layers), freeze, flow)
@@ -85,7 +93,7 @@ def survey_model(
     if flow is not None:
         trained = [t.name for t in (*embedding.tensors, *head.tensors) if t.trainable]
         problem = flow.refusal(trained)
-    return Inventory(
+    inventory = Inventory(
         model=name,
         architecture=type(body).__name__,
         hidden=int(config.hidden_size),
@@ -97,6 +105,7 @@ def survey_model(
         plain_attention=_plain_attention(config),
         not_trainable=MOE if _experts(config) else problem,
     )
+    return inventory if check is None else check(body, inventory)
 
 
 def _trace_parameters(body: nn.Module, path: str, config: Any) -> tuple[ParameterFlow | None, str]:
@@ -120,7 +129,14 @@ def _build_on_meta(config: Any, trust_remote_code: bool) -> nn.Module:
         with torch.device("meta"):
             factory: Any = transformers.AutoModelForCausalLM
             body: nn.Module = factory.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, ImportError, AttributeError) as problem:
+    except (
+        ValueError,
+        KeyError,
+        ImportError,
+        AttributeError,
+        TypeError,
+        AssertionError,
+    ) as problem:
         kind = getattr(config, "model_type", "?")
         raise SurveyError(
             f"transformers cannot build a causal language model of type {kind!r}: {problem}"
@@ -183,8 +199,7 @@ class _TensorsByBlock:
     def layer(self, index: int, config: Any) -> Block:
         """Return one layer."""
         tensors = self.in_layers[index]
-        heads = int(config.num_attention_heads)
-        size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        heads, size = _attention_heads(config)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         return Block(
             name=f"{self.path}.{index}",
@@ -255,6 +270,19 @@ class _TensorsByBlock:
 # Fields that model families name differently.
 
 
+def _attention_heads(config: Any) -> tuple[int, int]:
+    """Return the number of attention heads and their size; 0 heads for a model without attention.
+
+    A config whose layers differ in the head size has no such field.
+    """
+    heads = int(getattr(config, "num_attention_heads", None) or 0)
+    try:
+        size = getattr(config, "head_dim", None)
+    except Exception:  # transformers raises an error of its own
+        size = None
+    return heads, int(size or int(config.hidden_size) // max(heads, 1))
+
+
 def _experts(config: Any) -> int:
     """Return the number of experts per layer; 0 for a dense model."""
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
@@ -284,7 +312,8 @@ def _mlp_width(config: Any) -> int:
         return int(width) * int(getattr(config, "num_experts_per_tok", 1))
     for name in ("intermediate_size", "n_inner", "ffn_dim"):
         if width := getattr(config, name, None):
-            return int(width)
+            # A list has the width of each layer; the largest needs the most memory.
+            return int(max(width) if isinstance(width, list | tuple) else width)
     return 4 * int(config.hidden_size)
 
 
@@ -302,5 +331,5 @@ def _window(config: Any, index: int) -> int | None:
 def _plain_attention(config: Any) -> bool:
     """Return whether Penstock's attention kernels support the model."""
     extras = ("attention_dropout", "attn_pdrop", "v_head_dim", "attention_probs_dropout_prob")
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    _, size = _attention_heads(config)
     return size <= 256 and size % 8 == 0 and not any(getattr(config, n, None) for n in extras)

@@ -12,13 +12,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.machine.user_cache import cache_directory, code_fingerprint, load_entry, save_entry
 from penstock.model.config import load_config
 from penstock.model.inventory import Inventory
 from penstock.model.survey import survey_config
 from penstock.records import Json
+
+if TYPE_CHECKING:
+    from torch import nn
 
 PACKAGES = ("torch", "transformers")
 """Packages whose version may change the survey of a model."""
@@ -83,12 +86,18 @@ def cached_survey(
             config=json.loads(json.dumps(config.to_dict(), default=str)),
             inventory=survey_config(
                 config, name=str(model), blocks=blocks, freeze=freeze,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=trust_remote_code, check=_check_model,
             ),
         )  # fmt: skip
         if text is not None:
             save_entry(entry, path)
     return DeferredConfig(entry.config, load), replace(entry.inventory, model=str(model))
+
+
+def _check_model(model: nn.Module, inventory: Inventory) -> Inventory:
+    from penstock.model.self_check import check_model  # imports torch
+
+    return check_model(model, inventory)
 
 
 def _config_text(model: str | Path, revision: str | None) -> bytes | None:

@@ -1,0 +1,390 @@
+"""Check on a small twin that Penstock computes what a model computes, before memory is allocated.
+
+Penstock replaces a model's attention function, calls its layers one by one, and differentiates each
+of them separately. That is right only if a layer is a function of its input: it leaves attention to
+the function that its config names, passes nothing but hidden states to other layers, and computes
+from tokens of the same document before it. No list of model families decides that. A twin of the
+model (`penstock.model.twin`) runs here on the CPU in both ways, and outputs and gradients are
+compared; then tokens are changed, to see which outputs depend on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import UnsupportedModelError
+from penstock.model.attention import attending_over, register
+from penstock.model.compile import layer_kinds
+from penstock.model.document_attention import attend
+from penstock.model.inventory import Inventory
+from penstock.model.split import Arguments, SplitModel
+from penstock.model.survey import MOE, survey_model
+from penstock.model.twin import LAYERS, VOCABULARY, build_twin, twin_config
+
+LENGTH = 12
+"""Number of tokens in a row: more than a twin's sliding window."""
+
+FIRST = 5
+"""Number of tokens of the first document of a packed row."""
+
+TOLERANCE = 1e-3
+"""Largest difference of two fp32 results, relative to the largest number in them."""
+
+ROUNDING = 1e-5
+"""Differences this small, relative to the largest gradient of the model, are rounding."""
+
+KNOWN_ARGUMENTS = ("position_ids", "position_embeddings", "attention_mask", "cache_position")
+"""Arguments of layers that every step computes anew from positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a model's twin has shown."""
+
+    not_trainable: str = ""
+    """Why Penstock cannot train the model; empty if it can."""
+
+    mixes_documents: str = ""
+    """What carries information from one document of a packed row to the next; empty if nothing."""
+
+
+def check_model(model: nn.Module, inventory: Inventory) -> Inventory:
+    """Return the inventory of a model with the verdict on it. The model may be on the meta device.
+
+    Models that differ only in their sizes share a verdict.
+    """
+    if inventory.not_trainable == MOE:
+        return inventory
+    verdict = _check(model, inventory.layers[0].name.rpartition(".")[0])
+    return replace(
+        inventory,
+        not_trainable=verdict.not_trainable or inventory.not_trainable,
+        mixes_documents=verdict.mixes_documents,
+    )
+
+
+def _check(model: nn.Module, layers_path: str) -> Verdict:
+    config: Any = model.config
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, None):
+            return Verdict(
+                f"{name} is {getattr(config, name)}, so the model skips layers at random, which "
+                f"Penstock does not; set it to 0 with --model-config {name}=0.0"
+            )
+    found: Any = model.get_submodule(layers_path)
+    kinds = layer_kinds(list(found))
+    firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+    count = min(len(kinds), max(LAYERS, *(index + 1 for index in firsts.values()), 0))
+    try:
+        twin = twin_config(config, count)
+        key = json.dumps(twin.to_dict(), sort_keys=True, default=str)
+    except Exception as problem:  # whatever a config's own checks raise
+        return Verdict(_no_twin(type(model), problem))
+    model_class: Any = type(model)
+    return _check_twin(model_class, _Config(twin, key), layers_path)
+
+
+class _Config:
+    """A twin's config that compares by its fields, so that verdicts can be cached."""
+
+    def __init__(self, config: Any, key: str) -> None:
+        self.config, self.key = config, key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Config) and other.key == self.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@functools.lru_cache(maxsize=256)
+def _check_twin(model_class: type, twin: _Config, path: str) -> Verdict:
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        return _Check(model_class, twin.config, path).verdict()
+
+
+def _no_twin(model_class: type, problem: Exception) -> str:
+    return (
+        f"{model_class.__name__} cannot be checked: transformers could not run a small model with "
+        f"this config ({_describe(problem)})"
+    )
+
+
+def _describe(problem: Exception) -> str:
+    lines = str(problem).strip().splitlines()
+    return f"{type(problem).__name__}: {lines[0]}" if lines else type(problem).__name__
+
+
+class _Check:
+    """Compares one model class with itself: as transformers runs it, and as Penstock does."""
+
+    def __init__(self, model_class: type, config: Any, path: str) -> None:
+        self.model_class, self.config, self.path = model_class, config, path
+        generator = torch.Generator().manual_seed(2)
+        self.ids, self.others = torch.randint(1, VOCABULARY, (2, 1, LENGTH), generator=generator)
+        self.positions = torch.arange(LENGTH)[None]
+        self.packed = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)])[None]
+
+    def verdict(self) -> Verdict:
+        """Run all comparisons, the cheapest first, and stop at the first that fails."""
+        try:
+            plain = build_twin(self.model_class, self.config, "eager")
+            expected = _Results.of(plain, self.ids)
+        except Exception as problem:  # whatever the model's own code raises for these sizes
+            return Verdict(_no_twin(self.model_class, problem))
+        register(_RECORDING, _attend_recording)
+        try:
+            model = build_twin(self.model_class, self.config, _RECORDING)
+        except Exception:  # its class looks up its own attention code by name
+            return Verdict(self._own_attention(plain))
+        _calls.clear()
+        try:
+            blocks = _Blocks(model, self.config, self.path)
+            got = blocks.run(self.ids, self.positions)
+        except UnsupportedModelError as problem:
+            return Verdict(str(problem))
+        except Exception as problem:  # whatever the model's own code raises
+            return Verdict(self._failure(plain, problem))
+        callers = set(_calls)
+        silent = [layer for layer in blocks.layers if callers.isdisjoint(layer.modules())]
+        if difference := got.difference(expected):
+            return Verdict(self._reason(silent) + f": {difference}")
+        changed = torch.cat([self.ids[:, :FIRST], self.others[:, FIRST:]], dim=1)
+        later = blocks.run(changed, self.positions).logits
+        if not _close(later[:FIRST], got.logits[:FIRST]):
+            return Verdict(
+                f"{self.model_class.__name__} is not causal: later tokens change the outputs of "
+                f"earlier ones"
+            )
+        return Verdict(mixes_documents=self._find_mixer(blocks, silent))
+
+    def _find_mixer(self, blocks: _Blocks, silent: list[nn.Module]) -> str:
+        """Return what lets a document of a packed row depend on the one before it."""
+        bounds = [[0, FIRST, LENGTH]]
+        packed = blocks.run(self.ids, self.packed, bounds).logits[FIRST:]
+        changed = torch.cat([self.others[:, :FIRST], self.ids[:, FIRST:]], dim=1)
+        if not _close(blocks.run(changed, self.packed, bounds).logits[FIRST:], packed):
+            names = sorted({name for layer in silent for name in _mixers(layer)})
+            return ", ".join(names) or "an operation other than attention"
+        second = self.ids[:, FIRST:]
+        alone = blocks.run(second, self.positions[:, : second.shape[1]]).logits
+        return "" if _close(packed, alone) else "positions that do not restart with a document"
+
+    def _failure(self, plain: nn.Module, problem: Exception) -> str:
+        """Say why a model does not run layer by layer, and what its layers need."""
+        layers: Any = plain.get_submodule(self.path)
+        extras = _extra_arguments(plain, list(layers), self.ids)
+        mixers = sorted({name for layer in layers for name in _mixers(layer)})
+        needs = [f"its layers take {', '.join(extras)}"] if extras else []
+        needs += [f"its layers mix tokens with {', '.join(mixers)}"] if mixers else []
+        return (
+            f"{self.model_class.__name__} does not run layer by layer with Penstock's attention: "
+            f"{'; '.join([*needs, _describe(problem)])}"
+        )
+
+    def _own_attention(self, plain: nn.Module) -> str:
+        layers: Any = plain.get_submodule(self.path)
+        names = ", ".join(sorted({name for layer in layers for name in _mixers(layer)}))
+        return (
+            f"the layers of {self.model_class.__name__} compute attention with their own code "
+            f"({names or 'not a function of transformers'}), which Penstock cannot replace"
+        )
+
+    def _reason(self, silent: list[nn.Module]) -> str:
+        names = ", ".join(sorted({name for layer in silent for name in _mixers(layer)}))
+        if names:
+            return (
+                f"the layers of {self.model_class.__name__} mix tokens with their own code "
+                f"({names}), which Penstock cannot replace"
+            )
+        return f"{self.model_class.__name__} computes something that Penstock does not"
+
+
+@dataclass(slots=True)
+class _Results:
+    """Logits `[tokens, vocabulary]`, and gradients of the layers' parameters by name."""
+
+    logits: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+    @staticmethod
+    def of(model: nn.Module, ids: torch.Tensor) -> _Results:
+        """Run and differentiate the whole model as transformers does."""
+        output: Any = model(input_ids=ids, use_cache=False)
+        logits: torch.Tensor = output.logits[0]
+        named = dict(model.named_parameters())
+        grads = torch.autograd.grad(_loss(logits), list(named.values()), allow_unused=True)
+        return _Results(logits.detach(), _with_zeros(named, grads))
+
+    def difference(self, expected: _Results) -> str:
+        """Describe the first difference, or return an empty string."""
+        if not _close(self.logits, expected.logits):
+            return f"logits differ from transformers' by {_error(self.logits, expected.logits):.2g}"
+        # Some gradients are zero but for rounding: the bias of keys changes no attention weight.
+        largest = max(float(g.abs().max()) for g in expected.gradients.values())
+        for name, gradient in self.gradients.items():
+            if not _close(gradient, expected.gradients[name], floor=ROUNDING * largest):
+                error = _error(gradient, expected.gradients[name])
+                return f"the gradient of {name} differs from transformers' by {error:.2g}"
+        return ""
+
+
+class _Blocks:
+    """A twin that runs block by block, as the engine runs a model."""
+
+    def __init__(self, model: nn.Module, config: Any, path: str) -> None:
+        inventory = survey_model(model, config, name="twin", blocks=path)
+        self._owned = [[t.name for t in block.tensors] for block in inventory.blocks[1:]]
+        self._tensors = dict(model.named_parameters())
+        self._split = SplitModel(model, inventory, mlp_tile=LENGTH)
+        self.layers = self._split.layers
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, bounds: Any = None) -> _Results:
+        """Run forward without gradients, then differentiate each block from its saved input."""
+        hidden, arguments = self._split.enter(
+            input_ids=ids, position_ids=positions, use_cache=False
+        )
+        if len(arguments) != len(self.layers):
+            raise UnsupportedModelError(
+                f"the model calls {len(arguments)} of its {len(self.layers)} layers in a step"
+            )
+        gradients: dict[str, torch.Tensor] = {}
+        with attending_over(bounds):
+            inputs = [hidden.detach()]
+            for index, called in enumerate(arguments):
+                with torch.no_grad(), _unchanged(called, type(self.layers[index])):
+                    inputs.append(self._split.plain_layer(index, inputs[-1], called))
+            last = inputs.pop().requires_grad_()
+            logits = self._split.logits(last[0])
+            upstream = self._differentiate(-1, _loss(logits), last, None, gradients)
+            for index in reversed(range(len(arguments))):
+                source = inputs[index].requires_grad_()
+                out = self._split.plain_layer(index, source, arguments[index])
+                upstream = self._differentiate(index, out, source, upstream, gradients)
+        return _Results(logits.detach(), gradients)
+
+    def _differentiate(
+        self,
+        block: int,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        upstream: torch.Tensor | None,
+        into: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        named = {name: self._tensors[name] for name in self._owned[block]}
+        grads = torch.autograd.grad(out, [source, *named.values()], upstream, allow_unused=True)
+        into.update(_with_zeros(named, grads[1:]))
+        assert grads[0] is not None
+        return grads[0]
+
+
+@contextlib.contextmanager
+def _unchanged(called: Arguments, layer: type[nn.Module]) -> Iterator[None]:
+    """Raise UnsupportedModelError if a layer needs gradients of its arguments, or changes them."""
+    args, kwargs = called
+    names = list(inspect.signature(layer.forward).parameters)[2:]  # after self and hidden states
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    for name, value in named.items():
+        if any(tensor.requires_grad for tensor in _tensors(value)):
+            raise UnsupportedModelError(
+                f"{layer.__name__} takes {name}, which depends on trained tensors, in addition to "
+                f"the hidden states; Penstock differentiates hidden states only"
+            )
+    before = {name: _contents(value) for name, value in named.items()}
+    yield
+    for name, value in named.items():
+        if _contents(value) != before[name]:
+            raise UnsupportedModelError(
+                f"{layer.__name__} passes tensors to other layers in {name}, such as shared keys "
+                f"and values; Penstock differentiates each layer separately and would lose their "
+                f"gradients"
+            )
+
+
+def _extra_arguments(plain: nn.Module, layers: list[nn.Module], ids: torch.Tensor) -> list[str]:
+    """Return the keyword arguments of layers that are tensors of an unknown meaning."""
+    found: set[str] = set()
+
+    def record(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        known = ("hidden_states", *KNOWN_ARGUMENTS)
+        found.update(n for n, v in kwargs.items() if n not in known and [*_tensors(v)])
+
+    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
+    with torch.no_grad():
+        plain(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return sorted(found)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(inner)
+
+
+def _contents(value: Any) -> Any:
+    """Return what a container holds, by identity, to see whether it changes."""
+    if isinstance(value, Mapping):
+        return [(key, _contents(inner)) for key, inner in value.items()]
+    if isinstance(value, list | tuple):
+        return [_contents(inner) for inner in value]
+    return (id(value), value._version if isinstance(value, torch.Tensor) else 0)
+
+
+def _with_zeros(
+    named: dict[str, nn.Parameter], gradients: Sequence[torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    pairs = zip(named.items(), gradients, strict=True)
+    return {name: torch.zeros_like(t) if grad is None else grad for (name, t), grad in pairs}
+
+
+def _loss(logits: torch.Tensor) -> torch.Tensor:
+    """Return a loss to which every token contributes differently."""
+    targets = torch.arange(1, logits.shape[0] + 1)
+    return nn.functional.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> bool:
+    if got.shape != expected.shape:
+        return False
+    difference = float((got - expected).abs().max())
+    return difference <= max(TOLERANCE * float(expected.abs().max()), floor)
+
+
+# Which modules mix tokens.
+
+_RECORDING = "penstock-check"
+_calls: list[nn.Module] = []
+
+
+def _attend_recording(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    _calls.append(module)
+    return attend(module, *args, **kwargs)
+
+
+def _mixers(layer: nn.Module) -> list[str]:
+    """Return the classes of a layer's modules that mix tokens, by their names.
+
+    The names only explain a refusal; they do not decide it. GPT-2's `Conv1D` is a linear layer.
+    """
+    words = ("attention", "attn", "conv", "mixer", "recurrent", "mamba", "delta", "ssm", "rglru")
+    names = {type(m).__name__ for m in layer.modules() if m is not layer}
+    return [n for n in names if any(w in n.lower() for w in words)
+            and not n.lower().endswith(("norm", "mlp")) and n != "Conv1D"]  # fmt: skip

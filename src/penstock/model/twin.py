@@ -1,0 +1,205 @@
+"""Make a small twin of a model: the same code with tiny sizes, to try the code out on the CPU.
+
+What a model computes depends on its class and on the fields of its config that are not sizes. A
+twin has the same class and the same such fields, so what holds for the twin's code holds for the
+model's. It keeps the first layers up to the one at which every kind of layer has occurred.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+LAYERS = 2
+"""Smallest number of layers of a twin."""
+
+VOCABULARY = 64
+HEADS, HEAD_SIZE = 4, 16
+HIDDEN = HEADS * HEAD_SIZE
+WINDOW = 4
+"""Size of a sliding window: small enough that it hides tokens of a short row."""
+
+SIZES: Mapping[str, int] = {
+    "hidden_size": HIDDEN,
+    "d_model": HIDDEN,
+    "word_embed_proj_dim": HIDDEN,
+    "vocab_size": VOCABULARY,
+    "n_positions": 64,
+    "max_position_embeddings": 64,
+    "intermediate_size": 96,
+    "n_inner": 96,
+    "ffn_dim": 96,
+    "dff": 96,
+    "decoder_ffn_dim": 96,
+    "num_attention_heads": HEADS,
+    "attention_heads": HEADS,
+    "num_heads": HEADS,
+    "n_heads": HEADS,
+    "n_head": HEADS,
+    "head_dim": HEAD_SIZE,
+    "global_head_dim": HEAD_SIZE,
+    "kv_channels": HEAD_SIZE,
+    "rotary_dim": HEAD_SIZE // 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": HEAD_SIZE,
+    "qk_head_dim": 8 + HEAD_SIZE,
+    "v_head_dim": 8,
+    "lru_width": HIDDEN,
+    "rnn_hidden_size": HIDDEN,
+    "attention_hidden_size": HIDDEN,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "mamba_n_heads": 2 * HEADS,
+    "mamba_d_head": HEAD_SIZE,
+    "mamba_d_ssm": 2 * HIDDEN,
+    "mamba_chunk_size": 8,
+    "chunk_size": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": HEAD_SIZE,
+    "linear_value_head_dim": HEAD_SIZE,
+}
+"""Fields that are sizes, by the names that model families give them, and the sizes of a twin.
+A field that a config does not have, or whose value is None, stays as it is."""
+
+WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "padding_idx")
+DROPOUTS = (
+    *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout"),
+    *("activation_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "emb_pdrop"),
+    *("residual_dropout", "embedding_dropout", "attention_dropout_prob", "resid_dropout"),
+)
+
+
+def twin_config(config: Any, layers: int) -> Any:
+    """Return a copy of a config with tiny sizes, the first `layers` layers and no dropout."""
+    twin = copy.deepcopy(config)
+    _shrink_fields(twin)
+    _keep_layers(twin, config, layers)
+    _shrink_rotary(twin)
+    return twin
+
+
+def _shrink_fields(twin: Any) -> None:
+    heads = _heads(twin)
+    decoupled = isinstance(_field(twin, "head_dim"), int) and heads * twin.head_dim != _width(twin)
+    shared = {name: _field(twin, name) for name in KEY_VALUE_HEADS}
+    for name, size in SIZES.items():
+        value = _field(twin, name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            _set(twin, name, size)
+        elif isinstance(value, list):
+            _set(twin, name, [size] * len(value))  # one entry for each layer
+    if hasattr(type(twin), "head_dim") and _field(twin, "head_dim") is None:
+        _set(twin, "head_dim", HEAD_SIZE)  # some classes compute with it without a default
+    if isinstance(_field(twin, "expand"), int) and isinstance(_field(twin, "num_heads"), int):
+        _set(twin, "num_heads", twin.expand * HIDDEN // HEAD_SIZE)  # of a state space model
+    if decoupled and _field(twin, "hidden_size"):
+        twin.hidden_size = HIDDEN + HEADS * 8  # heads are not the hidden size divided, as here
+    for name, count in shared.items():
+        if isinstance(count, int) and count > 0:
+            # One head for all queries, one for each query, or groups, as in the model.
+            setattr(twin, name, 1 if count == 1 else HEADS if count == heads else HEADS // 2)
+    for name in WINDOWS:
+        if isinstance(_field(twin, name), int):
+            setattr(twin, name, min(_field(twin, name), WINDOW))
+    for name in TOKENS:
+        if isinstance(_field(twin, name), int):
+            setattr(twin, name, 0)
+    for name in DROPOUTS:
+        if isinstance(_field(twin, name), float | int):
+            _set(twin, name, type(_field(twin, name))(0))
+    inner = _field(twin, "attn_config")  # MPT keeps its attention's fields here
+    if isinstance(_field(inner, "attn_pdrop"), float | int):
+        inner.attn_pdrop = type(inner.attn_pdrop)(0)
+
+
+def _keep_layers(twin: Any, config: Any, layers: int) -> None:
+    total = next((c for n in LAYER_COUNTS if isinstance(c := _field(config, n), int)), layers)
+    for name, value in list(vars(twin).items()):
+        if isinstance(value, list) and len(value) == total and total > 1:
+            setattr(twin, name, value[:layers])
+    for name in LAYER_COUNTS:
+        if isinstance(_field(twin, name), int):
+            _set(twin, name, layers)
+    shared = _field(twin, "num_kv_shared_layers")
+    if isinstance(shared, int) and shared > 0:
+        twin.num_kv_shared_layers = min(shared, layers // 2)  # the last layers
+
+
+def _shrink_rotary(twin: Any) -> None:
+    """Shorten the lists of a rotary embedding that have an entry for each pair of dimensions."""
+    for parameters in _dictionaries(_field(twin, "rope_parameters")):
+        partial = parameters.get("partial_rotary_factor") or _field(twin, "partial_rotary_factor")
+        pairs = int(HEAD_SIZE * (partial if isinstance(partial, float | int) else 1)) // 2
+        for name in ("short_factor", "long_factor"):
+            if isinstance(parameters.get(name), list):
+                parameters[name] = parameters[name][:pairs]
+        if isinstance(parameters.get("mrope_section"), list):
+            rest = pairs // 4
+            parameters["mrope_section"] = [pairs - 2 * rest, rest, rest]
+
+
+def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield a dictionary and the dictionaries in it: some models have one for each layer type."""
+    if isinstance(value, dict):
+        yield value
+        for inner in value.values():
+            yield from _dictionaries(inner)
+
+
+def _field(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # a config whose layers differ in this field refuses to return one value
+        return None
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    with contextlib.suppress(AttributeError, NotImplementedError):  # computed from other fields
+        setattr(config, name, value)
+
+
+def _heads(config: Any) -> int:
+    names = ("num_attention_heads", "attention_heads", "num_heads", "n_heads", "n_head")
+    return next((v for n in names if isinstance(v := _field(config, n), int)), 1)
+
+
+def _width(config: Any) -> int:
+    return next(
+        (v for n in ("hidden_size", "d_model") if isinstance(v := _field(config, n), int)), 0
+    )
+
+
+def build_twin(model_class: type, config: Any, attention: str | None) -> nn.Module:
+    """Build a twin from its config, in fp32 on the CPU; the same weights every time.
+
+    Weights are larger than transformers draws them, so that everything that a layer computes shows
+    in its output. `attention` is the name of the attention function, None for the model's own.
+    """
+    options = {} if attention is None else {"attn_implementation": attention}
+    make: Any = model_class
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: nn.Module = make._from_config(copy.deepcopy(config), dtype=torch.float32, **options)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() < 2:
+                parameter.add_(noise, alpha=0.1)  # norms, biases and decay rates
+            else:
+                parameter.copy_(noise * parameter[0].numel() ** -0.5)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.train()
