@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 # The fields of config.json of gemma-3-4b-it and Mistral-Small-3.1-24B, with small sizes.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -53,7 +54,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def save_multimodal(folder: Path, family: str, *, published: bool = True) -> Path:
+def save_multimodal(
+    folder: Path, family: str, *, published: bool = True, vocabulary: int = 64
+) -> Path:
     """Save a model with random weights, and return its folder.
 
     Args:
@@ -61,9 +64,12 @@ def save_multimodal(folder: Path, family: str, *, published: bool = True) -> Pat
         family: A key of `CONFIGS`.
         published: Whether to use the names of the published files, or those that the classes of
             transformers have today.
+        vocabulary: Number of tokens.
     """
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIGS[family]))
+    fields = copy.deepcopy(CONFIGS[family])
+    fields["text_config"]["vocab_size"] = vocabulary
+    (folder / "config.json").write_text(json.dumps(fields))
     torch.manual_seed(3)
     config = transformers.AutoConfig.from_pretrained(folder)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
@@ -89,3 +95,16 @@ def _published(name: str, family: str) -> str:
         if name.startswith(today):
             return before + name.removeprefix(today)
     raise AssertionError(name)
+
+
+def check_kept(source: Path, out: Path) -> None:
+    """Check that the files have the same names, and only the text stack was trained."""
+    old, new = (load_file(folder / "model.safetensors") for folder in (source, out))
+    assert set(old) == set(new)
+    rest = [name for name in old if "vision_tower" in name or "projector" in name]
+    assert rest
+    for name in rest:
+        assert old[name].dtype == new[name].dtype
+        assert torch.equal(old[name], new[name]), name
+    text = [name for name in old if name not in rest]
+    assert [name for name in text if torch.equal(old[name], new[name])] == []
