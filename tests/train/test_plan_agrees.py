@@ -138,6 +138,22 @@ def test_a_run_with_a_plan_file_follows_it(data: Path, tmp_path: Path) -> None:
     assert planned == trained_file(tmp_path, model, data, followed)
 
 
+def test_a_plan_file_of_an_earlier_version_gets_the_memory_of_the_process(
+    data: Path, tmp_path: Path
+) -> None:
+    """Otherwise every run with such a file would report that it needs more than planned."""
+    model = config_directory(tmp_path / "model", "llama")
+    planned = json.loads(planned_file(tmp_path, model, [*SIZES, *HOST]))
+    process = planned.pop("process_memory")
+    (tmp_path / "planned.json").write_text(json.dumps(planned))
+
+    followed = ["--plan", str(tmp_path / "planned.json"), "--steps", "1"]
+    trained = json.loads(trained_file(tmp_path, model, data, followed))
+
+    assert trained.pop("process_memory") == process > 0
+    assert trained == planned
+
+
 def test_a_plan_file_with_compiled_layers_is_refused_without_kernels(
     data: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from penstock.engine.memory_source import working_memory_source
 from penstock.errors import InfeasibleError, PlanError, SettingsError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
-from penstock.plan.budget import Budget, parse_budget, with_paths
+from penstock.plan.budget import Budget, parse_budget, process_memory, with_paths
 from penstock.plan.buffers import CONTEXT
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import NOISE, WorkingMemory, WorkingMemorySource
@@ -142,6 +142,8 @@ def check_plan(plan: Plan, inventory: Inventory, target: TargetMachine, *, path:
             f"machine with `penstock plan --machine this`",
             where=path,
         )
+    if not plan.process_memory:  # a file of an earlier version, which did not list it
+        plan = replace(plan, process_memory=process_memory(machine))
     return PlanChoice(plan, machine)
 
 

@@ -250,7 +250,11 @@ def not_reproducible(plan: Plan) -> list[str]:
     """Return a line that says so if the plan allows kernels that differ from run to run."""
     if plan.workload.numerics.deterministic:
         return []
-    return ["not reproducible: --no-deterministic allows kernels that differ from run to run"]
+    # Plan files and checkpoints that do not say are from before the kernels were restricted.
+    return [
+        "not reproducible: kernels may differ from run to run (--no-deterministic, or a plan or "
+        "checkpoint of an earlier version)"
+    ]
 
 
 def wear(result: PlanResult, machine: Machine) -> list[str]:
