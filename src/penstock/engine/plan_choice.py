@@ -192,7 +192,7 @@ def fit_plan(plan: Plan, request: PlanRequest | None, measured: WorkingMemory) -
 
 
 def _is_covered(plan: Plan, measured: WorkingMemory) -> bool:
-    """Return whether a plan has the HBM that was measured, in torch's allocator and beside it.
+    """Return whether a plan has the HBM that was measured, in torch's allocator and outside of it.
 
     The margins that a rehearsal adds on a GPU are larger than `NOISE`, so a plan that misses no
     more than that is large enough.
