@@ -15,12 +15,13 @@ import torch
 from penstock.engine.device import CpuDevice
 from penstock.engine.engine import Engine
 from penstock.plan.build_schedule import step_schedule, sweep_schedule
-from penstock.plan.schedule import Verb
-from penstock.plan.traffic import step_disk_writes, step_traffic
+from penstock.plan.schedule import Operation, Verb
+from penstock.plan.traffic import Traffic, step_disk_writes, step_traffic
 from penstock.planner.candidate import Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
+from penstock.roles import TRAINED
 from penstock.tiers import Tier
-from tests.equivalence.runs import DISK, WAYS, Setup, Way
+from tests.equivalence.runs import DISK, RESIDENT, WAYS, Setup, Way
 from tests.support.schedule_checker import all_on, evaluator_for
 
 
@@ -193,3 +194,22 @@ def test_frozen_weights_are_not_written() -> None:
     schedule = step_schedule(evaluator.inventory, placement)
     writes = step_disk_writes(evaluator.inventory, evaluator.workload, placement, schedule)
     assert sum(writes.values()) == activations
+
+
+@pytest.mark.parametrize("freeze", [(), ("*.layers.1.mlp.*",)], ids=["trained", "partly frozen"])
+def test_a_sweep_on_the_gpu_touches_what_is_trained(
+    freeze: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Per element: weight, master weight and moments are read and written, the gradient read."""
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
+    setup = Setup.of("llama", freeze=freeze, config=wide)
+    plan = setup.plan(RESIDENT, tmp_path)
+    block = next(i for i, b in enumerate(setup.model.blocks) if "layers.1" in b.name)
+    sweep = Operation(Verb.SWEEP, block, TRAINED, "forward", gpu=True)
+
+    nbytes = Traffic.of(setup.model, setup.work, plan.placement).gpu_sweep_nbytes(sweep)
+
+    trained = setup.model.blocks[block].parameters(trainable=True)
+    assert trained < setup.model.blocks[block].parameters() or not freeze
+    # A little more than the bytes of the elements: tensors are stored in whole pages.
+    assert nbytes == pytest.approx((2 * (2 + 2 + 4 + 4) + 2) * trained, rel=0.03)

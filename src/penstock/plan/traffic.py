@@ -25,7 +25,7 @@ from penstock.plan.lifetimes import piece_span
 from penstock.plan.placement import Placement, Share
 from penstock.plan.schedule import Operation, Schedule, Verb
 from penstock.plan.workload import Workload
-from penstock.roles import EXTENT, STATE, TRAINED, Formats, Role
+from penstock.roles import EXTENT, TRAINED, Formats, Role
 from penstock.units import round_up
 
 Endpoint = Literal["gpu", "host", "disk"]
@@ -181,7 +181,7 @@ class Traffic:
     # For the cost model.
 
     def stored_parts(self, operation: Operation) -> Iterator[StoredPart]:
-        """Yield the stored bytes that a copy, a disk operation or a CPU sweep covers.
+        """Yield the stored bytes that a copy, a disk operation or a sweep covers.
 
         Bytes count once, whether they are read, written or both.
         """
@@ -196,12 +196,10 @@ class Traffic:
             for share in self._shares(operation.block, role):
                 yield StoredPart(role, share, fraction * scale * share.nbytes)
 
-    def gpu_sweep_nbytes(self, block: int) -> int:
+    def gpu_sweep_nbytes(self, operation: Operation) -> int:
         """Return the bytes of HBM that a sweep on the GPU reads and writes."""
-        at = self.placement.blocks[block]
-        updated = sum(2 * home.nbytes for r in (Role.WEIGHT, *STATE) if (home := at.home(r)))
-        gradient = at.home(Role.GRADIENT)
-        return updated + (gradient.nbytes if gradient else 0)
+        parts = self.stored_parts(operation)
+        return int(sum(p.nbytes if p.role is Role.GRADIENT else 2 * p.nbytes for p in parts))
 
     def _piece_fraction(self, operation: Operation) -> float:
         """Return the fraction of the block's buffer that the operation's piece is."""

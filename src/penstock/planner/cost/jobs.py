@@ -269,7 +269,7 @@ class JobBuilder:
             return {}
         traffic = Traffic.of(self.inventory, self.workload, self.placement)
         if operation.verb is Verb.SWEEP and operation.gpu:
-            return {"gpu": traffic.gpu_sweep_nbytes(operation.block) / self.rates.hbm}
+            return {"gpu": traffic.gpu_sweep_nbytes(operation) / self.rates.hbm}
         demands = Demands(self.rates, self.gpus)
         for role, share, nbytes in traffic.stored_parts(operation):
             match operation.verb:
