@@ -122,7 +122,9 @@ EAGER = {
     ),
     "capped scores and logits in Gemma 2": (
         "gemma2",
-        {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "sliding_window": 4},
+        # The scale is not that of the head's width, which is 8.
+        {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "sliding_window": 4,
+         "query_pre_attn_scalar": 2},
         {"attn_logit_softcapping": None, "final_logit_softcapping": None},
     ),
 }  # fmt: skip

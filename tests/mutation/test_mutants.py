@@ -81,4 +81,4 @@ def test_tests_that_run_the_line_are_chosen_quickest_first() -> None:
         "c.py::endless": {"seconds": 1000.0, "lines": {path: [at]}},
     }
 
-    assert choose_tests(mutant, lines) == ["a.py::quick", "b.py::other"]
+    assert choose_tests(mutant, lines) == ["a.py::quick", "b.py::other", "a.py::slow"]

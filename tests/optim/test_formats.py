@@ -185,3 +185,17 @@ def test_unknown_formats_are_rejected() -> None:
         StateFormat(moments="fp8")  # type: ignore[arg-type]
     with pytest.raises(SweepInputError, match="float64"):
         StateFormat(weight=torch.float64)
+
+
+def test_keys_never_change() -> None:
+    """A run that is resumed with a later version draws what it would have drawn."""
+    arguments = [(0, 0, 0), (7, 1, 0), (7, 1, 1), (7, 2, 0), (8, 1, 0), (-1, 3, (2 << 32) + 1)]
+
+    assert [draw_key(*each) for each in arguments] == [
+        0x238275BC38FCBE91,
+        0xFBCA662387D9C66D,
+        0x9FE1730FCF9F1E68,
+        0x5FF9B15CC9A0DF49,
+        0x201CFB7B6E3DD0D9,
+        0x7F4040F73B2BA9A7,
+    ]
