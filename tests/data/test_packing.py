@@ -271,3 +271,16 @@ def test_the_random_order_never_changes() -> None:
     ]  # first value of splitmix64
     assert shuffled_indices(8, 0, 0).tolist() == [4, 0, 1, 7, 6, 2, 5, 3]
     assert sorted(shuffled_indices(1000, 7).tolist()) == list(range(1000))
+
+
+def test_one_document_per_row(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, [5, 9, 3, 30])
+
+    packed = dataset.pack(16, one_per_row=True)
+    rows = next(packed.batches(4))["position_ids"].tolist()
+
+    assert packed.counts.rows == 4
+    # Where padding begins: a row has its document, and padding as the second one.
+    assert sorted(row.index(0, 1) if 0 in row[1:] else 16 for row in rows) == [3, 5, 9, 16]
+    with pytest.raises(PositionError):
+        packed.batches(4, position=dataset.pack(16).batches(4).position)

@@ -142,13 +142,24 @@ class TokenDataset:
         )
         return train, out
 
-    def pack(self, context: int, *, overlong: Overlong = "truncate", seed: int = 0) -> Packed:
+    def pack(
+        self,
+        context: int,
+        *,
+        overlong: Overlong = "truncate",
+        seed: int = 0,
+        one_per_row: bool = False,
+    ) -> Packed:
         """Pack the documents into rows of `context` tokens.
 
         `overlong` decides what happens to longer documents: "truncate" keeps the first `context`
-        tokens, "drop" skips them, "split" makes several documents of them.
+        tokens, "drop" skips them, "split" makes several documents of them. With `one_per_row`,
+        every row has one document and padding, for models that would mix documents of a row.
         """
-        rows = pack_rows(self._cache, self._chosen, context, overlong=overlong, seed=seed)
+        rows = pack_rows(
+            self._cache, self._chosen, context, overlong=overlong, seed=seed,
+            one_per_row=one_per_row,
+        )  # fmt: skip
         identity = {
             "data": self._cache.state.content(),
             "part": self._part,
@@ -156,4 +167,6 @@ class TokenDataset:
             "overlong": overlong,
             "packing_seed": seed,
         }
+        if one_per_row:  # positions that were saved before it existed stay valid
+            identity["one_per_row"] = True
         return Packed(self._cache, rows, context, pad=self._tokens.pad, identity=identity)

@@ -79,7 +79,15 @@ class Rows:
     """Numbers of documents, tokens and rows."""
 
 
-def pack_rows(cache: Cache, chosen: Ints, context: int, *, overlong: Overlong, seed: int) -> Rows:
+def pack_rows(
+    cache: Cache,
+    chosen: Ints,
+    context: int,
+    *,
+    overlong: Overlong,
+    seed: int,
+    one_per_row: bool = False,
+) -> Rows:
     """Pack the chosen documents into rows. The same arguments give the same rows."""
     if context < 2:
         raise DataError(f"a context of {context} leaves nothing to predict; it must be 2 or more")
@@ -96,7 +104,10 @@ def pack_rows(cache: Cache, chosen: Ints, context: int, *, overlong: Overlong, s
             f"the context of {context} and the others have no trained token; increase --context, "
             f"or choose another --overlong than {overlong}"
         )
-    order, bounds = _assign(lengths, context, seed)
+    if one_per_row:
+        order, bounds = shuffled_indices(len(lengths), seed), np.arange(len(lengths) + 1)
+    else:
+        order, bounds = _assign(lengths, context, seed)
     counts = Counts(
         documents=len(chosen),
         truncated=too_long if overlong == "truncate" else 0,

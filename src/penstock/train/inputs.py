@@ -90,9 +90,15 @@ def load_data(
         listeners.note(f"note: {note}")
     if everything.bad_count:
         listeners.note(f"{everything.bad_count} lines skipped, first: {everything.bad_lines[0]}")
-    packed = _pack(dataset, settings)
+    mixer = model.inventory.mixes_documents
+    packed = _pack(dataset, settings, one_per_row=bool(mixer))
     listeners.note(_describe(packed))
-    rows = None if held_out is None else _pack(held_out, settings)
+    if mixer:
+        listeners.note(
+            f"note: one document per sequence, {packed.counts.padding_share:.0%} padding: {mixer} "
+            f"would carry information from one packed document to the next"
+        )
+    rows = None if held_out is None else _pack(held_out, settings, one_per_row=bool(mixer))
     return TrainingData(packed, rows, dataset, load_samples(settings, tokenizer))
 
 
@@ -124,9 +130,12 @@ def _open_dataset(
     )
 
 
-def _pack(dataset: TokenDataset, settings: Settings) -> Packed:
+def _pack(dataset: TokenDataset, settings: Settings, *, one_per_row: bool) -> Packed:
     return dataset.pack(
-        settings.data.context, overlong=settings.data.overlong, seed=settings.schedule.seed
+        settings.data.context,
+        overlong=settings.data.overlong,
+        seed=settings.schedule.seed,
+        one_per_row=one_per_row,
     )
 
 
