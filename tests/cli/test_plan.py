@@ -143,6 +143,18 @@ def test_the_micro_batch_may_be_a_number_or_auto(
     assert sizes == {"2": 2, "auto": 4}
 
 
+@pytest.mark.parametrize("other", [["--json"], ["--vary", "dram=1GiB..4GiB"]])
+def test_only_one_kind_of_output_can_be_chosen(
+    penstock: Callable[..., Result], other: list[str]
+) -> None:
+    """`--json` would print neither a block nor a curve."""
+    done = penstock("plan", GPT2, *SMALL, "--explain", "transformer.h.3", *other)
+
+    assert done.exit_code == 2
+    assert "choose one of them" in done.output
+    assert "parameters)" not in done.output
+
+
 def test_vary_plots_a_curve(
     penstock: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def plan_command(**flags: Any) -> None:
 
     name = flags.pop("machine")
     output = _Output(*(flags.pop(flag) for flag in ("output", "explain_", "vary_", "as_json")))
+    output.check()
     console = Console()
     settings = _merge_settings(flags)
     config, inventory = _inspect_model(settings, name)
@@ -126,6 +127,15 @@ class _Output:
 
     as_json: bool
     """Whether to print JSON only."""
+
+    def check(self) -> None:
+        """Refuse wrong options before the model is inspected and planned for."""
+        if self.curve is not None:
+            parse_vary(self.curve)
+        chosen = [("--explain", self.block), ("--vary", self.curve), ("--json", self.as_json)]
+        names = [name for name, value in chosen if value]
+        if len(names) > 1:
+            raise typer.BadParameter("choose one of them", param_hint=" and ".join(names))
 
     def show(self, console: Console, request: PlanRequest) -> None:
         """Make the plan and show it. Exit with code 1 if nothing fits the budgets."""
