@@ -22,7 +22,8 @@ MODULES = (
 )
 
 TESTS = (
-    "tests/engine", "tests/equivalence", "tests/faults/test_engine_refusals.py", "tests/model",
+    "tests/engine", "tests/equivalence", "tests/faults/test_engine_refusals.py",
+    "tests/faults/test_engine_failures.py", "tests/model",
     "tests/plan", "tests/planner/test_evaluator.py", "tests/planner/test_cost.py",
     "tests/checkpoint/test_training_state.py", "tests/optim", "tests/train/test_resume.py",
     "tests/train/test_session.py", "tests/train/test_session_options.py", "tests/test_records.py",
