@@ -266,3 +266,29 @@ def test_tensors_that_transformers_converts_are_refused(tmp_path: Path) -> None:
     transformers.MixtralForCausalLM(config).to(BF16).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="more than a new name"):
         open_weights(tmp_path)
+
+
+# Tied tensors that the files have twice.
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_copy_of_a_tied_tensor_is_accepted_only_if_it_is_equal(
+    tmp_path: Path, family: str
+) -> None:
+    model = plain_model(tiny_config(family, tie_word_embeddings=True))
+    save_renamed(model, tmp_path, lambda name: name)
+    open_weights(tmp_path)
+
+    with changed(tmp_path) as tensors:
+        tensors["lm_head.weight"][-1, -1] += 1
+    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight differs from"):
+        open_weights(tmp_path)
+
+
+def test_a_tied_tensor_may_have_only_its_other_name(tmp_path: Path) -> None:
+    model = plain_model(tiny_config("llama", tie_word_embeddings=True))
+    save_renamed(model, tmp_path, lambda n: n.replace("model.embed_tokens.weight", ""))
+
+    read = read_all(tmp_path)["model.embed_tokens.weight"]
+
+    assert torch.equal(read, model.model.embed_tokens.weight)

@@ -60,6 +60,8 @@ class ModelWeights:
             for block in inventory.blocks:
                 for tensor in block.tensors:
                     self._check(self._names[tensor.name], tensor.shape)
+            for name, owner in mapped.tied.items():
+                self._check_tied(name, self._names[owner])
             for name in self.kept:
                 if self._is_quantized(name):
                     self._check_scales(name, self.shards.spec(name).shape)
@@ -154,6 +156,28 @@ class ModelWeights:
         elif self._blocks is not None and name + SCALE in self.shards.names_set:
             wanted = "F8_E4M3, because it has scales"
             raise TensorMismatchError(path, name, wanted=wanted, had=dtype_name(spec.dtype))
+
+    def _check_tied(self, name: str, owner: str) -> None:
+        """Raise an error if two tensors that the model ties differ in the files.
+
+        transformers loads such a model without the tie, which is another model than was planned.
+        """
+        spec = self.shards.spec(name)
+        equal = spec == self.shards.spec(owner)
+        for low in range(0, math.prod(spec.shape) if equal else 0, PART):
+            high = min(low + PART, math.prod(spec.shape))
+            pair = [torch.empty(high - low, dtype=spec.dtype) for _ in range(2)]
+            self.shards.read_into(name, pair[0], low)
+            self.shards.read_into(owner, pair[1], low)
+            equal = torch.equal(*pair)
+            if not equal:
+                break
+        if not equal:
+            raise UnsupportedModelError(
+                f"{self.shards.file_of(name)}: tensor {name} differs from {owner}, and config.json "
+                f"ties the two (tie_word_embeddings). To train both, set tie_word_embeddings to "
+                f"false in config.json; otherwise remove {name} from the file"
+            )
 
     def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
         path = self.shards.file_of(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ class NameMap:
     """Tensors of a multimodal model outside its text stack, saved as they are."""
     unexpected: tuple[str, ...] = ()
     """Tensors that transformers would not know what to do with."""
+    tied: dict[str, str] = field(default_factory=dict)
+    """Further copies of a tied tensor, and the tensor of the model that each is a copy of."""
 
 
 def map_names(found: Iterable[str], inventory: Inventory, folder: Path) -> NameMap:
@@ -47,7 +49,7 @@ def map_names(found: Iterable[str], inventory: Inventory, folder: Path) -> NameM
         return NameMap(names)
     mapper, stack = _Mapper(body), _TextStack(body, inventory)
     wanted = {t.name for block in inventory.blocks for t in block.tensors}
-    unexpected, kept = [], []
+    unexpected, kept, tied = [], [], {}
     for name in left:
         renamed = mapper.rename(name)
         own = stack.text_name(renamed)
@@ -57,7 +59,13 @@ def map_names(found: Iterable[str], inventory: Inventory, folder: Path) -> NameM
             unexpected.append(name)
         elif own is None:
             kept.append(name)
-    return NameMap(names, tuple(kept), tuple(unexpected))
+        elif (owner := stack.text_name(mapper.owner(renamed))) in wanted:
+            tied[name] = str(owner)
+    for name, owner in list(tied.items()):
+        if owner not in names:  # the files have only the other name of a tied tensor
+            names[owner] = name
+            del tied[name]
+    return NameMap(names, tuple(kept), tuple(unexpected), tied)
 
 
 def _own_names(found: set[str], inventory: Inventory) -> dict[str, str]:
@@ -88,6 +96,11 @@ class _Mapper:
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
         self._prefix, self._state = body.base_model_prefix, body.state_dict()
+        first: dict[int, str] = {}
+        self._owner = {
+            name: first.setdefault(id(tensor), name)
+            for name, tensor in body.named_parameters(remove_duplicate=False)
+        }
         ignored = body._keys_to_ignore_on_load_unexpected or ()
         self._ignored = re.compile("|".join((*_NEVER_USED, *ignored)))
 
@@ -105,6 +118,10 @@ class _Mapper:
                 f"with save_pretrained(save_original_format=False), and train that directory"
             )
         return str(renamed)
+
+    def owner(self, name: str) -> str:
+        """Return the first name of a tensor that may be tied."""
+        return self._owner.get(name, name)
 
     def is_known(self, name: str, renamed: str) -> bool:
         """Return whether the model has a tensor, tied or a buffer, or ignores it."""
