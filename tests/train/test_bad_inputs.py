@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from penstock.engine.engine import Engine
 from tests.support.small_tokenizers import small_tokenizer
@@ -108,6 +110,21 @@ def test_a_bad_input_is_reported_in_one_message(name: str, runs: Runs, tmp_path:
     assert not (tmp_path / "out/model.safetensors").exists()
 
 
+def test_a_batch_with_a_bad_token_is_named_and_saved(runs: Runs, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", vocab_size=300)
+    flags = runs.flags(tmp_path / "out", *RESIDENT, "--steps", "1")
+    flags[1] = str(model)
+
+    ended = run_command([f for f in flags if f not in ("--eval-split", "0.2")])
+
+    assert ended.code == 1, ended.errors
+    found = re.search(r"input_ids is (\d+) in row (\d+), column (\d+)", ended.errors)
+    assert found is not None, ended.errors
+    token, row, column = map(int, found.groups())
+    saved = load_file(tmp_path / "out/bad-batch-000001.safetensors")
+    assert int(saved["input_ids"][row, column]) == token >= 300
+
+
 FLAGS: dict[str, tuple[list[str], str]] = {
     "context": (["--context", "4096"], "--model-config max_position_embeddings=4096"),
     "budget": (["--hbm", "64KiB"], "it fits with --hbm"),
@@ -191,8 +208,6 @@ def test_an_empty_list_of_data_is_reported_with_its_file(tmp_path: Path) -> None
 def test_a_loss_that_is_not_finite_saves_the_batch(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from safetensors.torch import load_file
-
     out = tmp_path / "out"
     spoil_step(monkeypatch, 3)
     ended = runs.run(out, *RESIDENT, "--steps", "5")
