@@ -42,6 +42,8 @@ class AttentionOptions(NamedTuple):
     """Number of tokens that a query sees, its own included; None means all before it."""
     softcap: float | None
     """Bound of the scores, applied as `tanh(score / softcap) * softcap`."""
+    sinks: torch.Tensor | None = None
+    """For each head, a score that takes part in the softmax but has no value."""
 
 
 Implementation = Callable[
@@ -51,7 +53,9 @@ Implementation = Callable[
 `attention_function` for the shapes."""
 
 
-def attention_function(implementation: Implementation) -> AttentionFunction:
+def attention_function(
+    implementation: Implementation, *, supports_sinks: bool = False
+) -> AttentionFunction:
     """Wrap an implementation in the signature that transformers calls.
 
     Queries, keys and values are `[rows, heads, tokens, head size]`; the output is
@@ -74,8 +78,8 @@ def attention_function(implementation: Implementation) -> AttentionFunction:
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         assert attention_mask is None, "transformers made a mask for attention that needs none"
-        assert s_aux is None, "attention sinks are not supported"
-        options = AttentionOptions(scaling, dropout, sliding_window, softcap)
+        assert s_aux is None or supports_sinks, "attention sinks are not supported"
+        options = AttentionOptions(scaling, dropout, sliding_window, softcap, s_aux)
         return implementation(module, query, key, value, options), None
 
     return attend

@@ -61,6 +61,7 @@ def _attend_documents(
         return causal(query, key, value)
     if isinstance(documents, DocumentSpans):
         assert not options.dropout, "the attention kernels do not support dropout"
+        assert options.sinks is None, "the attention kernels do not support sinks"
         return attend_packed(
             query, key, value, documents,
             scale=options.scaling, window=options.window, softcap=options.softcap,
@@ -75,7 +76,7 @@ def _attend_documents(
     return torch.cat(rows)
 
 
-attend = attention_function(_attend_documents)
+attend = attention_function(_attend_documents, supports_sinks=True)
 
 
 class _CausalAttention:
@@ -83,12 +84,12 @@ class _CausalAttention:
 
     def __init__(self, module: torch.nn.Module, options: AttentionOptions) -> None:
         self.module = module
-        self.scaling, self.dropout, self.window, self.softcap = options
+        self.scaling, self.dropout, self.window, self.softcap, self.sinks = options
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         length = query.shape[2]
-        if self.softcap is not None:
-            return self._in_bands(query, key, value, self._capped)
+        if self.softcap is not None or self.sinks is not None:
+            return self._in_bands(query, key, value, self._eager)
         if self.window is None or self.window >= length:
             return self._sdpa(query, key, value, None)
         return self._in_bands(query, key, value, self._sdpa)
@@ -116,23 +117,28 @@ class _CausalAttention:
         )[0]
         return output
 
-    def _capped(
+    def _eager(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend with capped scores, for which there is no fused kernel."""
+        """Attend with capped scores or sinks, for which PyTorch has no fused kernel."""
         assert mask is not None
-        assert self.softcap is not None
         groups = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
         scale = self.scaling if self.scaling is not None else query.shape[-1] ** -0.5
         scores = torch.matmul(query, key.transpose(2, 3)) * scale
-        scores = torch.tanh(scores / self.softcap) * self.softcap
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        if self.sinks is not None:
+            # A sink takes its share of the softmax and contributes nothing to the output.
+            sinks = self.sinks.to(scores.dtype).view(1, -1, 1, 1)
+            scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], dim=-1)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        weights = weights[..., : key.shape[2]]
         weights = torch.nn.functional.dropout(weights, self.dropout)
         return torch.matmul(weights, value).transpose(1, 2).contiguous()
 

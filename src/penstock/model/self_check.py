@@ -53,6 +53,9 @@ class Verdict:
     not_trainable: str = ""
     """Why Penstock cannot train the model; empty if it can."""
 
+    has_sinks: bool = False
+    """Whether layers use attention sinks, which Penstock's attention kernels do not support."""
+
     mixes_documents: str = ""
     """What carries information from one document of a packed row to the next; empty if nothing."""
 
@@ -69,6 +72,7 @@ def check_model(model: nn.Module, inventory: Inventory) -> Inventory:
         inventory,
         not_trainable=verdict.not_trainable or inventory.not_trainable,
         mixes_documents=verdict.mixes_documents,
+        plain_attention=inventory.plain_attention and not verdict.has_sinks,
     )
 
 
@@ -147,6 +151,7 @@ class _Check:
         except Exception:  # its class looks up its own attention code by name
             return Verdict(self._own_attention(plain))
         _calls.clear()
+        _sink_callers.clear()
         try:
             blocks = _Blocks(model, self.config, self.path)
             got = blocks.run(self.ids, self.positions)
@@ -165,7 +170,8 @@ class _Check:
                 f"{self.model_class.__name__} is not causal: later tokens change the outputs of "
                 f"earlier ones"
             )
-        return Verdict(mixes_documents=self._find_mixer(blocks, silent))
+        has_sinks = bool(_sink_callers)
+        return Verdict(mixes_documents=self._find_mixer(blocks, silent), has_sinks=has_sinks)
 
     def _find_mixer(self, blocks: _Blocks, silent: list[nn.Module]) -> str:
         """Return what lets a document of a packed row depend on the one before it."""
@@ -372,10 +378,13 @@ def _close(got: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> boo
 
 _RECORDING = "penstock-check"
 _calls: list[nn.Module] = []
+_sink_callers: list[nn.Module] = []
 
 
 def _attend_recording(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     _calls.append(module)
+    if kwargs.get("s_aux") is not None:
+        _sink_callers.append(module)
     return attend(module, *args, **kwargs)
 
 
