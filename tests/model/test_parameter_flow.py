@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig
+from transformers import BartConfig, BloomConfig, LlamaConfig, LlamaForCausalLM, PhiConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from penstock.errors import UnsupportedModelError
 from penstock.model.inventory import Inventory
@@ -64,6 +65,30 @@ class ScaledRotation(Changed):
         )
 
 
+class UnusedInLayer(Changed):
+    """Has a parameter in its second layer that the layer does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.model.extra
+        self.model.layers[1].mlp.extra = nn.Parameter(torch.ones(16))
+
+
+class ScaledBetweenLayers(Changed):
+    """Computes with a parameter between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.forward = self._forward
+
+    def _forward(self, input_ids: Any = None, inputs_embeds: Any = None, **_: Any) -> Any:
+        hidden = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden = hidden + self.model.extra
+        for layer in self.model.layers:
+            hidden = 2 * layer(hidden)
+        return BaseModelOutputWithPast(last_hidden_state=self.model.norm(hidden))
+
+
 def inventory_of(body: Any, **options: Any) -> Inventory:
     return survey_model(body, CONFIG, name="tiny", **options)
 
@@ -103,6 +128,35 @@ def test_a_parameter_that_would_not_be_trained_is_refused_unless_frozen(
         check_trainable(inventory_of(body()))
 
     check_trainable(inventory_of(body(), freeze=["model.extra"]))
+
+
+def test_a_parameter_that_its_layer_does_not_use_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.extra gets no gradient"):
+        check_trainable(inventory_of(UnusedInLayer()))
+
+
+def test_cross_attention_without_an_encoder_is_refused() -> None:
+    config = BartConfig(
+        vocab_size=64, d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=32
+    )
+    with pytest.raises(UnsupportedModelError, match=r"encoder_attn\.k_proj\.weight gets"):
+        check_trainable(survey_config(config, name="bart"))
+
+
+def test_a_model_whose_layers_return_tuples_has_its_blocks_found() -> None:
+    """BLOOM has a norm with weights before its first layer, and one after its last."""
+    inventory = survey_config(BloomConfig(hidden_size=16, n_layer=5, n_head=2), name="bloom")
+
+    assert names(inventory, 0)[1:] == [
+        "transformer.word_embeddings_layernorm.weight", "transformer.word_embeddings_layernorm.bias"
+    ]  # fmt: skip
+    assert names(inventory, -1) == ["transformer.ln_f.weight", "transformer.ln_f.bias"]
+    assert not inventory.linear_embedding
+
+
+def test_computing_between_layers_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="between layers 0 and 1"):
+        check_trainable(inventory_of(ScaledBetweenLayers()))
 
 
 def test_a_survey_leaves_a_live_model_as_it_was() -> None:

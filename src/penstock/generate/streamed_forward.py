@@ -19,8 +19,9 @@ from penstock.generate.attention import register_row_attention
 from penstock.generate.forward import ForwardPass, check_fit
 from penstock.model.attention import CACHED_ROWS, attention_configs, using_attention
 from penstock.model.inventory import Inventory
+from penstock.model.layer_probe import Arguments
 from penstock.model.meta_model import build_model
-from penstock.model.split import Arguments, SplitModel
+from penstock.model.split import SplitModel
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine

@@ -8,8 +8,6 @@ and not from names.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from penstock.model.compile import layer_kinds
+from penstock.model.layer_probe import Arguments, LayerProbes
 from penstock.model.meta_model import remember_model
 
 LARGE = 1 << 18
@@ -49,10 +49,12 @@ class ParameterFlow:
     """Whether the gradients of the embedding's parameters do not depend on their values."""
 
     without_gradient: frozenset[str]
-    """Parameters outside the layers that get no gradient from either."""
+    """Parameters that get no gradient: those outside the layers from neither embedding nor head,
+    and those of layers not from their layer."""
 
     arguments: Mapping[str, str]
-    """Parameters that arguments of layers depend on, with the name of such an argument."""
+    """Parameters that arguments of layers depend on, with the name or position of such an
+    argument."""
 
     problem: str = ""
     """Why the parts between which the layers lie cannot be separated; empty if they can."""
@@ -69,8 +71,8 @@ class ParameterFlow:
         for name in trainable:
             if name in self.without_gradient:
                 return (
-                    f"{name} gets no gradient: the model uses it neither before its first layer "
-                    f"nor after its last. Freeze it with `--freeze {name}`"
+                    f"{name} gets no gradient: the model does not use it in its layer, nor before "
+                    f"its first layer or after its last. Freeze it with `--freeze {name}`"
                 )
         return self.problem
 
@@ -88,47 +90,41 @@ def trace_parameters(body: nn.Module, path: str, hidden: int) -> ParameterFlow:
 
 
 def _trace(body: nn.Module, path: str, hidden: int) -> ParameterFlow:
-    parent, _, list_name = path.rpartition(".")
-    base, layers = body.get_submodule(parent), body.get_submodule(path)
-    assert isinstance(layers, nn.ModuleList)
     table: Any = body.get_input_embeddings()  # type: ignore[operator]
     width = int(table.weight.shape[-1])
-    probes = [_Probe(getattr(layer, "attention_type", None)) for layer in layers]
-    probes[-1].last = True
-    setattr(base, list_name, nn.ModuleList(probes))
+    layers: Any = body.get_submodule(path)
+    probes = LayerProbes(body, path)
+    probes.install()
     parameters = _replace_tensors(body)
     with _Dependencies() as flow, torch.enable_grad():
         for name, parameter in parameters.items():
             flow.mark(parameter, frozenset((name,)))
         ids = torch.zeros(1, TOKENS, dtype=torch.int64)
         positions = torch.arange(TOKENS)[None]
-        with contextlib.suppress(_ReachedError):
-            base(input_ids=ids, position_ids=positions, use_cache=False)
-        first = probes[0].hidden
-        assert first is not None, "no layer is called"
+        first, calls = probes.enter(input_ids=ids, position_ids=positions, use_cache=False)
         gradients = _differentiate(first, parameters)
         linear = not flow.values_read and not any(flow.names(g) for g in gradients.values())
         embedding = flow.names(first)
         arguments = {
-            name: argument
-            for probe in probes
-            for argument, value in probe.arguments.items()
+            name: str(argument)
+            for positional, named in calls
+            for argument, value in (*enumerate(positional, start=1), *named.items())
             for name in flow.names(value)
         }
 
-        head_probe = _Probe(None)
-        head_probe.answer = torch.zeros(1, TOKENS, hidden, dtype=first.dtype)
-        setattr(base, list_name, nn.ModuleList([head_probe]))
         embeddings = torch.zeros(1, TOKENS, width, dtype=first.dtype)
         flow.mark(embeddings, frozenset((_EMBEDDINGS,)))
-        out: Any = body(inputs_embeds=embeddings, position_ids=positions, use_cache=False)
+        inputs = {"inputs_embeds": embeddings, "position_ids": positions, "use_cache": False}
+        output = torch.zeros(1, TOKENS, hidden, dtype=first.dtype)
+        out = probes.run_head(output, lambda: body(**inputs))
         head = flow.names(out.logits)
         gradients |= _differentiate(out.logits, parameters)
+        unused = _unused_in_layers(path, layers, calls, output)
     return ParameterFlow(
         embedding=embedding,
         head=head - {_EMBEDDINGS},
         linear=linear,
-        without_gradient=frozenset(parameters) - frozenset(gradients),
+        without_gradient=(frozenset(parameters) - frozenset(gradients)) | unused,
         arguments=arguments,
         problem=_find_problem(probes, head),
     )
@@ -137,48 +133,44 @@ def _trace(body: nn.Module, path: str, hidden: int) -> ParameterFlow:
 _EMBEDDINGS = "the input embeddings"
 
 
-def _find_problem(probes: Sequence[_Probe], head: frozenset[str]) -> str:
+def _unused_in_layers(
+    path: str, layers: Sequence[nn.Module], calls: Sequence[Arguments], source: torch.Tensor
+) -> frozenset[str]:
+    """Return the parameters of layers that get no gradient. Layers of one kind run once."""
+    found: dict[object, list[str]] = {}
+    unused = set()
+    for index, (code, layer) in enumerate(zip(layer_kinds(layers), layers, strict=True)):
+        kind = code, tuple(name for name, _ in layer.named_parameters())
+        if kind not in found:
+            found[kind] = _unused_parameters(layer, calls[index], source)
+        unused |= {f"{path}.{index}.{name}" for name in found[kind]}
+    return frozenset(unused)
+
+
+def _unused_parameters(layer: nn.Module, call: Arguments, source: torch.Tensor) -> list[str]:
+    parameters = _replace_tensors(layer)
+    try:
+        out: Any = layer(source, *call[0], **call[1])
+    except Exception:  # two tokens, or zeros, are not enough for some mixers
+        return []
+    output: torch.Tensor = out[0] if isinstance(out, tuple | list) else out
+    gradients = _differentiate(output, parameters)
+    return [name for name in parameters if name not in gradients]
+
+
+def _find_problem(probes: LayerProbes, head: frozenset[str]) -> str:
     if _EMBEDDINGS in head:
         return (
             "it uses the output of its embedding after the last layer, which Penstock does not "
             "differentiate"
         )
-    for index, (before, after) in enumerate(itertools.pairwise(probes)):
-        # Layers of older models return tuples: those models select the first element.
-        selected = after.hidden is not None and after.hidden.dim() < 3
-        if after.hidden is not before.hidden and not selected:
-            return (
-                f"it changes the hidden states between layers {index} and {index + 1}, which "
-                f"Penstock does not differentiate"
-            )
+    index = probes.first_change()
+    if index is not None:
+        return (
+            f"it changes the hidden states between layers {index} and {index + 1}, which Penstock "
+            f"does not differentiate"
+        )
     return ""
-
-
-class _ReachedError(Exception):
-    """Raised by the last probe to leave the model before its head runs."""
-
-
-class _Probe(nn.Module):
-    """Takes the place of a layer, and returns its input or, if it is set, `answer`."""
-
-    def __init__(self, kind: str | None) -> None:
-        super().__init__()
-        self.answer: torch.Tensor | None = None
-        self.hidden: torch.Tensor | None = None
-        self.arguments: dict[str, Any] = {}
-        self.last = False
-        if kind is not None:
-            self.attention_type = kind  # some models read it before they call the layer
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.answer is not None:
-            return self.answer
-        others = dict(kwargs)
-        self.hidden = args[0] if args else others.pop("hidden_states")
-        self.arguments = others | {f"number {i}": each for i, each in enumerate(args) if i > 0}
-        if self.last:
-            raise _ReachedError
-        return self.hidden
 
 
 def _replace_tensors(body: nn.Module) -> dict[str, nn.Parameter]:

@@ -26,7 +26,8 @@ from penstock.model.attention import attending_over, register
 from penstock.model.compile import layer_kinds
 from penstock.model.document_attention import attend
 from penstock.model.inventory import Inventory
-from penstock.model.split import Arguments, SplitModel
+from penstock.model.layer_probe import Arguments
+from penstock.model.split import SplitModel
 from penstock.model.survey import MOE, survey_model
 from penstock.model.twin import LAYERS, VOCABULARY, build_twin, twin_config
 

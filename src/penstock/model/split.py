@@ -10,8 +10,7 @@ Parameters have no memory here. Before a part runs, views of its weights are bou
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +21,9 @@ from penstock.model.attention import attending_over
 from penstock.model.compile import Body, CompiledLayers, Kind, layer_kinds
 from penstock.model.document_attention import Documents, register_document_attention
 from penstock.model.inventory import Inventory
+from penstock.model.layer_probe import Arguments, LayerProbes
 from penstock.model.mlp_tiles import draws_in_tiles, tile_mlps
 from penstock.model.varlen_attention import DocumentSpans
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a layer, without the hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,36 +57,6 @@ class MicroBatch:
         return rows, length
 
 
-class _ReachedError(Exception):
-    """Raised by the last probe to leave the model before its head runs."""
-
-
-class _Probe(nn.Module):
-    """Takes the place of a layer, and records how the model calls it.
-
-    While `answer` is set, the probe returns it instead.
-    """
-
-    def __init__(self, recorded: list[Arguments], last: bool, kind: str | None = None) -> None:
-        super().__init__()
-        self.recorded, self.last = recorded, last
-        self.answer: torch.Tensor | None = None
-        self.hidden: torch.Tensor | None = None
-        if kind is not None:
-            self.attention_type = kind  # some models read it before they call the layer
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.answer is not None:
-            return self.answer
-        others = dict(kwargs)
-        hidden = args[0] if args else others.pop("hidden_states")
-        self.hidden = hidden
-        self.recorded.append((tuple(args[1:]), others))
-        if self.last:
-            raise _ReachedError
-        return hidden
-
-
 class SplitModel:
     """The parts of a model, and the modules to which their weights are bound.
 
@@ -110,19 +77,10 @@ class SplitModel:
         self.model, self.inventory = model, inventory
         register_document_attention()
         path = inventory.layers[0].name.rpartition(".")[0]
-        parent, _, self._list_name = path.rpartition(".")
-        self._base = model.get_submodule(parent)
         layers = model.get_submodule(path)
         assert isinstance(layers, nn.ModuleList)
         self.layers: list[nn.Module] = list(layers)
-        self._recorded: list[Arguments] = []
-        count = len(self.layers)
-        self._probes = nn.ModuleList(
-            _Probe(self._recorded, i == count - 1, getattr(layer, "attention_type", None))
-            for i, layer in enumerate(self.layers)
-        )
-        self._head_probe = _Probe(self._recorded, True)
-        self._head_only = nn.ModuleList([self._head_probe])
+        self._probes = LayerProbes(model, path)
         self._holders = _find_holders(model)
         self._shapes = {t.name: t.shape for block in inventory.blocks for t in block.tensors}
         # Narrower than the hidden states in models that project the embedding, such as OPT-350m.
@@ -140,7 +98,7 @@ class SplitModel:
         self.drops_out = self._has_dropout()
         """Whether the model has dropout anywhere."""
         # Last: everything above looks at all modules of the model, layers included.
-        setattr(self._base, self._list_name, self._head_only)
+        self._probes.install()
         self._head_placeholders = self._make_placeholders()
 
     # Weights
@@ -191,17 +149,9 @@ class SplitModel:
 
     def enter(self, **inputs: Any) -> tuple[torch.Tensor, list[Arguments]]:
         """Run the model up to its layers; return their input and how it calls each of them."""
-        with self._probing():
-            self._recorded.clear()
-            with contextlib.suppress(_ReachedError):
-                self._base(**inputs)
-            first = self._probes[0]
-            assert isinstance(first, _Probe)
-            assert first.hidden is not None
-            hidden, arguments = first.hidden, list(self._recorded)
-            for probe in self._probes:  # do not keep hidden states alive
-                probe.hidden = None  # type: ignore[assignment]
-        return hidden, arguments
+        found = self._probes.enter(**inputs)
+        self._probes.clear()  # do not keep hidden states alive
+        return found
 
     def layer(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
         """Compute the output of layer `index`, counted from 0."""
@@ -234,21 +184,18 @@ class SplitModel:
         """Compute the output of a layer with the model's own code, never compiled."""
         args, kwargs = called
         out: Any = self.layers[index](hidden, *args, **kwargs)
-        output: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        output: torch.Tensor = out[0] if isinstance(out, tuple | list) else out
         return output
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the head: `[tokens, hidden]` to `[tokens, vocabulary]`, with its caps and scales."""
-        # The probe returns `hidden` in place of the layers' output, so gradients reach it. The
+        # A probe returns `hidden` in place of the layers' output, so gradients reach it. The
         # embeddings passed to the model only have to have the right shape, but they need memory of
         # their own: some models, such as CTRL, scale them in place.
-        self._head_probe.answer = hidden[None]
         positions = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
         embeddings = hidden.new_zeros(1, hidden.shape[0], self._embedding_width)
-        try:
-            out: Any = self.model(inputs_embeds=embeddings, position_ids=positions, use_cache=False)
-        finally:
-            self._head_probe.answer = None
+        inputs = {"inputs_embeds": embeddings, "position_ids": positions, "use_cache": False}
+        out = self._probes.run_head(hidden[None], lambda: self.model(**inputs))
         logits: torch.Tensor = out.logits.squeeze(0)
         return logits
 
@@ -256,15 +203,6 @@ class SplitModel:
         """Bind the head's weights, and zeros in place of weights that only the embedding uses."""
         self.bind(self._head_placeholders)
         self.bind(tensors)
-
-    @contextlib.contextmanager
-    def _probing(self) -> Iterator[None]:
-        """Put a probe in the place of every layer inside the block."""
-        setattr(self._base, self._list_name, self._probes)
-        try:
-            yield
-        finally:
-            setattr(self._base, self._list_name, self._head_only)
 
     def _has_dropout(self) -> bool:
         config: Any = self.model.config

@@ -91,7 +91,8 @@ def survey_model(
     embedding, head = tensors.embedding(), tensors.head()
     layer_blocks = [tensors.layer(i, config) for i in range(len(layers))]
     if flow is not None:
-        trained = [t.name for t in (*embedding.tensors, *head.tensors) if t.trainable]
+        found = (embedding, *layer_blocks, head)
+        trained = [t.name for block in found for t in block.tensors if t.trainable]
         problem = flow.refusal(trained)
     inventory = Inventory(
         model=name,
