@@ -156,3 +156,20 @@ def test_damaged_numerics_are_named(saved: Path, tmp_path: Path) -> None:
         pytest.raises(EngineStateError, match=r"training_state\.json: micro_batch"),
     ):
         engine.read(saved)
+
+
+def test_options_of_param_groups_continue_as_they_were(tmp_path: Path) -> None:
+    """A schedule changes them during a run; a new engine has those of the start."""
+    setup, folder = Setup.of("llama"), tmp_path / "saved"
+    folder.mkdir()
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.optimizer.param_groups[0] |= {"lr": 0.125, "betas": (0.5, 0.75)}
+        engine.optimizer.param_groups[1] |= {"weight_decay": 0.25, "eps": 0.5}
+        engine.write(folder)
+
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.read(folder)
+        first, second = engine.optimizer.param_groups
+
+    assert (first["lr"], first["betas"]) == (0.125, (0.5, 0.75))
+    assert (second["weight_decay"], second["eps"]) == (0.25, 0.5)
