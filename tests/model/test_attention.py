@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from penstock.errors import UnsupportedModelError
 from penstock.generate.attention import register_row_attention
 from penstock.model.attention import (
     CACHED_ROWS,
@@ -62,6 +63,25 @@ def test_masks_and_sinks_are_refused(unsupported: str) -> None:
 
     with pytest.raises(AssertionError, match=r"mask|sinks"):
         attention_function(record_options)(nn.Module(), tensor, tensor, tensor, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"is_causal": False}, "later tokens"),
+        ({"position_bias": torch.zeros(1)}, "Module passes position_bias"),
+        ({"alibi_slopes": (1.0, 0.5)}, "alibi_slopes"),
+    ],
+)
+def test_requests_that_are_not_known_are_refused(arguments: Any, message: str) -> None:
+    tensor = torch.zeros(1, 2, 3, 4)
+    call = attention_function(record_options)
+
+    with pytest.raises(UnsupportedModelError, match=message):
+        call(nn.Module(), tensor, tensor, tensor, None, **arguments)
+
+    known = dict.fromkeys(arguments)
+    call(nn.Module(), tensor, tensor, tensor, None, **known, position_ids=tensor, use_cache=True)
 
 
 def test_training_and_generation_have_names_of_their_own() -> None:

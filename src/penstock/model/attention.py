@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.errors import UnsupportedModelError
+
 DOCUMENTS = "penstock"
 """Name of causal attention within the documents of packed rows, for training."""
 
@@ -27,6 +29,15 @@ CACHED_ROWS = "penstock-kv"
 
 COMPILED_CACHED_ROWS = "penstock-kv-compiled"
 """Name of the same for compiled layers, which also write the cache inside the attention call."""
+
+IGNORED = frozenset(
+    (
+        *("position_ids", "position_embeddings", "cache_position", "past_key_values"),
+        *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
+        *("logits_to_keep", "num_items_in_batch"),
+    )
+)
+"""Keyword arguments that transformers passes on and that do not change what attention computes."""
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, None]]
 """A function with the signature that transformers calls."""
@@ -75,10 +86,22 @@ def attention_function(
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
-        **_: object,
+        is_causal: bool | None = None,
+        **others: object,
     ) -> tuple[torch.Tensor, None]:
         assert attention_mask is None, "transformers made a mask for attention that needs none"
         assert s_aux is None or supports_sinks, "attention sinks are not supported"
+        if is_causal is False:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} asks for attention to later tokens, which Penstock's "
+                f"attention hides"
+            )
+        for name, other in others.items():
+            if name not in IGNORED and other is not None and other is not False:
+                raise UnsupportedModelError(
+                    f"{type(module).__name__} passes {name} to its attention function, which "
+                    f"Penstock's attention does not support"
+                )
         options = AttentionOptions(scaling, dropout, sliding_window, softcap, s_aux)
         return implementation(module, query, key, value, options), None
 
