@@ -127,7 +127,7 @@ def _gradients(model: Any, batch: dict[str, torch.Tensor]) -> _Gradients:
         for name, p in model.named_parameters()
     }
     model.zero_grad()
-    return _Gradients(float(loss), found)
+    return _Gradients(float(loss.detach()), found)
 
 
 def _compare(
@@ -251,7 +251,7 @@ def _check_saved(engine: Engine, batch: dict[str, torch.Tensor], source: Path, s
             raise _WrongError(f"saved checkpoint: {kind} {sorted(report[kind])[0]}")
     mine = _loss_of(engine, {"input_ids": batch["input_ids"]}, 0, LENGTH)
     with torch.no_grad():
-        loaded = float(_loss(model.train(), batch | {"labels": batch["input_ids"]}))
+        loaded = float(_loss(model.train(), batch | {"labels": batch["input_ids"]}).detach())
     if not abs(mine - loaded) <= 1e-2 * abs(loaded):
         raise _WrongError(f"saved checkpoint: loss {loaded:.4f} in transformers, {mine:.4f} here")
     engine.read(saved)
