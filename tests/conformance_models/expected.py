@@ -55,8 +55,8 @@ in Penstock.
   its value in fp32. It comes from rounding to bf16: the plain model in bf16 has such differences
   too.
 - **refused**: `prepare` raises an error with this reason before it allocates memory.
-- **fault**: Penstock accepts the model and computes something else, or fails with an unexpected
-  error. Do not train these models.
+- **fault**: Penstock computes something else, fails with an unexpected error, or refuses the model
+  without a reason that names a feature. Do not train these models.
 
 A name with a colon is another config of the same class, one that runs other code. `python -m
 tests.conformance_models.expected` generates this page, and the tests compare it with what they

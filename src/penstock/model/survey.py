@@ -301,7 +301,7 @@ def _active_elements(name: str, tensor: Any, config: Any) -> int:
         return 0
     count = _experts(config)
     if count and ".experts." in name:
-        active = int(getattr(config, "num_experts_per_tok", 1))
+        active = int(getattr(config, "num_experts_per_tok", None) or 1)
         return int(tensor.numel()) * active // count
     return int(tensor.numel())
 
@@ -310,7 +310,7 @@ def _mlp_width(config: Any) -> int:
     """Return the intermediate size of the MLP, of all experts that are active for a token."""
     if _experts(config):
         width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        return int(width) * int(getattr(config, "num_experts_per_tok", 1))
+        return int(width) * int(getattr(config, "num_experts_per_tok", None) or 1)
     for name in ("intermediate_size", "n_inner", "ffn_dim"):
         if width := getattr(config, name, None):
             # A list has the width of each layer; the largest needs the most memory.
