@@ -284,7 +284,8 @@ def _measure(engine: Any, on_gpu: bool) -> Record:
         return {"live_peak": engine.device.memory().allocated, "context_planned": context}
     return {
         "live_peak": torch.cuda.max_memory_allocated(),
-        "reserved_peak": torch.cuda.max_memory_reserved(),
+        # An engine that was refused before has left the workspaces of libraries.
+        "reserved_peak": torch.cuda.max_memory_reserved() - engine.device.reserved_before,
         "context_planned": context,
         "context_measured": engine.device.nbytes_outside_torch(),
     }

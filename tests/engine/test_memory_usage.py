@@ -24,6 +24,7 @@ from penstock.engine.memory_usage import MemoryUsage, memory_usages
 from penstock.machine.discovery import discover
 from penstock.memory.arena import Arena
 from penstock.memory.process import resident_nbytes
+from penstock.plan.buffers import CONTEXT
 from penstock.storage.header import DATA_OFFSET
 from penstock.tiers import Tier
 from penstock.units import GiB, MiB
@@ -189,7 +190,11 @@ def test_hbm_is_what_torch_and_the_driver_count(gpu_engine: Engine) -> None:
     assert 100 * MiB < outside < 2 * GiB  # the CUDA context
     assert hbm["tensors"] == torch.cuda.memory_allocated(device)
     assert hbm["peak"] == torch.cuda.max_memory_reserved(device) + outside
-    assert hbm["used"] <= hbm["peak"] <= hbm["planned"] <= hbm["budget"]
+    assert hbm["used"] <= hbm["peak"]
+    # Without the context: other tests of this process have loaded kernels into it.
+    (context,) = (pool.nbytes for pool in gpu_engine.plan.pools if pool.what == CONTEXT)
+    assert hbm["peak"] - outside <= hbm["planned"] - context
+    assert hbm["planned"] <= hbm["budget"]
     free, total = torch.cuda.mem_get_info(device)
     assert hbm["used"] <= total - free + 64 * MiB  # the whole device: this process and others
 

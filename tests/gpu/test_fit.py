@@ -52,4 +52,5 @@ def test_a_tenth_less_than_the_least_hbm_is_not_enough(number: int, tmp_path: Pa
     record = run(tmp_path / "fit.jsonl", number, "--below", "0.9", "--compiled", "0")
 
     failed = (*fit_campaign.OUT_OF_MEMORY, "refused")
-    assert record["outcome"] in failed, fit_campaign.repeat_command(record)
+    problem = f"{record.get('error')}\nrepeat with: {fit_campaign.repeat_command(record)}"
+    assert record["outcome"] in failed, problem

@@ -90,6 +90,6 @@ def relative_errors(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> li
     """Return errors relative to the whole result. A result may be zero: with a window of 1, for
     example, the output does not depend on queries and keys."""
     return [
-        float((a.double() - b).norm() / b.norm().clamp(min=1.0))
+        float((a.detach().double() - b).norm() / b.norm().clamp(min=1.0))
         for a, b in zip(found, wanted, strict=True)
     ]

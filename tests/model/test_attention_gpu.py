@@ -121,6 +121,7 @@ def test_the_backward_allocates_what_is_stated() -> None:
         extra = torch.cuda.max_memory_allocated() - before
         results = sum(t.numel() * t.element_size() for t in made)
         del made
+        warm_up_autograd(cuda())  # the backward thread may hold them until its next pass
     stated = results + attention_workspace_nbytes(tokens=rows * length, heads=heads)
     assert stated <= extra <= stated + 4 * 512  # the allocator rounds up
 

@@ -314,7 +314,7 @@ class CudaDevice:
         before = self.memory()
         work()
         self.synchronize()
-        self._wait_for_frees()
+        self._drop_last_gradients()
         after = self.memory()
         return PeakMemory(
             allocated=torch.cuda.max_memory_allocated(self.torch_device) - before.allocated,
@@ -322,12 +322,13 @@ class CudaDevice:
             kept=after.allocated - before.allocated,
         )
 
-    def _wait_for_frees(self) -> None:
-        """Wait until tensors of earlier work are gone.
+    def _drop_last_gradients(self) -> None:
+        """Free the gradients that torch's backward thread still holds.
 
-        Torch's backward thread holds the last gradients for a moment after `autograd.grad` has
-        returned. What is alive before the work and freed during it would be missing in its peak.
+        It may hold those of the last backward pass until the next one begins. What is alive before
+        the work and freed during it would be missing in the work's peak.
         """
+        autograd_warmup.warm_up_autograd(self.torch_device)
         allocated, unchanged = -1, 0
         for _ in range(500):
             now = torch.cuda.memory_allocated(self.torch_device)

@@ -147,8 +147,9 @@ def deterministic_options() -> dict[str, Any]:
 
     By default, the compiler times several launch configurations of a kernel, and keeps the fastest.
     For a reduction they differ in the number of elements that are summed at a time, and so in the
-    bits of the sum: which one wins differs from process to process. Kernels without a reduction are
-    still timed, because each of their elements is computed by itself.
+    bits of the sum: which one wins differs from process to process. Kernels without a reduction
+    compute each element by itself, but nothing promises that the GPU's assembler fuses the same
+    products and sums in each configuration, so they have one as well.
     """
     config: Any = torch._inductor.config
     wanted: dict[str, Any] = {
@@ -157,11 +158,13 @@ def deterministic_options() -> dict[str, Any]:
         # Otherwise a second configuration, with half as many elements at a time, is added when a
         # kernel uses many registers, and the faster one is kept.
         "dynamic_scale_rblock": False,
-        # Otherwise torch's switch for deterministic algorithms, which is on while the engine
-        # computes, would stop the timing of kernels without a reduction as well.
+        "triton.autotune_pointwise": False,
+        # The first option says it all. Torch's switch for deterministic algorithms, which is on
+        # while the engine computes and off elsewhere, must not decide about kernels as well.
         "write_are_deterministic_algorithms_enabled": not hasattr(config, "deterministic"),
     }
-    return {name: value for name, value in wanted.items() if hasattr(config, name)}
+    known = config.get_config_copy()
+    return {name: value for name, value in wanted.items() if name in known}
 
 
 def layer_kinds(layers: Sequence[nn.Module]) -> list[Kind]:
