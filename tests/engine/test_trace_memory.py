@@ -90,7 +90,10 @@ def test_a_real_run_through_the_engine_needs_no_more_than_traced() -> None:
 
 
 def test_compiled_layers_need_less_than_eager_ones() -> None:
-    config = tiny_config("llama", hidden_size=256, intermediate_size=1024, num_attention_heads=4)
+    config = tiny_config(
+        "llama", hidden_size=256, intermediate_size=1024, num_attention_heads=4,
+        max_position_embeddings=256,
+    )  # fmt: skip
     model = inventory(config)
     eager = trace_working_memory(config, model, workload(context=256), on_gpu=True)
     work = workload(context=256, compiled=True, attention="varlen")
