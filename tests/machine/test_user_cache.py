@@ -49,7 +49,12 @@ def test_the_fingerprint_changes_with_any_file_of_the_code(tmp_path: Path) -> No
 
     def fingerprint() -> str:
         run = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+            # Without site packages: an editable install would be found before these copies.
+            [sys.executable, "-S", "-c", code],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return run.stdout
 
