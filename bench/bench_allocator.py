@@ -40,7 +40,7 @@ ARMS = {
 
 
 def train(args: argparse.Namespace, hbm: int) -> dict[str, Any]:
-    """Train in this process, and return what was measured."""
+    """Train in this process, and return the measurements."""
     import torch
 
     from penstock.engine.prepare import prepare

@@ -136,7 +136,7 @@ def _key(part: StepPart) -> Key:
 
 
 def measure(part: StepPart, device: Device) -> int:
-    """Return the peak bytes that a part allocates beyond what was there before."""
+    """Return the peak bytes that a part allocates in addition to earlier allocations."""
     part.prepare()
     try:
         if device.torch_device.type != "cuda":

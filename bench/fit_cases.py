@@ -128,7 +128,7 @@ def _draw_config(drawn: random.Random, family: str, context: int, limits: Limits
     }  # fmt: skip
     if "head_dim" in known:
         config["head_dim"] = head
-        # transformers wants a multiple of the number of heads, whatever their size is.
+        # transformers requires a multiple of the number of heads, for any head size.
         every = [size for size in range(low, high + 1) if size % math.lcm(2, heads) == 0]
         rounded = [size for size in every if size % 8 == 0]
         config["hidden_size"] = drawn.choice(

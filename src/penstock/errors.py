@@ -206,7 +206,7 @@ class InfeasibleError(PenstockError, ValueError):
         """What does not fit, and for each tier the smallest budget that is enough: None if no
         budget of that tier alone is. The machine may have less than that."""
         self.advice = advice
-        """What would fit, in words."""
+        """Changes that would make it fit, as text for the user."""
         super().__init__(f"{problem}; {advice}" if advice else problem)
 
 
@@ -356,7 +356,7 @@ class NonFiniteLossError(EngineError, ArithmeticError):
 
 
 class LossScaleError(EngineError, ArithmeticError):
-    """Gradients overflow fp16 whatever the loss scale is. These batches changed no weight."""
+    """Gradients overflow fp16 even at the lowest loss scale. These batches changed no weight."""
 
     def __init__(self, *, overflows: int, scale: float) -> None:
         self.overflows, self.scale = overflows, scale

@@ -51,7 +51,7 @@ def plan_command(**flags: Any) -> None:
     settings = _merge_settings(flags)
     config, inventory = _inspect_model(settings, name)
     _check_files(settings, inventory)
-    # After the model, as in training: what is loaded by now uses memory.
+    # After the model is inspected, as in training: the imports have used memory by then.
     target = machine_to_plan_for(name, budget_paths(settings.memory.budgets))
     request = plan_request(inventory, settings, target, config=config)
     for remark in () if output.as_json else request.remarks:

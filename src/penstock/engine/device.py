@@ -41,7 +41,7 @@ class DeviceMemory:
     reserved: int
     """Held by torch's allocator in this process: tensors, and what it keeps for the next ones."""
     free: int
-    """Free as the driver reports it, whoever holds the rest."""
+    """Free according to the driver, which counts all processes."""
     total: int
     """Size of the device's memory."""
     peak: int = 0
@@ -124,7 +124,7 @@ class Device(Protocol):
         """
 
     def other_processes(self) -> dict[str, int]:
-        """Return the bytes that other processes hold on the device, as far as the driver tells."""
+        """Return the bytes that other processes hold on the device, if the driver reports them."""
 
     def synchronize(self) -> None:
         """Block until all work on every lane has finished."""
@@ -325,8 +325,8 @@ class CudaDevice:
     def _drop_last_gradients(self) -> None:
         """Free the gradients that torch's backward thread still holds.
 
-        It may hold those of the last backward pass until the next one begins. What is alive before
-        the work and freed during it would be missing in the work's peak.
+        The thread may hold the gradients of the last backward pass until the next pass begins. A
+        tensor that is alive before the work and freed during it would be missing in the peak.
         """
         autograd_warmup.warm_up_autograd(self.torch_device)
         allocated, unchanged = -1, 0

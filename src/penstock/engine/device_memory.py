@@ -85,8 +85,8 @@ def explain_out_of_memory(device: Device, plan: Plan, what: str) -> Iterator[Non
         yield
     except torch.OutOfMemoryError as failed:
         error = _describe(device, plan, what, failed)
-        # The frames of the failed call hold its tensors. Whoever keeps the new error must not keep
-        # device memory with it.
+        # The frames of the failed call hold its tensors. A caller that keeps the new error must not
+        # keep device memory with it.
         traceback.clear_frames(failed.__traceback__)
         raise error from None
 

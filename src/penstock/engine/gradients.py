@@ -98,7 +98,7 @@ class GradientSums:
         return block in self._open
 
     def start_micro_batch(self) -> None:
-        """Sum what is added to the open blocks from now on by itself, until `end_micro_batch`.
+        """Start separate sums for the open blocks; `end_micro_batch` adds them to the blocks' sums.
 
         The memory for it, 4 bytes per parameter, is working memory: it lives while the head is
         computed, when the larger working memory of layers is free.

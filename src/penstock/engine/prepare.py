@@ -95,14 +95,7 @@ def prepare(
     """
     from penstock.model.meta_model import check_trainable, remember_model
 
-    unknown = [name for name in arguments if name not in ARGUMENTS]
-    if unknown:
-        raise TypeError(f"prepare() got an unexpected keyword argument {unknown[0]!r}")
-    load_weights = arguments.get("init") != "none"
-    given = {name: value for name, value in arguments.items() if load_weights or name != "init"}
-    if nonfinite is not None:
-        given["on_nonfinite"] = nonfinite
-    chosen = (settings or Settings()).replace(given)
+    chosen, load_weights = _settings_with(settings or Settings(), arguments, nonfinite)
     options = _EngineOptions(
         optimizer=chosen.schedule.adamw | dict(optimizer or {}), param_groups=param_groups,
         loss=loss, store=store, device=device, sweep_threads=sweep_threads,
@@ -130,6 +123,20 @@ def prepare(
         if restore is not None:
             restore()  # the caller may try again with other budgets
         raise
+
+
+def _settings_with(
+    settings: Settings, arguments: Mapping[str, Any], nonfinite: str | None
+) -> tuple[Settings, bool]:
+    """Return the settings with the arguments of `prepare`, and whether to load weights."""
+    unknown = [name for name in arguments if name not in ARGUMENTS]
+    if unknown:
+        raise TypeError(f"prepare() got an unexpected keyword argument {unknown[0]!r}")
+    load_weights = arguments.get("init") != "none"
+    given = {name: value for name, value in arguments.items() if load_weights or name != "init"}
+    if nonfinite is not None:
+        given["on_nonfinite"] = nonfinite
+    return settings.replace(given), load_weights
 
 
 def plan_for(inventory: Inventory, settings: Settings, **arguments: Any) -> Plan:

@@ -154,8 +154,8 @@ def _measure_once(
             memory = _measure_run(part, device)
             if room is None or memory.reserved <= sum(room) - PAGE:
                 return memory
-            # Below its limit, the allocator keeps pages that it could do without. At the limit it
-            # unmaps what is unused, so only a run with that limit shows what the part needs.
+            # Below its limit, the allocator keeps unused pages. At the limit it unmaps them, so
+            # only a run at the limit shows how many pages the part needs.
             enough = max(room.working, memory.allocated) + room.gaps
             device.release(0)
             device.limit_memory(device.memory().reserved + enough)

@@ -1,7 +1,7 @@
 """Files in the user's cache: results that take long to find and are the same the next time.
 
-Whoever can write a file here decides what Penstock plans. So entries are private: a file that
-others could have written is ignored.
+A process that can write these files could change the plans that Penstock makes. Entries are
+therefore private, and a file that other users could have written is ignored.
 """
 
 from __future__ import annotations

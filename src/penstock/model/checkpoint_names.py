@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _NEVER_USED = (r"rotary_emb\.inv_freq$",)
-"""Tensors in old files that transformers computes anew."""
+"""Tensors in old files that transformers computes again."""
 
 
 @dataclass(frozen=True, slots=True)

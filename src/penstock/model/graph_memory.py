@@ -98,7 +98,7 @@ class GraphUse:
     """The memory that a graph uses."""
 
     lifetimes: Sequence[Lifetime]
-    """Outputs and intermediate values, and the inputs that the graph was told to count."""
+    """Outputs and intermediate values, and the inputs that the caller asked to count."""
 
     outputs: Sequence[Buffer | None]
     """The buffer of each output. None for an output that is an input, or not a tensor."""

@@ -1,8 +1,8 @@
 """Memory that an operation allocates for itself on a GPU, and frees before it returns.
 
-Shapes tell the size of inputs and outputs, but not of the buffers that a kernel needs in between.
-Every operation that has such buffers is listed here, so that whoever changes a kernel has one place
-to change. `shapes` are those of the operation's tensor arguments, in order.
+The shapes of inputs and outputs do not include the temporary buffers of a kernel.
+Every operation that has such buffers is listed here, so a change of a kernel has one place to
+update. `shapes` are those of the operation's tensor arguments, in order.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ ROUNDING = 1e-5
 """Differences this small, relative to the largest gradient of the model, are rounding."""
 
 KNOWN_ARGUMENTS = ("position_ids", "position_embeddings", "attention_mask", "cache_position")
-"""Arguments of layers that every step computes anew from positions."""
+"""Arguments of layers that every step computes from positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _check(model: nn.Module, layers_path: str) -> Verdict:
     try:
         twin = twin_config(config, count)
         key = json.dumps(twin.to_dict(), sort_keys=True, default=str)
-    except Exception as problem:  # whatever a config's own checks raise
+    except Exception as problem:  # a config's own checks may raise any exception
         return Verdict(_no_twin(type(model), problem))
     model_class: Any = type(model)
     return _check_twin(model_class, _Config(twin, key), layers_path)
@@ -144,7 +144,7 @@ class _Check:
         try:
             plain = build_twin(self.model_class, self.config, "eager")
             expected = _Results.of(plain, self.ids)
-        except Exception as problem:  # whatever the model's own code raises for these sizes
+        except Exception as problem:  # the model's own code may raise any exception for these sizes
             return Verdict(_no_twin(self.model_class, problem))
         register(_RECORDING, _attend_recording)
         try:
@@ -158,7 +158,7 @@ class _Check:
             got = blocks.run(self.ids, self.positions)
         except UnsupportedModelError as problem:
             return Verdict(str(problem))
-        except Exception as problem:  # whatever the model's own code raises
+        except Exception as problem:  # the model's own code may raise any exception
             return Verdict(self._failure(plain, problem))
         callers = set(_calls)
         silent = [layer for layer in blocks.layers if callers.isdisjoint(layer.modules())]

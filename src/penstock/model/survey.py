@@ -115,7 +115,7 @@ def _trace_parameters(body: nn.Module, path: str, config: Any) -> tuple[Paramete
 
     try:
         return trace_parameters(body, path, int(config.hidden_size)), ""
-    except Exception as problem:  # whatever the model's own code raises
+    except Exception as problem:  # the model's own code may raise any exception
         return None, (
             f"its embedding and its head cannot be run without its layers: "
             f"{type(problem).__name__}: {problem}"

@@ -461,9 +461,8 @@ class QuickSizer:
     """Sizes a candidate's buffers without building its schedule.
 
     HBM buffers depend on which blocks are streamed, not on the tier they come from, so they are the
-    same for most candidates. What passes through staging is a sequence of pieces of which a few are
-    present at a time. The result is the most bytes alive at any time. Packing may need slightly
-    more.
+    same for most candidates. Pieces pass through staging in sequence, and only a few are there at a
+    time. The result is the most bytes alive at any time. Packing may need slightly more.
     """
 
     inventory: Inventory

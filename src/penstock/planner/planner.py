@@ -88,7 +88,7 @@ def make_plan(
     result = find_plan(inventory, workload, budget, machine, effort=effort, source=source)
     if result is None:
         args = (inventory, workload, budget, machine)
-        # Suggestions try many other workloads. Only those that seem to fit are traced.
+        # Suggestions try many other workloads. Trace a workload only if the quick estimate fits.
         quick = interpolated(source, workload)
 
         def enough(other: Workload, budget: Budget, machine: Machine) -> bool:

@@ -61,7 +61,7 @@ def gpu_processes(uuid: str) -> dict[str, int]:
         except (nvml.NVMLError, AttributeError):
             return {}
     for process in running:
-        # None where the driver does not tell; a process may be listed for computing and graphics.
+        # None if the driver does not report it. Compute and graphics may list the same process.
         nbytes = int(getattr(process, "usedGpuMemory", None) or 0)
         if process.pid != os.getpid() and nbytes:
             found[process.pid] = max(nbytes, found.get(process.pid, 0))
