@@ -18,10 +18,7 @@ from penstock.cli.plan import plan_command
 from penstock.engine import engine as engine_module
 from penstock.engine.prepare import prepare
 from penstock.errors import UnsupportedModelError
-from penstock.model.config import load_config
 from penstock.model.survey import survey
-from penstock.settings import Settings
-from penstock.train.checkpoints import write_model_files
 from tests.support.engines import plain_model, tiny_config
 from tests.support.fp8_files import save_fp8
 from tests.support.multimodal_files import CONFIGS, check_kept, save_multimodal
@@ -31,12 +28,9 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def save(source: Path, out: Path, settings: Settings | None = None) -> None:
-    """Load a model into an engine, and save it as `penstock train` does."""
-    out.mkdir()
+def save(source: Path, out: Path) -> None:
+    """Load a model into an engine, and save it."""
     with prepare(source, **SMALL) as engine:
-        config = load_config(source)
-        write_model_files(out, source, config, engine.inventory, settings or Settings())
         engine.write(out, optimizer=False)
 
 
@@ -101,15 +95,11 @@ def test_the_text_stack_of_a_multimodal_model_is_trained_and_the_rest_is_kept(
     source, out = tmp_path / "model", tmp_path / "out"
     save_multimodal(source, family, published=published)
     before, out_again = plain_loss(source), tmp_path / "again"
-    out.mkdir()
-    out_again.mkdir()
 
     with prepare(source, lr=1e-2, **SMALL) as engine:
         assert float(engine.evaluate([text_batch()]).loss) == pytest.approx(before, abs=0.02)
         for _ in range(5):
             engine.step(text_batch())
-        config = load_config(source)
-        write_model_files(out, source, config, engine.inventory, Settings())
         engine.write(out)
         after = float(engine.evaluate([text_batch()]).loss)
 

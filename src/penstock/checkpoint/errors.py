@@ -123,13 +123,18 @@ class CheckpointReadError(CheckpointError, OSError):
 class CheckpointWriteError(CheckpointError, OSError):
     """The operating system could not write a file. The new checkpoint was removed."""
 
-    def __init__(self, path: str, errno: int) -> None:
+    def __init__(self, path: str, number: int) -> None:
         self.path = path
-        super().__init__(
-            f"{path}: cannot be written: {os.strerror(errno)} (errno {errno}); earlier checkpoints "
-            f"are unchanged. Check the disk and its permissions, or choose another --out"
+        advice = (
+            "choose another directory, or remove the model that is there"
+            if number == errno.EEXIST
+            else "check the disk and its permissions, or choose another directory"
         )
-        self.errno = errno
+        super().__init__(
+            f"{path}: cannot be written: {os.strerror(number)} (errno {number}); earlier "
+            f"checkpoints are unchanged. To continue, {advice}"
+        )
+        self.errno = number
 
 
 class CheckpointSpaceError(CheckpointError, OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,39 @@ _PATTERNS = (
     "additional_chat_templates/*.jinja",
 )
 _CODE_PATTERN = "*.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """What transformers needs, in addition to the weights, to load a model from a directory."""
+
+    config: Any
+    """The config of the model that is saved; for a multimodal model, with all its parts."""
+
+    dtype: torch.dtype
+    """Type of the saved weights."""
+
+    architecture: str = ""
+    """Class name of the model, used if the config does not name one."""
+
+    source: Path | None = None
+    """Directory with the tokenizer and other small files; None if it is not known."""
+
+    generation_config: Any = None
+    """Defaults of `generate`; None if the source has them as a file."""
+
+    trust_remote_code: bool = False
+    """Whether the model's own code is copied."""
+
+    def write(self, folder: str | Path, *, tokenizer: Any = None) -> None:
+        """Write them into an existing directory; `tokenizer` replaces that of the source."""
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
+        write_config(self.config, folder, dtype=self.dtype, architecture=self.architecture)
+        if self.generation_config is not None:
+            self.generation_config.save_pretrained(str(folder))
+        if self.source is not None:
+            copy_model_files(self.source, folder, trust_remote_code=self.trust_remote_code)
 
 
 def copy_model_files(

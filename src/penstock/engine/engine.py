@@ -17,7 +17,9 @@ from typing import Any, ClassVar, Self
 import torch
 
 from penstock import records
+from penstock.checkpoint.disk import translate_write_errors
 from penstock.checkpoint.errors import StateError
+from penstock.checkpoint.model_files import ModelFiles
 from penstock.checkpoint.training_state import Software, TrainingState, read_engine_state
 from penstock.checkpoint.writer import Progress as WriteProgress
 from penstock.engine.allocate import Programs, allocate
@@ -236,6 +238,8 @@ class Engine:
         self._runner = Runner(self._memory, self._computer, mover)
         self.plan_change = ""
         """What the rehearsal changed in the plan, in a sentence for the user; "" if nothing."""
+        self.model_files: ModelFiles | None = None
+        """Config and tokenizer, which `write` saves next to the weights; None if not known."""
         self.steps = 0
         """Number of optimizer steps made."""
         self.batches = 0
@@ -460,17 +464,40 @@ class Engine:
     # Checkpoints.
 
     def write(
-        self, folder: str | Path, *, optimizer: bool = True, progress: WriteProgress | None = None
+        self,
+        folder: str | Path,
+        *,
+        optimizer: bool = True,
+        tokenizer: Any = None,
+        progress: WriteProgress | None = None,
     ) -> None:
-        """Write the weights and, with `optimizer`, all that `read` needs, to an existing folder."""
+        """Save the model to a folder, which is created if it does not exist.
+
+        `AutoModelForCausalLM.from_pretrained(folder)` loads it. An earlier model in the folder is
+        not overwritten: CheckpointWriteError.
+
+        Args:
+            folder: Where to save.
+            optimizer: Whether to save the optimizer states too, which `read` needs to continue.
+                They take 10 bytes per parameter with fp32 moments, the weights 2.
+            tokenizer: Tokenizer to save. By default, the files of the tokenizer in the directory
+                that the model was loaded from.
+            progress: Called with bytes written, the total, and the name of the tensor.
+        """
         self.finish()
-        self.files.write(Path(folder), optimizer=optimizer, progress=progress)
-        if optimizer:
-            TrainingState(
-                engine=self.state_record(),
-                software=Software.here(gpu=self.on_gpu),
-                numerics=result_record(self.workload, on_gpu=self.on_gpu),
-            ).save(folder)
+        folder = Path(folder)
+        nbytes = sum(writer.nbytes for writer in self.files.writers(optimizer=optimizer))
+        with translate_write_errors(folder, nbytes):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.files.write(folder, optimizer=optimizer, progress=progress)
+            if self.model_files is not None:
+                self.model_files.write(folder, tokenizer=tokenizer)
+            if optimizer:
+                TrainingState(
+                    engine=self.state_record(),
+                    software=Software.here(gpu=self.on_gpu),
+                    numerics=result_record(self.workload, on_gpu=self.on_gpu),
+                ).save(folder)
 
     def state_record(self) -> Json:
         """Return what the engine must save in addition to its tensors, as plain JSON."""

@@ -28,6 +28,7 @@ from penstock.settings import Settings
 if TYPE_CHECKING:
     from torch import nn
 
+    from penstock.checkpoint.model_files import ModelFiles
     from penstock.engine.device import Device
     from penstock.engine.engine import Engine, EngineSettings
     from penstock.engine.loss import LossFunction
@@ -42,6 +43,9 @@ ARGUMENTS = (
     *("lr", "betas", "weight_decay"),
 )
 """Settings that `prepare` takes as keyword arguments."""
+
+SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+"""Files of a model on the Hub that are needed in addition to its weights."""
 
 
 def prepare(
@@ -230,8 +234,61 @@ def model_directory(model: str | Path, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     # Only safetensors: other weight formats would be downloaded and never read.
-    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+    patterns = ["*.safetensors", *SMALL_FILES]
     return Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns))
+
+
+def small_files_directory(model: str | Path, settings: Settings) -> Path:
+    """Return the directory with config and tokenizer. Download them if the model is on the Hub."""
+    chosen = settings.model
+    if Path(model).is_dir():
+        return Path(model)
+    if chosen.init == "pretrained":
+        return model_directory(model, chosen.revision)
+    from huggingface_hub import snapshot_download
+
+    # Random initial weights: leave the pretrained ones on the Hub.
+    return Path(snapshot_download(str(model), revision=chosen.revision, allow_patterns=SMALL_FILES))
+
+
+def model_files_of(
+    model: str | Path | nn.Module, config: Any, inventory: Inventory, settings: Settings
+) -> ModelFiles:
+    """Find what has to be saved next to the model's weights."""
+    from penstock.checkpoint.model_files import ModelFiles
+    from penstock.model.config import load_whole_config, text_config
+    from penstock.model.meta_model import weight_dtype
+
+    trust, generation_config = settings.model.trust_remote_code, None
+    if isinstance(model, str | Path):
+        source: Path | None = small_files_directory(model, settings)
+        whole = load_whole_config(source or model, trust_remote_code=trust)
+        if text_config(whole) is not whole:
+            # Saved with all its tensors, so that transformers loads it as the class that it was.
+            whole.text_config, config = config, whole
+            if hasattr(whole, "quantization_config"):
+                del whole.quantization_config
+    else:
+        source = _origin_of(model)
+        generation_config = getattr(model, "generation_config", None)
+    return ModelFiles(
+        config=config, dtype=weight_dtype(settings.model.dtype), source=source,
+        architecture=inventory.architecture, generation_config=generation_config,
+        trust_remote_code=trust,
+    )  # fmt: skip
+
+
+def _origin_of(model: nn.Module) -> Path | None:
+    """Return the directory that `from_pretrained` read a live model from, if it is on this disk."""
+    name = getattr(model, "name_or_path", "")
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    from huggingface_hub import snapshot_download
+
+    try:  # from the cache only: the model was loaded, so that its small files are mostly there
+        return Path(snapshot_download(name, allow_patterns=SMALL_FILES, local_files_only=True))
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +326,7 @@ def _build_engine(
     from penstock.model.split import SplitModel
 
     use_expandable_segments()
+    model_files = model_files_of(model, config, inventory, settings)
     device, state_dict = pick_device(options.device), None
     check_free_memory(device, plan)
     dtype, numerics = weight_dtype(plan.workload.dtype), plan.workload.numerics
@@ -295,6 +353,7 @@ def _build_engine(
         check_free_memory(device, plan)
         engine = Engine(plan, inventory, split_model, device, _engine_settings(settings, options))
         engine.plan_change = plan_change
+        engine.model_files = model_files
         try:
             if options.load_weights:
                 if options.progress is not None:

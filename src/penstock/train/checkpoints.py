@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.disk import check_room, sync
 from penstock.checkpoint.manifest import folder_name
-from penstock.checkpoint.model_files import copy_model_files, write_config
 from penstock.checkpoint.run_directory import list_checkpoints, new_checkpoint
 from penstock.checkpoint.training_state import Software, TrainingState
-from penstock.model.config import load_whole_config, text_config
 from penstock.records import to_json
 from penstock.settings import AFFECTS_RESULT, Settings
 from penstock.train.events import ReportProgress
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
-    from penstock.model.inventory import Inventory
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +68,6 @@ class CheckpointSaver:
             self._engine.write(folder, optimizer=self._with_optimizer, progress=report)
             # Replaces the state that the engine wrote, which has only the engine's part.
             self._training_state(position).save(folder)
-            trust = self._settings.model.trust_remote_code
-            copy_model_files(out, folder, trust_remote_code=trust)
         self.saved_step = position.step
         return out / folder_name(position.step)
 
@@ -101,24 +96,6 @@ class CheckpointSaver:
             data=position.data,
             numerics=numerics,
         )
-
-
-def write_model_files(
-    out: Path, source: Path, config: Any, inventory: Inventory, settings: Settings
-) -> None:
-    """Write config and tokenizer into the output directory. Checkpoints copy them from there."""
-    import torch
-
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[settings.model.dtype]
-    trust = settings.model.trust_remote_code
-    whole = load_whole_config(source, trust_remote_code=trust)
-    if text_config(whole) is not whole:
-        # Saved with all its tensors, so that transformers loads it as the class that it was.
-        whole.text_config, config = config, whole
-        if hasattr(whole, "quantization_config"):
-            del whole.quantization_config
-    write_config(config, out, dtype=dtype, architecture=inventory.architecture)
-    copy_model_files(source, out, trust_remote_code=trust)
 
 
 def _link(source: Path, target: Path) -> None:

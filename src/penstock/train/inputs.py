@@ -102,22 +102,6 @@ def load_data(
     return TrainingData(packed, rows, dataset, load_samples(settings, tokenizer))
 
 
-def model_files_directory(settings: Settings, model: ModelSource) -> Path:
-    """Return the directory with config and tokenizer. Download them if the model is on the Hub."""
-    from penstock.engine.prepare import model_directory
-
-    if Path(model.source).is_dir():
-        return Path(model.source)
-    if settings.model.init == "pretrained":
-        return model_directory(model.source, settings.model.revision)
-    from huggingface_hub import snapshot_download
-
-    # Random initial weights: leave the pretrained ones on the Hub.
-    small = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
-    revision = settings.model.revision
-    return Path(snapshot_download(model.source, revision=revision, allow_patterns=small))
-
-
 def _open_dataset(
     sources: Sequence[str], tokenizer: Any, settings: Settings, report: ReportProgress
 ) -> TokenDataset:

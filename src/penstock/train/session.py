@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.plan_choice import PlanChoice
-from penstock.plan.plan import Plan
 from penstock.planner.plan_view import plan_json
 from penstock.settings import RUN_FILE, Settings, write_yaml
 from penstock.tiers import Tier
-from penstock.train.checkpoints import CheckpointSaver, write_model_files
+from penstock.train.checkpoints import CheckpointSaver
 from penstock.train.errors import explain_host_out_of_memory
 from penstock.train.events import JsonLines, Listeners
-from penstock.train.inputs import ModelSource, load_data, load_model, model_files_directory
+from penstock.train.inputs import ModelSource, load_data, load_model
 from penstock.train.loggers import MetricsFile, check_loggers, open_loggers
 from penstock.train.loop import TrainingLoop, TrainingRun
 from penstock.train.plan_choice import choose_plan, describe_budget
@@ -104,7 +104,7 @@ def _open_run(
         saver = CheckpointSaver(engine, settings)
         saver.saved_step = resume.checkpoint.step if resume else None
         saver.check_space()
-        _write_run_files(settings, model, engine.plan, batches.steps)
+        _write_run_files(settings, engine, batches.steps)
         listeners.add(MetricsFile(settings.checkpoint.out, after=batches.step))
         for logger in open_loggers(settings):
             listeners.add(logger)
@@ -163,11 +163,13 @@ def _report_differences(changes: list[str], listeners: Listeners) -> None:
         listeners.note(describe_differences(list(dict.fromkeys(changes))))
 
 
-def _write_run_files(settings: Settings, model: ModelSource, plan: Plan, steps: int) -> None:
+def _write_run_files(settings: Settings, engine: Engine, steps: int) -> None:
     """Write the model's config and tokenizer, the plan, and the settings."""
-    out = Path(settings.checkpoint.out)
-    source = model_files_directory(settings, model)
-    write_model_files(out, source, model.config, model.inventory, settings)
+    out, plan = Path(settings.checkpoint.out), engine.plan
+    assert engine.model_files is not None
+    engine.model_files.write(out)
+    # Checkpoints copy from here: the original may be gone when they are saved.
+    engine.model_files = replace(engine.model_files, source=out)
     plan.save(out / PLAN_FILE)
     remarks = [f"Penstock {__version__}; {steps} steps; {PLAN_FILE} has the placement"]
     remarks += describe_budget(plan.budget, plan.workload)
