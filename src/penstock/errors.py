@@ -340,6 +340,18 @@ class UnsupportedModelError(EngineError, ValueError):
     """A model that Penstock can plan for but cannot train."""
 
 
+class ModelRestoreError(EngineError, MemoryError):
+    """The host has too little memory to give a model its trained weights."""
+
+    def __init__(self, model: str, *, wanted: int, free: int) -> None:
+        self.model, self.wanted, self.free = model, wanted, free
+        super().__init__(
+            f"the trained weights of the {model} need {format_bytes(wanted)} of host memory, and "
+            f"{format_bytes(free)} are free. Save them with engine.write(folder) before "
+            f"engine.close(), and load them with AutoModelForCausalLM.from_pretrained(folder)"
+        )
+
+
 class BatchError(EngineError, ValueError):
     """A batch that does not match the workload the engine was prepared for."""
 

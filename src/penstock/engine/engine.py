@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import nn
 
 from penstock import records
 from penstock.checkpoint.disk import translate_write_errors
@@ -31,6 +32,7 @@ from penstock.engine.gradients import round_gradients
 from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale
 from penstock.engine.optimizer import Grouping, StreamedAdamW
 from penstock.engine.pending_update import PendingUpdate, draw_keys
+from penstock.engine.restore import give_back, load_into, move_back, restore_live
 from penstock.engine.result_record import find_differences, result_record, warn_of_differences
 from penstock.engine.runner import Progress, Runner
 from penstock.engine.state_io import EngineFiles
@@ -43,6 +45,7 @@ from penstock.engine.transfer import Mover
 from penstock.errors import BatchError, EngineError, EngineStateError, NonFiniteLossError
 from penstock.memory.process import peak_resident_nbytes, resident_nbytes
 from penstock.model.inventory import Inventory
+from penstock.model.live_model import LiveModel
 from penstock.model.split import SplitModel
 from penstock.optim.norms import GradStats, clip_scale
 from penstock.optim.thread_pool import Pool
@@ -238,6 +241,8 @@ class Engine:
         self._runner = Runner(self._memory, self._computer, mover)
         self.plan_change = ""
         """What the rehearsal changed in the plan, in a sentence for the user; "" if nothing."""
+        self.live_model: LiveModel | None = None
+        """The caller's own model, if `prepare` got one: `close` gives it the trained weights."""
         self.model_files: ModelFiles | None = None
         """Config and tokenizer, which `write` saves next to the weights; None if not known."""
         self.steps = 0
@@ -524,16 +529,42 @@ class Engine:
         self.files.read(Path(folder))
         state.restore(self)
 
+    def restore(self, model: nn.Module) -> None:
+        """Give a model the trained weights as they are now, in the types of its parameters.
+
+        Parameters of another type than the engine computes in get the fp32 master weights; frozen
+        ones were rounded to the compute type by `prepare`. The model that was passed to `prepare`
+        gets new parameters in host memory, and works as before; the engine still trains its own
+        copy. Another model must have the same tensors, and is changed in place.
+
+        Raises ModelRestoreError if there is too little host memory.
+        """
+        self.finish()
+        if self.live_model is not None and model is self.live_model.model:
+            restore_live(self.live_model, self.state)
+        else:
+            load_into(model, self.state)
+
     # Lifetime.
 
     def close(self) -> None:
-        """Release everything. Pending sweeps are dropped: call `finish` first to keep them."""
-        if not self._closed:
-            self._closed = True
-            self._runner.close()
-            self.files.close()
-            self.split_model.release()
-            self._memory.release()
+        """Release everything.
+
+        The model that was passed to `prepare` gets the trained weights, on the devices where it
+        was. If they do not fit, a warning says so, and its methods raise an error that says how to
+        load them. Without such a model, pending sweeps are dropped: call `finish` to keep them.
+        """
+        if self._closed:
+            return
+        live = self.live_model
+        restored = live is not None and give_back(live, self.state)
+        self._closed = True
+        self._runner.close()
+        self.files.close()
+        self.split_model.release()
+        self._memory.release()
+        if live is not None and restored:
+            move_back(live)
 
     def __enter__(self) -> Self:
         return self

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from penstock.engine.optimizer import Grouping
     from penstock.engine.rehearsal import Progress
     from penstock.engine.tier_memory import StoreSettings
+    from penstock.model.live_model import LiveModel
     from penstock.model.split import SplitModel
 
 ARGUMENTS = (
@@ -97,7 +98,7 @@ def prepare(
             lr, betas and weight_decay. `init="none"` leaves the weights uninitialized, for callers
             that read a checkpoint next.
     """
-    from penstock.model.meta_model import check_trainable, remember_model
+    from penstock.model.meta_model import check_trainable
 
     chosen, load_weights = _settings_with(settings or Settings(), arguments, nonfinite)
     options = _EngineOptions(
@@ -120,12 +121,15 @@ def prepare(
     if loss is not None and plan.workload.numerics.loss_kernel == "fused":
         raise PlanError("loss_kernel", "is fused, which supports no custom loss function; plan "
                         "again with the function, or leave the function out")  # fmt: skip
-    restore = None if isinstance(model, str | Path) else remember_model(model)
-    try:
+    if isinstance(model, str | Path):
         return _build_engine(model, config, inventory, plan, request, chosen, options)
+    from penstock.model.live_model import LiveModel
+
+    live = LiveModel(model)
+    try:
+        return _build_engine(live, config, inventory, plan, request, chosen, options)
     except BaseException:
-        if restore is not None:
-            restore()  # the caller may try again with other budgets
+        live.put_back()  # the caller may try again with other budgets
         raise
 
 
@@ -307,7 +311,7 @@ class _EngineOptions:
 
 
 def _build_engine(
-    model: str | Path | nn.Module,
+    model: str | Path | LiveModel,
     config: Any,
     inventory: Inventory,
     plan: Plan,
@@ -322,12 +326,15 @@ def _build_engine(
         use_expandable_segments,
     )
     from penstock.engine.engine import Engine
-    from penstock.model.meta_model import build_model, strip_model, weight_dtype
+    from penstock.engine.restore import TRAINING
+    from penstock.model.meta_model import build_model, weight_dtype
     from penstock.model.split import SplitModel
 
     use_expandable_segments()
-    model_files = model_files_of(model, config, inventory, settings)
-    device, state_dict = pick_device(options.device), None
+    live = None if isinstance(model, str | Path) else model
+    origin = model if isinstance(model, str | Path) else model.model
+    model_files = model_files_of(origin, config, inventory, settings)
+    device = pick_device(options.device)
     check_free_memory(device, plan)
     dtype, numerics = weight_dtype(plan.workload.dtype), plan.workload.numerics
     with explain_out_of_memory(device, plan, "the engine"):
@@ -336,9 +343,7 @@ def _build_engine(
             trust = settings.model.trust_remote_code
             bare = build_model(config, dtype, device.torch_device, trust_remote_code=trust)
         else:
-            # Take the tensors before strip_model() removes them from the live model.
-            state_dict = dict(model.state_dict())
-            bare = strip_model(model, device.torch_device, dtype)
+            bare = model.copy_without_weights(device.torch_device, dtype)
         split_model = SplitModel(
             bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
             deterministic=numerics.deterministic,
@@ -358,10 +363,14 @@ def _build_engine(
             if options.load_weights:
                 if options.progress is not None:
                     options.progress(0, 0, "loading weights")
-                _load_weights(engine, model, state_dict, settings)
+                _load_weights(engine, model, settings)
         except BaseException:
             engine.close()
             raise
+    if live is not None:
+        live.forget_weights()
+        live.guard(TRAINING)
+        engine.live_model = live
     return engine
 
 
@@ -408,11 +417,12 @@ def _engine_settings(settings: Settings, options: _EngineOptions) -> EngineSetti
     )
 
 
-def _load_weights(engine: Engine, model: Any, state_dict: Any, settings: Settings) -> None:
+def _load_weights(engine: Engine, model: str | Path | LiveModel, settings: Settings) -> None:
     from penstock.engine.initial_weights import draw_weights, set_weights
 
-    if state_dict is not None:
-        set_weights(engine.access, engine.inventory, state_dict)
+    if not isinstance(model, str | Path):
+        weights = {name: tensor.detach() for name, tensor in model.weights.items()}
+        set_weights(engine.access, engine.inventory, weights)
     elif settings.model.init == "random":
         draw_weights(engine.access, engine.inventory, engine.split_model, settings.schedule.seed)
     else:

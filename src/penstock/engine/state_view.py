@@ -30,7 +30,7 @@ class StateView(Mapping[str, dict[str, torch.Tensor]]):
     def __getitem__(self, name: str) -> dict[str, torch.Tensor]:
         trained = self._names[name]
         self._finish()
-        shape = self._access.tensor(name)[1].shape
+        shape = self.shape(name)
         weight = self._whole(name, Role.WEIGHT)
         if not trained:
             return {"weight": weight.view(shape)}
@@ -42,6 +42,18 @@ class StateView(Mapping[str, dict[str, torch.Tensor]]):
             "exp_avg_sq": self._moment(name, Role.SECOND),
         }
         return {key: value.view(shape) for key, value in tensors.items()}
+
+    def weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy of one tensor, from its fp32 master if `dtype` is not the compute type."""
+        self._finish()
+        weight = self._whole(name, Role.WEIGHT)
+        if self._names[name] and dtype != weight.dtype:
+            weight = formats.read_master(weight, self._whole(name, Role.MASTER))
+        return weight.view(self.shape(name)).to(dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._access.tensor(name)[1].shape
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock.errors import UnsupportedModelError
-from penstock.model.attention import DOCUMENTS, set_attention
+from penstock.model.attention import DOCUMENTS
 from penstock.model.document_attention import register_document_attention
 from penstock.model.inventory import Inventory
 from penstock.roles import Dtype
@@ -40,27 +40,10 @@ def weight_dtype(dtype: Dtype) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
 
 
-def strip_model(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Replace a loaded model's parameters by ones without memory, keeping tied ones tied.
-
-    Other references to the original parameters keep them alive.
-    """
-    empty: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = empty.setdefault(id(parameter), _on_meta(parameter))
-    config: Any = model.config
-    set_attention([config], DOCUMENTS)
-    config.dtype = dtype
-    return move_buffers(model, device)
-
-
 def remember_model(model: nn.Module) -> Callable[[], None]:
     """Return a function that undoes what is done to a model's modules and config from now on.
 
-    An engine takes a live model apart. If it cannot be built, its owner gets the model back, with
-    the weights that it had.
+    A survey takes a model apart, and gives it back with the weights that it had.
     """
     holders = ("_parameters", "_buffers", "_modules")
     modules = [
@@ -110,7 +93,7 @@ def _without_parameters() -> Iterator[None]:
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original(self, name, param)
         if param is not None and param.device.type != "meta":
-            self._parameters[name] = _on_meta(param)
+            self._parameters[name] = on_meta(param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
@@ -119,5 +102,6 @@ def _without_parameters() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+def on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of the same shape and type without memory."""
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)

@@ -81,7 +81,7 @@ class SplitModel:
         assert isinstance(layers, nn.ModuleList)
         self.layers: list[nn.Module] = list(layers)
         self._probes = LayerProbes(model, path)
-        self._holders = _find_holders(model)
+        self._holders = find_holders(model)
         self._shapes = {t.name: t.shape for block in inventory.blocks for t in block.tensors}
         # Narrower than the hidden states in models that project the embedding, such as OPT-350m.
         table = f"{inventory.blocks[0].name}.weight"
@@ -229,7 +229,7 @@ class SplitModel:
         return dtype
 
 
-def _find_holders(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+def find_holders(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """Find the modules that hold each tensor, and under which local names.
 
     A tied tensor has several holders. It is listed under its first name, as in the inventory.

@@ -1,0 +1,129 @@
+"""A model that its owner holds while an engine trains its weights.
+
+The engine computes with a copy of the model that has no weights. The owner's modules stay as they
+are, except that their parameters have no memory until `load` gives them some. Meanwhile, calls of
+the model raise an error that says what to call instead.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from penstock.errors import EngineError, UnsupportedModelError
+from penstock.model.attention import DOCUMENTS, set_attention
+from penstock.model.meta_model import move_buffers, on_meta
+from penstock.model.split import find_holders
+
+GUARDED = ("forward", "generate", "save_pretrained", "push_to_hub", "state_dict", "load_state_dict")
+"""Methods that need the weights. Without memory, the last two would silently do nothing."""
+
+ReadWeight = Callable[[str, torch.dtype], torch.Tensor]
+"""Returns a tensor by name, in host memory and in the given type."""
+
+
+class LiveModel:
+    """The owner's model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._holders = find_holders(model)
+        self.weights = {name: self._parameter(name) for name in self._holders}
+        """The owner's parameters, until `forget_weights`."""
+        self._specs = {
+            name: (parameter.dtype, parameter.device, parameter.requires_grad)
+            for name, parameter in self.weights.items()
+        }
+        self._guarded: list[tuple[nn.Module, dict[str, Any]]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that `load` allocates."""
+        shapes = ((n, self._parameter(n)) for n in self._holders)
+        return sum(p.numel() * self._specs[n][0].itemsize for n, p in shapes if p.is_meta)
+
+    def copy_without_weights(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """Take the weights out of the owner's modules, and return a copy that can compute.
+
+        The copy's config has the type and the attention of the engine, and its buffers are on the
+        device. The owner's config and buffers stay as they are.
+        """
+        for name in self._holders:
+            self._set(name, on_meta(self._parameter(name)))
+        try:
+            bare = copy.deepcopy(self.model)
+        except Exception as problem:
+            self.put_back()
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} cannot be copied ({problem}); pass its directory to "
+                f"prepare instead of the model"
+            ) from problem
+        config: Any = bare.config
+        set_attention([config], DOCUMENTS)
+        config.dtype = dtype
+        return move_buffers(bare, device)
+
+    def put_back(self) -> None:
+        """Give the owner's modules the parameters that they had."""
+        for name, parameter in self.weights.items():
+            self._set(name, parameter)
+
+    def forget_weights(self) -> None:
+        """Drop the parameters that the owner's modules had: the engine has its own copy."""
+        self.weights = {}
+
+    def load(self, read: ReadWeight) -> None:
+        """Give the owner's modules these weights, in their former types and in host memory.
+
+        Parameters that have memory are overwritten in place, wherever they are.
+        """
+        self.unguard()
+        with torch.no_grad():
+            for name, (dtype, _, trained) in self._specs.items():
+                value, present = read(name, dtype), self._parameter(name)
+                if present.is_meta:
+                    self._set(name, nn.Parameter(value, requires_grad=trained))
+                else:
+                    present.copy_(value)
+
+    def move_to_former_devices(self) -> None:
+        """Move the weights to the devices where they were before training."""
+        for name, (_, device, trained) in self._specs.items():
+            parameter = self._parameter(name)
+            if parameter.device != device and not parameter.is_meta:
+                self._set(name, nn.Parameter(parameter.detach().to(device), requires_grad=trained))
+
+    def guard(self, message: str) -> None:
+        """Let every method that needs weights raise an EngineError with this message."""
+        self.unguard()
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise EngineError(f"this {type(self.model).__name__} {message}")
+
+        base = getattr(self.model, "base_model", self.model)
+        for module in {id(m): m for m in (self.model, base)}.values():
+            own = {name: vars(module)[name] for name in GUARDED if name in vars(module)}
+            self._guarded.append((module, own))
+            vars(module).update({name: refuse for name in GUARDED if hasattr(module, name)})
+
+    def unguard(self) -> None:
+        """Give the owner's model its methods back."""
+        for module, own in self._guarded:
+            for name in GUARDED:
+                vars(module).pop(name, None)
+            vars(module).update(own)
+        self._guarded = []
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        module, leaf = self._holders[name][0]
+        parameter = module._parameters[leaf]
+        assert parameter is not None
+        return parameter
+
+    def _set(self, name: str, parameter: nn.Parameter) -> None:
+        for module, leaf in self._holders[name]:
+            module._parameters[leaf] = parameter
