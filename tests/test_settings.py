@@ -93,8 +93,15 @@ def test_every_setting_has_a_help_sentence() -> None:
         assert help_[0].isupper()
 
 
-def test_the_default_batch_is_8() -> None:
-    assert Settings().schedule.batch == 8
+def test_sizes_that_are_not_given_are_assumed_within_the_models_limit() -> None:
+    for given, limit, expected in (
+        ({}, None, (4096, 8)),
+        ({}, 1024, (1024, 8)),
+        ({"context": 2048}, 1024, (2048, 8)),  # refused later, by name
+        ({"batch": 3}, 1 << 20, (4096, 3)),
+    ):
+        settings = Settings.of(given).with_assumed_sizes(limit)
+        assert (settings.data.context, settings.schedule.batch) == expected
 
 
 def test_the_last_layer_wins_and_defaults_remain() -> None:
@@ -102,7 +109,7 @@ def test_the_last_layer_wins_and_defaults_remain() -> None:
 
     assert settings.schedule.lr == 2e-4
     assert settings.schedule.batch == 4
-    assert settings.data.context == 4096
+    assert settings.schedule.weight_decay == 0.1
 
 
 def test_a_setting_removes_those_it_excludes_from_weaker_layers() -> None:

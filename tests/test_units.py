@@ -14,6 +14,7 @@ from penstock.units import (
     format_rate,
     format_seconds,
     parse_bytes,
+    parse_memory,
     round_up,
 )
 
@@ -35,6 +36,18 @@ from penstock.units import (
 )
 def test_parse_bytes_reads_sizes(text: str | int, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["5", " 64 ", "65536", "1048575"])
+def test_a_small_amount_of_memory_needs_a_unit(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"{text}' has no unit; write {text.strip()}GiB, or"):
+        parse_memory(text)
+
+
+def test_an_amount_of_memory_in_bytes_is_large_or_says_so() -> None:
+    assert [parse_memory(text) for text in ("0", "5B", "5GiB", "8589934592", 5)] == [
+        0, 5, 5 * GiB, 8 * GiB, 5,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 G", "1,5GiB", "1e9", "nan", "0x10", "1 2"])

@@ -28,6 +28,14 @@ RUN_FILE = "run.yaml"
 
 Schedule = Literal["cosine", "linear", "constant"]
 
+Overlong = Literal["auto", "truncate", "drop", "split"]
+
+DEFAULT_CONTEXT = 4096
+"""Context where nothing is known about the data, and the longest one chosen for plain text."""
+
+DEFAULT_BATCH = 8
+"""Batch where nothing is known about the data; the per-device default of transformers' Trainer."""
+
 
 def option(help_: str, default: Any = MISSING) -> Any:
     """Declare a setting with its help text and default value."""
@@ -73,25 +81,39 @@ class DataSettings:
     data: tuple[str, ...] = option(
         "Training data: a file, a directory or a Hugging Face dataset ID. Repeatable.", ()
     )
-    context: int = option("Sequence length in tokens.", 4096)
-    overlong: Literal["truncate", "drop", "split"] = option(
-        "How to handle documents longer than the context.", "truncate"
+    context: int | None = option(
+        "Sequence length in tokens (default: chosen for the lengths of the documents, at most the "
+        "model's limit).",
+        None,
+    )
+    overlong: Overlong = option(
+        "How to handle documents longer than the context; `auto` splits plain texts and truncates "
+        "all others.",
+        "auto",
     )
     skip_bad_lines: bool = option("Skip invalid lines in the data instead of stopping.", False)
     cache: str | None = option("Directory to cache tokenized data in.", None)
 
     def __post_init__(self) -> None:
-        _require_at_least(self, context=2)
+        if self.context is not None:
+            _require_at_least(self, context=2)
+
+    @property
+    def chosen_context(self) -> int:
+        """The context, once it is given or chosen."""
+        assert self.context is not None, "choose a context first"
+        return self.context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleSettings:
-    """The length of the run, its batches, and its optimizer settings.
+    """The length of the run, its batches, and its optimizer settings."""
 
-    The default batch of 8 is also the per-device default of transformers' Trainer.
-    """
-
-    batch: int = option("Number of sequences per optimizer step.", 8)
+    batch: int | None = option(
+        "Number of sequences per optimizer step (default: chosen so that an epoch has about 50 "
+        "steps, with at most 32,768 tokens each).",
+        None,
+    )
     micro_batch: str = option("Number of sequences computed together, or `auto`.", "auto")
     epochs: float | None = option(
         "Number of passes over the data (default: 1 unless --steps is given).", None
@@ -116,7 +138,9 @@ class ScheduleSettings:
     seed: int = option("Random seed for data order, dropout and random weights.", 0)
 
     def __post_init__(self) -> None:
-        _require_at_least(self, batch=1, seed=0, lr=0, warmup=0, weight_decay=0, clip=0)
+        _require_at_least(self, seed=0, lr=0, warmup=0, weight_decay=0, clip=0)
+        if self.batch is not None:
+            _require_at_least(self, batch=1)
         _require_positive(self, "steps", "epochs")
         both = self.steps is not None and self.epochs is not None
         _refuse("steps", both, "cannot be combined with epochs", self.steps)
@@ -127,6 +151,12 @@ class ScheduleSettings:
         digits = self.micro_batch.isascii() and self.micro_batch.isdigit()
         valid = self.micro_batch == "auto" or (digits and int(self.micro_batch) > 0)
         _refuse("micro_batch", not valid, "must be `auto` or at least 1", self.micro_batch)
+
+    @property
+    def chosen_batch(self) -> int:
+        """The batch, once it is given or chosen."""
+        assert self.batch is not None, "choose a batch first"
+        return self.batch
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -252,6 +282,19 @@ class Settings:
             for group, new in by_group.items()
         }
         return dataclasses.replace(self, **changed)
+
+    def with_assumed_sizes(self, max_context: int | None) -> Self:
+        """Return the settings with a context and a batch, for callers that have no data.
+
+        Args:
+            max_context: Number of positions of the model; None if it has no limit.
+        """
+        assumed = {
+            "context": min(DEFAULT_CONTEXT, max_context or DEFAULT_CONTEXT),
+            "batch": DEFAULT_BATCH,
+        }
+        given = {"context": self.data.context, "batch": self.schedule.batch}
+        return self.replace({n: v for n, v in assumed.items() if given[n] is None})
 
     def flat(self) -> dict[str, Any]:
         """All values by field name, without the groups."""

@@ -32,6 +32,17 @@ def parse_bytes(text: str | int) -> int:
     return round(float(match[1]) * scale) if "." in match[1] else int(match[1]) * scale
 
 
+def parse_memory(text: str | int) -> int:
+    """Parse an amount of memory like `parse_bytes`, but refuse a small number without a unit.
+
+    `5` is meant as 5 GiB, never as 5 bytes. A large number can only be bytes.
+    """
+    nbytes = parse_bytes(text)
+    if isinstance(text, str) and text.strip().isdigit() and 0 < nbytes < MiB:
+        raise ValueError(f"{text!r} has no unit; write {text.strip()}GiB, or {text.strip()}B")
+    return nbytes
+
+
 def format_bytes(nbytes: float) -> str:
     """Format a size with three digits and a binary unit: `1.50 GiB`, `512 B`."""
     for unit, scale in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):

@@ -31,7 +31,8 @@ FLAGS = {
         *{"--output", "-o", "--moments", "--dtype", "--micro-batch", "--clip", "--steps"},
         *{"--freeze", "--blocks", "--vary", "--explain", "--json", "--help"},
         *{"--revision", "--trust-remote-code", "--model-config", "--deterministic"},
-        *{"--no-deterministic", "--config"},
+        *{"--no-deterministic", "--config", "--data", "--overlong", "--skip-bad-lines", "--cache"},
+        *{"--eval-split", "--epochs", "--seed"},
     },
     "machines": {"--json", "--help"},
     "train": {

@@ -276,7 +276,7 @@ def test_the_random_order_never_changes() -> None:
 def test_one_document_per_row(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, [5, 9, 3, 30])
 
-    packed = dataset.pack(16, one_per_row=True)
+    packed = dataset.pack(16, overlong="truncate", one_per_row=True)
     rows = next(packed.batches(4))["position_ids"].tolist()
 
     assert packed.counts.rows == 4

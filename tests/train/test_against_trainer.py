@@ -16,6 +16,7 @@ import transformers
 from torch.utils.data import SequentialSampler
 
 from penstock.data import Packed, load_tokenizer, open_dataset
+from penstock.train.learning_rate import LearningRateSchedule
 from tests.train.runs import RESIDENT, Runs
 
 STEPS, BATCH, MICRO_BATCH = 100, 4, 2
@@ -28,7 +29,12 @@ FLAGS = ("--steps", str(STEPS), "--lr", "3e-3", "--warmup", "10", "--weight-deca
 
 
 class InOrder(transformers.Trainer):  # type: ignore[misc]
-    """A Trainer that reads the rows in order."""
+    """A Trainer that reads the rows in order, with Penstock's schedule."""
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        rate = LearningRateSchedule("cosine", 10, num_training_steps)
+        self.lr_scheduler = rate.scheduler(self.optimizer, taken=0, peak=3e-3)
+        return self.lr_scheduler
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)
@@ -61,8 +67,6 @@ def trainer_losses(model: Path, packed: Packed, folder: Path) -> list[float]:
         per_device_train_batch_size=MICRO_BATCH,
         gradient_accumulation_steps=BATCH // MICRO_BATCH,
         learning_rate=3e-3,
-        lr_scheduler_type="cosine",
-        warmup_steps=10,
         weight_decay=0.1,
         adam_beta2=0.95,
         max_grad_norm=1.0,

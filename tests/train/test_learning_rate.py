@@ -1,4 +1,4 @@
-"""The learning-rate schedule has the shapes of transformers and resumes to the bit."""
+"""The learning-rate schedule wastes no step, decays like transformers and resumes to the bit."""
 
 from __future__ import annotations
 
@@ -15,18 +15,42 @@ def sgd(lr: float) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_the_schedule_has_the_shape_of_transformers(schedule: str) -> None:
+def test_after_warmup_the_schedule_has_the_shape_of_transformers(schedule: str) -> None:
     steps, warmup = 20, 5
     names = {"constant": "constant_with_warmup"}
     theirs, ours = sgd(0.5), sgd(0.1)
     reference = get_scheduler(names.get(schedule, schedule), theirs, warmup, steps)
     settings = Settings.of({"schedule": schedule, "warmup": 0.25})
     scheduler = LearningRateSchedule.of(settings, steps).scheduler(ours, taken=0, peak=0.5)
-    for _ in range(steps):
-        assert scheduler.get_last_lr()[0] == pytest.approx(reference.get_last_lr()[0], abs=1e-12)
+    for taken in range(steps):
+        expected = reference.get_last_lr()[0] if taken >= warmup else 0.5 * (taken + 1) / 6
+        assert scheduler.get_last_lr()[0] == pytest.approx(expected, abs=1e-12)
         for optimizer, stepped in ((theirs, reference), (ours, scheduler)):
             optimizer.step()
             stepped.step()
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warmup", [0, 0.03, 0.5, 0.999, 1, 2, 100])
+@pytest.mark.parametrize("steps", [1, 2, 3, 50])
+def test_every_step_has_a_learning_rate_and_one_has_the_peak(
+    schedule: str, warmup: float, steps: int
+) -> None:
+    rate = LearningRateSchedule.of(Settings.of({"schedule": schedule, "warmup": warmup}), steps)
+
+    factors = [rate(taken) for taken in range(steps)]
+
+    assert min(factors) > 0
+    assert max(factors) == 1
+
+
+def test_runs_of_earlier_versions_keep_a_warmup_that_begins_at_zero() -> None:
+    settings = Settings.of({"warmup": 4})
+
+    rate = LearningRateSchedule.of(settings, 20, from_zero=True)
+
+    assert [rate(taken) for taken in range(5)] == [0, 0.25, 0.5, 0.75, 1]
+    assert LearningRateSchedule.of(settings, 3, from_zero=True).warmup == 3
 
 
 def test_a_resumed_schedule_continues_to_the_bit() -> None:
@@ -43,6 +67,6 @@ def test_a_resumed_schedule_continues_to_the_bit() -> None:
 
 
 def test_warmup_is_a_fraction_below_1_and_steps_otherwise() -> None:
-    for warmup, steps in ((0.25, 5), (0.01, 1), (3, 3), (30, 20)):
+    for warmup, steps in ((0.25, 5), (0.01, 1), (3, 3), (30, 19)):
         settings = Settings(schedule=ScheduleSettings(warmup=warmup))
         assert LearningRateSchedule.of(settings, 20).warmup == steps

@@ -43,6 +43,7 @@ def data() -> None:
 def show_command(**flags: Any) -> None:
     """Print examples with trained and masked tokens, and count what packing does to the data."""
     from penstock.data import load_tokenizer
+    from penstock.train.sizes import choose_context
 
     files, model, count, as_json = (flags.pop(name) for name in ("file", "model", "count", "json"))
     settings = settings_from_flags(flags)
@@ -52,7 +53,11 @@ def show_command(**flags: Any) -> None:
         trust_remote_code=settings.model.trust_remote_code,
     )
     dataset = _open_dataset(files, tokenizer, settings, quiet=as_json)
-    packed = dataset.pack(settings.data.context, overlong=settings.data.overlong)
+    limit = getattr(tokenizer, "model_max_length", None)
+    context = settings.data.context or choose_context(
+        dataset, max_context=limit, batch=None, one_per_row=False
+    )
+    packed = dataset.pack(context, overlong=settings.data.overlong)
     if as_json:
         print(json.dumps(examples_json(dataset, packed, count)))
         return
@@ -107,7 +112,8 @@ def render_counts(dataset: TokenDataset, packed: Packed, console: Console) -> No
         f"with a context of {packed.context:,}: {counts.rows:,} rows, {counts.tokens:,} tokens, "
         f"{counts.targets:,} trained, {100 * counts.padding_share:.1f}% padding",
         f"longer than the context: {counts.truncated:,} truncated, {counts.dropped:,} dropped, "
-        f"{counts.split:,} split; {counts.untrained:,} pieces without trained tokens left out",
+        f"{counts.split:,} split; {counts.cut:,} trained tokens cut; {counts.untrained:,} pieces "
+        f"without trained tokens left out",
     ]
     if dataset.bad_count:
         noun = "line" if dataset.bad_count == 1 else "lines"

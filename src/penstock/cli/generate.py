@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.cli.flags import setting_option
 from penstock.cli.output import EXIT_ERROR, EXIT_INTERRUPTED, progress_bar
-from penstock.units import format_bytes, parse_bytes
+from penstock.units import format_bytes, parse_memory
 
 if TYPE_CHECKING:
     from penstock.generate.generator import Generator
@@ -197,7 +197,7 @@ def _read_requests(prompts: Prompts, prompt: str | None, file: Path | None) -> l
 def _check_size(hbm: str) -> None:
     if hbm != "auto":
         try:
-            parse_bytes(hbm)
+            parse_memory(hbm)
         except ValueError as wrong:
             raise typer.BadParameter(str(wrong), param_hint="--hbm") from None
 

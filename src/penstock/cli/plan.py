@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.flags import given_settings, keyword, set_parameters, settings_parameters
-from penstock.cli.output import AsJson
+from penstock.cli.output import AsJson, print_errors, progress_bar
 from penstock.errors import InfeasibleError, PlanError, SettingsError
+from penstock.model.freeze import check_freeze
 from penstock.plan.budget import Budget
 from penstock.plan.memory_interpolation import interpolated
 from penstock.planner.advice import Advice, BudgetPoint, WhatIf, advise, plot, vary
@@ -23,7 +25,7 @@ from penstock.planner.plan_view import explain, infeasible_json, plan_json, plan
 from penstock.probe.machine_choice import THIS, machine_to_plan_for
 from penstock.settings import Layer, Settings, merge_layers, read_yaml
 from penstock.tiers import Tier
-from penstock.units import format_bytes, format_seconds, parse_bytes
+from penstock.units import format_bytes, format_seconds, parse_memory
 
 if TYPE_CHECKING:
     from penstock.engine.plan_choice import PlanRequest
@@ -34,7 +36,8 @@ VARY_POINTS = 8
 
 SETTINGS = (
     *("model", "revision", "trust_remote_code", "model_config", "dtype", "freeze", "blocks"),
-    *("context", "batch", "micro_batch", "steps", "clip", "deterministic"),
+    *("data", "context", "overlong", "skip_bad_lines", "cache", "eval_split"),
+    *("batch", "micro_batch", "epochs", "steps", "clip", "deterministic", "seed"),
     *("hbm", "dram", "cxl", "nvme", "moments"),
 )
 """Settings that a plan depends on."""
@@ -48,15 +51,57 @@ def plan_command(**flags: Any) -> None:
     output = _Output(*(flags.pop(flag) for flag in ("output", "explain_", "vary_", "as_json")))
     output.check()
     console = Console()
+    reads_data = bool(flags.get("data"))
     settings = _merge_settings(flags)
     config, inventory = _inspect_model(settings, name)
+    check_freeze(inventory, settings.model.freeze)
     _check_files(settings, inventory)
+
+    def note(text: str) -> None:
+        if output.as_json:
+            print_errors(text)
+        else:
+            console.print(text, style="yellow", markup=False)
+
+    settings, steps = _with_sizes(settings, config, inventory, note, reads_data=reads_data)
     # After the model is inspected, as in training: the imports have used memory by then.
     target = machine_to_plan_for(name, budget_paths(settings.memory.budgets))
-    request = plan_request(inventory, settings, target, config=config)
+    request = plan_request(inventory, settings, target, config=config, steps=steps)
     for remark in () if output.as_json else request.remarks:
-        console.print(remark, style="yellow")
+        note(remark)
     output.show(console, request)
+
+
+def _with_sizes(
+    settings: Settings,
+    config: Any,
+    inventory: Inventory,
+    note: Callable[[str], None],
+    *,
+    reads_data: bool,
+) -> tuple[Settings, int | None]:
+    """Return the settings with a context and a batch, and the number of steps if it is known.
+
+    With --data they are those of `penstock train`. The data that a file names, such as the run.yaml
+    of another machine, is read only if the file lacks the sizes.
+    """
+    given = {"context": settings.data.context, "batch": settings.schedule.batch}
+    missing = [name for name, value in given.items() if value is None]
+    if reads_data or (settings.data.data and missing):
+        from penstock.train.inputs import ModelSource, load_data
+
+        model = ModelSource(settings.model.model, config, inventory)
+        with progress_bar("reading", quiet=False) as report:
+            chosen, data = load_data(settings, model, note, report)
+        return chosen, data.batches(chosen).steps
+    chosen = settings.with_assumed_sizes(inventory.max_context)
+    if missing:
+        assumed = {"context": chosen.data.context, "batch": chosen.schedule.batch}
+        listed = " and ".join(f"{name} {assumed[name]:,}" for name in missing)
+        note(
+            f"Assumed: {listed}. `penstock train` chooses them for its data; pass --data here, too."
+        )
+    return chosen, None
 
 
 def _inspect_model(settings: Settings, machine: str | None) -> tuple[Any, Inventory]:
@@ -181,7 +226,7 @@ def parse_vary(text: str) -> tuple[Tier, list[int]]:
             "vary", f"must have the form dram=16GiB..128GiB, with one of {tiers}; got {text!r}"
         )
     try:
-        low, high = parse_bytes(match[2].strip()), parse_bytes(match[3].strip())
+        low, high = parse_memory(match[2].strip()), parse_memory(match[3].strip())
     except ValueError as wrong:
         raise PlanError("vary", str(wrong)) from None
     if not 0 <= low < high:

@@ -11,8 +11,9 @@ batches = packed.batches(32, epochs=2, seed=0)
 from penstock.data.batches import Batches, Packed
 from penstock.data.dataset import Document, TokenDataset, open_dataset
 from penstock.data.errors import DataError
-from penstock.data.packing import Counts, Overlong
+from penstock.data.packing import Counts
 from penstock.data.tokenizer import load_tokenizer
+from penstock.settings import Overlong
 
 __all__ = [
     "open_dataset",

@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from penstock.data.batches import Packed
 from penstock.data.errors import DataError, EmptyDataError
-from penstock.data.packing import Overlong, pack_rows
-from penstock.data.shuffle import Ints, hash_values
+from penstock.data.packing import pack_rows
+from penstock.data.shuffle import Bools, Ints, hash_values
 from penstock.data.sources import find_sources
 from penstock.data.token_cache import Cache, OnProgress, default_directory, open_cache
 from penstock.data.tokenizer import Tokens
+from penstock.settings import Overlong
 
 
 def open_dataset(
@@ -81,9 +82,26 @@ class TokenDataset:
     @property
     def tokens(self) -> int:
         """Number of tokens in all documents."""
+        return int(self.lengths.sum())
+
+    @property
+    def lengths(self) -> Ints:
+        """Number of tokens of each document."""
         ends = self._cache.documents[:, 0]
         starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-        return int((ends - starts)[self._chosen].sum())
+        lengths: Ints = (ends - starts)[self._chosen]
+        return lengths
+
+    @property
+    def plain_texts(self) -> Bools:
+        """Whether each document is a plain text: one that is trained from its first word on.
+
+        Such a document has no prompt, so every piece of it can be trained.
+        """
+        # The first token is never a target, and the tokenizer's opening tokens are not trained.
+        untrained = max(1, len(self._tokens.opening))
+        targets: Ints = self._cache.documents[self._chosen, 1]
+        return np.asarray(targets >= self.lengths - untrained)
 
     @property
     def targets(self) -> int:
@@ -146,19 +164,20 @@ class TokenDataset:
         self,
         context: int,
         *,
-        overlong: Overlong = "truncate",
+        overlong: Overlong = "auto",
         seed: int = 0,
         one_per_row: bool = False,
     ) -> Packed:
         """Pack the documents into rows of `context` tokens.
 
         `overlong` decides what happens to longer documents: "truncate" keeps the first `context`
-        tokens, "drop" skips them, "split" makes several documents of them. With `one_per_row`,
+        tokens, "drop" skips them, "split" makes several documents of them, and "auto" splits plain
+        texts and truncates all others. With `one_per_row`,
         every row has one document and padding, for models that would mix documents of a row.
         """
         rows = pack_rows(
             self._cache, self._chosen, context, overlong=overlong, seed=seed,
-            one_per_row=one_per_row,
+            texts=self.plain_texts, one_per_row=one_per_row,
         )  # fmt: skip
         identity = {
             "data": self._cache.state.content(),

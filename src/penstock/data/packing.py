@@ -1,23 +1,24 @@
 """Pack documents into rows as long as the context.
 
 A row contains whole documents. A document that is longer than the context is truncated, dropped or
-split first. Pieces without any trained token are skipped. Packing is best-fit decreasing within a
-window of documents, so that memory is bounded and padding is small.
+split first; by default, plain texts are split and all others truncated. Pieces without any trained
+token are skipped. Packing is best-fit decreasing within a window of documents, so that memory is
+bounded and padding is small.
 """
 
 from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
 from penstock.data.errors import DataError, EmptyDataError
-from penstock.data.shuffle import Ints, shuffled_indices
+from penstock.data.shuffle import Bools, Ints, shuffled_indices
 from penstock.data.token_cache import Cache
+from penstock.settings import Overlong
 
-Overlong = Literal["truncate", "drop", "split"]
 WINDOW = 1 << 16
 """Number of pieces that are packed together. A larger window would hardly reduce padding."""
 
@@ -41,6 +42,9 @@ class Counts:
     split: int
     """Number of split documents."""
 
+    cut: int
+    """Number of trained tokens that truncated and dropped documents lost."""
+
     untrained: int
     """Number of pieces skipped because they have no trained token."""
 
@@ -55,6 +59,11 @@ class Counts:
 
     padding: int
     """Number of padding tokens."""
+
+    @property
+    def cut_share(self) -> float:
+        """Share of the trained tokens that truncated and dropped documents lost."""
+        return self.cut / max(1, self.cut + self.targets)
 
     @property
     def padding_share(self) -> float:
@@ -79,6 +88,20 @@ class Rows:
     """Numbers of documents, tokens and rows."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What becomes of the documents before they are assigned to rows."""
+
+    table: Ints
+    """Start, length and targets of each piece."""
+
+    truncated: int
+    dropped: int
+    split: int
+    cut: int
+    """Number of trained tokens that were cut."""
+
+
 def pack_rows(
     cache: Cache,
     chosen: Ints,
@@ -86,19 +109,24 @@ def pack_rows(
     *,
     overlong: Overlong,
     seed: int,
+    texts: Bools,
     one_per_row: bool = False,
 ) -> Rows:
-    """Pack the chosen documents into rows. The same arguments give the same rows."""
+    """Pack the chosen documents into rows. The same arguments give the same rows.
+
+    `texts` says which of the chosen documents are plain texts, for an `overlong` of "auto".
+    """
     if context < 2:
         raise DataError(f"a context of {context} leaves nothing to predict; it must be 2 or more")
     if overlong not in get_args(Overlong):
         raise DataError(
             f"overlong must be one of {', '.join(get_args(Overlong))}; got {overlong!r}"
         )
-    pieces, too_long = _pieces(cache, chosen, context, overlong)
-    useful = pieces[2] > 0
-    starts, lengths, targets = pieces[:, useful]
+    pieces = _cut_documents(cache, chosen, context, overlong, texts)
+    useful = pieces.table[2] > 0
+    starts, lengths, targets = pieces.table[:, useful]
     if not len(starts):
+        too_long = pieces.truncated + pieces.dropped + pieces.split
         raise EmptyDataError(
             f"there is nothing to train on: of {len(chosen)} documents, {too_long} are longer than "
             f"the context of {context} and the others have no trained token; increase --context, "
@@ -110,9 +138,10 @@ def pack_rows(
         order, bounds = _assign(lengths, context, seed)
     counts = Counts(
         documents=len(chosen),
-        truncated=too_long if overlong == "truncate" else 0,
-        dropped=too_long if overlong == "drop" else 0,
-        split=too_long if overlong == "split" else 0,
+        truncated=pieces.truncated,
+        dropped=pieces.dropped,
+        split=pieces.split,
+        cut=pieces.cut,
         untrained=int((~useful).sum()),
         rows=len(bounds) - 1,
         tokens=int(lengths.sum()),
@@ -122,23 +151,34 @@ def pack_rows(
     return Rows(starts[order], lengths[order], bounds, counts)
 
 
-def _pieces(cache: Cache, chosen: Ints, context: int, overlong: Overlong) -> tuple[Ints, int]:
-    """Return start, length and targets of each piece, and the number of overlong documents."""
+def _cut_documents(
+    cache: Cache, chosen: Ints, context: int, overlong: Overlong, texts: Bools
+) -> _Pieces:
+    """Truncate, drop or split the documents that are longer than the context."""
     ends = cache.documents[:, 0]
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[chosen]
     lengths = ends[chosen] - starts
+    targets = cache.documents[chosen, 1]
     is_long = lengths > context
+    auto = overlong == "auto"
+    split = is_long & (texts if auto else overlong == "split")
+    truncated = is_long & (~texts if auto else overlong == "truncate")
+    dropped = is_long & (overlong == "drop")
     fits = ~is_long
-    pieces = np.stack([starts[fits], lengths[fits], cache.documents[chosen[fits], 1]])
-    if overlong != "drop":
-        shortened = _shorten(cache, starts[is_long], lengths[is_long], context, overlong)
-        pieces = np.concatenate([pieces, shortened], axis=1)
-    return pieces, int(is_long.sum())
+    parts = [np.stack([starts[fits], lengths[fits], targets[fits]])]
+    for side, kept in ((truncated, np.minimum(lengths, context)), (split, lengths)):
+        parts.append(_shorten(cache, starts[side], kept[side], context))
+    return _Pieces(
+        np.concatenate(parts, axis=1),
+        truncated=int(truncated.sum()),
+        dropped=int(dropped.sum()),
+        split=int(split.sum()),
+        cut=int(targets[truncated | dropped].sum() - parts[1][2].sum()),
+    )
 
 
-def _shorten(cache: Cache, starts: Ints, lengths: Ints, context: int, overlong: Overlong) -> Ints:
-    """Return start, length and targets of the pieces of overlong documents."""
-    kept = np.full_like(lengths, context) if overlong == "truncate" else lengths
+def _shorten(cache: Cache, starts: Ints, kept: Ints, context: int) -> Ints:
+    """Return start, length and targets of the pieces of documents, of which `kept` tokens stay."""
     count = -(-kept // context)
     first = np.cumsum(count) - count
     offsets = (np.arange(int(count.sum())) - np.repeat(first, count)) * context

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 Ints: TypeAlias = npt.NDArray[np.int64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
 
 _STEP = np.array([0x9E3779B97F4A7C15], np.uint64)
 _FIRST = np.array([0xBF58476D1CE4E5B9], np.uint64)

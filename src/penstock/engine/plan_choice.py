@@ -250,18 +250,20 @@ def workload_for(
         accumulate: Whether several `forward_backward()` calls add to one step.
         own_loss: Whether the caller brings a loss function.
     """
-    schedule, context = settings.schedule, settings.data.context
+    settings = settings.with_assumed_sizes(inventory.max_context)
+    schedule = settings.schedule
+    context, batch = settings.data.chosen_context, schedule.chosen_batch
     numerics = default_numerics(
         inventory,
         context=context,
-        batch=schedule.batch,
+        batch=batch,
         micro_batch=schedule.micro_batch_size,
         kernels=compiled,
         own_loss=own_loss,
     )
     return Workload(
         context=context,
-        batch=schedule.batch,
+        batch=batch,
         dtype=settings.model.dtype,
         moments=settings.memory.moments,
         clip=schedule.clip or None,

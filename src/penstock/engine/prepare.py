@@ -98,6 +98,7 @@ def prepare(
             lr, betas and weight_decay. `init="none"` leaves the weights uninitialized, for callers
             that read a checkpoint next.
     """
+    from penstock.model.freeze import check_freeze
     from penstock.model.meta_model import check_trainable
 
     chosen, load_weights = _settings_with(settings or Settings(), arguments, nonfinite)
@@ -108,6 +109,8 @@ def prepare(
     )  # fmt: skip
     config, inventory = inspect_model(model, chosen)
     check_trainable(inventory)  # first: its reasons say more than those about files
+    if load_weights:  # a resumed run freezes what it froze before
+        check_freeze(inventory, chosen.model.freeze)
     if load_weights and isinstance(model, str | Path) and chosen.model.init == "pretrained":
         check_weights(model_directory(model, chosen.model.revision), inventory)
     if plan is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError
 from penstock.model.inventory import Inventory
-from penstock.units import GiB, MiB, format_bytes, format_bytes_up, parse_bytes
+from penstock.units import GiB, MiB, format_bytes, format_bytes_up, parse_memory
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +143,7 @@ def find_budget(hbm: str, inventory: Inventory, dtype: torch.dtype, device: str)
     import torch
 
     if hbm != "auto":
-        return parse_bytes(hbm)
+        return parse_memory(hbm)
     if on_gpu(device):
         free, _ = torch.cuda.mem_get_info(torch.device(device))
         return int(0.9 * free)

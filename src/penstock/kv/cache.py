@@ -34,7 +34,7 @@ from penstock.kv.sequences import (
 )
 from penstock.kv.slots import Sequence
 from penstock.kv.views import KeysAndValues, RowViews, copy_to_device
-from penstock.units import parse_bytes
+from penstock.units import parse_memory
 
 
 class VirtualCache(Cache):
@@ -81,7 +81,7 @@ class VirtualCache(Cache):
                 page_nbytes=space.page_nbytes,
                 max_context=max_context,
             )
-            nbytes = parse_bytes(budget)
+            nbytes = parse_memory(budget)
             if max_batch < 1 or nbytes < max_batch * space.page_nbytes:
                 raise BudgetError(budget=nbytes, sequences=max_batch, page=space.page_nbytes)
             self._table = SequenceTable(pool or PagePool(space, nbytes), layout, max_batch)
@@ -205,7 +205,7 @@ class VirtualCache(Cache):
         live sequences need more than the new budget.
         """
         self._check_idle("resize")
-        self._table.resize(parse_bytes(budget))
+        self._table.resize(parse_memory(budget))
 
     @property
     def stats(self) -> Stats:

@@ -10,7 +10,7 @@ from penstock.errors import PlanError
 from penstock.machine.machine import Figure, Machine, MemoryNode, StoragePath, StorageRate
 from penstock.records import Bytes
 from penstock.tiers import Tier
-from penstock.units import GiB, MiB, parse_bytes
+from penstock.units import GiB, MiB, parse_memory
 
 HBM_RESERVE = 0.02
 """Fraction of the GPU's memory that an `auto` budget leaves for the display and other programs."""
@@ -221,7 +221,7 @@ def _parse_size(name: str, text: str, auto: int | None) -> int:
     if text.strip().startswith("-"):
         raise PlanError(name, f"must be 0 or more, got {text}")
     try:
-        return parse_bytes(text)
+        return parse_memory(text)
     except ValueError as wrong:
         raise PlanError(name, str(wrong)) from None
 

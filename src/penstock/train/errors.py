@@ -65,6 +65,23 @@ class MissingLoggerError(TrainError):
         )
 
 
+class NoUpdateError(TrainError):
+    """The run is over, and none of its steps changed a weight."""
+
+    def __init__(self, path: str, *, steps: int, skipped: int) -> None:
+        self.path, self.steps, self.skipped = path, steps, skipped
+        reason = (
+            f"{skipped} of {steps} were skipped because a loss or gradient was not finite"
+            if skipped
+            else f"the gradient was zero in all {steps}"
+        )
+        super().__init__(
+            f"no step changed a weight: {reason}. The checkpoint in {path} has the weights that "
+            f"training started from. Check the data with `penstock data show`, then --freeze and "
+            f"--dtype"
+        )
+
+
 class ContextTooLongError(TrainError, ValueError):
     """The context is longer than the model's position embeddings."""
 

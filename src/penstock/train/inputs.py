@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.data import Packed, TokenDataset, load_tokenizer, open_dataset
 from penstock.model.inventory import Inventory
-from penstock.settings import Settings
+from penstock.settings import Overlong, Settings
 from penstock.train.errors import ContextTooLongError
-from penstock.train.events import Listeners, ReportProgress
+from penstock.train.events import ReportProgress
 from penstock.train.samples import Samples, load_samples
+from penstock.train.sizes import choose_batch, choose_context
 
 if TYPE_CHECKING:
     from penstock.data.batches import Batches
+
+CUT_WARNING = 0.05
+"""Share of the trained tokens that may be cut before the message about it is a warning."""
+
+Note = Callable[[str], None]
+"""Called with a sentence for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class TrainingData:
         """Return the batches of the run, starting at a position in the data."""
         schedule = settings.schedule
         return self.train.batches(
-            schedule.batch,
+            schedule.chosen_batch,
             epochs=schedule.epochs,
             steps=schedule.steps,
             seed=schedule.seed,
@@ -56,6 +63,7 @@ def load_model(settings: Settings, checkpoint: Path | None) -> ModelSource:
     A resumed run reads them from its checkpoint: the original model may be gone.
     """
     from penstock.engine.prepare import inspect_model
+    from penstock.model.freeze import check_freeze
     from penstock.model.meta_model import check_trainable
 
     name, context = settings.model.model, settings.data.context
@@ -63,16 +71,22 @@ def load_model(settings: Settings, checkpoint: Path | None) -> ModelSource:
     chosen = settings if checkpoint is None else settings.replace({"revision": None})
     config, inventory = inspect_model(source, chosen, name=name)
     limit = inventory.max_context
-    if limit is not None and context > limit:
+    if limit is not None and context is not None and context > limit:
         raise ContextTooLongError(name, wanted=context, limit=limit)
     check_trainable(inventory)
+    if checkpoint is None:  # a resumed run freezes what it froze before
+        check_freeze(inventory, settings.model.freeze)
     return ModelSource(source, config, inventory)
 
 
 def load_data(
-    settings: Settings, model: ModelSource, listeners: Listeners, report: ReportProgress
-) -> TrainingData:
-    """Tokenize the data, or read it from the cache, and pack it into sequences."""
+    settings: Settings, model: ModelSource, note: Note, report: ReportProgress
+) -> tuple[Settings, TrainingData]:
+    """Tokenize the data, or read it from the cache, and pack it into sequences.
+
+    Returns the settings with the context and the batch that were chosen for the data, unless they
+    were given, and the data. `note` is called with sentences for the user.
+    """
     seed, evaluation = settings.schedule.seed, settings.evaluation
     is_local = Path(model.source).is_dir()
     tokenizer = load_tokenizer(
@@ -86,20 +100,40 @@ def load_data(
         dataset, held_out = dataset.split(evaluation.eval_split, seed=seed)
     elif evaluation.eval_data:
         held_out = _open_dataset(evaluation.eval_data, tokenizer, settings, report)
-    for note in everything.notes:
-        listeners.note(f"note: {note}")
+    for text in everything.notes:
+        note(f"note: {text}")
     if everything.bad_count:
-        listeners.note(f"{everything.bad_count} lines skipped, first: {everything.bad_lines[0]}")
+        note(f"{everything.bad_count} lines skipped, first: {everything.bad_lines[0]}")
     mixer = model.inventory.mixes_documents
-    packed = _pack(dataset, settings, one_per_row=bool(mixer))
-    listeners.note(_describe(packed))
+    chosen, packed = _with_sizes(settings, dataset, model)
+    for text in describe_data(settings, chosen, packed):
+        note(text)
     if mixer:
-        listeners.note(
+        note(
             f"note: one document per sequence, {packed.counts.padding_share:.0%} padding: {mixer} "
             f"would carry information from one packed document to the next"
         )
-    rows = None if held_out is None else _pack(held_out, settings, one_per_row=bool(mixer))
-    return TrainingData(packed, rows, dataset, load_samples(settings, tokenizer))
+    rows = None if held_out is None else _pack(held_out, chosen, one_per_row=bool(mixer))
+    return chosen, TrainingData(packed, rows, dataset, load_samples(chosen, tokenizer))
+
+
+def _with_sizes(
+    settings: Settings, dataset: TokenDataset, model: ModelSource
+) -> tuple[Settings, Packed]:
+    """Choose the context and the batch, if they are not given, and pack the data."""
+    one_per_row = bool(model.inventory.mixes_documents)
+    if settings.data.context is None:
+        context = choose_context(
+            dataset,
+            max_context=model.inventory.max_context,
+            batch=settings.schedule.batch,
+            one_per_row=one_per_row,
+        )
+        settings = settings.replace({"context": context})
+    packed = _pack(dataset, settings, one_per_row=one_per_row)
+    if settings.schedule.batch is None:
+        settings = settings.replace({"batch": choose_batch(packed)})
+    return settings, packed
 
 
 def _open_dataset(
@@ -116,16 +150,45 @@ def _open_dataset(
 
 def _pack(dataset: TokenDataset, settings: Settings, *, one_per_row: bool) -> Packed:
     return dataset.pack(
-        settings.data.context,
+        settings.data.chosen_context,
         overlong=settings.data.overlong,
         seed=settings.schedule.seed,
         one_per_row=one_per_row,
     )
 
 
-def _describe(packed: Packed) -> str:
-    counts = packed.counts
-    return (
+def describe_data(given: Settings, chosen: Settings, packed: Packed) -> list[str]:
+    """Say how the data is cut into sequences and steps, and what of it is not trained."""
+    counts, batch = packed.counts, chosen.schedule.chosen_batch
+    by_itself = [
+        f"{name} {value:,}"
+        for name, value, setting in (
+            ("context", packed.context, given.data.context),
+            ("batch", batch, given.schedule.batch),
+        )
+        if setting is None
+    ]
+    chosen_text = f"; chosen for this data: {' and '.join(by_itself)}" if by_itself else ""
+    lines = [
         f"{counts.documents:,} documents in {counts.rows:,} sequences of {packed.context:,} "
-        f"tokens, {counts.targets:,} tokens trained"
+        f"tokens, {counts.targets:,} tokens trained; {packed.steps_per_epoch(batch):,} steps per "
+        f"epoch with a batch of {batch:,}{chosen_text}"
+    ]
+    return [*lines, *filter(None, [describe_cut(packed, chosen.data.overlong)])]
+
+
+def describe_cut(packed: Packed, overlong: Overlong) -> str:
+    """Say how much was cut from documents that are longer than the context; "" if nothing was."""
+    counts = packed.counts
+    number = counts.truncated + counts.dropped
+    if not number:
+        return ""
+    verb = "dropped" if overlong == "drop" else "truncated"
+    total = counts.cut + counts.targets
+    return (
+        f"{'warning' if counts.cut_share > CUT_WARNING else 'note'}: {number:,} of "
+        f"{counts.documents:,} documents are longer than the context of {packed.context:,} tokens "
+        f"and are {verb}: {counts.cut:,} of {total:,} trained tokens ({counts.cut_share:.1%}) are "
+        f"left out. --overlong split trains on them in pieces, and a larger --context keeps them "
+        f"whole"
     )

@@ -19,27 +19,31 @@ class LearningRateSchedule:
     A checkpoint therefore needs no scheduler state to resume to the bit.
     """
 
-    # The shapes are those of transformers.get_scheduler, but it is not used: its linear schedule
-    # computes (steps - taken) / (steps - warmup) and rounds differently from `1 - done` below, and
-    # its cosine rises again after the last step. Resumed runs must see the same bits.
+    # After warmup the shapes are those of transformers.get_scheduler, but it is not used: its
+    # linear schedule computes (steps - taken) / (steps - warmup) and rounds differently from
+    # `1 - done` below, its cosine rises again after the last step, and its warmup wastes a step at
+    # rate 0. Resumed runs must see the same bits.
 
     schedule: Schedule
     warmup: int
-    """Number of steps over which the rate rises linearly from zero."""
+    """Number of steps over which the rate rises linearly. They never cover the run."""
     steps: int
     """Number of steps in the run."""
+    from_zero: bool = False
+    """Whether warmup begins at 0 and may cover the run, as in runs of Penstock 0.1."""
 
     @classmethod
-    def of(cls, settings: Settings, steps: int) -> LearningRateSchedule:
+    def of(cls, settings: Settings, steps: int, *, from_zero: bool = False) -> LearningRateSchedule:
         """Build the schedule of a run. A warmup below 1 is a fraction of the steps."""
         warmup = settings.schedule.warmup
         warmup_steps = math.ceil(warmup * steps) if warmup < 1 else round(warmup)
-        return cls(settings.schedule.schedule, min(warmup_steps, steps), steps)
+        most = steps if from_zero else max(0, steps - 1)
+        return cls(settings.schedule.schedule, min(warmup_steps, most), steps, from_zero)
 
     def __call__(self, taken: int) -> float:
         """Return the factor for the next step, after `taken` steps."""
         if taken < self.warmup:
-            return taken / self.warmup
+            return taken / self.warmup if self.from_zero else (taken + 1) / (self.warmup + 1)
         if self.schedule == "constant":
             return 1.0
         done = (taken - self.warmup) / max(1, self.steps - self.warmup)

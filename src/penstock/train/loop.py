@@ -18,7 +18,7 @@ from penstock.records import to_json
 from penstock.settings import Settings, parse_interval
 from penstock.tiers import Tier
 from penstock.train.checkpoints import CheckpointSaver, RunPosition
-from penstock.train.errors import explain_host_out_of_memory, save_bad_batch
+from penstock.train.errors import NoUpdateError, explain_host_out_of_memory, save_bad_batch
 from penstock.train.events import Listeners
 from penstock.train.inputs import TrainingData
 from penstock.train.learning_rate import LearningRateSchedule
@@ -41,6 +41,7 @@ class TrainingRun:
     data: TrainingData
     batches: Batches
     saver: CheckpointSaver
+    rate: LearningRateSchedule
     resumed: bool
 
 
@@ -53,7 +54,7 @@ class TrainingLoop:
         self._run, self._listeners, self._view, self._stop = run, listeners, view, stop
         self._engine, self._batches, self._saver = run.engine, run.batches, run.saver
         self._out = Path(run.settings.checkpoint.out)
-        self._rate = LearningRateSchedule.of(run.settings, run.batches.steps)
+        self._rate = run.rate
         self._scheduler = self._rate.scheduler(
             run.engine.optimizer, taken=run.engine.steps, peak=run.settings.schedule.lr
         )
@@ -62,6 +63,8 @@ class TrainingLoop:
         self._evaluated_step: int | None = None
         self._sampled_step: int | None = None
         self._is_evaluating = False
+        # A resumed run has had its first steps already.
+        self._has_updated, self._num_skipped = run.resumed, 0
         self._exceeded: set[str] = set()  # memories that held more than planned
         # When a save was last tried. A failed save counts, so that it is not repeated every step.
         self._save_step, self._save_time = run.batches.step, time.monotonic()
@@ -111,9 +114,11 @@ class TrainingLoop:
         if self._engine.skipped:
             # The optimizer took no step, so the learning rate stays where it is. There is no norm:
             # the gradient is not finite, and the engine still has the norm of an earlier step.
+            self._num_skipped += 1
             self._listeners.emit("skipped", **metrics, loss_scale=self._engine.scale.value)
             return
         self._scheduler.step()
+        self._has_updated |= float(rate) > 0 and self._engine.grad_norm > 0
         seconds = time.monotonic() - started
         tiers, host = self._engine.tiers(), self._engine.host_memory()
         self._listeners.emit(
@@ -212,7 +217,7 @@ class TrainingLoop:
         if held_out is None or self._evaluated_step == self._batches.step:
             return
         started = time.monotonic()
-        batches = held_out.batches(self._run.settings.schedule.batch, shuffle=False)
+        batches = held_out.batches(self._run.settings.schedule.chosen_batch, shuffle=False)
         self._is_evaluating = True
         try:
             result = self._engine.evaluate(self._until_stopped(batches))
@@ -262,6 +267,9 @@ class TrainingLoop:
 
     def _finish(self) -> None:
         self._save_last()
+        if not self._has_updated:
+            steps = self._batches.steps
+            raise NoUpdateError(self._out_text, steps=steps, skipped=self._num_skipped)
         self._evaluate_and_sample()
         self._saver.publish()
         tiers = self._engine.tiers()

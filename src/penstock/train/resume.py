@@ -33,6 +33,25 @@ class ResumePoint:
         saved: Any = self._saved("workload")
         return from_json(Numerics, saved, where=str(self.checkpoint.path), error=StateError)
 
+    @property
+    def warmup_from_zero(self) -> bool:
+        """Whether warmup begins at a rate of 0. Checkpoints of Penstock 0.1 do not say so."""
+        schedule: Any = self.state.schedule
+        return isinstance(schedule, Mapping) and bool(schedule.get("from_zero", True))
+
+    def with_recorded_sizes(self, settings: Settings) -> Settings:
+        """Return the settings with the sizes of the run where they are not given.
+
+        run.yaml has them too, but it may be missing.
+        """
+        saved: Any = self._saved("settings")
+        if not isinstance(saved, Mapping):
+            return settings
+        now = settings.flat()
+        missing = [name for name in ("context", "batch") if now[name] is None]
+        missing += ["overlong"] if now["overlong"] == "auto" else []
+        return settings.replace({name: saved[name] for name in missing if name in saved})
+
     def differences(self, settings: Settings, *, steps: int) -> list[str]:
         """Describe which settings of the run have changed that can change its result.
 
@@ -110,6 +129,6 @@ def resumed_numerics(fresh: Numerics, resume: ResumePoint | None, settings: Sett
     micro_batch = settings.schedule.micro_batch_size or saved.micro_batch
     return replace(
         saved,
-        micro_batch=min(micro_batch, settings.schedule.batch),
+        micro_batch=min(micro_batch, settings.schedule.chosen_batch),
         deterministic=settings.schedule.deterministic,
     )

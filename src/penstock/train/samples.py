@@ -71,4 +71,4 @@ def load_samples(settings: Settings, tokenizer: Any) -> Samples | None:
     defaults = Request(prompt="-", max_new=chosen.sample_new, seed=settings.schedule.seed)
     requests = Prompts(tokenizer, defaults).from_file(Path(chosen.sample_prompts))
     numbered = tuple(replace(request, id=number) for number, request in enumerate(requests))
-    return Samples(numbered, tokenizer, settings.data.context + chosen.sample_new)
+    return Samples(numbered, tokenizer, settings.data.chosen_context + chosen.sample_new)

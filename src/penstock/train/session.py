@@ -7,12 +7,14 @@ a mistake in the settings leaves the directory as it was.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.plan_choice import PlanChoice
+from penstock.errors import SettingsError
 from penstock.planner.plan_view import plan_json
 from penstock.settings import RUN_FILE, Settings, write_yaml
 from penstock.tiers import Tier
@@ -20,6 +22,7 @@ from penstock.train.checkpoints import CheckpointSaver
 from penstock.train.errors import explain_host_out_of_memory
 from penstock.train.events import JsonLines, Listeners
 from penstock.train.inputs import ModelSource, load_data, load_model
+from penstock.train.learning_rate import LearningRateSchedule
 from penstock.train.loggers import MetricsFile, check_loggers, open_loggers
 from penstock.train.loop import TrainingLoop, TrainingRun
 from penstock.train.plan_choice import choose_plan, describe_budget
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
     from penstock.engine.engine import Engine
 
 PLAN_FILE = "plan.json"
+
+FEW_STEPS = 10
+"""A run with fewer steps is reported: it learns little."""
 
 
 def train(
@@ -52,6 +58,8 @@ def train(
         profile: Number of steps to record, from the first one on.
     """
     check_loggers(settings.logging.log)
+    if settings.schedule.lr == 0:
+        raise SettingsError("lr", "must be greater than 0: no step would change a weight, got 0")
     listeners = Listeners([view])
     if as_json:
         listeners.add(JsonLines())
@@ -86,12 +94,17 @@ def _open_run(
     settings: Settings, resume: ResumePoint | None, listeners: Listeners, view: View
 ) -> Iterator[TrainingRun]:
     """Load the inputs, choose the plan and prepare the engine, which is closed at the end."""
+    if resume is not None:
+        settings = resume.with_recorded_sizes(settings)
     model = load_model(settings, resume.checkpoint.path if resume else None)
-    data = load_data(settings, model, listeners, view.show_work)
+    settings, data = load_data(settings, model, listeners.note, view.show_work)
     batches = data.batches(settings, resume.state.data if resume else None)
+    rate = LearningRateSchedule.of(
+        settings, batches.steps, from_zero=resume is not None and resume.warmup_from_zero
+    )
     choice, remarks = choose_plan(settings, model, batches.steps, resume)
     _report_plan(choice, batches.steps, listeners, view)
-    for remark in remarks:
+    for remark in (*remarks, *_describe_short_run(settings, batches.steps)):
         listeners.note(remark)
     changes: list[str] = []
     engine = _prepare_engine(settings, model, choice, resume, view, changes)
@@ -108,7 +121,7 @@ def _open_run(
         listeners.add(MetricsFile(settings.checkpoint.out, after=batches.step))
         for logger in open_loggers(settings):
             listeners.add(logger)
-        yield TrainingRun(settings, engine, data, batches, saver, resume is not None)
+        yield TrainingRun(settings, engine, data, batches, saver, rate, resume is not None)
     finally:
         engine.close()
 
@@ -152,7 +165,22 @@ def _report_plan(choice: PlanChoice, steps: int, listeners: Listeners, view: Vie
         "bytes_per_parameter": plan.bytes_per_parameter,
     }  # fmt: skip
     fields.pop("feasible", None)
+    workload = plan.workload
+    fields |= {"context": workload.context, "batch": workload.batch}
     listeners.emit("plan", **fields, parameters=plan.parameters, steps=steps)
+
+
+def _describe_short_run(settings: Settings, steps: int) -> list[str]:
+    """Say that a run is short, unless the user asked for the number of steps."""
+    if steps >= FEW_STEPS or settings.schedule.steps is not None:
+        return []
+    epochs = settings.schedule.epochs or 1
+    more = math.ceil(epochs * FEW_STEPS / steps)
+    noun = "step" if steps == 1 else "steps"
+    return [
+        f"note: the run has only {steps} {noun}; with --epochs {more} it has "
+        f"{math.ceil(steps * more / epochs)}"
+    ]
 
 
 def _report_differences(changes: list[str], listeners: Listeners) -> None:

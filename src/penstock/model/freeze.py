@@ -1,0 +1,29 @@
+"""Check the patterns of tensors that are not trained."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+
+from penstock.errors import SettingsError
+from penstock.model.inventory import Inventory
+
+
+def check_freeze(inventory: Inventory, patterns: Sequence[str]) -> None:
+    """Raise SettingsError if a pattern matches no tensor: it would be trained after all."""
+    names = [tensor.name for block in inventory.blocks for tensor in block.tensors]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise SettingsError("freeze", f"{pattern!r} matches no tensor; {_hint(names, pattern)}")
+
+
+def _hint(names: Sequence[str], pattern: str) -> str:
+    inside = fnmatch.filter(names, f"*{pattern}*")
+    if inside:  # a module, or a name without its beginning
+        return f"`*{pattern}*` matches {len(inside)} tensors, such as {inside[0]}"
+    close = difflib.get_close_matches(pattern.strip("*."), names, 3, cutoff=0.3) or names[:3]
+    return (
+        f"the model has {len(names)} tensors, such as {', '.join(close)}. A tied head has the name "
+        f"of the embedding"
+    )
