@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from penstock.plan.budget import GPU_PROCESS, check_paths, parse_budget, with_pa
 from penstock.plan.plan import Plan
 from penstock.planner.advice import Advice
 from penstock.tiers import Tier
-from penstock.units import GiB
+from penstock.units import GiB, MiB, format_seconds
 
 GPT2 = str(Path(__file__).parents[1] / "configs" / "gpt2")
 SMALL = ["--context", "512", "--batch", "4", "--hbm", "3GiB", "--machine", "desktop-24gb"]
@@ -163,6 +164,55 @@ def test_vary_plots_a_curve(
 
     assert done.exit_code == 0, done.output
     assert (tmp_path / "plan-dram.png").stat().st_size > 1000
+
+
+def test_a_budget_above_the_machine_is_for_a_machine_that_has_it(
+    penstock: Callable[..., Result], tmp_path: Path
+) -> None:
+    small = replace(preset("desktop-24gb"), name="small")
+    (node,) = small.dram_nodes
+    file = tmp_path / "small.json"
+    replace(small, nodes=(replace(node, capacity=128 * MiB),)).save(file)
+    big = [*SMALL[:-1], str(file), "--dram", "3GiB"]
+
+    done = penstock("plan", GPT2, *big)
+    assert done.exit_code == 0, done.output
+    assert "small has 128 MiB of dram: this plan is for a machine like it with 3.00 GiB." in (
+        done.output
+    )
+    assert "choose a smaller --dram" not in done.output
+    found = penstock("plan", GPT2, *big, "--json")
+    assert "small has 128 MiB of dram" in found.stderr
+    plan = json.loads(found.stdout)
+    assert plan["tiers"]["dram"]["peak"] > 128 * MiB
+
+    points = penstock(
+        "plan", GPT2, *big, "--vary", "dram=1GiB..15GiB", "-o", str(tmp_path / "a.png")
+    )
+    assert points.exit_code == 0, points.output
+    assert "Budgets above 5.50 GiB are planned for a machine like small" in points.output
+    last = next(line for line in points.output.splitlines() if line.startswith("3.00 GiB"))
+    assert format_seconds(plan["step_seconds"]) in last
+    assert (tmp_path / "a.png").exists()
+
+
+def test_cxl_memory_of_a_machine_without_any_is_refused(penstock: Callable[..., Result]) -> None:
+    done = penstock("plan", GPT2, *SMALL, "--cxl", "3GiB")
+    assert done.exit_code == 1
+    assert "cxl: is 3.00 GiB, but desktop-24gb has none" in str(done.exception)
+
+
+@pytest.mark.parametrize("tier", ["hbm", "dram"])
+def test_a_budget_above_this_machine_is_refused(penstock: Callable[..., Result], tier: str) -> None:
+    done = penstock("plan", GPT2, "--context", "512", "--machine", "this", f"--{tier}", "900TiB")
+    assert done.exit_code == 1
+    assert f"{tier}: is 900 TiB, and this machine has" in str(done.exception)
+
+
+def test_vary_writes_its_plot_only_to_an_image(penstock: Callable[..., Result]) -> None:
+    done = penstock("plan", GPT2, *SMALL, "--vary", "dram=1GiB..3GiB", "-o", "plan.json")
+    assert done.exit_code == 2
+    assert "it names the plot: .png, .svg, .pdf; got plan.json" in " ".join(done.output.split())
 
 
 def test_presets_are_listed_with_their_source(penstock: Callable[..., Result]) -> None:

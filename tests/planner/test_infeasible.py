@@ -10,11 +10,10 @@ import pytest
 
 from penstock.errors import InfeasibleError
 from penstock.machine.machine import Machine
-from penstock.plan.budget import Budget, PathBudget, parse_budget
+from penstock.plan.budget import Budget, PathBudget, parse_budget, tier_capacity
 from penstock.plan.workload import Workload
 from penstock.planner import advice, fits, make_plan
 from penstock.planner.advice import WhatIf, advise
-from penstock.planner.infeasible import tier_capacity
 from penstock.planner.search import QUICK
 from penstock.tiers import Tier
 from penstock.units import GiB, MiB, parse_bytes

@@ -151,15 +151,6 @@ def test_a_machine_without_memory_for_the_process_is_reported(result: PlanResult
     assert "choose a smaller --dram" in printed(result, small)
 
 
-def test_a_gpu_with_less_memory_than_the_plan_is_reported(result: PlanResult) -> None:
-    box, needed = machine(), result.plan.peak(Tier.HBM)
-    exact = replace(box, gpus=(replace(box.gpus[0], memory=needed, free=None),))
-    small = replace(box, gpus=(replace(box.gpus[0], memory=needed - 1, free=None),))
-
-    assert "choose a smaller --hbm" not in printed(result, exact)
-    assert "choose a smaller --hbm" in printed(result, small)
-
-
 def test_every_resource_has_a_name_for_people() -> None:
     box = machine()
 

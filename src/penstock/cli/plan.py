@@ -18,7 +18,7 @@ from penstock.cli.flags import given_settings, keyword, set_parameters, settings
 from penstock.cli.output import AsJson, print_errors, progress_bar
 from penstock.errors import InfeasibleError, PlanError, SettingsError
 from penstock.model.freeze import check_freeze
-from penstock.plan.budget import Budget
+from penstock.plan.budget import Budget, tier_capacity
 from penstock.plan.memory_interpolation import interpolated
 from penstock.planner.advice import Advice, BudgetPoint, WhatIf, advise, plot, vary
 from penstock.planner.plan_view import explain, infeasible_json, plan_json, plan_view
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 VARY_POINTS = 8
 """Number of budgets that --vary plans for."""
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+"""Formats of the plot of --vary."""
 
 SETTINGS = (
     *("model", "revision", "trust_remote_code", "model_config", "dtype", "freeze", "blocks"),
@@ -67,7 +70,7 @@ def plan_command(**flags: Any) -> None:
     # After the model is inspected, as in training: the imports have used memory by then.
     target = machine_to_plan_for(name, budget_paths(settings.memory.budgets))
     request = plan_request(inventory, settings, target, config=config, steps=steps)
-    for remark in () if output.as_json else request.remarks:
+    for remark in request.remarks:
         note(remark)
     output.show(console, request)
 
@@ -162,7 +165,7 @@ class _Output:
     """The output of `penstock plan`."""
 
     path: Path | None
-    """File to write the plan to."""
+    """File to write the plan to, or the plot of --vary."""
 
     block: str | None
     """Name of a block to show in detail."""
@@ -177,6 +180,11 @@ class _Output:
         """Refuse wrong options before the model is inspected and planned for."""
         if self.curve is not None:
             parse_vary(self.curve)
+            if self.path is not None and self.path.suffix not in PLOT_SUFFIXES:
+                raise typer.BadParameter(
+                    f"with --vary, it names the plot: {', '.join(PLOT_SUFFIXES)}; got {self.path}",
+                    param_hint="--output",
+                )
         chosen = [("--explain", self.block), ("--vary", self.curve), ("--json", self.as_json)]
         names = [name for name, value in chosen if value]
         if len(names) > 1:
@@ -191,7 +199,7 @@ class _Output:
             raise typer.Exit(1) from None
         planned = choice.planned
         assert planned is not None
-        if self.path is not None:
+        if self.path is not None and not self.curve:
             planned.plan.save(self.path)
         if self.as_json:
             print(json.dumps(plan_json(planned)))
@@ -204,7 +212,7 @@ class _Output:
         if self.block:
             console.print(explain(planned, request.inventory, self.block))
         elif self.curve:
-            _show_curve(console, what_if, self.curve)
+            _show_curve(console, what_if, self.curve, self.path)
         else:
             console.print(advice_text(advise(what_if)))
 
@@ -248,11 +256,18 @@ def curve_table(points: list[BudgetPoint], tier: Tier) -> Table:
     return table
 
 
-def _show_curve(console: Console, what_if: WhatIf, text: str) -> None:
+def _show_curve(console: Console, what_if: WhatIf, text: str, out: Path | None) -> None:
     tier, sizes = parse_vary(text)
     points = vary(what_if, tier, sizes)
     console.print(curve_table(points, tier))
-    path = Path(f"plan-{tier.value}.png")
+    machine = what_if.machine
+    capacity = tier_capacity(machine, what_if.budget, tier)
+    if tier is not Tier.NVME and capacity is not None and max(sizes) > capacity:
+        console.print(
+            f"Budgets above {format_bytes(capacity)} are planned for a machine like "
+            f"{machine.name or 'this one'} with more {tier.value}."
+        )
+    path = out or Path(f"plan-{tier.value}.png")
     plot(points, tier, path)
     console.print(f"Plot written to {path}")
 
@@ -272,7 +287,9 @@ def _parameters() -> list[inspect.Parameter]:
         "(default: this machine if it has a GPU)."
     )
     config = typer.Option(help="YAML file of settings, as for `penstock train`, or a run.yaml.")
-    output = typer.Option("--output", "-o", help="Write the plan to this file.")
+    output = typer.Option(
+        "--output", "-o", help="Write the plan to this file; with --vary, the plot."
+    )
     vary_ = typer.Option(
         "--vary", help="Plan for a range of budgets of one tier, e.g. dram=16GiB..128GiB."
     )

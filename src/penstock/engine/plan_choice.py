@@ -17,7 +17,14 @@ from penstock.engine.memory_source import working_memory_source
 from penstock.errors import InfeasibleError, PlanError, SettingsError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
-from penstock.plan.budget import Budget, parse_budget, process_memory, with_paths
+from penstock.plan.budget import (
+    Budget,
+    check_budget_memory,
+    parse_budget,
+    process_memory,
+    with_budget_memory,
+    with_paths,
+)
 from penstock.plan.buffers import CONTEXT
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import NOISE, WorkingMemory, WorkingMemorySource
@@ -112,15 +119,20 @@ def plan_request(
         own_loss: Whether the caller brings a loss function.
     """
     limits = budget_for(target.machine, settings.memory.budgets if budget is None else budget)
+    larger: tuple[str, ...] = ()
     if target.is_here:
         _check_paths_exist(limits)
-    machine, disk_remark = with_paths(target.machine, limits)
+        check_budget_memory(target.machine, limits)
+        machine = target.machine
+    else:
+        machine, larger = with_budget_memory(target.machine, limits)
+    machine, disk_remark = with_paths(machine, limits)
     workload = workload_for(
         inventory, settings,
         compiled=target.kernels if compiled is None else compiled,
         steps=steps, accumulate=accumulate, own_loss=own_loss,
     )  # fmt: skip
-    remarks = tuple(filter(None, (target.remark, disk_remark)))
+    remarks = tuple(filter(None, (target.remark, disk_remark, *larger)))
     trust = settings.model.trust_remote_code
     source = working_memory_source(config, machine, own_loss=own_loss, trust_remote_code=trust)
     return PlanRequest(inventory, workload, limits, machine, remarks, source)

@@ -10,7 +10,7 @@ from penstock.errors import PlanError
 from penstock.machine.machine import Figure, Machine, MemoryNode, StoragePath, StorageRate
 from penstock.records import Bytes
 from penstock.tiers import Tier
-from penstock.units import GiB, MiB, parse_memory
+from penstock.units import GiB, MiB, format_bytes, parse_memory
 
 HBM_RESERVE = 0.02
 """Fraction of the GPU's memory that an `auto` budget leaves for the display and other programs."""
@@ -188,6 +188,71 @@ def with_paths(machine: Machine, budget: Budget) -> tuple[Machine, str]:
         f"Run `penstock probe --storage` to measure."
     )
     return replace(machine, storage=(*others, *added)), note
+
+
+def tier_capacity(machine: Machine, budget: Budget, tier: Tier) -> int | None:
+    """Return the bytes of a tier that the machine has; None if the machine file does not say."""
+    match tier:
+        case Tier.HBM if machine.gpus:
+            return machine.gpus[0].memory
+        case Tier.HBM | Tier.DRAM:  # without a GPU, part of DRAM serves as HBM
+            return sum(node.capacity for node in machine.dram_nodes)
+        case Tier.CXL:
+            return sum(node.capacity for node in machine.cxl_nodes)
+    paths = {path.path for path in budget.nvme} or {s.path for s in machine.storage[:1]}
+    sizes = [s.capacity if s.free is None else s.free for s in machine.storage if s.path in paths]
+    return None if None in sizes or not sizes else sum(size or 0 for size in sizes)
+
+
+def with_budget_memory(machine: Machine, budget: Budget) -> tuple[Machine, tuple[str, ...]]:
+    """Return a machine like this one that has the memory of the budget.
+
+    Also returns a sentence for each tier of which the machine has less.
+    """
+    remarks = []
+    for tier in (Tier.HBM, Tier.DRAM, Tier.CXL):
+        capacity, wanted = tier_capacity(machine, budget, tier), budget.of(tier)
+        if capacity is None or wanted <= capacity:
+            continue
+        machine = _enlarge(machine, tier, wanted)
+        remarks.append(
+            f"{machine.name or 'the machine'} has {format_bytes(capacity)} of {tier.value}: this "
+            f"plan is for a machine like it with {format_bytes(wanted)}."
+        )
+    return machine, tuple(remarks)
+
+
+def check_budget_memory(machine: Machine, budget: Budget) -> None:
+    """Raise PlanError if a budget is larger than what the machine has."""
+    for tier in (Tier.HBM, Tier.DRAM, Tier.CXL):
+        capacity, wanted = tier_capacity(machine, budget, tier), budget.of(tier)
+        if capacity is not None and wanted > capacity:
+            raise PlanError(
+                tier.value,
+                f"is {format_bytes(wanted)}, and this machine has {format_bytes(capacity)}; use "
+                f"auto or at most that. To plan for a larger machine, name one that `penstock "
+                f"machines` lists with `penstock plan --machine`",
+            )
+
+
+def _enlarge(machine: Machine, tier: Tier, nbytes: int) -> Machine:
+    """Return the machine with more memory in one tier; nodes keep their proportions."""
+    if tier is Tier.HBM and machine.gpus:
+        return replace(machine, gpus=(replace(machine.gpus[0], memory=nbytes), *machine.gpus[1:]))
+    nodes = machine.cxl_nodes if tier is Tier.CXL else machine.dram_nodes
+    if not nodes:
+        raise PlanError(
+            tier.value, f"is {format_bytes(nbytes)}, but {machine.name or 'the machine'} has none"
+        )
+    if tier is not Tier.CXL:
+        nbytes += process_memory(machine)  # outside of every budget
+    total = sum(node.capacity for node in nodes)
+    ids = {node.id for node in nodes}
+    larger = tuple(
+        replace(node, capacity=-(-node.capacity * nbytes // total)) if node.id in ids else node
+        for node in machine.nodes
+    )
+    return replace(machine, nodes=larger)
 
 
 def check_paths(machine: Machine, budget: Budget) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.errors import PenstockError
 from penstock.machine.machine import Figure, Machine
 from penstock.model.inventory import Inventory
-from penstock.plan.budget import Budget
+from penstock.plan.budget import Budget, with_budget_memory
 from penstock.plan.working_memory import WorkingMemorySource
 from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Workload, resized
@@ -110,10 +110,9 @@ def _changes(what_if: WhatIf) -> Iterator[tuple[str, dict[str, object]]]:
     for tier, more in ((Tier.DRAM, 16 * GiB), (Tier.DRAM, 64 * GiB), (Tier.HBM, 8 * GiB)):
         # More of a tier helps only if the plan uses nearly all of it.
         if what_if.result.plan.peak(tier) > 0.9 * budget.of(tier):
-            changes: dict[str, object] = {
-                "budget": budget.changed(tier, budget.of(tier) + more),
-                "machine": _with_more_memory(what_if.machine, tier, more),
-            }
+            larger_budget = budget.changed(tier, budget.of(tier) + more)
+            machine, _ = with_budget_memory(what_if.machine, larger_budget)
+            changes: dict[str, object] = {"budget": larger_budget, "machine": machine}
             yield f"+{more // GiB} GiB {tier.value.upper()}", changes
     if what_if.result.plan.peak(Tier.NVME):
         yield "a second drive like the first", {"machine": _with_twice_the_disks(what_if.machine)}
@@ -136,15 +135,6 @@ def _longest_context_without_nvme(what_if: WhatIf) -> list[Advice]:
             return [Advice(what=f"--context {context}", speedup=1.0, gain="fits without NVMe")]
         context //= 2
     return []
-
-
-def _with_more_memory(machine: Machine, tier: Tier, more: int) -> Machine:
-    if tier is Tier.HBM:
-        gpus = tuple(replace(g, memory=(g.memory or 0) + more) for g in machine.gpus)
-        return replace(machine, gpus=gpus)
-    first = machine.dram_nodes[0]
-    larger = replace(first, capacity=first.capacity + more)
-    return replace(machine, nodes=tuple(larger if n is first else n for n in machine.nodes))
 
 
 def _with_twice_the_disks(machine: Machine) -> Machine:
@@ -191,14 +181,12 @@ def vary(
     points: list[BudgetPoint] = []
     best: float | None = None
     for nbytes in sorted(sizes):
-        machine = what_if.machine
-        if tier in (Tier.DRAM, Tier.HBM):
-            # The budget may exceed what the machine has.
-            machine = _with_more_memory(machine, tier, nbytes)
+        budget = what_if.budget.changed(tier, nbytes)
+        machine, _ = with_budget_memory(what_if.machine, budget)
         result = find_plan(
             what_if.inventory,
             what_if.workload,
-            what_if.budget.changed(tier, nbytes),
+            budget,
             machine,
             effort=effort,
             cache=what_if.cache,

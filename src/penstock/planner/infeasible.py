@@ -8,7 +8,7 @@ from dataclasses import replace
 from penstock.errors import InfeasibleError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
-from penstock.plan.budget import Budget, PathBudget, parse_budget, with_paths
+from penstock.plan.budget import Budget, PathBudget, parse_budget, tier_capacity, with_paths
 from penstock.plan.workload import Workload, resized
 from penstock.tiers import Tier
 from penstock.units import TiB, format_bytes, format_bytes_up
@@ -76,20 +76,6 @@ def _budget_text(tier: Tier, budget: Budget, capacity: int | None, machine: str)
     if capacity is None or budget.of(tier) <= capacity:
         return text
     return f"{text} ({machine} has {format_bytes(capacity)})"
-
-
-def tier_capacity(machine: Machine, budget: Budget, tier: Tier) -> int | None:
-    """Return the bytes of a tier that the machine has; None if the machine file does not say."""
-    match tier:
-        case Tier.HBM if machine.gpus:
-            return machine.gpus[0].memory
-        case Tier.HBM | Tier.DRAM:  # without a GPU, part of DRAM serves as HBM
-            return sum(node.capacity for node in machine.dram_nodes)
-        case Tier.CXL:
-            return sum(node.capacity for node in machine.cxl_nodes)
-    paths = {path.path for path in budget.nvme} or {s.path for s in machine.storage[:1]}
-    sizes = [s.capacity if s.free is None else s.free for s in machine.storage if s.path in paths]
-    return None if None in sizes or not sizes else sum(size or 0 for size in sizes)
 
 
 def _size(tier: Tier, nbytes: int, budget: Budget, machine: Machine) -> str:

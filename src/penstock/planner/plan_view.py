@@ -117,9 +117,8 @@ def plan_view(result: PlanResult, machine: Machine) -> RenderableType:
     parts += [_FittedTimeline(cost, machine), Text(), Text(summary(result, machine))]
     if plan.note:
         parts.append(Text(f"This model cannot be trained yet: {plan.note}.", style="yellow"))
-    for shortage in (_gpu_shortage(plan, machine), _host_shortage(plan, machine)):
-        if shortage:
-            parts.append(Text(shortage, style="yellow"))
+    if shortage := _host_shortage(plan, machine):
+        parts.append(Text(shortage, style="yellow"))
     if result.memory.remark:
         parts.append(Text(result.memory.remark, style="yellow"))
     if result.assumed:
@@ -127,26 +126,10 @@ def plan_view(result: PlanResult, machine: Machine) -> RenderableType:
     return Group(*parts)
 
 
-def _gpu_shortage(plan: Plan, machine: Machine) -> str:
-    """Say that the GPU has less memory than the plan needs; "" if it has enough.
-
-    It is no error, as for host memory.
-    """
-    capacity = machine.gpus[0].memory if machine.gpus else None
-    needed = plan.peak(Tier.HBM)
-    if capacity is None or needed <= capacity:
-        return ""
-    return (
-        f"The GPU has {format_bytes(capacity)} of memory, but the plan needs "
-        f"{format_bytes(needed)}: choose a smaller --hbm, or auto."
-    )
-
-
 def _host_shortage(plan: Plan, machine: Machine) -> str:
     """Say that the machine has less DRAM than the plan and the process need; "" if it has enough.
 
-    It is no error: the memory of the process may be assumed, and a budget that is too large helps
-    to find out what more memory would bring.
+    It is no error: the memory of the process may be assumed.
     """
     capacity = sum(node.capacity for node in machine.dram_nodes)
     needed = plan.host_nbytes - plan.peak(Tier.CXL)
