@@ -270,8 +270,24 @@ def test_an_invalid_interval_is_refused(text: str) -> None:
         parse_interval(text)
 
 
-def test_an_interval_is_due_after_its_steps_or_seconds() -> None:
-    assert Interval(steps=3).is_due(steps=3, seconds=0)
-    assert not Interval(steps=3).is_due(steps=2, seconds=1e9)
-    assert Interval(seconds=5).is_due(steps=1, seconds=5)
-    assert not Interval(seconds=5).is_due(steps=0, seconds=9)
+def test_an_interval_is_due_at_multiples_of_its_steps_or_after_its_seconds() -> None:
+    due = [step for step in range(14, 45) if Interval(steps=10).is_due(
+        step=step, last=max(13, (step - 1) // 10 * 10), seconds=0)]  # fmt: skip
+    assert due == [20, 30, 40]
+    assert not Interval(steps=3).is_due(step=2, last=0, seconds=1e9)
+    assert Interval(seconds=5).is_due(step=1, last=0, seconds=5)
+    assert not Interval(seconds=5).is_due(step=4, last=4, seconds=9)
+
+
+def test_a_plan_and_budgets_from_one_source_exclude_each_other() -> None:
+    with pytest.raises(SettingsError, match=r"hbm: cannot be combined with the plan p\.json"):
+        merge({"plan": "p.json", "hbm": "3MiB"})
+    with pytest.raises(SettingsError, match="nvme: cannot be combined"):
+        merge({"plan": "p.json", "nvme": ["/mnt:1GiB"]})
+    assert merge({"hbm": "3MiB"}, {"plan": "p.json"}).memory.hbm == "auto"
+    assert merge({"plan": "p.json", "hbm": "auto", "nvme": []}).memory.plan == "p.json"
+
+
+def test_steps_and_epochs_exclude_each_other() -> None:
+    with pytest.raises(SettingsError, match="steps: cannot be combined with epochs; give one"):
+        merge({"steps": 3, "epochs": 1})

@@ -142,8 +142,8 @@ class ScheduleSettings:
         if self.batch is not None:
             _require_at_least(self, batch=1)
         _require_positive(self, "steps", "epochs")
-        both = self.steps is not None and self.epochs is not None
-        _refuse("steps", both, "cannot be combined with epochs", self.steps)
+        if self.steps is not None and self.epochs is not None:
+            raise SettingsError("steps", "cannot be combined with epochs; give one of them")
         pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         _refuse(
             "betas", not pair, "must be two numbers of at least 0 and below 1", list(self.betas)
@@ -179,7 +179,9 @@ class MemorySettings:
     dram: str = option("DRAM budget, e.g. `40GiB`, or `auto` (free memory less a reserve).", "auto")
     cxl: str = option("CXL memory budget, e.g. `64GiB`, or `auto` (all free CXL memory).", "auto")
     nvme: tuple[str, ...] = option(
-        "NVMe budget as PATH:SIZE, e.g. `/mnt/nvme:400GiB`. Repeatable.", ()
+        "NVMe budget as PATH:SIZE, e.g. `/mnt/nvme:400GiB`, or PATH for all that is free there. "
+        "Repeatable.",
+        (),
     )
     moments: Moments = option(
         "Storage format of the AdamW moments: fp32 is exact; bf16 and int8 use less memory.",
@@ -346,12 +348,15 @@ class Interval:
     steps: int | None = None
     seconds: float | None = None
 
-    def is_due(self, *, steps: int, seconds: float) -> bool:
-        """Return whether the interval has passed after these steps and seconds."""
+    def is_due(self, *, step: int, last: int, seconds: float) -> bool:
+        """Return whether to save at `step`, if the last save was at step `last` and so long ago.
+
+        A number of steps means its multiples, wherever a run was resumed.
+        """
         if self.steps is not None:
-            return steps >= self.steps
+            return step // self.steps > last // self.steps
         assert self.seconds is not None
-        return seconds >= self.seconds and steps > 0
+        return seconds >= self.seconds and step > last
 
 
 def parse_interval(text: str, field: str = "save_every") -> Interval:
@@ -389,6 +394,7 @@ def merge_layers(layers: Sequence[tuple[str, Layer]]) -> Settings:
         # Check each layer by itself, so that the message names the file with the wrong value.
         Settings.of(layer, source=source)
         values = {name: _convert(name, value) for name, value in layer.items()}
+        _refuse_plan_with_budgets(values, source)
         for name, value in values.items():
             if value not in (None, (), []):
                 for excluded in _EXCLUDES.get(name, ()):
@@ -398,6 +404,18 @@ def merge_layers(layers: Sequence[tuple[str, Layer]]) -> Settings:
                 value = {**merged.get(name, {}), **value}
             merged[name] = value
     return Settings.of(merged)
+
+
+def _refuse_plan_with_budgets(values: Layer, source: str) -> None:
+    """Raise SettingsError if one source gives a plan file and budgets, which the plan contains."""
+    given = [name for name in BUDGETS if values.get(name, "auto") not in ("auto", (), [])]
+    if values.get("plan") is not None and given:
+        raise SettingsError(
+            given[0],
+            f"cannot be combined with the plan {values['plan']}, which contains the budgets it was "
+            f"made for; leave one of them out, or make a plan with other budgets",
+            where=source,
+        )
 
 
 def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:

@@ -61,6 +61,7 @@ FLAGS = {
             "--dtype",
             "--revision",
             "--trust-remote-code",
+            "--blocks",
             "--json",
             "--help",
         },

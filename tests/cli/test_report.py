@@ -31,6 +31,18 @@ def test_a_report_is_written_into_the_run_and_summarized(
     ]  # fmt: skip
 
 
+def test_the_output_directory_of_a_training_names_its_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(offloaded(), tmp_path / "out" / "profile")
+
+    assert main.run(["report", str(tmp_path / "out")]) == 0
+    assert (run / "report.html").exists()
+    assert main.run(["compare", str(tmp_path / "out"), str(run)]) == 0
+    assert main.run(["report", str(tmp_path)]) == 1
+    assert "is not an observed run" in capsys.readouterr().err
+
+
 def test_json_is_the_only_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(streamed(), tmp_path / "run")
     out = tmp_path / "elsewhere.html"

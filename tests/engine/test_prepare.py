@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.plan_choice import workload_for
 from penstock.engine.prepare import prepare
-from penstock.errors import SettingsError
+from penstock.errors import PlanError, SettingsError
 from penstock.settings import Settings
 from tests.support.engines import plain_model, tiny_config
 from tests.support.models import model
@@ -46,9 +46,21 @@ def test_a_keyword_overrides_the_settings_and_the_optimizer_mapping_overrides_bo
         assert engine.plan.budget.hbm == 64 << 20
 
 
-def test_an_unknown_argument_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'epochs'"):
-        prepare(llama(), epochs=2, **SMALL)
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("epochs", "it takes context, batch"), ("batch_size", "did you mean 'batch'"),
+     ("learning_rate", "it takes context, batch"), ("budgets", "did you mean 'budget'")],
+)  # fmt: skip
+def test_an_unknown_argument_is_a_type_error_that_names_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; {hint}"):
+        prepare(llama(), **{name: 2}, **SMALL)
+
+
+def test_a_plan_and_a_budget_exclude_each_other() -> None:
+    with prepare(llama(), **SMALL) as engine:
+        plan = engine.plan
+    with pytest.raises(PlanError, match="budget: cannot be combined with a plan"):
+        prepare(llama(), plan=plan, **SMALL)
 
 
 def test_an_invalid_setting_names_its_field() -> None:

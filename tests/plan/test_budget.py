@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.machine.presets import preset
-from penstock.plan.budget import GPU_PROCESS, HBM_GRAIN, HOST_GRAIN, parse_budget
+from penstock.plan.budget import GPU_PROCESS, HBM_GRAIN, HOST_GRAIN, parse_budget, split_path_budget
 from penstock.tiers import Tier
 from penstock.units import GiB
 from tests.support.machines import machine
@@ -20,7 +20,7 @@ from tests.support.machines import machine
         ({"dram": "lots"}, "^dram: 'lots' is not a size"),
         ({"hbm": "-3GiB"}, "^hbm: must be 0 or more, got -3GiB"),
         ({"nvme": ("/mnt/nvme:1GiB", "/mnt/nvme:2GiB")}, "^nvme: names a path twice"),
-        ({"nvme": ("/mnt/nvme:huge",)}, "^nvme: 'huge' is not a size"),
+        ({"nvme": ("/mnt/nvme:huge",)}, "^nvme: must be PATH or PATH:SIZE"),
     ],
 )
 def test_an_invalid_size_names_the_tier(given: dict[str, str], message: str) -> None:
@@ -58,3 +58,19 @@ def test_auto_stays_the_same_while_free_memory_changes_a_little() -> None:
     base = budgets(10 * grain, 10 * HBM_GRAIN)
     assert budgets(9 * grain + 1, 9 * HBM_GRAIN + 1) == base
     assert budgets(9 * grain, 9 * HBM_GRAIN) == (base[0] + HBM_GRAIN, base[1] + grain)
+
+
+def test_a_path_without_a_size_is_all_that_is_free_there() -> None:
+    box = machine()
+    storage = replace(box.storage[0], path="/mnt/nvme", free=7 * GiB)
+    box = replace(box, storage=(storage,))
+
+    for text in ("/mnt/nvme", "/mnt/nvme:auto"):
+        (path,) = parse_budget(box, nvme=(text,)).nvme
+        assert (path.path, path.nbytes) == ("/mnt/nvme", 7 * GiB)
+    assert split_path_budget("4GiB") == ("", "4GiB")
+    assert split_path_budget("nvme") == ("nvme", "auto")
+    with pytest.raises(PlanError, match=r"nvme: must say how much of /data to use, such as /data:"):
+        parse_budget(box, nvme=("/data",))
+    with pytest.raises(PlanError, match=r"nvme: must be PATH or PATH:SIZE, .* got /mnt/nvme:much"):
+        parse_budget(box, nvme=("/mnt/nvme:much",))

@@ -122,6 +122,7 @@ DtypeName = Annotated[
 ]
 Revision = Annotated[str | None, setting_option("revision", MODEL)]
 TrustRemoteCode = Annotated[bool, setting_option("trust_remote_code", MODEL)]
+Blocks = Annotated[str | None, setting_option("blocks", MODEL)]
 JsonLines = Annotated[bool, Option("--json", help="Print one JSON object per line.")]
 
 
@@ -148,6 +149,7 @@ def generate_command(
     dtype: DtypeName = "auto",
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
+    blocks: Blocks = None,
     as_json: JsonLines = False,
 ) -> None:
     """Answer one prompt or a file of prompts, many concurrently."""
@@ -159,7 +161,12 @@ def generate_command(
         raise typer.BadParameter("give either --prompt or --file", param_hint="--prompt")
     _check_size(hbm)
     settings = GenerateSettings(
-        model=model, hbm=hbm, dtype=dtype, revision=revision, trust=trust_remote_code
+        model=model,
+        hbm=hbm,
+        dtype=dtype,
+        revision=revision,
+        trust=trust_remote_code,
+        blocks=blocks,
     )
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     defaults = Request(prompt="-", max_new=max_new, stop=tuple(stop or ()), **sampling)

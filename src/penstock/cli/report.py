@@ -13,7 +13,12 @@ from penstock.cli.output import AsJson, print_json
 
 
 def report_command(
-    run: Annotated[Path, typer.Argument(help="Directory of a recorded run.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory of a recorded run, or the --out of `penstock train --profile`."
+        ),
+    ],
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="HTML file to write.", show_default="RUN/report.html"),
@@ -32,11 +37,11 @@ def report_command(
         verdict_details,
         write_page,
     )
-    from penstock.observe.run_files import read_run
+    from penstock.observe.run_files import read_run, recording_directory
 
     measures = measure(read_run(run))
     findings = find(measures)
-    path = out or run / REPORT_FILE
+    path = out or recording_directory(run) / REPORT_FILE
     write_page(page(measures), path)
     if as_json:
         print_json(report_json(measures, findings, path))

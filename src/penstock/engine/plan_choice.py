@@ -22,6 +22,7 @@ from penstock.plan.budget import (
     check_budget_memory,
     parse_budget,
     process_memory,
+    split_path_budget,
     with_budget_memory,
     with_paths,
 )
@@ -240,7 +241,7 @@ def budget_paths(budget: Budget | Mapping[str, Any]) -> tuple[str, ...]:
     if isinstance(budget, Budget):
         return tuple(path.path for path in budget.nvme)
     texts = _nvme_texts(budget.get("nvme", ()))
-    return tuple(filter(None, (text.rpartition(":")[0] for text in texts)))
+    return tuple(filter(None, (split_path_budget(text)[0] for text in texts)))
 
 
 def workload_for(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,6 +103,12 @@ def prepare(
     from penstock.model.freeze import check_freeze
     from penstock.model.meta_model import check_trainable
 
+    if plan is not None and budget is not None:
+        raise PlanError(
+            "budget",
+            "cannot be combined with a plan, which contains the budgets it was made for; leave one "
+            "of them out",
+        )
     chosen, load_weights = _settings_with(settings or Settings(), arguments, nonfinite)
     options = _EngineOptions(
         optimizer=chosen.schedule.adamw | dict(optimizer or {}), param_groups=param_groups,
@@ -142,7 +150,12 @@ def _settings_with(
     """Return the settings with the arguments of `prepare`, and whether to load weights."""
     unknown = [name for name in arguments if name not in ARGUMENTS]
     if unknown:
-        raise TypeError(f"prepare() got an unexpected keyword argument {unknown[0]!r}")
+        own = (
+            n for n, p in inspect.signature(prepare).parameters.items() if p.kind == p.KEYWORD_ONLY
+        )
+        close = difflib.get_close_matches(unknown[0], [*ARGUMENTS, *own], 1)
+        hint = f"; did you mean {close[0]!r}?" if close else f"; it takes {', '.join(ARGUMENTS)}"
+        raise TypeError(f"prepare() got an unexpected keyword argument {unknown[0]!r}{hint}")
     load_weights = arguments.get("init") != "none"
     given = {name: value for name, value in arguments.items() if load_weights or name != "init"}
     if nonfinite is not None:

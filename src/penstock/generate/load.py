@@ -50,6 +50,8 @@ class GenerateSettings:
     """Revision on the Hugging Face Hub."""
     trust: bool = False
     """Whether to run code that comes with the model."""
+    blocks: str | None = None
+    """Module that holds the layers; None to find it."""
     device: str | None = None
 
 
@@ -96,7 +98,9 @@ def load(settings: GenerateSettings, progress: Progress) -> LoadedModel:
     trust = settings.trust
     revision = None if Path(source).is_dir() else settings.revision
     config = load_config(source, trust_remote_code=trust, revision=revision, trained=False)
-    inventory = survey_config(config, name=settings.model, trust_remote_code=trust)
+    inventory = survey_config(
+        config, name=settings.model, blocks=settings.blocks, trust_remote_code=trust
+    )
     dtype = pick_dtype(settings.dtype, config)
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     hbm = find_budget(settings.hbm, inventory, dtype, device)

@@ -16,6 +16,9 @@ from penstock.observe.errors import ObserveError
 
 OBSERVE_FILE = "observe.json"
 
+TRAIN_PROFILE = "profile"
+"""Directory of the recording of `penstock train --profile`, in the output directory of the run."""
+
 SLOWEST_FILE = "events.slowest.jsonl"
 """Events of the slowest steps. Some of them may be in the other event files as well."""
 

@@ -28,6 +28,7 @@ from penstock.observe.records import (
     OBSERVE_FILE,
     PROCESS_PATTERNS,
     SLOWEST_FILE,
+    TRAIN_PROFILE,
     Event,
     Observation,
     Phase,
@@ -205,12 +206,19 @@ def _delete_earlier_run(folder: Path) -> None:
 # Reading.
 
 
+def recording_directory(path: str | Path) -> Path:
+    """Return the directory of a recording: the path, or `profile` in the output of a training."""
+    inside = Path(path) / TRAIN_PROFILE
+    is_output = not (Path(path) / OBSERVE_FILE).exists() and (inside / OBSERVE_FILE).exists()
+    return inside if is_output else Path(path)
+
+
 def read_run(path: str | Path) -> RecordedRun:
     """Read a run and, if `penstock profile` recorded it, its processes.
 
     Raises ObserveError if the directory does not contain a run.
     """
-    folder = Path(path)
+    folder = recording_directory(path)
     machine = _read_process(folder)
     processes = sorted(
         (path for pattern in PROCESS_PATTERNS for path in folder.glob(pattern)), key=_process_order

@@ -10,7 +10,7 @@ from penstock.errors import PlanError
 from penstock.machine.machine import Figure, Machine, MemoryNode, StoragePath, StorageRate
 from penstock.records import Bytes
 from penstock.tiers import Tier
-from penstock.units import GiB, MiB, format_bytes, parse_memory
+from penstock.units import GiB, MiB, format_bytes, parse_bytes, parse_memory
 
 HBM_RESERVE = 0.02
 """Fraction of the GPU's memory that an `auto` budget leaves for the display and other programs."""
@@ -264,15 +264,44 @@ def check_paths(machine: Machine, budget: Budget) -> None:
             raise PlanError("nvme", f"{path.path} is not in the machine's storage ({listed})")
 
 
+def split_path_budget(text: str) -> tuple[str, str]:
+    """Split `/mnt/nvme:400GiB` into path and size; `/mnt/nvme` means all that is free there.
+
+    The path is "" for a size alone.
+    """
+    path, colon, size = text.rpartition(":")
+    if colon:
+        return path, size
+    return ("", text) if _is_size(text) else (text, "auto")
+
+
+def _is_size(text: str) -> bool:
+    if text.strip().lower() == "auto":
+        return True
+    try:
+        parse_bytes(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _parse_path_budget(machine: Machine, text: str) -> PathBudget:
-    """Parse `/mnt/nvme:400GiB`, or `400GiB` on the machine's first path."""
-    path, _, size = text.rpartition(":")
+    """Parse `/mnt/nvme:400GiB`, `/mnt/nvme`, or `400GiB` on the machine's first path."""
+    path, size = split_path_budget(text)
+    if not _is_size(size) and not size.strip().startswith("-"):
+        raise PlanError("nvme", f"must be PATH or PATH:SIZE, such as /mnt/nvme:400GiB, got {text}")
     if not path:
         if not machine.storage:
             raise PlanError("nvme", f'must name a path, such as "/mnt/nvme:{text}"')
         path = machine.storage[0].path
     known = {s.path: s for s in machine.storage}.get(path)
     free = (known.free if known.free is not None else known.capacity) if known else None
+    if free is None and size.strip().lower() == "auto":
+        raise PlanError(
+            "nvme",
+            f"must say how much of {path} to use, such as {path}:400GiB: how much is free there is "
+            f"not known",
+        )
     return PathBudget(path=path, nbytes=_parse_size("nvme", size, free))
 
 

@@ -163,8 +163,9 @@ class TrainingLoop:
         return RunPosition(self._batches.step, self._batches.position, to_json(self._rate))
 
     def _save_if_due(self) -> None:
-        steps, seconds = self._batches.step - self._save_step, time.monotonic() - self._save_time
-        if self._save_interval.is_due(steps=steps, seconds=seconds) and not self._at_end:
+        step, seconds = self._batches.step, time.monotonic() - self._save_time
+        due = self._save_interval.is_due(step=step, last=self._save_step, seconds=seconds)
+        if due and not self._at_end:
             try:
                 self._save(self._position)
             except (CheckpointSpaceError, CheckpointWriteError) as failed:

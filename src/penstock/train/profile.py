@@ -6,17 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.observe.observer import Observer, finish
+from penstock.observe.records import TRAIN_PROFILE
 from penstock.train.events import Event
-
-PROFILE = "profile"
-"""Directory of the recording, in the output directory of the run."""
 
 
 class StepProfiler:
     """Records a run until it has taken a number of steps or ends."""
 
     def __init__(self, out: str | Path, steps: int, note: Callable[[str], None]) -> None:
-        self._path, self._left, self._note = Path(out) / PROFILE, steps, note
+        self._path, self._left, self._note = Path(out) / TRAIN_PROFILE, steps, note
         self._observer = Observer(self._path)
         self._observer.start()
 
