@@ -194,6 +194,23 @@ class EngineState:
             group.update(settings | {"betas": tuple(settings["betas"])})
 
 
+@dataclass(frozen=True, slots=True)
+class _ItemCount:
+    """What the losses behind the gradients were divided by."""
+
+    divisor: int
+    """Number that the loss of each batch was divided by."""
+    total: int
+    """Number of tokens with a label in all batches."""
+    counted: bool
+    """Whether the engine counted the tokens; otherwise, the caller passed `num_items`."""
+
+    @property
+    def correction(self) -> float:
+        """The factor that makes the sum of the gradients that of the mean over all tokens."""
+        return self.divisor / max(1, self.total) if self.counted else 1.0
+
+
 def _group_record(engine: Engine, group: dict[str, Any]) -> dict[str, Any]:
     """Describe a parameter group as JSON: names instead of tensors, and the plain values."""
     plain = {
@@ -258,7 +275,8 @@ class Engine:
         """The loss scale: 1 with bf16, adapted to overflows with fp16."""
         self._pending: PendingUpdate | None = None
         self._stats: GradStats | None = None  # of the gradients that wait for `apply`, if any
-        self._loss_not_finite = False  # of any batch behind those gradients
+        self._items = _ItemCount(1, 1, counted=True)  # of the batches behind those gradients
+        self._loss_not_finite = False  # of any of these batches
         self._closed = False
 
     @property
@@ -279,10 +297,14 @@ class Engine:
     ) -> torch.Tensor:
         """Compute the gradients of a batch, without an update; return its mean loss.
 
-        The loss is divided by `num_items`, by default the number of tokens in the batch whose label
-        is not -100. Without any, the loss is not a number: BatchError, or, with
-        `nonfinite="skip"`, a skipped step.
-        Several calls before `apply` accumulate gradients, if the workload allows it.
+        The loss is the mean over the tokens whose label is not -100. Without any, it is not a
+        number: BatchError, or, with `nonfinite="skip"`, a skipped step.
+
+        Several calls before `apply` accumulate gradients, if the engine was prepared with
+        `accumulate=True`. The update uses the mean over the tokens of all these batches, however
+        they are distributed, as for one large batch. With `num_items` in every call, the sum of
+        each batch's losses is divided by it instead, and nothing else is: pass the number of such
+        tokens in all batches of the update.
         """
         self._check_open()
         accumulating = self._stats is not None
@@ -291,6 +313,11 @@ class Engine:
                 "gradients of an earlier batch have not been applied. Call apply() before the next "
                 "forward_backward(), pass all sequences of a step in one batch, or use "
                 "prepare(accumulate=True), which keeps gradients in fp32"
+            )
+        if accumulating and (num_items is None) != self._items.counted:
+            raise EngineError(
+                "num_items was passed to some of the forward_backward() calls of an update. Pass "
+                "it to all of them (the number of tokens with a label in all batches), or to none"
             )
         with self._explaining("a training step"):
             loss = self._compute_gradients(batch, num_items, accumulating=accumulating)
@@ -308,13 +335,19 @@ class Engine:
             raise BatchError(f"num_items must be 1 or more, got {items}")
         if items == 0 and self.settings.nonfinite != "skip":
             raise BatchError(NO_LABELS)
+        # Without num_items, all batches of an update are divided by the count of the first, and
+        # `apply` corrects the sum: the total is known only then.
         divisor = max(1, items)
+        if accumulating and num_items is None:
+            divisor = self._items.divisor
         self.split_model.train(True)
         step = self._next_step(split, divisor, accumulating=accumulating)
         self._stats = None  # if the step fails, half-summed gradients must not be applied
         self._run(step)
         self.batches += 1
         self._stats = self._memory.gradients.gather_stats()
+        before = self._items.total if accumulating else 0
+        self._items = _ItemCount(divisor, before + split.num_items, counted=num_items is None)
         assert step.loss is not None
         return (step.loss / items).float().cpu()  # NaN without items: `apply` skips the step
 
@@ -337,7 +370,7 @@ class Engine:
         if self.skipped:
             self.scale.note_overflow()
             return
-        unscale = 1.0 / self.scale.value
+        unscale = self._items.correction / self.scale.value
         self.grad_norm = stats.norm * unscale
         clip = self.workload.clip
         factor = unscale if clip is None else unscale * clip_scale(self.grad_norm, clip)
