@@ -241,17 +241,30 @@ class EvaluationSettings:
         _refuse("eval_split", both, "cannot be combined with eval_data", self.eval_split)
 
 
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+"""Experiment trackers that `--log` takes."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggingSettings:
     """The experiment trackers that receive metrics, in addition to metrics.jsonl."""
 
     log: tuple[str, ...] = option(
-        "Experiment trackers: `tensorboard`, `wandb`, or both separated by a comma.", ()
+        "Experiment trackers, separated by commas: `tensorboard`, `wandb`, `trackio`, `mlflow`.", ()
+    )
+    log_project: str | None = option(
+        "Project, or MLflow experiment, of the run in trackers (default: their environment "
+        "variable, such as WANDB_PROJECT, or `penstock`).",
+        None,
+    )
+    log_name: str | None = option(
+        "Name of the run in trackers (default: their environment variable, or the name of --out).",
+        None,
     )
 
     def __post_init__(self) -> None:
-        unknown = not set(self.log) <= {"tensorboard", "wandb"}
-        _refuse("log", unknown, "must be tensorboard, wandb or both", list(self.log))
+        unknown = [name for name in self.log if name not in TRACKERS]
+        _refuse("log", bool(unknown), f"must be of {', '.join(TRACKERS)}", ",".join(unknown))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,7 +44,17 @@ FLAGS = {
         *{"--skip-bad-lines", "--cache", "--blocks"},
         *{"--save-every", "--keep", "--save-weights-only", "--on-nonfinite", "--deterministic"},
         *{"--no-deterministic"},
-        *{"--seed", "--log", "--profile", "--config", "--resume", "--json", "--help"},
+        *{
+            "--seed",
+            "--log",
+            "--log-project",
+            "--log-name",
+            "--profile",
+            "--config",
+            "--resume",
+            "--json",
+            "--help",
+        },
     },
     "profile": {
         *{"command", "--out", "-o", "--interval", "--exact", "--limit", "--machine"},

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.checkpoint.run_directory import list_checkpoints
+from penstock.checkpoint.training_state import TrainingState
 from tests.train.conftest import STEPS
 from tests.train.runs import RESIDENT, RunResult, Runs, contents, wait_for_exit, wait_for_line
 
@@ -121,6 +124,31 @@ def test_training_continues_when_the_disk_is_full(
     assert [event["step"] for event in result.of("save")] == [1, 2, 5, 6]
     assert contents(out) == contents(whole[0])
     assert not list(out.glob(".*tmp*"))
+
+
+def test_any_file_of_a_save_may_fail(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_in(step: int, write: Callable[..., Any], folder_of: Callable[..., Any]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if f"checkpoint-{step:06d}" in str(folder_of(*args)):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(*args, **kwargs)
+
+        return call
+
+    copy, save = shutil.copyfile, TrainingState.save
+    monkeypatch.setattr(shutil, "copyfile", fail_in(2, copy, lambda source, target: target))
+    monkeypatch.setattr(TrainingState, "save", fail_in(3, save, lambda state, folder: folder))
+    out = tmp_path / "out"
+    result = runs.run(out, *RESIDENT, "--steps", "4", "--save-every", "1", "--keep", "4")
+
+    assert result.code == 0, result.errors
+    assert result.errors.count(f"checkpoint not saved: {out}/") == 2
+    assert result.errors.count("the disk is full") == 2
+    assert [event["step"] for event in result.of("save")] == [1, 4]
+    assert [checkpoint.step for checkpoint in list_checkpoints(out).whole] == [4, 1]
+    assert not list_checkpoints(out).damaged
 
 
 def test_space_for_checkpoints_is_checked_before_the_first_step(

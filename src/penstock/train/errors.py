@@ -54,14 +54,14 @@ class NotResumableError(TrainError):
         )
 
 
-class MissingLoggerError(TrainError):
+class MissingTrackerError(TrainError):
     """An experiment tracker is not installed."""
 
     def __init__(self, name: str, package: str) -> None:
         self.name, self.package = name, package
         super().__init__(
-            f"--log {name} needs the package {package}: pip install 'penstock[log]', or leave "
-            f"--log out (metrics.jsonl is always written)"
+            f"--log {name} needs the package {package}: pip install {package}, or leave --log out "
+            f"(metrics.jsonl is always written)"
         )
 
 

@@ -143,9 +143,15 @@ class TrainingLoop:
     def _save_before_bad_batch(self, batch: Any, position: Any) -> None:
         """Save the batch for inspection, and a checkpoint of the run before this batch."""
         step = self._batches.step
-        path = save_bad_batch(self._out, step, batch, self._run.data.dataset.decode)
-        text = path.with_suffix(".txt").name
-        self._listeners.note(f"the batch of step {step} was saved to {path} and, as text, {text}")
+        try:
+            path = save_bad_batch(self._out, step, batch, self._run.data.dataset.decode)
+        except OSError as problem:  # the error of the batch says more
+            self._listeners.note(f"the batch of step {step} was not saved: {problem}")
+        else:
+            text = path.with_suffix(".txt").name
+            self._listeners.note(
+                f"the batch of step {step} was saved to {path} and, as text, {text}"
+            )
         if step - 1 > 0 and self._saver.saved_step != step - 1:
             self._save(RunPosition(step - 1, position, to_json(self._rate)))
 

@@ -23,12 +23,13 @@ from penstock.train.errors import explain_host_out_of_memory
 from penstock.train.events import JsonLines, Listeners
 from penstock.train.inputs import ModelSource, load_data, load_model
 from penstock.train.learning_rate import LearningRateSchedule
-from penstock.train.loggers import MetricsFile, check_loggers, open_loggers
 from penstock.train.loop import TrainingLoop, TrainingRun
+from penstock.train.metrics_file import MetricsFile
 from penstock.train.plan_choice import choose_plan, describe_budget
 from penstock.train.progress import LineView, LiveView, SilentView, View
 from penstock.train.resume import OutputDirectory, ResumePoint
 from penstock.train.signals import StopRequest
+from penstock.train.trackers import check_trackers, open_trackers
 from penstock.version import __version__
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def train(
         as_json: Whether to print events as JSON lines on standard output.
         profile: Number of steps to record, from the first one on.
     """
-    check_loggers(settings.logging.log)
+    check_trackers(settings.logging.log)
     if settings.schedule.lr == 0:
         raise SettingsError("lr", "must be greater than 0: no step would change a weight, got 0")
     listeners = Listeners([view])
@@ -118,9 +119,10 @@ def _open_run(
         saver.saved_step = resume.checkpoint.step if resume else None
         saver.check_space()
         _write_run_files(settings, engine, batches.steps)
-        listeners.add(MetricsFile(settings.checkpoint.out, after=batches.step))
-        for logger in open_loggers(settings):
-            listeners.add(logger)
+        after, note = batches.step, listeners.note
+        listeners.add(MetricsFile(settings.checkpoint.out, after=after, note=note))
+        for tracker in open_trackers(settings, after=after, note=note):
+            listeners.add(tracker)
         yield TrainingRun(settings, engine, data, batches, saver, rate, resume is not None)
     finally:
         engine.close()

@@ -1,0 +1,81 @@
+"""Write the events of a run to metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.train.events import Event, to_json_line
+
+METRICS = "metrics.jsonl"
+
+LOGGED = ("step", "skipped", "eval", "sample", "save", "done")
+"""Events that metrics.jsonl contains."""
+
+MEMORY = ("tiers", "host")
+"""Fields of a step that metrics.jsonl leaves out: they rarely change from step to step."""
+
+
+class MetricsFile:
+    """Appends one line per event to metrics.jsonl, immediately.
+
+    A resumed run continues the file after step `after`, that of its checkpoint. If the disk is full
+    or fails, training goes on: `note` says so, and the lines are written as soon as that works.
+    """
+
+    def __init__(self, out: str | Path, *, after: int, note: Callable[[str], None]) -> None:
+        self._path, self._note = Path(out) / METRICS, note
+        _drop_later_lines(self._path, after)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        # Without Python's buffer, which would keep or lose an unknown part of what failed.
+        self._fd = os.open(self._path, flags, 0o666)
+        self._waiting = b""
+        self._failing = False
+
+    def handle(self, event: Event) -> None:
+        if event["event"] in LOGGED:
+            logged = {name: value for name, value in event.items() if name not in MEMORY}
+            line = to_json_line({**logged, "time": round(time.time(), 3)})
+            self._waiting += f"{line}\n".encode()
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._fd, self._waiting) :]
+        except OSError as problem:
+            if not self._failing:
+                self._failing = True
+                self._note(
+                    f"warning: {self._path} cannot be written: {problem.strerror}. Training "
+                    f"continues, and the lines are written when there is space"
+                )
+        else:
+            self._failing = False
+
+    def close(self) -> None:
+        self._write()
+        if self._waiting:
+            lost = self._waiting.count(b"\n")
+            self._note(f"warning: {self._path} lacks the last {lost} lines of the run")
+        os.close(self._fd)
+
+
+def _drop_later_lines(path: Path, after: int) -> None:
+    """Drop the lines of steps after the checkpoint: the resumed run takes these steps again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # cut off when the run was killed
+        if isinstance(event, dict) and event.get("step", after + 1) <= after:
+            kept.append(line)
+    draft = path.with_name(f".{path.name}.tmp")
+    draft.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    os.replace(draft, path)
