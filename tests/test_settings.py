@@ -160,7 +160,7 @@ def test_replacing_values_keeps_all_others() -> None:
         ("micro_batch", "0"),
         ("micro_batch", "²"),
         ("betas", [0.9, 1.0]),
-        ("log", ["mlflow"]),
+        ("log", ["comet"]),
         ("save_every", "0"),
         ("model_config", [1]),
         ("deterministic", "yes"),
