@@ -81,6 +81,19 @@ class DataSettings:
     data: tuple[str, ...] = option(
         "Training data: a file, a directory or a Hugging Face dataset ID. Repeatable.", ()
     )
+    data_weights: tuple[float, ...] = option(
+        "Weight of each --data, separated by commas: how often an epoch has its documents, e.g. "
+        "`1,0.5` (default: once).",
+        (),
+    )
+    columns: tuple[str, ...] = option(
+        "Columns of the data that have other names, as NAME=COLUMN separated by commas, e.g. "
+        "`prompt=question,completion=answer`.",
+        (),
+    )
+    streaming: bool = option(
+        "Read datasets from the Hub as a stream instead of downloading them first.", False
+    )
     context: int | None = option(
         "Sequence length in tokens (default: chosen for the lengths of the documents, at most the "
         "model's limit).",
@@ -97,6 +110,22 @@ class DataSettings:
     def __post_init__(self) -> None:
         if self.context is not None:
             _require_at_least(self, context=2)
+        number = len(self.data_weights)
+        wrong = number not in (0, len(self.data)) and bool(self.data)
+        rule = f"must be one number for each of the {len(self.data)} sources of --data"
+        _refuse("data_weights", wrong, rule, list(self.data_weights))
+        negative = any(weight < 0 for weight in self.data_weights)
+        _refuse("data_weights", negative, "must be at least 0", list(self.data_weights))
+        _ = self.column_names
+
+    @property
+    def column_names(self) -> dict[str, str]:
+        """Column of the data for each name that has another column."""
+        pairs = [text.partition("=") for text in self.columns]
+        wrong = not all(sign and name.strip() and column.strip() for name, sign, column in pairs)
+        rule = "must have the form prompt=question,completion=answer"
+        _refuse("columns", wrong, rule, ",".join(self.columns))
+        return {name.strip(): column.strip() for name, _, column in pairs}
 
     @property
     def chosen_context(self) -> int:
@@ -332,6 +361,7 @@ TYPES: Mapping[str, Any] = {
 AFFECTS_RESULT = (
     *("context", "batch", "moments", "lr", "schedule", "warmup", "betas", "weight_decay", "clip"),
     *("dtype", "freeze", "model_config", "deterministic", "seed", "overlong", "on_nonfinite"),
+    *("columns", "data_weights"),
 )
 """Settings that can change the trained weights. A resume reports those that differ."""
 
@@ -548,7 +578,7 @@ def _convert(name: str, value: Any) -> Any:
 _OFF: Mapping[str, Any] = {"micro_batch": "auto", "clip": 0.0}
 """What None means for fields that have another word for it: Python callers write `clip=None`."""
 
-COMMA_SEPARATED = ("betas", "log")
+COMMA_SEPARATED = ("betas", "columns", "data_weights", "log")
 """Tuples that are written as one text with commas."""
 
 

@@ -32,7 +32,7 @@ FLAGS = {
         *{"--freeze", "--blocks", "--vary", "--explain", "--json", "--help"},
         *{"--revision", "--trust-remote-code", "--model-config", "--deterministic"},
         *{"--no-deterministic", "--config", "--data", "--overlong", "--skip-bad-lines", "--cache"},
-        *{"--eval-split", "--epochs", "--seed"},
+        *{"--eval-split", "--epochs", "--seed", "--data-weights", "--columns", "--streaming"},
     },
     "machines": {"--json", "--help"},
     "train": {
@@ -41,7 +41,7 @@ FLAGS = {
         *{"--schedule", "--warmup", "--betas", "--weight-decay", "--clip", "--dtype", "--freeze"},
         *{"--model-config", "--init", "--revision", "--trust-remote-code", "--eval-data"},
         *{"--eval-split", "--eval-every", "--sample-prompts", "--sample-new", "--overlong"},
-        *{"--skip-bad-lines", "--cache", "--blocks"},
+        *{"--skip-bad-lines", "--cache", "--blocks", "--data-weights", "--columns", "--streaming"},
         *{"--save-every", "--keep", "--save-weights-only", "--on-nonfinite", "--deterministic"},
         *{"--no-deterministic"},
         *{
@@ -78,7 +78,7 @@ FLAGS = {
     },
     "data show": {
         *{"file", "--model", "--context", "--count", "--overlong", "--skip-bad-lines", "--cache"},
-        *{"--revision", "--trust-remote-code", "--json", "--help"},
+        *{"--revision", "--trust-remote-code", "--json", "--help", "--columns", "--streaming"},
     },
     "store ls": {"paths", "--json", "--help"},
     "store rm": {"paths", "--force", "--json", "--help"},

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from penstock.data.encode import encode
 from penstock.data.errors import BadLinesError, NoChatTemplateError, TokenizerError
-from penstock.data.sources import Item, SourceOffset
+from penstock.data.examples import RecordFormat
+from penstock.data.items import Item, SourceOffset
 from penstock.data.tokenizer import Tokens
 from tests.data.helpers import chat, dataset_of, trained_text, whole_text
 from tests.support import small_tokenizers as small
@@ -226,7 +227,7 @@ def test_the_trained_text_is_what_the_assistant_said(turns: list[str], template:
     tokens = tokens_of(template)
     item = Item("here", chat(*turns), SourceOffset())
 
-    (document,) = encode([item], tokens).documents
+    (document,) = encode([item], tokens, RecordFormat()).documents
 
     end = "\n" if template == small.PROSE else "<|im_end|>"
     runs: list[list[int]] = [[]]
@@ -246,7 +247,7 @@ def test_exactly_the_completion_is_trained(prompt: str, completion: str) -> None
     tokens = tokens_of(small.PLAIN)
     record = {"prompt": prompt, "completion": completion}
 
-    (document,) = encode([Item("here", record, SourceOffset())], tokens).documents
+    (document,) = encode([Item("here", record, SourceOffset())], tokens, RecordFormat()).documents
 
     trained = document.trained.astype(bool)
     assert tokens.decode(document.ids[trained].tolist()) == completion + "<|end|>"

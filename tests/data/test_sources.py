@@ -12,9 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.data import open_dataset, sources
+from penstock.data import items as data_items
+from penstock.data import open_dataset, sources, text_files
 from penstock.data.errors import BadLinesError, EmptyDataError, SourceError
-from penstock.data.sources import Item, LineFile, SourceOffset, TextFile
+from penstock.data.items import Item, SourceOffset
+from penstock.data.json_files import LineFile
+from penstock.data.text_files import TextFile
 from tests.data.helpers import chat, dataset_of, trained_text, whole_text, write_lines
 from tests.support.small_tokenizers import small_tokenizer
 
@@ -25,11 +28,12 @@ GOOD = {"text": "Water runs down."}
     ("line", "words"),
     [
         ("{not json", "is not JSON: .* at column 2"),
-        ("[", "is not JSON.*Write one object per line"),
+        ("[", "is not JSON.*Write one object per line, or an array of objects"),
         ("[1, 2]", "contains an array, not an object"),
         ("17", "contains a number"),
         ("{}", "has no keys; expected messages"),
-        ('{"instruction": "x", "output": "y"}', "has instruction, output; expected messages"),
+        ('{"question": "x", "answer": "y"}', "has question, answer; expected messages.*--columns"),
+        ('{"prompt": "x", "chosen": "y", "rejected": "z"}', "is a preference pair.*open_pairs"),
         ('{"text": 3}', "text must be a string, got 3"),
         ('{"text": "  "}', "text is empty"),
         ('{"messages": []}', "messages must be a list of messages"),
@@ -109,13 +113,16 @@ def test_a_chat_that_the_template_rejects_is_a_bad_line(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("gone.jsonl", "no such file"),
-        ("data.csv", "unknown format; Penstock reads JSON lines"),
-        ("data.jsonl.gz", "is compressed; decompress it first"),
+        ("data.xlsx", r"unknown format; Penstock reads JSON \(.jsonl"),
+        ("data.jsonl.gz", "cannot be decompressed"),
+        ("data.csv", "has no header row"),
+        ("data.parquet.gz", "unknown format"),
         ("empty", "contains no data files"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(name: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_text("a,b\n")
+    for file in ("data.csv", "data.xlsx", "data.parquet.gz"):
+        (tmp_path / file).write_text("")
     (tmp_path / "data.jsonl.gz").write_bytes(b"\x1f\x8b")
     (tmp_path / "empty").mkdir()
 
@@ -133,7 +140,7 @@ def test_a_missing_library_is_named(
     (tmp_path / "d.parquet").write_bytes(b"PAR1")
     source = tmp_path / name if library == "pyarrow" else name
 
-    with pytest.raises(SourceError, match=rf"install {library}: pip install 'penstock\[data\]'"):
+    with pytest.raises(SourceError, match=rf"install {library}: pip install {library}"):
         open_dataset(source, small_tokenizer(), cache_dir=tmp_path / "cache")
 
 
@@ -154,6 +161,9 @@ def test_the_files_of_a_directory_are_read_in_order(tmp_path: Path) -> None:
 class FakeBatch:
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows, self.num_rows = rows, len(rows)
+
+    def slice(self, at: int, length: int) -> FakeBatch:
+        return FakeBatch(self.rows[at : at + length])
 
     def to_pylist(self) -> list[dict[str, Any]]:
         return self.rows
@@ -183,7 +193,7 @@ def test_a_parquet_file_can_be_read_from_any_row(
     monkeypatch.setitem(sys.modules, "pyarrow", ModuleType("pyarrow"))
     (tmp_path / "d.parquet").write_bytes(b"PAR1")
 
-    (source,) = sources.find_sources(tmp_path / "d.parquet")
+    ((source,),) = sources.find_sources(tmp_path / "d.parquet")
     items = list(source.read(SourceOffset(300, 300)))
 
     assert len(items) == 300
@@ -247,7 +257,7 @@ def test_a_long_text_is_split_at_the_same_positions_when_resumed(
     text: str, piece: int, stop: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch, _text_file(text) as file:
-        patch.setattr(sources, "TEXT_PIECE", piece)
+        patch.setattr(text_files, "TEXT_PIECE", piece)
         source = TextFile(file)
         items = list(source.read(SourceOffset()))
 
@@ -276,7 +286,7 @@ def _text_file(text: str) -> Any:
 def test_a_line_that_is_too_long_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "LONGEST_LINE", 32)
+    monkeypatch.setattr(data_items, "LONGEST_RECORD", 32)
     file = write_lines(tmp_path / "data.jsonl", [{"text": "x" * 100}, GOOD])
 
     first, second = LineFile(file).read(SourceOffset())

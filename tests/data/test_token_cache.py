@@ -85,13 +85,13 @@ from penstock.data import token_cache, open_dataset
 from tests.support.small_tokenizers import small_tokenizer
 token_cache.CHUNK_ITEMS = 20
 real, left = token_cache.encode, int(sys.argv[3])
-def encode(items, tokens):
+def encode(items, tokens, format_):
     global left
     left -= 1
     if left < 0:
         import os, signal
         os.kill(os.getpid(), signal.SIGKILL)
-    return real(items, tokens)
+    return real(items, tokens, format_)
 token_cache.encode = encode
 open_dataset(Path(sys.argv[1]), small_tokenizer(), cache_dir=sys.argv[2])
 """
@@ -121,7 +121,7 @@ def test_a_killed_tokenization_resumes_where_it_stopped(
     encoded = []
     real = token_cache.encode
     monkeypatch.setattr(
-        token_cache, "encode", lambda items, t: encoded.extend(items) or real(items, t)
+        token_cache, "encode", lambda items, t, f: encoded.extend(items) or real(items, t, f)
     )
     dataset = open_dataset(file, small_tokenizer(), cache_dir=caches)
 
@@ -133,18 +133,18 @@ def test_a_killed_tokenization_resumes_where_it_stopped(
 def test_tokenizing_resumes_in_the_middle_of_a_document(
     caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.data.sources.TEXT_PIECE", 64)
+    monkeypatch.setattr("penstock.data.text_files.TEXT_PIECE", 64)
     monkeypatch.setattr(token_cache, "CHUNK_ITEMS", 5)
     text = tmp_path / "book.txt"
     text.write_text("".join(f"Water runs down pipe {n}.\n" for n in range(100)) + "\fThe end.")
     open_dataset(text, small_tokenizer(), cache_dir=tmp_path / "uninterrupted")
     real, left = token_cache.encode, [3]
 
-    def encode(items: Any, tokens: Any) -> Any:
+    def encode(items: Any, tokens: Any, format_: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
-        return real(items, tokens)
+        return real(items, tokens, format_)
 
     monkeypatch.setattr(token_cache, "encode", encode)
     with pytest.raises(KeyboardInterrupt):
@@ -226,10 +226,10 @@ def test_a_source_that_changes_while_it_is_read_is_rejected(
 ) -> None:
     real = token_cache.encode
 
-    def encode(items: Any, tokens: Any) -> Any:
+    def encode(items: Any, tokens: Any, format_: Any) -> Any:
         with file.open("a") as more:
             more.write("\n")
-        return real(items, tokens)
+        return real(items, tokens, format_)
 
     monkeypatch.setattr(token_cache, "encode", encode)
     with pytest.raises(SourceError, match="changed while it was being read"):

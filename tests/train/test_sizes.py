@@ -175,6 +175,27 @@ def test_a_resume_keeps_the_schedule_and_the_sizes_of_a_run_of_an_earlier_versio
     assert "overlong was" not in done.errors
 
 
+def test_columns_and_weights_of_several_sources(model: Path, tmp_path: Path) -> None:
+    questions = [{"question": f"{n}?", "answer": f"{n} {WORD}"} for n in range(4)]
+    flags = arguments(tmp_path, model, questions, "--columns", "instruction=question,output=answer")
+    more = tmp_path / "more.csv"
+    more.write_text("question;answer\n" + "".join(f"{n}!;{WORD}\n" for n in range(10)))
+    flags += ["--data", str(more), "--out", str(tmp_path / "out"), "--json"]
+
+    done = run_command(["train", *flags, "--data-weights", "2,0.5"])
+
+    assert done.code == 0, done.errors
+    assert "13 documents in" in done.errors  # 2 x 4 + 0.5 x 10
+    recorded = read_yaml(tmp_path / "out/run.yaml")
+    assert recorded["columns"] == ["instruction=question", "output=answer"]
+    assert recorded["data_weights"] == [2.0, 0.5]
+    again = run_command(["train", "--out", str(tmp_path / "out"), "--resume", "--json"])
+    assert again.code == 0, again.errors
+    wrong = run_command(["train", *flags, "--data-weights", "1"])
+    assert wrong.code == 2
+    assert "must be one number for each of the 2" in wrong.errors
+
+
 # Runs that would change nothing.
 
 

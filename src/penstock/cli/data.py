@@ -30,7 +30,18 @@ TRAINED, MASKED = "bold green", "dim"
 OPENS, CLOSES = "[+", "+]"
 """Marks around trained text on terminals without colors."""
 
-SETTINGS = ("context", "overlong", "skip_bad_lines", "cache", "revision", "trust_remote_code")
+SETTINGS = (
+    *(
+        "columns",
+        "streaming",
+        "context",
+        "overlong",
+        "skip_bad_lines",
+        "cache",
+        "revision",
+        "trust_remote_code",
+    ),
+)
 
 data_app = typer.Typer(help="Inspect training data.", no_args_is_help=True)
 
@@ -162,6 +173,8 @@ def _open_dataset(
         return open_dataset(
             files,
             tokenizer,
+            columns=settings.data.column_names,
+            streaming=settings.data.streaming,
             cache_dir=settings.data.cache,
             skip_bad_lines=settings.data.skip_bad_lines,
             on_progress=report,
@@ -170,7 +183,9 @@ def _open_dataset(
 
 def _parameters() -> list[inspect.Parameter]:
     required = inspect.Parameter.empty
-    file = typer.Argument(help="Files (.jsonl, .txt, .parquet), directories or Hub dataset IDs.")
+    file = typer.Argument(
+        help="Files (.jsonl, .json, .csv, .txt, .parquet, ...), directories or Hub dataset IDs."
+    )
     model = typer.Option(help="Model whose tokenizer to use: a directory or a Hub model ID.")
     count = typer.Option(help="Number of examples to print.", min=0)
     return [

@@ -39,7 +39,17 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 SETTINGS = (
     *("model", "revision", "trust_remote_code", "model_config", "dtype", "freeze", "blocks"),
-    *("data", "context", "overlong", "skip_bad_lines", "cache", "eval_split"),
+    *(
+        "data",
+        "data_weights",
+        "columns",
+        "streaming",
+        "context",
+        "overlong",
+        "skip_bad_lines",
+        "cache",
+        "eval_split",
+    ),
     *("batch", "micro_batch", "epochs", "steps", "clip", "deterministic", "seed"),
     *("hbm", "dram", "cxl", "nvme", "moments"),
 )

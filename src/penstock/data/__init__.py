@@ -12,14 +12,17 @@ from penstock.data.batches import Batches, Packed
 from penstock.data.dataset import Document, TokenDataset, open_dataset
 from penstock.data.errors import DataError
 from penstock.data.packing import Counts
+from penstock.data.pairs import PairDataset, open_pairs
 from penstock.data.tokenizer import load_tokenizer
 from penstock.settings import Overlong
 
 __all__ = [
     "open_dataset",
+    "open_pairs",
     "load_tokenizer",
     "TokenDataset",
     "Document",
+    "PairDataset",
     "Packed",
     "Counts",
     "Overlong",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -18,8 +19,23 @@ from penstock.data.examples import Chat
 
 _MARK = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 
+_REASONING_END = "</think>"
+_REASONING_START = re.compile(r"<think>\s*$")
+
 Span = tuple[int, int]
 Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenChat:
+    """A chat as text."""
+
+    text: str
+    spans: tuple[Span, ...]
+    """The trained characters, in order."""
+
+    drops_reasoning: bool
+    """Whether the template removed reasoning from a trained turn."""
 
 
 class ChatWriter:
@@ -37,15 +53,22 @@ class ChatWriter:
         )
         self.is_marked = bool(_MARK.search(self._template))
 
-    def write(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Render a chat; return the text and its trained spans, in order."""
+    def write(self, chat: Chat) -> WrittenChat:
+        """Render a chat, and locate its trained spans."""
         self._check_tools(chat)
         text, marked = self._render(chat.messages, chat.tools)
         find = self._spans_by_marks if self.is_marked else self._spans_by_turns
         spans = find(chat, text, marked)
         if any(later[0] < earlier[1] for earlier, later in pairwise(spans)):
             raise MaskError("two of them overlap in the text")
-        return text, spans
+        trained = [
+            m for m, is_trained in zip(chat.messages, chat.trained, strict=True) if is_trained
+        ]
+        dropped = any(
+            _reasoning(message) not in text[start:end]
+            for message, (start, end) in zip(trained, spans, strict=True)
+        )
+        return WrittenChat(text, tuple(spans), dropped)
 
     def leaves_end_open(self, text: str, spans: Sequence[Span]) -> bool:
         """Return whether a trained span excludes the end-of-turn token that follows it."""
@@ -93,16 +116,21 @@ class ChatWriter:
         through = text
         if number + 1 < len(chat.messages):
             through, _ = self._render(chat.messages[: number + 1], chat.tools)
+        if through.startswith(before) and not text.startswith(before):
+            # The generation prompt opens a block for reasoning, and the template removes the block
+            # from all turns but the last.
+            before = _REASONING_START.sub("", before)
         if not (text.startswith(before) and through.startswith(before)):
             raise MaskError(
                 f"the chat does not begin with the text before message {number + 1} rendered alone"
             )
         if text.startswith(through):
             return len(before), len(through)
-        # Some templates render the last turn differently, for example with an empty block for
-        # reasoning. The content and the end of the turn must still match exactly.
+        # Some templates render the last turn differently: only there they keep the reasoning, or
+        # add an empty block for it. The answer and the end of the turn must still match exactly.
         content = str(chat.messages[number].get("content", ""))
-        for answer in (content, content.strip()):
+        answer_only = content.rpartition(_REASONING_END)[2]
+        for answer in (content, content.strip(), answer_only, answer_only.strip()):
             _, found, ending = through[len(before) :].rpartition(answer) if answer else ("", "", "")
             if found and text.startswith(answer + ending, len(before)):
                 return len(before), len(before) + len(answer) + len(ending)
@@ -132,3 +160,11 @@ class ChatWriter:
             raise BadRecordError(f"the chat template rejects it: {error}") from None
         texts, marked = rendered
         return str(texts[0]), [(int(start), int(end)) for start, end in marked[0]] if marked else []
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    """Return the last line of a turn's reasoning; "" if it has none."""
+    inside, end, _ = str(message.get("content", "")).rpartition(_REASONING_END)
+    text = inside if end else str(message.get("reasoning_content") or message.get("thinking") or "")
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.data.batches import Packed
-from penstock.data.errors import DataError, EmptyDataError
+from penstock.data.errors import CacheError, DataError, EmptyDataError
+from penstock.data.examples import RecordFormat
 from penstock.data.packing import pack_rows
 from penstock.data.shuffle import Bools, Ints, hash_values
 from penstock.data.sources import find_sources
@@ -24,6 +25,8 @@ def open_dataset(
     sources: str | Path | Sequence[str | Path],
     tokenizer: Any,
     *,
+    columns: Mapping[str, str] | None = None,
+    streaming: bool = False,
     cache_dir: str | Path | None = None,
     skip_bad_lines: bool = False,
     on_progress: OnProgress | None = None,
@@ -31,24 +34,50 @@ def open_dataset(
     """Tokenize files, directories or Hugging Face datasets, or open their token cache.
 
     Args:
-        sources: Files, directories or dataset ids.
+        sources: Files, directories or dataset IDs.
         tokenizer: A transformers tokenizer.
+        columns: Names of columns, such as `{"prompt": "question", "completion": "answer"}`.
+        streaming: Read datasets from the Hub as a stream, instead of downloading them first.
         cache_dir: Directory for token caches; by default `~/.cache/penstock/tokens`.
         skip_bad_lines: Skip lines that are not valid examples, instead of raising BadLinesError.
         on_progress: Called as `on_progress(done, total, what)`, in bytes of the sources. If `total`
             is 0, `what` is a message.
     """
+    return open_documents(
+        sources, tokenizer, RecordFormat(columns or {}), streaming=streaming, cache_dir=cache_dir,
+        skip_bad_lines=skip_bad_lines, on_progress=on_progress,
+    )  # fmt: skip
+
+
+def open_documents(
+    sources: str | Path | Sequence[str | Path],
+    tokenizer: Any,
+    format_: RecordFormat,
+    *,
+    streaming: bool = False,
+    cache_dir: str | Path | None = None,
+    skip_bad_lines: bool = False,
+    on_progress: OnProgress | None = None,
+) -> TokenDataset:
+    """Tokenize sources in a record format; see `open_dataset`."""
     tokens = Tokens(tokenizer)
     directory = Path(cache_dir) if cache_dir is not None else default_directory()
+    report = on_progress if on_progress is not None else lambda done, total, what: None
+    groups = find_sources(sources, streaming=streaming, on_note=lambda text: report(0, 0, text))
     cache = open_cache(
-        find_sources(sources),
+        [source for group in groups for source in group],
         tokens,
         directory,
+        format_=format_,
         skip_bad=skip_bad_lines,
-        on_progress=on_progress if on_progress is not None else lambda done, total, what: None,
+        on_progress=report,
     )
     all_documents = np.arange(cache.state.documents, dtype=np.int64)
-    return TokenDataset(cache, tokens, all_documents, part="all")
+    ends = [0, *cache.state.source_ends]
+    last = np.cumsum([len(group) for group in groups])
+    known = len(ends) > last[-1]
+    ends = [ends[number] for number in last] if known else []
+    return TokenDataset(cache, tokens, all_documents, part="all", source_ends=ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +94,17 @@ class Document:
 class TokenDataset:
     """Documents of a token cache: all of them, or one side of a split."""
 
-    def __init__(self, cache: Cache, tokens: Tokens, chosen: Ints, *, part: str) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        tokens: Tokens,
+        chosen: Ints,
+        *,
+        part: str,
+        source_ends: Sequence[int] = (),
+    ) -> None:
         self._cache, self._tokens, self._chosen, self._part = cache, tokens, chosen, part
+        self._source_ends = list(source_ends)
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -109,6 +147,11 @@ class TokenDataset:
         return int(self._cache.documents[self._chosen, 1].sum())
 
     @property
+    def pad(self) -> int:
+        """Token that fills a row."""
+        return self._tokens.pad
+
+    @property
     def bad_lines(self) -> tuple[str, ...]:
         """The first skipped lines, with file and line number."""
         return self._cache.state.bad_lines
@@ -121,13 +164,19 @@ class TokenDataset:
     @property
     def notes(self) -> tuple[str, ...]:
         """Warnings about the data that a user should read before training."""
-        open_ends = self._cache.state.left_open
-        if not open_ends:
-            return ()
-        return (
-            f"In {open_ends} chats, the template's generation marks exclude the token that ends "
-            "the assistant's turn: the model will not learn to stop.",
-        )
+        state, notes = self._cache.state, []
+        if state.left_open:
+            notes.append(
+                f"In {state.left_open} chats, the template's generation marks exclude the token "
+                f"that ends the assistant's turn: the model will not learn to stop."
+            )
+        if state.reasoning_dropped:
+            notes.append(
+                f"In {state.reasoning_dropped} chats, the chat template removes the reasoning "
+                f"(<think>) of earlier assistant turns, as it does at inference: it is not "
+                f"trained. To train it, end a copy of the chat with each such turn."
+            )
+        return tuple(notes)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> str:
         """Decode tokens, including special tokens, to text."""
@@ -148,17 +197,46 @@ class TokenDataset:
             raise EmptyDataError(
                 f"{len(hashes)} documents are too few to hold out a fraction of {fraction:g}"
             )
-        sides = (("train", ~held_out), ("held out", held_out))
-        train, out = (
-            TokenDataset(
-                self._cache,
-                self._tokens,
-                self._chosen[side],
-                part=f"{self._part}, {name} {fraction!r} by seed {seed}",
+        part = f"{fraction!r} by seed {seed}"
+        train = self._choose(self._chosen[~held_out], f"train {part}")
+        return train, self._choose(self._chosen[held_out], f"held out {part}")
+
+    def weighted(self, weights: Sequence[float], *, seed: int = 0) -> TokenDataset:
+        """Return the dataset with a weight per source: how often an epoch has its documents.
+
+        A weight of 2 has every document twice; a weight of 0.5 has half of the documents, which
+        the seed determines.
+        """
+        if not self._source_ends:  # written by Penstock 0.1
+            raise CacheError(
+                str(self._cache.directory),
+                "does not say which document is from which source; delete the directory to "
+                "tokenize again",
             )
-            for name, side in sides
-        )
-        return train, out
+        sources = len(self._source_ends)
+        if len(weights) != sources or not all(0 <= w < float("inf") for w in weights):
+            raise DataError(
+                f"the weights must be {sources} numbers of at least 0, one for each source; "
+                f"got {', '.join(f'{weight:g}' for weight in weights)}"
+            )
+        origins = np.searchsorted(self._source_ends, self._chosen, side="right")
+        parts = []
+        for source, weight in enumerate(weights):
+            documents = self._chosen[origins == source]
+            order = documents[np.argsort(hash_values(documents.astype(np.uint64), seed, 3))]
+            whole, share = divmod(weight, 1)
+            parts += [documents] * int(whole) + [order[: round(share * len(order))]]
+        chosen = np.concatenate(parts)
+        if not len(chosen):
+            raise EmptyDataError("the weights of the sources leave no document")
+        listed = ", ".join(f"{weight!r}" for weight in weights)
+        return self._choose(chosen, f"weights {listed} by seed {seed}")
+
+    def _choose(self, chosen: Ints, part: str) -> TokenDataset:
+        return TokenDataset(
+            self._cache, self._tokens, chosen, part=f"{self._part}, {part}",
+            source_ends=self._source_ends,
+        )  # fmt: skip
 
     def pack(
         self,

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from penstock.data.chat import Span
 from penstock.data.errors import BadRecordError, MaskError, NoChatTemplateError
-from penstock.data.examples import Chat, Completion, Text, read_example
-from penstock.data.sources import Item
+from penstock.data.examples import Chat, Completion, Example, RecordFormat, Text
+from penstock.data.items import Item
 from penstock.data.tokenizer import Tokens
 
 EncodedParts = tuple[list[int], list[list[int]]]
@@ -46,6 +46,9 @@ class RenderedExample:
     leaves_end_open: bool = False
     """Whether a trained turn excludes its end-of-turn token."""
 
+    drops_reasoning: bool = False
+    """Whether the template removed reasoning from a trained turn."""
+
     def cuts(self) -> list[int]:
         """Return the borders between trained and untrained characters inside the text."""
         borders = {border for span in self.spans for border in span}
@@ -68,6 +71,9 @@ class Encoded:
     leaves_end_open: bool = False
     """Whether a trained turn excludes its end-of-turn token."""
 
+    drops_reasoning: bool = False
+    """Whether the template removed reasoning from a trained turn."""
+
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
@@ -80,38 +86,52 @@ class Encoding:
     """Problems of invalid items, with file and line number."""
 
 
-def encode(items: Sequence[Item], tokens: Tokens) -> Encoding:
-    """Encode items in order, and collect the problems of invalid ones."""
-    rendered, locations, problems = [], [], []
-    for item in items:
+def encode(items: Sequence[Item], tokens: Tokens, format_: RecordFormat) -> Encoding:
+    """Encode items in order, and collect the problems of invalid ones.
+
+    If an item has several examples, none of them is encoded unless all are valid.
+    """
+    rendered: list[RenderedExample] = []
+    owners: list[int] = []  # the item of each example
+    problems: dict[int, str] = {}
+    for number, item in enumerate(items):
         try:
-            rendered.append(_render(item, tokens))
-            locations.append(item.where)
+            examples = _render(item, tokens, format_)
         except BadRecordError as problem:
-            problems.append((item.where, str(problem)))
+            problems[number] = str(problem)
+            continue
+        rendered += examples
+        owners += [number] * len(examples)
     documents = []
     wholes = tokens.encode([example.text for example in rendered])
-    for example, where, encoded_parts in zip(
-        rendered, locations, _encode_parts(rendered, wholes, tokens), strict=True
+    for example, owner, encoded_parts in zip(
+        rendered, owners, _encode_parts(rendered, wholes, tokens), strict=True
     ):
         try:
-            documents.append(
-                _mask(example, *_check_borders(example, encoded_parts, tokens), tokens)
-            )
+            ids, borders = _check_borders(example, encoded_parts, tokens)
+            documents.append((owner, _mask(example, ids, borders, tokens)))
         except BadRecordError as problem:
-            problems.append((where, str(problem)))
-    order = {item.where: number for number, item in enumerate(items)}
-    problems.sort(key=lambda problem: order[problem[0]])
-    return Encoding(tuple(documents), tuple(f"{where}: {text}" for where, text in problems))
+            problems.setdefault(owner, str(problem))
+    return Encoding(
+        tuple(document for owner, document in documents if owner not in problems),
+        tuple(f"{items[number].where}: {problems[number]}" for number in sorted(problems)),
+    )
 
 
-def _render(item: Item, tokens: Tokens) -> RenderedExample:
+def _render(item: Item, tokens: Tokens, format_: RecordFormat) -> list[RenderedExample]:
     if item.problem:
         raise BadRecordError(item.problem)
-    if not (item.opens and item.closes):
+    if item.is_text:
+        if format_.pairs:
+            raise BadRecordError("is plain text; expected chosen and rejected")
         text = str(item.record["text"])
-        return RenderedExample(text, ((0, len(text)),), item.opens, item.closes, ends=item.closes)
-    match read_example(item.record):
+        whole = ((0, len(text)),)
+        return [RenderedExample(text, whole, item.opens, item.closes, ends=item.closes)]
+    return [_render_example(example, tokens, item) for example in format_.examples(item.record)]
+
+
+def _render_example(example: Example, tokens: Tokens, item: Item) -> RenderedExample:
+    match example:
         case Text(text):
             return RenderedExample(text, ((0, len(text)),), opens=True, closes=True)
         case Completion(prompt, completion):
@@ -120,9 +140,12 @@ def _render(item: Item, tokens: Tokens) -> RenderedExample:
         case Chat() as chat:
             if tokens.chat is None:
                 raise NoChatTemplateError(tokens.name, item.where)
-            text, spans = tokens.chat.write(chat)
-            is_open = tokens.chat.leaves_end_open(text, spans)
-            return RenderedExample(text, tuple(spans), False, False, leaves_end_open=is_open)
+            written = tokens.chat.write(chat)
+            is_open = tokens.chat.leaves_end_open(written.text, written.spans)
+            return RenderedExample(
+                written.text, written.spans, False, False,
+                leaves_end_open=is_open, drops_reasoning=written.drops_reasoning,
+            )  # fmt: skip
 
 
 def _encode_parts(
@@ -184,4 +207,7 @@ def _mask(example: RenderedExample, ids: list[int], borders: list[int], tokens: 
         raise BadRecordError(
             "has nothing to train on: the first token of a document is never trained"
         )
-    return Encoded(np.array(ids, np.int64), trained, example.ends, example.leaves_end_open)
+    return Encoded(
+        np.array(ids, np.int64), trained, example.ends, example.leaves_end_open,
+        example.drops_reasoning,
+    )  # fmt: skip

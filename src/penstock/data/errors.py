@@ -56,7 +56,7 @@ class NoChatTemplateError(TokenizerError):
         super().__init__(
             f"{where} is a chat, but {tokenizer} has no chat template. Use the tokenizer of the "
             f"instruction-tuned model, put its chat_template.jinja next to tokenizer.json, or "
-            f"rewrite the data as prompt and completion"
+            f"read other columns, such as --columns prompt=instruction,completion=output"
         )
 
 

@@ -1,4 +1,4 @@
-"""Interpret a record as an example: a chat, a prompt with its completion, or a text.
+"""Interpret a record as an example: a chat, a prompt with its completion, a text, or a pair.
 
 This module normalizes the spellings in common use. Errors name the key that is missing or has the
 wrong type.
@@ -6,16 +6,33 @@ wrong type.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.data.errors import BadRecordError
+from penstock.data.errors import BadRecordError, DataError
 
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+ROLES = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bot"), "assistant"),
+    "observation": "tool",
+}
 """ShareGPT's names of roles. Other names are passed to the chat template unchanged."""
 
-EXPECTED_KEYS = "messages, conversations, prompt and completion, or text"
+CHATS = ("messages", "conversations", "conversation")
+"""Columns that hold the messages of a chat."""
+
+COLUMNS = (
+    *("messages", "text", "prompt", "completion", "instruction", "input", "output", "system"),
+    *("history", "tools", "chosen", "rejected"),
+)
+"""Names of columns that have a meaning."""
+
+EXPECTED_KEYS = (
+    "messages, conversations, prompt and completion, instruction and output, or text; name other "
+    "columns with --columns, such as --columns prompt=question,completion=answer"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +67,132 @@ class Text:
 Example = Chat | Completion | Text
 
 
-def read_example(record: Mapping[str, Any]) -> Example:
-    """Interpret a record by its keys. Raises BadRecordError if it is not a valid example."""
-    for key in ("messages", "conversations"):
+@dataclass(frozen=True, slots=True)
+class RecordFormat:
+    """How records become examples."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Column of each name in `COLUMNS`, if it has another name. Then other columns are ignored."""
+
+    pairs: bool = False
+    """Whether a record is a preference pair: two examples, the chosen and the rejected one."""
+
+    def __post_init__(self) -> None:
+        for name in self.columns:
+            if name not in COLUMNS:
+                raise DataError(
+                    f"--columns: {name!r} has no meaning; the names are {', '.join(COLUMNS)}"
+                )
+
+    def identity(self) -> list[object]:
+        """Return values that differ if records are read differently; empty by default."""
+        columns = sorted(self.columns.items())
+        return [columns, self.pairs] if columns or self.pairs else []
+
+    def examples(self, record: Mapping[str, Any]) -> tuple[Example, ...]:
+        """Interpret a record by its keys. Raises BadRecordError if it is not valid."""
+        if self.columns:
+            record = _renamed(record, self.columns)
+        return _pair(record) if self.pairs else (_example(record),)
+
+
+def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    for column in columns.values():
+        if column not in record and column != columns.get("input"):
+            raise BadRecordError(f"has no column {column!r}; it has {_found(record)}")
+    return {name: record[column] for name, column in columns.items() if column in record}
+
+
+def _found(record: Mapping[str, Any]) -> str:
+    more = ", ..." if len(record) > 8 else ""
+    return (", ".join(list(record)[:8]) or "no keys") + more
+
+
+def _example(record: Mapping[str, Any]) -> Example:
+    for key in CHATS:
         if key in record:
             return _chat(record, key)
     if "prompt" in record and "completion" in record:
         return _completion(record)
+    if "instruction" in record and "output" in record:
+        return _alpaca(record)
     if "text" in record:
         return Text(_nonempty_string(record["text"], "text"))
-    keys = ", ".join(list(record)[:8]) or "no keys"
-    raise BadRecordError(f"has {keys}; expected {EXPECTED_KEYS}")
+    if "chosen" in record and "rejected" in record:
+        flag = "prompt=prompt,completion" if "prompt" in record else "messages"
+        raise BadRecordError(
+            f"is a preference pair, which is data for penstock.data.open_pairs; to train on the "
+            f"chosen answers only, pass --columns {flag}=chosen"
+        )
+    raise BadRecordError(f"has {_found(record)}; expected {EXPECTED_KEYS}")
+
+
+def _pair(record: Mapping[str, Any]) -> tuple[Example, ...]:
+    """Return the chosen and the rejected example. Without a prompt, both are whole chats."""
+    for key in ("chosen", "rejected"):
+        if key not in record:
+            raise BadRecordError(f"has {_found(record)}; expected chosen and rejected")
+    if "prompt" not in record:
+        return _chats_with_common_prompt(record)
+    prompt = record["prompt"]
+    rest = {key: record[key] for key in ("system", "tools") if key in record}
+    asked = [{"role": "user", "content": prompt}]
+    sides = []
+    for key in ("chosen", "rejected"):
+        answer = _parsed(record[key])
+        if isinstance(answer, list) and answer[:1] == asked:
+            answer = answer[1:]  # some data sets repeat the prompt as the first message
+        sides.append(_completion({**rest, "prompt": prompt, "completion": answer}))
+    return tuple(sides)
+
+
+def _chats_with_common_prompt(record: Mapping[str, Any]) -> tuple[Example, ...]:
+    chats = [_messages(record[key], key) for key in ("chosen", "rejected")]
+    same = 0
+    for one, other in zip(*chats, strict=False):
+        if one != other:
+            break
+        same += 1
+    return tuple(_as_chat(messages, record.get("tools"), first=same) for messages in chats)
+
+
+def _alpaca(record: Mapping[str, Any]) -> Chat:
+    """Return Alpaca's columns as a chat: the input follows the instruction on a new line."""
+    parts = [_nonempty_string(record["instruction"], "instruction")]
+    if record.get("input"):
+        parts.append(_nonempty_string(record["input"], "input"))
+    messages = []
+    for turn in record.get("history") or ():
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise BadRecordError(f"history must be a list of pairs, got {turn!r:.40}")
+        messages += [
+            {"role": "user", "content": turn[0]},
+            {"role": "assistant", "content": turn[1]},
+        ]
+    messages += [
+        {"role": "user", "content": "\n".join(parts)},
+        {"role": "assistant", "content": _nonempty_string(record["output"], "output")},
+    ]
+    return _chat({**record, "messages": messages}, "messages")
 
 
 def _chat(record: Mapping[str, Any], key: str) -> Chat:
     messages = _messages(record[key], key)
-    if isinstance(record.get("system"), str) and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": record["system"]}, *messages]
+    system = record.get("system")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
     return _as_chat(messages, record.get("tools"), first=0)
 
 
 def _completion(record: Mapping[str, Any]) -> Chat | Completion:
-    prompt, completion = record["prompt"], record["completion"]
+    prompt, completion = _parsed(record["prompt"]), _parsed(record["completion"])
     if isinstance(prompt, list) and isinstance(completion, list):
         before = _messages(prompt, "prompt")
         messages = [*before, *_messages(completion, "completion")]
         return _as_chat(messages, record.get("tools"), first=len(before))
+    if isinstance(prompt, str) and isinstance(completion, list):
+        before = [{"role": "user", "content": prompt}]
+        return _completion({**record, "prompt": before, "completion": completion})
     if not isinstance(prompt, str):
         raise BadRecordError(
             f"prompt must be a string, or a list of messages if completion is one; "
@@ -105,9 +222,20 @@ def _weight(message: dict[str, Any], number: int) -> bool:
 
 
 def _messages(value: object, key: str) -> list[dict[str, Any]]:
+    value = _parsed(value)
     if not isinstance(value, list) or not value:
         raise BadRecordError(f"{key} must be a list of messages, got {value!r:.40}")
     return [_message(item, f"message {number} of {key}") for number, item in enumerate(value, 1)]
+
+
+def _parsed(value: object) -> object:
+    """Return messages that a CSV file or a column of text has as JSON; other values unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value  # a text that begins with a bracket
+    return value
 
 
 def _message(item: object, name: str) -> dict[str, Any]:

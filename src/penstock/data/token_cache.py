@@ -27,7 +27,8 @@ import numpy.typing as npt
 
 from penstock.data.encode import Encoded, encode
 from penstock.data.errors import BadLinesError, CacheError, EmptyDataError, SourceError
-from penstock.data.sources import Item, Source, SourceOffset
+from penstock.data.examples import RecordFormat
+from penstock.data.items import Item, Source, SourceOffset
 from penstock.data.tokenizer import Tokens
 from penstock.errors import RecordError
 from penstock.machine.user_cache import cache_directory
@@ -114,6 +115,12 @@ class State:
     left_open: int = 0
     """Number of chats whose trained turns exclude the end-of-turn token."""
 
+    reasoning_dropped: int = 0
+    """Number of chats in which the template removed reasoning from trained turns."""
+
+    source_ends: tuple[int, ...] = ()
+    """Number of documents at the end of each source; earlier versions did not store it."""
+
     @property
     def lengths(self) -> tuple[int, int, int]:
         """Number of valid bytes of each array."""
@@ -130,11 +137,12 @@ def open_cache(
     tokens: Tokens,
     directory: Path,
     *,
+    format_: RecordFormat,
     skip_bad: bool,
     on_progress: OnProgress,
 ) -> Cache:
     """Open the token cache of these sources; create or finish it if necessary."""
-    key = _key(sources, tokens)
+    key = _key(sources, tokens, format_)
     final, expected = directory / key, empty_state(key, tokens.size)
     if (cache := _open_complete(final, expected, tokens.size, on_progress)) is None:
         with _lock(directory, key, on_progress):
@@ -142,8 +150,9 @@ def open_cache(
             cache = _open_complete(final, expected, tokens.size, on_progress)
             if cache is None:
                 state = _tokenize(
-                    final, expected, sources, tokens, skip_bad=skip_bad, on_progress=on_progress
-                )
+                    final, expected, sources, tokens, format_, skip_bad=skip_bad,
+                    on_progress=on_progress,
+                )  # fmt: skip
                 cache = Cache(final, state, tokens.size)
     if cache.state.bad and not skip_bad:
         raise BadLinesError(cache.state.bad_lines, cache.state.bad)
@@ -224,6 +233,7 @@ class Writer:
             trained=state.trained + int(arrays[1].sum()),
             checksums=tuple(sums),
             left_open=state.left_open + sum(document.leaves_end_open for document in documents),
+            reasoning_dropped=state.reasoning_dropped + sum(d.drops_reasoning for d in documents),
             **progress,
         )
         with cache_write_errors(self.directory):
@@ -317,8 +327,9 @@ def _map(path: Path) -> mmap.mmap | None:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _key(sources: Sequence[Source], tokens: Tokens) -> str:
+def _key(sources: Sequence[Source], tokens: Tokens, format_: RecordFormat) -> str:
     parts = [State.FORMAT, tokens.fingerprint(), [source.identity() for source in sources]]
+    parts += format_.identity()
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
@@ -342,6 +353,7 @@ def _tokenize(
     expected: State,
     sources: Sequence[Source],
     tokens: Tokens,
+    format_: RecordFormat,
     *,
     skip_bad: bool,
     on_progress: OnProgress,
@@ -357,14 +369,16 @@ def _tokenize(
             number = writer.state.source
             position = SourceOffset(writer.state.offset, writer.state.number)
             for chunk in _chunks(sources[number].read(position), position):
-                _append_chunk(writer, chunk, tokens)
-                done = sum(sizes[:number]) + writer.state.offset
-                on_progress(done, sum(sizes), f"tokenizing {sources[number].name}")
+                _append_chunk(writer, chunk, tokens, format_)
+                # A compressed file is smaller than its content, and a stream has no size.
+                done = sum(sizes[:number]) + min(writer.state.offset, sizes[number])
+                on_progress(done, max(1, sum(sizes)), f"tokenizing {sources[number].name}")
                 if writer.state.bad and not skip_bad:
                     raise BadLinesError(writer.state.bad_lines, writer.state.bad)
-            writer.append([], source=number + 1, offset=0, number=0)
+            ends = (*writer.state.source_ends, writer.state.documents)
+            writer.append([], source=number + 1, offset=0, number=0, source_ends=ends)
         # A source that was modified meanwhile would leave tokens of both versions in the cache.
-        if _key(sources, tokens) != expected.key:
+        if _key(sources, tokens, format_) != expected.key:
             raise SourceError("data", "a source changed while it was being read; start again")
         return writer.finish(final)
     finally:
@@ -393,8 +407,8 @@ def _chunks(items: Iterator[Item], position: SourceOffset) -> Iterator[list[Item
         yield chunk
 
 
-def _append_chunk(writer: Writer, chunk: list[Item], tokens: Tokens) -> None:
-    encoding = encode(chunk, tokens)
+def _append_chunk(writer: Writer, chunk: list[Item], tokens: Tokens, format_: RecordFormat) -> None:
+    encoding = encode(chunk, tokens, format_)
     after, state = chunk[-1].after, writer.state
     space = max(0, KEPT_LINES - len(state.bad_lines))
     writer.append(

@@ -100,6 +100,8 @@ def load_data(
         dataset, held_out = dataset.split(evaluation.eval_split, seed=seed)
     elif evaluation.eval_data:
         held_out = _open_dataset(evaluation.eval_data, tokenizer, settings, report)
+    if settings.data.data_weights:
+        dataset = dataset.weighted(settings.data.data_weights, seed=seed)
     for text in everything.notes:
         note(f"note: {text}")
     if everything.bad_count:
@@ -142,6 +144,8 @@ def _open_dataset(
     return open_dataset(
         list(sources),
         tokenizer,
+        columns=settings.data.column_names,
+        streaming=settings.data.streaming,
         cache_dir=settings.data.cache,
         skip_bad_lines=settings.data.skip_bad_lines,
         on_progress=report,
