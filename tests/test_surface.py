@@ -24,6 +24,7 @@ PUBLIC = [
     "PenstockError",
     "Plan",
     "Residency",
+    "Settings",
     "StorageError",
     "Store",
     "Stripe",

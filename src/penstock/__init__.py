@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.plan.plan import Plan
     from penstock.plan.workload import Workload
     from penstock.planner import make_plan
+    from penstock.settings import Settings
     from penstock.storage.errors import StorageError
     from penstock.storage.store import Store
 
@@ -64,6 +65,7 @@ __all__ = [
     "make_plan",
     # training
     "prepare",
+    "Settings",
     # profiling
     "observe",
     # exceptions
@@ -93,6 +95,7 @@ _MODULES = {
     "Plan": "plan.plan",
     "make_plan": "planner",
     "prepare": "engine.prepare",
+    "Settings": "settings",
     "PenstockError": "errors",
     "StorageError": "storage.errors",
 }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.engine.plan_choice import workload_for
-from penstock.engine.prepare import prepare
+from penstock.engine.prepare import ARGUMENTS, prepare
 from penstock.errors import PlanError, SettingsError
-from penstock.settings import Settings
+from penstock.settings import Settings, settings_fields
 from tests.support.engines import plain_model, tiny_config
 from tests.support.models import model
 
@@ -75,3 +78,16 @@ def test_the_number_of_steps_may_be_known_better_than_from_the_settings() -> Non
     assert workload_for(inventory, settings, compiled=False).steps is None
     assert workload_for(inventory, settings, steps=9, compiled=False).steps == 9
     assert workload_for(inventory, settings, compiled=False).batch == 8
+
+
+def test_every_argument_is_documented() -> None:
+    signature = inspect.signature(prepare).parameters
+    known = {*ARGUMENTS, *signature} - {"arguments"}
+    page = (Path(__file__).parents[2] / "docs/train.md").read_text()
+    table = page[page.index("Arguments of `prepare`") : page.index("`engine.write` creates")]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    documented = set(re.findall(r"`(\w+)`", " ".join(cells)))
+
+    assert documented == known
+    assert all(name in (inspect.getdoc(prepare) or "") for name in known)
+    assert set(ARGUMENTS) <= {field.name for field in settings_fields()}

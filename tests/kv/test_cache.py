@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.kv import CacheFull, NoSlot, PagePool, VirtualCache
+from penstock.kv import CacheFull, KvError, NoSlot, PagePool, VirtualCache
 from penstock.kv.address_space import Space
+from penstock.machine.sysfs import System
+from penstock.units import GiB
 from tests.kv.caches import (
     LAYERS,
     bytes_after,
@@ -256,3 +258,13 @@ def test_a_garbage_collected_cache_is_closed() -> None:
     gc.collect()
 
     assert "penstock-kv" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_cache_without_a_budget_takes_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(System, "free_memory", lambda _: 4 * GiB)
+    with VirtualCache(config(), max_batch=2, max_context=64, device="cpu") as cache:
+        assert cache.stats.pages_total * cache.stats.page_nbytes <= 4 * GiB * 0.95 - GiB
+        assert (cache.stats.pages_total + 1) * cache.stats.page_nbytes > 4 * GiB * 0.95 - GiB - 1
+    monkeypatch.setattr(System, "free_memory", lambda _: GiB)
+    with pytest.raises(KvError, match="budget"):
+        VirtualCache(config(), max_batch=2, max_context=64, device="cpu")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from penstock.engine.plan_choice import (
     PlanChoice,
@@ -25,6 +25,7 @@ from penstock.plan.memory_cache import keep_measured, memory_key
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import WorkingMemory
 from penstock.probe.machine_choice import this_machine
+from penstock.roles import Dtype, Moments
 from penstock.settings import Settings
 
 if TYPE_CHECKING:
@@ -40,12 +41,51 @@ if TYPE_CHECKING:
     from penstock.model.live_model import LiveModel
     from penstock.model.split import SplitModel
 
-ARGUMENTS = (
-    *("context", "batch", "micro_batch", "dtype", "moments", "clip", "steps", "freeze", "blocks"),
-    *("deterministic", "seed", "init", "model_config", "revision", "trust_remote_code"),
-    *("lr", "betas", "weight_decay"),
-)
-"""Settings that `prepare` takes as keyword arguments."""
+
+class PrepareSettings(TypedDict, total=False):
+    """Settings that `prepare` takes by name. `penstock.Settings` has their defaults."""
+
+    context: int
+    """Sequence length in tokens."""
+    batch: int
+    """Number of sequences per optimizer step."""
+    micro_batch: int | Literal["auto"] | None
+    """Number of sequences computed together; None or `auto` to choose it from the context."""
+    dtype: Dtype
+    """Type that weights and activations are computed in."""
+    moments: Moments
+    """Storage format of the AdamW moments."""
+    clip: float | None
+    """Maximum gradient norm; None or 0 for no clipping."""
+    steps: int | None
+    """Number of steps of the run, which makes the estimate of drive wear complete."""
+    freeze: str | Sequence[str]
+    """Patterns of names of tensors that are not trained."""
+    blocks: str | None
+    """Module that holds the transformer layers, if it is not found automatically."""
+    deterministic: bool
+    """Whether to use only kernels that give the same bits in every run."""
+    seed: int
+    """Seed of dropout, stochastic rounding and random weights."""
+    init: Literal["pretrained", "random", "none"]
+    """Where the weights come from; `none` leaves them uninitialized, for callers that read a
+    checkpoint next."""
+    model_config: Mapping[str, Any]
+    """Values of the model's config to override."""
+    revision: str | None
+    """Revision of a model on the Hub."""
+    trust_remote_code: bool
+    """Whether to run code from the model repository."""
+    lr: float
+    """Learning rate."""
+    betas: tuple[float, float]
+    """AdamW betas."""
+    weight_decay: float
+    """AdamW weight decay."""
+
+
+ARGUMENTS = tuple(PrepareSettings.__annotations__)
+"""Names of the settings that `prepare` takes as keyword arguments."""
 
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 """Files of a model on the Hub that are needed in addition to its weights."""
@@ -69,7 +109,7 @@ def prepare(
     rehearse: bool | None = None,
     progress: Progress | None = None,
     settings: Settings | None = None,
-    **arguments: Any,
+    **arguments: Unpack[PrepareSettings],
 ) -> Engine:
     """Build an engine for `model`, and allocate all its memory.
 
@@ -95,10 +135,12 @@ def prepare(
             needs and to compile. By default, on a GPU.
         progress: Called with work done, the total and a description while the engine is prepared.
         settings: Settings to start from. By default, every setting has its default.
-        **arguments: Settings by name: context, batch, micro_batch, dtype, moments, clip, steps,
-            freeze, blocks, deterministic, seed, init, model_config, revision, trust_remote_code,
-            lr, betas and weight_decay. `init="none"` leaves the weights uninitialized, for callers
-            that read a checkpoint next.
+        **arguments: Settings by name, as `PrepareSettings` describes them: context, batch,
+            micro_batch, dtype, moments, clip, steps, freeze, blocks, deterministic, seed, init,
+            model_config, revision, trust_remote_code, lr, betas and weight_decay.
+
+    Returns:
+        The engine. Use it as a context manager, or call `close`.
     """
     from penstock.model.freeze import check_freeze
     from penstock.model.meta_model import check_trainable

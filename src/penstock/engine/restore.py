@@ -31,17 +31,9 @@ class ModelNotRestoredWarning(UserWarning):
     """A model that was passed to `prepare` has no weights after `close`, or on another device."""
 
 
-def free_host_nbytes() -> int:
-    """Return how much host memory this process may still allocate."""
-    system = System()
-    available = sum(system.node_bytes(node).available for node in system.allowed_nodes())
-    limited = system.memory_limit()
-    return available if limited is None else min(available, limited[1])
-
-
 def restore_live(live: LiveModel, state: StateView) -> None:
     """Give a model its weights back, in host memory. Raise ModelRestoreError if they do not fit."""
-    needed, free = live.nbytes, free_host_nbytes()
+    needed, free = live.nbytes, System().free_memory()
     if needed > free:
         raise ModelRestoreError(type(live.model).__name__, wanted=needed, free=free)
     live.load(state.weight)

@@ -34,7 +34,24 @@ from penstock.kv.sequences import (
 )
 from penstock.kv.slots import Sequence
 from penstock.kv.views import KeysAndValues, RowViews, copy_to_device
-from penstock.units import parse_memory
+from penstock.machine.sysfs import System
+from penstock.units import GiB, parse_memory
+
+AUTO_RESERVE = GiB
+"""Memory that an `auto` budget leaves free, in addition to `AUTO_SHARE`."""
+
+AUTO_SHARE = 0.05
+"""Fraction of the free memory that an `auto` budget leaves free."""
+
+
+def free_for_cache(device: torch.device) -> int:
+    """Return the memory that a cache may take by default: what is free, less a reserve."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What torch's allocator holds without using it is for the activations of the model.
+    else:
+        free = System().free_memory()
+    return max(0, int(free * (1 - AUTO_SHARE)) - AUTO_RESERVE)
 
 
 class VirtualCache(Cache):
@@ -53,7 +70,7 @@ class VirtualCache(Cache):
         *,
         max_batch: int,
         max_context: int,
-        budget: str | int,
+        budget: str | int = "auto",
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         page_nbytes: int | None = None,
@@ -65,7 +82,8 @@ class VirtualCache(Cache):
             config: The model's config.
             max_batch: Maximum number of sequences. Costs address space only.
             max_context: Maximum number of tokens per sequence. Costs address space only.
-            budget: Maximum amount of memory, such as `"8GiB"`, or a number of bytes.
+            budget: Maximum amount of memory, such as `"8GiB"`, or a number of bytes. By default,
+                what is free on the device now, less a reserve for the model's activations.
             device: Device of the cache; by default a GPU if there is one.
             dtype: Type of keys and values; by default that of the config.
             page_nbytes: Page size; by default the device's own.
@@ -81,7 +99,7 @@ class VirtualCache(Cache):
                 page_nbytes=space.page_nbytes,
                 max_context=max_context,
             )
-            nbytes = parse_memory(budget)
+            nbytes = free_for_cache(on_device) if budget == "auto" else parse_memory(budget)
             if max_batch < 1 or nbytes < max_batch * space.page_nbytes:
                 raise BudgetError(budget=nbytes, sequences=max_batch, page=space.page_nbytes)
             self._table = SequenceTable(pool or PagePool(space, nbytes), layout, max_batch)

@@ -141,6 +141,12 @@ class System:
                 return cpus
         return tuple(sorted(usable))
 
+    def free_memory(self) -> int:
+        """Return how much host memory this process may still allocate, in bytes."""
+        available = sum(self.node_bytes(node).available for node in self.allowed_nodes())
+        limited = self.memory_limit()
+        return available if limited is None else min(available, limited[1])
+
     def memory_limit(self) -> tuple[int, int] | None:
         """Return (limit, bytes left) of the tightest control group, or None without a limit.
 
