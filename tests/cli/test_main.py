@@ -35,6 +35,10 @@ FLAGS = {
         *{"--eval-split", "--epochs", "--seed", "--data-weights", "--columns", "--streaming"},
     },
     "machines": {"--json", "--help"},
+    "fit": {
+        *{"models", "--context", "--batch", "--micro-batch", "--dtype", "--hbm", "--dram", "--cxl"},
+        *{"--nvme", "--moments", "--machine", "--json", "--help"},
+    },
     "train": {
         *{"model", "--data", "--out", "--context", "--batch", "--epochs", "--steps"},
         *{"--micro-batch", "--hbm", "--dram", "--cxl", "--nvme", "--moments", "--plan", "--lr"},

@@ -21,6 +21,7 @@ from penstock.cli.bench import bench_app
 from penstock.cli.compare import compare_command
 from penstock.cli.data import data_app
 from penstock.cli.doctor import doctor_command
+from penstock.cli.fit import fit_command
 from penstock.cli.generate import generate_command
 from penstock.cli.machines import machines_command
 from penstock.cli.output import (
@@ -50,6 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.command("fit", rich_help_panel=TRAIN)(fit_command)
 app.command("plan", rich_help_panel=TRAIN)(plan_command)
 app.command("train", rich_help_panel=TRAIN)(train_command)
 app.command("generate", rich_help_panel=TRAIN)(generate_command)
