@@ -26,7 +26,7 @@ from penstock.roles import Dtype, Moments
 RUN_FILE = "run.yaml"
 """Name of the file in the output directory that records the settings of a run."""
 
-Schedule = Literal["cosine", "linear", "constant"]
+Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
 Overlong = Literal["auto", "truncate", "drop", "split"]
 
@@ -149,7 +149,16 @@ class ScheduleSettings:
     )
     steps: int | None = option("Number of optimizer steps in the run.", None)
     lr: float = option("Peak learning rate.", 1e-5)
-    schedule: Schedule = option("How the learning rate changes after warmup.", "cosine")
+    min_lr: float = option("Learning rate at the end of the run, in place of 0.", 0.0)
+    schedule: Schedule = option(
+        "How the learning rate changes after warmup; `wsd` is constant until it decays linearly.",
+        "cosine",
+    )
+    decay: float | None = option(
+        "Length of the decay of `--schedule wsd`: a fraction of all steps if below 1, otherwise a "
+        "number of steps (default: 0.1).",
+        None,
+    )
     warmup: float = option(
         "Warmup length: a fraction of all steps if below 1, otherwise a number of steps.", 0.03
     )
@@ -170,7 +179,19 @@ class ScheduleSettings:
         _require_at_least(self, seed=0, lr=0, warmup=0, weight_decay=0, clip=0)
         if self.batch is not None:
             _require_at_least(self, batch=1)
-        _require_positive(self, "steps", "epochs")
+        _require_positive(self, "steps", "epochs", "decay")
+        _refuse(
+            "min_lr",
+            not 0 <= self.min_lr <= self.lr,
+            f"must be from 0 to lr={self.lr:g}",
+            self.min_lr,
+        )
+        _refuse(
+            "decay",
+            self.decay is not None and self.schedule != "wsd",
+            f"needs the schedule wsd, not {self.schedule}",
+            self.decay,
+        )
         if self.steps is not None and self.epochs is not None:
             raise SettingsError("steps", "cannot be combined with epochs; give one of them")
         pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
@@ -359,7 +380,8 @@ TYPES: Mapping[str, Any] = {
 """Type of each field, by the field's name."""
 
 AFFECTS_RESULT = (
-    *("context", "batch", "moments", "lr", "schedule", "warmup", "betas", "weight_decay", "clip"),
+    *("context", "batch", "moments", "lr", "min_lr", "schedule", "decay", "warmup", "betas"),
+    *("weight_decay", "clip"),
     *("dtype", "freeze", "model_config", "deterministic", "seed", "overlong", "on_nonfinite"),
     *("columns", "data_weights"),
 )

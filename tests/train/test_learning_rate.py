@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
+from penstock.errors import SettingsError
 from penstock.settings import ScheduleSettings, Settings
 from penstock.train.learning_rate import LearningRateSchedule
 
@@ -30,7 +31,7 @@ def test_after_warmup_the_schedule_has_the_shape_of_transformers(schedule: str) 
             stepped.step()
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 @pytest.mark.parametrize("warmup", [0, 0.03, 0.5, 0.999, 1, 2, 100])
 @pytest.mark.parametrize("steps", [1, 2, 3, 50])
 def test_every_step_has_a_learning_rate_and_one_has_the_peak(
@@ -70,3 +71,31 @@ def test_warmup_is_a_fraction_below_1_and_steps_otherwise() -> None:
     for warmup, steps in ((0.25, 5), (0.01, 1), (3, 3), (30, 19)):
         settings = Settings(schedule=ScheduleSettings(warmup=warmup))
         assert LearningRateSchedule.of(settings, 20).warmup == steps
+
+
+def test_wsd_is_constant_until_it_decays_linearly() -> None:
+    values = {"schedule": "wsd", "warmup": 2, "decay": 4}
+    rate = LearningRateSchedule.of(Settings.of(values), 12)
+    assert [rate(taken) for taken in range(2, 13)] == [1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]
+    assert LearningRateSchedule.of(Settings.of({"schedule": "wsd"}), 50).decay == 5
+    assert LearningRateSchedule.of(Settings.of(values), 3).decay == 1
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_a_minimum_is_reached_at_the_end_and_never_undercut(schedule: str) -> None:
+    settings = Settings.of({"schedule": schedule, "lr": 1e-3, "min_lr": 1e-4, "warmup": 0})
+    rate = LearningRateSchedule.of(settings, 20)
+    factors = [rate(taken) for taken in range(21)]
+    assert factors[0] == 1
+    assert factors[-1] == pytest.approx(0.1)
+    assert min(factors) == factors[-1]
+
+
+@pytest.mark.parametrize(
+    "values", [{"min_lr": 2e-5}, {"min_lr": -1.0}, {"decay": 0.2}, {"schedule": "wsd", "decay": 0}]
+)
+def test_a_minimum_above_the_peak_and_a_decay_without_wsd_are_refused(
+    values: dict[str, float],
+) -> None:
+    with pytest.raises(SettingsError):
+        Settings.of(values)

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
 
 
+DECAY = 0.1
+"""Fraction of all steps over which `wsd` decays by default."""
+
+
 @dataclass(frozen=True, slots=True)
 class LearningRateSchedule:
     """A factor of the peak learning rate, as a pure function of the number of steps taken.
@@ -29,16 +33,26 @@ class LearningRateSchedule:
     """Number of steps over which the rate rises linearly. They never cover the run."""
     steps: int
     """Number of steps in the run."""
+    floor: float = 0.0
+    """Factor at the end of the run."""
+    decay: int = 0
+    """Number of steps at the end over which `wsd` decays."""
     from_zero: bool = False
     """Whether warmup begins at 0 and may cover the run, as in runs of Penstock 0.1."""
 
     @classmethod
     def of(cls, settings: Settings, steps: int, *, from_zero: bool = False) -> LearningRateSchedule:
         """Build the schedule of a run. A warmup below 1 is a fraction of the steps."""
-        warmup = settings.schedule.warmup
-        warmup_steps = math.ceil(warmup * steps) if warmup < 1 else round(warmup)
+        chosen = settings.schedule
         most = steps if from_zero else max(0, steps - 1)
-        return cls(settings.schedule.schedule, min(warmup_steps, most), steps, from_zero)
+        warmup = min(_count(chosen.warmup, steps), most)
+        decay = 0
+        if chosen.schedule == "wsd":
+            decay = min(
+                _count(DECAY if chosen.decay is None else chosen.decay, steps), steps - warmup
+            )
+        floor = chosen.min_lr / chosen.lr if chosen.min_lr else 0.0
+        return cls(chosen.schedule, warmup, steps, floor, decay, from_zero)
 
     def __call__(self, taken: int) -> float:
         """Return the factor for the next step, after `taken` steps."""
@@ -46,9 +60,11 @@ class LearningRateSchedule:
             return taken / self.warmup if self.from_zero else (taken + 1) / (self.warmup + 1)
         if self.schedule == "constant":
             return 1.0
-        done = (taken - self.warmup) / max(1, self.steps - self.warmup)
-        done = min(1.0, done)
-        return 1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        length = self.decay if self.schedule == "wsd" else self.steps - self.warmup
+        done = (taken - (self.steps - length)) / max(1, length)
+        done = min(1.0, max(0.0, done))
+        shape = 0.5 * (1.0 + math.cos(math.pi * done)) if self.schedule == "cosine" else 1.0 - done
+        return self.floor + (1.0 - self.floor) * shape if self.floor else shape
 
     def scheduler(self, optimizer: Any, *, taken: int, peak: float) -> LambdaLR:
         """Make a torch scheduler for an optimizer that has taken `taken` steps."""
@@ -57,3 +73,8 @@ class LearningRateSchedule:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"] = peak
         return LambdaLR(optimizer, self, last_epoch=taken - 1)
+
+
+def _count(length: float, steps: int) -> int:
+    """Return a number of steps that may be given as a fraction of all steps."""
+    return math.ceil(length * steps) if length < 1 else round(length)
