@@ -221,7 +221,7 @@ class Engine:
         pool = Pool(settings.sweep_threads, nice=SWEEP_NICE if self.on_gpu else 0)
         self._memory = allocate(plan, inventory, self._programs, device, settings.store, pool)
         self.access = TensorAccess(self._memory)
-        self.files = EngineFiles(self.access, inventory)
+        self.files = EngineFiles(self.access, inventory, split_model.buffers)
         mover = Mover(self._memory)
         placement = PlacementIndex.of(inventory, plan.placement)
         numerics = self.workload.numerics

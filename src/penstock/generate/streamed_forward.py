@@ -105,7 +105,7 @@ def stream_model(
     target = pick_device(device)
     model = build_model(config, dtype, target.torch_device, trust_remote_code=trust_remote_code)
     split_model = SplitModel(model, inventory, mlp_tile=NO_TILES)
-    source = HostWeights(inventory, folder, target, dtype, progress)
+    source = HostWeights(inventory, folder, target, dtype, progress, split_model.buffers)
     return StreamedForward(
         split_model, WeightStreamer(inventory, source, target, dtype, keep), target, dtype
     )

@@ -46,12 +46,11 @@ class LayerBodies:
         *,
         make_shell: Callable[[nn.Module], nn.Module],
         make_body: Callable[[nn.Module], Body],
-        buffers: bool,
         **options: Any,
     ) -> None:
         self._layers = layers
         raise_recompile_limit()
-        self._names = [_tensor_names(layer, buffers=buffers) for layer in layers]
+        self._names = [_tensor_names(layer) for layer in layers]
         kinds = layer_kinds(layers)
         firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
         shells = {kind: make_shell(layers[index]) for kind, index in firsts.items()}
@@ -82,8 +81,8 @@ class CompiledLayers:
 
     def __init__(self, layers: Sequence[nn.Module], *, deterministic: bool = True) -> None:
         self._bodies = LayerBodies(
-            layers, make_shell=copy.deepcopy, make_body=_training_body, buffers=False,
-            dynamic=False, options=deterministic_options() if deterministic else {},
+            layers, make_shell=copy.deepcopy, make_body=_training_body, dynamic=False,
+            options=deterministic_options() if deterministic else {},
         )  # fmt: skip
 
     def train(self, training: bool) -> None:
@@ -207,9 +206,10 @@ def was_compiled(model: Any) -> bool:
     )
 
 
-def _tensor_names(layer: nn.Module, *, buffers: bool) -> list[str]:
-    names = [name for name, _ in layer.named_parameters()]
-    return [*names, *(name for name, _ in layer.named_buffers())] if buffers else names
+def _tensor_names(layer: nn.Module) -> list[str]:
+    # Buffers too: layers of one kind may differ in their values, such as a scale of each layer.
+    buffers = [name for name, _ in layer.named_buffers()]
+    return [*(name for name, _ in layer.named_parameters()), *buffers]
 
 
 def _get_tensor(layer: nn.Module, name: str) -> torch.Tensor:

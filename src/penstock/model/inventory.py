@@ -187,6 +187,10 @@ class Inventory:
     not_trainable: str = ""
     """Why the model cannot be trained yet; empty if it can."""
 
+    buffers: tuple[TensorSpec, ...] = ()
+    """Tensors of the state dict that are no parameters, such as a layer's scale: they are not
+    trained, but read from the model's files and saved with it."""
+
     mixes_documents: str = ""
     """Which modules carry information from one document of a packed row to the next, such as
     convolutions; empty if none does."""

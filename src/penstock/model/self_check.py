@@ -28,7 +28,7 @@ from penstock.model.document_attention import attend
 from penstock.model.inventory import Inventory
 from penstock.model.layer_probe import Arguments
 from penstock.model.split import SplitModel
-from penstock.model.survey import MOE, survey_model
+from penstock.model.survey import ENCODER_DECODER, LAYERS_SHARE, MOE, survey_model
 from penstock.model.twin import LAYERS, VOCABULARY, build_twin, twin_config
 
 LENGTH = 12
@@ -66,7 +66,7 @@ def check_model(model: nn.Module, inventory: Inventory) -> Inventory:
 
     Models that differ only in their sizes share a verdict.
     """
-    if inventory.not_trainable == MOE:
+    if inventory.not_trainable.startswith((MOE, ENCODER_DECODER, LAYERS_SHARE)):
         return inventory
     verdict = _check(model, inventory.layers[0].name.rpartition(".")[0])
     return replace(

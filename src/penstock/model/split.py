@@ -82,6 +82,9 @@ class SplitModel:
         self.layers: list[nn.Module] = list(layers)
         self._probes = LayerProbes(model, path)
         self._holders = _find_holders(model)
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.buffers = {tensor.name: buffers[tensor.name] for tensor in inventory.buffers}
+        """Tensors of the state dict that are no parameters, by name."""
         self._shapes = {t.name: t.shape for block in inventory.blocks for t in block.tensors}
         # Narrower than the hidden states in models that project the embedding, such as OPT-350m.
         table = f"{inventory.blocks[0].name}.weight"

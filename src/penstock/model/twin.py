@@ -92,6 +92,7 @@ def twin_config(config: Any, layers: int) -> Any:
 def _shrink_fields(twin: Any) -> None:
     heads = _heads(twin)
     decoupled = isinstance(_field(twin, "head_dim"), int) and heads * twin.head_dim != _width(twin)
+    decoupled = decoupled and not isinstance(_field(twin, "expand"), int)  # of a state space model
     shared = {name: _field(twin, name) for name in KEY_VALUE_HEADS}
     for name, size in SIZES.items():
         value = _field(twin, name)
