@@ -73,8 +73,6 @@ def test_dropout_is_that_of_torch_with_the_same_seeds(tmp_path: Path) -> None:
         assert_agrees_with_torch(
             setup,
             engine,
-            # In six steps, one gradient that nearly cancels out differs by a bit.
-            rare=0.001,
             before_micro_batch=lambda step, micro: now.update(step=step, micro=micro),
         )
         batch = setup.batches(1)[0]
@@ -82,13 +80,8 @@ def test_dropout_is_that_of_torch_with_the_same_seeds(tmp_path: Path) -> None:
     assert dropped != pytest.approx(whole, rel=1e-3)
 
 
-def assert_agrees_with_torch(
-    setup: Setup, engine: Engine, *, rare: float = 0.0, **options: Any
-) -> None:
-    """Train with both, from the engine's state at every step, and compare the results.
-
-    `rare` is the share of elements whose gradient may differ by a bit of bf16.
-    """
+def assert_agrees_with_torch(setup: Setup, engine: Engine, **options: Any) -> None:
+    """Train with both, from the engine's state at every step, and compare the results."""
     work = setup.work
     scale = SCALE if work.dtype == "fp16" else 1.0
     engine.scale.value = scale
@@ -116,7 +109,7 @@ def assert_agrees_with_torch(
         assert engine.grad_norm == pytest.approx(loop.grad_norm, rel=1e-6)
         clipped += work.clip is not None and engine.grad_norm > work.clip
         state = dict(engine.state.items())
-        assert_same_update(loop, before, state, work.moments, rare)
+        assert_same_update(loop, before, state, work.moments)
         loop.load(state)
         scheduler.step()
     assert clipped == (0 if work.clip is None else STEPS)
@@ -127,7 +120,6 @@ def assert_same_update(
     before: Mapping[str, torch.Tensor],
     state: Mapping[str, Mapping[str, torch.Tensor]],
     moments: str,
-    rare: float,
 ) -> None:
     assert loop.masters.keys() == before.keys()
     for name, master in loop.masters.items():
@@ -136,12 +128,10 @@ def assert_same_update(
         # Rounding of the master itself, and of the update, whose size is about the rate.
         limit = 2 * EPSILON * before[name].abs() + 32 * EPSILON * lr
         difference = (ours["master"] - master.detach()).abs()
-        beyond = difference > limit
-        assert int(beyond.sum()) <= rare * beyond.numel(), (name, float((difference / limit).max()))
-        assert bool((difference <= 0.01 * lr).all()), name
+        assert bool((difference <= limit).all()), (name, float((difference / limit).max()))
         assert float((ours["master"] - before[name]).abs().max()) > 0.1 * lr, "it was updated"
         torch.testing.assert_close(ours["weight"], ours["master"].to(ours["weight"].dtype))
-        if moments == "fp32" and not rare:
+        if moments == "fp32":
             size = theirs["exp_avg"].abs().max()
             torch.testing.assert_close(
                 ours["exp_avg"], theirs["exp_avg"], rtol=1e-6, atol=float(1e-6 * size)
