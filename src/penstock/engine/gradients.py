@@ -11,7 +11,8 @@ always taken from the rounded 16-bit values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,22 +37,50 @@ def differentiate(
     source: torch.Tensor | None,
     parameters: Mapping[str, torch.Tensor],
     add: Callable[[str, torch.Tensor], None],
-) -> torch.Tensor | None:
-    """Return the gradient with respect to `source`; pass each parameter's gradient to `add`."""
+    into: torch.Tensor | None = None,
+) -> None:
+    """Write the gradient with respect to `source` into `into`; pass the parameters' to `add`.
+
+    `add` must copy or add what it gets, whose memory is freed when it returns. `into` keeps its
+    values if `out` does not depend on `source`.
+    """
     wanted = {name: p for name, p in parameters.items() if p.requires_grad}
     inputs = [*([] if source is None else [source]), *wanted.values()]
     if not out.requires_grad:
-        return None
+        return
     # autograd.grad, not backward: AccumulateGrad nodes are bound to the stream on which they were
     # created, and compiled code creates them on another.
     gradients = list(torch.autograd.grad(out, inputs, gradient, allow_unused=True))
+    users = _count_users([out, gradient, source, *gradients])
     source_gradient = None if source is None else gradients.pop(0)
     for name in wanted:
         parameter_gradient = gradients.pop(0)
         if parameter_gradient is not None:
             add(name, parameter_gradient)
-        del parameter_gradient  # free each before the next is added
-    return source_gradient
+            _free(parameter_gradient, users)  # before the next is added
+    # Last: `into` may be `gradient`, and a parameter's gradient may be a view of that.
+    if source_gradient is not None:
+        if into is not None:
+            into.copy_(source_gradient)
+        _free(source_gradient, users)
+
+
+def _count_users(tensors: Sequence[torch.Tensor | None]) -> Counter[int]:
+    """Return how many of the tensors use each storage, by the storage's address."""
+    return Counter(t.untyped_storage()._cdata for t in tensors if t is not None)
+
+
+def _free(gradient: torch.Tensor, users: Counter[int]) -> None:
+    """Free the memory of a gradient that has been used, unless another tensor uses it.
+
+    Dropping the tensor is not enough. torch's backward thread holds the results of its last pass
+    until the operating system runs it again. On a busy machine the next chunk or micro-batch
+    begins earlier, and needs that memory.
+    """
+    storage = gradient.untyped_storage()
+    if users[storage._cdata] == 1:
+        storage.resize_(0)
+    users[storage._cdata] -= 1
 
 
 @dataclass(slots=True)

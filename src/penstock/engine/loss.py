@@ -45,7 +45,10 @@ def next_targets(labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tens
 
 
 class GradientSink(NamedTuple):
-    """The head's parameters, and the function that receives their gradients."""
+    """The head's parameters, and the function that receives their gradients.
+
+    The function must copy or add a gradient: its memory is freed when the function returns.
+    """
 
     parameters: Mapping[str, torch.Tensor]
     add: Callable[[str, torch.Tensor], None]
@@ -123,9 +126,7 @@ class ChunkedLoss:
                 loss_sum = self._torch_loss(self._logits(x), targets)
                 out = loss_sum / num_items
                 out = out * scale if scale != 1.0 else out
-        input_gradient = differentiate(out, gradient, x, sink.parameters, sink.add)
-        assert input_gradient is not None
-        hidden.copy_(input_gradient)
+        differentiate(out, gradient, x, sink.parameters, sink.add, into=hidden)
         return loss_sum.detach().double()
 
     def _chunks(self, hidden: torch.Tensor) -> Iterator[slice]:

@@ -198,9 +198,9 @@ class LayerBackward(LayerForward):
         with torch.enable_grad():
             source = self.source.detach().requires_grad_()
             out = self._model.layer(self.index, source, self.micro.calls)
-        gradient = differentiate(out, self._into, source, self._parameters, self._sums.add)
-        if gradient is not None:
-            self._into.copy_(gradient)
+        differentiate(
+            out, self._into, source, self._parameters, self._sums.add, into=self._into
+        )  # fmt: skip
 
 
 class HeadForward(StepPart):
