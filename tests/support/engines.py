@@ -18,7 +18,7 @@ from penstock.machine.discovery import discover
 from penstock.machine.machine import Machine
 from penstock.machine.presets import cpu_machine
 from penstock.model.inventory import Inventory
-from penstock.model.meta_model import build_model
+from penstock.model.meta_model import build_model, weight_dtype
 from penstock.model.split import SplitModel
 from penstock.model.survey import survey_model
 from penstock.plan.budget import Budget, PathBudget, with_paths
@@ -150,9 +150,8 @@ def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **change
     It runs on the CPU unless `device` names another device.
     """
     device = pick_device(changes.pop("device", "cpu"))
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[plan.workload.dtype]
     numerics = plan.workload.numerics
-    bare = build_model(config, dtype, device.torch_device)
+    bare = build_model(config, weight_dtype(plan.workload.dtype), device.torch_device)
     split_model = SplitModel(
         bare, model, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
         deterministic=numerics.deterministic,

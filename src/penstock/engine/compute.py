@@ -257,7 +257,8 @@ class Computer:
             into = self._tiers.span(block, Role.GRADIENT).values(0, count)
         else:
             key = BufferKey(BufferKind.GRADIENT, block, at)
-            outgoing = self._gradient_buffer(step, key, 2 * count)
+            nbytes = self._tiers.formats.nbytes(Role.GRADIENT, count)
+            outgoing = self._gradient_buffer(step, key, nbytes)
             step.outgoing_gradients[block] = outgoing
             into = outgoing.view(self._model.dtype)
         self._memory.gradients.close(block, into, last=last)

@@ -246,7 +246,7 @@ class Engine:
         self.skipped = False
         """Whether the last `apply` skipped the update."""
         self.scale = LossScale.of(self.workload.dtype)
-        """The loss scale: 1 with bf16, adapted to overflows with fp16."""
+        """The loss scale: adapted to overflows with fp16, otherwise 1."""
         self._pending: PendingUpdate | None = None
         self._stats: GradStats | None = None  # of the gradients that wait for `apply`, if any
         self._loss_not_finite = False  # of any batch behind those gradients

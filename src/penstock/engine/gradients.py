@@ -6,7 +6,8 @@ blocks. When gradients accumulate over several calls, `round_gradients` does bot
 model.
 
 Every plan gives the same bits: sums are made in the order of the micro-batches, and the norm is
-always taken from the rounded 16-bit values.
+always taken from values in the data type that the model computes in. With fp32, nothing is rounded:
+the sum is the gradient.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from penstock.engine.device import Device
 from penstock.engine.spans import Span
 from penstock.engine.tier_memory import TierMemory
 from penstock.model.inventory import Inventory
+from penstock.model.meta_model import weight_dtype
 from penstock.optim import sweep
 from penstock.optim.norms import GradStats
 from penstock.optim.thread_pool import Pool
@@ -162,7 +164,7 @@ class GradientSums:
         """End the block's sum and start computing its norm.
 
         The sum is rounded into `into`, in 16 bits. If that is None, the sum stays in fp32 where it
-        is; once it is the `last`, it is rounded in place to values that 16 bits can hold.
+        is; once it is the `last`, it is rounded in place to values that the model's type can hold.
         """
         total = self._open.pop(block)
         for name in total.untouched:  # parameters that no micro-batch used
@@ -189,16 +191,17 @@ class GradientSums:
 
 
 def round_in_place(flat: torch.Tensor, formats: Formats) -> Iterator[torch.Tensor]:
-    """Round fp32 values in place to what the 16-bit type can hold, and yield them in that type.
+    """Round fp32 values in place to what the model's type can hold, and yield them in that type.
 
-    The norm needs the 16-bit tensors: its order of summation depends on the element type, and it
-    must be the same whether a gradient is stored in 16 or in 32 bits.
+    The norm needs the tensors of that type: its order of summation depends on the element type, and
+    it must be the same whether a gradient is stored in 16 or in 32 bits.
     """
-    dtype = torch.bfloat16 if formats.dtype == "bf16" else torch.float16
+    dtype = weight_dtype(formats.dtype)
     for low in range(0, flat.numel(), ROUND_ELEMENTS):
         part = flat[low : low + ROUND_ELEMENTS]
         rounded = part.to(dtype)
-        part.copy_(rounded)
+        if rounded is not part:  # fp32 needs no rounding
+            part.copy_(rounded)
         yield rounded
 
 

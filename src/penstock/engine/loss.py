@@ -184,7 +184,7 @@ def _cross_entropy_shape(logits: torch.Tensor, *_: Any) -> torch.Tensor:
 class LossScale:
     """The loss scale that keeps small gradients inside the range of fp16, as in GradScaler.
 
-    With bf16 the scale is always 1.
+    With bf16 and fp32, which have the range of fp32, the scale is always 1.
     """
 
     value: float = 1.0
@@ -196,7 +196,7 @@ class LossScale:
 
     @classmethod
     def of(cls, dtype: str) -> LossScale:
-        return cls() if dtype == "bf16" else cls(value=65536.0, fixed=False)
+        return cls(value=65536.0, fixed=False) if dtype == "fp16" else cls()
 
     def note_good_step(self) -> None:
         """Count a step without overflow; double the scale after enough of them."""

@@ -81,7 +81,7 @@ class EngineFiles:
                 self._access.fill(index, Role.WEIGHT, model.read, executor=executor)
                 if not block.parameters(True):
                     continue
-                for role in STATE:
+                for role in self._state_roles():
                     bases = _base_reader(states, role) if self._has_bases(role) else None
                     source = _reader(states, _SUFFIX[role])
                     self._access.fill(index, role, source, bases=bases, executor=executor)
@@ -132,7 +132,7 @@ class EngineFiles:
     def _states(self) -> Iterator[TensorOut]:
         trained = (t for block in self._inventory.blocks for t in block.tensors if t.trainable)
         for tensor in trained:
-            for role in STATE:
+            for role in self._state_roles():
                 name = f"{tensor.name}.{_SUFFIX[role]}"
                 yield self._out(tensor, role, name, tensor.shape)
                 if self._has_bases(role):
@@ -146,6 +146,9 @@ class EngineFiles:
         dtype = torch.int16 if bases else role_dtype(role, self._access.formats)
         parts = partial(self._access.parts, tensor.name, role, bases=bases)
         return TensorOut(name=name, dtype=dtype, shape=shape, parts=parts)
+
+    def _state_roles(self) -> list[Role]:
+        return [role for role in STATE if self._access.formats.has(role)]
 
     def _has_bases(self, role: Role) -> bool:
         return self._access.has_bases and role in (Role.FIRST, Role.SECOND)

@@ -37,7 +37,7 @@ def build_model(
 
 def weight_dtype(dtype: Dtype) -> torch.dtype:
     """Return torch's name of a weight type."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
 
 
 def strip_model(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

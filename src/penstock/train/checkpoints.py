@@ -107,9 +107,8 @@ def write_model_files(
     out: Path, source: Path, config: Any, inventory: Inventory, settings: Settings
 ) -> None:
     """Write config and tokenizer into the output directory. Checkpoints copy them from there."""
-    import torch
+    from penstock.model.meta_model import weight_dtype
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[settings.model.dtype]
     trust = settings.model.trust_remote_code
     whole = load_whole_config(source, trust_remote_code=trust)
     if text_config(whole) is not whole:
@@ -117,7 +116,9 @@ def write_model_files(
         whole.text_config, config = config, whole
         if hasattr(whole, "quantization_config"):
             del whole.quantization_config
-    write_config(config, out, dtype=dtype, architecture=inventory.architecture)
+    write_config(
+        config, out, dtype=weight_dtype(settings.model.dtype), architecture=inventory.architecture
+    )
     copy_model_files(source, out, trust_remote_code=trust)
 
 

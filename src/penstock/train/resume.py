@@ -14,6 +14,7 @@ from penstock.checkpoint.errors import StateError
 from penstock.checkpoint.manifest import Checkpoint
 from penstock.checkpoint.run_directory import list_checkpoints, remove_leftovers
 from penstock.checkpoint.training_state import TrainingState
+from penstock.errors import EngineStateError
 from penstock.plan.workload import Numerics
 from penstock.records import from_json, to_json
 from penstock.settings import AFFECTS_RESULT, Settings
@@ -32,6 +33,21 @@ class ResumePoint:
         """Numerics of the run, which do not depend on its budgets."""
         saved: Any = self._saved("workload")
         return from_json(Numerics, saved, where=str(self.checkpoint.path), error=StateError)
+
+    def check_formats(self, settings: Settings) -> None:
+        """Raise EngineStateError if the checkpoint's tensors have other formats than the run.
+
+        `Engine.read` checks this too, but only after the run has allocated its memory.
+        """
+        engine, now = self.state.engine, settings.flat()
+        for name in ("dtype", "moments"):
+            saved = engine.get(name, now[name]) if isinstance(engine, Mapping) else now[name]
+            if saved != now[name]:
+                raise EngineStateError(
+                    name,
+                    f"was {saved} in the checkpoint and is {now[name]} now; resume with {saved}",
+                    where=str(self.checkpoint.path),
+                )
 
     def differences(self, settings: Settings, *, steps: int) -> list[str]:
         """Describe which settings of the run have changed that can change its result.

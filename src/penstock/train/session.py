@@ -86,6 +86,8 @@ def _open_run(
     settings: Settings, resume: ResumePoint | None, listeners: Listeners, view: View
 ) -> Iterator[TrainingRun]:
     """Load the inputs, choose the plan and prepare the engine, which is closed at the end."""
+    if resume is not None:
+        resume.check_formats(settings)
     model = load_model(settings, resume.checkpoint.path if resume else None)
     data = load_data(settings, model, listeners, view.show_work)
     batches = data.batches(settings, resume.state.data if resume else None)
