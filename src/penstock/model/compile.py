@@ -12,6 +12,7 @@ the layer that the body is made from.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,6 +81,8 @@ class CompiledLayers:
     """
 
     def __init__(self, layers: Sequence[nn.Module], *, deterministic: bool = True) -> None:
+        # The compiler suggests TF32 for fp32 products. Who asks for fp32 does not want it.
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         self._bodies = LayerBodies(
             layers, make_shell=copy.deepcopy, make_body=_training_body, dynamic=False,
             options=deterministic_options() if deterministic else {},
