@@ -8,7 +8,15 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.machine.presets import preset
-from penstock.plan.budget import GPU_PROCESS, HBM_GRAIN, HOST_GRAIN, parse_budget
+from penstock.plan.budget import (
+    GPU_PROCESS,
+    HBM_GRAIN,
+    HOST_GRAIN,
+    Budget,
+    PathBudget,
+    auto_hbm,
+    parse_budget,
+)
 from penstock.tiers import Tier
 from penstock.units import GiB
 from tests.support.machines import machine
@@ -58,3 +66,22 @@ def test_auto_stays_the_same_while_free_memory_changes_a_little() -> None:
     base = budgets(10 * grain, 10 * HBM_GRAIN)
     assert budgets(9 * grain + 1, 9 * HBM_GRAIN + 1) == base
     assert budgets(9 * grain, 9 * HBM_GRAIN) == (base[0] + HBM_GRAIN, base[1] + grain)
+
+
+def test_a_changed_budget_differs_in_one_tier_and_keeps_the_proportions_of_paths() -> None:
+    paths = (PathBudget(path="/a", nbytes=300), PathBudget(path="/b", nbytes=100))
+    budget = Budget(hbm=1, dram=2, cxl=3, nvme=paths)
+
+    for tier in Tier:
+        changed = budget.changed(tier, 1000)
+        assert {t: changed.of(t) for t in Tier if t is not tier} == {
+            t: budget.of(t) for t in Tier if t is not tier
+        }
+        assert changed.of(tier) == 1000
+    assert [path.nbytes for path in budget.changed(Tier.NVME, 1000).nvme] == [750, 250]
+
+
+def test_a_gpu_without_a_known_size_has_no_automatic_budget() -> None:
+    box = machine()
+
+    assert auto_hbm(replace(box, gpus=(replace(box.gpus[0], memory=None),))) == 0

@@ -10,13 +10,22 @@ import pytest
 from penstock import records
 from penstock.errors import PlanError
 from penstock.plan.budget import Budget
-from penstock.plan.buffers import arguments_nbytes
+from penstock.plan.buffers import (
+    ALLOCATOR_PAGES,
+    BufferPool,
+    arguments_nbytes,
+    pipe_nbytes,
+    planned_room,
+)
 from penstock.plan.working_memory import PartMemory, WorkingMemory
 from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.planner import QUICK, find_plan
-from penstock.units import GiB, KiB
+from penstock.planner.candidate import Location
+from penstock.tiers import Tier
+from penstock.units import GiB, KiB, MiB
 from tests.support.machines import machine
 from tests.support.models import llama, model, work
+from tests.support.schedule_checker import WHOLE, all_on, evaluator_for
 
 MODEL = llama("tiny", 256, 1024, 2, 256, 64, 8192, False)
 
@@ -92,3 +101,34 @@ def test_the_estimate_agrees_with_what_layers_needed_on_a_gpu(case: dict[str, An
     gradients = 2 * inventory.layers[0].parameters(True)
     assert layer.forward == pytest.approx(case["forward_peak"], rel=0.01)
     assert layer.backward - gradients == pytest.approx(case["recompute_backward_peak"], rel=0.01)
+
+
+def test_the_room_for_working_memory_is_what_its_pools_have_besides_whole_pages() -> None:
+    pools = [
+        BufferPool(tier=Tier.HBM, what="working memory", nbytes=5 * MiB),
+        BufferPool(tier=Tier.HBM, what="allocator slack", nbytes=ALLOCATOR_PAGES + KiB),
+        BufferPool(tier=Tier.HBM, what="weight slots", nbytes=7 * MiB),
+    ]
+
+    assert planned_room(pools) == (5 * MiB, KiB)
+    assert planned_room(pools[2:]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("piece", "context", "half"),
+    [
+        # A block of this model has 590,336 parameters: its gradient is larger than a piece.
+        (1 << 16, 128, 128 * KiB),
+        (WHOLE, 128, 36 * 64 * KiB + 64 * KiB),
+        (WHOLE, 16384, 8 * MiB),
+        (WHOLE, 1 << 20, 16 * MiB),
+    ],
+)
+def test_a_pipe_is_as_large_as_what_passes_through_it_and_never_larger_than_a_piece(
+    piece: int, context: int, half: int
+) -> None:
+    evaluator = evaluator_for(2, tied=True, piece=piece)
+    placement = evaluator.placement(all_on(evaluator, Location.NVME))
+    workload = replace(evaluator.workload, context=context)
+
+    assert pipe_nbytes(evaluator.inventory, workload, placement) == 2 * half
