@@ -53,7 +53,14 @@ def test_a_template_may_render_the_last_turn_differently(tmp_path: Path) -> None
     assert trained_text(dataset) == [TURNS[0], "<think>\n\n</think>\n\n" + TURNS[1]]
 
 
-@pytest.mark.parametrize("template", [small.FORGETFUL, small.OTHER_GENERATION_PROMPT])
+SHOUTING = small.PLAIN.replace(
+    "message['content']",
+    "(message['content'] if loop.last or message['role'] == 'user' else message['content'] | upper)",
+)
+"""Renders an answer differently when other turns follow it."""
+
+
+@pytest.mark.parametrize("template", [small.FORGETFUL, small.OTHER_GENERATION_PROMPT, SHOUTING])
 def test_a_template_whose_partial_chats_are_no_prefixes_is_rejected(
     template: str, tmp_path: Path
 ) -> None:
