@@ -55,7 +55,8 @@ def test_a_template_may_render_the_last_turn_differently(tmp_path: Path) -> None
 
 SHOUTING = small.PLAIN.replace(
     "message['content']",
-    "(message['content'] if loop.last or message['role'] == 'user' else message['content'] | upper)",
+    "(message['content'] | upper if message['role'] == 'assistant' and not loop.last"
+    " else message['content'])",
 )
 """Renders an answer differently when other turns follow it."""
 
