@@ -7,7 +7,7 @@ from the engine's weights, master weights and moments, and the results of that s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.engine.engine import Engine
-from penstock.optim.rules import draw_key
 from tests.equivalence.runs import DISK, OPTIMIZER, WAYS, Setup, Way, warm_up
+from tests.support.dropout_seeds import seed_like_the_engine
 from tests.support.torch_loop import TorchLoop
 
 STEPS = 6
@@ -79,26 +79,14 @@ def test_dropout_is_that_of_torch_with_the_same_seeds(tmp_path: Path) -> None:
     """
     rates = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
     setup = Setup.of("gpt2", freeze=(), config=rates)
-    now: dict[str, int] = {}
-
-    def seed_before(block: int) -> Callable[..., None]:
-        def seed(*_: Any) -> None:
-            key = draw_key(7, now["step"], (block << 32) + now["micro"])
-            torch.manual_seed(key & ((1 << 63) - 1))
-
-        return seed
-
-    body = setup.source.transformer
-    body.drop.register_forward_pre_hook(seed_before(0))
-    for number, layer in enumerate(body.h):
-        layer.register_forward_pre_hook(seed_before(1 + number))
+    before_micro_batch = seed_like_the_engine(setup.source, 7)
     setup.source.train()
 
     with setup.engine(WAYS[3], tmp_path, seed=7) as engine:
         assert_agrees_with_torch(
             setup,
             engine,
-            before_micro_batch=lambda step, micro: now.update(step=step, micro=micro),
+            before_micro_batch=before_micro_batch,
         )
         batch = setup.batches(1)[0]
         dropped, whole = float(engine.forward_backward(batch)), engine.evaluate([batch]).loss
