@@ -34,9 +34,12 @@ from tests.support import engines
 STREAMED = [DRAM, DISK, WAYS[3], WAYS[6]]
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("way", [RESIDENT, *STREAMED], ids=lambda way: way.name)
-def test_the_arenas_are_in_memory_as_planned_to_the_byte(way: Way, tmp_path: Path) -> None:
-    setup = Setup.of("llama")
+def test_the_arenas_are_in_memory_as_planned_to_the_byte(
+    way: Way, dtype: str, tmp_path: Path
+) -> None:
+    setup = Setup.of("llama", dtype=dtype)
     with setup.engine(way, tmp_path) as engine:
         engine.step(setup.batches(1)[0])
         tiers, plan = engine.tiers(), engine.plan

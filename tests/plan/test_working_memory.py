@@ -14,6 +14,7 @@ from penstock.plan.buffers import (
     ALLOCATOR_PAGES,
     BufferPool,
     arguments_nbytes,
+    pipe_lanes,
     pipe_nbytes,
     planned_room,
 )
@@ -81,6 +82,18 @@ def test_a_plan_needs_what_its_source_says() -> None:
     assert pools == {GiB: GiB, 3 * GiB: 3 * GiB}
 
 
+def test_the_estimate_counts_four_bytes_per_value_in_fp32() -> None:
+    narrow, wide = (
+        estimate_working_memory(MODEL, work(MODEL, 64, 8, dtype=dtype))
+        for dtype in ("bf16", "fp32")
+    )
+
+    for one, other in zip(narrow.parts[:2], wide.parts[:2], strict=True):
+        assert (other.forward, other.backward) == (2 * one.forward, 2 * one.backward)
+    assert wide.arguments == 2 * narrow.arguments
+    assert wide.inputs == narrow.inputs
+
+
 MEASURED = Path(__file__).parents[2] / "bench/results/block_memory_h200_2026-11-15.json"
 MODELS = {"3B": model("qwen2.5-3b"), "8B": model("llama-3.1-8b")}
 
@@ -132,3 +145,15 @@ def test_a_pipe_is_as_large_as_what_passes_through_it_and_never_larger_than_a_pi
     workload = replace(evaluator.workload, context=context)
 
     assert pipe_nbytes(evaluator.inventory, workload, placement) == 2 * half
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_gradients_on_a_disk_are_read_back_only_to_add_to_them(dtype: str) -> None:
+    """In fp32, a gradient of one round is stored like a sum, but nothing is added to it."""
+    evaluator = evaluator_for(2, tied=False, piece=4096)
+    placement = evaluator.placement(all_on(evaluator, Location.NVME))
+    once = replace(evaluator.workload, dtype=dtype, accumulate=False)
+
+    assert "fetch" not in pipe_lanes(once, placement)
+    assert "fetch" in pipe_lanes(replace(once, accumulate=True), placement)
+    assert "fetch" in pipe_lanes(once, replace(placement, rounds=2))
