@@ -24,8 +24,9 @@ GOOD = {"text": "Water runs down."}
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{not json", "is not JSON: .* at column 2"),
+        ("{not json", r"is not JSON: [^(]* at column 2(?! \()"),
         ("[", "is not JSON.*Write one object per line"),
+        ("},", "is not JSON.*Write one object per line"),
         ("[1, 2]", "contains an array, not an object"),
         ("17", "contains a number"),
         ("{}", "has no keys; expected messages"),

@@ -2,8 +2,8 @@
 
 A mutant is a replacement of part of the source text, so all other lines keep their numbers.
 Text that cannot change a result is left alone: annotations, decorators, docstrings, assertions
-(also `strict=` of `zip`), what is raised, logged, warned or printed, `__repr__`, `__str__`, casts
-and blocks for type checkers.
+(also `strict=` of `zip`), what is raised, logged, warned, printed or shown as progress, the
+indentation of JSON, `__repr__`, `__str__`, casts and blocks for type checkers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.Pow: ast.Mult,
 }  # fmt: skip
 
-TEXTS = ("warn", "print", "debug", "info", "warning", "error", "exception", "cast")
+TEXTS = (
+    "warn", "print", "debug", "info", "warning", "error", "exception", "on_progress", "show_work",
+    "cast",
+)  # fmt: skip
 """Functions whose arguments are texts for people, or types."""
 
 Change = tuple[ast.expr | ast.stmt, str, ast.AST]
@@ -136,7 +139,7 @@ def _is_text(node: ast.AST) -> bool:
             return True
         case ast.FunctionDef(name="__repr__" | "__str__"):
             return True
-        case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.keyword(arg="strict"):
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.keyword(arg="strict" | "indent"):
             return True
         case ast.Assign(targets=[ast.Name(id="__all__" | "__slots__")]):
             return True

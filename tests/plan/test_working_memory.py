@@ -157,3 +157,31 @@ def test_gradients_on_a_disk_are_read_back_only_to_add_to_them(dtype: str) -> No
     assert "fetch" not in pipe_lanes(once, placement)
     assert "fetch" in pipe_lanes(replace(once, accumulate=True), placement)
     assert "fetch" in pipe_lanes(once, replace(placement, rounds=2))
+
+
+@pytest.mark.parametrize(
+    ("activation", "gradient", "lanes"),
+    [
+        (Location.NVME, Location.NVME, ("drain inputs", "fetch inputs", "drain")),
+        (Location.NVME, Location.DRAM, ("drain inputs", "fetch inputs")),
+        (Location.DRAM, Location.NVME, ("drain",)),
+        (Location.DRAM, Location.DRAM, ()),
+    ],
+)
+def test_a_plan_has_one_pipe_per_lane_to_nvme(
+    activation: Location, gradient: Location, lanes: tuple[str, ...]
+) -> None:
+    evaluator = evaluator_for(2, tied=True)
+    candidate = all_on(evaluator, Location.DRAM)
+    layers = {
+        i: at._replace(activation=activation, gradient=gradient)
+        for i, at in enumerate(candidate.locations)
+        if at.activation
+    }
+    candidate = candidate.moved(layers)
+    placement = evaluator.placement(candidate)
+    pools = {pool.what: pool.nbytes for pool in evaluator.pools(candidate)}
+
+    assert pipe_lanes(evaluator.workload, placement) == lanes
+    one = pipe_nbytes(evaluator.inventory, evaluator.workload, placement)
+    assert pools.get("NVMe pipes", 0) == len(lanes) * one
