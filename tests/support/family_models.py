@@ -31,7 +31,7 @@ class Family:
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
            "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 4.0,
-         "original_max_position_embeddings": 64, "short_factor": [1.0, 1.1, 1.2, 1.4],
+         "original_max_position_embeddings": 16, "short_factor": [1.0, 1.1, 1.2, 1.4],
          "long_factor": [1.2, 2.0, 3.0, 5.0]}  # fmt: skip
 
 # The norm after linear attention divides by the size of a head's output, which is nearly zero where
@@ -54,7 +54,8 @@ FAMILIES: Mapping[str, Family] = {
     "Mistral Small 3.1": Family("mistral3", multimodal=True),
     "Phi 3": Family("phi3"),
     "Phi 4 mini": Family("phi3", {"rope_parameters": _LONG, "tie_word_embeddings": True,
-                                  "hidden_size": 64, "max_position_embeddings": 256}),
+                                  "hidden_size": 64, "max_position_embeddings": 64,
+                                  "original_max_position_embeddings": 16}),
     "OLMo 2": Family("olmo2"),
     "OLMo 3": Family("olmo3"),
     "Granite": Family("granite", {"embedding_multiplier": 3.0, "logits_scaling": 2.0,

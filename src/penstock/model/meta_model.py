@@ -14,6 +14,7 @@ from penstock.errors import UnsupportedModelError
 from penstock.model.attention import DOCUMENTS, set_attention
 from penstock.model.document_attention import register_document_attention
 from penstock.model.inventory import Inventory
+from penstock.model.rotary import choose_frequencies_by_document
 from penstock.roles import Dtype
 
 
@@ -32,7 +33,7 @@ def build_model(
             attn_implementation=DOCUMENTS,
             trust_remote_code=trust_remote_code,
         )
-    return move_buffers(model, device)
+    return move_buffers(choose_frequencies_by_document(model), device)
 
 
 def weight_dtype(dtype: Dtype) -> torch.dtype:
@@ -53,7 +54,7 @@ def strip_model(model: nn.Module, device: torch.device, dtype: torch.dtype) -> n
     config: Any = model.config
     set_attention([config], DOCUMENTS)
     config.dtype = dtype
-    return move_buffers(model, device)
+    return move_buffers(choose_frequencies_by_document(model), device)
 
 
 def remember_model(model: nn.Module) -> Callable[[], None]:
