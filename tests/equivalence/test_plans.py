@@ -52,6 +52,7 @@ def train_each(
     [
         pytest.param("llama", WAYS, id="llama"),
         *(pytest.param(family, FEW, id=f"{family}, few") for family in FAMILIES[1:]),
+        *(pytest.param(family, FEW, id=f"{family}, few") for family in ("bloom", "gptj")),
         *(pytest.param(family, WAYS, id=family, marks=pytest.mark.long) for family in FAMILIES[1:]),
     ],
 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.model.gpu_attention import attending_as_on_gpu, choose_kernel
 
@@ -40,3 +44,34 @@ def test_grouped_queries_in_fp32_are_computed_from_repeated_keys() -> None:
         found = attend(query, key, key, is_causal=True, enable_gqa=True)
 
     torch.testing.assert_close(found, wanted)
+
+
+class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the number of elements of the largest result."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_queries_that_share_one_key_have_their_scores_in_memory(masked: bool) -> None:
+    """No fused kernel broadcasts heads, as Falcon's multi-query attention asks for."""
+    heads, tokens, size = 5, 24, 8
+    query = torch.randn(1, heads, tokens, size)
+    key, value = torch.randn(2, 1, 1, tokens, size)
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril() if masked else None
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": not masked}
+    expected = functional.scaled_dot_product_attention(query, key, value, **options)
+
+    with attending_as_on_gpu(), _Largest() as largest:
+        got = functional.scaled_dot_product_attention(query, key, value, **options)
+
+    torch.testing.assert_close(got, expected)
+    assert largest.elements == heads * tokens * tokens

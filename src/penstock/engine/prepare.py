@@ -297,11 +297,16 @@ def _build_engine(
         key = memory_key(config, inventory, plan.workload, device.name)
         if isinstance(model, str | Path):
             trust = settings.model.trust_remote_code
-            bare = build_model(config, dtype, device.torch_device, trust_remote_code=trust)
+            bare = build_model(
+                config, dtype, device.torch_device, own_attention=inventory.own_attention,
+                trust_remote_code=trust,
+            )  # fmt: skip
         else:
             # Take the tensors before strip_model() removes them from the live model.
             state_dict = dict(model.state_dict())
-            bare = strip_model(model, device.torch_device, dtype)
+            bare = strip_model(
+                model, device.torch_device, dtype, own_attention=inventory.own_attention
+            )
         split_model = SplitModel(
             bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
             deterministic=numerics.deterministic,

@@ -184,7 +184,7 @@ def _kind(layer: nn.Module) -> Kind:
         attributes = {
             name: value
             for name, value in vars(module).items()
-            if isinstance(value, plain) and name not in ("layer_idx", "training")
+            if isinstance(value, plain) and name not in ("layer_idx", "layer_id", "training")
         }
         parts.append((path, tuple(sorted(attributes.items()))))
     return tuple(parts)

@@ -46,7 +46,10 @@ def _attend(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     operations: Any = torch.ops.aten
-    size, kernel = query.shape[-1], choose_kernel(query, key, attn_mask)
+    # Only one operation broadcasts heads. In Falcon, the queries of all heads share one key.
+    broadcasts = query.shape[1] != key.shape[1] and not enable_gqa
+    size = query.shape[-1]
+    kernel = "math" if broadcasts else choose_kernel(query, key, attn_mask)
     scale = size**-0.5 if scale is None else scale
     if enable_gqa and kernel != "flash":
         groups = query.shape[1] // key.shape[1]
@@ -60,8 +63,9 @@ def _attend(
             0
         ]
     elif kernel == "math":
+        added = None if attn_mask is None else _added(attn_mask, query)
         attend = operations._scaled_dot_product_attention_math
-        output = attend(query, key, value, None, dropout_p, is_causal, scale=scale)[0]
+        output = attend(query, key, value, added, dropout_p, is_causal, scale=scale)[0]
     else:
         pad = -size % ALIGNMENT
         if pad:
@@ -88,11 +92,17 @@ def choose_kernel(
 
 def _bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Return a mask as what is added to scores, its rows aligned as the kernel needs them."""
-    if mask.dtype == torch.bool:
-        zeros = torch.zeros_like(mask, dtype=query.dtype)
-        mask = zeros.masked_fill_(mask.logical_not(), float("-inf"))
+    mask = _added(mask, query)
     keys = mask.shape[-1]
     pad = -keys % ALIGNMENT
     if pad:
         mask = functional.pad(mask, (0, pad))[..., :keys]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], keys)
+
+
+def _added(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return a mask as what is added to scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    zeros = torch.zeros_like(mask, dtype=query.dtype)
+    return zeros.masked_fill_(mask.logical_not(), float("-inf"))

@@ -184,6 +184,10 @@ class Inventory:
     """Whether Penstock's attention kernels support the attention: no dropout, no sinks, keys and
     values of one head size, at most 256 and a multiple of 8."""
 
+    own_attention: bool = False
+    """Whether layers compute attention with their own code, which Penstock cannot replace. Such a
+    layer runs once for each document."""
+
     not_trainable: str = ""
     """Why the model cannot be trained yet; empty if it can."""
 

@@ -19,9 +19,17 @@ from penstock.roles import Dtype
 
 
 def build_model(
-    config: Any, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    own_attention: bool = False,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Build a model from its config: its buffers on the device, its parameters without memory."""
+    """Build a model from its config: its buffers on the device, its parameters without memory.
+
+    With `own_attention`, the model keeps the attention that transformers chooses for its class.
+    """
     import transformers
 
     register_document_attention()
@@ -30,7 +38,7 @@ def build_model(
         model: nn.Module = make.from_config(
             copy.deepcopy(config),  # a copy, because the model's attention is set in it
             dtype=dtype,
-            attn_implementation=DOCUMENTS,
+            attn_implementation=None if own_attention else DOCUMENTS,
             trust_remote_code=trust_remote_code,
         )
     return move_buffers(choose_frequencies_by_document(model), device)
@@ -41,20 +49,38 @@ def weight_dtype(dtype: Dtype) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
 
 
-def strip_model(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def strip_model(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, *, own_attention: bool = False
+) -> nn.Module:
     """Replace a loaded model's parameters by ones without memory, keeping tied ones tied.
 
-    Other references to the original parameters keep them alive.
+    Other references to the original parameters keep them alive. With `own_attention`, the model
+    keeps its attention, which must be the one that transformers chooses for its class.
     """
+    if own_attention:
+        _check_own_attention(model)
     empty: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = empty.setdefault(id(parameter), _on_meta(parameter))
     config: Any = model.config
-    set_attention([config], DOCUMENTS)
+    if not own_attention:
+        set_attention([config], DOCUMENTS)
     config.dtype = dtype
     return move_buffers(choose_frequencies_by_document(model), device)
+
+
+def _check_own_attention(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if a live model uses another attention than was checked."""
+    config: Any = model.config
+    checked = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    if config._attn_implementation != checked:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes attention with its own code, which Penstock has "
+            f"checked for attn_implementation={checked!r}, but the model was loaded with "
+            f"{config._attn_implementation!r}; load it with attn_implementation={checked!r}"
+        )
 
 
 def remember_model(model: nn.Module) -> Callable[[], None]:

@@ -105,7 +105,7 @@ def survey_model(
         architecture=type(body).__name__,
         hidden=int(config.hidden_size),
         vocabulary=int(config.vocab_size),
-        max_context=getattr(config, "max_position_embeddings", None),
+        max_context=_max_context(config),
         blocks=found,
         linear_embedding=flow is not None and flow.linear,
         caps_logits=bool(getattr(config, "final_logit_softcapping", None)),
@@ -326,6 +326,12 @@ def _attention_heads(config: Any) -> tuple[int, int]:
     except Exception:  # transformers raises an error of its own
         size = None
     return heads, int(size or int(config.hidden_size) // max(heads, 1))
+
+
+def _max_context(config: Any) -> int | None:
+    """Return the largest number of positions, or None if the config has no limit."""
+    names = ("max_position_embeddings", "max_seq_len")  # MPT: the length of its position bias
+    return next((limit for n in names if (limit := getattr(config, n, None)) is not None), None)
 
 
 def _experts(config: Any) -> int:

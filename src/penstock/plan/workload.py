@@ -174,8 +174,10 @@ class Workload:
         if self.numerics.attention == "varlen" and not inventory.plain_attention:
             raise WorkloadError(
                 "numerics.attention",
-                f"is varlen, but that kernel supports no dropout, and only head sizes up to 256 "
-                f"that are multiples of 8, which does not cover {inventory.model}; use sdpa",
+                f"is varlen, but {inventory.model} computes attention with its own code; use sdpa"
+                if inventory.own_attention
+                else f"is varlen, but that kernel supports no dropout, and only head sizes up to "
+                f"256 that are multiples of 8, which does not cover {inventory.model}; use sdpa",
             )
 
 
@@ -216,7 +218,7 @@ def default_numerics(
         loss_kernel="fused" if fused else "torch",
         head_sum="micro",
         attention="varlen" if kernels and inventory.plain_attention else "sdpa",
-        compiled=kernels,
+        compiled=kernels and not inventory.own_attention,
         deterministic=True,
         mlp_tile=_power_of_two_below(MLP_TILE_NBYTES // (element * max(width, 1)), 1024, 1 << 20),
     )
