@@ -21,7 +21,7 @@ GPU_LOSS = 0.02
 SAMPLE = {("Llama 3", True), ("Gemma 3 multimodal", False), ("LFM2", True)}
 """Runs that are not only part of `make test-long`."""
 
-REFUSED = ("Qwen 3.5 multimodal", "Falcon 7B", "Falcon 40B", "Falcon RW", "BLOOM", "MPT", "GPT-J")
+REFUSED = ("Qwen 3.5 multimodal",)
 """Families that Penstock refuses."""
 
 

@@ -26,6 +26,8 @@ class Family:
     """Whether the files have a vision tower, and only the text model is trained."""
     noise: float = 0.15
     """Size of what is added to the initial values of matrices."""
+    attention: str = "eager"
+    """Attention implementation of the reference."""
 
 
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
@@ -67,7 +69,8 @@ FAMILIES: Mapping[str, Family] = {
     "Falcon 7B": Family("falcon"),
     "Falcon 40B": Family("falcon: new decoder"),
     "Falcon RW": Family("falcon: ALiBi", {"parallel_attn": False, "multi_query": False,
-                                          "bias": True, "num_kv_heads": 4}),
+                                          "bias": True, "num_kv_heads": 4},
+                        attention="sdpa"),  # its eager attention adds ALiBi twice
     "BLOOM": Family("bloom"),
     "MPT": Family("mpt"),
     "GPT-J": Family("gptj"),
@@ -104,7 +107,7 @@ def save_family(family: Family, folder: Path, *, vocabulary: int) -> Path:
 def load_family(family: Family, folder: Path, dtype: torch.dtype) -> Any:
     """Load a model with plain transformers and its own attention."""
     model, report = _auto_class(family).from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
+        folder, dtype=dtype, attn_implementation=family.attention, output_loading_info=True
     )
     problems = {kind: names for kind, names in report.items() if names}
     assert not problems, problems
