@@ -29,6 +29,7 @@ from penstock.engine import initial_weights
 from penstock.engine.prepare import prepare
 from penstock.engine.step_records import Event, busy, idle
 from penstock.machine.presets import preset
+from penstock.model.meta_model import weight_dtype
 from penstock.plan.plan import Plan
 from penstock.units import format_bytes
 
@@ -43,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dram", default="auto")
     parser.add_argument("--nvme", action="append", default=[])
     parser.add_argument("--moments", default="fp32")
-    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--machine", default="h200")
     parser.add_argument("--device")
@@ -145,11 +146,10 @@ def measure_plain(config: Any, args: argparse.Namespace) -> dict[str, Any]:
     if device == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0)
     forget_device_peak()
-    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float16
     family: Any = transformers.AutoModelForCausalLM
     with HostPeak() as host:
         with torch.device(device):
-            model = family.from_config(config, dtype=dtype)
+            model = family.from_config(config, dtype=weight_dtype(args.dtype))
         model.gradient_checkpointing_enable()
         model.train()
         size = args.micro_batch or args.batch
@@ -165,10 +165,9 @@ def measure_plain(config: Any, args: argparse.Namespace) -> dict[str, Any]:
 def repeat_weights(args: argparse.Namespace) -> None:
     """Make initial weights by repeating 16 M random numbers, which is faster than drawing all.
 
-    They are 16-bit numbers, so that the remainders of the master weights are zero.
+    They have the type of the weights, so that the remainders of the master weights are zero.
     """
-    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float16
-    drawn = (0.02 * torch.randn(1 << 24)).to(dtype)
+    drawn = (0.02 * torch.randn(1 << 24)).to(weight_dtype(args.dtype))
 
     def repeated(_: object, block: Any, __: int) -> dict[str, torch.Tensor]:
         def of(tensor: Any) -> torch.Tensor:

@@ -178,8 +178,13 @@ class Parts:
         drawn = torch.Generator(self._device).manual_seed(2)
         gradient = torch.randn(out.shape, device=self._device, generator=drawn).to(out.dtype)
         found: Tensors = {}
-        into = differentiate(out, gradient, source, weights, found.__setitem__)
-        return found if into is None else {"gradient of the input": into, **found}
+
+        def keep(name: str, value: torch.Tensor) -> None:
+            found[name] = value.clone()  # its memory is freed when this returns
+
+        into = torch.zeros_like(gradient)
+        differentiate(out, gradient, source, weights, keep, into=into)
+        return found if source is None else {"gradient of the input": into, **found}
 
 
 def make_batch(

@@ -46,7 +46,7 @@ from penstock.tiers import Tier
 TOLERANCE = 0.02
 """Largest difference of a loss from that of plain torch."""
 
-ADAMW = {"lr": 5e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+ADAMW = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 CLIP = 1.0
 STEPS = 6
 LEFT = 3

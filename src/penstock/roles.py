@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.units import round_up
 
-Dtype = Literal["bf16", "fp16"]
+Dtype = Literal["bf16", "fp16", "fp32"]
 Moments = Literal["fp32", "bf16", "int8"]
 
 SCALE_BLOCK = 256
@@ -35,15 +36,17 @@ class Role(StrEnum):
     """Content of one flat buffer of a block."""
 
     WEIGHT = "weight"
-    """The 16-bit weights that the GPU computes with: the fp32 master weights rounded to nearest."""
+    """The weights that the GPU computes with: the fp32 master weights, rounded to nearest where the
+    data type has 16 bits."""
 
     MASTER = "master"
     """The part of the fp32 master weights that `WEIGHT` lacks.
 
     For bf16, the signed 16-bit remainder: the difference of the bit patterns of master and rounded
-    weight (`penstock.optim.formats.split`). For fp16, the complete fp32 master weights. Segments of
-    the sweep and checkpoints call it `rest`; the optimizers in `penstock.optim` store it as `low`
-    (bf16) or `master` (fp16)."""
+    weight (`penstock.optim.formats.split`). For fp16, the complete fp32 master weights. For fp32,
+    the weight is the master weight, and no block has this role. Segments of the sweep and
+    checkpoints call it `rest`; the optimizers in `penstock.optim` store it as `low` (bf16) or
+    `master` (fp16)."""
 
     FIRST = "first"
     """The optimizer's first moment."""
@@ -65,6 +68,25 @@ TRAINED = (Role.WEIGHT, *STATE, Role.GRADIENT)
 """Roles that a trainable parameter needs memory for."""
 
 
+class WeightFormat(NamedTuple):
+    """How a weight and its fp32 master weight are stored, in bytes per parameter."""
+
+    weight: int
+    """Bytes of a weight. Activations and gradients have the same data type."""
+
+    master: int
+    """Bytes of `Role.MASTER`: the remainder if the master weight is split, 4 if it is stored
+    separately, 0 if the weight is the master weight."""
+
+
+WEIGHT_FORMATS: Mapping[Dtype, WeightFormat] = {
+    "bf16": WeightFormat(weight=2, master=2),
+    "fp16": WeightFormat(weight=2, master=4),
+    "fp32": WeightFormat(weight=4, master=0),
+}
+"""The format of weights, by the data type that the GPU computes in."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formats:
     """Storage format of each role, which determines the bytes per parameter."""
@@ -75,8 +97,22 @@ class Formats:
     moments: Moments = "fp32"
     """Storage format of both moments."""
 
-    wide_gradient: bool = False
-    """Whether the gradient is stored in fp32, as it must be while more is accumulated into it."""
+    accumulates: bool = False
+    """Whether more is added to a stored gradient, which is stored in fp32 then."""
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """The format of weights and master weights."""
+        return WEIGHT_FORMATS[self.dtype]
+
+    @property
+    def wide_gradient(self) -> bool:
+        """Whether the gradient is stored in fp32: the fp32 sum itself, not rounded to 16 bits."""
+        return self.accumulates or self.weight_format.weight == 4
+
+    def has(self, role: Role) -> bool:
+        """Return whether a trainable parameter has this role at all."""
+        return role is not Role.MASTER or self.weight_format.master > 0
 
     def nbytes(self, role: Role, elements: int) -> int:
         """Return the bytes of `elements` elements, without padding."""
@@ -91,15 +127,15 @@ class Formats:
     def _width(self, role: Role) -> int:
         match role:
             case Role.MASTER:
-                return 2 if self.dtype == "bf16" else 4
+                return self.weight_format.master
             case Role.FIRST | Role.SECOND:
                 return 4 if self.moments == "fp32" else 2
-            case Role.GRADIENT:
-                return 4 if self.wide_gradient else 2
+            case Role.GRADIENT if self.wide_gradient:
+                return 4
             case _:
-                return 2
+                return self.weight_format.weight
 
     @property
     def per_parameter(self) -> float:
-        """Bytes per trainable parameter over all roles: 14 in exact mode."""
+        """Bytes per trainable parameter over all roles: 14 with bf16 weights and fp32 moments."""
         return sum(self.nbytes(role, SCALE_BLOCK) for role in TRAINED) / SCALE_BLOCK

@@ -55,7 +55,11 @@ class ModelSettings:
     init: Literal["pretrained", "random"] = option(
         "Start from pretrained or from random weights.", "pretrained"
     )
-    dtype: Dtype = option("Data type that weights and activations are computed in.", "bf16")
+    dtype: Dtype = option(
+        "Data type that weights and activations are computed in; fp32 is for comparing with a "
+        "reference and for debugging.",
+        "bf16",
+    )
     freeze: tuple[str, ...] = option(
         "Do not train tensors whose names match this pattern, e.g. `model.embed_tokens.*`. "
         "Repeatable.",

@@ -11,8 +11,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from penstock.checkpoint.errors import TensorMismatchError, TensorNotFoundError
+from penstock.checkpoint.errors import (
+    CheckpointWarning,
+    TensorMismatchError,
+    TensorNotFoundError,
+)
 from penstock.checkpoint.model_weights import ModelWeights
+from penstock.engine.prepare import check_weights, prepare
 from penstock.errors import UnsupportedModelError
 from penstock.model.inventory import Inventory
 from penstock.model.survey import survey
@@ -20,6 +25,10 @@ from tests.support.engines import plain_model, tiny_config
 from tests.support.fp8_files import save_fp8
 
 BF16 = torch.bfloat16
+
+RESIDENT: dict[str, Any] = {
+    "context": 32, "batch": 2, "device": "cpu", "budget": {"hbm": "64MiB", "dram": "64MiB"},
+}  # fmt: skip
 
 
 def read_all(folder: Path, *, dtype: torch.dtype = BF16, part: int = 1000) -> dict[str, Any]:
@@ -192,11 +201,97 @@ def test_a_missing_tensor_is_named(llama: Path) -> None:
         open_weights(llama)
 
 
-def test_an_unexpected_tensor_is_named_with_its_file(llama: Path) -> None:
+def test_several_missing_tensors_are_named(llama: Path) -> None:
     with changed(llama) as tensors:
-        tensors["model.layers.0.mlp.up_proj.lora_A"] = torch.ones(2)
-    with pytest.raises(UnsupportedModelError, match=r"model.safetensors: 1 .*up_proj.lora_A"):
+        for name in [n for n in tensors if "layers.0." in n]:
+            del tensors[name]
+    wanted = r"no tensor model\.layers\.0\.\S+, model\.layers\.0\.\S+, .* and 5 more"
+    with pytest.raises(TensorNotFoundError, match=wanted):
         open_weights(llama)
+
+
+# Tensors that only the files have.
+
+OLD_BUFFERS = (
+    "model.layers.0.self_attn.rotary_emb.inv_freq", "transformer.h.0.attn.bias",
+    "transformer.h.0.attn.masked_bias", "gpt_neox.layers.1.attention.bias",
+)  # fmt: skip
+
+
+def test_a_tensor_that_the_model_does_not_have_is_a_warning(llama: Path) -> None:
+    names = [f"model.layers.9.{part}" for part in ("mlp.up_proj.weight", "eh_proj.weight")]
+    names.append("mtp.fc.weight")
+    with changed(llama) as tensors:
+        tensors |= {name: torch.ones(2) for name in (*names, *OLD_BUFFERS)}
+
+    with pytest.warns(CheckpointWarning, match=r"3 tensors .*part of the saved model") as caught:
+        check_weights(llama, survey(llama))
+
+    assert all(name in str(caught[0].message) for name in names)
+    assert not any(name in str(caught[0].message) for name in OLD_BUFFERS)
+
+
+def test_buffers_that_old_files_have_are_ignored_without_a_warning(llama: Path) -> None:
+    with changed(llama) as tensors:
+        tensors |= {name: torch.ones(2) for name in OLD_BUFFERS}
+    check_weights(llama, survey(llama))  # a warning is an error
+
+
+def test_a_tensor_under_two_names_is_refused(llama: Path) -> None:
+    with changed(llama) as tensors:
+        tensors[UP.removeprefix("model.")] = tensors[UP].clone()
+    with pytest.raises(UnsupportedModelError, match=r"twice, as .* and as"):
+        open_weights(llama)
+
+
+# Buffers that are part of the model.
+
+
+def apertus(folder: Path) -> Any:
+    config = transformers.ApertusConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    model = plain_model(config)
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.act_fn.beta.fill_(0.25 + index)
+    model.save_pretrained(folder)
+    return model
+
+
+def test_buffers_are_read_and_saved(tmp_path: Path) -> None:
+    model = apertus(tmp_path / "model")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+
+    with prepare(tmp_path / "model", **RESIDENT) as engine:
+        engine.write(saved)
+
+    (saved / "config.json").write_bytes((tmp_path / "model" / "config.json").read_bytes())
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        saved, dtype=BF16, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_a_file_without_a_buffer_keeps_the_value_of_the_class_and_warns(tmp_path: Path) -> None:
+    apertus(tmp_path)
+    with changed(tmp_path) as tensors:
+        for name in [n for n in tensors if n.endswith("act_fn.beta")]:
+            del tensors[name]
+    with pytest.warns(CheckpointWarning, match=r"lack 2 buffers .*0\.mlp\.act_fn\.beta"):
+        check_weights(tmp_path, survey(tmp_path))
+
+
+def test_a_buffer_of_another_shape_is_refused(tmp_path: Path) -> None:
+    apertus(tmp_path)
+    with changed(tmp_path) as tensors:
+        tensors["model.layers.0.mlp.act_fn.beta"] = torch.ones(3)
+    with pytest.raises(UnsupportedModelError, match=r"act_fn\.beta has shape \(3,\)"):
+        open_weights(tmp_path)
 
 
 def test_another_shape_is_named_with_its_file(llama: Path) -> None:

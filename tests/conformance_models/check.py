@@ -93,6 +93,10 @@ def _plain_model(config: Any) -> Any:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=drawn)
             parameter.add_(noise * (0.15 if parameter.dim() > 1 else 0.1))
+        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for name, buffer in model.state_dict().items():
+            if name not in known and buffer.is_floating_point():
+                buffer.mul_(1 + 0.2 * torch.rand(buffer.shape, generator=drawn))
     # The fp32 and the bf16 reference must have the same weights as Penstock.
     return model.bfloat16().train()
 

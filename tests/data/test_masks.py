@@ -54,7 +54,15 @@ def test_a_template_may_render_the_last_turn_differently(tmp_path: Path) -> None
     assert trained_text(dataset) == [TURNS[0], "<think>\n\n</think>\n\n" + TURNS[1]]
 
 
-@pytest.mark.parametrize("template", [small.FORGETFUL, small.OTHER_GENERATION_PROMPT])
+SHOUTING = small.PLAIN.replace(
+    "message['content']",
+    "(message['content'] | upper if message['role'] == 'assistant' and not loop.last"
+    " else message['content'])",
+)
+"""Renders an answer differently when other turns follow it."""
+
+
+@pytest.mark.parametrize("template", [small.FORGETFUL, small.OTHER_GENERATION_PROMPT, SHOUTING])
 def test_a_template_whose_partial_chats_are_no_prefixes_is_rejected(
     template: str, tmp_path: Path
 ) -> None:

@@ -27,8 +27,9 @@ GOOD = {"text": "Water runs down."}
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{not json", "is not JSON: .* at column 2"),
+        ("{not json", r"is not JSON: [^(]* at column 2(?! \()"),
         ("[", "is not JSON.*Write one object per line, or an array of objects"),
+        ("},", "is not JSON.*Write one object per line"),
         ("[1, 2]", "contains an array, not an object"),
         ("17", "contains a number"),
         ("{}", "has no keys; expected messages"),
@@ -158,6 +159,16 @@ def test_the_files_of_a_directory_are_read_in_order(tmp_path: Path) -> None:
     assert texts == ["first<|end|>", "second<|end|>", "third<|end|>"]
 
 
+def test_lines_are_counted_from_one_in_every_file(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", [GOOD] * 3)
+    write_lines(folder / "b.jsonl", [GOOD, "{"])
+
+    with pytest.raises(BadLinesError, match=r"b\.jsonl:2: "):
+        open_dataset(folder, small_tokenizer(), cache_dir=tmp_path / "cache")
+
+
 class FakeBatch:
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows, self.num_rows = rows, len(rows)
@@ -219,6 +230,23 @@ def test_a_hub_dataset_is_read_with_its_split(
         dataset = open_dataset(name, small_tokenizer(), cache_dir=tmp_path)
         assert trained_text(dataset, 1) == ["second<|end|>"]
     assert calls == [("owner/name", "train"), ("owner/name", "test[:10%]")]
+
+
+def test_a_hub_dataset_that_changed_is_tokenized_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Rows(list[dict[str, str]]):
+        _fingerprint = ""
+
+    rows = Rows([{"text": "first"}])
+    module = ModuleType("datasets")
+    module.load_dataset = lambda name, split: rows  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+
+    for text in ("one", "two"):
+        rows[0], rows._fingerprint = {"text": text}, text
+        dataset = open_dataset("owner/name", small_tokenizer(), cache_dir=tmp_path)
+        assert whole_text(dataset) == f"{text}<|end|>"
 
 
 def test_only_a_form_feed_separates_documents(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from penstock.plan.placement import Home, Share
 from penstock.storage.store import Store
 from penstock.tiers import Tier
 from penstock.units import GiB, KiB, MiB
-from tests.equivalence.runs import DISK, DRAM, RESIDENT, WAYS, Setup, Way
+from tests.equivalence.runs import DISK, DRAM, FEW, RESIDENT, WAYS, Setup, Way
 from tests.support import engines
 
 
@@ -122,6 +122,9 @@ GRID = [
     (DISK, {"moments": "bf16", "dtype": "fp16"}),
     (WAYS[3], {"moments": "int8"}),
     (WAYS[8], {"accumulate": True}),
+    *((way, {"dtype": "fp32"}) for way in (*FEW, DISK)),
+    (DISK, {"dtype": "fp32", "moments": "int8"}),
+    (WAYS[8], {"dtype": "fp32", "accumulate": True}),
 ]
 
 

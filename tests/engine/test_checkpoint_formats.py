@@ -48,6 +48,19 @@ def test_an_fp8_model_is_saved_unquantized(tmp_path: Path) -> None:
         assert torch.equal(saved.state_dict()[name], tensor), name
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_fp32_takes_stored_weights_as_they_are(stored: torch.dtype, tmp_path: Path) -> None:
+    """Weights in fp32 are not rounded, and those in 16 bits are widened, which is exact."""
+    model = plain_model(tiny_config("llama"), stored)
+    model.save_pretrained(tmp_path)
+
+    with prepare(tmp_path, dtype="fp32", **SMALL) as engine:
+        for name, tensor in model.state_dict().items():
+            state = engine.state[name]
+            assert torch.equal(state["weight"], tensor.float()), name
+            assert torch.equal(state["master"], state["weight"]), name
+
+
 def test_a_missing_tensor_is_an_error_before_anything_is_allocated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,9 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.result_record import NotBitIdenticalWarning
+from penstock.checkpoint.training_state import TrainingState
+from penstock.engine.result_record import (
+    NotBitIdenticalWarning,
+    find_differences,
+    result_record,
+)
 from penstock.errors import EngineStateError
 from tests.equivalence.runs import DRAM, RESIDENT, Setup, differing, state_of
+from tests.support import engines
 
 
 def test_the_state_of_an_engine_is_one_object_in_training_state_json(tmp_path: Path) -> None:
@@ -133,6 +139,25 @@ def test_reading_passes_all_differences_to_the_caller(
         "clip was 0.5 and is 2.0",
         f"torch's number of threads was {threads} and is {threads + 1}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "found"),
+    [("fp32", ["matrix products were IEEE fp32 and are TF32"]), ("bf16", [])],
+)
+def test_tf32_is_noticed_where_it_changes_results(
+    dtype: str, found: list[str], tmp_path: Path
+) -> None:
+    work = engines.workload(dtype=dtype)
+    TrainingState(numerics=result_record(work, on_gpu=True)).save(tmp_path)
+    same = find_differences(tmp_path, work, on_gpu=True)
+    torch.set_float32_matmul_precision("high")
+    try:
+        different = find_differences(tmp_path, work, on_gpu=True)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+    assert (same, different) == ([], found)
 
 
 def test_a_checkpoint_that_recorded_no_numerics_is_read(saved: Path, tmp_path: Path) -> None:

@@ -43,3 +43,22 @@ def all_zero(engine: Engine) -> bool:
         for with_bases in bases
         for part in access.parts(name, role, bases=with_bases)
     )
+
+
+def test_random_weights_differ_between_layers_and_are_the_same_in_every_plan(
+    tmp_path: Path,
+) -> None:
+    config = engines.tiny_config("llama", num_hidden_layers=6)
+    model, work = engines.inventory(config), engines.workload()
+    drawn = []
+    for spots in ("dddd", "nnnn"):
+        plan = engines.make_plan_of(model, work, spots, disk=tmp_path, piece=8192)
+        with engines.make_engine(config, plan, model, None) as engine:
+            drawn.append(
+                [engine.state[f"model.layers.{i}.mlp.up_proj.weight"]["master"] for i in range(6)]
+            )
+
+    for layer, other in zip(*drawn, strict=True):
+        assert torch.equal(layer, other)
+    for i, layer in enumerate(drawn[0]):
+        assert not any(torch.equal(layer, other) for other in drawn[0][:i])

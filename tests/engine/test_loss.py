@@ -89,7 +89,7 @@ def test_chunks_add_up_to_the_loss_and_gradients_of_the_whole() -> None:
     wanted = torch.nn.functional.cross_entropy(whole @ weight.T, targets, reduction="sum")
     (2.0 * wanted / 9).backward()
     added: list[torch.Tensor] = []
-    sink = GradientSink({"weight": weight}, lambda name, gradient: added.append(gradient))
+    sink = GradientSink({"weight": weight}, lambda name, gradient: added.append(gradient.clone()))
     loss = ChunkedLoss(lambda x: x @ weight.T, CHUNK)
 
     assert loss.forward(hidden, targets) == pytest.approx(wanted.item(), rel=1e-6)
@@ -145,11 +145,29 @@ def test_a_scale_at_its_minimum_bears_few_overflows_in_a_row() -> None:
     assert (caught.value.overflows, caught.value.scale) == (10, 1.0)
 
 
-def test_skipped_steps_in_bf16_are_not_overflows_of_the_scale() -> None:
-    scale = LossScale.of("bf16")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_skipped_steps_without_a_loss_scale_are_no_overflows(dtype: str) -> None:
+    scale = LossScale.of(dtype)
     for _ in range(100):
         scale.note_overflow()
     assert scale.value == 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 8192, 20000])
+def test_the_fused_loss_in_fp32_is_exact(vocabulary: int) -> None:
+    drawn = torch.Generator().manual_seed(4)
+    logits = (5 * torch.randn(32, vocabulary, generator=drawn)).cuda()
+    targets = torch.randint(vocabulary, (32,), generator=drawn).cuda()
+    targets[::5] = -100
+    exact = logits.double().requires_grad_()
+    wanted = torch.nn.functional.cross_entropy(exact, targets, reduction="sum")
+    (gradient,) = torch.autograd.grad(wanted, exact)
+
+    total = fused_loss(logits, targets, 0.25)
+
+    torch.testing.assert_close(total, wanted.detach(), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(logits.double(), 0.25 * gradient, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.gpu

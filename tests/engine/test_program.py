@@ -15,11 +15,11 @@ from penstock.plan.lifetimes import BufferKey, BufferKind
 from penstock.plan.packing import Lifetime, Packing
 from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.schedule import COMPUTE, Operation, Verb
-from penstock.planner.candidate import Candidate
+from penstock.planner.candidate import Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.planner.planner import plan_result
 from penstock.roles import Role
-from tests.support.schedule_checker import cases
+from tests.support.schedule_checker import all_on, cases, evaluator_for
 
 POOLS = {"weights": "weight slots", "gradients": "gradient buffers", "staging": "NVMe staging"}
 
@@ -34,6 +34,20 @@ def test_every_program_fits_the_planned_pools(case: tuple[PlanEvaluator, Candida
     held = {pool.what: pool.nbytes for pool in plan.pools}
     for name, what in POOLS.items():
         assert programs.nbytes(name) == held.get(what, 0), what
+
+
+def test_sweeps_alone_use_all_of_a_steps_staging() -> None:
+    evaluator = evaluator_for(3, tied=False, piece=1 << 16)
+    plan = plan_result(evaluator, all_on(evaluator, Location.NVME)).plan
+    programs = Programs.of(plan, evaluator.inventory)
+
+    assert plan.placement.pieces_staged > 1
+    for program in (programs.step, programs.sweep):
+        held = most = 0
+        for op in program.operations:
+            held += (op.verb is Verb.READ) - (op.verb is Verb.RELEASE)
+            most = max(most, held)
+        assert most == plan.placement.pieces_staged
 
 
 @settings(max_examples=40, deadline=None)

@@ -5,10 +5,18 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine.batches import split_batch
 from penstock.engine.device import CpuDevice
-from penstock.engine.step_parts import LayerBackward, first_blocks, step_parts
+from penstock.engine.step_parts import (
+    LayerBackward,
+    StepPart,
+    example_micro_batches,
+    first_blocks,
+    step_parts,
+)
 from penstock.model.meta_model import build_model
 from penstock.model.split import MicroBatch, SplitModel
+from penstock.model.storage_counter import StorageCounter
 from tests.support.engines import (
     batches,
     inventory,
@@ -52,6 +60,38 @@ def test_frozen_tensors_make_another_part() -> None:
     model = SplitModel(bare, frozen, mlp_tile=4096)
 
     assert first_blocks(model) == [1, 2]
+
+
+@pytest.mark.parametrize("lengths", [[200, 184], [374, 10], [4, 380], [24] * 16], ids=str)
+def test_no_packing_needs_more_memory_than_the_packed_example(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Capped scores are materialized: they take memory by the square of a document's length.
+
+    The example of whole rows is no bound: only those are computed by compiled code.
+    """
+    monkeypatch.setattr("penstock.model.document_attention.BAND", 64)
+    model = split("gemma2", max_position_embeddings=512, sliding_window=300)
+    work = workload(context=384, batch=2, micro_batch=2)
+    positions = torch.cat([torch.arange(n) for n in lengths]).expand(2, 384)
+    batch = {"input_ids": torch.arange(768).view(2, 384) % 64, "position_ids": positions}
+    drawn = split_batch(batch, work, model.inventory, 1, torch.device("cpu")).rounds[0][0]
+    packed = example_micro_batches(model.inventory, work, torch.device("cpu"))[-1]
+
+    def peak(micro: MicroBatch) -> int:
+        parts = step_parts(model, model.inventory, work, CpuDevice(), micros=[micro])
+        return max(measure(part) for part in parts if isinstance(part, LayerBackward))
+
+    assert peak(drawn) <= peak(packed)
+
+
+def measure(part: StepPart) -> int:
+    part.prepare()
+    part.run()
+    with StorageCounter() as counter:
+        part.run()
+    part.release()
+    return counter.peak
 
 
 def test_backward_adds_to_the_gradient_sums() -> None:

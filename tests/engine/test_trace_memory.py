@@ -25,8 +25,10 @@ SMALL = {
 CONFIGS: dict[str, Any] = {
     family: (lambda family=family, **changes: tiny_config(family, **changes))
     for family in ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "olmo2", "phi3",
-                   "gpt_neox", "gpt2")
+                   "gpt_neox", "gpt2", "bloom", "gptj")
 } | {
+    # ALiBi: its mask has an entry for each head and pair of tokens.
+    "falcon": lambda: tiny_config("falcon", alibi=True, multi_query=False),
     "granite": lambda: transformers.GraniteConfig(**SMALL, logits_scaling=8.0),
     "stablelm": lambda: transformers.StableLmConfig(**SMALL),
     "cohere": lambda: transformers.CohereConfig(**SMALL),
@@ -37,8 +39,9 @@ CONFIGS: dict[str, Any] = {
 
 def really_allocated(config: Any, work: Workload) -> tuple[dict[tuple[str, str], int], int]:
     """Run every part with real tensors; return peaks by name and phase, and kept arguments."""
-    bare = build_model(config, torch.bfloat16, torch.device("cpu"))
-    model = SplitModel(bare, inventory(config), mlp_tile=work.numerics.mlp_tile)
+    found, cpu = inventory(config), torch.device("cpu")
+    bare = build_model(config, torch.bfloat16, cpu, own_attention=found.own_attention)
+    model = SplitModel(bare, found, mlp_tile=work.numerics.mlp_tile)
     peaks: dict[tuple[str, str], int] = {}
     kept = 0
     for part in step_parts(model, model.inventory, work, CpuDevice()):

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from penstock.engine.engine import Engine
 from penstock.engine.tier_memory import StoreSettings
 from penstock.model.inventory import Inventory
+from penstock.model.meta_model import weight_dtype
 from penstock.plan.plan import Plan
 from penstock.plan.workload import Workload
 from penstock.roles import STATE, Role
@@ -49,12 +50,12 @@ class Setup:
         """Make a setup; by default a batch is three micro-batches, the last one smaller."""
         model_config = engines.tiny_config(family, **(config or {}))
         work = {"batch": 5, "micro_batch": 2, "clip": 0.5} | work
-        dtype = torch.float16 if work.get("dtype") == "fp16" else torch.bfloat16
+        workload = engines.workload(**work)
         return cls(
             model_config,
             engines.inventory(model_config, freeze),
-            engines.workload(**work),
-            engines.plain_model(model_config, dtype),
+            workload,
+            engines.plain_model(model_config, weight_dtype(workload.dtype)),
         )
 
     def batches(self, count: int = STEPS) -> list[Any]:
@@ -143,9 +144,10 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     """Return everything that a sweep changes, and the frozen weights."""
     engine.finish()
     state = {}
+    trained = [Role.WEIGHT, *filter(engine.access.formats.has, STATE)]
     for block in engine.inventory.blocks:
         for tensor in block.tensors:
-            for role in (Role.WEIGHT, *STATE) if tensor.trainable else (Role.WEIGHT,):
+            for role in trained if tensor.trainable else (Role.WEIGHT,):
                 state[f"{tensor.name} {role}"] = whole(engine, tensor.name, role)
                 if engine.access.has_bases and role in (Role.FIRST, Role.SECOND):
                     state[f"{tensor.name} {role} bases"] = whole(engine, tensor.name, role, True)

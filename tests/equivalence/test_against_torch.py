@@ -7,7 +7,7 @@ from the engine's weights, master weights and moments, and the results of that s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.engine.engine import Engine
-from penstock.optim.rules import draw_key
 from tests.equivalence.runs import DISK, OPTIMIZER, WAYS, Setup, Way, warm_up
+from tests.support.dropout_seeds import seed_like_the_engine
 from tests.support.torch_loop import TorchLoop
 
 STEPS = 6
@@ -29,6 +29,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Way]] = {
     "qwen3": ("qwen3", {}, DISK),
     "gemma3": ("gemma3", {}, WAYS[8]),
     "fp16": ("qwen3", {"dtype": "fp16"}, DISK),
+    "fp32": ("llama", {"dtype": "fp32"}, WAYS[3]),
+    "fp32, int8 moments": ("gemma3", {"dtype": "fp32", "moments": "int8"}, DISK),
     "not clipped": ("llama", {"clip": None}, DISK),
     "accumulated": ("llama", {"accumulate": True}, WAYS[3]),
     "bf16 moments": ("llama", {"moments": "bf16"}, DISK),
@@ -47,6 +49,29 @@ def test_every_step_agrees_with_torchs_adamw_and_clipping(
         assert_agrees_with_torch(setup, engine)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_steps_in_fp32_agree_with_torch_without_starting_over(family: str, tmp_path: Path) -> None:
+    """In fp32, two runs of several steps stay close, unlike in 16 bits.
+
+    A large epsilon keeps AdamW from dividing gradients that are nearly zero by their own size.
+    """
+    setup = Setup.of(family, freeze=(), dtype="fp32")
+    settings = OPTIMIZER | {"lr": 1e-3, "eps": 1e-4}
+    loop = TorchLoop(
+        setup.source, micro_batch=setup.work.numerics.micro_batch, clip=setup.work.clip,
+        settings=settings,
+    )  # fmt: skip
+    with setup.engine(WAYS[3], tmp_path, optimizer=settings) as engine:
+        for batch in setup.batches(STEPS):
+            loss = float(engine.step(batch))
+            assert loss == pytest.approx(loop.step(batch), rel=1e-5)
+            assert engine.grad_norm == pytest.approx(loop.grad_norm, rel=1e-5)
+        for name, master in loop.masters.items():
+            weight, expected = engine.state[name]["weight"], master.detach()
+            size = float(expected.abs().max())
+            torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-5 * size)
+
+
 def test_dropout_is_that_of_torch_with_the_same_seeds(tmp_path: Path) -> None:
     """GPT-2 drops elements of the embedding, of attention and of every residual.
 
@@ -54,41 +79,22 @@ def test_dropout_is_that_of_torch_with_the_same_seeds(tmp_path: Path) -> None:
     """
     rates = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
     setup = Setup.of("gpt2", freeze=(), config=rates)
-    now: dict[str, int] = {}
-
-    def seed_before(block: int) -> Callable[..., None]:
-        def seed(*_: Any) -> None:
-            key = draw_key(7, now["step"], (block << 32) + now["micro"])
-            torch.manual_seed(key & ((1 << 63) - 1))
-
-        return seed
-
-    body = setup.source.transformer
-    body.drop.register_forward_pre_hook(seed_before(0))
-    for number, layer in enumerate(body.h):
-        layer.register_forward_pre_hook(seed_before(1 + number))
+    before_micro_batch = seed_like_the_engine(setup.source, 7)
     setup.source.train()
 
     with setup.engine(WAYS[3], tmp_path, seed=7) as engine:
         assert_agrees_with_torch(
             setup,
             engine,
-            # In six steps, one gradient that nearly cancels out differs by a bit.
-            rare=0.001,
-            before_micro_batch=lambda step, micro: now.update(step=step, micro=micro),
+            before_micro_batch=before_micro_batch,
         )
         batch = setup.batches(1)[0]
         dropped, whole = float(engine.forward_backward(batch)), engine.evaluate([batch]).loss
     assert dropped != pytest.approx(whole, rel=1e-3)
 
 
-def assert_agrees_with_torch(
-    setup: Setup, engine: Engine, *, rare: float = 0.0, **options: Any
-) -> None:
-    """Train with both, from the engine's state at every step, and compare the results.
-
-    `rare` is the share of elements whose gradient may differ by a bit of bf16.
-    """
+def assert_agrees_with_torch(setup: Setup, engine: Engine, **options: Any) -> None:
+    """Train with both, from the engine's state at every step, and compare the results."""
     work = setup.work
     scale = SCALE if work.dtype == "fp16" else 1.0
     engine.scale.value = scale
@@ -116,7 +122,7 @@ def assert_agrees_with_torch(
         assert engine.grad_norm == pytest.approx(loop.grad_norm, rel=1e-6)
         clipped += work.clip is not None and engine.grad_norm > work.clip
         state = dict(engine.state.items())
-        assert_same_update(loop, before, state, work.moments, rare)
+        assert_same_update(loop, before, state, work.moments)
         loop.load(state)
         scheduler.step()
     assert clipped == (0 if work.clip is None else STEPS)
@@ -127,7 +133,6 @@ def assert_same_update(
     before: Mapping[str, torch.Tensor],
     state: Mapping[str, Mapping[str, torch.Tensor]],
     moments: str,
-    rare: float,
 ) -> None:
     assert loop.masters.keys() == before.keys()
     for name, master in loop.masters.items():
@@ -136,12 +141,10 @@ def assert_same_update(
         # Rounding of the master itself, and of the update, whose size is about the rate.
         limit = 2 * EPSILON * before[name].abs() + 32 * EPSILON * lr
         difference = (ours["master"] - master.detach()).abs()
-        beyond = difference > limit
-        assert int(beyond.sum()) <= rare * beyond.numel(), (name, float((difference / limit).max()))
-        assert bool((difference <= 0.01 * lr).all()), name
+        assert bool((difference <= limit).all()), (name, float((difference / limit).max()))
         assert float((ours["master"] - before[name]).abs().max()) > 0.1 * lr, "it was updated"
         torch.testing.assert_close(ours["weight"], ours["master"].to(ours["weight"].dtype))
-        if moments == "fp32" and not rare:
+        if moments == "fp32":
             size = theirs["exp_avg"].abs().max()
             torch.testing.assert_close(
                 ours["exp_avg"], theirs["exp_avg"], rtol=1e-6, atol=float(1e-6 * size)

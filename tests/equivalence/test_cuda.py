@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from penstock.engine.loss import fused_loss
+from penstock.model.meta_model import weight_dtype
 from penstock.roles import STATE, Role
 from tests.support import engines
 
@@ -40,9 +41,8 @@ def train(
     work = engines.workload(context=32, **changes)
     model = engines.inventory(config, freeze=["model.layers.1.mlp.down_proj.weight"])
     plan = engines.make_plan_of(model, work, spots, disk=disk, **how)
-    engine = engines.make_engine(
-        config, plan, model, engines.plain_model(config), device="cuda", optimizer={"lr": 1e-3}
-    )
+    plain = engines.plain_model(config, weight_dtype(work.dtype))
+    engine = engines.make_engine(config, plan, model, plain, device="cuda", optimizer={"lr": 1e-3})
     rate = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
     found = []
     for number, batch in enumerate(engines.batches(20, work, config.vocab_size)):
@@ -53,10 +53,10 @@ def train(
         found.append(torch.tensor(engine.grad_norm))
         rate.step()
     engine.finish()
+    trained = (Role.WEIGHT, *filter(engine.access.formats.has, STATE))
     for block in model.blocks:
         for tensor in block.tensors:
-            roles = (Role.WEIGHT, *STATE) if tensor.trainable else (Role.WEIGHT,)
-            for role in roles:
+            for role in trained if tensor.trainable else (Role.WEIGHT,):
                 found.append(torch.cat([p.clone() for p in engine.access.parts(tensor.name, role)]))
     engine.close()
     return found
@@ -78,6 +78,18 @@ def test_compressed_moments_give_the_same_bits_under_every_plan(
     wanted = train("llama", "resident", tmp_path, moments=moments)
     for name in ("dram", "all on disk", "two rounds"):
         found = train("llama", name, tmp_path, moments=moments)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"compiled": True, "loss_kernel": "fused", "attention": "varlen"}],
+    ids=["eager", "compiled"],
+)
+def test_fp32_gives_the_same_bits_under_every_plan(how: dict[str, Any], tmp_path: Path) -> None:
+    wanted = train("llama", "resident", tmp_path, dtype="fp32", **how)
+    for name in ("dram", "split", "all on disk", "two rounds"):
+        found = train("llama", name, tmp_path, dtype="fp32", **how)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
 
 

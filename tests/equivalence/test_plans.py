@@ -52,6 +52,7 @@ def train_each(
     [
         pytest.param("llama", WAYS, id="llama"),
         *(pytest.param(family, FEW, id=f"{family}, few") for family in FAMILIES[1:]),
+        *(pytest.param(family, FEW, id=f"{family}, few") for family in ("bloom", "gptj")),
         *(pytest.param(family, WAYS, id=family, marks=pytest.mark.long) for family in FAMILIES[1:]),
     ],
 )
@@ -119,6 +120,34 @@ def test_fp16_is_the_same_under_every_plan(tmp_path: Path) -> None:
     assert_equal_to_the_plain_loop(setup, results[RESIDENT.name], loss_scale=1024.0)
 
 
+@pytest.mark.parametrize(
+    ("family", "ways", "work"),
+    [
+        pytest.param("llama", FEW, {}, id="few"),
+        pytest.param("qwen3", (RESIDENT, DISK), {"moments": "int8"}, id="int8 moments"),
+        pytest.param("llama", FEW, {"accumulate": True}, id="accumulated"),
+        *(
+            pytest.param(family, WAYS, {"moments": moments}, marks=pytest.mark.long)
+            for family in FAMILIES
+            for moments in ("fp32", "bf16", "int8")
+        ),
+    ],
+)
+def test_fp32_is_the_same_under_every_plan(
+    family: str, ways: tuple[Way, ...], work: dict[str, Any], tmp_path: Path
+) -> None:
+    """The weight is the master weight: there is nothing to split, and no gradient is rounded."""
+    setup = Setup.of(family, dtype="fp32", **work)
+
+    results = train_each(setup, ways, tmp_path, steps=6)
+
+    assert_same(results)
+    assert_equal_to_the_plain_loop(setup, results[RESIDENT.name])
+    state = results[RESIDENT.name].state
+    assert {t.dtype for name, t in state.items() if name.endswith(" weight")} == {torch.float32}
+    assert not [name for name in state if name.endswith(" master")]
+
+
 @pytest.mark.parametrize("way", FEW, ids=lambda way: way.name)
 def test_a_step_that_overflows_changes_nothing_but_the_scale(way: Way, tmp_path: Path) -> None:
     setup = Setup.of("llama", dtype="fp16")
@@ -147,15 +176,16 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(way: Way, tmp_path:
         assert differing(final, state_of(plain)) == []
 
 
-def test_tied_embeddings_are_the_same_under_every_plan(tmp_path: Path) -> None:
-    setup = Setup.of("gemma3", config={"tie_word_embeddings": True})
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_tied_embeddings_are_the_same_under_every_plan(dtype: str, tmp_path: Path) -> None:
+    setup = Setup.of("gemma3", config={"tie_word_embeddings": True}, dtype=dtype)
     one_round = [way for way in WAYS if way.plan.get("rounds", 1) == 1]
 
     results = train_each(setup, one_round, tmp_path, steps=6)
 
     assert_same(results)
     # Not bit for bit: the head's gradient of the tied table is summed over all micro-batches before
-    # the embedding's is added; the plain loop adds the two for each micro-batch, in bf16.
+    # the embedding's is added; the plain loop adds the two for each micro-batch, in bf16 or fp32.
     loop = PlainLoop(setup.source, micro_batch=2, clip=setup.work.clip, settings=OPTIMIZER,
                      frozen=lambda name: "layers.1.mlp.up_proj" in name,
                      lr_of=lambda step, dims: OPTIMIZER["lr"] * warm_up(step)
@@ -163,8 +193,8 @@ def test_tied_embeddings_are_the_same_under_every_plan(tmp_path: Path) -> None:
     for batch, loss, norm in zip(
         setup.batches(6), results[RESIDENT.name].losses, results[RESIDENT.name].norms, strict=True
     ):
-        assert loop.step(batch) == pytest.approx(loss, rel=1e-3)
-        assert loop.grad_norm == pytest.approx(norm, rel=1e-2)
+        assert loop.step(batch) == pytest.approx(loss, rel=1e-5 if dtype == "fp32" else 1e-3)
+        assert loop.grad_norm == pytest.approx(norm, rel=1e-5 if dtype == "fp32" else 1e-2)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

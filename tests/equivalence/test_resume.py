@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from penstock.checkpoint.reader import ShardReader
 from penstock.cli.store import remove_stores
+from penstock.engine.state_io import OPTIMIZER
 from penstock.errors import EngineStateError
 from tests.equivalence.runs import DISK, DRAM, RESIDENT, WAYS, Setup, Way, differing, state_of
 
@@ -22,8 +25,8 @@ from pathlib import Path
 import torch
 from tests.equivalence.runs import WAYS, Setup
 torch.set_num_threads(1)
-folder, disk, moments = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-setup = Setup.of("llama", moments=moments, config={"attention_dropout": 0.1})
+folder, disk, dtype, moments = Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
+setup = Setup.of("llama", dtype=dtype, moments=moments, config={"attention_dropout": 0.1})
 engine = setup.engine(WAYS[3], disk)
 for number, batch in enumerate(setup.batches(6), 1):
     engine.step(batch)
@@ -35,26 +38,33 @@ for number, batch in enumerate(setup.batches(6), 1):
 """
 
 
-def setup_with_dropout(moments: str = "fp32") -> Setup:
-    return Setup.of("llama", moments=moments, config={"attention_dropout": 0.1})
+def setup_with_dropout(dtype: str = "bf16", moments: str = "fp32") -> Setup:
+    return Setup.of("llama", dtype=dtype, moments=moments, config={"attention_dropout": 0.1})
 
 
-@pytest.mark.parametrize("moments", [pytest.param("fp32", marks=pytest.mark.long), "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "moments"),
+    [
+        pytest.param("bf16", "fp32", marks=pytest.mark.long),
+        ("bf16", "int8"),
+        pytest.param("fp32", "fp32", marks=pytest.mark.long),
+    ],
+)
 def test_a_killed_run_resumed_under_another_plan_equals_an_uninterrupted_run(
-    moments: str, tmp_path: Path
+    dtype: str, moments: str, tmp_path: Path
 ) -> None:
     folder, disk = tmp_path / "saved", tmp_path / "disk"
     folder.mkdir()
     disk.mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", VICTIM, str(folder), str(disk), moments],
+        [sys.executable, "-c", VICTIM, str(folder), str(disk), dtype, moments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO,
     ) as victim:  # fmt: skip
         assert victim.stdout is not None
         while victim.stdout.readline().strip() != "5":
             assert victim.poll() is None
         victim.send_signal(signal.SIGKILL)
-    setup = setup_with_dropout(moments)
+    setup = setup_with_dropout(dtype, moments)
     with setup.engine(WAYS[8], disk) as engine:
         engine.read(folder)
         assert engine.steps == KEPT
@@ -69,9 +79,12 @@ def test_a_killed_run_resumed_under_another_plan_equals_an_uninterrupted_run(
     assert list(disk.iterdir()) == []
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("way", [RESIDENT, DRAM, DISK, WAYS[8]], ids=lambda way: way.name)
-def test_checkpoints_of_all_plans_are_equal_byte_for_byte(way: Way, tmp_path: Path) -> None:
-    setup = setup_with_dropout()
+def test_checkpoints_of_all_plans_are_equal_byte_for_byte(
+    way: Way, dtype: str, tmp_path: Path
+) -> None:
+    setup = setup_with_dropout(dtype)
     kept = []
     for number, each in enumerate((DRAM, way)):
         folder = tmp_path / str(number)
@@ -84,6 +97,28 @@ def test_checkpoints_of_all_plans_are_equal_byte_for_byte(way: Way, tmp_path: Pa
 
     assert kept[0] == kept[1]
     assert "model.safetensors" in kept[0] or "model.safetensors.index.json" in kept[0]
+
+
+def test_an_fp32_run_resumed_under_another_plan_equals_an_uninterrupted_run(
+    tmp_path: Path,
+) -> None:
+    """Its checkpoint has fp32 weights and moments, and no separate master weights."""
+    setup, folder = setup_with_dropout("fp32"), tmp_path / "saved"
+    folder.mkdir()
+    with setup.engine(WAYS[3], tmp_path) as engine:
+        for number, batch in enumerate(setup.batches(STEPS), 1):
+            engine.step(batch)
+            if number == KEPT:
+                engine.write(folder)
+        uninterrupted = state_of(engine)
+    with setup.engine(WAYS[8], tmp_path) as engine:
+        engine.read(folder)
+        for batch in setup.batches(STEPS)[KEPT:]:
+            engine.step(batch)
+        assert differing(uninterrupted, state_of(engine)) == []
+    with ShardReader(folder) as weights, ShardReader(folder, OPTIMIZER) as states:
+        assert {weights.spec(name).dtype for name in weights.names} == {torch.float32}
+        assert {name.rpartition(".")[2] for name in states.names} == {"first", "second"}
 
 
 def test_saving_does_not_change_later_steps(tmp_path: Path) -> None:
@@ -121,8 +156,12 @@ def test_a_later_change_of_the_learning_rate_does_not_affect_a_pending_sweep(
 
 @pytest.mark.parametrize(
     ("change", "field"),
-    [({"moments": "bf16"}, "moments"), ({"dtype": "fp16"}, "dtype")],
-    ids=["moments", "dtype"],
+    [
+        ({"moments": "bf16"}, "moments"),
+        ({"dtype": "fp16"}, "dtype"),
+        ({"dtype": "fp32"}, "dtype"),
+    ],
+    ids=["moments", "fp16", "fp32"],
 )
 def test_a_checkpoint_with_other_numerics_is_rejected(
     change: dict[str, str], field: str, tmp_path: Path

@@ -208,6 +208,10 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"position_ids": positions(at_0=10**6)},
         "position_ids is 1000000 in row 2, column 0 .*the model has positions from 0 to",
     ),
+    "the first position beyond the model's": (
+        {"position_ids": positions(at_0=128)},
+        "position_ids is 128 in row 2, column 0 .*the model has positions from 0 to 127",
+    ),
     "a position that jumps": (
         {"position_ids": positions(at_5=9)},
         "position_ids is 9 in row 2, column 5",

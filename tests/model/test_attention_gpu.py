@@ -16,6 +16,8 @@ pytestmark = pytest.mark.gpu
 
 DOCUMENTS = (1, 2, 127, 128, 129, 700, 1, 64, 900)
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+FP32 = 1e-5
+"""Relative error of fp32. Products in TF32 would have errors of 5e-4."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -69,6 +71,24 @@ def test_capped_scores_and_shared_heads(
 
     for error in relative_errors(case.attend(inputs), case.exact(inputs)):
         assert error < 1.5 * ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("heads", [(3, 3), (8, 2)])
+@pytest.mark.parametrize(
+    ("size", "window", "cap"),
+    [(16, 0, 0.0), (64, 100, 0.0), (72, 0, 0.0), (128, 0, 50.0), (160, 512, 0.0), (256, 0, 0.0)],
+)
+def test_fp32_is_exact_and_repeats_its_bits(
+    size: int, window: int, cap: float, heads: tuple[int, int]
+) -> None:
+    case = Case(DOCUMENTS, *heads, size, window, cap, torch.float32)
+    inputs = case.inputs(cuda())
+
+    found = case.attend(inputs)
+
+    for error in relative_errors(found, case.exact(inputs)):
+        assert error < FP32
+    assert all(torch.equal(a, b) for a, b in zip(found, case.attend(inputs), strict=True))
 
 
 @pytest.mark.parametrize(

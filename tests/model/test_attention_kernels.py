@@ -23,14 +23,14 @@ pytestmark = [
 ]
 
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Relative errors. Weights and results are rounded to 11 bits or to 8."""
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
+"""Relative errors. Weights and results are rounded to 11 bits, to 8 or to 24."""
 RAGGED = (1, 2, 15, 17, 5, 5, 20)
 """Lengths around the tiles' 16 and 32 rows, several documents per tile, and a last tile that is not
 full."""
 
 
-def check(case: Case, tiles: Tiles, *, apart: bool = False) -> None:
+def check(case: Case, tiles: Tiles | None, *, apart: bool = False) -> None:
     inputs = case.inputs(CPU)
     found, wanted = case.attend(inputs, tiles, apart=apart), case.exact(inputs)
 
@@ -75,6 +75,12 @@ def test_queries_in_registers() -> None:
 
 def test_bf16() -> None:
     check(Case(RAGGED, dtype=torch.bfloat16), Tiles(16, 32, 4, 2))
+
+
+@pytest.mark.parametrize("size", [24, 128, 256])
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (7, 50.0)])
+def test_fp32_with_its_own_tiles(size: int, window: int, cap: float) -> None:
+    check(Case(RAGGED, 4, 2, size, window, cap, torch.float32), None)
 
 
 def test_neighbours_do_not_leak() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,12 +11,14 @@ from penstock.model import attention_launch, varlen_attention
 from penstock.model.attention_launch import (
     PADDING,
     Kernel,
+    Tiles,
     attention_workspace_nbytes,
     choose_tiles,
     document_spans,
     padded_tokens,
 )
 from penstock.model.operation_workspace import operation_workspace
+from penstock.units import KiB
 from tests.support.device_sweeps import count_interpreted, needs_triton
 
 KERNELS: tuple[Kernel, ...] = ("forward", "query_gradient", "key_gradient", "value_gradient")
@@ -24,14 +28,17 @@ CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 @needs_triton
 @pytest.mark.timeout(600)
 def test_the_kernels_in_the_interpreter() -> None:
-    assert count_interpreted("tests/model/test_attention_kernels.py") == 38
+    assert count_interpreted("tests/model/test_attention_kernels.py") == 44
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("size", range(8, 257, 8))
-def test_every_supported_head_size_has_tiles(size: int, capability: tuple[int, int]) -> None:
+@pytest.mark.parametrize("element", [2, 4])
+def test_every_supported_head_size_has_tiles(
+    element: int, size: int, capability: tuple[int, int]
+) -> None:
     for kernel in KERNELS:
-        tiles = choose_tiles(kernel, size, capability)
+        tiles = choose_tiles(kernel, size, capability, element)
         if tiles is None:
             assert kernel == "value_gradient"
             continue
@@ -39,10 +46,56 @@ def test_every_supported_head_size_has_tiles(size: int, capability: tuple[int, i
         if kernel in ("key_gradient", "value_gradient"):
             # They read whole tiles of what the other two wrote in whole tiles.
             for writer in ("forward", "query_gradient"):
-                written = choose_tiles(writer, size, capability)
+                written = choose_tiles(writer, size, capability, element)
                 assert written is not None
                 assert tiles.queries <= written.queries
         assert not tiles.copy_engine or (size & (size - 1) == 0 and capability[0] in (9, 10))
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["forward", "query_gradient", "key_gradient"])
+@pytest.mark.parametrize(
+    "size",
+    [64, pytest.param(128, marks=pytest.mark.long), pytest.param(256, marks=pytest.mark.long)],
+)
+def test_compiled_fp32_products_are_exact_and_fit_into_shared_memory(
+    name: Kernel, size: int
+) -> None:
+    """IEEE products are sums of fused multiply-adds. Triton's compiler needs no GPU."""
+    tiles = choose_tiles(name, size, (8, 6), 4)
+    assert tiles is not None
+
+    code = compile_kernel(name, size, tiles)
+
+    assert "tf32" not in code.asm["ptx"]
+    assert code.asm["ptx"].count("fma.rn.f32") > 500
+    assert code.metadata.shared <= 99 * KiB, "what every GPU has that is supported"
+
+
+def compile_kernel(name: Kernel, size: int, tiles: Tiles) -> Any:
+    """Compile a kernel in fp32 for GPUs with the least shared memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from penstock.model import attention_kernels
+
+    kernel: Any = getattr(attention_kernels, f"{name}_kernel")
+    constants = {
+        "HEADS": 4, "SHARED": 2, "D": size, "WIDE": size, "BLOCK_M": tiles.queries,
+        "BLOCK_N": tiles.keys, "WINDOW": 0, "CAPPED": False, "COPY_ENGINE": tiles.copy_engine,
+        "IN_REGISTERS": tiles.in_registers, "KEYS": True, "VALUES": True,
+    }  # fmt: skip
+    types = {"firsts": "*i32", "lasts": "*i32", "tokens": "i32", "scale": "fp32", "cap": "fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {argument: types.get(argument, "*fp32") for argument in kernel.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*"
+    }
+    known = {name: value for name, value in constants.items() if name in signature}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=aligned)
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    return triton.compile(source, target=GPUTarget("cuda", 86, 32), options=options)
 
 
 def test_numbers_per_token_are_padded_to_whole_tiles() -> None:

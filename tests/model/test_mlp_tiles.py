@@ -120,3 +120,51 @@ def test_gradients_of_tiles_are_summed_in_fp32_and_rounded_once() -> None:
 
     assert mlp.weight.grad is not None
     assert mlp.weight.grad.item() == 256 + 64
+
+
+def test_a_layer_may_add_to_the_output_of_a_tiled_mlp_in_place() -> None:
+    """Falcon's layers do. Torch refuses it for a view that a custom Function returns."""
+    torch.manual_seed(0)
+    mlp = nn.Linear(8, 8)
+    x = torch.randn(1, 7, 8, requires_grad=True)
+    whole = torch.autograd.grad((mlp(x) + x).square().sum(), [x, *mlp.parameters()])
+    tile_mlps([Layer(mlp)], 3)
+
+    out = mlp(x)
+    out += x
+    tiled = torch.autograd.grad(out.square().sum(), [x, *mlp.parameters()])
+
+    for first, second in zip(whole, tiled, strict=True):
+        torch.testing.assert_close(first, second)
+
+
+def test_a_tile_is_a_row_of_tokens() -> None:
+    """Some MLPs, such as Moshi's, name all three dimensions of the hidden states."""
+
+    class Gated(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows, tokens, width = x.shape
+            halves = x.view(rows, tokens, 2, width // 2)
+            return (halves[:, :, :1] * halves[:, :, 1:]).expand(-1, -1, 2, -1).flatten(2)
+
+    mlp = Gated()
+    x = torch.randn(2, 7, 8)
+    whole = mlp(x)
+
+    tile_mlps([Layer(mlp)], 3)
+
+    assert torch.equal(mlp(x), whole)
+
+
+def test_an_mlp_of_several_arguments_is_left_alone() -> None:
+    """BLOOM's MLP takes the residual as well."""
+
+    class Residual(nn.Module):
+        def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+            return 2 * x + residual
+
+    mlp = Residual()
+    tile_mlps([Layer(mlp)], 3)
+
+    assert torch.equal(mlp(torch.ones(2, 7, 8), torch.ones(2, 7, 8)), torch.full((2, 7, 8), 3.0))
+    assert not draws_in_tiles(Layer(mlp))

@@ -139,7 +139,7 @@ def test_cross_attention_without_an_encoder_is_refused() -> None:
     config = BartConfig(
         vocab_size=64, d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=32
     )
-    with pytest.raises(UnsupportedModelError, match=r"encoder_attn\.k_proj\.weight gets"):
+    with pytest.raises(UnsupportedModelError, match="decoder of an encoder-decoder model"):
         check_trainable(survey_config(config, name="bart"))
 
 

@@ -52,24 +52,25 @@ def test_models_that_leave_attention_to_transformers_pass(kind: str, fields: Any
     check_trainable(inventory)
 
 
-@pytest.mark.parametrize(
-    ("kind", "feature"),
-    [
-        ("codegen", "CodeGenAttention"),
-        ("xglm", "XGLMAttention"),
-        ("falcon", "FalconAttention"),
-        ("gptj", "GPTJAttention"),
-        ("gpt_neo", "GPTNeoSelfAttention"),
-        ("bloom", "alibi"),
-        ("mpt", "position_bias"),
-        ("bamba", "BambaMixer"),
-    ],
-)
-def test_models_with_their_own_attention_are_refused(kind: str, feature: str) -> None:
+@pytest.mark.parametrize("kind", ["codegen", "xglm", "falcon", "gptj", "gpt_neo", "bloom", "mpt"])
+def test_models_with_their_own_attention_keep_it(kind: str) -> None:
     inventory = inspect(kind)
 
-    assert feature in inventory.not_trainable
-    with pytest.raises(UnsupportedModelError, match=kind):
+    assert inventory.own_attention
+    assert not inventory.plain_attention
+    assert inventory.not_trainable == ""
+    assert inventory.mixes_documents == ""
+
+
+def test_models_that_leave_attention_to_transformers_do_not_keep_their_own() -> None:
+    assert not inspect("llama", **SMALL).own_attention
+
+
+def test_models_whose_layers_do_not_run_by_themselves_are_refused() -> None:
+    inventory = inspect("bamba")
+
+    assert "BambaMixer" in inventory.not_trainable
+    with pytest.raises(UnsupportedModelError, match="bamba"):
         check_trainable(inventory)
 
 
@@ -128,12 +129,12 @@ def test_layers_that_are_skipped_at_random_are_refused() -> None:
 def test_models_that_see_later_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 
-    forward = modeling_llama.LlamaMLP.forward
+    forward = modeling_llama.LlamaDecoderLayer.forward
 
-    def look_ahead(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return forward(self, x + x.flip(1))
+    def look_ahead(self: Any, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        return forward(self, hidden + hidden.flip(1), **arguments)
 
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", look_ahead)
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", look_ahead)
 
     inventory = inspect("llama", **{**SMALL, "rms_norm_eps": 3e-6})
 

@@ -1,8 +1,9 @@
-"""A pytest plugin that records which lines of chosen modules each test runs.
+"""A pytest plugin that records which lines of the package each test runs.
 
-    PENSTOCK_LINE_MAP=map.json pytest -p tests.mutation.line_map TEST...
+    PENSTOCK_LINE_MAP=map.jsonl pytest -p tests.mutation.line_map TEST...
 
-It traces only the first calls of each function in a test, because tracing slows Python down.
+It adds one JSON line per test that passes, so that a stopped recording can be continued: tests that
+the file has already are not run again. Code that a test runs in another process is not recorded.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import Any
 
 import pytest
 
-from tests.mutation.modules import MODULES, ROOT
+from tests.mutation.modules import ROOT
 
-CALLS = 30
-"""Number of calls of a function whose lines are recorded, per test."""
+CALLS = 100
+"""Number of calls of a function whose lines are recorded per test: tracing slows Python down."""
 
-_FILES = {str(ROOT / path): path for path in MODULES}
-_tests: dict[str, dict[str, Any]] = {}
+_SOURCES = str(ROOT / "src/penstock") + "/"
+_failed: set[str] = set()
 
 
 class _Tracer:
@@ -38,16 +39,26 @@ class _Tracer:
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
         code = frame.f_code
-        if code.co_filename not in _FILES or self._calls[code] >= CALLS:
+        if not code.co_filename.startswith(_SOURCES) or self._calls[code] >= CALLS:
             return None
         self._calls[code] += 1
-        lines = self.lines[_FILES[code.co_filename]]
+        lines = self.lines[code.co_filename]
 
         def record(frame: FrameType, event: str, argument: object) -> Any:
             lines.add(frame.f_lineno)
             return record
 
         return record(frame, event, argument)
+
+
+def _file() -> Path:
+    return Path(os.environ["PENSTOCK_LINE_MAP"])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _file().exists():
+        known = {json.loads(line)["test"] for line in _file().read_text().splitlines()}
+        items[:] = [item for item in items if item.nodeid not in known]
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -58,20 +69,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     yield
     sys.settrace(None)
     threading.settrace(None)  # type: ignore[arg-type]
-    if tracer.lines:
-        _tests[item.nodeid] = {
-            "seconds": round(time.perf_counter() - start, 3),
-            "lines": {path: sorted(lines) for path, lines in tracer.lines.items()},
-        }
+    # A test that fails on the unchanged code, or only under the tracer, can kill no mutant.
+    if item.nodeid in _failed:
+        return
+    lines = {
+        str(Path(path).relative_to(ROOT)): sorted(numbers) for path, numbers in tracer.lines.items()
+    }
+    seconds = round(time.perf_counter() - start, 3)
+    with _file().open("a") as output:
+        output.write(json.dumps({"test": item.nodeid, "seconds": seconds, "lines": lines}) + "\n")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A test that fails on the unchanged code, or only under the tracer, can kill no mutant."""
-    if report.failed:
-        _tests.setdefault(report.nodeid, {})["failed"] = True
-
-
-def pytest_sessionfinish() -> None:
-    passed = {name: test for name, test in _tests.items() if "failed" not in test}
-    path = Path(os.environ["PENSTOCK_LINE_MAP"])
-    path.write_text(json.dumps(passed))
+    if report.failed or report.skipped:
+        _failed.add(report.nodeid)

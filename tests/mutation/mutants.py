@@ -1,8 +1,9 @@
 """Make mutants of a module: one small change each, such as `<=` in place of `<`.
 
 A mutant is a replacement of part of the source text, so all other lines keep their numbers.
-Annotations, decorators, docstrings, assertions and error messages are left alone: a change there
-does not change a result.
+Text that cannot change a result is left alone: annotations, decorators, docstrings, assertions
+(also `strict=` of `zip`), what is raised, logged, warned, printed or shown as progress, the
+indentation of JSON, `__repr__`, `__str__`, casts and blocks for type checkers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -22,6 +23,28 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Div: ast.Mult, ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
     ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.Pow: ast.Mult,
 }  # fmt: skip
+
+TEXTS = (
+    "warn", "print", "debug", "info", "warning", "error", "exception", "on_progress", "show_work",
+    "cast",
+)  # fmt: skip
+"""Functions whose arguments are texts for people, or types."""
+
+Change = tuple[ast.expr | ast.stmt, str, ast.AST]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where a change is."""
+
+    function: str = ""
+    """The innermost function or class, such as `Engine.step`, or a module's constant."""
+    lines: tuple[int, int] = (1, 10**9)
+    """First and last line of that function or class; all lines outside of them."""
+    statement: tuple[int, int] = (1, 10**9)
+    """First and last line of the statement, without the body that it may have."""
+    at_import: bool = True
+    """Whether the line runs when the module is imported, not when a function is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +61,14 @@ class Mutant:
     start: int
     """Offset of the replaced text in the source, in bytes."""
     stop: int
+    scope: Scope
 
     @property
     def name(self) -> str:
         """Where and what the change is, in one line."""
         before, after = (" ".join(text.split()) for text in (self.before, self.after))
-        return f"{self.path}:{self.first_line} {self.kind}: {before[:70]} -> {after[:70]}"
+        place = f"{self.path}:{self.first_line}"
+        return f"{place} {self.kind}: {before[:70]} -> {after[:70]} @{self.start}"
 
     def apply(self, source: str) -> str:
         """Return the source with the change."""
@@ -52,13 +77,12 @@ class Mutant:
 
 
 def make_mutants(path: str, source: str) -> list[Mutant]:
-    """Return all mutants of a module that are valid Python."""
-    lines = source.encode().splitlines(keepends=True)
+    """Return all mutants of a module."""
     offsets = [0]
-    for line in lines:
+    for line in source.encode().splitlines(keepends=True):
         offsets.append(offsets[-1] + len(line))
     found = []
-    for node, kind, changed in _changes(ast.parse(source)):
+    for (node, kind, changed), scope in _changes(ast.parse(source)):
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         start = offsets[node.lineno - 1] + node.col_offset
@@ -67,41 +91,74 @@ def make_mutants(path: str, source: str) -> list[Mutant]:
         after = ast.unparse(changed)
         # In an expression, parentheses keep the order of evaluation.
         after = f"({after})" if isinstance(changed, ast.expr) else after
-        mutant = Mutant(path, node.lineno, node.end_lineno, kind, before, after, start, stop)
-        try:
-            compile(mutant.apply(source), path, "exec")
-        except SyntaxError:
-            continue
-        found.append(mutant)
+        found.append(
+            Mutant(path, node.lineno, node.end_lineno, kind, before, after, start, stop, scope)
+        )
     return found
 
 
-def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str, ast.AST]]:
-    for node in _nodes(tree):
-        yield from _changes_of(node)
+def _changes(tree: ast.Module) -> Iterator[tuple[Change, Scope]]:
+    for node, scope in _nodes(tree, Scope()):
+        for change in _changes_of(node):
+            yield change, scope
 
 
-def _nodes(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
+def _nodes(node: ast.AST, scope: Scope) -> Iterator[tuple[ast.expr | ast.stmt, Scope]]:
     """Yield all expressions and statements in which a change can change a result."""
-    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
+    if _is_text(node):
         return
+    if isinstance(node, ast.stmt):
+        scope = replace(scope, statement=_header(node))
+    match node:
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            scope = replace(scope, function=scope.function or name)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        name = f"{scope.function}.{node.name}".lstrip(".")
+        assert node.end_lineno is not None
+        scope = replace(scope, function=name, lines=(node.lineno, node.end_lineno))
     if isinstance(node, ast.expr | ast.stmt):
-        yield node
+        yield node, scope
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "bases"):
             continue
+        if isinstance(node, ast.Call) and name in ("args", "keywords") and _writes_text(node):
+            continue
+        called = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        inner = replace(scope, at_import=False) if called and name == "body" else scope
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not _is_docstring(child):
-                yield from _nodes(child)
+            if isinstance(child, ast.AST):
+                yield from _nodes(child, inner)
 
 
-def _is_docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+def _is_text(node: ast.AST) -> bool:
+    """Whether a change in the node changes only what people or type checkers read."""
+    match node:
+        case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
+            return True
+        case ast.Expr(value=ast.Constant()):  # a docstring
+            return True
+        case ast.FunctionDef(name="__repr__" | "__str__"):
+            return True
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.keyword(arg="strict" | "indent"):
+            return True
+        case ast.Assign(targets=[ast.Name(id="__all__" | "__slots__")]):
+            return True
+        case _:
+            return False
 
 
-def _changes_of(
-    node: ast.expr | ast.stmt,
-) -> Iterator[tuple[ast.expr | ast.stmt, str, ast.AST]]:
+def _writes_text(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else call.func
+    return (name.id if isinstance(name, ast.Name) else name) in TEXTS
+
+
+def _header(node: ast.stmt) -> tuple[int, int]:
+    body = getattr(node, "body", None)
+    assert node.end_lineno is not None
+    return node.lineno, max(node.lineno, body[0].lineno - 1) if body else node.end_lineno
+
+
+def _changes_of(node: ast.expr | ast.stmt) -> Iterator[Change]:
     match node:
         case ast.Compare(ops=[operator, *_]) if type(operator) in COMPARISONS:
             changed = copy.deepcopy(node)
@@ -128,10 +185,11 @@ def _changes_of(
         case ast.Call(func=ast.Name(id="max" | "min")):
             pass  # the order of their arguments does not matter
         case ast.Call(args=[first, second, *_]) if not _same(first, second):
-            changed_call = copy.deepcopy(node)
-            changed_call.args[:2] = [changed_call.args[1], changed_call.args[0]]
-            yield node, "swapped arguments", changed_call
-        case ast.IfExp() | ast.If():
+            if not _writes_text(node):
+                changed_call = copy.deepcopy(node)
+                changed_call.args[:2] = [changed_call.args[1], changed_call.args[0]]
+                yield node, "swapped arguments", changed_call
+        case ast.IfExp() | ast.If() if not _is_negated_elsewhere(node.test):
             yield node.test, "negation", ast.UnaryOp(ast.Not(), node.test)
         case ast.Return(value=ast.expr() as value) if not _is_none(value):
             yield node, "dropped return", ast.Return(ast.Constant(None))
@@ -141,6 +199,19 @@ def _changes_of(
             yield node, "dropped statement", ast.Pass()
         case _:
             pass
+
+
+def _is_negated_elsewhere(test: ast.expr) -> bool:
+    """Whether another change is the same as the negation of this test."""
+    match test:
+        case ast.UnaryOp(op=ast.Not()):
+            return True
+        case ast.Compare(ops=[ast.Eq() | ast.NotEq() | ast.Is() | ast.IsNot()]):
+            return True
+        case ast.Compare(ops=[ast.In() | ast.NotIn()]):
+            return True
+        case _:
+            return False
 
 
 def _same(first: ast.expr, second: ast.expr) -> bool:

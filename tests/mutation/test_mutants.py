@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 
-from tests.mutation.modules import MODULES, ROOT, TESTS
+from tests.mutation.choice import choose_tests, draw_sample, population
+from tests.mutation.modules import MODULES, NEEDS_HARDWARE, ROOT, TESTS
 from tests.mutation.mutants import Mutant, make_mutants
-from tests.mutation.run import choose_tests, draw_sample
 
 SOURCE = '''\
 """A module."""
@@ -19,8 +19,19 @@ def clamp(x: int, wide: bool = False) -> int:
     note(x, "ä")
     if x < LIMIT and not wide:
         return x + 1
+    if x == LIMIT:
+        warn(f"{x}", 1)
     assert x > 0, "not seen"
     raise ValueError(f"{x - 1}")
+
+
+if TYPE_CHECKING:
+    LIMIT = 4
+
+
+class Text:
+    def __repr__(self) -> str:
+        return str(1)
 '''
 
 
@@ -30,21 +41,23 @@ def mutant_at(line: int, kind: str) -> Mutant:
 
 
 def test_every_kind_of_change_is_made_once() -> None:
-    found = {(m.first_line, m.kind, m.after) for m in make_mutants("m.py", SOURCE)}
+    found = [(m.first_line, m.kind, m.after) for m in make_mutants("m.py", SOURCE)]
 
-    assert found == {
+    assert sorted(found) == [
         (3, "constant", "(4)"),
         (6, "constant", "(True)"),
         (8, "dropped statement", "pass"),
         (8, "swapped arguments", "(note('ä', x))"),
-        (9, "negation", "(wide)"),
-        (9, "negation", "(not (x < LIMIT and (not wide)))"),
         (9, "and, or", "(x < LIMIT or not wide)"),
         (9, "comparison", "(x <= LIMIT)"),
+        (9, "negation", "(not (x < LIMIT and (not wide)))"),
+        (9, "negation", "(wide)"),
+        (10, "constant", "(2)"),
         (10, "dropped return", "return None"),
         (10, "operator", "(x - 1)"),
-        (10, "constant", "(2)"),
-    }
+        (11, "comparison", "(x != LIMIT)"),
+        (12, "dropped statement", "pass"),
+    ]
 
 
 def test_a_mutant_is_valid_and_changes_only_its_lines() -> None:
@@ -54,6 +67,14 @@ def test_a_mutant_is_valid_and_changes_only_its_lines() -> None:
         ast.parse("\n".join(changed))
         different = [i for i, (a, b) in enumerate(zip(lines, changed, strict=True), 1) if a != b]
         assert different == [mutant.first_line], mutant.name
+
+
+def test_what_runs_at_import_is_told_apart_from_what_runs_in_a_call() -> None:
+    at_import = {m.first_line for m in make_mutants("m.py", SOURCE) if m.scope.at_import}
+
+    assert at_import == {3, 6}
+    assert mutant_at(6, "constant").scope.lines == (6, 14)
+    assert mutant_at(9, "comparison").scope.function == "clamp"
 
 
 def test_the_sample_depends_on_the_seed_only_and_grows_at_its_end() -> None:
@@ -69,16 +90,35 @@ def test_the_modules_and_tests_exist() -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_functions_that_need_hardware_exist_and_are_not_in_the_sample() -> None:
+    for path, functions in NEEDS_HARDWARE.items():
+        everything = {m.scope.function for m in make_mutants(path, (ROOT / path).read_text())}
+        left = {m.scope.function for m in population(path)}
+        assert set(functions) <= everything, path
+        assert not left & set(functions), path
+
+
 def test_tests_that_run_the_line_are_chosen_quickest_first() -> None:
     path = "src/penstock/optim/norms.py"
-    mutant = next(m for m in make_mutants(path, (ROOT / path).read_text()) if m.first_line > 50)
+    mutant = next(m for m in population(path) if not m.scope.at_import)
     at = mutant.first_line
+    elsewhere = mutant.scope.statement[0] - 1
     lines = {
         "a.py::slow": {"seconds": 5.0, "lines": {path: [at]}},
         "a.py::quick": {"seconds": 1.0, "lines": {path: [at, at + 1]}},
         "b.py::other": {"seconds": 2.0, "lines": {path: [at]}},
-        "b.py::elsewhere": {"seconds": 0.1, "lines": {path: [1]}},
+        "b.py::elsewhere": {"seconds": 0.1, "lines": {path: [elsewhere]}},
         "c.py::endless": {"seconds": 1000.0, "lines": {path: [at]}},
     }
 
     assert choose_tests(mutant, lines) == ["a.py::quick", "b.py::other", "a.py::slow"]
+
+
+def test_a_default_argument_is_tested_by_the_tests_of_its_function() -> None:
+    mutant = mutant_at(6, "constant")
+    lines = {
+        "a.py::inside": {"seconds": 1.0, "lines": {"m.py": [9]}},
+        "b.py::outside": {"seconds": 1.0, "lines": {"m.py": [18]}},
+    }
+
+    assert choose_tests(mutant, lines) == ["a.py::inside"]

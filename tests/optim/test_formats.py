@@ -199,3 +199,15 @@ def test_keys_never_change() -> None:
         0x201CFB7B6E3DD0D9,
         0x7F4040F73B2BA9A7,
     ]
+
+
+def test_the_largest_moments_stay_finite_in_8_bits() -> None:
+    largest = torch.full((BLOCK,), torch.finfo(torch.float32).max)
+    always_up = torch.full((BLOCK,), 0xFFFF, dtype=torch.int32)
+    for encode, decode in (
+        (formats.encode_first, formats.decode_first),
+        (formats.encode_second, formats.decode_second),
+    ):
+        stored = decode(*encode(largest, always_up))
+        assert bool(stored.isfinite().all())
+        assert bool((stored > 0.9 * largest).all())

@@ -8,7 +8,16 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.machine.presets import preset
-from penstock.plan.budget import GPU_PROCESS, HBM_GRAIN, HOST_GRAIN, parse_budget, split_path_budget
+from penstock.plan.budget import (
+    GPU_PROCESS,
+    HBM_GRAIN,
+    HOST_GRAIN,
+    Budget,
+    PathBudget,
+    auto_hbm,
+    parse_budget,
+    split_path_budget,
+)
 from penstock.tiers import Tier
 from penstock.units import GiB
 from tests.support.machines import machine
@@ -74,3 +83,22 @@ def test_a_path_without_a_size_is_all_that_is_free_there() -> None:
         parse_budget(box, nvme=("/data",))
     with pytest.raises(PlanError, match=r"nvme: must be PATH or PATH:SIZE, .* got /mnt/nvme:much"):
         parse_budget(box, nvme=("/mnt/nvme:much",))
+
+
+def test_a_changed_budget_differs_in_one_tier_and_keeps_the_proportions_of_paths() -> None:
+    paths = (PathBudget(path="/a", nbytes=300), PathBudget(path="/b", nbytes=100))
+    budget = Budget(hbm=1, dram=2, cxl=3, nvme=paths)
+
+    for tier in Tier:
+        changed = budget.changed(tier, 1000)
+        assert {t: changed.of(t) for t in Tier if t is not tier} == {
+            t: budget.of(t) for t in Tier if t is not tier
+        }
+        assert changed.of(tier) == 1000
+    assert [path.nbytes for path in budget.changed(Tier.NVME, 1000).nvme] == [750, 250]
+
+
+def test_a_gpu_without_a_known_size_has_no_automatic_budget() -> None:
+    box = machine()
+
+    assert auto_hbm(replace(box, gpus=(replace(box.gpus[0], memory=None),))) == 0

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.plan.build_schedule import evaluation_schedule, step_schedule, sweep_schedule
 from penstock.plan.lifetimes import gradient_lifetimes, staging_lifetimes, weight_lifetimes
 from penstock.plan.packing import pack, peak_nbytes
 from penstock.plan.placement_index import PlacementIndex
-from penstock.plan.schedule import COMPUTE, Schedule, Verb
+from penstock.plan.schedule import COMPUTE, Operation, Schedule, Verb
 from penstock.planner.candidate import Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.roles import Role
@@ -87,6 +89,7 @@ def test_an_evaluation_runs_forward_once_and_moves_no_gradient(case: Case) -> No
     forth = [(Verb.FORWARD, i, 0) for i in range(last)]
     assert checker.computed == [*forth, (Verb.LOSS, last, 0)]
     assert verbs(schedule) <= {Verb.READ, Verb.RELEASE, Verb.FETCH, Verb.DROP, *COMPUTE}
+    assert {op.phase for op in schedule.operations} == {"forward"}
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,6 +106,52 @@ def test_a_sweep_schedule_sweeps_everything_once_and_computes_nothing(case: Case
     assert checker.swept == set().union(*wanted)
     assert verbs(schedule) <= {Verb.READ, Verb.RELEASE, Verb.SWEEP, Verb.WRITE}
     assert len(checker.written) == len([op for op in schedule.operations if op.verb is Verb.WRITE])
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.randoms(use_true_random=False))
+def test_a_step_is_correct_in_every_order_that_its_lanes_may_take(
+    case: Case, random: Random
+) -> None:
+    """What an operation needs is on its own lane or in `after`, not just earlier in the list."""
+    evaluator, candidate = case
+    placement = evaluator.placement(candidate)
+    schedule = step_schedule(evaluator.inventory, placement)
+    checker = ScheduleChecker(evaluator.inventory, placement)
+
+    checker.run_operations(any_order(schedule, random))
+
+    assert_complete_passes(evaluator, candidate, checker)
+
+
+def any_order(schedule: Schedule, random: Random) -> list[Operation]:
+    """Return the operations in a random order that the schedule allows."""
+    operations = schedule.operations
+    needs = [set(op.after) for op in operations]
+    for at, op in enumerate(operations):
+        # Sweeps on the CPU may end in any order. The bytes of a buffer are one more lane: one copy
+        # of a role is dropped before the next is fetched, whoever owns the bytes.
+        for lane in ({op.lane} - {"", "sweep"}) | set(buffers(op)):
+            before = [
+                i for i in range(at) if lane in ({operations[i].lane} | set(buffers(operations[i])))
+            ]
+            needs[at] |= set(before[-1:])
+    order: list[int] = []
+    left = set(range(len(operations)))
+    while left:
+        ready = sorted(at for at in left if not needs[at] & left)
+        order.append(random.choice(ready))
+        left.remove(order[-1])
+    return [operations[at] for at in order]
+
+
+def buffers(op: Operation) -> list[str]:
+    """Name the buffer that an operation begins or ends."""
+    if op.verb in (Verb.FETCH, Verb.DROP):
+        return [f"{op.block} {op.roles}"]
+    if op.verb in (Verb.READ, Verb.RELEASE):
+        return [f"{op.block} {op.piece} {op.roles}"]
+    return []
 
 
 def verbs(schedule: Schedule) -> set[Verb]:
@@ -167,6 +216,21 @@ def test_backward_does_not_fetch_layers_that_are_still_in_a_slot() -> None:
     ]
 
     assert again == [3, 2, 1]  # layers 4, 5 and 6 were still in the three slots
+
+
+def test_backward_has_one_block_ahead_and_one_gradient_behind_in_hbm() -> None:
+    evaluator = evaluator_for(layers=6, tied=False)
+    placement = evaluator.placement(all_on(evaluator, Location.DRAM))
+    schedule = step_schedule(evaluator.inventory, placement)
+    operations = [(op.verb, op.block, op.roles) for op in schedule.operations]
+    for layer in range(2, 5):
+        computed = operations.index((Verb.BACKWARD, layer, ()))
+        fetched = operations.index((Verb.FETCH, layer - 1, (Role.ACTIVATION,)))
+        dropped = operations.index((Verb.DROP, layer + 2, (Role.GRADIENT,)))
+        following = operations.index((Verb.BACKWARD, layer + 1, ()))
+        assert following < fetched < computed
+        assert following < dropped < computed
+    assert schedule.operations[-1].phase == "backward"
 
 
 @pytest.mark.parametrize(

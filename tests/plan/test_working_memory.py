@@ -10,13 +10,23 @@ import pytest
 from penstock import records
 from penstock.errors import PlanError
 from penstock.plan.budget import Budget
-from penstock.plan.buffers import arguments_nbytes
+from penstock.plan.buffers import (
+    ALLOCATOR_PAGES,
+    BufferPool,
+    arguments_nbytes,
+    pipe_lanes,
+    pipe_nbytes,
+    planned_room,
+)
 from penstock.plan.working_memory import PartMemory, WorkingMemory
 from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.planner import QUICK, find_plan
-from penstock.units import GiB, KiB
+from penstock.planner.candidate import Location
+from penstock.tiers import Tier
+from penstock.units import GiB, KiB, MiB
 from tests.support.machines import machine
 from tests.support.models import llama, model, work
+from tests.support.schedule_checker import WHOLE, all_on, evaluator_for
 
 MODEL = llama("tiny", 256, 1024, 2, 256, 64, 8192, False)
 
@@ -72,6 +82,18 @@ def test_a_plan_needs_what_its_source_says() -> None:
     assert pools == {GiB: GiB, 3 * GiB: 3 * GiB}
 
 
+def test_the_estimate_counts_four_bytes_per_value_in_fp32() -> None:
+    narrow, wide = (
+        estimate_working_memory(MODEL, work(MODEL, 64, 8, dtype=dtype))
+        for dtype in ("bf16", "fp32")
+    )
+
+    for one, other in zip(narrow.parts[:2], wide.parts[:2], strict=True):
+        assert (other.forward, other.backward) == (2 * one.forward, 2 * one.backward)
+    assert wide.arguments == 2 * narrow.arguments
+    assert wide.inputs == narrow.inputs
+
+
 MEASURED = Path(__file__).parents[2] / "bench/results/block_memory_h200_2026-11-15.json"
 MODELS = {"3B": model("qwen2.5-3b"), "8B": model("llama-3.1-8b")}
 
@@ -92,3 +114,74 @@ def test_the_estimate_agrees_with_what_layers_needed_on_a_gpu(case: dict[str, An
     gradients = 2 * inventory.layers[0].parameters(True)
     assert layer.forward == pytest.approx(case["forward_peak"], rel=0.01)
     assert layer.backward - gradients == pytest.approx(case["recompute_backward_peak"], rel=0.01)
+
+
+def test_the_room_for_working_memory_is_what_its_pools_have_besides_whole_pages() -> None:
+    pools = [
+        BufferPool(tier=Tier.HBM, what="working memory", nbytes=5 * MiB),
+        BufferPool(tier=Tier.HBM, what="allocator slack", nbytes=ALLOCATOR_PAGES + KiB),
+        BufferPool(tier=Tier.HBM, what="weight slots", nbytes=7 * MiB),
+    ]
+
+    assert planned_room(pools) == (5 * MiB, KiB)
+    assert planned_room(pools[2:]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("piece", "context", "half"),
+    [
+        # A block of this model has 590,336 parameters: its gradient is larger than a piece.
+        (1 << 16, 128, 128 * KiB),
+        (WHOLE, 128, 36 * 64 * KiB + 64 * KiB),
+        (WHOLE, 16384, 8 * MiB),
+        (WHOLE, 1 << 20, 16 * MiB),
+    ],
+)
+def test_a_pipe_is_as_large_as_what_passes_through_it_and_never_larger_than_a_piece(
+    piece: int, context: int, half: int
+) -> None:
+    evaluator = evaluator_for(2, tied=True, piece=piece)
+    placement = evaluator.placement(all_on(evaluator, Location.NVME))
+    workload = replace(evaluator.workload, context=context)
+
+    assert pipe_nbytes(evaluator.inventory, workload, placement) == 2 * half
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_gradients_on_a_disk_are_read_back_only_to_add_to_them(dtype: str) -> None:
+    """In fp32, a gradient of one round is stored like a sum, but nothing is added to it."""
+    evaluator = evaluator_for(2, tied=False, piece=4096)
+    placement = evaluator.placement(all_on(evaluator, Location.NVME))
+    once = replace(evaluator.workload, dtype=dtype, accumulate=False)
+
+    assert "fetch" not in pipe_lanes(once, placement)
+    assert "fetch" in pipe_lanes(replace(once, accumulate=True), placement)
+    assert "fetch" in pipe_lanes(once, replace(placement, rounds=2))
+
+
+@pytest.mark.parametrize(
+    ("activation", "gradient", "lanes"),
+    [
+        (Location.NVME, Location.NVME, ("drain inputs", "fetch inputs", "drain")),
+        (Location.NVME, Location.DRAM, ("drain inputs", "fetch inputs")),
+        (Location.DRAM, Location.NVME, ("drain",)),
+        (Location.DRAM, Location.DRAM, ()),
+    ],
+)
+def test_a_plan_has_one_pipe_per_lane_to_nvme(
+    activation: Location, gradient: Location, lanes: tuple[str, ...]
+) -> None:
+    evaluator = evaluator_for(2, tied=True)
+    candidate = all_on(evaluator, Location.DRAM)
+    layers = {
+        i: at._replace(activation=activation, gradient=gradient)
+        for i, at in enumerate(candidate.locations)
+        if at.activation
+    }
+    candidate = candidate.moved(layers)
+    placement = evaluator.placement(candidate)
+    pools = {pool.what: pool.nbytes for pool in evaluator.pools(candidate)}
+
+    assert pipe_lanes(evaluator.workload, placement) == lanes
+    one = pipe_nbytes(evaluator.inventory, evaluator.workload, placement)
+    assert pools.get("NVMe pipes", 0) == len(lanes) * one

@@ -13,6 +13,7 @@ from penstock.model.inventory import Inventory
 from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Numerics, Workload, default_numerics, resized
 from penstock.records import from_json
+from penstock.roles import Dtype
 from tests.support.models import model, work
 
 
@@ -44,6 +45,20 @@ def test_default_numerics_depend_on_model_and_context() -> None:
     assert (short.micro_batch, long.micro_batch) == (4, 1)
     assert short.loss_chunk == long.loss_chunk == 1024
     assert default_numerics(model("qwen2.5-7b"), context=4096, batch=64).loss_chunk == 512
+
+
+def test_tiles_and_fused_chunks_in_fp32_have_half_as_many_tokens() -> None:
+    """Their bytes are limited. Without the fused kernel, logits are converted to fp32 anyway."""
+    inventory = replace(model("llama-3.1-8b"), vocabulary=262144)
+
+    def sizes(dtype: Dtype, kernels: bool) -> tuple[int, int]:
+        numerics = default_numerics(inventory, context=4096, batch=8, kernels=kernels, dtype=dtype)
+        return numerics.mlp_tile, numerics.loss_chunk
+
+    assert sizes("bf16", kernels=True) == (16384, 2048)
+    assert sizes("fp32", kernels=True) == (8192, 1024)
+    assert sizes("bf16", kernels=False) == (16384, 512)
+    assert sizes("fp32", kernels=False) == (8192, 512)
 
 
 def test_a_custom_loss_or_capped_logits_rule_out_the_fused_loss_kernel() -> None:

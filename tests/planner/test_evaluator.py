@@ -67,6 +67,19 @@ def test_quick_sizes_are_close_and_the_lower_bound_holds(seed: int, tied: bool) 
     assert evaluator.score_lower_bound(candidate) <= evaluator.score(candidate) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("piece", [1 << 16, 1 << 18, 1 << 20])
+def test_quick_staging_covers_pieces_of_two_blocks_at_their_border(piece: int) -> None:
+    evaluator = make_evaluator(piece=piece)
+    everything = BlockLocations(*[Location.NVME] * 4)
+    candidate = Candidate((everything,) * len(evaluator.inventory.blocks))
+    pools = {pool.what: pool.nbytes for pool in evaluator.pools(candidate)}
+    placement = evaluator.placement(candidate)
+
+    quick = evaluator._sizer._staging_nbytes(candidate, placement)
+
+    assert quick == pools["NVMe staging"]
+
+
 @pytest.mark.parametrize("location", HOST)
 def test_the_lower_bound_is_close_if_one_resource_limits_each_half_of_the_step(
     location: Location,

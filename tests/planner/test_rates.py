@@ -23,6 +23,7 @@ from penstock.plan.schedule import Verb
 from penstock.planner.cost import Rates
 from penstock.planner.cost.compute import token_seconds
 from penstock.planner.cost.flops import operations
+from penstock.planner.cost.rates import FP32_SHARE
 from tests.support.machines import machine
 from tests.support.models import model
 
@@ -105,6 +106,25 @@ def test_the_rates_of_an_unmeasured_gpu_come_from_its_data_sheet() -> None:
 
     assert 50e12 < rates.block_flops < 165e12
     assert any("data sheet" in text for text in rates.assumed)
+
+
+@pytest.mark.parametrize(("product", "fp32"), [("NVIDIA H200", 67e12), ("An unknown GPU", None)])
+def test_fp32_computes_without_tensor_cores(product: str, fp32: float | None) -> None:
+    box = preset("h200")
+    box = replace(box, gpus=(replace(box.gpus[0], name=product),))
+    narrow, wide = Rates.of(box), Rates.of(box, dtype="fp32")
+
+    expected = FP32_SHARE * narrow.block_flops if fp32 is None else MATMUL_SHARE * fp32
+    assert wide.block_flops == wide.attention_flops == pytest.approx(expected)
+    assert any("in fp32" in text for text in wide.assumed)
+    assert not any("in fp32" in text for text in narrow.assumed)
+    assert (narrow.element, wide.element) == (2, 4)
+    inventory = model("llama-3.1-8b")
+    times = [
+        token_seconds(inventory, inventory.layers[0], 4096, Verb.FORWARD, rates)
+        for rates in (narrow, wide)
+    ]
+    assert times[1] > 5 * times[0]
 
 
 def test_a_machine_without_a_gpu_computes_on_its_cores() -> None:

@@ -17,6 +17,7 @@ from penstock.storage.direct_file import (
     DirectFile,
     DirectWriter,
     is_direct_io_refused,
+    set_direct,
 )
 from tests.support.disks import direct_directory
 
@@ -123,3 +124,19 @@ def test_the_writer_writes_every_byte_and_nothing_else(tmp_path: Path, size: int
         os.close(fd)
 
     assert (tmp_path / "file").read_bytes() == data
+
+
+def test_a_file_system_that_cannot_turn_direct_io_on_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(direct_directory(tmp_path) / "file") as file:
+        assert set_direct(file.fd, on=False) is False
+        assert set_direct(file.fd, on=True) is True
+
+        def refuse(fd: int, command: int, argument: int = 0) -> int:
+            if command == fcntl.F_SETFL:
+                raise OSError(errno.EINVAL, "no direct I/O")
+            return 0
+
+        monkeypatch.setattr(fcntl, "fcntl", refuse)
+        assert set_direct(file.fd, on=True) is False

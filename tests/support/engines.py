@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.machine.discovery import discover
 from penstock.machine.machine import Machine
 from penstock.machine.presets import cpu_machine
 from penstock.model.inventory import Inventory
-from penstock.model.meta_model import build_model
+from penstock.model.meta_model import build_model, weight_dtype
 from penstock.model.split import SplitModel
 from penstock.model.survey import survey_model
 from penstock.plan.budget import Budget, PathBudget, with_paths
@@ -43,7 +44,13 @@ _CONFIGS = {
     "phi3": "Phi3Config",
     "gpt_neox": "GPTNeoXConfig",
     "gpt2": "GPT2Config",
+    "bloom": "BloomConfig",
+    "falcon": "FalconConfig",
+    "gptj": "GPTJConfig",
 }
+
+OWN_ATTENTION = ("bloom", "falcon", "gptj")
+"""Families whose layers compute attention with their own code."""
 
 _SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -60,11 +67,16 @@ def tiny_config(family: str, **changes: Any) -> Any:
         common |= {"sliding_window": 64, "layer_types": _SLIDING}
     if family == "gemma2":
         common |= {"query_pre_attn_scalar": 8}
-    if family == "gpt2":
+    if family in ("bloom", "falcon"):
+        common |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+        del common["head_dim"]
+    if family in ("gpt2", "gptj"):
         common = {k: common[k] for k in ("vocab_size", "tie_word_embeddings", "pad_token_id",
                                          "bos_token_id", "eos_token_id")}  # fmt: skip
         common |= {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "resid_pdrop": 0.0,
                    "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+    if family == "gptj":
+        common |= {"rotary_dim": 4}
     return getattr(transformers, _CONFIGS[family])(**(common | changes))
 
 
@@ -80,7 +92,8 @@ def inventory(config: Any, freeze: Sequence[str] = ()) -> Inventory:
     """Return the inventory of a model, with the parameters that match `freeze` frozen."""
     with torch.device("meta"):
         body = transformers.AutoModelForCausalLM.from_config(config)
-    return survey_model(body, config, name="tiny", freeze=freeze)
+    found = survey_model(body, config, name="tiny", freeze=freeze)
+    return replace(found, own_attention=config.model_type in OWN_ATTENTION)
 
 
 def workload(**changes: Any) -> Workload:
@@ -150,9 +163,11 @@ def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **change
     It runs on the CPU unless `device` names another device.
     """
     device = pick_device(changes.pop("device", "cpu"))
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[plan.workload.dtype]
     numerics = plan.workload.numerics
-    bare = build_model(config, dtype, device.torch_device)
+    bare = build_model(
+        config, weight_dtype(plan.workload.dtype), device.torch_device,
+        own_attention=model.own_attention,
+    )  # fmt: skip
     split_model = SplitModel(
         bare, model, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
         deterministic=numerics.deterministic,

@@ -18,7 +18,7 @@ from penstock.optim.sweep import grad_stats
 
 
 class PlainLoop:
-    """Train with the reference AdamW in plain torch, on 16-bit weights with split masters.
+    """Train with the reference AdamW in plain torch, on weights with master weights.
 
     `order` lists every tensor in the order in which the seeds of stochastic rounding count them.
     `lr_of`, if given, returns the learning rate for a step (from 0) and a number of dimensions.
@@ -85,7 +85,7 @@ class PlainLoop:
         return sums, total
 
     def master(self, name: str) -> torch.Tensor:
-        return formats.read_master(self.state[name]["weight"], self.state[name]["rest"])
+        return formats.read_master(self.state[name]["weight"], self.state[name].get("rest"))
 
     def whole_state(self) -> dict[str, torch.Tensor]:
         """Return all tensors of the training state, with the names that tests/equivalence uses."""
@@ -109,8 +109,7 @@ class PlainLoop:
 def _fresh(weight: torch.Tensor, moments: formats.Moments) -> dict[str, torch.Tensor]:
     flat = weight.view(-1)
     rest = formats.fresh_rest(flat)
-    assert rest is not None
-    state = {"weight": flat, "rest": rest}
+    state = {"weight": flat} | ({} if rest is None else {"rest": rest})
     for name in ("first", "second"):
         zeros = torch.zeros(flat.numel())
         moment = formats.write_moment(zeros, name, moments, second=name == "second")

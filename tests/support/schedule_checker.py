@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -128,9 +129,18 @@ class ScheduleChecker:
         self.written: set[tuple[int, int | None]] = set()
         self.out: set[tuple[int, Role, int]] = set()
         self.computed: list[tuple[Verb, int, int]] = []
+        self.listed_order = False
 
     def run(self, schedule: Schedule) -> None:
-        for operation in schedule.operations:
+        self.listed_order = True
+        self.run_operations(schedule.operations)
+
+    def run_operations(self, operations: Sequence[Operation]) -> None:
+        """Execute operations in another order than that of the schedule."""
+        self.trains = any(operation.verb is Verb.BACKWARD for operation in operations)
+        for operation in operations:
+            assert operation.phase in ("forward", "backward"), operation
+            assert 0 <= operation.round < self.placement.rounds, operation
             getattr(self, operation.verb.name.lower())(operation)
         assert not self.hbm, "HBM is empty at the end"
         assert not self.staged, "staging is empty at the end"
@@ -148,6 +158,8 @@ class ScheduleChecker:
         if op.roles == (Role.WEIGHT,) and key in self.swept:
             assert key in self.written, "weights are read again only after they were written"
         self.staged.append((op.block, op.piece, op.roles))
+        if self.listed_order:
+            assert len(self.staged) <= self.placement.pieces_staged, "staging holds so many pieces"
 
     def release(self, op: Operation) -> None:
         self.staged.remove((op.block, op.piece, op.roles))
@@ -183,6 +195,9 @@ class ScheduleChecker:
         if role is Role.ACTIVATION or (role is Role.GRADIENT and not self.adds):
             before = op.round - 1 if role is Role.GRADIENT else op.round
             assert (op.block, role, before) in self.out, "only offloaded bytes are fetched"
+        if role is Role.ACTIVATION and op.block + 2 < self.facts.count:
+            backward = {(b, r) for verb, b, r in self.computed if verb is not Verb.FORWARD}
+            assert (op.block + 2, op.round) in backward, "its buffer is that of two blocks before"
         self.hbm.add((op.block, role))
 
     def _fetch_piece(self, op: Operation) -> bool:
@@ -217,6 +232,11 @@ class ScheduleChecker:
                 assert (owner, Role.WEIGHT) in self.hbm, (
                     "weights are in HBM before a block computes"
                 )
+        before = op.block - 1
+        leaves = self.trains and before >= 0 and self.facts.offloads_activation(before)
+        if op.verb is Verb.FORWARD and leaves:
+            # The output of a block is written over the input of the block before it.
+            assert (before, Role.ACTIVATION, op.round) in self.out, "an activation leaves in time"
         if op.verb is Verb.BACKWARD and self.facts.offloads_activation(op.block):
             assert (op.block, Role.ACTIVATION) in self.hbm, (
                 "the activation is in HBM before backward"

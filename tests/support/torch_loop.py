@@ -8,17 +8,21 @@ bit, because torch rounds in other places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+Part = Mapping[str, torch.Tensor]
+"""Arguments of one forward pass, and its `labels`."""
 
 
 class TorchLoop:
     """Train the unmodified `transformers` model with torch's AdamW on fp32 master weights.
 
     `lr_of`, if given, returns the learning rate for a step (from 0) and a number of dimensions.
+    Without it, a torch scheduler may change the rates of `optimizer`.
     `before_micro_batch`, if given, is called with the number of the step and of the micro-batch.
     """
 
@@ -26,9 +30,9 @@ class TorchLoop:
         self,
         model: Any,
         *,
-        micro_batch: int,
         clip: float | None,
         settings: Mapping[str, Any],
+        micro_batch: int = 1,
         frozen: Callable[[str], bool] = lambda name: False,
         lr_of: Callable[[int, int], float] | None = None,
         loss_scale: float = 1.0,
@@ -42,7 +46,7 @@ class TorchLoop:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not frozen(name))
             if parameter.requires_grad:
-                self.masters[name] = nn.Parameter(parameter.detach().float())
+                self.masters[name] = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
         matrices = [p for p in self.masters.values() if p.dim() >= 2]
         vectors = [p for p in self.masters.values() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -50,16 +54,21 @@ class TorchLoop:
         self.steps = 0
         self.grad_norm = float("nan")
 
-    def step(self, batch: Mapping[str, torch.Tensor]) -> float:
-        """Make one step; return the mean loss over the labels that are not -100."""
-        items = int((batch["labels"][:, 1:] != -100).sum())
+    def step(self, batch: Part) -> float:
+        """Make one step of a batch; return the mean loss over the labels that are not -100."""
+        rows, size = batch["input_ids"].shape[0], self.micro_batch
+        starts = range(0, rows, size)
+        return self.step_parts([{k: v[at : at + size] for k, v in batch.items()} for at in starts])
+
+    def step_parts(self, parts: Iterable[Part]) -> float:
+        """Make one step of several forward passes, such as one for each document."""
+        parts = list(parts)
+        items = sum(int((part["labels"][:, 1:] != -100).sum()) for part in parts)
         self.optimizer.zero_grad()
         loss = 0.0
-        for number, rows in enumerate(range(0, batch["input_ids"].shape[0], self.micro_batch)):
+        for number, part in enumerate(parts):
             self.before_micro_batch(self.steps, number)
-            loss += self._add_gradients(
-                {k: v[rows : rows + self.micro_batch] for k, v in batch.items()}, items
-            )
+            loss += self._add_gradients(part, items)
         for master in self.masters.values():
             assert master.grad is not None
             # Gradients are stored in 16 bits, summed and scaled before.
@@ -103,10 +112,18 @@ class TorchLoop:
         )
         return float(rate)
 
-    def _add_gradients(self, part: Mapping[str, torch.Tensor], items: int) -> float:
-        """Add one micro-batch's gradients, in fp32; return its part of the loss."""
+    def _add_gradients(self, part: Part, items: int) -> float:
+        """Add the gradients of one forward pass, in fp32; return its part of the loss."""
         self.model.zero_grad()
-        loss = self.model(**part, num_items_in_batch=items).loss
+        inputs = {name: tensor for name, tensor in part.items() if name != "labels"}
+        # Training needs no cache of keys and values. With one, they are copies with another memory
+        # layout, and a gradient that nearly cancels out can differ by a bit of bf16.
+        logits = self.model(**inputs, use_cache=False).logits[:, :-1]
+        targets = part["labels"][:, 1:].flatten()
+        summed = nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), targets, reduction="sum", ignore_index=-100
+        )
+        loss = summed / items
         (loss * self.loss_scale).backward()
         parameters = dict(self.model.named_parameters())
         for name, master in self.masters.items():

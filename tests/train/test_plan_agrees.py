@@ -48,6 +48,7 @@ ARGUMENTS: dict[str, tuple[str, list[str]]] = {
     "micro-batch auto": ("olmo2", [*RESIDENT, "--batch", "3", "--micro-batch", "auto"]),
     "not deterministic": ("phi3", [*RESIDENT, "--no-deterministic"]),
     "fp16, no clipping": ("gemma2", [*RESIDENT, "--dtype", "fp16", "--clip", "0", "--steps", "8"]),
+    "fp32": ("qwen3", [*DISK, "--batch", "4", "--dtype", "fp32"]),
     "config": ("llama", [*RESIDENT, "--model-config", "rope_theta=5000.0", "--batch", "2"]),
     "blocks": ("gpt_neox", [*RESIDENT, "--blocks", "gpt_neox.layers", "--batch", "2"]),
 }

@@ -1,4 +1,4 @@
-"""Options of a run: plan files, settings files, fp16, frozen tensors, a directory in use."""
+"""Options of a run: plan files, settings files, data types, frozen tensors, a directory in use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import load_file
 
+from penstock.engine import prepare
 from penstock.engine.gradients import GradientSums
 from penstock.engine.loss import LossScale
 from penstock.settings import read_yaml
@@ -73,6 +75,37 @@ def test_a_step_that_overflows_changes_nothing_and_is_reported(
     state = json.loads((tmp_path / "out/checkpoint-000002/training_state.json").read_text())
     assert state["engine"]["steps"] == 0
     assert state["data"]["step"] == 2
+
+
+def test_fp32_weights_are_trained_saved_and_resumed(runs: Runs, tmp_path: Path) -> None:
+    # With a constant rate, a run of two steps is the first half of a run of four.
+    fp32 = ("--dtype", "fp32", "--schedule", "constant", "--warmup", "0", "--steps")
+    whole = runs.run(tmp_path / "whole", *RESIDENT, *fp32, "4")
+    runs.run(tmp_path / "out", *RESIDENT, *fp32, "2")
+
+    resumed = runs.run(tmp_path / "out", *runs.tight(), *fp32, "4", "--resume")
+
+    assert whole.code == resumed.code == 0, whole.errors + resumed.errors
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    saved = load_file(tmp_path / "out/model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.float32
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize(("first", "then"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_a_run_is_not_resumed_in_another_data_type(
+    first: str, then: str, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    runs.run(out, *RESIDENT, "--dtype", first, "--steps", "1")
+    monkeypatch.setattr(prepare, "prepare", None)  # it must be refused before it is called
+
+    ended = runs.run(out, *RESIDENT, "--dtype", then, "--steps", "2", "--resume")
+
+    assert ended.code == 1
+    assert f"dtype: was {first} in the checkpoint and is {then} now" in ended.errors
 
 
 def test_a_run_that_always_overflows_ends_with_an_error(

@@ -86,16 +86,22 @@ class PickledWeightsError(CheckpointError, ValueError):
 
 
 class TensorNotFoundError(CheckpointError, LookupError):
-    """The files do not contain a tensor."""
+    """The files do not contain a tensor, nor `others`."""
 
-    def __init__(self, path: str, tensor: str, *, close: Sequence[str], total: int) -> None:
+    def __init__(
+        self, path: str, tensor: str, *, close: Sequence[str], total: int,
+        others: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.path, self.tensor, self.close, self.total = path, tensor, tuple(close), total
+        self.others = tuple(others)
         names = f"it has {total} tensors"
         if close:
             names += f", and the closest name is {_printable(close[0])}"
+        missing = ", ".join(_printable(name) for name in (tensor, *others[:3]))
+        missing += f" and {len(others) - 3} more" if others[3:] else ""
         super().__init__(
-            f"{path} has no tensor {_printable(tensor)}; {names}. Check that these weights belong "
-            f"to the model that config.json describes"
+            f"{path} has no tensor {missing}; {names}. Check that these weights belong to the "
+            f"model that config.json describes"
         )
 
 

@@ -1,16 +1,16 @@
 """The weights of a model's files, under the model's own names and without quantization.
 
-`ModelWeights` compares every header with the model when it is created: a missing or unexpected
-tensor, and one of another shape or type, is an error before memory is allocated. FP8 weights are
-multiplied by their scales while they are read, part by part, so that no tensor is ever in memory as
-a whole.
+`ModelWeights` compares every header with the model when it is created: a missing tensor, and one of
+another shape or type, is an error before memory is allocated. FP8 weights are multiplied by their
+scales while they are read, part by part, so that no tensor is ever in memory as a whole.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -56,10 +56,17 @@ class ModelWeights:
             found = [name for name in self.shards.names if name not in scales]
             mapped = map_names(found, inventory, folder)
             self._names, self.kept = mapped.names, mapped.kept
-            self._check_names(inventory, mapped.unexpected)
+            self.unexpected = mapped.unexpected
+            """Tensors of the files that the model does not have, and that are not saved with it."""
+            self._check_missing(inventory)
             for block in inventory.blocks:
                 for tensor in block.tensors:
                     self._check(self._names[tensor.name], tensor.shape)
+            self.missing_buffers = [b.name for b in inventory.buffers if b.name not in self._names]
+            """Buffers that the files lack: the model has the values that its class computes."""
+            for buffer in inventory.buffers:
+                if buffer.name in self._names:
+                    self._check_shape(self._names[buffer.name], buffer.shape)
             for name, owner in mapped.tied.items():
                 self._check_tied(name, self._names[owner])
             for name in self.kept:
@@ -69,9 +76,9 @@ class ModelWeights:
             self.shards.close()
             raise
 
-    def file_name(self, tensor: TensorSpec) -> str:
-        """Return the name of a tensor in the files."""
-        return self._names[tensor.name]
+    def file_name(self, name: str) -> str:
+        """Return the name in the files of a tensor of the model."""
+        return self._names.get(name, name)
 
     def dtype(self, tensor: TensorSpec) -> torch.dtype:
         """Return the type in which `read` delivers a tensor."""
@@ -91,6 +98,13 @@ class ModelWeights:
         elements = math.prod(self.shards.spec(name).shape)
         for low in range(0, elements, PART):
             yield self._read(name, low, min(low + PART, elements))
+
+    def read_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Set those buffers of a model that the files have."""
+        for name, buffer in buffers.items():
+            if name in self._names:
+                values = self._read(self._names[name], 0, buffer.numel())
+                buffer.copy_(values.view(buffer.shape))
 
     def move_to(self, folder: Path) -> None:
         """Read from a folder with a copy of all tensors under the same names from now on."""
@@ -123,31 +137,28 @@ class ModelWeights:
     def _is_quantized(self, name: str) -> bool:
         return self.shards.spec(name).dtype == torch.float8_e4m3fn
 
-    def _check_names(self, inventory: Inventory, unexpected: tuple[str, ...]) -> None:
-        """Raise an error for a tensor that only the model, or only the files have."""
-        for block in inventory.blocks:
-            for tensor in block.tensors:
-                if tensor.name not in self._names:
-                    self.shards.spec(tensor.name)  # raises TensorNotFoundError with close names
-                    raise TensorNotFoundError(
-                        self.shards.path, tensor.name, close=(), total=len(self.shards.names)
-                    )
-        if unexpected:
-            shown = ", ".join(unexpected[:4]) + (", ..." if len(unexpected) > 4 else "")
-            raise UnsupportedModelError(
-                f"{self.shards.file_of(unexpected[0])}: {len(unexpected)} tensors do not belong to "
-                f"the model that config.json describes ({inventory.architecture}): {shown}. "
-                f"Training would leave them out; use weights and config.json of the same model"
-            )
+    def _check_missing(self, inventory: Inventory) -> None:
+        """Raise an error for tensors that only the model has."""
+        owned = (tensor.name for block in inventory.blocks for tensor in block.tensors)
+        missing = [name for name in owned if name not in self._names]
+        if missing:
+            raise TensorNotFoundError(
+                self.shards.path, missing[0], others=missing[1:], total=len(self.shards.names),
+                close=difflib.get_close_matches(missing[0], self.shards.names, n=1),
+            )  # fmt: skip
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise an error if a tensor cannot be read as the model needs it."""
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         spec, path = self.shards.spec(name), self.shards.file_of(name)
         if spec.shape != shape:
             raise UnsupportedModelError(
                 f"{path}: {name} has shape {spec.shape}, but config.json describes a model with "
                 f"shape {shape}; use weights and config.json of the same model"
             )
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise an error if a tensor cannot be read as the model needs it."""
+        self._check_shape(name, shape)
+        spec, path = self.shards.spec(name), self.shards.file_of(name)
         if self._is_quantized(name):
             self._check_scales(name, shape)
         elif spec.dtype not in _PLAIN:

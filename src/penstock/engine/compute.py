@@ -201,11 +201,9 @@ class Computer:
                     step.started[at] = self._device.record()
             out, source = self._recompute(step, op.block, index, micro, slot)
             gradient = hidden.slot(hidden.gradient_slot(index), *micro.shape)
-            input_gradient = differentiate(out, gradient, source, parameters, sums.add)
             # The gradient of the block's output makes room for that of its input, in the same slot.
-            if input_gradient is not None:
-                gradient.copy_(input_gradient)
-            del out, source, input_gradient  # before the next micro-batch allocates its own
+            differentiate(out, gradient, source, parameters, sums.add, into=gradient)
+            del out, source  # before the next micro-batch allocates its own
             step.tickets.post((at, index), self._device.record())
         if trained:
             self._close_sum(step, at, op, op.block)
@@ -259,7 +257,8 @@ class Computer:
             into = self._tiers.span(block, Role.GRADIENT).values(0, count)
         else:
             key = BufferKey(BufferKind.GRADIENT, block, at)
-            outgoing = self._gradient_buffer(step, key, 2 * count)
+            nbytes = self._tiers.formats.nbytes(Role.GRADIENT, count)
+            outgoing = self._gradient_buffer(step, key, nbytes)
             step.outgoing_gradients[block] = outgoing
             into = outgoing.view(self._model.dtype)
         self._memory.gradients.close(block, into, last=last)

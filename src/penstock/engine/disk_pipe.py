@@ -44,7 +44,7 @@ class DiskPipe:
             count = min(chunk, source.numel() - start)
             self._device.copy(half[:count], source[start : start + count])
             self._device.record().wait()  # the disk must not read the half before it is full
-            buffer = half[: round_up(count, EXTENT)].numpy()
+            buffer = half[: self._transfer_nbytes(extent, start, count)].numpy()
             self._transfers[index] = self._store.start_write(extent, buffer, offset=start)
 
     def read(self, extent: Extent, into: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ class DiskPipe:
             if number < len(starts):
                 half, index = self._next_half()
                 count = min(chunk, into.numel() - starts[number])
-                buffer = half[: round_up(count, EXTENT)].numpy()
+                buffer = half[: self._transfer_nbytes(extent, starts[number], count)].numpy()
                 transfer = self._store.start_read(extent, buffer, offset=starts[number])
                 self._transfers[index] = transfer
                 reads[number] = (half[:count], transfer)
@@ -81,6 +81,13 @@ class DiskPipe:
             if transfer is not None:
                 transfer.settle()
             self._transfers[index] = None
+
+    def _transfer_nbytes(self, extent: Extent, start: int, count: int) -> int:
+        """Return how many bytes the store transfers for `count` of them.
+
+        A smaller micro-batch ends within its extent, where the store transfers whole units.
+        """
+        return min(round_up(count, self._store.unit), extent.stored_nbytes - start)
 
     def _next_half(self) -> tuple[torch.Tensor, int]:
         """Return the half that was used longer ago, once its transfer has finished."""

@@ -243,7 +243,7 @@ class Engine:
         pool = Pool(settings.sweep_threads, nice=SWEEP_NICE if self.on_gpu else 0)
         self._memory = allocate(plan, inventory, self._programs, device, settings.store, pool)
         self.access = TensorAccess(self._memory)
-        self.files = EngineFiles(self.access, inventory)
+        self.files = EngineFiles(self.access, inventory, split_model.buffers)
         mover = Mover(self._memory)
         placement = PlacementIndex.of(inventory, plan.placement)
         numerics = self.workload.numerics
@@ -272,7 +272,7 @@ class Engine:
         self.skipped = False
         """Whether the last `apply` skipped the update."""
         self.scale = LossScale.of(self.workload.dtype)
-        """The loss scale: 1 with bf16, adapted to overflows with fp16."""
+        """The loss scale: adapted to overflows with fp16, otherwise 1."""
         self._pending: PendingUpdate | None = None
         self._stats: GradStats | None = None  # of the gradients that wait for `apply`, if any
         self._items = _ItemCount(1, 1, counted=True)  # of the batches behind those gradients

@@ -6,12 +6,14 @@ blocks. When gradients accumulate over several calls, `round_gradients` does bot
 model.
 
 Every plan gives the same bits: sums are made in the order of the micro-batches, and the norm is
-always taken from the rounded 16-bit values.
+always taken from values in the data type that the model computes in. With fp32, nothing is rounded:
+the sum is the gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +22,7 @@ from penstock.engine.device import Device
 from penstock.engine.spans import Span
 from penstock.engine.tier_memory import TierMemory
 from penstock.model.inventory import Inventory
+from penstock.model.meta_model import weight_dtype
 from penstock.optim import sweep
 from penstock.optim.norms import GradStats
 from penstock.optim.thread_pool import Pool
@@ -36,22 +39,50 @@ def differentiate(
     source: torch.Tensor | None,
     parameters: Mapping[str, torch.Tensor],
     add: Callable[[str, torch.Tensor], None],
-) -> torch.Tensor | None:
-    """Return the gradient with respect to `source`; pass each parameter's gradient to `add`."""
+    into: torch.Tensor | None = None,
+) -> None:
+    """Write the gradient with respect to `source` into `into`; pass the parameters' to `add`.
+
+    `add` must copy or add what it gets, whose memory is freed when it returns. `into` keeps its
+    values if `out` does not depend on `source`.
+    """
     wanted = {name: p for name, p in parameters.items() if p.requires_grad}
     inputs = [*([] if source is None else [source]), *wanted.values()]
     if not out.requires_grad:
-        return None
+        return
     # autograd.grad, not backward: AccumulateGrad nodes are bound to the stream on which they were
     # created, and compiled code creates them on another.
     gradients = list(torch.autograd.grad(out, inputs, gradient, allow_unused=True))
+    users = _count_users([out, gradient, source, *gradients])
     source_gradient = None if source is None else gradients.pop(0)
     for name in wanted:
         parameter_gradient = gradients.pop(0)
         if parameter_gradient is not None:
             add(name, parameter_gradient)
-        del parameter_gradient  # free each before the next is added
-    return source_gradient
+            _free(parameter_gradient, users)  # before the next is added
+    # Last: `into` may be `gradient`, and a parameter's gradient may be a view of that.
+    if source_gradient is not None:
+        if into is not None:
+            into.copy_(source_gradient)
+        _free(source_gradient, users)
+
+
+def _count_users(tensors: Sequence[torch.Tensor | None]) -> Counter[int]:
+    """Return how many of the tensors use each storage, by the storage's address."""
+    return Counter(t.untyped_storage()._cdata for t in tensors if t is not None)
+
+
+def _free(gradient: torch.Tensor, users: Counter[int]) -> None:
+    """Free the memory of a gradient that has been used, unless another tensor uses it.
+
+    Dropping the tensor is not enough. torch's backward thread holds the results of its last pass
+    until the operating system runs it again. On a busy machine the next chunk or micro-batch
+    begins earlier, and needs that memory.
+    """
+    storage = gradient.untyped_storage()
+    if users[storage._cdata] == 1:
+        storage.resize_(0)
+    users[storage._cdata] -= 1
 
 
 @dataclass(slots=True)
@@ -133,7 +164,7 @@ class GradientSums:
         """End the block's sum and start computing its norm.
 
         The sum is rounded into `into`, in 16 bits. If that is None, the sum stays in fp32 where it
-        is; once it is the `last`, it is rounded in place to values that 16 bits can hold.
+        is; once it is the `last`, it is rounded in place to values that the model's type can hold.
         """
         total = self._open.pop(block)
         for name in total.untouched:  # parameters that no micro-batch used
@@ -160,16 +191,17 @@ class GradientSums:
 
 
 def round_in_place(flat: torch.Tensor, formats: Formats) -> Iterator[torch.Tensor]:
-    """Round fp32 values in place to what the 16-bit type can hold, and yield them in that type.
+    """Round fp32 values in place to what the model's type can hold, and yield them in that type.
 
-    The norm needs the 16-bit tensors: its order of summation depends on the element type, and it
-    must be the same whether a gradient is stored in 16 or in 32 bits.
+    The norm needs the tensors of that type: its order of summation depends on the element type, and
+    it must be the same whether a gradient is stored in 16 or in 32 bits.
     """
-    dtype = torch.bfloat16 if formats.dtype == "bf16" else torch.float16
+    dtype = weight_dtype(formats.dtype)
     for low in range(0, flat.numel(), ROUND_ELEMENTS):
         part = flat[low : low + ROUND_ELEMENTS]
         rounded = part.to(dtype)
-        part.copy_(rounded)
+        if rounded is not part:  # fp32 needs no rounding
+            part.copy_(rounded)
         yield rounded
 
 

@@ -35,24 +35,21 @@ def set_master(
 
     def weight(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         values = source(tensor, low, high)
-        if values.dtype == dtype:
-            return values
-        if dtype == torch.bfloat16:
-            return formats.split(values.float())[0]
-        return values.to(dtype)
+        return values if values.dtype == dtype else formats.store_master(values.float(), dtype)[0]
 
     def rest(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         if dtype == torch.bfloat16 == types(tensor):  # the weight is the whole master
             return torch.zeros(high - low, dtype=torch.int16)
-        values = source(tensor, low, high)
-        return formats.split(values.float())[1] if dtype == torch.bfloat16 else values.float()
+        values = formats.store_master(source(tensor, low, high).float(), dtype)[1]
+        assert values is not None
+        return values
 
     access.fill(block, Role.WEIGHT, weight, executor=executor)
     if inventory.blocks[block].parameters(True):
         source_types = {types(tensor) for tensor in inventory.blocks[block].tensors}
         if dtype == torch.bfloat16 and source_types == {dtype}:
             access.clear(block, Role.MASTER)
-        else:
+        elif access.formats.has(Role.MASTER):
             access.fill(block, Role.MASTER, rest, executor=executor)
         clear_moments(access, block)
 

@@ -45,7 +45,10 @@ def next_targets(labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tens
 
 
 class GradientSink(NamedTuple):
-    """The head's parameters, and the function that receives their gradients."""
+    """The head's parameters, and the function that receives their gradients.
+
+    The function must copy or add a gradient: its memory is freed when the function returns.
+    """
 
     parameters: Mapping[str, torch.Tensor]
     add: Callable[[str, torch.Tensor], None]
@@ -123,9 +126,7 @@ class ChunkedLoss:
                 loss_sum = self._torch_loss(self._logits(x), targets)
                 out = loss_sum / num_items
                 out = out * scale if scale != 1.0 else out
-        input_gradient = differentiate(out, gradient, x, sink.parameters, sink.add)
-        assert input_gradient is not None
-        hidden.copy_(input_gradient)
+        differentiate(out, gradient, x, sink.parameters, sink.add, into=hidden)
         return loss_sum.detach().double()
 
     def _chunks(self, hidden: torch.Tensor) -> Iterator[slice]:
@@ -183,7 +184,7 @@ def _cross_entropy_shape(logits: torch.Tensor, *_: Any) -> torch.Tensor:
 class LossScale:
     """The loss scale that keeps small gradients inside the range of fp16, as in GradScaler.
 
-    With bf16 the scale is always 1.
+    With bf16 and fp32, which have the range of fp32, the scale is always 1.
     """
 
     value: float = 1.0
@@ -195,7 +196,7 @@ class LossScale:
 
     @classmethod
     def of(cls, dtype: str) -> LossScale:
-        return cls() if dtype == "bf16" else cls(value=65536.0, fixed=False)
+        return cls(value=65536.0, fixed=False) if dtype == "fp16" else cls()
 
     def note_good_step(self) -> None:
         """Count a step without overflow; double the scale after enough of them."""

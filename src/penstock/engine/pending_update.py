@@ -51,13 +51,14 @@ def make_segments(
         if low >= high:
             continue
         first, second = roles.get(Role.FIRST), roles.get(Role.SECOND)
+        rest = roles.get(Role.MASTER)  # an fp32 weight is its own master weight
         segments.append(
             Segment(
                 name=tensor.name,
                 by=pending.coefficients[tensor.name],
                 grad=roles[Role.GRADIENT].values(low, high),
                 weight=roles[Role.WEIGHT].values(low, high),
-                rest=roles[Role.MASTER].values(low, high),
+                rest=rest.values(low, high) if rest else None,
                 first=first.values(low, high) if first else None,
                 second=second.values(low, high) if second else None,
                 first_base=first.bases(low, high) if first else None,

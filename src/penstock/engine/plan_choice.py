@@ -270,6 +270,7 @@ def workload_for(
         inventory,
         context=context,
         batch=batch,
+        dtype=settings.model.dtype,
         micro_batch=schedule.micro_batch_size,
         kernels=compiled,
         own_loss=own_loss,

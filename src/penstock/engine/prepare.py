@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -280,13 +281,33 @@ def inspect_model(
 def check_weights(folder: Path, inventory: Inventory) -> None:
     """Raise an error if the weights in a directory are not those of the model.
 
-    Only the headers of the files are read.
+    Only the headers of the files are read. Tensors that the model does not have, and buffers that
+    the files lack, are no error, but a CheckpointWarning names them.
     """
     import torch
 
+    from penstock.checkpoint.errors import CheckpointWarning
     from penstock.checkpoint.model_weights import ModelWeights
 
-    ModelWeights(folder, inventory, torch.bfloat16).close()
+    with ModelWeights(folder, inventory, torch.bfloat16) as weights:
+        if weights.unexpected:
+            warnings.warn(
+                f"{folder}: {len(weights.unexpected)} tensors do not belong to the model that "
+                f"config.json describes ({inventory.architecture}), and are neither trained nor "
+                f"part of the saved model: {_shorten(weights.unexpected)}",
+                CheckpointWarning, stacklevel=3,
+            )  # fmt: skip
+        if weights.missing_buffers:
+            warnings.warn(
+                f"{folder}: the files lack {len(weights.missing_buffers)} buffers of the model "
+                f"({_shorten(weights.missing_buffers)}), which keep the values that its class sets",
+                CheckpointWarning, stacklevel=3,
+            )  # fmt: skip
+
+
+def _shorten(names: Sequence[str]) -> str:
+    shown = ", ".join(name[:120] for name in names[:8])
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def model_directory(model: str | Path, revision: str | None = None) -> Path:
@@ -399,9 +420,14 @@ def _build_engine(
         key = memory_key(config, inventory, plan.workload, device.name)
         if isinstance(model, str | Path):
             trust = settings.model.trust_remote_code
-            bare = build_model(config, dtype, device.torch_device, trust_remote_code=trust)
+            bare = build_model(
+                config, dtype, device.torch_device, own_attention=inventory.own_attention,
+                trust_remote_code=trust,
+            )  # fmt: skip
         else:
-            bare = model.copy_without_weights(device.torch_device, dtype)
+            bare = model.copy_without_weights(
+                device.torch_device, dtype, own_attention=inventory.own_attention
+            )
         split_model = SplitModel(
             bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
             deterministic=numerics.deterministic,

@@ -32,7 +32,16 @@ def result_record(workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
         "settings": {"clip": workload.clip or 0.0},
         # The number of CPU threads decides how sums on the CPU are split.
         "threads": None if on_gpu else torch.get_num_threads(),
+        "tf32": uses_tf32() if on_gpu and workload.dtype == "fp32" else None,
     }
+
+
+def uses_tf32() -> bool:
+    """Return whether torch multiplies fp32 matrices as TF32, because the program asked for it."""
+    products: Any = torch.backends.cuda.matmul
+    # Versions of torch with the newer name refuse to read the older one after it was set.
+    precision = getattr(products, "fp32_precision", None)
+    return bool(products.allow_tf32 if precision is None else precision == "tf32")
 
 
 def find_differences(folder: Path, workload: Workload, *, on_gpu: bool) -> list[str]:
@@ -65,6 +74,10 @@ def _changed(saved: Mapping[str, Any], workload: Workload, on_gpu: bool, where: 
     threads = (saved.get("threads"), now["threads"])
     if None not in threads and threads[0] != threads[1]:
         found.append(f"torch's number of threads was {threads[0]} and is {threads[1]}")
+    tf32 = (saved.get("tf32"), now["tf32"])
+    if tf32 in ((True, False), (False, True)):
+        was_tf32, is_tf32 = ("TF32" if each else "IEEE fp32" for each in tf32)
+        found.append(f"matrix products were {was_tf32} and are {is_tf32}")
     return found
 
 

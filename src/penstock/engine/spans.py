@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from penstock.model.inventory import Inventory, TensorSpec
+from penstock.model.meta_model import weight_dtype
+from penstock.optim.formats import rest_dtype
 from penstock.roles import SCALE_BLOCK, Formats, Role
 
-_WEIGHT_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MOMENT_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 
@@ -23,13 +24,15 @@ def role_dtype(role: Role, formats: Formats) -> torch.dtype:
     """Return the type in which one element of the role is stored."""
     match role:
         case Role.MASTER:
-            return torch.int16 if formats.dtype == "bf16" else torch.float32
+            dtype = rest_dtype(weight_dtype(formats.dtype))
+            assert dtype is not None, "an fp32 weight is its own master weight"
+            return dtype
         case Role.FIRST | Role.SECOND:
             return _MOMENT_DTYPE[formats.moments]
         case Role.GRADIENT if formats.wide_gradient:
             return torch.float32
         case _:
-            return _WEIGHT_DTYPE[formats.dtype]
+            return weight_dtype(formats.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ that was written under one plan can be read under another.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -37,8 +37,10 @@ _SUFFIX = {Role.MASTER: "rest", Role.FIRST: "first", Role.SECOND: "second"}
 class EngineFiles:
     """The weights and optimizer states of an engine, as files."""
 
-    def __init__(self, access: TensorAccess, inventory: Inventory) -> None:
-        self._access, self._inventory = access, inventory
+    def __init__(
+        self, access: TensorAccess, inventory: Inventory, buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._access, self._inventory, self._buffers = access, inventory, buffers
         self._source: ModelWeights | None = None
         """The files of a multimodal model, whose other tensors are copied when it is saved."""
 
@@ -79,7 +81,7 @@ class EngineFiles:
                 self._access.fill(index, Role.WEIGHT, model.read, executor=executor)
                 if not block.parameters(True):
                     continue
-                for role in STATE:
+                for role in self._state_roles():
                     bases = _base_reader(states, role) if self._has_bases(role) else None
                     source = _reader(states, _SUFFIX[role])
                     self._access.fill(index, role, source, bases=bases, executor=executor)
@@ -103,6 +105,7 @@ class EngineFiles:
         with contextlib.ExitStack() as opened:
             weights = ModelWeights(folder, self._inventory, self._access.weight_dtype)
             opened.enter_context(weights)
+            weights.read_buffers(self._buffers)
             yield weights
             if weights.kept:
                 opened.pop_all()
@@ -113,8 +116,14 @@ class EngineFiles:
         for block in self._inventory.blocks:
             for tensor in block.tensors:
                 # A multimodal model keeps the names of its files, next to its other tensors.
-                name = tensor.name if source is None else source.file_name(tensor)
+                name = tensor.name if source is None else source.file_name(tensor.name)
                 yield self._out(tensor, Role.WEIGHT, name, tensor.shape)
+        for name, buffer in self._buffers.items():
+            name = name if source is None else source.file_name(name)
+            yield TensorOut(
+                name=name, dtype=buffer.dtype, shape=tuple(buffer.shape),
+                parts=partial(_whole, buffer),
+            )  # fmt: skip
         for name in () if source is None else source.kept:
             assert source is not None
             spec, parts = source.kept_spec(name), partial(source.kept_parts, name)
@@ -123,7 +132,7 @@ class EngineFiles:
     def _states(self) -> Iterator[TensorOut]:
         trained = (t for block in self._inventory.blocks for t in block.tensors if t.trainable)
         for tensor in trained:
-            for role in STATE:
+            for role in self._state_roles():
                 name = f"{tensor.name}.{_SUFFIX[role]}"
                 yield self._out(tensor, role, name, tensor.shape)
                 if self._has_bases(role):
@@ -138,8 +147,15 @@ class EngineFiles:
         parts = partial(self._access.parts, tensor.name, role, bases=bases)
         return TensorOut(name=name, dtype=dtype, shape=shape, parts=parts)
 
+    def _state_roles(self) -> list[Role]:
+        return [role for role in STATE if self._access.formats.has(role)]
+
     def _has_bases(self, role: Role) -> bool:
         return self._access.has_bases and role in (Role.FIRST, Role.SECOND)
+
+
+def _whole(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield tensor.detach().cpu().reshape(-1)
 
 
 # Sources that read from files.

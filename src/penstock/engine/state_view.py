@@ -34,7 +34,8 @@ class StateView(Mapping[str, dict[str, torch.Tensor]]):
         weight = self._whole(name, Role.WEIGHT)
         if not trained:
             return {"weight": weight.view(shape)}
-        rest = self._whole(name, Role.MASTER)
+        split = self._access.formats.has(Role.MASTER)
+        rest = self._whole(name, Role.MASTER) if split else None
         tensors = {
             "weight": weight,
             "master": formats.read_master(weight, rest),

@@ -33,8 +33,10 @@ from penstock.units import round_up
 
 Phase = Literal["forward", "backward"]
 
-PACKED_DOCUMENTS = 3
-"""Number of documents in each row of a packed example."""
+SHORT_DOCUMENT = 2
+"""Number of tokens of the first of the two documents in each row of a packed example. The other is
+as long as it can be: where scores of attention are materialized, they take memory by the square of
+a document's length."""
 
 
 class StepPart(ABC):
@@ -198,9 +200,9 @@ class LayerBackward(LayerForward):
         with torch.enable_grad():
             source = self.source.detach().requires_grad_()
             out = self._model.layer(self.index, source, self.micro.calls)
-        gradient = differentiate(out, self._into, source, self._parameters, self._sums.add)
-        if gradient is not None:
-            self._into.copy_(gradient)
+        differentiate(
+            out, self._into, source, self._parameters, self._sums.add, into=self._into
+        )  # fmt: skip
 
 
 class HeadForward(StepPart):
@@ -279,11 +281,10 @@ def example_micro_batches(
     """
     shape = (workload.numerics.micro_batch, workload.context)
     one = replace(workload, batch=workload.numerics.micro_batch)
-    documents = min(PACKED_DOCUMENTS, workload.context)
     # Different tokens: the gradient of the embedding needs memory for each that occurs.
     ids = (torch.arange(shape[0] * shape[1]) % inventory.vocabulary).view(shape)
     plain = torch.arange(workload.context)
-    packed = plain % -(-workload.context // documents)
+    packed = torch.cat([plain[:SHORT_DOCUMENT], plain[:-SHORT_DOCUMENT]])
     rows = (packed,) if workload.numerics.attention == "varlen" else (plain, packed)
     batches = [{"input_ids": ids, "position_ids": row.expand(shape)} for row in rows]
     return [split_batch(batch, one, inventory, 1, device).rounds[0][0] for batch in batches]

@@ -63,7 +63,13 @@ def trace_working_memory(
         trust_remote_code: Whether to run code from the model's repository.
     """
     dtype, cpu = weight_dtype(workload.dtype), torch.device("cpu")
-    bare = build_model(config, dtype, cpu, trust_remote_code=trust_remote_code)
+    bare = build_model(
+        config,
+        dtype,
+        cpu,
+        own_attention=inventory.own_attention,
+        trust_remote_code=trust_remote_code,
+    )
     return trace_model(bare, inventory, workload, on_gpu=on_gpu)
 
 

@@ -43,7 +43,10 @@ class WeightSource(Protocol):
 
 
 class HostWeights:
-    """All weights of a model in host memory, read once from its files."""
+    """All weights of a model in host memory, read once from its files.
+
+    `buffers` are those of the model on the device. They are set from the same files.
+    """
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class HostWeights:
         device: Device,
         dtype: torch.dtype,
         progress: Progress,
+        buffers: Mapping[str, torch.Tensor],
     ) -> None:
         tensors = [tensor for block in inventory.blocks for tensor in block.tensors]
         sizes = [round_up(tensor.elements * dtype.itemsize, ALIGNMENT) for tensor in tensors]
@@ -62,6 +66,7 @@ class HostWeights:
             ModelWeights(folder, inventory, dtype) as weights,
             BoundedExecutor(READERS) as executor,
         ):
+            weights.read_buffers(buffers)
             for done, tensor in enumerate(tensors):
                 progress(done, len(tensors), f"reading {tensor.name}")
                 executor.submit(partial(self._read, weights, tensor))

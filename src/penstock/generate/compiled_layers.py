@@ -110,9 +110,8 @@ class CompiledDecodeLayers:
         for index, layer in enumerate(self._layers):
             _check_unchanged(layer, index)
         bodies = LayerBodies(
-            self._layers, make_shell=make_shell, make_body=_decode_body, buffers=True,
-            fullgraph=True,
-        )  # fmt: skip
+            self._layers, make_shell=make_shell, make_body=_decode_body, fullgraph=True
+        )
         self._forwards = [_LayerForward(bodies, index) for index in range(len(self._layers))]
 
     @contextlib.contextmanager

@@ -17,6 +17,7 @@ from penstock.engine.device import Device, pick_device
 from penstock.engine.weight_streamer import EngineWeights, HostWeights, Progress, WeightStreamer
 from penstock.generate.attention import register_row_attention
 from penstock.generate.forward import ForwardPass, check_fit
+from penstock.generate.requests import UnfitModelError
 from penstock.model.attention import CACHED_ROWS, attention_configs, using_attention
 from penstock.model.inventory import Inventory
 from penstock.model.layer_probe import Arguments
@@ -38,6 +39,7 @@ class StreamedForward:
     ) -> None:
         self.split_model, self.weights = split_model, weights
         self.device, self.dtype = device.torch_device, dtype
+        _refuse_own_attention(split_model.inventory)
         check_fit(split_model.model, split_model.layers)
         register_row_attention()
         self._configs = attention_configs(split_model.model, *split_model.layers)
@@ -102,13 +104,22 @@ def stream_model(
     trust_remote_code: bool = False,
 ) -> StreamedForward:  # fmt: skip
     """Load a model's weights from files into host memory, `keep` bytes of them onto the device."""
+    _refuse_own_attention(inventory)  # before weights are read
     target = pick_device(device)
     model = build_model(config, dtype, target.torch_device, trust_remote_code=trust_remote_code)
     split_model = SplitModel(model, inventory, mlp_tile=NO_TILES)
-    source = HostWeights(inventory, folder, target, dtype, progress)
+    source = HostWeights(inventory, folder, target, dtype, progress, split_model.buffers)
     return StreamedForward(
         split_model, WeightStreamer(inventory, source, target, dtype, keep), target, dtype
     )
+
+
+def _refuse_own_attention(inventory: Inventory) -> None:
+    if inventory.own_attention:
+        raise UnfitModelError(
+            f"{inventory.model} computes attention with its own code, so it cannot read Penstock's "
+            f"cache row by row; use model.generate() of transformers"
+        )
 
 
 @contextlib.contextmanager

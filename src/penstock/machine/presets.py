@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import resources
+from typing import NamedTuple
 
 from penstock.errors import MachineError
 from penstock.machine.machine import Machine
@@ -16,25 +17,37 @@ from penstock.records import from_json, parse
 DEFAULT = "desktop-24gb"
 """Preset to plan for if there is no GPU and no machine was named."""
 
-DATA_SHEETS: dict[str, tuple[float, float]] = {
-    "V100": (125e12, 0.90e12),
-    "RTX 3090": (71e12, 0.94e12),
-    "RTX A5000": (111e12, 0.77e12),
-    "RTX A6000": (155e12, 0.77e12),
-    "RTX 4090": (165e12, 1.01e12),
-    "RTX 6000 Ada": (364e12, 0.96e12),
-    "RTX 5090": (209e12, 1.79e12),
-    "A10": (125e12, 0.60e12),
-    "L4": (121e12, 0.30e12),
-    "L40S": (362e12, 0.86e12),
-    "A100": (312e12, 2.04e12),
-    "H100": (989e12, 3.35e12),
-    "H200": (989e12, 4.80e12),
-    "B200": (2250e12, 8.00e12),
-}
-"""Product name: (operations per second, bytes per second of GPU memory), from public data sheets.
 
-The operations are dense 16-bit tensor operations with fp32 accumulation."""
+class DataSheet(NamedTuple):
+    """The vendor's figures for a GPU."""
+
+    flops: float
+    """Dense 16-bit tensor operations per second, with fp32 accumulation."""
+
+    bandwidth: float
+    """Bytes per second of GPU memory."""
+
+    fp32_flops: float
+    """Operations per second in fp32, without tensor cores."""
+
+
+DATA_SHEETS: dict[str, DataSheet] = {
+    "V100": DataSheet(125e12, 0.90e12, 15.7e12),
+    "RTX 3090": DataSheet(71e12, 0.94e12, 35.6e12),
+    "RTX A5000": DataSheet(111e12, 0.77e12, 27.8e12),
+    "RTX A6000": DataSheet(155e12, 0.77e12, 38.7e12),
+    "RTX 4090": DataSheet(165e12, 1.01e12, 82.6e12),
+    "RTX 6000 Ada": DataSheet(364e12, 0.96e12, 91.1e12),
+    "RTX 5090": DataSheet(209e12, 1.79e12, 104.8e12),
+    "A10": DataSheet(125e12, 0.60e12, 31.2e12),
+    "L4": DataSheet(121e12, 0.30e12, 30.3e12),
+    "L40S": DataSheet(362e12, 0.86e12, 91.6e12),
+    "A100": DataSheet(312e12, 2.04e12, 19.5e12),
+    "H100": DataSheet(989e12, 3.35e12, 67e12),
+    "H200": DataSheet(989e12, 4.80e12, 67e12),
+    "B200": DataSheet(2250e12, 8.00e12, 80e12),
+}
+"""Public data sheets, by product name."""
 
 MATMUL_SHARE = 0.78
 """Share of the data sheet's rate that a large matrix multiplication reaches: 770 of 989 TFLOP/s on
@@ -87,7 +100,7 @@ def cpu_machine(machine: Machine) -> Machine:
     return replace(machine, name=name, gpus=(), transfers=(), process_memory=process_memory)
 
 
-def data_sheet(name: str) -> tuple[float, float] | None:
+def data_sheet(name: str) -> DataSheet | None:
     """Return the data sheet for a product name, or None: an `A100-SXM4-80GB` is an `A100`.
 
     If several entries match, the longest one is the most specific.

@@ -65,6 +65,20 @@ _SMALL: Mapping[tuple[Kernel, int], Tiles] = {
 }
 """For all other GPUs: they have at least 99 KiB of shared memory per program."""
 
+_FP32: Mapping[tuple[Kernel, int], Tiles] = {
+    ("forward", 64): Tiles(32, 32, 4, 2),
+    ("forward", 128): Tiles(32, 32, 4, 1),
+    ("forward", 256): Tiles(16, 16, 4, 1),
+    ("query_gradient", 64): Tiles(32, 32, 4, 2),
+    ("query_gradient", 128): Tiles(32, 32, 4, 1),
+    ("query_gradient", 256): Tiles(16, 16, 4, 1),
+    ("key_gradient", 64): Tiles(32, 32, 4, 2),
+    ("key_gradient", 128): Tiles(32, 32, 4, 1),
+    ("key_gradient", 256): Tiles(16, 16, 4, 1),
+}
+"""For fp32 on any GPU: elements take twice the bytes, and products use registers instead of tensor
+cores. The kernels need up to 68 KiB of shared memory. No measurement chose these tiles."""
+
 _LARGE_ARCHITECTURES = (9, 10)
 """Major compute capabilities of Hopper and of Blackwell's data center GPUs."""
 
@@ -106,9 +120,12 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def choose_tiles(kernel: Kernel, head_size: int, capability: tuple[int, int]) -> Tiles | None:
+def choose_tiles(
+    kernel: Kernel, head_size: int, capability: tuple[int, int], element_size: int
+) -> Tiles | None:
     """Return the tiles of a kernel, None if another kernel computes its result as well."""
     table = _LARGE if capability[0] in _LARGE_ARCHITECTURES else _SMALL
+    table = _FP32 if element_size == 4 else table
     wide = padded_head_size(head_size)
     tiles = table.get((kernel, max(64, wide)))
     # The copy engine loads whole rows of a tile, and would read beyond a head that is not as wide.
@@ -132,7 +149,8 @@ class Layout(NamedTuple):
     """Bound of the scores; 0: none."""
 
 
-Choose = Callable[[Kernel, int, tuple[int, int]], Tiles | None]
+Choose = Callable[[Kernel, int, tuple[int, int], int], Tiles | None]
+"""Chooses tiles by the kernel, the head size, the GPU's capability and the bytes of an element."""
 
 
 def forward(
@@ -217,7 +235,7 @@ def launch_key_gradients(
 
 
 def _tiles(kernel: Kernel, query: torch.Tensor, choose: Choose) -> Tiles | None:
-    return choose(kernel, query.shape[-1], _capability(query.device))
+    return choose(kernel, query.shape[-1], _capability(query.device), query.element_size())
 
 
 def _describe(tiles: Tiles, **tensors: torch.Tensor) -> dict[str, Any]:

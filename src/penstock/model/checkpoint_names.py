@@ -16,8 +16,11 @@ from penstock.model.inventory import Inventory
 if TYPE_CHECKING:
     from torch import nn
 
-_NEVER_USED = (r"rotary_emb\.inv_freq$",)
-"""Tensors in old files that transformers computes again."""
+_COMPUTED = re.compile(
+    r"\.rotary(_emb)?\.inv_freq$|\.(attn|attention|self_attention)\.(masked_)?bias$"
+    r"|\.causal_mask$|(^|\.)position_ids$"
+)
+"""Buffers in old files that transformers computes and does not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,42 +28,38 @@ class NameMap:
     """The names of a model's tensors in its files."""
 
     names: dict[str, str]
-    """The files' name of each tensor of the model that they have."""
+    """The files' name of each parameter and buffer of the model that they have."""
     kept: tuple[str, ...] = ()
     """Tensors of a multimodal model outside its text stack, saved as they are."""
     unexpected: tuple[str, ...] = ()
-    """Tensors that transformers would not know what to do with."""
+    """Tensors that the model does not have, so that neither training nor saving includes them."""
     tied: dict[str, str] = field(default_factory=dict)
     """Further copies of a tied tensor, and the tensor of the model that each is a copy of."""
 
 
 def map_names(found: Iterable[str], inventory: Inventory, folder: Path) -> NameMap:
-    """Map the names of a model's tensors to those in its files, as transformers does on loading.
-
-    transformers is only asked about names that are not the model's own.
-    """
-    found = set(found)
-    names = _own_names(found, inventory)
-    left = sorted(found - set(names.values()))
-    if not left:
-        return NameMap(names)
-    body = _build_as_saved(folder)
-    if body is None:  # code of its own, or no config: only the names that match can be judged
-        return NameMap(names)
-    mapper, stack = _Mapper(body), _TextStack(body, inventory)
+    """Map the names of a model's tensors to those in its files, as transformers does on loading."""
+    found = sorted(found)
     wanted = {t.name for block in inventory.blocks for t in block.tensors}
-    unexpected, kept, tied = [], [], {}
-    for name in left:
+    wanted |= {buffer.name for buffer in inventory.buffers}
+    body = _build_as_saved(folder)
+    if body is None:  # code of its own, or no config: the names must be the model's own
+        names = _own_names(set(found), wanted, inventory)
+        left = sorted(set(found) - set(names.values()))
+        return NameMap(names, unexpected=tuple(n for n in left if not _COMPUTED.search(n)))
+    mapper, stack = _Mapper(body), _TextStack(body, inventory)
+    names, unexpected, kept, tied = {}, [], [], {}
+    for name in found:
         renamed = mapper.rename(name)
         own = stack.text_name(renamed)
-        if own in wanted and own not in names:
-            names[own] = name
-        elif not mapper.is_known(name, renamed):
-            unexpected.append(name)
+        if own in wanted:
+            _check_unique(names.setdefault(own, name), name, own)
         elif own is None:
             kept.append(name)
         elif (owner := stack.text_name(mapper.owner(renamed))) in wanted:
             tied[name] = str(owner)
+        elif not mapper.is_computed(renamed) and not _COMPUTED.search(name):
+            unexpected.append(name)
     for name, owner in list(tied.items()):
         if owner not in names:  # the files have only the other name of a tied tensor
             names[owner] = name
@@ -68,7 +67,15 @@ def map_names(found: Iterable[str], inventory: Inventory, folder: Path) -> NameM
     return NameMap(names, tuple(kept), tuple(unexpected), tied)
 
 
-def _own_names(found: set[str], inventory: Inventory) -> dict[str, str]:
+def _check_unique(first: str, name: str, own: str) -> None:
+    if first != name:
+        raise UnsupportedModelError(
+            f"the files have the tensor {own[:120]} of the model twice, as {first[:120]} and as "
+            f"{name[:120]}; remove one of them"
+        )
+
+
+def _own_names(found: set[str], wanted: set[str], inventory: Inventory) -> dict[str, str]:
     """Return the tensors that the files have under the model's names.
 
     Some files were written from the model without its head, so their names lack the first part, or
@@ -76,12 +83,11 @@ def _own_names(found: set[str], inventory: Inventory) -> dict[str, str]:
     """
     prefix = inventory.layers[0].name.split(".")[0] + "."
     names = {}
-    for block in inventory.blocks:
-        for tensor in block.tensors:
-            candidates = (tensor.name, tensor.name.removeprefix(prefix), prefix + tensor.name)
-            name = next((n for n in candidates if n in found), None)
-            if name is not None:
-                names[tensor.name] = name
+    for own in wanted:
+        candidates = (own, own.removeprefix(prefix), prefix + own)
+        name = next((n for n in candidates if n in found), None)
+        if name is not None:
+            names[own] = name
     return names
 
 
@@ -101,8 +107,7 @@ class _Mapper:
             name: first.setdefault(id(tensor), name)
             for name, tensor in body.named_parameters(remove_duplicate=False)
         }
-        ignored = body._keys_to_ignore_on_load_unexpected or ()
-        self._ignored = re.compile("|".join((*_NEVER_USED, *ignored)))
+        self._computed = {name for name, _ in body.named_buffers()} - self._state.keys()
 
     def rename(self, name: str) -> str:
         """Return a tensor's name in the model."""
@@ -123,9 +128,9 @@ class _Mapper:
         """Return the first name of a tensor that may be tied."""
         return self._owner.get(name, name)
 
-    def is_known(self, name: str, renamed: str) -> bool:
-        """Return whether the model has a tensor, tied or a buffer, or ignores it."""
-        return renamed in self._state or bool(self._ignored.search(name))
+    def is_computed(self, name: str) -> bool:
+        """Return whether a tensor is a buffer that the model computes and does not save."""
+        return name in self._computed
 
 
 class _TextStack:

@@ -12,6 +12,7 @@ the layer that the body is made from.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,12 +47,11 @@ class LayerBodies:
         *,
         make_shell: Callable[[nn.Module], nn.Module],
         make_body: Callable[[nn.Module], Body],
-        buffers: bool,
         **options: Any,
     ) -> None:
         self._layers = layers
         raise_recompile_limit()
-        self._names = [_tensor_names(layer, buffers=buffers) for layer in layers]
+        self._names = [_tensor_names(layer) for layer in layers]
         kinds = layer_kinds(layers)
         firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
         shells = {kind: make_shell(layers[index]) for kind, index in firsts.items()}
@@ -81,9 +81,11 @@ class CompiledLayers:
     """
 
     def __init__(self, layers: Sequence[nn.Module], *, deterministic: bool = True) -> None:
+        # The compiler suggests TF32 for fp32 products. Who asks for fp32 does not want it.
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         self._bodies = LayerBodies(
-            layers, make_shell=copy.deepcopy, make_body=_training_body, buffers=False,
-            dynamic=False, options=deterministic_options() if deterministic else {},
+            layers, make_shell=copy.deepcopy, make_body=_training_body, dynamic=False,
+            options=deterministic_options() if deterministic else {},
         )  # fmt: skip
 
     def train(self, training: bool) -> None:
@@ -182,7 +184,7 @@ def _kind(layer: nn.Module) -> Kind:
         attributes = {
             name: value
             for name, value in vars(module).items()
-            if isinstance(value, plain) and name not in ("layer_idx", "training")
+            if isinstance(value, plain) and name not in ("layer_idx", "layer_id", "training")
         }
         parts.append((path, tuple(sorted(attributes.items()))))
     return tuple(parts)
@@ -207,9 +209,10 @@ def was_compiled(model: Any) -> bool:
     )
 
 
-def _tensor_names(layer: nn.Module, *, buffers: bool) -> list[str]:
-    names = [name for name, _ in layer.named_parameters()]
-    return [*names, *(name for name, _ in layer.named_buffers())] if buffers else names
+def _tensor_names(layer: nn.Module) -> list[str]:
+    # Buffers too: layers of one kind may differ in their values, such as a scale of each layer.
+    buffers = [name for name, _ in layer.named_buffers()]
+    return [*(name for name, _ in layer.named_parameters()), *buffers]
 
 
 def _get_tensor(layer: nn.Module, name: str) -> torch.Tensor:

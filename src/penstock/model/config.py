@@ -67,7 +67,16 @@ def refuse_multimodal(model: str | Path, **options: Any) -> None:
 
 def text_config(config: Any) -> Any:
     """Return the text part of a multimodal model's config, or the config itself."""
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not hasattr(config, "get_text_config"):
+        return config
+    try:
+        return config.get_text_config()
+    except ValueError:  # several parts are text models
+        parts = ", ".join(name for name in config.sub_configs if hasattr(config, name))
+        raise UnsupportedModelError(
+            f"a model of type {config.model_type!r} is an encoder-decoder model (its config has "
+            f"{parts}); Penstock trains decoder-only models"
+        ) from None
 
 
 def load_whole_config(

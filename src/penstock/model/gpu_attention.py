@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
@@ -19,6 +19,9 @@ LARGEST_HEAD = 256
 ALIGNMENT = 8
 """Flash attention pads head sizes, and memory-efficient attention rows of its mask, to a multiple
 of this many elements."""
+
+FP32_ALIGNMENT = 4
+"""Memory-efficient attention in fp32 needs head sizes that are multiples of this."""
 
 
 @contextlib.contextmanager
@@ -43,21 +46,26 @@ def _attend(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     operations: Any = torch.ops.aten
+    # Only one operation broadcasts heads. In Falcon, the queries of all heads share one key.
+    broadcasts = query.shape[1] != key.shape[1] and not enable_gqa
     size = query.shape[-1]
+    kernel = "math" if broadcasts else choose_kernel(query, key, attn_mask)
     scale = size**-0.5 if scale is None else scale
-    if enable_gqa and (attn_mask is not None or size > LARGEST_HEAD):
+    if enable_gqa and kernel != "flash":
         groups = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     output: torch.Tensor
-    if attn_mask is not None:
+    if kernel == "efficient":
         needs_gradient = torch.is_grad_enabled() and query.requires_grad
-        bias, attend = _bias(attn_mask, query), operations._scaled_dot_product_efficient_attention
+        bias = None if attn_mask is None else _bias(attn_mask, query)
+        attend = operations._scaled_dot_product_efficient_attention
         output = attend(query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale)[
             0
         ]
-    elif size > LARGEST_HEAD:
+    elif kernel == "math":
+        added = None if attn_mask is None else _added(attn_mask, query)
         attend = operations._scaled_dot_product_attention_math
-        output = attend(query, key, value, None, dropout_p, is_causal, scale=scale)[0]
+        output = attend(query, key, value, added, dropout_p, is_causal, scale=scale)[0]
     else:
         pad = -size % ALIGNMENT
         if pad:
@@ -68,13 +76,33 @@ def _attend(
     return output
 
 
+def choose_kernel(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
+) -> Literal["flash", "efficient", "math"]:
+    """Return the kernel that PyTorch uses on a GPU."""
+    size = query.shape[-1]
+    if mask is not None:
+        return "efficient"
+    if query.dtype == torch.float32:
+        # There is no flash attention in fp32, and memory-efficient attention takes no grouped keys.
+        grouped = query.shape[1] != key.shape[1]
+        return "math" if grouped or size % FP32_ALIGNMENT else "efficient"
+    return "flash" if size <= LARGEST_HEAD else "math"
+
+
 def _bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Return a mask as what is added to scores, its rows aligned as the kernel needs them."""
-    if mask.dtype == torch.bool:
-        zeros = torch.zeros_like(mask, dtype=query.dtype)
-        mask = zeros.masked_fill_(mask.logical_not(), float("-inf"))
+    mask = _added(mask, query)
     keys = mask.shape[-1]
     pad = -keys % ALIGNMENT
     if pad:
         mask = functional.pad(mask, (0, pad))[..., :keys]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], keys)
+
+
+def _added(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return a mask as what is added to scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    zeros = torch.zeros_like(mask, dtype=query.dtype)
+    return zeros.masked_fill_(mask.logical_not(), float("-inf"))

@@ -184,8 +184,16 @@ class Inventory:
     """Whether Penstock's attention kernels support the attention: no dropout, no sinks, keys and
     values of one head size, at most 256 and a multiple of 8."""
 
+    own_attention: bool = False
+    """Whether layers compute attention with their own code, which Penstock cannot replace. Such a
+    layer runs once for each document."""
+
     not_trainable: str = ""
     """Why the model cannot be trained yet; empty if it can."""
+
+    buffers: tuple[TensorSpec, ...] = ()
+    """Tensors of the state dict that are no parameters, such as a layer's scale: they are not
+    trained, but read from the model's files and saved with it."""
 
     mixes_documents: str = ""
     """Which modules carry information from one document of a packed row to the next, such as

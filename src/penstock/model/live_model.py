@@ -16,7 +16,8 @@ from torch import nn
 
 from penstock.errors import EngineError, UnsupportedModelError
 from penstock.model.attention import DOCUMENTS, set_attention
-from penstock.model.meta_model import move_buffers, on_meta
+from penstock.model.meta_model import check_own_attention, move_buffers, on_meta
+from penstock.model.rotary import choose_frequencies_by_document
 from penstock.model.split import find_holders
 
 GUARDED = ("forward", "generate", "save_pretrained", "push_to_hub", "state_dict", "load_state_dict")
@@ -46,12 +47,17 @@ class LiveModel:
         shapes = ((n, self._parameter(n)) for n in self._holders)
         return sum(p.numel() * self._specs[n][0].itemsize for n, p in shapes if p.is_meta)
 
-    def copy_without_weights(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    def copy_without_weights(
+        self, device: torch.device, dtype: torch.dtype, *, own_attention: bool = False
+    ) -> nn.Module:
         """Take the weights out of the owner's modules, and return a copy that can compute.
 
         The copy's config has the type and the attention of the engine, and its buffers are on the
-        device. The owner's config and buffers stay as they are.
+        device. The owner's config and buffers stay as they are. With `own_attention`, the copy
+        keeps its attention, which must be the one that transformers chooses for its class.
         """
+        if own_attention:
+            check_own_attention(self.model)
         for name in self._holders:
             self._set(name, on_meta(self._parameter(name)))
         try:
@@ -63,9 +69,10 @@ class LiveModel:
                 f"prepare instead of the model"
             ) from problem
         config: Any = bare.config
-        set_attention([config], DOCUMENTS)
+        if not own_attention:
+            set_attention([config], DOCUMENTS)
         config.dtype = dtype
-        return move_buffers(bare, device)
+        return move_buffers(choose_frequencies_by_document(bare), device)
 
     def put_back(self) -> None:
         """Give the owner's modules the parameters that they had."""

@@ -14,13 +14,22 @@ from penstock.errors import UnsupportedModelError
 from penstock.model.attention import DOCUMENTS
 from penstock.model.document_attention import register_document_attention
 from penstock.model.inventory import Inventory
+from penstock.model.rotary import choose_frequencies_by_document
 from penstock.roles import Dtype
 
 
 def build_model(
-    config: Any, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    own_attention: bool = False,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Build a model from its config: its buffers on the device, its parameters without memory."""
+    """Build a model from its config: its buffers on the device, its parameters without memory.
+
+    With `own_attention`, the model keeps the attention that transformers chooses for its class.
+    """
     import transformers
 
     register_document_attention()
@@ -29,15 +38,27 @@ def build_model(
         model: nn.Module = make.from_config(
             copy.deepcopy(config),  # a copy, because the model's attention is set in it
             dtype=dtype,
-            attn_implementation=DOCUMENTS,
+            attn_implementation=None if own_attention else DOCUMENTS,
             trust_remote_code=trust_remote_code,
         )
-    return move_buffers(model, device)
+    return move_buffers(choose_frequencies_by_document(model), device)
 
 
 def weight_dtype(dtype: Dtype) -> torch.dtype:
     """Return torch's name of a weight type."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+
+
+def check_own_attention(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if a live model uses another attention than was checked."""
+    config: Any = model.config
+    checked = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    if config._attn_implementation != checked:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes attention with its own code, which Penstock has "
+            f"checked for attn_implementation={checked!r}, but the model was loaded with "
+            f"{config._attn_implementation!r}; load it with attn_implementation={checked!r}"
+        )
 
 
 def remember_model(model: nn.Module) -> Callable[[], None]:

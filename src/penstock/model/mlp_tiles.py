@@ -12,6 +12,7 @@ what backward recomputes, or all tiles together.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,12 +21,22 @@ from torch import nn
 
 
 def tile_mlps(layers: Sequence[nn.Module], tile: int) -> None:
-    """Make `layer.mlp` of every layer process at most `tile` tokens at a time from now on."""
+    """Make `layer.mlp` of every layer process at most `tile` tokens at a time from now on.
+
+    An MLP that takes more than the hidden states, such as BLOOM's, stays as it is.
+    """
     for layer in layers:
         mlp = getattr(layer, "mlp", None)
-        if isinstance(mlp, nn.Module):
+        if isinstance(mlp, nn.Module) and _takes_hidden_states_only(mlp):
             original = mlp.forward
             mlp.forward = _TiledForward(mlp, original, tile)
+
+
+def _takes_hidden_states_only(mlp: nn.Module) -> bool:
+    required = inspect.Parameter.empty
+    parameters = inspect.signature(mlp.forward).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.default is required and p.kind in positional for p in parameters) <= 1
 
 
 def draws_in_tiles(layer: nn.Module) -> bool:
@@ -54,8 +65,9 @@ class _TiledForward:
     def run_tile(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """Run the MLP over one tile, with these weights."""
         named = dict(zip(self.names, weights, strict=True))
-        output: torch.Tensor = torch.func.functional_call(self.mlp, named, (x,))
-        return output
+        # As one row: some MLPs, such as Moshi's, expect `[rows, tokens, hidden size]`.
+        output: torch.Tensor = torch.func.functional_call(self.mlp, named, (x[None],))
+        return output[0]
 
     def tiles(self, tokens: int) -> list[slice]:
         """Return the tokens of each tile."""
@@ -77,7 +89,7 @@ class _Tiles(torch.autograd.Function):
         flat = hidden.reshape(-1, hidden.shape[-1])
         tiles = tiled.tiles(flat.shape[0])
         outputs = ((rows, tiled.run_tile(flat[rows], weights)) for rows in tiles)
-        return _assemble(flat, outputs).view(hidden.shape)
+        return _assemble(hidden, outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -103,21 +115,24 @@ class _Tiles(torch.autograd.Function):
                 yield rows, previous
 
         with _replaying(ctx.random_state, hidden.device):
-            input_grad = _assemble(flat, input_gradients())
+            input_grad = _assemble(hidden, input_gradients())
         weight_grads = [sums[i].to(w.dtype) if i in sums else None for i, w in enumerate(weights)]
-        return (None, input_grad.view(hidden.shape), *weight_grads)
+        return (None, input_grad, *weight_grads)
 
 
 def _assemble(like: torch.Tensor, tiles: Iterable[tuple[slice, torch.Tensor]]) -> torch.Tensor:
-    """Assemble tiles into one tensor, writing each tile when it is computed.
+    """Assemble tiles into one tensor of the shape of `like`, writing each when it is computed.
 
     Compiled code concatenates them instead: the compiler writes each tile in place by itself.
     """
     if torch.compiler.is_compiling():
-        return torch.cat([tile for _, tile in tiles])
-    out = torch.empty_like(like)
+        return torch.cat([tile for _, tile in tiles]).view(like.shape)
+    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    # Write to a view and return the tensor: torch refuses to add in place to a view that comes
+    # from a custom Function, and Falcon's layers add to the output of their MLP in place.
+    flat = out.view(-1, like.shape[-1])
     for rows, tile in tiles:
-        out[rows] = tile
+        flat[rows] = tile
     return out
 
 

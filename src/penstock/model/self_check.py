@@ -22,13 +22,13 @@ import torch
 from torch import nn
 
 from penstock.errors import UnsupportedModelError
-from penstock.model.attention import attending_over, register
+from penstock.model.attention import register
 from penstock.model.compile import layer_kinds
 from penstock.model.document_attention import attend
 from penstock.model.inventory import Inventory
 from penstock.model.layer_probe import Arguments
-from penstock.model.split import SplitModel
-from penstock.model.survey import MOE, survey_model
+from penstock.model.split import MicroBatch, SplitModel
+from penstock.model.survey import ENCODER_DECODER, LAYERS_SHARE, MOE, survey_model
 from penstock.model.twin import LAYERS, VOCABULARY, build_twin, twin_config
 
 LENGTH = 12
@@ -57,6 +57,9 @@ class Verdict:
     has_sinks: bool = False
     """Whether layers use attention sinks, which Penstock's attention kernels do not support."""
 
+    own_attention: bool = False
+    """Whether layers compute attention with their own code, one call for each document."""
+
     mixes_documents: str = ""
     """What carries information from one document of a packed row to the next; empty if nothing."""
 
@@ -66,14 +69,16 @@ def check_model(model: nn.Module, inventory: Inventory) -> Inventory:
 
     Models that differ only in their sizes share a verdict.
     """
-    if inventory.not_trainable == MOE:
+    if inventory.not_trainable.startswith((MOE, ENCODER_DECODER, LAYERS_SHARE)):
         return inventory
     verdict = _check(model, inventory.layers[0].name.rpartition(".")[0])
     return replace(
         inventory,
         not_trainable=verdict.not_trainable or inventory.not_trainable,
         mixes_documents=verdict.mixes_documents,
-        plain_attention=inventory.plain_attention and not verdict.has_sinks,
+        own_attention=verdict.own_attention,
+        plain_attention=inventory.plain_attention
+        and not (verdict.has_sinks or verdict.own_attention),
     )
 
 
@@ -140,21 +145,30 @@ class _Check:
         self.packed = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)])[None]
 
     def verdict(self) -> Verdict:
+        """Try the model with Penstock's attention, and if that is not right, with its own."""
+        found = self._verdict_with(own_attention=False)
+        if found.not_trainable:
+            own = self._verdict_with(own_attention=True)
+            return found if own.not_trainable else own
+        return found
+
+    def _verdict_with(self, *, own_attention: bool) -> Verdict:
         """Run all comparisons, the cheapest first, and stop at the first that fails."""
         try:
-            plain = build_twin(self.model_class, self.config, "eager")
+            plain = build_twin(self.model_class, self.config, None if own_attention else "eager")
             expected = _Results.of(plain, self.ids)
         except Exception as problem:  # the model's own code may raise any exception for these sizes
             return Verdict(_no_twin(self.model_class, problem))
         register(_RECORDING, _attend_recording)
         try:
-            model = build_twin(self.model_class, self.config, _RECORDING)
+            attention = None if own_attention else _RECORDING
+            model = build_twin(self.model_class, self.config, attention)
         except Exception:  # its class looks up its own attention code by name
             return Verdict(self._own_attention(plain))
         _calls.clear()
         _sink_callers.clear()
         try:
-            blocks = _Blocks(model, self.config, self.path)
+            blocks = _Blocks(model, self.config, self.path, own_attention=own_attention)
             got = blocks.run(self.ids, self.positions)
         except UnsupportedModelError as problem:
             return Verdict(str(problem))
@@ -171,8 +185,11 @@ class _Check:
                 f"{self.model_class.__name__} is not causal: later tokens change the outputs of "
                 f"earlier ones"
             )
-        has_sinks = bool(_sink_callers)
-        return Verdict(mixes_documents=self._find_mixer(blocks, silent), has_sinks=has_sinks)
+        return Verdict(
+            has_sinks=bool(_sink_callers),
+            own_attention=own_attention,
+            mixes_documents=self._find_mixer(blocks, silent),
+        )
 
     def _find_mixer(self, blocks: _Blocks, silent: list[nn.Module]) -> str:
         """Return what lets a document of a packed row depend on the one before it."""
@@ -248,35 +265,39 @@ class _Results:
 class _Blocks:
     """A twin that runs block by block, as the engine runs a model."""
 
-    def __init__(self, model: nn.Module, config: Any, path: str) -> None:
-        inventory = survey_model(model, config, name="twin", blocks=path)
+    def __init__(
+        self, model: nn.Module, config: Any, path: str, *, own_attention: bool = False
+    ) -> None:
+        surveyed = survey_model(model, config, name="twin", blocks=path)
+        inventory = replace(surveyed, own_attention=own_attention)
         self._owned = [[t.name for t in block.tensors] for block in inventory.blocks[1:]]
         self._tensors = dict(model.named_parameters())
-        self._split = SplitModel(model, inventory, mlp_tile=LENGTH)
+        self._split = SplitModel(model, inventory, mlp_tile=FIRST)
         self.layers = self._split.layers
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, bounds: Any = None) -> _Results:
         """Run forward without gradients, then differentiate each block from its saved input."""
-        hidden, arguments = self._split.enter(
-            input_ids=ids, position_ids=positions, use_cache=False
-        )
+        arguments = self._split.enter(input_ids=ids, position_ids=positions, use_cache=False)[1]
+        hidden, calls = self._split.embed(MicroBatch(ids, positions, ids, bounds, number=0))
         if len(arguments) != len(self.layers):
             raise UnsupportedModelError(
                 f"the model calls {len(arguments)} of its {len(self.layers)} layers in a step"
             )
         gradients: dict[str, torch.Tensor] = {}
-        with attending_over(bounds):
-            inputs = [hidden.detach()]
-            for index, called in enumerate(arguments):
-                with torch.no_grad(), _unchanged(called, type(self.layers[index])):
-                    inputs.append(self._split.plain_layer(index, inputs[-1], called))
-            last = inputs.pop().requires_grad_()
-            logits = self._split.logits(last[0])
-            upstream = self._differentiate(-1, _loss(logits), last, None, gradients)
-            for index in reversed(range(len(arguments))):
-                source = inputs[index].requires_grad_()
-                out = self._split.plain_layer(index, source, arguments[index])
-                upstream = self._differentiate(index, out, source, upstream, gradients)
+        inputs = [hidden.detach()]
+        for index, called in enumerate(arguments):
+            with torch.no_grad():
+                # A layer with its own attention code gets new arguments in every call.
+                with _unchanged(called, type(self.layers[index])):
+                    self._split.plain_layer(index, inputs[-1], called)
+                inputs.append(self._split.layer(index, inputs[-1], calls))
+        last = inputs.pop().requires_grad_()
+        logits = self._split.logits(last[0])
+        upstream = self._differentiate(-1, _loss(logits), last, None, gradients)
+        for index in reversed(range(len(arguments))):
+            source = inputs[index].requires_grad_()
+            out = self._split.layer(index, source, calls)
+            upstream = self._differentiate(index, out, source, upstream, gradients)
         return _Results(logits.detach(), gradients)
 
     def _differentiate(

@@ -10,7 +10,9 @@ Parameters have no memory here. Before a part runs, views of its weights are bou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +33,12 @@ class Calls:
     """How the layers are called for one micro-batch, in addition to the hidden states."""
 
     arguments: Sequence[Arguments]
-    """The arguments of each layer."""
+    """The arguments of each layer. Empty if layers compute attention with their own code: their
+    masks have an entry for each pair of tokens, so every call makes its arguments again."""
     bounds: Documents | None
     """Start positions of documents; None if each row is one document."""
+    tokens: tuple[torch.Tensor, torch.Tensor]
+    """Token ids and positions, from which the model makes the arguments."""
 
 
 @dataclass(slots=True)
@@ -82,6 +87,9 @@ class SplitModel:
         self.layers: list[nn.Module] = list(layers)
         self._probes = LayerProbes(model, path)
         self._holders = find_holders(model)
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.buffers = {tensor.name: buffers[tensor.name] for tensor in inventory.buffers}
+        """Tensors of the state dict that are no parameters, by name."""
         self._shapes = {t.name: t.shape for block in inventory.blocks for t in block.tensors}
         # Narrower than the hidden states in models that project the embedding, such as OPT-350m.
         table = f"{inventory.blocks[0].name}.weight"
@@ -99,7 +107,7 @@ class SplitModel:
         """Whether the model has dropout anywhere."""
         # Last: everything above looks at all modules of the model, layers included.
         self._probes.install()
-        self._head_placeholders = self._make_placeholders()
+        self._placeholders: dict[torch.device, dict[str, nn.Parameter]] = {}
 
     # Weights
 
@@ -142,10 +150,10 @@ class SplitModel:
 
     def embed(self, micro: MicroBatch) -> tuple[torch.Tensor, Calls]:
         """Compute the input of the first layer, and how each layer has to be called."""
-        hidden, arguments = self.enter(
-            input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False
-        )
-        return hidden, Calls(arguments, micro.bounds)
+        tokens = (micro.input_ids, micro.position_ids)
+        hidden, arguments = self._enter_with(*tokens)
+        kept = [] if self.inventory.own_attention else arguments
+        return hidden, Calls(kept, micro.bounds, tokens)
 
     def enter(self, **inputs: Any) -> tuple[torch.Tensor, list[Arguments]]:
         """Run the model up to its layers; return their input and how it calls each of them."""
@@ -153,13 +161,67 @@ class SplitModel:
         self._probes.clear()  # do not keep hidden states alive
         return found
 
+    def _enter_with(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, list[Arguments]]:
+        inputs = {"input_ids": input_ids, "position_ids": position_ids}
+        if self.inventory.own_attention:
+            inputs["attention_mask"] = _all_tokens(input_ids)
+        return self.enter(**inputs, use_cache=False)
+
     def layer(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
         """Compute the output of layer `index`, counted from 0."""
+        if self.inventory.own_attention:
+            return self._layer_by_document(index, hidden, calls)
         if self._compiled is not None and self._can_compile(hidden, calls):
             documents = calls.bounds if isinstance(calls.bounds, DocumentSpans) else None
             return self._compiled(index, hidden, *calls.arguments[index], documents)
         with attending_over(calls.bounds):
             return self.plain_layer(index, hidden, calls.arguments[index])
+
+    def _layer_by_document(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
+        """Compute the output of a layer with its own attention code, one call for each document.
+
+        The layer gets what the model passes to it for that document alone. So masks, distances and
+        positions are the model's own, whatever they are made of. Rows of one document each are
+        computed in one call.
+        """
+        if calls.bounds is None:
+            return self.plain_layer(index, hidden, self._make_arguments(index, *calls.tokens))
+        assert not isinstance(calls.bounds, DocumentSpans), "own attention code takes no spans"
+        lengths = [e - s for marks in calls.bounds for s, e in itertools.pairwise(marks)]
+        # Split and joined by one operation each: slices would each get a gradient of full size.
+        parts = zip(
+            *(torch.split(t.flatten(0, 1), lengths) for t in (hidden, *calls.tokens)), strict=True
+        )
+        outputs = [
+            self.plain_layer(index, part[None], self._make_arguments(index, ids[None], at[None]))
+            for part, ids, at in parts
+        ]
+        return torch.cat(outputs, dim=1).view(hidden.shape)
+
+    def _make_arguments(
+        self, index: int, input_ids: torch.Tensor, position_ids: torch.Tensor
+    ) -> Arguments:
+        """Return the arguments that the model passes to a layer for these tokens.
+
+        They depend on no parameters, so those of the embedding need not be on the device.
+        """
+        with torch.no_grad(), self._embedding_replaced(input_ids.device):
+            return self._enter_with(input_ids, position_ids)[1][index]
+
+    @contextlib.contextmanager
+    def _embedding_replaced(self, device: torch.device) -> Iterator[None]:
+        """Bind zeros in place of the embedding's parameters inside the block."""
+        placeholders = self._make_placeholders(device)
+        holders = [holder for name in placeholders for holder in self._holders[name]]
+        before = [module._parameters[leaf] for module, leaf in holders]
+        self.bind(placeholders)
+        try:
+            yield
+        finally:
+            for (module, leaf), parameter in zip(holders, before, strict=True):
+                module._parameters[leaf] = parameter
 
     def compiled_call(
         self, index: int, hidden: torch.Tensor, calls: Calls
@@ -176,6 +238,8 @@ class SplitModel:
     def _can_compile(self, hidden: torch.Tensor, calls: Calls) -> bool:
         # Compiled code takes documents as a tensor only. With one call per document it would
         # be specialized for the documents of each batch. Tiles that replay dropout run eagerly.
+        if self.inventory.own_attention:
+            return False
         as_tensor = calls.bounds is None or isinstance(calls.bounds, DocumentSpans)
         replays = self._draws_in_tiles and hidden.shape[0] * hidden.shape[1] > self._tile
         return as_tensor and not replays
@@ -191,17 +255,21 @@ class SplitModel:
         """Run the head: `[tokens, hidden]` to `[tokens, vocabulary]`, with its caps and scales."""
         # A probe returns `hidden` in place of the layers' output, so gradients reach it. The
         # embeddings passed to the model only have to have the right shape, but they need memory of
-        # their own: some models, such as CTRL, scale them in place.
-        positions = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        embeddings = hidden.new_zeros(1, hidden.shape[0], self._embedding_width)
+        # their own: some models, such as CTRL, scale them in place. A model with its own attention
+        # code makes a mask for the embeddings, of all pairs of them, so it gets a single one.
+        tokens = 1 if self.inventory.own_attention else hidden.shape[0]
+        positions = torch.zeros(1, tokens, dtype=torch.int64, device=hidden.device)
+        embeddings = hidden.new_zeros(1, tokens, self._embedding_width)
         inputs = {"inputs_embeds": embeddings, "position_ids": positions, "use_cache": False}
+        if self.inventory.own_attention:
+            inputs["attention_mask"] = _all_tokens(positions)
         out = self._probes.run_head(hidden[None], lambda: self.model(**inputs))
-        logits: torch.Tensor = out.logits.squeeze(0)
+        logits: torch.Tensor = out.logits.flatten(0, 1)
         return logits
 
     def bind_head(self, tensors: Mapping[str, nn.Parameter]) -> None:
         """Bind the head's weights, and zeros in place of weights that only the embedding uses."""
-        self.bind(self._head_placeholders)
+        self.bind(self._make_placeholders(next(iter(tensors.values())).device))
         self.bind(tensors)
 
     def _has_dropout(self) -> bool:
@@ -211,22 +279,30 @@ class SplitModel:
         by_config = any(getattr(config, name, 0.0) for name in rates)
         return by_config or any(m.p > 0 for m in self.model.modules() if isinstance(m, nn.Dropout))
 
-    def _make_placeholders(self) -> dict[str, nn.Parameter]:
+    def _make_placeholders(self, device: torch.device) -> dict[str, nn.Parameter]:
         """Return zeros in the shapes of the embedding's tensors; expanded, they take no memory."""
-        device = next((b.device for b in self.model.buffers()), torch.device("cpu"))
-        return {
-            t.name: nn.Parameter(
-                torch.zeros((), dtype=self.dtype, device=device).expand(t.shape),
-                requires_grad=False,
-            )
-            for t in self.inventory.blocks[0].tensors
-        }
+        if device not in self._placeholders:
+            zero = torch.zeros((), dtype=self.dtype, device=device)
+            self._placeholders[device] = {
+                t.name: nn.Parameter(zero.expand(t.shape), requires_grad=False)
+                for t in self.inventory.blocks[0].tensors
+            }
+        return self._placeholders[device]
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the model's weights."""
         dtype: torch.dtype = self.model.config.dtype  # type: ignore[assignment]
         return dtype
+
+
+def _all_tokens(like: torch.Tensor) -> torch.Tensor:
+    """Return the mask that hides no token, for models that make masks and biases from it.
+
+    Without one, transformers looks for documents in the positions, and waits for the device to do
+    so. Some models would make a mask of floats, whose sums on a GPU torch calls irreproducible.
+    """
+    return torch.ones_like(like)
 
 
 def find_holders(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

@@ -7,6 +7,7 @@ chooses the model class and ties its tensors; this module finds the blocks in it
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,11 @@ Check = Callable[["nn.Module", Inventory], Inventory]
 """A function that adds to the inventory of a model why the model cannot be trained."""
 
 MOE = "mixture-of-experts models can be planned for but not trained"
+ENCODER_DECODER = (
+    "it is the decoder of an encoder-decoder model, whose layers attend to an encoder; Penstock "
+    "trains decoder-only models"
+)
+LAYERS_SHARE = "its layers share parameters"
 
 
 def survey(
@@ -90,23 +96,49 @@ def survey_model(
     tensors = _TensorsByBlock(body, path, len(layers), freeze, flow)
     embedding, head = tensors.embedding(), tensors.head()
     layer_blocks = [tensors.layer(i, config) for i in range(len(layers))]
+    found = (embedding, *layer_blocks, head)
+    trained = [t.name for block in found for t in block.tensors if t.trainable]
     if flow is not None:
-        found = (embedding, *layer_blocks, head)
-        trained = [t.name for block in found for t in block.tensors if t.trainable]
-        problem = flow.refusal(trained)
+        problem = _find_cross_attention(layers, path, trained, flow) or flow.refusal(trained)
     inventory = Inventory(
         model=name,
         architecture=type(body).__name__,
         hidden=int(config.hidden_size),
         vocabulary=int(config.vocab_size),
-        max_context=getattr(config, "max_position_embeddings", None),
-        blocks=(embedding, *layer_blocks, head),
+        max_context=_max_context(config),
+        blocks=found,
         linear_embedding=flow is not None and flow.linear,
         caps_logits=bool(getattr(config, "final_logit_softcapping", None)),
         plain_attention=_plain_attention(config),
-        not_trainable=MOE if _experts(config) else problem,
+        not_trainable=_unsupported_structure(config, tensors) or problem,
+        buffers=_persistent_buffers(body),
     )
     return inventory if check is None else check(body, inventory)
+
+
+def _unsupported_structure(config: Any, tensors: _TensorsByBlock) -> str:
+    """Return which property of the model as a whole keeps Penstock from training it."""
+    return MOE if _experts(config) else tensors.shared_by_layers()
+
+
+def _find_cross_attention(
+    layers: nn.ModuleList, path: str, trained: Sequence[str], flow: ParameterFlow
+) -> str:
+    """Say that layers have parameters for the states of an encoder, which a causal model lacks."""
+    takes_states = "encoder_hidden_states" in inspect.signature(layers[0].forward).parameters
+    unused = (name for name in trained if name in flow.without_gradient)
+    if takes_states and any(name.startswith(f"{path}.") for name in unused):
+        return ENCODER_DECODER
+    return ""
+
+
+def _persistent_buffers(body: nn.Module) -> tuple[TensorSpec, ...]:
+    parameters = {name for name, _ in body.named_parameters(remove_duplicate=False)}
+    return tuple(
+        TensorSpec(name=name, shape=tuple(tensor.shape), trainable=False)
+        for name, tensor in body.state_dict().items()
+        if name not in parameters and tensor.numel()
+    )
 
 
 def _trace_parameters(body: nn.Module, path: str, config: Any) -> tuple[ParameterFlow | None, str]:
@@ -178,10 +210,12 @@ class _TensorsByBlock:
     ) -> None:
         self.body, self.path, self.freeze, self.flow = body, path, freeze, flow
         self.first_name: dict[int, str] = {}  # a shared tensor is known by its first name
+        self._shared: list[tuple[str, str]] = []
         in_layers: dict[int, dict[str, Any]] = {i: {} for i in range(count)}
         self.outside: dict[str, Any] = {}
         for name, tensor in body.named_parameters(remove_duplicate=False):
             if id(tensor) in self.first_name:
+                self._shared.append((self.first_name[id(tensor)], name))
                 continue
             self.first_name[id(tensor)] = name
             if name.startswith(f"{path}."):
@@ -189,6 +223,16 @@ class _TensorsByBlock:
             else:
                 self.outside[name] = tensor
         self.in_layers = in_layers
+
+    def shared_by_layers(self) -> str:
+        """Say which tensor two layers share; empty if none does."""
+        for first, other in self._shared:
+            if all(name.startswith(f"{self.path}.") for name in (first, other)):
+                return (
+                    f"{LAYERS_SHARE}: {first} is also {other}. Penstock loads and "
+                    f"trains the parameters of each layer separately"
+                )
+        return ""
 
     def embedding(self) -> Block:
         """Return the embedding, with everything outside the layers but the head's tensors."""
@@ -284,12 +328,25 @@ def _attention_heads(config: Any) -> tuple[int, int]:
     return heads, int(size or int(config.hidden_size) // max(heads, 1))
 
 
+def _max_context(config: Any) -> int | None:
+    """Return the largest number of positions, or None if the config has no limit."""
+    names = ("max_position_embeddings", "max_seq_len")  # MPT: the length of its position bias
+    return next((limit for n in names if (limit := getattr(config, n, None)) is not None), None)
+
+
 def _experts(config: Any) -> int:
     """Return the number of experts per layer; 0 for a dense model."""
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if count := getattr(config, name, None):
             return int(count)
-    return 0
+    inner = getattr(config, "ffn_config", None)  # DBRX keeps the fields of its MLP here
+    return int(getattr(inner, "moe_num_experts", None) or 0)
+
+
+def _active_experts(config: Any) -> int:
+    """Return the number of experts that compute each token."""
+    active = getattr(config, "num_experts_per_tok", None)
+    return int(active or getattr(getattr(config, "ffn_config", None), "moe_top_k", None) or 1)
 
 
 def _active_elements(name: str, tensor: Any, config: Any) -> int:
@@ -301,16 +358,19 @@ def _active_elements(name: str, tensor: Any, config: Any) -> int:
         return 0
     count = _experts(config)
     if count and ".experts." in name:
-        active = int(getattr(config, "num_experts_per_tok", None) or 1)
-        return int(tensor.numel()) * active // count
+        return int(tensor.numel()) * _active_experts(config) // count
     return int(tensor.numel())
 
 
 def _mlp_width(config: Any) -> int:
     """Return the intermediate size of the MLP, of all experts that are active for a token."""
     if _experts(config):
-        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        return int(width) * int(getattr(config, "num_experts_per_tok", None) or 1)
+        inner = getattr(config, "ffn_config", None)
+        widths = (getattr(config, "moe_intermediate_size", None),
+                  getattr(config, "intermediate_size", None),
+                  getattr(inner, "ffn_hidden_size", None))  # fmt: skip
+        width = next((w for w in widths if w), 4 * int(config.hidden_size))
+        return int(width) * _active_experts(config)
     for name in ("intermediate_size", "n_inner", "ffn_dim"):
         if width := getattr(config, name, None):
             # A list has the width of each layer; the largest needs the most memory.

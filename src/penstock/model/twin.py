@@ -92,6 +92,7 @@ def twin_config(config: Any, layers: int) -> Any:
 def _shrink_fields(twin: Any) -> None:
     heads = _heads(twin)
     decoupled = isinstance(_field(twin, "head_dim"), int) and heads * twin.head_dim != _width(twin)
+    decoupled = decoupled and not isinstance(_field(twin, "expand"), int)  # of a state space model
     shared = {name: _field(twin, name) for name in KEY_VALUE_HEADS}
     for name, size in SIZES.items():
         value = _field(twin, name)
@@ -184,13 +185,15 @@ def build_twin(model_class: type, config: Any, attention: str | None) -> nn.Modu
     """Build a twin from its config, in fp32 on the CPU; the same weights every time.
 
     Weights are larger than transformers draws them, so that everything that a layer computes shows
-    in its output. `attention` is the name of the attention function, None for the model's own.
+    in its output. `attention` is the name of the attention function, None for the one that
+    transformers chooses for the class.
     """
-    options = {} if attention is None else {"attn_implementation": attention}
     make: Any = model_class
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: nn.Module = make._from_config(copy.deepcopy(config), dtype=torch.float32, **options)
+        model: nn.Module = make._from_config(
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention
+        )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

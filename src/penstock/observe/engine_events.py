@@ -278,8 +278,8 @@ def _predicted_cost(record: StepRecord) -> tuple[float | None, str | None]:
         paths = [path.path for path in plan.budget.nvme]
         here = this_machine(record.device.torch_device.type, paths)
         machine, _ = with_paths(here.machine, plan.budget)
-        compiled = plan.workload.numerics.compiled
-        rates = Rates.of(machine, plan.workload.moments, compiled=compiled)
+        work, compiled = plan.workload, plan.workload.numerics.compiled
+        rates = Rates.of(machine, work.moments, dtype=work.dtype, compiled=compiled)
         cost = estimate(record.inventory, plan.workload, plan.placement, rates)
     except PenstockError:
         return None, None

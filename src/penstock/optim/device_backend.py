@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 from penstock.errors import SweepInputError
-from penstock.optim.formats import num_blocks
+from penstock.optim.formats import num_blocks, rest_dtype
 from penstock.optim.rules import NUM_MOMENTS, RuleName
 from penstock.optim.sweep import LEAF, Segment, check_dtype_and_strides
 
@@ -24,7 +24,6 @@ Backend = Literal["triton", "torch"]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
-_REST = {torch.bfloat16: (torch.int16,), torch.float16: (torch.float32,), torch.float32: ()}
 
 _Dtypes = tuple[torch.dtype, ...]
 
@@ -159,7 +158,8 @@ def _expected_dtypes(rule: RuleName, s: Segment, role: str) -> _Dtypes:
     if role == "weight":
         return FLOATS
     if role == "rest":
-        return _REST[s.weight.dtype]
+        rest = rest_dtype(s.weight.dtype)
+        return () if rest is None else (rest,)
     if role.startswith("second") and NUM_MOMENTS[rule] < 2:
         return ()
     if role == "first":

@@ -28,6 +28,8 @@ _MASK32 = 0xFFFFFFFF
 
 _MOMENT_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 _REST = {torch.bfloat16: ("low", torch.int16), torch.float16: ("master", torch.float32)}
+"""What a weight's fp32 master needs in addition to the weight, by the type of the weight. An fp32
+weight is its own master."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +79,11 @@ class StateFormat:
         return state + (grad.itemsize if grad is not None else 0)
 
 
+def rest_dtype(weight: torch.dtype) -> torch.dtype | None:
+    """Return the type of the rest of the master, by the type of the weight; None for fp32."""
+    return _REST[weight][1] if weight in _REST else None
+
+
 def num_blocks(numel: int) -> int:
     """Return the number of bases for `numel` elements."""
     return -(-numel // BLOCK)
@@ -108,6 +115,15 @@ def read_master(weight: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor
     if weight.dtype == torch.bfloat16 and rest is not None:
         return join(weight, rest)
     return weight if rest is None else rest
+
+
+def store_master(
+    master: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the weight of type `dtype` and the rest that together store an fp32 master."""
+    if dtype == torch.bfloat16:
+        return split(master)
+    return master.to(dtype), master if dtype == torch.float16 else None
 
 
 def fresh_rest(weight: torch.Tensor) -> torch.Tensor | None:

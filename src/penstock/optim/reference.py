@@ -148,14 +148,10 @@ def _write(
 
 
 def _write_master(weight: torch.Tensor, rest: torch.Tensor | None, master: torch.Tensor) -> None:
-    if weight.dtype == torch.bfloat16 and rest is not None:
-        high, low = formats.split(master)
-        weight.copy_(high)
-        rest.copy_(low)
-        return
-    weight.copy_(master)
-    if rest is not None:
-        rest.copy_(master)
+    stored, stored_rest = formats.store_master(master, weight.dtype)
+    weight.copy_(stored)
+    if rest is not None and stored_rest is not None:
+        rest.copy_(stored_rest)
 
 
 NARROW_LEAST, NARROW_MOST = 2.0**-48, 2.0**48

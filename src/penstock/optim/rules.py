@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from penstock import _native
@@ -56,10 +56,6 @@ class Coefficients:
         for field in fields(self):
             if field.name != "look":
                 object.__setattr__(self, field.name, to_fp32(getattr(self, field.name)))
-
-    def scaled(self, scale: float) -> Coefficients:
-        """Return the same constants with another factor on the gradient."""
-        return replace(self, scale=scale)
 
     def native(self) -> _native.Coefficients:
         """Return the constants for the native core."""

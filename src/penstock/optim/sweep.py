@@ -14,7 +14,7 @@ import torch
 
 from penstock import _native
 from penstock.errors import NonFiniteMasterError, SweepInputError
-from penstock.optim.formats import BLOCK, num_blocks
+from penstock.optim.formats import BLOCK, num_blocks, rest_dtype
 from penstock.optim.norms import GradStats, read_stats
 from penstock.optim.rules import NUM_MOMENTS, Coefficients, RuleName
 from penstock.optim.thread_pool import Pool, default_pool
@@ -32,7 +32,6 @@ _MASTER = {
     torch.float32: _native.MasterType.single,
     torch.float16: _native.MasterType.half,
 }
-_REST = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
 _MOMENTS = {
     torch.float32: _native.MomentType.fp32,
     torch.bfloat16: _native.MomentType.bf16,
@@ -214,7 +213,7 @@ def _check(rule: RuleName, s: Segment) -> _Kind:
     numel = s.grad.numel()
     _check_tensor(f"grad of {s.name}", s.grad, numel, tuple(_GRAD))
     _check_tensor(f"weight of {s.name}", s.weight, numel, tuple(_MASTER))
-    rest = _REST[s.weight.dtype]
+    rest = rest_dtype(s.weight.dtype)
     _check_role(s, "rest", s.rest, numel, () if rest is None else (rest,))
     moments = _native.MomentType.none
     if s.first is not None or rule != "sgd":

@@ -153,7 +153,7 @@ def micro_batches_per_round(workload: Workload, rounds: int) -> int:
 def micro_nbytes(inventory: Inventory, workload: Workload) -> int:
     """Return the bytes of one block's activation for one micro-batch."""
     tokens = workload.numerics.micro_batch * workload.context
-    return round_up(tokens * inventory.hidden * 2, EXTENT)
+    return workload.formats().at_rest(Role.ACTIVATION, tokens * inventory.hidden)
 
 
 def activation_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
@@ -198,8 +198,8 @@ def pipe_lanes(workload: Workload, placement: Placement) -> tuple[str, ...]:
     )
     lanes: tuple[str, ...] = ("drain inputs", "fetch inputs") if activations else ()
     if gradients:
-        wide = workload.formats(placement.rounds).wide_gradient
-        lanes += ("drain", "fetch") if wide else ("drain",)
+        accumulates = workload.formats(placement.rounds).accumulates
+        lanes += ("drain", "fetch") if accumulates else ("drain",)
     return lanes
 
 
@@ -210,7 +210,8 @@ def pipe_nbytes(inventory: Inventory, workload: Workload, placement: Placement) 
     """
     gradient = max(4 * block.flat_elements(True) for block in inventory.blocks)
     largest = max(micro_nbytes(inventory, workload), gradient)
-    half = min(PIPE_HALF, largest, 2 * placement.piece_elements)
+    piece = workload.formats().nbytes(Role.WEIGHT, placement.piece_elements)
+    half = min(PIPE_HALF, largest, piece)
     return 2 * round_up(half, PIPE_UNIT)
 
 

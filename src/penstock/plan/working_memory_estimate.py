@@ -21,16 +21,17 @@ from penstock.units import round_up
 FORWARD_HIDDEN, FORWARD_MLP = 2, 3
 BACKWARD_HIDDEN, BACKWARD_MLP, BACKWARD_ATTENTION = 9, 6, 1
 
-LOGIT_NBYTES = {"torch": 12, "fused": 2}
-"""Bytes per logit of a chunk, by loss kernel. PyTorch needs the 16-bit logit, its fp32 copy and the
-gradients of both; the fused kernel works in place."""
+TORCH_LOGIT_NBYTES = 12
+"""Bytes per logit of a chunk if PyTorch computes the loss: the 16-bit logit, its fp32 copy and the
+gradients of both; in fp32, the logit, its log-probability and the gradient. The fused kernel works
+in place."""
 
 INPUT_NBYTES = 3 * 8 + 2 * 4
 """Bytes per token of token ids, targets and positions (int64), and the bounds of documents
 (int32)."""
 
-ARGUMENT_NBYTES = 2 * 2 * 128
-"""Bytes per token of rotary tables, for heads of 128."""
+ARGUMENTS = 2 * 128
+"""Values per token of rotary tables, for heads of 128."""
 
 
 def estimate_working_memory(inventory: Inventory, workload: Workload) -> WorkingMemory:
@@ -38,19 +39,24 @@ def estimate_working_memory(inventory: Inventory, workload: Workload) -> Working
     numerics = workload.numerics
     tokens = numerics.micro_batch * workload.context
     tile = min(tokens, numerics.mlp_tile)
-    # A block's 16-bit gradients of one micro-batch exist until they are added to the fp32 sum.
-    layer_gradients = 2 * _largest_parameters(inventory.layers)
-    layers = [_layer_nbytes(block, inventory.hidden, tokens, tile) for block in inventory.layers]
+    element = workload.formats().weight_format.weight
+    # A block's gradients of one micro-batch exist until they are added to the fp32 sum.
+    layer_gradients = element * _largest_parameters(inventory.layers)
+    layers = [
+        [element * values for values in _layer_values(block, inventory.hidden, tokens, tile)]
+        for block in inventory.layers
+    ]
     chunk = min(tokens, numerics.loss_chunk)
-    logit = LOGIT_NBYTES[numerics.loss_kernel]
-    head = chunk * (inventory.vocabulary * logit + 4 * inventory.hidden)
+    logit = element if numerics.loss_kernel == "fused" else TORCH_LOGIT_NBYTES
+    head = chunk * (inventory.vocabulary * logit + 2 * element * inventory.hidden)
     tables = inventory.vocabulary * inventory.hidden
-    # The head's 16-bit gradient of one chunk, and the fp32 sum of one micro-batch's.
-    head_gradients = (6 if workload.has_head_sum else 2) * tables
+    # The head's gradient of one chunk, and the fp32 sum of one micro-batch's.
+    head_gradients = (element + 4 if workload.has_head_sum else element) * tables
+    hidden = tokens * inventory.hidden
     names = [block.name for block in inventory.blocks]
     return WorkingMemory(
         parts=(
-            PartMemory(name=names[0], forward=2 * tokens * inventory.hidden, backward=2 * tables),
+            PartMemory(name=names[0], forward=element * hidden, backward=element * tables),
             PartMemory(
                 name=names[1],
                 forward=max(forward for forward, _ in layers),
@@ -59,7 +65,7 @@ def estimate_working_memory(inventory: Inventory, workload: Workload) -> Working
             PartMemory(name=names[-1], forward=head, backward=head + head_gradients),
         ),
         inputs=round_up(INPUT_NBYTES * tokens, EXTENT),
-        arguments=round_up(ARGUMENT_NBYTES * tokens, EXTENT),
+        arguments=round_up(element * ARGUMENTS * tokens, EXTENT),
         origin="estimated",
     )
 
@@ -68,10 +74,10 @@ def _largest_parameters(blocks: Iterable[Block]) -> int:
     return max((block.parameters(True) for block in blocks), default=0)
 
 
-def _layer_nbytes(block: Block, hidden: int, tokens: int, tile: int) -> tuple[int, int]:
-    """Return the bytes of forward and of backward, without gradients of weights."""
+def _layer_values(block: Block, hidden: int, tokens: int, tile: int) -> tuple[int, int]:
+    """Return the values alive in forward and in backward, without gradients of weights."""
     attention = block.query_width + block.key_value_width
     forward = FORWARD_HIDDEN * hidden * tokens + FORWARD_MLP * block.mlp_width * tile
     backward = (BACKWARD_HIDDEN * hidden + BACKWARD_ATTENTION * attention) * tokens
     backward += BACKWARD_MLP * block.mlp_width * tile
-    return 2 * forward, 2 * backward
+    return forward, backward

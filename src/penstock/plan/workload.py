@@ -12,7 +12,7 @@ from typing import Literal
 
 from penstock.errors import WorkloadError
 from penstock.model.inventory import Inventory
-from penstock.roles import Dtype, Formats, Moments
+from penstock.roles import WEIGHT_FORMATS, Dtype, Formats, Moments
 from penstock.units import MiB
 
 Attention = Literal["sdpa", "varlen", "eager"]
@@ -70,7 +70,7 @@ class Numerics:
 
     master_rounding: Literal["ties_away"] = "ties_away"
     """How the bf16 weight is rounded from its fp32 master weight; see "Split master weights" in
-    docs/sweep.md."""
+    docs/sweep.md. Other weights do not depend on it."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "loss_chunk", "mlp_tile"):
@@ -158,8 +158,8 @@ class Workload:
 
     def formats(self, rounds: int = 1) -> Formats:
         """Return the storage formats for a step of `rounds` rounds."""
-        wide = rounds > 1 or self.accumulate
-        return Formats(dtype=self.dtype, moments=self.moments, wide_gradient=wide)
+        accumulates = rounds > 1 or self.accumulate
+        return Formats(dtype=self.dtype, moments=self.moments, accumulates=accumulates)
 
     def check(self, inventory: Inventory) -> None:
         """Raise WorkloadError if the model does not support this workload."""
@@ -174,8 +174,10 @@ class Workload:
         if self.numerics.attention == "varlen" and not inventory.plain_attention:
             raise WorkloadError(
                 "numerics.attention",
-                f"is varlen, but that kernel supports no dropout, and only head sizes up to 256 "
-                f"that are multiples of 8, which does not cover {inventory.model}; use sdpa",
+                f"is varlen, but {inventory.model} computes attention with its own code; use sdpa"
+                if inventory.own_attention
+                else f"is varlen, but that kernel supports no dropout, and only head sizes up to "
+                f"256 that are multiples of 8, which does not cover {inventory.model}; use sdpa",
             )
 
 
@@ -184,6 +186,7 @@ def default_numerics(
     *,
     context: int,
     batch: int,
+    dtype: Dtype = "bf16",
     micro_batch: int | None = None,
     kernels: bool = False,
     own_loss: bool = False,
@@ -194,6 +197,7 @@ def default_numerics(
         inventory: The model.
         context: Number of tokens per sequence.
         batch: Number of sequences per optimizer step.
+        dtype: Data type that the GPU computes in.
         micro_batch: Number of sequences per micro-batch. By default, about
             `MICRO_BATCH_TOKENS` tokens.
         kernels: Whether the device can run compiled layers and Triton kernels.
@@ -204,18 +208,19 @@ def default_numerics(
         raise WorkloadError("context", f"must be 1 or more, got {context}")
     wanted = micro_batch if micro_batch is not None else max(1, MICRO_BATCH_TOKENS // context)
     width = max((block.mlp_width for block in inventory.blocks), default=0)
+    element = WEIGHT_FORMATS[dtype].weight
     fused = kernels and not own_loss and not inventory.caps_logits
     return Numerics(
         micro_batch=min(wanted, max(batch, 1)),
         loss_chunk=_power_of_two_below(
-            LOGITS_NBYTES // ((1 if fused else 4) * inventory.vocabulary), 256, 2048
+            LOGITS_NBYTES // ((element // 2 if fused else 4) * inventory.vocabulary), 256, 2048
         ),
         loss_kernel="fused" if fused else "torch",
         head_sum="micro",
         attention="varlen" if kernels and inventory.plain_attention else "sdpa",
-        compiled=kernels,
+        compiled=kernels and not inventory.own_attention,
         deterministic=True,
-        mlp_tile=_power_of_two_below(MLP_TILE_NBYTES // (2 * max(width, 1)), 1024, 1 << 20),
+        mlp_tile=_power_of_two_below(MLP_TILE_NBYTES // (element * max(width, 1)), 1024, 1 << 20),
     )
 
 

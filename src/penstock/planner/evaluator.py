@@ -126,8 +126,8 @@ class PlanEvaluator:
     _stripe_weights: StripeWeights = field(init=False)
 
     def __post_init__(self) -> None:
-        compiled = self.workload.numerics.compiled
-        self.rates = Rates.of(self.machine, self.workload.moments, compiled=compiled)
+        work, compiled = self.workload, self.workload.numerics.compiled
+        self.rates = Rates.of(self.machine, work.moments, dtype=work.dtype, compiled=compiled)
         if self.drives is None:
             self.drives = {path.path: float(path.nbytes) for path in self.budget.nvme}
         self._stripe_weights = stripe_weights(self.machine, self.rates, self.drives)
@@ -391,9 +391,11 @@ class PlanEvaluator:
 
     def _make_block(self, index: int, locations: BlockLocations, rounds: int) -> BlockPlacement:
         homes: list[Home] = []
+        formats = self.workload.formats(rounds)
         for group, location in locations._asdict().items():
             if location is not None:
-                homes += [self.home(index, role, location, rounds) for role in GROUPS[group]]
+                roles = filter(formats.has, GROUPS[group])
+                homes += [self.home(index, role, location, rounds) for role in roles]
         side: SweepSide = "gpu" if locations.resident else "cpu"
         if locations.state is None:
             side = "none"

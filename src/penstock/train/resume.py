@@ -14,6 +14,7 @@ from penstock.checkpoint.errors import StateError
 from penstock.checkpoint.manifest import Checkpoint
 from penstock.checkpoint.run_directory import list_checkpoints, remove_leftovers
 from penstock.checkpoint.training_state import TrainingState
+from penstock.errors import EngineStateError
 from penstock.plan.workload import Numerics
 from penstock.records import from_json, to_json
 from penstock.settings import AFFECTS_RESULT, Settings
@@ -51,6 +52,21 @@ class ResumePoint:
         missing = [name for name in ("context", "batch") if now[name] is None]
         missing += ["overlong"] if now["overlong"] == "auto" else []
         return settings.replace({name: saved[name] for name in missing if name in saved})
+
+    def check_formats(self, settings: Settings) -> None:
+        """Raise EngineStateError if the checkpoint's tensors have other formats than the run.
+
+        `Engine.read` checks this too, but only after the run has allocated its memory.
+        """
+        engine, now = self.state.engine, settings.flat()
+        for name in ("dtype", "moments"):
+            saved = engine.get(name, now[name]) if isinstance(engine, Mapping) else now[name]
+            if saved != now[name]:
+                raise EngineStateError(
+                    name,
+                    f"was {saved} in the checkpoint and is {now[name]} now; resume with {saved}",
+                    where=str(self.checkpoint.path),
+                )
 
     def differences(self, settings: Settings, *, steps: int) -> list[str]:
         """Describe which settings of the run have changed that can change its result.

@@ -96,6 +96,7 @@ def _open_run(
 ) -> Iterator[TrainingRun]:
     """Load the inputs, choose the plan and prepare the engine, which is closed at the end."""
     if resume is not None:
+        resume.check_formats(settings)
         settings = resume.with_recorded_sizes(settings)
     model = load_model(settings, resume.checkpoint.path if resume else None)
     settings, data = load_data(settings, model, listeners.note, view.show_work)

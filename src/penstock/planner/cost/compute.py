@@ -6,7 +6,7 @@ from penstock.model.inventory import Block, Inventory
 from penstock.plan.buffers import micro_batches_per_round
 from penstock.plan.schedule import Operation, Verb
 from penstock.plan.workload import Workload
-from penstock.planner.cost.flops import operations, share_of, width_nbytes
+from penstock.planner.cost.flops import layer_width, operations, share_of
 from penstock.planner.cost.rates import Rates
 
 
@@ -26,7 +26,7 @@ class ComputeTime:
         block = self.inventory.blocks[operation.block]
         tokens = self.tokens[operation.round]
         if block.kind == "embedding":
-            return tokens * self.inventory.hidden * 2 * 3 / self.rates.hbm
+            return tokens * self.inventory.hidden * self.rates.element * 3 / self.rates.hbm
         each = token_seconds(
             self.inventory, block, self.workload.context, operation.verb, self.rates
         )
@@ -38,7 +38,8 @@ def token_seconds(
 ) -> float:
     """Return how long a block computes per token."""
     dense, attention = operations(block, context, verb)
-    passed = width_nbytes(block, inventory.hidden) * rates.passes * share_of(verb)
+    width = rates.element * layer_width(block, inventory.hidden)
+    passed = width * rates.passes * share_of(verb)
     return dense / rates.block_flops + attention / rates.attention_flops + passed / rates.hbm
 
 

@@ -34,15 +34,15 @@ def mean_visible(context: int, window: int | None) -> float:
     return window - window * window / (2 * context)
 
 
-def width_nbytes(block: Block, hidden: int) -> int:
-    """Return the bytes of one token's 16-bit values: hidden state, queries, and inside the MLP.
+def layer_width(block: Block, hidden: int) -> int:
+    """Return the number of one token's values: hidden state, queries, and inside the MLP.
 
     Queries may be wider than the hidden state, as in Qwen3-4B. The head counts as 0, because its
     loss is computed in chunks.
     """
     if block.kind != "layer":
         return 0
-    return 2 * (hidden + block.query_width + block.mlp_width)
+    return hidden + block.query_width + block.mlp_width
 
 
 def share_of(verb: Verb) -> float:

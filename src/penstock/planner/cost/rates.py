@@ -10,7 +10,7 @@ from penstock.machine.machine import Gpu, Machine, MemoryNode, StoragePath
 from penstock.machine.presets import BLOCK_SHARE, COMPILED_GAIN, MATMUL_SHARE, data_sheet
 from penstock.plan.staging import choose_staging_node
 from penstock.planner.cost.flops import ATTENTION_BACKWARD
-from penstock.roles import Moments
+from penstock.roles import WEIGHT_FORMATS, Dtype, Moments
 
 SWEEP_SHARE = 0.91
 """Bytes per second of an optimizer sweep relative to a copy, counting reads and writes. Measured:
@@ -43,11 +43,15 @@ CPU_PASSES, CPU_MEMORY_RATE = 1200.0, 20e9
 operations, each of which wakes threads and waits for them. They are half the step of a model with
 hidden size 192, and a small part of a wide one's."""
 
+FP32_SHARE = 1 / 16
+"""FLOP/s in fp32 relative to 16-bit tensor operations, for a GPU without a data sheet: the lowest
+share of common GPUs is about this."""
+
 LAYER_DENSE = 4 * 2.0 * 218_103_808
 LAYER_QUADRATIC = (2 + ATTENTION_BACKWARD) * 4.0 * 4096 * 4096 / 2
 LAYER_NBYTES = 2 * (2 * 4096 + 14336)
-"""Operations per token and `width_nbytes` of the layer that `block_flops` and `compiled_flops` are
-measured with: that of an 8B model at a context of 4,096 tokens."""
+"""Operations per token, and bytes of `layer_width` 16-bit values, of the layer that `block_flops`
+and `compiled_flops` are measured with: that of an 8B model at a context of 4,096 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +103,12 @@ class Rates:
     """FLOP/s of the quadratic part of attention."""
 
     passes: float
-    """How many times forward and backward of a layer pass over `width_nbytes` bytes per token for
+    """How many times forward and backward of a layer pass over `layer_width` values per token for
     everything but matrix products: norms, activation functions, sums. They run at the rate of the
     GPU's memory."""
+
+    element: int = 2
+    """Bytes of one value that the GPU computes with."""
 
     hbm: float
     """Bytes per second of the GPU's memory."""
@@ -131,15 +138,22 @@ class Rates:
     """Assumptions about what the machine file does not state."""
 
     @classmethod
-    def of(cls, machine: Machine, moments: Moments = "fp32", *, compiled: bool = False) -> Rates:
+    def of(
+        cls, machine: Machine, moments: Moments = "fp32", *, dtype: Dtype = "bf16",
+        compiled: bool = False,
+    ) -> Rates:  # fmt: skip
         """Read the speeds of a machine.
 
         The rate of an optimizer sweep depends on the format of the moments, and the rate of a layer
-        on whether it is compiled. Raises MachineError naming a required field that is missing.
+        on its data type and on whether it is compiled. Raises MachineError naming a required field
+        that is missing.
         """
         assumed: list[str] = []
         gpu = machine.gpus[0] if machine.gpus else None
         layer, attention, passes, hbm = _gpu_rates(machine, gpu, compiled, assumed)
+        if gpu is not None and dtype == "fp32":
+            fp32 = _fp32_flops(gpu, layer, assumed)
+            layer, attention = min(layer, fp32), min(attention, fp32)
         link = _assumed_link_rate(machine, gpu, assumed)
         nodes = {
             node.id: _node_rates(machine, i, moments, link, assumed)
@@ -152,6 +166,7 @@ class Rates:
             block_flops=layer,
             attention_flops=attention,
             passes=passes,
+            element=WEIGHT_FORMATS[dtype].weight,
             hbm=hbm,
             h2d=h2d,
             d2h=d2h,
@@ -182,11 +197,17 @@ def _gpu_rates(
         return flops, flops, CPU_PASSES, CPU_MEMORY_RATE
     whole = _layer_flops(gpu, compiled, assumed)
     sheet = data_sheet(gpu.name)
-    hbm = gpu.memory_bandwidth.median if gpu.memory_bandwidth else sheet[1] if sheet else 0.5e12
+    hbm = (
+        gpu.memory_bandwidth.median
+        if gpu.memory_bandwidth
+        else sheet.bandwidth
+        if sheet
+        else 0.5e12
+    )
     attention = gpu.attention_flops.median if gpu.attention_flops else whole
     # Seconds per token of the measured layer without attention: matrix products and passes.
     left = (LAYER_DENSE + LAYER_QUADRATIC) / whole - LAYER_QUADRATIC / attention
-    matmul = MATMUL_SHARE * sheet[0] if sheet else 0.0
+    matmul = MATMUL_SHARE * sheet.flops if sheet else 0.0
     if gpu.matmul_flops:
         matmul = gpu.matmul_flops.median
     products = max(matmul, LAYER_DENSE / left)
@@ -218,9 +239,20 @@ def _eager_flops(gpu: Gpu, assumed: list[str]) -> float:
                 f'is missing, and Penstock has no data sheet for "{gpu.name}"; '
                 f"measure it with `penstock probe`, or set its 16-bit matrix rate in FLOP/s",
             )
-        matmul = MATMUL_SHARE * sheet[0]
+        matmul = MATMUL_SHARE * sheet.flops
         assumed.append(f"{gpu.name}: {matmul / 1e12:.0f} TFLOP/s, from its data sheet")
     return gpu.block_flops.median if gpu.block_flops else BLOCK_SHARE * (matmul or 0.0)
+
+
+def _fp32_flops(gpu: Gpu, flops: float, assumed: list[str]) -> float:
+    """Return the FLOP/s of fp32 matrix products, which use no tensor cores.
+
+    Machine files have 16-bit rates only, because fp32 is for checking results.
+    """
+    sheet = data_sheet(gpu.name)
+    fp32 = MATMUL_SHARE * sheet.fp32_flops if sheet else FP32_SHARE * flops
+    assumed.append(f"{gpu.name}: {fp32 / 1e12:.0f} TFLOP/s in fp32, not measured")
+    return fp32
 
 
 def _assumed_link_rate(machine: Machine, gpu: Gpu | None, assumed: list[str]) -> float:

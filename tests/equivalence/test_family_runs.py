@@ -1,0 +1,69 @@
+"""Runs of `penstock train` equal plain transformers for every family that people use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.equivalence.family_runs import GPU_FAMILIES, Case, compare, gpu_case
+from tests.support.family_models import FAMILIES
+
+LOSS = 1e-5
+"""Largest relative difference of one of 20 losses in fp32. Differences are 2e-7 at most."""
+
+WEIGHT = 0.02
+"""Largest difference of an element after 20 steps, in units of the learning rate."""
+
+GPU_LOSS = 0.02
+"""Largest difference of one of 20 losses in bf16 on a GPU."""
+
+SAMPLE = {("Llama 3", True), ("Gemma 3 multimodal", False), ("LFM2", True)}
+"""Runs that are not only part of `make test-long`."""
+
+REFUSED = ("Qwen 3.5 multimodal",)
+"""Families that Penstock refuses."""
+
+
+def _marks(name: str, packed: bool) -> list[pytest.MarkDecorator]:
+    marks = [] if (name, packed) in SAMPLE else [pytest.mark.long]
+    if name in REFUSED:
+        # Strict: a family that is no longer refused must be taken off the list.
+        marks.append(pytest.mark.xfail(strict=True, reason="refused"))
+    return marks
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        pytest.param(
+            name,
+            packed,
+            marks=_marks(name, packed),
+            id=f"{name}, {'packed' if packed else 'unpacked'}",
+        )
+        for name in FAMILIES
+        for packed in (True, False)
+    ],
+)
+def test_a_run_in_fp32_equals_plain_transformers(name: str, packed: bool, tmp_path: Path) -> None:
+    found = compare(Case(FAMILIES[name], packed), tmp_path)
+
+    assert found.last_loss < found.first_loss - 0.1, "it learned"
+    assert found.difference.loss < LOSS, found
+    assert found.difference.weight < WEIGHT, found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_FAMILIES)
+def test_a_run_in_bf16_agrees_with_plain_transformers(name: str, tmp_path: Path) -> None:
+    found = compare(gpu_case(name), tmp_path)
+
+    assert found.difference.loss_absolute < GPU_LOSS, found
+
+
+def test_a_run_in_bf16_on_the_cpu_agrees_with_plain_transformers(tmp_path: Path) -> None:
+    """The comparison of the GPU's runs, where there is none."""
+    found = compare(gpu_case("Llama 3", "cpu"), tmp_path)
+
+    assert found.difference.loss_absolute < GPU_LOSS, found
