@@ -254,6 +254,10 @@ class MemorySettings:
 BUDGETS = ("hbm", "dram", "cxl", "nvme")
 
 
+HUB_MODEL = "model"
+"""Directory of the trained model in the output directory, with `hub_layout`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSettings:
     """The output directory, and when checkpoints are saved."""
@@ -268,10 +272,19 @@ class CheckpointSettings:
     save_weights_only: bool = option(
         "Save checkpoints without optimizer states; such a run cannot be resumed.", False
     )
+    hub_layout: bool = option(
+        "Put the trained model into OUT/model, which contains nothing else and can be uploaded.",
+        False,
+    )
 
     def __post_init__(self) -> None:
         _require_at_least(self, keep=1)
         parse_interval(self.save_every)
+
+    @property
+    def model_directory(self) -> Path:
+        """Directory of the trained model."""
+        return Path(self.out) / HUB_MODEL if self.hub_layout else Path(self.out)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,6 +296,7 @@ class EvaluationSettings:
     eval_every: int | None = option(
         "Number of steps between evaluations (default: only before and after training).", None
     )
+    save_best: bool = option("Keep the model with the lowest evaluation loss in OUT/best.", False)
     sample_prompts: str | None = option(
         "JSON Lines file of prompts that the model answers at each evaluation.", None
     )
@@ -293,6 +307,10 @@ class EvaluationSettings:
         _require_positive(self, "eval_every")
         both = bool(self.eval_data) and self.eval_split is not None
         _refuse("eval_split", both, "cannot be combined with eval_data", self.eval_split)
+        if self.save_best and not self.eval_data and self.eval_split is None:
+            raise SettingsError(
+                "save_best", "needs data to evaluate on; give eval_data or eval_split, too"
+            )
 
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")

@@ -47,7 +47,7 @@ FLAGS = {
         *{"--eval-split", "--eval-every", "--sample-prompts", "--sample-new", "--overlong"},
         *{"--skip-bad-lines", "--cache", "--blocks", "--data-weights", "--columns", "--streaming"},
         *{"--save-every", "--keep", "--save-weights-only", "--on-nonfinite", "--deterministic"},
-        *{"--no-deterministic", "--min-lr", "--decay"},
+        *{"--no-deterministic", "--min-lr", "--decay", "--save-best", "--hub-layout"},
         *{
             "--seed",
             "--log",

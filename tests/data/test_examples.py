@@ -147,6 +147,11 @@ def test_weights_that_leave_nothing_are_rejected(tmp_path: Path) -> None:
         weighted(tmp_path, 0, 0)
 
 
+def test_a_weight_that_leaves_nothing_of_a_source_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"0.1 leaves none of the 4 documents of source 2"):
+        weighted(tmp_path, 1, 0.1)
+
+
 def test_weights_are_part_of_a_saved_position(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path, [{"text": f"Water {n}."} for n in range(9)])
 

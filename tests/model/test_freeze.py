@@ -18,8 +18,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        ("embed_tokens.*", r"`\*embed_tokens.\*\*` matches 1 tensors, such as model.embed_tokens"),
-        ("model.layers.0", r"`\*model.layers.0\*` matches 12 tensors"),
+        ("embed_tokens.*", r"`\*embed_tokens.\*\*` matches model.embed_tokens.weight$"),
+        ("model.layers.0", r"`\*model.layers.0\*` matches model.layers.0.* and 11 more"),
         ("model.layrs.*", "the model has 434 tensors, such as .*model.layers"),
         ("lm_head.*", ".*A tied head has the name of the embedding"),
     ],

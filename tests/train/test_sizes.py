@@ -196,6 +196,21 @@ def test_columns_and_weights_of_several_sources(model: Path, tmp_path: Path) -> 
     assert "must be one number for each of the 2" in wrong.errors
 
 
+def test_messages_about_a_directory_are_printed(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/photo.png").write_bytes(b"")
+    write_lines(tmp_path / "folder/data.jsonl", [chat("Hello?", WORD)])
+    flags = [str(model), *RESIDENT, "--data", str(tmp_path / "folder")]
+    flags += ["--cache", str(tmp_path / "cache")]
+
+    planned = run_command(["plan", *flags, "--machine", "this", "--json"])
+    trained = run_command(["train", *flags, "--out", str(tmp_path / "out")])
+
+    for printed in (planned.errors, trained.output):
+        assert "not read: photo.png. Penstock reads" in printed
+        assert "1 document in 1 sequence of 64 tokens" in printed
+
+
 # Runs that would change nothing.
 
 

@@ -37,7 +37,7 @@ from penstock.checkpoint.manifest import (
 )
 from penstock.errors import RecordError
 
-_DRAFT_NAME = re.compile(r"\.checkpoint-[0-9]{6,18}\.tmp-([0-9]{1,10})-[0-9a-f]{8}")
+_DRAFT_NAME = re.compile(r"\.(?:checkpoint-[0-9]{6,18}|best)\.tmp-([0-9]{1,10})-[0-9a-f]{8}")
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 

@@ -39,17 +39,8 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 SETTINGS = (
     *("model", "revision", "trust_remote_code", "model_config", "dtype", "freeze", "blocks"),
-    *(
-        "data",
-        "data_weights",
-        "columns",
-        "streaming",
-        "context",
-        "overlong",
-        "skip_bad_lines",
-        "cache",
-        "eval_split",
-    ),
+    *("data", "data_weights", "columns", "streaming", "skip_bad_lines", "cache"),
+    *("context", "overlong", "eval_split"),
     *("batch", "micro_batch", "epochs", "steps", "clip", "deterministic", "seed"),
     *("hbm", "dram", "cxl", "nvme", "moments"),
 )

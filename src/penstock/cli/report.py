@@ -27,6 +27,7 @@ def report_command(
 ) -> None:
     """Write an HTML page that shows where memory and time went in a run, and print a summary."""
     from penstock.observe.findings import find
+    from penstock.observe.loss_curve import read_loss_curve
     from penstock.observe.measures import measure
     from penstock.observe.page import (
         REPORT_FILE,
@@ -41,8 +42,9 @@ def report_command(
 
     measures = measure(read_run(run))
     findings = find(measures)
-    path = out or recording_directory(run) / REPORT_FILE
-    write_page(page(measures), path)
+    folder = recording_directory(run)
+    path = out or folder / REPORT_FILE
+    write_page(page(measures, read_loss_curve(folder)), path)
     if as_json:
         print_json(report_json(measures, findings, path))
         return

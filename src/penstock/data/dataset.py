@@ -225,6 +225,11 @@ class TokenDataset:
             documents = self._chosen[origins == source]
             order = documents[np.argsort(hash_values(documents.astype(np.uint64), seed, 3))]
             whole, share = divmod(weight, 1)
+            if weight and not round(weight * len(documents)):
+                raise DataError(
+                    f"a weight of {weight:g} leaves none of the {len(documents)} documents of "
+                    f"source {source + 1}; split its documents, or give it a larger weight"
+                )
             parts += [documents] * int(whole) + [order[: round(share * len(order))]]
         chosen = np.concatenate(parts)
         if not len(chosen):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError
 from penstock.model.inventory import Inventory
+from penstock.settings import HUB_MODEL
 from penstock.units import GiB, MiB, format_bytes, format_bytes_up, parse_memory
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ def find_weights(model: str) -> str:
     folder = Path(model)
     if not folder.is_dir() or any(folder.glob("model*.safetensors*")):
         return model
+    if any((folder / HUB_MODEL).glob("model*.safetensors*")):
+        return str(folder / HUB_MODEL)
     from penstock.checkpoint.run_directory import latest_checkpoint
 
     checkpoint = latest_checkpoint(folder)

@@ -21,7 +21,8 @@ def check_freeze(inventory: Inventory, patterns: Sequence[str]) -> None:
 def _hint(names: Sequence[str], pattern: str) -> str:
     inside = fnmatch.filter(names, f"*{pattern}*")
     if inside:  # a module, or a name without its beginning
-        return f"`*{pattern}*` matches {len(inside)} tensors, such as {inside[0]}"
+        more = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
+        return f"`*{pattern}*` matches {inside[0]}{more}"
     close = difflib.get_close_matches(pattern.strip("*."), names, 3, cutoff=0.3) or names[:3]
     return (
         f"the model has {len(names)} tensors, such as {', '.join(close)}. A tied head has the name "

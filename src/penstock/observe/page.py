@@ -35,6 +35,7 @@ from penstock.observe.labels import (
     seconds_text,
     shorten,
 )
+from penstock.observe.loss_curve import LossCurve, draw_loss_curve
 from penstock.observe.markup import colour_of, data_block, table, tag, text
 from penstock.observe.measures import Measures, measure
 from penstock.observe.page_plots import step_window, widened_window
@@ -60,8 +61,8 @@ LEVEL_NAMES = {"bad": "Error", "warn": "Cost", "note": "Note"}
 _HERE = Path(__file__).parent
 
 
-def page(m: Measures) -> str:
-    """Return the whole of report.html."""
+def page(m: Measures, losses: LossCurve | None = None) -> str:
+    """Return the whole of report.html; `losses` are those of the training, if known."""
     phases = phase_index(m)
     wide, window = widened_window(m), step_window(m)
     memory = page_plots.memory_plots(m, window) if window else []
@@ -72,6 +73,8 @@ def page(m: Measures) -> str:
     step = f", {window.title}" if window else ""
     body = tag("header", _eyebrow(m), headline(m, phases))
     body += section("Findings", findings_list(find(m)))
+    if losses is not None:
+        body += section("Loss", draw_loss_curve(losses))
     body += section(f"Memory{step}", _draw_plots(memory, phases), controls=tools(phases))
     busy = _draw_plots([*traffic, *([load] if load else [])], phases)
     body += section(f"Traffic{step}", busy)

@@ -16,6 +16,7 @@ from penstock.checkpoint.training_state import Software, TrainingState
 from penstock.records import to_json
 from penstock.settings import AFFECTS_RESULT, Settings
 from penstock.train.events import ReportProgress
+from penstock.train.model_card import TrainingResult, write_model_card
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -39,6 +40,7 @@ class CheckpointSaver:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine, self._settings = engine, settings
         self._out = Path(settings.checkpoint.out)
+        self._model_directory = settings.checkpoint.model_directory
         self._with_optimizer = not settings.checkpoint.save_weights_only
         writers = engine.files.writers(optimizer=self._with_optimizer)
         self._sizes = [writer.nbytes for writer in writers]
@@ -50,6 +52,11 @@ class CheckpointSaver:
         """Size of one checkpoint."""
         return sum(self._sizes)
 
+    @property
+    def model_nbytes(self) -> int:
+        """Size of the weights in a checkpoint."""
+        return self._sizes[0]
+
     def check_space(self) -> None:
         """Raise CheckpointSpaceError unless the disk has space for all checkpoints of the run.
 
@@ -58,6 +65,8 @@ class CheckpointSaver:
         """
         weights, states = self._sizes[0], sum(self._sizes[1:])
         needed = (self._settings.checkpoint.keep + 1) * weights + 2 * states
+        if self._settings.evaluation.save_best:
+            needed += 2 * weights  # a new one is written before the former is removed
         existing = sum(checkpoint.nbytes for checkpoint in list_checkpoints(self._out).whole)
         check_room(self._out, max(self.nbytes, needed - existing))
 
@@ -71,15 +80,17 @@ class CheckpointSaver:
         self.saved_step = position.step
         return out / folder_name(position.step)
 
-    def publish(self) -> None:
-        """Put the newest checkpoint's weights into the output directory, next to the config."""
+    def publish(self, result: TrainingResult) -> None:
+        """Put the newest checkpoint's weights and a model card next to the config."""
         assert self.saved_step is not None
-        folder = self._out / folder_name(self.saved_step)
+        folder, target = self._out / folder_name(self.saved_step), self._model_directory
+        target.mkdir(exist_ok=True)
         names = sorted(n for n in os.listdir(folder) if n.startswith("model"))
         # Link the index last: a reader that finds it finds all shards.
         for name in sorted(names, key=lambda n: n.endswith(".json")):
-            _link(folder / name, self._out / name)
-        sync(self._out)
+            _link(folder / name, target / name)
+        write_model_card(target, self._settings, result)
+        sync(target)
 
     def _training_state(self, position: RunPosition) -> TrainingState:
         from penstock.engine.result_record import result_record

@@ -88,6 +88,7 @@ def load_data(
     were given, and the data. `note` is called with sentences for the user.
     """
     seed, evaluation = settings.schedule.seed, settings.evaluation
+    report = _note_messages(report, note)
     is_local = Path(model.source).is_dir()
     tokenizer = load_tokenizer(
         model.source,
@@ -117,6 +118,18 @@ def load_data(
         )
     rows = None if held_out is None else _pack(held_out, chosen, one_per_row=bool(mixer))
     return chosen, TrainingData(packed, rows, dataset, load_samples(chosen, tokenizer))
+
+
+def _note_messages(report: ReportProgress, note: Note) -> ReportProgress:
+    """Pass messages, which have no total, to `note`, where they are not overwritten."""
+
+    def report_or_note(done: int, total: int, text: str) -> None:
+        if total:
+            report(done, total, text)
+        else:
+            note(text)
+
+    return report_or_note
 
 
 def _with_sizes(
@@ -173,12 +186,17 @@ def describe_data(given: Settings, chosen: Settings, packed: Packed) -> list[str
         if setting is None
     ]
     chosen_text = f"; chosen for this data: {' and '.join(by_itself)}" if by_itself else ""
+    documents, rows = _count(counts.documents, "document"), _count(counts.rows, "sequence")
+    steps = _count(packed.steps_per_epoch(batch), "step")
     lines = [
-        f"{counts.documents:,} documents in {counts.rows:,} sequences of {packed.context:,} "
-        f"tokens, {counts.targets:,} tokens trained; {packed.steps_per_epoch(batch):,} steps per "
-        f"epoch with a batch of {batch:,}{chosen_text}"
+        f"{documents} in {rows} of {packed.context:,} tokens, {counts.targets:,} tokens trained; "
+        f"{steps} per epoch with a batch of {batch:,}{chosen_text}"
     ]
     return [*lines, *filter(None, [describe_cut(packed, chosen.data.overlong)])]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def describe_cut(packed: Packed, overlong: Overlong) -> str:

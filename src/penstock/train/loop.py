@@ -17,11 +17,13 @@ from penstock.errors import BatchError, NonFiniteLossError, PenstockError
 from penstock.records import to_json
 from penstock.settings import Settings, parse_interval
 from penstock.tiers import Tier
+from penstock.train.best_model import BestModel
 from penstock.train.checkpoints import CheckpointSaver, RunPosition
 from penstock.train.errors import NoUpdateError, explain_host_out_of_memory, save_bad_batch
 from penstock.train.events import Listeners
 from penstock.train.inputs import TrainingData
 from penstock.train.learning_rate import LearningRateSchedule
+from penstock.train.model_card import TrainingResult
 from penstock.train.progress import View
 from penstock.train.signals import StopRequest
 from penstock.train.watchdog import Watchdog
@@ -61,6 +63,10 @@ class TrainingLoop:
         self._save_interval = parse_interval(run.settings.checkpoint.save_every)
         self._watchdog = Watchdog(run.engine.waiting, listeners.note)
         self._evaluated_step: int | None = None
+        self._eval_loss: float | None = None
+        self._last_loss: float | None = None
+        save_best = run.settings.evaluation.save_best
+        self._best = BestModel(run.engine, self._out, run.saver.model_nbytes) if save_best else None
         self._sampled_step: int | None = None
         self._is_evaluating = False
         # A resumed run has had its first steps already.
@@ -117,6 +123,7 @@ class TrainingLoop:
             self._num_skipped += 1
             self._listeners.emit("skipped", **metrics, loss_scale=self._engine.scale.value)
             return
+        self._last_loss = float(loss)
         self._scheduler.step()
         self._has_updated |= float(rate) > 0 and self._engine.grad_norm > 0
         seconds = time.monotonic() - started
@@ -232,7 +239,7 @@ class TrainingLoop:
             return
         finally:
             self._is_evaluating = False
-        self._evaluated_step = self._batches.step
+        self._evaluated_step, self._eval_loss = self._batches.step, result.loss
         self._listeners.emit(
             "eval",
             step=self._batches.step,
@@ -240,6 +247,19 @@ class TrainingLoop:
             tokens=result.tokens,
             seconds=time.monotonic() - started,
         )
+        if self._best is not None and self._batches.step > 0:
+            self._save_best(self._best, result.loss)
+
+    def _save_best(self, best: BestModel, loss: float) -> None:
+        """Save the model if it is the best so far. Training continues if that fails."""
+        self._view.show_work(0, 0, "saving the best model")
+        try:
+            path = best.offer(self._batches.step, loss)
+        except (CheckpointSpaceError, CheckpointWriteError) as failed:
+            self._listeners.note(f"best model not saved: {failed}. Training continues")
+            return
+        if path is not None:
+            self._listeners.note(f"lowest evaluation loss so far: {loss:.4f}, saved to {path}")
 
     def _until_stopped(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -278,7 +298,11 @@ class TrainingLoop:
             steps = self._batches.steps
             raise NoUpdateError(self._out_text, steps=steps, skipped=self._num_skipped)
         self._evaluate_and_sample()
-        self._saver.publish()
+        self._saver.publish(
+            TrainingResult(
+                steps=self._batches.step, loss=self._last_loss, eval_loss=self._eval_loss
+            )
+        )
         tiers = self._engine.tiers()
         self._listeners.emit(
             "done",

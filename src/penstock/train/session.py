@@ -198,9 +198,11 @@ def _write_run_files(settings: Settings, engine: Engine, steps: int) -> None:
     """Write the model's config and tokenizer, the plan, and the settings."""
     out, plan = Path(settings.checkpoint.out), engine.plan
     assert engine.model_files is not None
-    engine.model_files.write(out)
+    model_directory = settings.checkpoint.model_directory
+    model_directory.mkdir(exist_ok=True)
+    engine.model_files.write(model_directory)
     # Checkpoints copy from here: the original may be gone when they are saved.
-    engine.model_files = replace(engine.model_files, source=out)
+    engine.model_files = replace(engine.model_files, source=model_directory)
     plan.save(out / PLAN_FILE)
     remarks = [f"Penstock {__version__}; {steps} steps; {PLAN_FILE} has the placement"]
     remarks += describe_budget(plan.budget, plan.workload)

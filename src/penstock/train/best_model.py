@@ -1,0 +1,67 @@
+"""Keep the model with the lowest evaluation loss, next to the checkpoints of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.checkpoint.disk import sync, sync_tree, translate_write_errors
+from penstock.checkpoint.run_directory import draft_name, draft_of
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+
+BEST = "best"
+"""Directory of the best model, in the output directory of the run."""
+
+BEST_FILE = "best.json"
+"""File in that directory with its step and its loss."""
+
+
+class BestModel:
+    """The directory `best`: a model that transformers loads, without optimizer states.
+
+    A resumed run compares with the loss that the directory states.
+    """
+
+    def __init__(self, engine: Engine, out: Path, nbytes: int) -> None:
+        self._engine, self._path, self._nbytes = engine, out / BEST, nbytes
+        self.loss = _read_loss(self._path)
+        """The lowest evaluation loss so far; infinity before the first."""
+
+    def offer(self, step: int, loss: float) -> Path | None:
+        """Save the current weights if the loss is lower than before, and return where.
+
+        A failure leaves the former best model as it was.
+        """
+        if not loss < self.loss:
+            return None
+        with translate_write_errors(self._path, self._nbytes), draft_of(self._path) as folder:
+            self._engine.write(folder, optimizer=False)
+            record = json.dumps({"step": step, "loss": loss})
+            (folder / BEST_FILE).write_text(record + "\n", encoding="utf-8")
+            sync_tree(folder)
+            self._replace(folder)
+        self.loss = loss
+        return self._path
+
+    def _replace(self, folder: Path) -> None:
+        former = draft_name(self._path) if self._path.exists() else None
+        if former is not None:
+            os.rename(self._path, former)
+        os.rename(folder, self._path)
+        sync(self._path.parent)
+        if former is not None:
+            shutil.rmtree(former)
+
+
+def _read_loss(folder: Path) -> float:
+    try:
+        loss = json.loads((folder / BEST_FILE).read_text(encoding="utf-8"))["loss"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return math.inf
+    return float(loss) if isinstance(loss, int | float) else math.inf

@@ -1,0 +1,83 @@
+"""Write a model card: how the model in a directory was trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.settings import Settings
+from penstock.version import __version__
+
+CARD = "README.md"
+
+MARK = "<!-- This card was written by Penstock; remove this line to keep your changes. -->"
+"""Tells a card of Penstock's, which a longer run may replace, from the user's own."""
+
+SHOWN = (
+    *("context", "batch", "lr", "min_lr", "schedule", "warmup", "betas", "weight_decay", "clip"),
+    *("dtype", "moments", "freeze", "seed"),
+)
+"""Settings that the card lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """What a card says about the outcome of a run."""
+
+    steps: int
+    loss: float | None = None
+    """Training loss of the last step."""
+    eval_loss: float | None = None
+    """Loss of the last evaluation."""
+
+
+def write_model_card(folder: Path, settings: Settings, result: TrainingResult) -> None:
+    """Write the card into the directory, unless the user's own card is there."""
+    path = folder / CARD
+    if not path.exists() or MARK in path.read_text(encoding="utf-8", errors="replace"):
+        path.write_text(model_card(settings, result), encoding="utf-8")
+
+
+def model_card(settings: Settings, result: TrainingResult) -> str:
+    """Return the text of the card. Paths on the user's machine are not part of it."""
+    name = Path(settings.checkpoint.out).resolve().name
+    base = settings.model.model
+    is_local = Path(base).exists()
+    shown = Path(base).name if is_local else base
+    front = ["library_name: transformers", "tags:", "- penstock"]
+    front += [] if is_local else [f"base_model: {base}"]
+    origin = "from random weights of" if settings.model.init == "random" else "from"
+    return "\n".join([
+        "---", *front, "---", "", MARK, "",
+        f"# {name}", "",
+        f"All parameters were fine-tuned {origin} {shown} with Penstock {__version__}, on "
+        f"{_data_names(settings)}.", "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
+        'model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")',
+        'tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")',
+        "```", "",
+        "| | |", "|---|---|", *_rows(settings, result), "",
+    ])  # fmt: skip
+
+
+def _rows(settings: Settings, result: TrainingResult) -> list[str]:
+    rows = [("steps", f"{result.steps:,}")]
+    rows += [("training loss, last step", f"{result.loss:.4f}")] if result.loss is not None else []
+    if result.eval_loss is not None:
+        rows.append(("evaluation loss, at the end", f"{result.eval_loss:.4f}"))
+    values = settings.flat()
+    for name in SHOWN:
+        value = values[name]
+        if value not in (None, (), ""):
+            text = ", ".join(map(str, value)) if isinstance(value, tuple) else f"{value}"
+            rows.append((name.replace("_", " "), text))
+    return [f"| {name} | {text} |" for name, text in rows]
+
+
+def _data_names(settings: Settings) -> str:
+    """Name data sets of the Hub; files stay private."""
+    public = [name for name in settings.data.data if not Path(name).exists()]
+    private = len(settings.data.data) - len(public)
+    names = [*public, *([f"{private} local file{'s' * (private > 1)}"] if private else [])]
+    return " and ".join(names) or "data that was not recorded"
