@@ -144,7 +144,8 @@ def _shrink_rotary(twin: Any) -> None:
         pairs = int(HEAD_SIZE * (partial if isinstance(partial, float | int) else 1)) // 2
         for name in ("short_factor", "long_factor"):
             if isinstance(parameters.get(name), list):
-                parameters[name] = parameters[name][:pairs]
+                # Repeated if the model's heads are smaller than the twin's.
+                parameters[name] = (parameters[name] * pairs)[:pairs]
         if isinstance(parameters.get("mrope_section"), list):
             rest = pairs // 4
             parameters["mrope_section"] = [pairs - 2 * rest, rest, rest]
