@@ -42,7 +42,7 @@ FLAGS = {
         *{"--eval-split", "--eval-every", "--sample-prompts", "--sample-new", "--overlong"},
         *{"--skip-bad-lines", "--cache", "--blocks"},
         *{"--save-every", "--keep", "--save-weights-only", "--on-nonfinite", "--deterministic"},
-        *{"--no-deterministic"},
+        *{"--no-deterministic", "--self-check", "--no-self-check"},
         *{"--seed", "--log", "--profile", "--config", "--resume", "--json", "--help"},
     },
     "profile": {

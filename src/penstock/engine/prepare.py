@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 ARGUMENTS = (
     *("context", "batch", "micro_batch", "dtype", "moments", "clip", "steps", "freeze", "blocks"),
     *("deterministic", "seed", "init", "model_config", "revision", "trust_remote_code"),
-    *("lr", "betas", "weight_decay"),
+    *("lr", "betas", "weight_decay", "self_check"),
 )
 """Settings that `prepare` takes as keyword arguments."""
 
@@ -91,8 +91,9 @@ def prepare(
         settings: Settings to start from. By default, every setting has its default.
         **arguments: Settings by name: context, batch, micro_batch, dtype, moments, clip, steps,
             freeze, blocks, deterministic, seed, init, model_config, revision, trust_remote_code,
-            lr, betas and weight_decay. `init="none"` leaves the weights uninitialized, for callers
-            that read a checkpoint next.
+            lr, betas, weight_decay and self_check. `init="none"` leaves the weights
+            uninitialized, for callers that read a checkpoint next. `self_check=False` trains a
+            model without having compared a tiny copy of it with plain transformers and torch.
     """
     from penstock.model.meta_model import check_trainable, remember_model
 
@@ -286,6 +287,7 @@ def _build_engine(
         use_expandable_segments,
     )
     from penstock.engine.engine import Engine
+    from penstock.engine.self_check import self_check
     from penstock.model.meta_model import build_model, strip_model, weight_dtype
     from penstock.model.split import SplitModel
 
@@ -307,6 +309,9 @@ def _build_engine(
             bare = strip_model(
                 model, device.torch_device, dtype, own_attention=inventory.own_attention
             )
+        if settings.model.self_check:
+            # Before the layers are taken out of the model, and before anything large is allocated.
+            self_check(bare, inventory, plan, device, progress=options.progress)
         split_model = SplitModel(
             bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
             deterministic=numerics.deterministic,
@@ -372,6 +377,7 @@ def _engine_settings(settings: Settings, options: _EngineOptions) -> EngineSetti
         store=options.store or StoreSettings(),
         sweep_threads=options.sweep_threads,
         nonfinite=settings.schedule.on_nonfinite,
+        self_checked=settings.model.self_check,
     )
 
 

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 PLAN_FILE = "plan.json"
 
+NOT_SELF_CHECKED = (
+    "not self-checked: this run, or one that it continues, was started with --no-self-check, so "
+    "nothing has compared it with plain transformers"
+)
+
 
 def train(
     settings: Settings,
@@ -100,6 +105,8 @@ def _open_run(
     try:
         if engine.plan_change:
             listeners.note(engine.plan_change)
+        if not engine.self_checked:
+            listeners.note(NOT_SELF_CHECKED)
         if resume is not None:
             changes += resume.differences(settings, steps=batches.steps)
             _report_differences(changes, listeners)
