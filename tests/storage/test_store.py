@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from penstock import _native
 from penstock.storage.errors import PathError, StorageWarning
 from penstock.storage.store import Store, StoreOptions
+from penstock.storage.store_files import _finishes_within
 from penstock.units import KiB, MiB
 from tests.support.disks import Buffers, direct_directory, memory_directory
 
@@ -101,3 +103,16 @@ def test_a_short_write_of_the_header_names_the_file(
 
     assert str(caught.value.filename).startswith(str(tmp_path))
     assert os.listdir(tmp_path) == []
+
+
+def test_work_at_the_end_is_done_even_if_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    done: list[int] = []
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    assert _finishes_within(10, lambda: done.append(1)) is True
+    assert done == [1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from penstock.checkpoint.training_state import TrainingState
 from penstock.plan.workload import Numerics
 from penstock.records import to_json
 from penstock.settings import Settings
+from penstock.train import session
 from penstock.train.resume import ResumePoint, resumed_numerics
 
 SAVED = Numerics(
@@ -43,3 +46,42 @@ def test_a_resume_keeps_the_numerics_of_the_checkpoint(
 
     assert resumed_numerics(FRESH, resume_point(), settings) == expected
     assert resumed_numerics(FRESH, None, settings) == FRESH
+
+
+def test_an_engine_whose_checkpoint_cannot_be_read_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = []
+
+    def read(*_: object, **__: object) -> None:
+        raise OSError("cannot be read")
+
+    engine = SimpleNamespace(read=read, close=lambda: closed.append(True))
+    monkeypatch.setattr("penstock.engine.prepare.prepare", lambda *_, **__: engine)
+    any_of: Any = SimpleNamespace(source="model", show_work=lambda *_: None)
+
+    with pytest.raises(OSError, match="cannot be read"):
+        session._prepare_engine(Settings(), any_of, any_of, resume_point(), any_of, [])
+    assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (None, []),
+        ({}, []),
+        ({"steps": 10}, []),
+        ({"steps": 12}, ["the number of steps was 12 and is 10"]),
+    ],
+)
+def test_another_number_of_steps_is_reported(schedule: Any, expected: list[str]) -> None:
+    settings = Settings.of({"batch": 8})
+    saved = {name: to_json(value) for name, value in settings.flat().items()}
+    state = TrainingState(
+        numerics={"workload": to_json(SAVED), "settings": saved}, schedule=schedule
+    )
+    point = ResumePoint(Checkpoint(path=Path("out/step-4"), step=4, files={}), state)
+
+    assert point.differences(settings, steps=10) == expected
+    clip = point.differences(Settings.of({"batch": 8, "clip": 0.5}), steps=10)
+    assert clip == [*expected, f"clip was {saved['clip']} and is 0.5"]
