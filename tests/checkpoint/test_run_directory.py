@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.checkpoint import run_directory
 from penstock.checkpoint.disk import check_room, free_nbytes
 from penstock.checkpoint.errors import (
     CheckpointError,
@@ -16,6 +17,7 @@ from penstock.checkpoint.errors import (
     CheckpointWarning,
 )
 from penstock.checkpoint.run_directory import (
+    discard,
     latest_checkpoint,
     list_checkpoints,
     new_checkpoint,
@@ -212,3 +214,28 @@ def test_too_little_free_space_is_found_before_the_first_step(tmp_path: Path) ->
     assert 0 < caught.value.free < 1 << 60
     for advice in ("--keep", "--save-weights-only", "--out", str(out)):
         assert advice in str(caught.value)
+
+
+def test_a_checkpoint_is_gone_from_its_name_for_good_before_its_files_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoint-000001"
+    folder.mkdir()
+    done: list[str] = []
+    remove = run_directory.shutil.rmtree
+
+    def synced(path: Path) -> None:
+        assert path == tmp_path
+        assert not folder.exists()
+        done.append("synced")
+
+    def removed(path: Path) -> None:
+        done.append("removed")
+        remove(path)
+
+    monkeypatch.setattr(run_directory, "sync", synced)
+    monkeypatch.setattr(run_directory.shutil, "rmtree", removed)
+    discard(folder)
+
+    assert done == ["synced", "removed"]
+    assert list(tmp_path.iterdir()) == []

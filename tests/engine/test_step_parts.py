@@ -126,3 +126,9 @@ def test_arguments_of_layers_exist_for_one_round_at_a_time(monkeypatch: Any) -> 
         engine.forward_backward(batches(1, work, config.vocab_size)[0])
 
     assert alive == [0, 1, 0, 1, 0, 1]
+
+
+def test_a_model_drops_out_only_if_its_config_says_so() -> None:
+    assert not split("llama").drops_out
+    assert split("llama", attention_dropout=0.1).drops_out
+    assert split("gpt2", resid_pdrop=0.1).drops_out
