@@ -204,9 +204,16 @@ def test_keeping_zero_checkpoints_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_too_little_free_space_is_found_before_the_first_step(tmp_path: Path) -> None:
+def test_too_little_free_space_is_found_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "not" / "yet"
     check_room(out, free_nbytes(out) // 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.checkpoint.disk.free_nbytes", lambda _: 1000)
+        check_room(out, 1000)
+        with pytest.raises(CheckpointSpaceError):
+            check_room(out, 1001)
     with pytest.raises(CheckpointSpaceError, match=r"need .*, and .* are free") as caught:
         check_room(out, 1 << 60)
 

@@ -11,10 +11,11 @@ import pytest
 
 from penstock.checkpoint.manifest import Checkpoint
 from penstock.checkpoint.training_state import TrainingState
+from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.workload import Numerics
 from penstock.records import to_json
 from penstock.settings import Settings
-from penstock.train import session
+from penstock.train import plan_choice, session
 from penstock.train.resume import ResumePoint, resumed_numerics
 
 SAVED = Numerics(
@@ -85,3 +86,35 @@ def test_another_number_of_steps_is_reported(schedule: Any, expected: list[str])
     assert point.differences(settings, steps=10) == expected
     clip = point.differences(Settings.of({"batch": 8, "clip": 0.5}), steps=10)
     assert clip == [*expected, f"clip was {saved['clip']} and is 0.5"]
+
+
+def test_stores_of_killed_runs_are_removed_before_a_plan_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take the space that the plan needs. A store that is in use stays."""
+    paths = (PathBudget(path=str(tmp_path), nbytes=1), PathBudget(path="/nowhere", nbytes=1))
+    budget = Budget(hbm=1, dram=1, nvme=paths)
+    searched: list[Path] = []
+    removed: list[str] = []
+
+    def find(directories: list[Path]) -> list[SimpleNamespace]:
+        searched.extend(directories)
+        return [SimpleNamespace(state=state) for state in ("in use", "left")]
+
+    def make_plan(*_: object, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(budget=budget, workload=SimpleNamespace(numerics=FRESH))
+
+    def numerics(*_: object) -> None:
+        raise RuntimeError("the plan is made after this")
+
+    monkeypatch.setattr(plan_choice, "find_stores", find)
+    monkeypatch.setattr(plan_choice, "remove_store", lambda store: removed.append(store.state))
+    monkeypatch.setattr(plan_choice, "this_machine", lambda **_: None)
+    monkeypatch.setattr(plan_choice, "plan_request", make_plan)
+    monkeypatch.setattr(plan_choice, "resumed_numerics", numerics)
+    model: Any = SimpleNamespace(inventory=None, config=None)
+
+    with pytest.raises(RuntimeError, match="after this"):
+        plan_choice.choose_plan(Settings(), model, steps=1, resume=None)
+    assert searched == [tmp_path]
+    assert removed == ["left"]
