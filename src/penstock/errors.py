@@ -352,6 +352,32 @@ class ModelRestoreError(EngineError, MemoryError):
         )
 
 
+class SelfCheckError(EngineError):
+    """The engine does not train a small twin of the model as plain transformers and torch do.
+
+    `tensor` names the first tensor that differs, `difference` says by how much of its size, and
+    `limit` how much of that rounding explains. They are empty if the twin could not be trained.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        where: str,
+        problem: str,
+        *,
+        tensor: str = "",
+        difference: float = 0.0,
+        limit: float = 0.0,
+    ) -> None:
+        self.model, self.where, self.problem = model, where, problem
+        self.tensor, self.difference, self.limit = tensor, difference, limit
+        super().__init__(
+            f"the self-check of {model} {where} failed: {problem}. Penstock would train this model "
+            f"wrongly; please report it with this message. --no-self-check (self_check=False in "
+            f"Python) trains anyway"
+        )
+
+
 class BatchError(EngineError, ValueError):
     """A batch that does not match the workload the engine was prepared for."""
 

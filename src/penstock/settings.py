@@ -70,6 +70,11 @@ class ModelSettings:
         "automatically.",
         None,
     )
+    self_check: bool = option(
+        "Before memory is allocated, train a tiny copy of the model and compare with plain "
+        "transformers and PyTorch.",
+        True,
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_config, Mapping):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.checkpoint import run_directory
 from penstock.checkpoint.disk import check_room, free_nbytes
 from penstock.checkpoint.errors import (
     CheckpointError,
@@ -16,6 +17,7 @@ from penstock.checkpoint.errors import (
     CheckpointWarning,
 )
 from penstock.checkpoint.run_directory import (
+    discard,
     latest_checkpoint,
     list_checkpoints,
     new_checkpoint,
@@ -202,9 +204,16 @@ def test_keeping_zero_checkpoints_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_too_little_free_space_is_found_before_the_first_step(tmp_path: Path) -> None:
+def test_too_little_free_space_is_found_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "not" / "yet"
     check_room(out, free_nbytes(out) // 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.checkpoint.disk.free_nbytes", lambda _: 1000)
+        check_room(out, 1000)
+        with pytest.raises(CheckpointSpaceError):
+            check_room(out, 1001)
     with pytest.raises(CheckpointSpaceError, match=r"need .*, and .* are free") as caught:
         check_room(out, 1 << 60)
 
@@ -212,3 +221,28 @@ def test_too_little_free_space_is_found_before_the_first_step(tmp_path: Path) ->
     assert 0 < caught.value.free < 1 << 60
     for advice in ("--keep", "--save-weights-only", "--out", str(out)):
         assert advice in str(caught.value)
+
+
+def test_a_checkpoint_is_gone_from_its_name_for_good_before_its_files_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoint-000001"
+    folder.mkdir()
+    done: list[str] = []
+    remove = run_directory.shutil.rmtree
+
+    def synced(path: Path) -> None:
+        assert path == tmp_path
+        assert not folder.exists()
+        done.append("synced")
+
+    def removed(path: Path) -> None:
+        done.append("removed")
+        remove(path)
+
+    monkeypatch.setattr(run_directory, "sync", synced)
+    monkeypatch.setattr(run_directory.shutil, "rmtree", removed)
+    discard(folder)
+
+    assert done == ["synced", "removed"]
+    assert list(tmp_path.iterdir()) == []

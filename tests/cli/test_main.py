@@ -48,6 +48,7 @@ FLAGS = {
         *{"--skip-bad-lines", "--cache", "--blocks", "--data-weights", "--columns", "--streaming"},
         *{"--save-every", "--keep", "--save-weights-only", "--on-nonfinite", "--deterministic"},
         *{"--no-deterministic", "--min-lr", "--decay", "--save-best", "--hub-layout"},
+        *{"--self-check", "--no-self-check"},
         *{
             "--seed",
             "--log",

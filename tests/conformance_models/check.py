@@ -6,7 +6,7 @@ import copy
 import re
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +17,20 @@ import torch
 import transformers
 
 import penstock.engine.engine as engine_module
+from penstock.checkpoint.errors import TensorNotFoundError
 from penstock.engine.engine import Engine
 from penstock.engine.prepare import inspect_model, prepare
 from penstock.errors import BatchError, SurveyError, UnsupportedModelError
 from penstock.roles import Role
 from penstock.settings import Settings
-from tests.conformance_models.tiny import LARGEST_TOKEN, tiny_config
+from tests.conformance_models.tiny import FAMILIES, LARGEST_TOKEN, tiny_config
 from tests.support import engines
 
 ROWS, LENGTH = 4, 16
 BOUNDS = (0, 6, 16)
 """Boundaries of two packed documents in a row."""
+
+DOES_NOT_RUN = "accepted, but the plain model does not run"
 
 _EXCEPTION = re.compile(r"\b\w+Error: ")
 """A reason that only quotes another exception does not say which feature is not supported."""
@@ -54,7 +57,12 @@ class _LateRefusalError(Exception):
 
 def examine(case: str, folder: Path) -> Outcome:
     """Return what becomes of a family or variant."""
-    config, source, batch = tiny_config(case), folder / "source", _batch()
+    return examine_config(tiny_config(case), folder)
+
+
+def examine_config(config: Any, folder: Path) -> Outcome:
+    """Return what becomes of a model with this config."""
+    source, batch = folder / "source", _batch()
     try:
         plain = _plain_model(config)
         exact = _gradients(plain.float(), batch)
@@ -67,27 +75,41 @@ def examine(case: str, folder: Path) -> Outcome:
         config.save_pretrained(source)
     try:
         if problem:
-            _engine(source, init="random").close()
-            raise _WrongError(f"accepted, but the plain model does not run: {problem}")
+            _engine(source, init="none").close()
+            raise _WrongError(f"{DOES_NOT_RUN}: {problem}")
         with _engine(source) as engine, _late_refusals():
             return Outcome("right", _compare(engine, batch, exact, rounded, folder))
     except (UnsupportedModelError, SurveyError) as refusal:
         reason = _one_line(refusal).removeprefix(f"{source}: ").replace(str(source), "the model")
         if _EXCEPTION.search(reason.partition(";")[0]):
+            if problem:
+                return Outcome("refused", f"transformers does not run it: {problem}")
             return Outcome("wrong", f"refused without the name of a feature: {reason}")
         return Outcome("refused", reason)
+    except TensorNotFoundError as missing:
+        if not _lacks_tensors(source):
+            return Outcome("crash", _describe(missing).replace(str(source), "the model"))
+        return Outcome("refused", "transformers does not find all tensors in files that it saved")
     except (_WrongError, _LateRefusalError) as wrong:
         return Outcome("wrong", _one_line(wrong))
     except Exception as error:
         return Outcome("crash", _describe(error).replace(str(source), "the model"))
 
 
+def _lacks_tensors(source: Path) -> bool:
+    kind = model_class(transformers.AutoConfig.from_pretrained(source))
+    return bool(kind.from_pretrained(source, output_loading_info=True)[1]["missing_keys"])
+
+
+def model_class(config: Any) -> Any:
+    """Return the class of a causal language model, or of a multimodal one that contains it."""
+    return getattr(transformers, FAMILIES[config.model_type])
+
+
 def _plain_model(config: Any) -> Any:
     """Return the unmodified model, with weights for which every part of it matters."""
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), dtype=torch.float32
-    )
+    model = model_class(config)._from_config(copy.deepcopy(config), dtype=torch.float32)
     drawn = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -126,12 +148,27 @@ def _gradients(model: Any, batch: dict[str, torch.Tensor]) -> _Gradients:
     model.zero_grad()
     loss = _loss(model, batch)
     loss.backward()  # type: ignore[no-untyped-call]
+    names = _text_names(model)
     found = {
-        name: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.float().clone()
+        names(name): torch.zeros_like(p, dtype=torch.float32) if p.grad is None
+        else p.grad.float().clone()
         for name, p in model.named_parameters()
-    }
+    }  # fmt: skip
     model.zero_grad()
     return _Gradients(float(loss.detach()), found)
+
+
+def _text_names(model: Any) -> Callable[[str], str]:
+    """Return a function from the names of a multimodal model to those of its language model."""
+    if model.config.get_text_config() is model.config:
+        return lambda name: name
+    paths = {id(module): path for path, module in model.named_modules()}
+    decoder, head = (paths[id(m)] for m in (model.get_decoder(), model.get_output_embeddings()))
+    prefixes = {f"{decoder}.": "model.", f"{head}.": "lm_head."}
+    return lambda name: next(
+        (new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)),
+        name,
+    )
 
 
 def _compare(
@@ -181,7 +218,7 @@ def _check_gradients(engine: Engine, loss: float, exact: _Gradients, rounded: _G
         raise _WrongError(f"loss {loss:.4f}, plain {exact.loss:.4f}, plain bf16 {rounded.loss:.4f}")
     total = sum(float(g.norm() ** 2) for g in exact.tensors.values()) ** 0.5
     names = {t.name for b in engine.inventory.blocks for t in b.tensors if t.trainable}
-    exact_by, rounded_by = _by_our_names(exact, names), _by_our_names(rounded, names)
+    exact_by, rounded_by = exact.tensors, rounded.tensors
     missing = [n for n in exact_by if n not in names and float(exact_by[n].norm()) > 0]
     if missing:
         raise _WrongError(f"no gradient of {missing[0]} and {len(missing) - 1} others")
@@ -203,15 +240,6 @@ def _check_gradients(engine: Engine, loss: float, exact: _Gradients, rounded: _G
             f"plain norm {float(exact_by[name].norm()):.3g}"
         )
     return largest
-
-
-def _by_our_names(gradients: _Gradients, names: set[str]) -> dict[str, torch.Tensor]:
-    """Return gradients by Penstock's names: it trains the text model of a multimodal one."""
-    texts = {name: name.replace("language_model.", "", 1) for name in gradients.tensors}
-    return {
-        name if name in names or texts[name] not in names else texts[name]: gradient
-        for name, gradient in gradients.tensors.items()
-    }
 
 
 def _loss_of(engine: Engine, batch: dict[str, torch.Tensor], low: int, high: int) -> float:
@@ -257,12 +285,12 @@ def _check_saved(engine: Engine, batch: dict[str, torch.Tensor], source: Path, s
     for path in source.glob("*.json"):
         if not (saved / path.name).exists() and "index" not in path.name:
             shutil.copy(path, saved)
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        saved, dtype=torch.bfloat16, output_loading_info=True
-    )
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[kind]:
-            raise _WrongError(f"saved checkpoint: {kind} {sorted(report[kind])[0]}")
+    kind = model_class(transformers.AutoConfig.from_pretrained(source))
+    model, report = kind.from_pretrained(saved, dtype=torch.bfloat16, output_loading_info=True)
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[problem]:
+            raise _WrongError(f"saved checkpoint: {problem} {sorted(report[problem])[0]}")
+    _check_kept(kind.from_pretrained(source, dtype=torch.bfloat16), model)
     mine = _loss_of(engine, {"input_ids": batch["input_ids"]}, 0, LENGTH)
     with torch.no_grad():
         loaded = float(_loss(model.train(), batch | {"labels": batch["input_ids"]}).detach())
@@ -272,6 +300,16 @@ def _check_saved(engine: Engine, batch: dict[str, torch.Tensor], source: Path, s
     again = _loss_of(engine, {"input_ids": batch["input_ids"]}, 0, LENGTH)
     if again != mine:
         raise _WrongError(f"loaded checkpoint: loss {again:.4f}, {mine:.4f} when it was saved")
+
+
+def _check_kept(before: Any, after: Any) -> None:
+    """Tensors of a multimodal model outside of its text stack are saved unchanged."""
+    if before.config.get_text_config() is before.config:
+        return
+    names, now = _text_names(before), after.state_dict()
+    for name, tensor in before.state_dict().items():
+        if names(name) == name != "lm_head.weight" and not torch.equal(tensor, now[name]):
+            raise _WrongError(f"saved checkpoint: {name} of a tower changed")
 
 
 def _one_line(problem: BaseException) -> str:

@@ -45,7 +45,9 @@ def shorten(outcome: Outcome) -> Outcome:
 _INTRODUCTION = """\
 # Model families
 
-This page lists every causal language model of transformers {version}. The tests build a tiny model
+This page lists every causal language model of transformers {version}, and every multimodal model
+that may contain one. Of a multimodal model, Penstock trains the text stack and saves all other
+tensors unchanged. The tests build a tiny model
 of each class (`tests/conformance_models`) and compare one streamed step in bf16 on a CPU with the
 plain model: the loss and every gradient. They also check that later tokens change no earlier loss,
 that packed documents do not see each other, and that a saved checkpoint loads in transformers and

@@ -19,8 +19,8 @@ from tests.conformance_models.expected import (
 from tests.conformance_models.tiny import FAMILIES, VARIANTS
 
 SAMPLE = ("bert", "bloom", "codegen", "cohere2", "gemma3_text", "gpt2", "granite_swa", "lfm2",
-          "llama", "mixtral", "nanochat", "olmo2", "opt", "phi4_multimodal", "qwen3_5_text",
-          "starcoder2", "whisper")  # fmt: skip
+          "llama", "mixtral", "nanochat", "olmo2", "opt", "paligemma", "phi4_multimodal",
+          "qwen3_5", "smolvlm", "starcoder2", "whisper")  # fmt: skip
 """Cases that are not only part of `make test-long`."""
 
 SLACK = 1.5

@@ -13,14 +13,26 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 VOCABULARY = 96
 LARGEST_TOKEN = 80
 """Tokens above this one are special tokens, such as images, and do not occur in batches."""
 
-FAMILIES: Mapping[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-"""Class name by model type."""
+
+def _class_names() -> dict[str, str]:
+    causal, multimodal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    # Files of a type that is both have the tensors of the multimodal class.
+    both = {kind for kind in causal if kind in multimodal}
+    files = {kind for kind in both if "text_config" in CONFIG_MAPPING[kind].sub_configs}
+    return {**multimodal, **causal, **{kind: multimodal[kind] for kind in files}}
+
+
+FAMILIES: Mapping[str, str] = _class_names()
+"""Class name by model type, of causal language models and of models that contain one."""
 
 LAYERS = 3
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers",
@@ -36,7 +48,8 @@ for _names, _value in (
       "embedding_dim", "lru_width", "attention_hidden_size", "input_embedding_size",
       "output_embedding_size", "cross_attention_hidden_size", "backbone_hidden_size",
       "hidden_size_per_layer_input", "pronunciation_embed_dim", "shape_embed_dim",
-      "ple_embed_dim", "output_hidden_size", "hidden_size_global", "router_hidden_size"), 32),
+      "ple_embed_dim", "output_hidden_size", "out_hidden_size", "audio_hidden_size",
+      "hidden_size_global", "router_hidden_size"), 32),
     (("intermediate_size", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_dim", "dim_ff",
       "dff", "ffn_hidden_size", "feed_forward_size", "moe_intermediate_size", "d_inner",
       "shared_expert_intermediate_size", "shared_intermediate_size", "dense_intermediate_size",
@@ -84,6 +97,7 @@ for _names, _value in (
 
 _CONVOLUTION = ["conv", "full_attention", "conv"]
 _HYBRID = ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"]
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8,
             "indexer_budget": 8, "indexer_compress_ratio": 2}  # fmt: skip
 
@@ -92,6 +106,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
+    "cosmos3_edge_text": {"rope_parameters": _MROPE},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
@@ -100,10 +115,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
                         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
                         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
     },
+    "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},
+    "glm5_next_text": {"index_kpool": 8},
     "lfm2": {"layer_types": _CONVOLUTION},
     "lfm2_moe": {"layer_types": _CONVOLUTION},
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "qwen4_exp_text": _INDEXER | {"ngram_vocab_size_base": 64},
+    "radio": {"video_temporal_patch_size": 2},
     "reformer": {"axial_pos_embds_dim": [8, 24], "axial_pos_shape": [4, 4]},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 5, "layers_block_type": _HYBRID, "attention_hidden_size": 64,
@@ -129,6 +148,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2: attention": ("lfm2", {"layer_types": ["full_attention"] * 3}),
     "llama: tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral3: tied": ("mistral3", {"tie_word_embeddings": True}),
     "opt: projection": ("opt", {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
     "qwen2: window": ("qwen2", {"use_sliding_window": True, "layer_types":
                                 ["full_attention", "sliding_attention", "sliding_attention"]}),
@@ -143,7 +163,7 @@ def tiny_config(case: str) -> Any:
 
 
 def _tiny(kind: Any, changes: Mapping[str, Any]) -> Any:
-    overrides = OVERRIDES.get(kind.model_type, {}) | dict(changes)
+    overrides = OVERRIDES.get(kind.model_type or kind.__name__, {}) | dict(changes)
     default = _default(kind, overrides)
     fields = default.to_dict()
     layers = next((fields[n] for n in _LAYERS if isinstance(fields.get(n), int)), None)
@@ -153,7 +173,9 @@ def _tiny(kind: Any, changes: Mapping[str, Any]) -> Any:
         if name in _LAYERS:
             small[name] = LAYERS
         elif name in _SIZES and (value or name in _NEEDED):
-            small[name] = _SIZES[name]
+            count = len(value) if isinstance(value, list | tuple) else 0
+            count = LAYERS if count == layers else count
+            small[name] = [_SIZES[name]] * count if count else _SIZES[name]
         elif "drop" in name and isinstance(value, float):
             small[name] = 0.0
         elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
@@ -165,6 +187,8 @@ def _tiny(kind: Any, changes: Mapping[str, Any]) -> Any:
             small[name] = _tiny(type(inner), {})
     if "kv_lora_rank" in fields and "num_key_value_heads" in fields:
         small["num_key_value_heads"] = _SIZES["num_attention_heads"]  # latent attention
+    if isinstance(text := small.get("text_config"), PreTrainedConfig):
+        small["tie_word_embeddings"] = getattr(text, "tie_word_embeddings", False)
     small |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True}
     return kind(**{n: v for n, v in small.items() if n in fields} | overrides)
 

@@ -83,7 +83,7 @@ def test_a_missing_tensor_is_an_error_before_anything_is_allocated(
 
 # The text stack of multimodal models.
 
-LAYOUTS = [(family, published) for family in ("gemma3", "mistral3") for published in (True, False)]
+LAYOUTS = [(family, published) for family in CONFIGS for published in (True, False)]
 
 
 def text_batch() -> dict[str, torch.Tensor]:
@@ -149,7 +149,42 @@ def test_random_weights_of_a_multimodal_model_are_refused(tmp_path: Path) -> Non
         prepare(folder, init="random", **SMALL)
 
 
-def test_other_multimodal_models_are_refused_by_the_survey(tmp_path: Path) -> None:
-    transformers.LlavaConfig().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="multimodal model of type 'llava'"):
+def test_a_multimodal_model_whose_head_scales_logits_otherwise_is_refused(tmp_path: Path) -> None:
+    config = transformers.AyaVisionConfig(
+        text_config={"model_type": "cohere2", "logit_scale": 0.25},
+        vision_config={"model_type": "siglip_vision_model", "num_attention_heads": 16},
+    )
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="does not compute what Cohere2ForCausalLM"):
         survey(tmp_path)
+
+
+def test_a_text_stack_without_a_class_of_its_own_is_refused(tmp_path: Path) -> None:
+    transformers.Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="no causal language model of the type"):
+        survey(tmp_path)
+
+
+def test_a_multimodal_model_without_a_text_config_is_refused(tmp_path: Path) -> None:
+    transformers.Phi4MultimodalConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="no text_config"):
+        survey(tmp_path)
+
+
+def test_the_tie_of_the_outer_model_decides(tmp_path: Path) -> None:
+    folder = save_multimodal(tmp_path / "model", "mistral3")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["language_model.lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="ties it to the embedding"):
+        prepare(folder, **SMALL)
+    with prepare(folder, model_config={"tie_word_embeddings": True}, **SMALL) as engine:
+        assert engine.inventory.tied
+        loss = float(engine.evaluate([text_batch()]).loss)
+    assert loss == pytest.approx(plain_loss(folder), abs=0.02)
+
+    fields = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    fields["text_config"]["tie_word_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(TensorNotFoundError, match=r"no tensor lm_head\.weight"):
+        prepare(folder, **SMALL)

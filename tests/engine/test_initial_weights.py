@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.engine import Engine
-from penstock.engine.initial_weights import clear_moments
+from penstock.engine.initial_weights import clear_moments, set_weights
 from penstock.roles import Role
 from tests.support import engines
 
@@ -62,3 +62,15 @@ def test_random_weights_differ_between_layers_and_are_the_same_in_every_plan(
         assert torch.equal(layer, other)
     for i, layer in enumerate(drawn[0]):
         assert not any(torch.equal(layer, other) for other in drawn[0][:i])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_bf16_weights_become_the_master_weights_of_any_run(dtype: str, tmp_path: Path) -> None:
+    config = engines.tiny_config("llama")
+    model, work = engines.inventory(config), engines.workload(dtype=dtype)
+    plan = engines.make_plan_of(model, work, "dddd", disk=tmp_path, piece=8192)
+    source = engines.plain_model(config).bfloat16().state_dict()
+    with engines.make_engine(config, plan, model, None) as engine:
+        set_weights(engine.access, model, source)
+        for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):
+            assert torch.equal(engine.state[name]["master"], source[name].float())

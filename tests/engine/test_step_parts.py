@@ -1,5 +1,6 @@
 """The parts of a step run the engine's code, with real tensors on a CPU."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,3 +127,16 @@ def test_arguments_of_layers_exist_for_one_round_at_a_time(monkeypatch: Any) -> 
         engine.forward_backward(batches(1, work, config.vocab_size)[0])
 
     assert alive == [0, 1, 0, 1, 0, 1]
+
+
+def test_a_model_drops_out_only_if_its_config_says_so() -> None:
+    assert not split("llama").drops_out
+    assert split("llama", attention_dropout=0.1).drops_out
+    assert split("gpt2", resid_pdrop=0.1).drops_out
+
+
+def test_the_hidden_states_of_a_layer_are_the_first_of_what_it_returns() -> None:
+    hidden = torch.ones(1, 2, 3)
+    for returned in (hidden, (hidden, "attention weights"), [hidden, None]):
+        model: Any = SimpleNamespace(layers=[lambda h, returned=returned: returned])
+        assert SplitModel.plain_layer(model, 0, hidden, ((), {})) is hidden

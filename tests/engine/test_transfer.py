@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,23 @@ def test_waiting_names_a_sweep_that_does_not_end(
             go_on.set()
             step.join()
         assert engine.waiting() == ""
+
+
+def test_ending_the_sweeps_waits_for_each_of_them_in_order() -> None:
+    settled: list[int] = []
+
+    class Ticket:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def settle(self) -> None:
+            settled.append(self.number)
+
+    mover = object.__new__(transfer.Mover)
+    mover._sweep_lock = threading.Lock()
+    mover._sweeps = deque(Ticket(number) for number in range(3))  # type: ignore[misc]
+
+    mover.end_sweeps()
+
+    assert settled == [0, 1, 2]
+    assert not mover._sweeps

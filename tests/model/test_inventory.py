@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +14,8 @@ from penstock.model.inventory import Block, Inventory, TensorSpec
 from penstock.records import from_json, to_json
 from penstock.roles import SCALE_BLOCK, TENSOR_ALIGNMENT, TRAINED, Formats, Role
 from tests.support.models import model
+
+KINDS: tuple[Any, ...] = ("embedding", "layer", "head")
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
@@ -58,6 +63,20 @@ def test_fingerprints_of_different_models_differ() -> None:
     prints = {model(name).fingerprint for name in ("llama-3.1-8b", "8b-tied", "qwen2.5-7b")}
 
     assert len(prints) == 3
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "other"}, {"shape": (2, 4)}, {"trainable": False}], ids=str
+)
+def test_the_fingerprint_depends_on_every_tensor(change: dict[str, Any]) -> None:
+    def inventory(tensor: TensorSpec) -> Inventory:
+        blocks = [Block(name=str(i), kind=k) for i, k in enumerate(KINDS)]
+        blocks[1] = replace(blocks[1], tensors=(TensorSpec(name="first", shape=(3,)), tensor))
+        return Inventory(model="m", hidden=8, vocabulary=8, blocks=tuple(blocks))
+
+    tensor = TensorSpec(name="second", shape=(4, 2))
+    changed = replace(tensor, **change)
+    assert inventory(tensor).fingerprint != inventory(changed).fingerprint
 
 
 @pytest.mark.parametrize(

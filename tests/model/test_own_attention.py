@@ -16,7 +16,8 @@ from penstock.generate.requests import UnfitModelError
 from penstock.generate.streamed_forward import stream_model
 from penstock.model.document_attention import find_documents
 from penstock.model.inventory import Inventory
-from penstock.model.meta_model import build_model, strip_model
+from penstock.model.live_model import LiveModel
+from penstock.model.meta_model import build_model
 from penstock.model.self_check import check_model
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.model.survey import survey_model
@@ -184,7 +185,9 @@ def test_a_live_model_with_another_attention_is_refused() -> None:
     model = transformers.FalconForCausalLM._from_config(config, attn_implementation="eager")
 
     with pytest.raises(UnsupportedModelError, match="attn_implementation='sdpa'"):
-        strip_model(model, torch.device("cpu"), torch.float32, own_attention=True)
+        LiveModel(model).copy_without_weights(
+            torch.device("cpu"), torch.float32, own_attention=True
+        )
 
 
 @pytest.mark.parametrize(("family", "attention"), [("falcon", "sdpa"), ("bloom", "eager")])

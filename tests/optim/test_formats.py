@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.errors import SweepInputError
 from penstock.optim import formats
 from penstock.optim.formats import BLOCK, StateFormat
+from penstock.optim.reference import WEIGHT_LIMIT
 from penstock.optim.rules import draw_key
 
 FINITE = 0x7F800000
@@ -211,3 +212,10 @@ def test_the_largest_moments_stay_finite_in_8_bits() -> None:
         stored = decode(*encode(largest, always_up))
         assert bool(stored.isfinite().all())
         assert bool((stored > 0.9 * largest).all())
+
+
+@pytest.mark.parametrize("dtype", list(WEIGHT_LIMIT), ids=str)
+def test_the_limit_of_a_master_is_the_largest_with_a_finite_weight(dtype: torch.dtype) -> None:
+    masters = floats(torch.tensor([WEIGHT_LIMIT[dtype], WEIGHT_LIMIT[dtype] + 1]))
+
+    assert masters.to(dtype).isfinite().tolist() == [True, False]

@@ -22,7 +22,7 @@ from penstock.planner.evaluator import PlanEvaluator
 from penstock.roles import TRAINED
 from penstock.tiers import Tier
 from tests.equivalence.runs import DISK, RESIDENT, WAYS, Setup, Way
-from tests.support.schedule_checker import all_on, evaluator_for
+from tests.support.schedule_checker import WHOLE, all_on, evaluator_for
 
 
 @pytest.fixture(autouse=True)
@@ -163,8 +163,9 @@ def disk_writes(evaluator: PlanEvaluator, rounds: int = 1) -> int:
     )
 
 
-def test_a_step_writes_everything_on_nvme_once() -> None:
-    evaluator = evaluator_for(layers=3, tied=False)
+@pytest.mark.parametrize("piece", [WHOLE, 1 << 16])
+def test_a_step_writes_everything_on_nvme_once(piece: int) -> None:
+    evaluator = evaluator_for(layers=3, tied=False, piece=piece)
 
     stored = evaluator.stored_nbytes(all_on(evaluator, Location.NVME))
     assert disk_writes(evaluator) == stored[Tier.NVME]

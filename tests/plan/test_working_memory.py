@@ -185,3 +185,17 @@ def test_a_plan_has_one_pipe_per_lane_to_nvme(
     assert pipe_lanes(evaluator.workload, placement) == lanes
     one = pipe_nbytes(evaluator.inventory, evaluator.workload, placement)
     assert pools.get("NVMe pipes", 0) == len(lanes) * one
+
+
+@pytest.mark.parametrize(("kernel", "logit"), [("torch", 12), ("fused", 2)])
+def test_the_estimate_of_the_head_is_for_the_logits_of_one_chunk(kernel: str, logit: int) -> None:
+    whole = work(MODEL, 4096, 1, micro_batch=1)
+    numerics = replace(whole.numerics, loss_kernel=kernel)  # type: ignore[arg-type]
+
+    def head(chunk: int) -> int:
+        workload = replace(whole, numerics=replace(numerics, loss_chunk=chunk))
+        return estimate_working_memory(MODEL, workload).parts[-1].forward
+
+    assert head(128) == 128 * (MODEL.vocabulary * logit + 4 * MODEL.hidden)
+    assert head(256) == 2 * head(128)
+    assert head(1 << 20) == head(4096)

@@ -32,6 +32,12 @@ def test_an_invalid_workload_names_the_field(change: dict[str, float], message: 
         Workload(**{"context": 4096, "batch": 4, "numerics": numerics, **change})  # type: ignore[arg-type]
 
 
+def test_a_step_has_all_tokens_of_its_batch_and_as_many_micro_batches_as_needed() -> None:
+    workload = work(model("qwen2.5-3b"), 128, 7, micro_batch=2)
+
+    assert (workload.tokens, workload.micro_batches) == (7 * 128, 4)
+
+
 def test_a_context_longer_than_the_model_supports_is_rejected() -> None:
     inventory = model("qwen2.5-3b")
     with pytest.raises(WorkloadError, match=r"^context: is 200000, .* cover 131072"):

@@ -80,6 +80,14 @@ def test_quick_staging_covers_pieces_of_two_blocks_at_their_border(piece: int) -
     assert quick == pools["NVMe staging"]
 
 
+def test_a_plan_without_nvme_needs_no_staging() -> None:
+    evaluator = make_evaluator()
+    everything = BlockLocations(*[Location.DRAM] * 4)
+    candidate = Candidate((everything,) * len(evaluator.inventory.blocks))
+
+    assert evaluator._sizer._staging_nbytes(candidate, evaluator.placement(candidate)) == 0
+
+
 @pytest.mark.parametrize("location", HOST)
 def test_the_lower_bound_is_close_if_one_resource_limits_each_half_of_the_step(
     location: Location,

@@ -75,7 +75,14 @@ def test_the_place_of_a_byte_does_not_depend_on_the_transfer() -> None:
 
 @pytest.mark.parametrize(
     ("weights", "counts"),
-    [([1], [1]), ([3, 3], [1, 1]), ([2, 1], [2, 1]), ([7, 5], [7, 5]), ([1, 1, 2], [1, 1, 2])],
+    [
+        ([1], [1]),
+        ([3, 3], [1, 1]),
+        ([2, 1], [2, 1]),
+        ([7, 5], [7, 5]),
+        ([1, 1, 2], [1, 1, 2]),
+        ([MAX_ROUND - 1, 1], [MAX_ROUND - 1, 1]),
+    ],
 )
 def test_turns_are_in_proportion_to_the_weights(weights: list[float], counts: list[int]) -> None:
     pattern = make_pattern(weights)

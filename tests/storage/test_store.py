@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock import _native
+from penstock.storage import store as store_module
 from penstock.storage.errors import PathError, StorageWarning
 from penstock.storage.store import Store, StoreOptions
+from penstock.storage.store_files import _finishes_within
 from penstock.units import KiB, MiB
 from tests.support.disks import Buffers, direct_directory, memory_directory
 
@@ -101,3 +105,34 @@ def test_a_short_write_of_the_header_names_the_file(
 
     assert str(caught.value.filename).startswith(str(tmp_path))
     assert os.listdir(tmp_path) == []
+
+
+def test_work_at_the_end_is_done_even_if_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    done: list[int] = []
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    assert _finishes_within(10, lambda: done.append(1)) is True
+    assert done == [1]
+
+
+def test_a_store_whose_device_does_not_answer_stays_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.create([direct_directory(tmp_path)], 8 * MiB)
+    file = Path(store.volumes[0].data_path)
+    close = store_module._close_engine
+
+    def hang(*args: Any) -> list[str]:
+        close(*args)  # ends the threads of this test's store
+        return ["a write of 1 MiB"]
+
+    monkeypatch.setattr(store_module, "_close_engine", hang)
+
+    assert store.close() == ["a write of 1 MiB"]
+    assert file.exists()
+    assert store.close() == []

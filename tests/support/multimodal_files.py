@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-# The fields of config.json of gemma-3-4b-it and Mistral-Small-3.1-24B, with small sizes.
+# The fields of config.json of gemma-3-4b-it, Mistral-Small-3.1-24B and Qwen3.5, with small sizes.
 CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "architectures": ["Gemma3ForConditionalGeneration"],
@@ -51,7 +51,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_feature_layer": -1,
     },
+    "qwen3_5": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62,
+        "vision_end_token_id": 63, "model_type": "qwen3_5", "tie_word_embeddings": False,
+        "text_config": {
+            "attention_bias": False, "attn_output_gate": True, "dtype": "bfloat16",
+            "full_attention_interval": 4, "head_dim": 8, "hidden_act": "silu", "hidden_size": 32,
+            "intermediate_size": 64, "layer_types": ["linear_attention", "full_attention"],
+            "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_value_head_dim": 8, "mtp_num_hidden_layers": 1,
+            "max_position_embeddings": 128, "model_type": "qwen3_5_text", "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "mrope_interleaved": True, "mrope_section": [1, 0, 0], "rope_type": "default",
+                "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+            },
+            "vocab_size": 64,
+        },
+        "transformers_version": "4.57.0.dev0",
+        "vision_config": {
+            "depth": 1, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 16, "in_channels": 3,
+            "intermediate_size": 32, "model_type": "qwen3_5", "num_heads": 2,
+            "num_position_embeddings": 16, "out_hidden_size": 32, "patch_size": 4,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "deepstack_visual_indexes": [],
+        },
+    },
 }  # fmt: skip
+
+# Layers for multi-token prediction, which the published files have and transformers does not.
+MORE_TENSORS: dict[str, dict[str, tuple[int, ...]]] = {
+    "qwen3_5": {"mtp.fc.weight": (32, 64), "mtp.layers.0.mlp.up_proj.weight": (64, 32)},
+}
 
 
 def save_multimodal(
@@ -80,11 +111,16 @@ def save_multimodal(
         # Other values for each tensor, norms and head included.
         drawn = tensor + 0.02 * torch.randn(tensor.shape, dtype=torch.float32)
         tensors[_published(name, family) if published else name] = drawn.to(torch.bfloat16)
+    if published:
+        for name, shape in MORE_TENSORS.get(family, {}).items():
+            tensors[name] = torch.randn(shape).to(torch.bfloat16)
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
 def _published(name: str, family: str) -> str:
+    if family == "qwen3_5":
+        return name
     tower = "vision_tower.vision_model." if family == "gemma3" else "vision_tower."
     for today, before in (
         ("model.language_model.", "language_model.model."),
@@ -101,7 +137,8 @@ def check_kept(source: Path, out: Path) -> None:
     """Check that the files have the same names, and only the text stack was trained."""
     old, new = (load_file(folder / "model.safetensors") for folder in (source, out))
     assert set(old) == set(new)
-    rest = [name for name in old if "vision_tower" in name or "projector" in name]
+    parts = ("vision_tower.", "multi_modal_projector.", "model.visual.", "mtp.")
+    rest = [name for name in old if any(part in name for part in parts)]
     assert rest
     for name in rest:
         assert old[name].dtype == new[name].dtype

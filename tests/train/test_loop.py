@@ -1,10 +1,13 @@
-"""What the training loop tells the user about memory."""
+"""What the training loop tells the user about memory, and when it evaluates."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from penstock.settings import Settings
 from penstock.train.loop import TrainingLoop
 from penstock.units import GiB
 
@@ -22,3 +25,21 @@ def test_memory_above_the_plan_is_reported_once() -> None:
     assert hbm.startswith("hbm: 3.00 GiB in use, 2.00 GiB more than the planned 1.00 GiB")
     assert host.startswith("host: 2.00 GiB in use, 1.00 GiB more than the planned 1.00 GiB")
     assert "penstock probe" in host
+
+
+@pytest.mark.parametrize(("every", "expected"), [(2, [2, 4]), (3, [3]), (None, [])])
+def test_a_run_evaluates_every_so_many_steps_before_its_end(
+    every: int | None, expected: list[int]
+) -> None:
+    """At the end, the loop evaluates anyway."""
+    evaluated: list[int] = []
+    for step in range(1, 7):
+        loop: Any = SimpleNamespace(
+            _run=SimpleNamespace(settings=Settings.of({"eval_every": every})),
+            _batches=SimpleNamespace(step=step),
+            _at_end=step == 6,
+            _evaluate_and_sample=lambda step=step: evaluated.append(step),
+        )
+        TrainingLoop._evaluate_if_due(loop)
+
+    assert evaluated == expected

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from penstock.checkpoint.manifest import Checkpoint
 from penstock.checkpoint.training_state import TrainingState
+from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.workload import Numerics
 from penstock.records import to_json
 from penstock.settings import Settings
+from penstock.train import plan_choice, session
 from penstock.train.resume import ResumePoint, resumed_numerics
 
 SAVED = Numerics(
@@ -43,3 +47,74 @@ def test_a_resume_keeps_the_numerics_of_the_checkpoint(
 
     assert resumed_numerics(FRESH, resume_point(), settings) == expected
     assert resumed_numerics(FRESH, None, settings) == FRESH
+
+
+def test_an_engine_whose_checkpoint_cannot_be_read_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = []
+
+    def read(*_: object, **__: object) -> None:
+        raise OSError("cannot be read")
+
+    engine = SimpleNamespace(read=read, close=lambda: closed.append(True))
+    monkeypatch.setattr("penstock.engine.prepare.prepare", lambda *_, **__: engine)
+    any_of: Any = SimpleNamespace(source="model", show_work=lambda *_: None)
+
+    with pytest.raises(OSError, match="cannot be read"):
+        session._prepare_engine(Settings(), any_of, any_of, resume_point(), any_of, [])
+    assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (None, []),
+        ({}, []),
+        ({"steps": 10}, []),
+        ({"steps": 12}, ["the number of steps was 12 and is 10"]),
+    ],
+)
+def test_another_number_of_steps_is_reported(schedule: Any, expected: list[str]) -> None:
+    settings = Settings.of({"batch": 8})
+    saved = {name: to_json(value) for name, value in settings.flat().items()}
+    state = TrainingState(
+        numerics={"workload": to_json(SAVED), "settings": saved}, schedule=schedule
+    )
+    point = ResumePoint(Checkpoint(path=Path("out/step-4"), step=4, files={}), state)
+
+    assert point.differences(settings, steps=10) == expected
+    clip = point.differences(Settings.of({"batch": 8, "clip": 0.5}), steps=10)
+    assert clip == [*expected, f"clip was {saved['clip']} and is 0.5"]
+
+
+def test_stores_of_killed_runs_are_removed_before_a_plan_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take the space that the plan needs. A store that is in use stays."""
+    paths = (PathBudget(path=str(tmp_path), nbytes=1), PathBudget(path="/nowhere", nbytes=1))
+    budget = Budget(hbm=1, dram=1, nvme=paths)
+    searched: list[Path] = []
+    removed: list[str] = []
+
+    def find(directories: list[Path]) -> list[SimpleNamespace]:
+        searched.extend(directories)
+        return [SimpleNamespace(state=state) for state in ("in use", "left")]
+
+    def make_plan(*_: object, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(budget=budget, workload=SimpleNamespace(numerics=FRESH))
+
+    def numerics(*_: object) -> None:
+        raise RuntimeError("the plan is made after this")
+
+    monkeypatch.setattr(plan_choice, "find_stores", find)
+    monkeypatch.setattr(plan_choice, "remove_store", lambda store: removed.append(store.state))
+    monkeypatch.setattr(plan_choice, "this_machine", lambda **_: None)
+    monkeypatch.setattr(plan_choice, "plan_request", make_plan)
+    monkeypatch.setattr(plan_choice, "resumed_numerics", numerics)
+    model: Any = SimpleNamespace(inventory=None, config=None)
+
+    with pytest.raises(RuntimeError, match="after this"):
+        plan_choice.choose_plan(Settings(), model, steps=1, resume=None)
+    assert searched == [tmp_path]
+    assert removed == ["left"]

@@ -63,7 +63,8 @@ def test_a_step_that_overflows_changes_nothing_and_is_reported(
     scale = LossScale(value=2.0**60, fixed=False)
     monkeypatch.setattr(LossScale, "of", lambda dtype: scale)
 
-    ended = runs.run(tmp_path / "out", *RESIDENT, "--dtype", "fp16", "--steps", "2")
+    fp16 = ("--dtype", "fp16", "--no-self-check")  # which would use the same scale
+    ended = runs.run(tmp_path / "out", *RESIDENT, *fp16, "--steps", "2")
 
     assert ended.code == 1
     assert "no step changed a weight: 2 of 2 were skipped" in ended.errors
@@ -117,7 +118,8 @@ def test_a_run_that_always_overflows_ends_with_an_error(
         GradientSums, "gather_stats", lambda self: replace(gather(self), first_bad=(0, 0))
     )
 
-    ended = runs.run(tmp_path / "out", *RESIDENT, "--dtype", "fp16", "--steps", "40")
+    fp16 = ("--dtype", "fp16", "--no-self-check")  # which would overflow as well
+    ended = runs.run(tmp_path / "out", *RESIDENT, *fp16, "--steps", "40")
 
     assert ended.code == 1
     assert "the last 10 steps overflowed fp16 at the lowest loss scale of 1" in ended.errors
@@ -150,3 +152,18 @@ def test_only_one_run_at_a_time_uses_a_directory(tmp_path: Path) -> None:
     OutputDirectory(tmp_path / "out", resume=True).close()
 
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_a_self_check_says_so_also_after_a_resume(runs: Runs, tmp_path: Path) -> None:
+    def notes(ended: RunResult) -> list[str]:
+        assert ended.code == 0, ended.errors
+        return [line for line in ended.errors.splitlines() if "not self-checked" in line]
+
+    out, steps = tmp_path / "out", ("--save-every", "1", *RESIDENT)
+    assert len(notes(runs.run(out, "--no-self-check", "--steps", "1", *steps))) == 1
+    assert read_yaml(out / "run.yaml")["self_check"] is False
+
+    assert len(notes(runs.run(out, "--resume", "--steps", "2", *steps))) == 1
+    # A self-check now says nothing about the steps that were made before.
+    assert len(notes(runs.run(out, "--resume", "--self-check", "--steps", "3", *steps))) == 1
+    assert not notes(runs.run(tmp_path / "checked", "--steps", "1", *steps))

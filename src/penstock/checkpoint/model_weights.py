@@ -20,7 +20,7 @@ from penstock.checkpoint.errors import CorruptIndexError, TensorMismatchError, T
 from penstock.checkpoint.reader import ShardReader, Spec
 from penstock.checkpoint.safetensors_header import dtype_name
 from penstock.errors import RecordError, UnsupportedModelError
-from penstock.model.checkpoint_names import map_names
+from penstock.model.checkpoint_names import NameMap, map_names
 from penstock.model.inventory import Inventory, TensorSpec
 from penstock.model.quantization import ScaleBlocks, find_quantization
 from penstock.records import parse
@@ -58,7 +58,7 @@ class ModelWeights:
             self._names, self.kept = mapped.names, mapped.kept
             self.unexpected = mapped.unexpected
             """Tensors of the files that the model does not have, and that are not saved with it."""
-            self._check_missing(inventory)
+            self._check_missing(inventory, mapped)
             for block in inventory.blocks:
                 for tensor in block.tensors:
                     self._check(self._names[tensor.name], tensor.shape)
@@ -137,10 +137,16 @@ class ModelWeights:
     def _is_quantized(self, name: str) -> bool:
         return self.shards.spec(name).dtype == torch.float8_e4m3fn
 
-    def _check_missing(self, inventory: Inventory) -> None:
+    def _check_missing(self, inventory: Inventory, mapped: NameMap) -> None:
         """Raise an error for tensors that only the model has."""
         owned = (tensor.name for block in inventory.blocks for tensor in block.tensors)
         missing = [name for name in owned if name not in self._names]
+        if missing == [mapped.tied_outside]:
+            raise UnsupportedModelError(
+                f"{self.shards.path} has no tensor {missing[0]}: config.json ties it to the "
+                f"embedding (tie_word_embeddings), but its text_config does not. Tie both with "
+                f"--model-config tie_word_embeddings=true"
+            )
         if missing:
             raise TensorNotFoundError(
                 self.shards.path, missing[0], others=missing[1:], total=len(self.shards.names),

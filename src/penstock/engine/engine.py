@@ -33,7 +33,12 @@ from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale
 from penstock.engine.optimizer import Grouping, StreamedAdamW
 from penstock.engine.pending_update import PendingUpdate, draw_keys
 from penstock.engine.restore import give_back, load_into, move_back, restore_live
-from penstock.engine.result_record import find_differences, result_record, warn_of_differences
+from penstock.engine.result_record import (
+    find_differences,
+    result_record,
+    warn_of_differences,
+    was_self_checked,
+)
 from penstock.engine.runner import Progress, Runner
 from penstock.engine.state_io import EngineFiles
 from penstock.engine.state_view import StateView
@@ -90,6 +95,8 @@ class EngineSettings:
     With fp16, an overflow of the gradient always skips the step and halves the loss scale. The
     optimizers in `penstock.optim` take `refuse` and `trust` instead: `refuse` raises like `raise`,
     `trust` does not check, and none of them skips a step."""
+    self_checked: bool = False
+    """Whether the model has passed the self-check (`penstock.engine.self_check`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +269,8 @@ class Engine:
         """The caller's own model, if `prepare` got one: `close` gives it the trained weights."""
         self.model_files: ModelFiles | None = None
         """Config and tokenizer, which `write` saves next to the weights; None if not known."""
+        self.self_checked = settings.self_checked
+        """Whether the model has passed the self-check, in this run and in all that it continues."""
         self.steps = 0
         """Number of optimizer steps made."""
         self.batches = 0
@@ -534,8 +543,12 @@ class Engine:
                 TrainingState(
                     engine=self.state_record(),
                     software=Software.here(gpu=self.on_gpu),
-                    numerics=result_record(self.workload, on_gpu=self.on_gpu),
+                    numerics=self.result_record(),
                 ).save(folder)
+
+    def result_record(self) -> dict[str, Any]:
+        """Return how the result was computed, as plain JSON for a checkpoint."""
+        return result_record(self.workload, on_gpu=self.on_gpu, self_checked=self.self_checked)
 
     def state_record(self) -> Json:
         """Return what the engine must save in addition to its tensors, as plain JSON."""
@@ -559,6 +572,7 @@ class Engine:
         if found := find_differences(Path(folder), self.workload, on_gpu=self.on_gpu):
             on_difference(found)
         self._pending = self._stats = None
+        self.self_checked = self.self_checked and was_self_checked(Path(folder))
         self.files.read(Path(folder))
         state.restore(self)
 

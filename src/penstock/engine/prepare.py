@@ -83,6 +83,8 @@ class PrepareSettings(TypedDict, total=False):
     """AdamW betas."""
     weight_decay: float
     """AdamW weight decay."""
+    self_check: bool
+    """Whether to compare the training of a tiny copy of the model with plain transformers first."""
 
 
 ARGUMENTS = tuple(PrepareSettings.__annotations__)
@@ -138,7 +140,8 @@ def prepare(
         settings: Settings to start from. By default, every setting has its default.
         **arguments: Settings by name, as `PrepareSettings` describes them: context, batch,
             micro_batch, dtype, moments, clip, steps, freeze, blocks, deterministic, seed, init,
-            model_config, revision, trust_remote_code, lr, betas and weight_decay.
+            model_config, revision, trust_remote_code, lr, betas, weight_decay and
+            self_check.
 
     Returns:
         The engine. Use it as a context manager, or call `close`.
@@ -406,6 +409,7 @@ def _build_engine(
     )
     from penstock.engine.engine import Engine
     from penstock.engine.restore import TRAINING
+    from penstock.engine.self_check import self_check
     from penstock.model.meta_model import build_model, weight_dtype
     from penstock.model.split import SplitModel
 
@@ -428,6 +432,9 @@ def _build_engine(
             bare = model.copy_without_weights(
                 device.torch_device, dtype, own_attention=inventory.own_attention
             )
+        if settings.model.self_check:
+            # Before the layers are taken out of the model, and before anything large is allocated.
+            self_check(bare, inventory, plan, device, progress=options.progress)
         split_model = SplitModel(
             bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
             deterministic=numerics.deterministic,
@@ -498,6 +505,7 @@ def _engine_settings(settings: Settings, options: _EngineOptions) -> EngineSetti
         store=options.store or StoreSettings(),
         sweep_threads=options.sweep_threads,
         nonfinite=settings.schedule.on_nonfinite,
+        self_checked=settings.model.self_check,
     )
 
 

@@ -25,7 +25,7 @@ class NotBitIdenticalWarning(UserWarning):
     """A resumed run will not have the bits of an uninterrupted one. The message says why."""
 
 
-def result_record(workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
+def result_record(workload: Workload, *, on_gpu: bool, self_checked: bool) -> dict[str, Any]:
     """Return what can change the result of an engine, as plain JSON for a checkpoint."""
     return {
         "workload": to_json(workload.numerics),
@@ -33,6 +33,7 @@ def result_record(workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
         # The number of CPU threads decides how sums on the CPU are split.
         "threads": None if on_gpu else torch.get_num_threads(),
         "tf32": uses_tf32() if on_gpu and workload.dtype == "fp32" else None,
+        "self_checked": self_checked,
     }
 
 
@@ -42,6 +43,18 @@ def uses_tf32() -> bool:
     # Versions of torch with the newer name refuse to read the older one after it was set.
     precision = getattr(products, "fp32_precision", None)
     return bool(products.allow_tf32 if precision is None else precision == "tf32")
+
+
+def was_self_checked(folder: Path) -> bool:
+    """Return whether the run that wrote a checkpoint had passed the self-check.
+
+    Earlier versions had no self-check of the engine, and did not record one: a resumed run says
+    only whether it was switched off.
+    """
+    if not (folder / STATE).exists():
+        return True
+    saved: Any = TrainingState.load(folder).numerics
+    return not (isinstance(saved, Mapping) and saved.get("self_checked") is False)
 
 
 def find_differences(folder: Path, workload: Workload, *, on_gpu: bool) -> list[str]:
@@ -62,7 +75,9 @@ def find_differences(folder: Path, workload: Workload, *, on_gpu: bool) -> list[
 
 
 def _changed(saved: Mapping[str, Any], workload: Workload, on_gpu: bool, where: str) -> list[str]:
-    now, before, after = result_record(workload, on_gpu=on_gpu), {}, {}
+    now = result_record(workload, on_gpu=on_gpu, self_checked=True)  # which changes no result
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
     settings = saved.get("settings")
     if isinstance(settings, Mapping) and "clip" in settings:
         before["clip"], after["clip"] = settings["clip"], now["settings"]["clip"]

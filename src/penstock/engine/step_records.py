@@ -7,6 +7,7 @@ read these records.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,6 +86,17 @@ def add_observer(observer: StepObserver) -> None:
 
 def remove_observer(observer: StepObserver) -> None:
     _observers.remove(observer)
+
+
+@contextlib.contextmanager
+def observers_paused() -> Iterator[None]:
+    """Notify no observer of the steps inside the block, which are no part of the user's run."""
+    paused = list(_observers)
+    _observers.clear()
+    try:
+        yield
+    finally:
+        _observers[:0] = paused
 
 
 def notify_started(step: StepState) -> None:

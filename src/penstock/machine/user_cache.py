@@ -34,14 +34,15 @@ def cache_directory() -> Path:
 
 @functools.cache
 def code_fingerprint() -> str:
-    """Return a hash of Penstock's Python code, for keys of entries that this code computes.
+    """Return a hash of Penstock's code, for keys of entries that this code computes.
 
     The version number alone is not enough: in a development checkout the code changes, and the
     version does not. It takes about ten milliseconds.
     """
     digest = hashlib.sha256()
     package = Path(__file__).parents[1]
-    for path in sorted(package.rglob("*.py")):
+    native = package.glob("_native*.so")
+    for path in sorted([*package.rglob("*.py"), *native]):
         digest.update(f"{path.relative_to(package)}\n".encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:32]

@@ -91,7 +91,8 @@ def attention_function(
     ) -> tuple[torch.Tensor, None]:
         assert attention_mask is None, "transformers made a mask for attention that needs none"
         assert s_aux is None or supports_sinks, "attention sinks are not supported"
-        if is_causal is False:
+        # Without the argument, the module decides, as in the functions of transformers.
+        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
             raise UnsupportedModelError(
                 f"{type(module).__name__} asks for attention to later tokens, which Penstock's "
                 f"attention hides"

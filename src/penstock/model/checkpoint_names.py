@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import UnsupportedModelError
 from penstock.model.config import text_config
 from penstock.model.inventory import Inventory
+from penstock.model.text_stack import multimodal_class, text_module_paths
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +36,8 @@ class NameMap:
     """Tensors that the model does not have, so that neither training nor saving includes them."""
     tied: dict[str, str] = field(default_factory=dict)
     """Further copies of a tied tensor, and the tensor of the model that each is a copy of."""
+    tied_outside: str | None = None
+    """A tensor that a multimodal model ties, and the causal language model in it does not."""
 
 
 def map_names(found: Iterable[str], inventory: Inventory, folder: Path) -> NameMap:
@@ -50,8 +53,14 @@ def map_names(found: Iterable[str], inventory: Inventory, folder: Path) -> NameM
     mapper, stack = _Mapper(body), _TextStack(body, inventory)
     names, unexpected, kept, tied = {}, [], [], {}
     for name in found:
-        renamed = mapper.rename(name)
+        renamed, converted = mapper.rename(name)
         own = stack.text_name(renamed)
+        if converted and own is not None:
+            raise UnsupportedModelError(
+                f"transformers converts the tensor {name[:120]} to {renamed[:120]} when it loads "
+                f"it, which is more than a new name. Load the model with transformers, save it "
+                f"with save_pretrained(save_original_format=False), and train that directory"
+            )
         if own in wanted:
             _check_unique(names.setdefault(own, name), name, own)
         elif own is None:
@@ -64,7 +73,9 @@ def map_names(found: Iterable[str], inventory: Inventory, folder: Path) -> NameM
         if owner not in names:  # the files have only the other name of a tied tensor
             names[owner] = name
             del tied[name]
-    return NameMap(names, tuple(kept), tuple(unexpected), tied)
+    outside = (stack.text_name(name) for name in mapper.tied_names)
+    return NameMap(names, tuple(kept), tuple(unexpected), tied,
+                   next((own for own in outside if own in wanted), None))  # fmt: skip
 
 
 def _check_unique(first: str, name: str, own: str) -> None:
@@ -109,20 +120,19 @@ class _Mapper:
         }
         self._computed = {name for name, _ in body.named_buffers()} - self._state.keys()
 
-    def rename(self, name: str) -> str:
-        """Return a tensor's name in the model."""
+    def rename(self, name: str) -> tuple[str, bool]:
+        """Return a tensor's name in the model, and whether more than its name changes."""
         from transformers.core_model_loading import rename_source_key
 
         renamed, converter = rename_source_key(
             name, self._renamings, self._converters, self._prefix, self._state
         )
-        if converter is not None:
-            raise UnsupportedModelError(
-                f"transformers converts the tensor {name[:120]} to {renamed[:120]} when it loads "
-                f"it, which is more than a new name. Load the model with transformers, save it "
-                f"with save_pretrained(save_original_format=False), and train that directory"
-            )
-        return str(renamed)
+        return str(renamed), converter is not None
+
+    @property
+    def tied_names(self) -> Iterator[str]:
+        """The other names of tied tensors."""
+        return (name for name, owner in self._owner.items() if name != owner)
 
     def owner(self, name: str) -> str:
         """Return the first name of a tensor that may be tied."""
@@ -138,15 +148,16 @@ class _TextStack:
 
     def __init__(self, body: Any, inventory: Inventory) -> None:
         self._own = inventory.layers[0].name.split(".")[0]
-        self._inside = self._own
+        self._inside, self._head = self._own, ""
         if text_config(body.config) is not body.config:
-            decoder = body.get_decoder()
-            self._inside = next(path for path, module in body.named_modules() if module is decoder)
+            self._inside, self._head = text_module_paths(body)
 
     def text_name(self, name: str) -> str | None:
         """Return a tensor's name in the causal language model; None if it is outside of it."""
-        if self._inside == self._own or name.startswith("lm_head."):
+        if not self._head:
             return name
+        if name.startswith(f"{self._head}."):
+            return "lm_head" + name.removeprefix(self._head)
         if name.startswith(f"{self._inside}."):
             return self._own + name.removeprefix(self._inside)
         return None
@@ -163,10 +174,10 @@ def _build_as_saved(folder: Path) -> nn.Module | None:
         config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
+        factory: Any = transformers.AutoModelForCausalLM.from_config
+        if text_config(config) is not config:
+            factory = multimodal_class(config)._from_config
         with torch.device("meta"):
-            factory: Any = transformers.AutoModelForCausalLM
-            if text_config(config) is not config:
-                factory = transformers.AutoModelForImageTextToText
-            body: nn.Module = factory.from_config(config, trust_remote_code=False)
+            body: nn.Module = factory(config)
         return body
     return None

@@ -9,11 +9,6 @@ from typing import Any
 from penstock.errors import SurveyError, UnsupportedModelError
 from penstock.model.quantization import find_quantization
 
-TEXT_STACKS = ("gemma3", "mistral3")
-"""Multimodal models whose text stack can be trained.
-
-Without images, these compute what the causal language model of their text config computes."""
-
 
 def load_config(
     model: str | Path,
@@ -38,17 +33,30 @@ def load_config(
     whole = load_whole_config(model, trust_remote_code=trust_remote_code, revision=revision)
     find_quantization(whole, str(model))  # the outer config of a multimodal model names the method
     config = text_config(whole)
-    if trained and config is not whole and whole.model_type not in TEXT_STACKS:
-        raise UnsupportedModelError(
-            f"{model} is a multimodal model of type {whole.model_type!r}. Penstock trains the text "
-            f"stack of {' and '.join(TEXT_STACKS)}; for others, save the language model alone with "
-            f"transformers, and train that directory"
-        )
+    if trained:
+        _check_parts(whole, config, str(model))
+    if config is not whole and getattr(whole, "tie_word_embeddings", None) is False:
+        config.tie_word_embeddings = False  # the head is the outer model's, and so is the tie
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what is trained and saved is not quantized
     for name, value in (changes or {}).items():
         _set_field(config, name, value)
     return config
+
+
+def _check_parts(whole: Any, text: Any, name: str) -> None:
+    """Raise UnsupportedModelError for a multimodal model whose text stack cannot be trained."""
+    if text is not whole:
+        from penstock.model.text_stack import check_text_stack  # imports torch
+
+        check_text_stack(whole, text, name)
+    parts = [part for part in ("vision_config", "audio_config") if part in whole.sub_configs]
+    if text is whole and parts:
+        raise UnsupportedModelError(
+            f"{name} is a multimodal model of type {whole.model_type!r} whose config has "
+            f"{' and '.join(parts)} but no text_config, so Penstock cannot separate its language "
+            f"model; save that alone with transformers, and use its directory"
+        )
 
 
 def refuse_multimodal(model: str | Path, **options: Any) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,14 +21,20 @@ import torch
 from torch import nn
 
 from penstock.errors import UnsupportedModelError
+from penstock.machine.user_cache import cache_directory, load_entry, save_entry
 from penstock.model.attention import register
-from penstock.model.compile import layer_kinds
 from penstock.model.document_attention import attend
 from penstock.model.inventory import Inventory
 from penstock.model.layer_probe import Arguments
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.model.survey import ENCODER_DECODER, LAYERS_SHARE, MOE, survey_model
-from penstock.model.twin import LAYERS, VOCABULARY, build_twin, twin_config
+from penstock.model.twin import (
+    VOCABULARY,
+    build_twin,
+    is_known_code,
+    twin_config_of,
+    twin_key,
+)
 
 LENGTH = 12
 """Number of tokens in a row: more than a twin's sliding window."""
@@ -90,16 +95,12 @@ def _check(model: nn.Module, layers_path: str) -> Verdict:
                 f"{name} is {getattr(config, name)}, so the model skips layers at random, which "
                 f"Penstock does not; set it to 0 with --model-config {name}=0.0"
             )
-    found: Any = model.get_submodule(layers_path)
-    kinds = layer_kinds(list(found))
-    firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
-    count = min(len(kinds), max(LAYERS, *(index + 1 for index in firsts.values()), 0))
+    model_class: type = type(model)
     try:
-        twin = twin_config(config, count)
-        key = json.dumps(twin.to_dict(), sort_keys=True, default=str)
+        twin = twin_config_of(model, layers_path)
+        key = twin_key(model_class, twin, layers_path)
     except Exception as problem:  # a config's own checks may raise any exception
-        return Verdict(_no_twin(type(model), problem))
-    model_class: Any = type(model)
+        return Verdict(_no_twin(model_class, problem))
     return _check_twin(model_class, _Config(twin, key), layers_path)
 
 
@@ -118,8 +119,16 @@ class _Config:
 
 @functools.lru_cache(maxsize=256)
 def _check_twin(model_class: type, twin: _Config, path: str) -> Verdict:
+    """Return the verdict on a twin, from the user's cache if it was found before."""
+    file = cache_directory() / "verdicts" / f"{twin.key}.json"
+    known = load_entry(Verdict, file) if is_known_code(model_class) else None
+    if known is not None:
+        return known
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        return _Check(model_class, twin.config, path).verdict()
+        verdict = _Check(model_class, twin.config, path).verdict()
+    if is_known_code(model_class):
+        save_entry(verdict, file)
+    return verdict
 
 
 def _no_twin(model_class: type, problem: Exception) -> str:
@@ -235,7 +244,7 @@ class _Check:
 
 @dataclass(slots=True)
 class _Results:
-    """Logits `[tokens, vocabulary]`, and gradients of the layers' parameters by name."""
+    """Logits `[tokens, vocabulary]`, and gradients of all parameters by name."""
 
     logits: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -270,7 +279,8 @@ class _Blocks:
     ) -> None:
         surveyed = survey_model(model, config, name="twin", blocks=path)
         inventory = replace(surveyed, own_attention=own_attention)
-        self._owned = [[t.name for t in block.tensors] for block in inventory.blocks[1:]]
+        # A tied head uses tensors of the embedding, whose gradient has a part from each of them.
+        self._used = [[*(t.name for t in b.tensors), *b.borrows] for b in inventory.blocks]
         self._tensors = dict(model.named_parameters())
         self._split = SplitModel(model, inventory, mlp_tile=FIRST)
         self.layers = self._split.layers
@@ -278,13 +288,13 @@ class _Blocks:
     def run(self, ids: torch.Tensor, positions: torch.Tensor, bounds: Any = None) -> _Results:
         """Run forward without gradients, then differentiate each block from its saved input."""
         arguments = self._split.enter(input_ids=ids, position_ids=positions, use_cache=False)[1]
-        hidden, calls = self._split.embed(MicroBatch(ids, positions, ids, bounds, number=0))
+        embedded, calls = self._split.embed(MicroBatch(ids, positions, ids, bounds, number=0))
         if len(arguments) != len(self.layers):
             raise UnsupportedModelError(
                 f"the model calls {len(arguments)} of its {len(self.layers)} layers in a step"
             )
         gradients: dict[str, torch.Tensor] = {}
-        inputs = [hidden.detach()]
+        inputs = [embedded.detach()]
         for index, called in enumerate(arguments):
             with torch.no_grad():
                 # A layer with its own attention code gets new arguments in every call.
@@ -294,25 +304,29 @@ class _Blocks:
         last = inputs.pop().requires_grad_()
         logits = self._split.logits(last[0])
         upstream = self._differentiate(-1, _loss(logits), last, None, gradients)
+        assert upstream is not None
         for index in reversed(range(len(arguments))):
             source = inputs[index].requires_grad_()
             out = self._split.layer(index, source, calls)
-            upstream = self._differentiate(index, out, source, upstream, gradients)
+            upstream = self._differentiate(1 + index, out, source, upstream, gradients)
+        self._differentiate(0, embedded, None, upstream, gradients)
         return _Results(logits.detach(), gradients)
 
     def _differentiate(
         self,
         block: int,
         out: torch.Tensor,
-        source: torch.Tensor,
+        source: torch.Tensor | None,
         upstream: torch.Tensor | None,
         into: dict[str, torch.Tensor],
-    ) -> torch.Tensor:
-        named = {name: self._tensors[name] for name in self._owned[block]}
-        grads = torch.autograd.grad(out, [source, *named.values()], upstream, allow_unused=True)
-        into.update(_with_zeros(named, grads[1:]))
-        assert grads[0] is not None
-        return grads[0]
+    ) -> torch.Tensor | None:
+        """Add the gradients of a block's parameters to `into`; return that of its input."""
+        named = {name: self._tensors[name] for name in self._used[block]}
+        sources = [*named.values(), *([] if source is None else [source])]
+        grads = torch.autograd.grad(out, sources, upstream, allow_unused=True)
+        for name, gradient in _with_zeros(named, grads[: len(named)]).items():
+            into[name] = into[name] + gradient if name in into else gradient
+        return None if source is None else grads[-1]
 
 
 @contextlib.contextmanager

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
+import importlib.metadata
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from penstock.machine.user_cache import code_fingerprint
+from penstock.model.compile import layer_kinds
 
 LAYERS = 2
 """Smallest number of layers of a twin."""
@@ -80,6 +86,55 @@ DROPOUTS = (
 )
 
 
+PACKAGES = ("torch", "transformers", "triton")
+"""Packages whose version may change what a twin computes."""
+
+NOT_COMPUTED = ("transformers_version", "torch_dtype", "dtype", "architectures", "use_cache")
+"""Fields of a config that do not change what a model computes, or that Penstock sets itself."""
+
+
+def twin_config_of(model: nn.Module, layers_path: str) -> Any:
+    """Return the config of a model's twin, with the first layers until every kind has occurred.
+
+    The model may be on the meta device. A config's own checks may raise any exception.
+    """
+    found: Any = model.get_submodule(layers_path)
+    kinds = layer_kinds(list(found))
+    firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+    count = min(len(kinds), max(LAYERS, *(index + 1 for index in firsts.values()), 0))
+    return twin_config(model.config, count)
+
+
+def twin_key(model_class: type, twin: Any, *others: object) -> str:
+    """Return a hash of everything that the result of running a twin depends on.
+
+    That is its class and config, Penstock's code, and the versions of `PACKAGES`. `others` are
+    values that can be written as JSON.
+    """
+    config = {
+        name: value
+        for name, value in twin.to_dict().items()
+        if not name.startswith("_") and name not in NOT_COMPUTED
+    }
+    name = f"{model_class.__module__}.{model_class.__qualname__}"
+    versions = [_version(package) for package in PACKAGES]
+    parts = [name, config, others, versions, code_fingerprint()]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def is_known_code(model_class: type) -> bool:
+    """Return whether a class is transformers' own, so that its version says what it computes."""
+    return model_class.__module__.startswith("transformers.")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def twin_config(config: Any, layers: int) -> Any:
     """Return a copy of a config with tiny sizes, the first `layers` layers and no dropout."""
     twin = copy.deepcopy(config)
@@ -144,7 +199,8 @@ def _shrink_rotary(twin: Any) -> None:
         pairs = int(HEAD_SIZE * (partial if isinstance(partial, float | int) else 1)) // 2
         for name in ("short_factor", "long_factor"):
             if isinstance(parameters.get(name), list):
-                parameters[name] = parameters[name][:pairs]
+                # Repeated if the model's heads are smaller than the twin's.
+                parameters[name] = (parameters[name] * pairs)[:pairs]
         if isinstance(parameters.get("mrope_section"), list):
             rest = pairs // 4
             parameters["mrope_section"] = [pairs - 2 * rest, rest, rest]
@@ -181,8 +237,10 @@ def _width(config: Any) -> int:
     )
 
 
-def build_twin(model_class: type, config: Any, attention: str | None) -> nn.Module:
-    """Build a twin from its config, in fp32 on the CPU; the same weights every time.
+def build_twin(
+    model_class: type, config: Any, attention: str | None, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """Build a twin from its config on the CPU; the same weights every time.
 
     Weights are larger than transformers draws them, so that everything that a layer computes shows
     in its output. `attention` is the name of the attention function, None for the one that
@@ -190,18 +248,20 @@ def build_twin(model_class: type, config: Any, attention: str | None) -> nn.Modu
     """
     make: Any = model_class
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        # The CPU's generator only: `torch.manual_seed` would seed the user's GPU as well.
+        torch.default_generator.manual_seed(0)
         model: nn.Module = make._from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention
+            copy.deepcopy(config), dtype=dtype, attn_implementation=attention
         )
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"):
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             if parameter.dim() < 2:
-                parameter.add_(noise, alpha=0.1)  # norms, biases and decay rates
+                noise = parameter.float() + 0.1 * noise  # norms, biases and decay rates
             else:
-                parameter.copy_(noise * parameter[0].numel() ** -0.5)
+                noise *= parameter[0].numel() ** -0.5
+            parameter.copy_(noise)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

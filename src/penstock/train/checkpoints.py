@@ -93,13 +93,10 @@ class CheckpointSaver:
         sync(target)
 
     def _training_state(self, position: RunPosition) -> TrainingState:
-        from penstock.engine.result_record import result_record
-
         engine = self._engine
         values = self._settings.flat()
         settings = {name: to_json(values[name]) for name in AFFECTS_RESULT}
-        numerics: Any = result_record(engine.workload, on_gpu=engine.on_gpu)
-        numerics["settings"] = settings
+        numerics = engine.result_record() | {"settings": settings}
         return TrainingState(
             engine=engine.state_record(),
             software=Software.here(gpu=engine.on_gpu),

@@ -40,6 +40,11 @@ PLAN_FILE = "plan.json"
 FEW_STEPS = 10
 """A run with fewer steps is reported: it learns little."""
 
+NOT_SELF_CHECKED = (
+    "not self-checked: this run, or one that it continues, was started with --no-self-check, so "
+    "nothing has compared it with plain transformers"
+)
+
 
 def train(
     settings: Settings,
@@ -113,6 +118,8 @@ def _open_run(
     try:
         if engine.plan_change:
             listeners.note(engine.plan_change)
+        if not engine.self_checked:
+            listeners.note(NOT_SELF_CHECKED)
         if resume is not None:
             changes += resume.differences(settings, steps=batches.steps)
             _report_differences(changes, listeners)
