@@ -149,7 +149,7 @@ def test_tf32_is_noticed_where_it_changes_results(
     dtype: str, found: list[str], tmp_path: Path
 ) -> None:
     work = engines.workload(dtype=dtype)
-    TrainingState(numerics=result_record(work, on_gpu=True)).save(tmp_path)
+    TrainingState(numerics=result_record(work, on_gpu=True, self_checked=True)).save(tmp_path)
     same = find_differences(tmp_path, work, on_gpu=True)
     torch.set_float32_matmul_precision("high")
     try:

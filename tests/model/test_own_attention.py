@@ -14,12 +14,14 @@ import transformers
 from penstock.errors import UnsupportedModelError, WorkloadError
 from penstock.generate.requests import UnfitModelError
 from penstock.generate.streamed_forward import stream_model
+from penstock.model.compile import layer_kinds
 from penstock.model.document_attention import find_documents
 from penstock.model.inventory import Inventory
 from penstock.model.live_model import LiveModel
 from penstock.model.meta_model import build_model
 from penstock.model.self_check import check_model
 from penstock.model.split import MicroBatch, SplitModel
+from penstock.model.storage_counter import StorageCounter
 from penstock.model.survey import survey_model
 from penstock.plan.workload import default_numerics
 from tests.support.engines import inventory as survey
@@ -179,6 +181,50 @@ def test_the_embedding_need_not_be_bound_while_a_layer_runs() -> None:
     assert torch.equal(split.layer(0, hidden, calls), before)
 
 
+def test_the_head_makes_no_mask_of_all_tokens() -> None:
+    split, _ = make_split(make_plain(CONFIGS["falcon, ALiBi"]()))
+    split.embed(make_batch(WHOLE))  # shows in which form layers return their output
+    tokens = 256
+    hidden = torch.randn(tokens, HIDDEN)
+
+    with torch.no_grad(), StorageCounter() as counter:
+        split.logits(hidden)
+
+    assert counter.peak < tokens * tokens * 4
+
+
+def test_the_model_gets_a_mask_of_integers() -> None:
+    """Without a mask, transformers waits for the device, and BLOOM may sum floats on a GPU."""
+    split, _ = make_split(make_plain(CONFIGS["bloom"]()))
+    masks: list[torch.Tensor] = []
+
+    def record(_module: Any, _args: Any, given: dict[str, Any]) -> None:
+        masks.append(given["attention_mask"])
+
+    split.model.get_submodule("transformer").register_forward_pre_hook(record, with_kwargs=True)
+
+    hidden, calls = split.embed(make_batch(PACKED))
+    split.logits(split.layer(0, hidden, calls).flatten(0, 1))
+
+    assert masks[0].shape == (3, LENGTH)
+    assert (1, 6) in [mask.shape for mask in masks]
+    assert masks[-1].shape == (1, 1)
+    assert all(mask.dtype == torch.int64 and bool((mask == 1).all()) for mask in masks)
+
+
+def test_layers_that_know_their_number_are_of_one_kind() -> None:
+    """GPT-Neo's layers have it as `layer_id`. Each kind is checked and traced separately."""
+    config = transformers.GPTNeoConfig(
+        hidden_size=HIDDEN,
+        num_layers=4,
+        num_heads=HEADS,
+        attention_types=[[["global", "local"], 2]],
+    )
+    layers = transformers.GPTNeoForCausalLM(config).transformer.h
+
+    assert len(set(layer_kinds(list(layers)))) == 2
+
+
 def test_a_live_model_with_another_attention_is_refused() -> None:
     """Falcon has other layers for each, and only the default was checked."""
     config = CONFIGS["falcon"]()
@@ -226,3 +272,22 @@ def test_a_position_bias_limits_the_context() -> None:
         body = transformers.AutoModelForCausalLM.from_config(config)
 
     assert survey_model(body, config, name="mpt").max_context == 40
+
+
+def test_each_layer_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may pass other arguments to each layer, such as the mask of a window."""
+    split, _ = make_split(make_plain(CONFIGS["gptj"]()))
+    hidden, calls = split.embed(make_batch(PACKED))
+    numbered = [((), {"number": 0}), ((), {"number": 1})]
+    got: list[int] = []
+
+    def record(_index: int, part: torch.Tensor, called: Any) -> torch.Tensor:
+        got.append(called[1]["number"])
+        return part
+
+    monkeypatch.setattr(split, "enter", lambda **_: (hidden, numbered))
+    monkeypatch.setattr(split, "plain_layer", record)
+
+    split.layer(1, hidden, calls)
+
+    assert got == [1] * 6  # documents
