@@ -62,6 +62,8 @@ def test_common_records_are_chats(record: dict[str, Any], text: str, tmp_path: P
         ({"instruction": "", "output": "x"}, "instruction is empty"),
         ({"instruction": "x", "output": 5}, "output must be a string"),
         ({"instruction": "x", "output": "y", "history": ["z"]}, "history must be a list of pairs"),
+        ({"instruction": "x", "output": "y", "history": 5}, "history must be a list of pairs"),
+        ({**chat("x", "y"), "system": ["z"]}, "system must be a string, got"),
         ({"chosen": "x", "rejected": "y"}, "preference pair.*--columns messages=chosen"),
         ({str(n): n for n in range(12)}, "has 0, 1, 2, 3, 4, 5, 6, 7, ...; expected"),
     ],

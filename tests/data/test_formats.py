@@ -136,6 +136,7 @@ def test_the_columns_of_csv_and_tsv_are_keys(tmp_path: Path) -> None:
     [
         ("text\n\na\nb,c\n", BadLinesError, "row 2: has 2 values for 1 columns"),
         ('text\n"a b\nc\n', SourceError, "is not CSV near row 1 .*check its quotes"),
+        ("text,text\na,b\n", SourceError, "has more than one column 'text'"),
         ("title,body\na,b\n", BadLinesError, "row 1: has title, body; expected messages"),
     ],
 )

@@ -13,7 +13,7 @@ from penstock.engine import initial_weights
 from penstock.engine.engine import Engine
 from penstock.engine.prepare import prepare
 from penstock.engine.restore import ModelNotRestoredWarning
-from penstock.errors import EngineError, ModelRestoreError
+from penstock.errors import EngineError, ModelRestoreError, UnsupportedModelError
 from penstock.machine.sysfs import System
 from tests.support.engines import plain_model, tiny_config
 
@@ -156,3 +156,21 @@ def test_a_model_whose_engine_could_not_be_built_works_as_before(
         prepare(model, **SMALL)
     assert model.lm_head.weight is held
     assert torch.equal(model(IDS).logits, expected)
+
+
+def test_frozen_weights_come_back_as_they_were() -> None:
+    model = plain_model(tiny_config("llama"), torch.float32)
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    with prepare(model, lr=1e-2, freeze=("model.embed_tokens.*",), **SMALL) as engine:
+        engine.step(BATCH)
+        engine.restore(model)
+        assert torch.equal(model.model.embed_tokens.weight, before["model.embed_tokens.weight"])
+    assert torch.equal(model.model.embed_tokens.weight, before["model.embed_tokens.weight"])
+    assert not torch.equal(model.lm_head.weight, before["lm_head.weight"])
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    model = plain_model(tiny_config("llama"))
+    with prepare(model, **SMALL), pytest.raises(UnsupportedModelError, match="close that engine"):
+        prepare(model, **SMALL)
+    assert model(IDS).logits.shape == (2, 32, 260)

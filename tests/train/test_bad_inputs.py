@@ -128,7 +128,7 @@ def test_a_batch_with_a_bad_token_is_named_and_saved(runs: Runs, tmp_path: Path)
 FLAGS: dict[str, tuple[list[str], str]] = {
     "context": (["--context", "4096"], "--model-config max_position_embeddings=4096"),
     "budget": (["--hbm", "64KiB"], "it fits with --hbm"),
-    "logger": (["--log", "wandb"], "the package wandb: pip install 'penstock[log]'"),
+    "logger": (["--log", "wandb"], "the package wandb: pip install wandb"),
     "config key": (["--model-config", "no_such=1"], "no_such"),
     "disk": (["--nvme", "/no/such/place:1GiB", "--dram", "64KiB"], "/no/such/place"),
 }

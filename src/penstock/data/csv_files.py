@@ -31,6 +31,9 @@ class CsvFile(FileSource):
             self._header, self._start = next(rows, ([], 0))
         if not any(self._header):
             raise SourceError(self.name, "has no header row with the names of its columns")
+        twice = [name for name in self._header if self._header.count(name) > 1]
+        if twice:
+            raise SourceError(self.name, f"has more than one column {twice[0]!r}")
 
     def read(self, position: SourceOffset) -> Iterator[Item]:
         offset, number = max(position.offset, self._start), position.number

@@ -162,9 +162,10 @@ def _alpaca(record: Mapping[str, Any]) -> Chat:
     if record.get("input"):
         parts.append(_nonempty_string(record["input"], "input"))
     messages = []
-    for turn in record.get("history") or ():
-        if not isinstance(turn, list | tuple) or len(turn) != 2:
-            raise BadRecordError(f"history must be a list of pairs, got {turn!r:.40}")
+    history = record.get("history") or []
+    for turn in history if isinstance(history, list) else [history]:
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise BadRecordError(f"history must be a list of pairs, got {history!r:.40}")
         messages += [
             {"role": "user", "content": turn[0]},
             {"role": "assistant", "content": turn[1]},
@@ -179,7 +180,9 @@ def _alpaca(record: Mapping[str, Any]) -> Chat:
 def _chat(record: Mapping[str, Any], key: str) -> Chat:
     messages = _messages(record[key], key)
     system = record.get("system")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
+    if system is not None and not isinstance(system, str):
+        raise BadRecordError(f"system must be a string, got {system!r:.40}")
+    if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     return _as_chat(messages, record.get("tools"), first=0)
 

@@ -579,10 +579,11 @@ class Engine:
     def restore(self, model: nn.Module) -> None:
         """Give a model the trained weights as they are now, in the types of its parameters.
 
-        Parameters of another type than the engine computes in get the fp32 master weights; frozen
-        ones were rounded to the compute type by `prepare`. The model that was passed to `prepare`
-        gets new parameters in host memory, and works as before; the engine still trains its own
-        copy. Another model must have the same tensors, and is changed in place.
+        Parameters of another type than the engine computes in get the fp32 master weights. The
+        model that was passed to `prepare` gets new parameters in host memory, and works as before;
+        the engine still trains its own copy. Its frozen parameters are those that it had. Another
+        model must have the same tensors, and is changed in place; its frozen parameters get what
+        the engine computes with.
 
         Raises ModelRestoreError if there is too little host memory.
         """

@@ -147,6 +147,7 @@ def prepare(
         The engine. Use it as a context manager, or call `close`.
     """
     from penstock.model.freeze import check_freeze
+    from penstock.model.live_model import LiveModel
     from penstock.model.meta_model import check_trainable
 
     if plan is not None and budget is not None:
@@ -161,6 +162,9 @@ def prepare(
         loss=loss, store=store, device=device, sweep_threads=sweep_threads,
         load_weights=load_weights, rehearse=rehearse, progress=progress,
     )  # fmt: skip
+    live = None if isinstance(model, str | Path) else LiveModel(model)
+    if live is not None:
+        live.check_memory()
     config, inventory = inspect_model(model, chosen)
     check_trainable(inventory)  # first: its reasons say more than those about files
     if load_weights:  # a resumed run freezes what it froze before
@@ -180,9 +184,7 @@ def prepare(
                         "again with the function, or leave the function out")  # fmt: skip
     if isinstance(model, str | Path):
         return _build_engine(model, config, inventory, plan, request, chosen, options)
-    from penstock.model.live_model import LiveModel
-
-    live = LiveModel(model)
+    assert live is not None
     try:
         return _build_engine(live, config, inventory, plan, request, chosen, options)
     except BaseException:
@@ -459,7 +461,9 @@ def _build_engine(
             engine.close()
             raise
     if live is not None:
-        live.forget_weights()
+        # The engine rounds what is frozen to the type that it computes in.
+        frozen = (t for block in inventory.blocks for t in block.tensors if not t.trainable)
+        live.forget_weights(keep=[t.name for t in frozen if live.weights[t.name].dtype != dtype])
         live.guard(TRAINING)
         engine.live_model = live
     return engine

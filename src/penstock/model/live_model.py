@@ -8,7 +8,7 @@ the model raise an error that says what to call instead.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import torch
@@ -44,7 +44,7 @@ class LiveModel:
     @property
     def nbytes(self) -> int:
         """The memory that `load` allocates."""
-        shapes = ((n, self._parameter(n)) for n in self._holders)
+        shapes = ((n, self._parameter(n)) for n in self._holders if n not in self.weights)
         return sum(p.numel() * self._specs[n][0].itemsize for n, p in shapes if p.is_meta)
 
     def copy_without_weights(
@@ -79,9 +79,12 @@ class LiveModel:
         for name, parameter in self.weights.items():
             self._set(name, parameter)
 
-    def forget_weights(self) -> None:
-        """Drop the parameters that the owner's modules had: the engine has its own copy."""
-        self.weights = {}
+    def forget_weights(self, *, keep: Collection[str]) -> None:
+        """Drop the parameters that the owner's modules had: the engine has its own copy.
+
+        Those to `keep` are put back by `load`, instead of what the engine has.
+        """
+        self.weights = {name: self.weights[name] for name in keep}
 
     def load(self, read: ReadWeight) -> None:
         """Give the owner's modules these weights, in their former types and in host memory.
@@ -91,6 +94,9 @@ class LiveModel:
         self.unguard()
         with torch.no_grad():
             for name, (dtype, _, trained) in self._specs.items():
+                if name in self.weights:
+                    self._set(name, self.weights[name])
+                    continue
                 value, present = read(name, dtype), self._parameter(name)
                 if present.is_meta:
                     self._set(name, nn.Parameter(value, requires_grad=trained))
@@ -116,6 +122,16 @@ class LiveModel:
             own = {name: vars(module)[name] for name in GUARDED if name in vars(module)}
             self._guarded.append((module, own))
             vars(module).update({name: refuse for name in GUARDED if hasattr(module, name)})
+
+    def check_memory(self) -> None:
+        """Raise UnsupportedModelError if the model's weights are not in it."""
+        bare = next((name for name in self._holders if self._parameter(name).is_meta), None)
+        if bare is not None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has no weights: {bare} is on the meta device. Load "
+                f"the weights first, or pass the model's directory. If another engine trains this "
+                f"model, close that engine"
+            )
 
     def unguard(self) -> None:
         """Give the owner's model its methods back."""
