@@ -20,7 +20,8 @@ from tests.conformance_models.check import Outcome, examine
 from tests.conformance_models.tiny import FAMILIES, VARIANTS
 
 FILE = Path(__file__).with_name("expected.json")
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "families.md"
 CASES = (*FAMILIES, *VARIANTS)
 
 
@@ -65,8 +66,39 @@ find. A class that a new release of transformers adds fails the tests until it i
 """
 
 
+_RUNS = """
+## Whole runs
+
+For the families that people use, `tests/equivalence/test_family_runs.py` also compares whole runs:
+20 steps of `penstock train --dtype fp32` with warmup, clipping, weight decay and several
+micro-batches, streamed from DRAM and a disk, against transformers, `torch.optim.AdamW` and
+`clip_grad_norm_`, which compute one document after another. The table has the largest relative
+difference of a loss, on packed data and with one document per row, and how far losses of plain
+transformers in fp32 are from those in fp64. Qwen 3.5 and LFM2 have one document per row either way.
+The tiny Qwen 3.5 has a larger `rms_norm_eps` than the published one, with which losses of plain
+transformers in fp32 and in fp64 differ by 1.4e-5. `bench/family_runs.py` writes
+[the file with all numbers](../bench/results/{name}).
+
+| family | packed | unpacked | transformers, fp32 to fp64 |
+|---|---|---|---|
+"""
+
+
+def runs_table(path: Path) -> str:
+    """Return the part of the page about whole runs, from a results file."""
+    families = json.loads(path.read_text())["results"]["families"]
+    lines = []
+    for family, runs in families.items():
+        packed, unpacked = (runs[kind]["difference"]["loss"] for kind in ("packed", "unpacked"))
+        spread = max(run["spread"]["loss"] for run in runs.values())
+        lines.append(f"| {family} | {packed:.1e} | {unpacked:.1e} | {spread:.1e} |\n")
+    return _RUNS.format(name=path.name) + "".join(lines)
+
+
 def page(cases: Mapping[str, Outcome], version: str) -> str:
     """Return the page of the documentation."""
+    files = (ROOT / "bench" / "results").glob("family_runs_fp32_*.json")
+    newest = max(files, key=lambda path: path.stem.rpartition("_")[2])
     right = sum(outcome.kind == "right" for outcome in cases.values())
     lines = [
         f"{right} configs are right, and {len(cases) - right} are refused.",
@@ -79,7 +111,8 @@ def page(cases: Mapping[str, Outcome], version: str) -> str:
         outcome = cases[case]
         text = outcome.text.replace("|", "\\|")
         lines.append(f"| {case} | `{kind}` | {outcome.kind} | {text} |")
-    return _INTRODUCTION.format(version=version) + "\n".join(lines) + "\n"
+    table = "\n".join(lines) + "\n"
+    return _INTRODUCTION.format(version=version) + table + runs_table(newest)
 
 
 def _load() -> dict[str, Any]:
