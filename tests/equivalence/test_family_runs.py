@@ -11,7 +11,7 @@ from tests.equivalence.family_runs import GPU_FAMILIES, Case, compare, gpu_case
 from tests.support.family_models import FAMILIES
 
 LOSS = 1e-5
-"""Largest relative difference of one of 20 losses in fp32. Measured differences are 3e-7 at most."""
+"""Largest relative difference of one of 20 losses in fp32. Measured: 3e-7 at most."""
 
 WEIGHT = 0.02
 """Largest difference of an element after 20 steps, in units of the learning rate."""
