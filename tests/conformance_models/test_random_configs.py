@@ -28,7 +28,7 @@ SEEDS = [*FIXED, *(pytest.param(seed, marks=pytest.mark.long) for seed in DRAWN)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_config_is_right_or_refused(seed: int, tmp_path: Path) -> None:
     family, config = draw_case(seed, RIGHT)
-    outcome = examine_config(config, tmp_path)
+    outcome = examine_config(config, tmp_path, "fp32")
     if outcome.text.startswith(DOES_NOT_RUN):
         pytest.skip(f"transformers does not run it: {outcome.text}")
     assert outcome.kind in ("right", "refused"), f"seed {seed}: {family}: {outcome}\n{config}"

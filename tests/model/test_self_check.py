@@ -42,6 +42,21 @@ def inspect(kind: str, freeze: Sequence[str] = (), **fields: Any) -> Inventory:
         ("opt", {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4}),
         ("ctrl", {"n_embd": 64, "n_head": 4, "n_layer": 2, "dff": 96}),
         ("phi", {**SMALL, "partial_rotary_factor": 0.4, "num_key_value_heads": 4}),
+        (
+            "llama",
+            {
+                **SMALL,
+                "head_dim": 4,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 100.0,
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 8,
+                    "short_factor": [1.0, 1.1],
+                    "long_factor": [2.0, 2.3],
+                },
+            },
+        ),  # heads that are smaller than the twin's
     ],
 )
 def test_models_that_leave_attention_to_transformers_pass(kind: str, fields: Any) -> None:

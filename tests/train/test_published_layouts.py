@@ -27,7 +27,7 @@ def flags(model: Path, folder: Path, out: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral3"])
+@pytest.mark.parametrize("family", list(CONFIGS))
 def test_a_multimodal_model_trains_resumes_and_loads_in_transformers(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
