@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 
 from penstock.errors import SurveyError
-from penstock.model.survey import survey
+from penstock.model.survey import survey, survey_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -97,3 +98,10 @@ def test_missing_directories_and_unknown_model_types_are_rejected(tmp_path: Path
         survey(tmp_path)
     with pytest.raises(SurveyError, match="there is no directory"):
         survey("/no/such/place")
+
+
+def test_a_config_whose_lists_are_too_short_is_refused() -> None:
+    config = transformers.SmolLM3Config(num_hidden_layers=3)
+    config.no_rope_layers = [1]
+    with pytest.raises(SurveyError, match=r"cannot build .* 'smollm3': list index out of range"):
+        survey_config(config, name="short")

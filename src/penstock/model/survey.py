@@ -164,7 +164,7 @@ def _build_on_meta(config: Any, trust_remote_code: bool) -> nn.Module:
             body: nn.Module = factory.from_config(config, trust_remote_code=trust_remote_code)
     except (
         ValueError,
-        KeyError,
+        LookupError,
         ImportError,
         AttributeError,
         TypeError,
