@@ -198,7 +198,7 @@ def _train(
     values = {
         "context": CONTEXT, "batch": BATCH, "micro_batch": MICRO_BATCH, "dtype": case.dtype,
         "steps": schedule.steps, "warmup": schedule.warmup, "lr": schedule.lr,
-        "weight_decay": schedule.weight_decay, "clip": schedule.clip,
+        "weight_decay": schedule.weight_decay, "clip": schedule.clip, "overlong": "truncate",
     }  # fmt: skip
     budget = case.budget or ("--plan", str(_make_plan(model, values, folder)))
     flags = [part for name, value in values.items() for part in (_flag(name), str(value))]

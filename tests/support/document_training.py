@@ -1,16 +1,18 @@
 """Train a plain transformers model on documents, without packing or padding.
 
-Everything here is torch and transformers, so that a mistake of Penstock cannot be in it too.
+Everything here is torch, and the model transformers', so that a mistake of Penstock cannot be in it
+too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
+from torch.optim.lr_scheduler import LambdaLR
 
 from tests.support.torch_loop import TorchLoop
 
@@ -25,6 +27,16 @@ class Schedule:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     clip: float = 1.0
+
+    def factor(self, step: int) -> float:
+        """Return the share of the peak rate of a step: a linear warmup, then a cosine to 0.
+
+        Unlike transformers' schedule, warmup does not begin at 0.
+        """
+        if step < self.warmup:
+            return (step + 1) / (self.warmup + 1)
+        done = (step - self.warmup) / (self.steps - self.warmup)
+        return 0.5 * (1 + math.cos(math.pi * done))
 
 
 @dataclass
@@ -58,9 +70,7 @@ def train_documents(
     """
     settings = {"lr": schedule.lr, "betas": schedule.betas, "weight_decay": schedule.weight_decay}
     loop = TorchLoop(model.train(), clip=schedule.clip, settings=settings, frozen=frozen)
-    scheduler = transformers.get_cosine_schedule_with_warmup(
-        loop.optimizer, schedule.warmup, schedule.steps
-    )
+    scheduler = LambdaLR(loop.optimizer, schedule.factor)
     run = PlainRun([], [], {name: master.data for name, master in loop.masters.items()})
     for documents in steps:
         parts = []
