@@ -227,12 +227,13 @@ def test_invalid_batch_options_are_rejected(options: dict[str, Any], packed: Pac
         packed.batches(**{"batch": 2, **options})
 
 
-def test_a_token_beyond_the_vocabulary_means_a_damaged_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("token", [1000, 65535])
+def test_a_token_beyond_the_vocabulary_means_a_damaged_cache(token: int, tmp_path: Path) -> None:
     packed = make_dataset(tmp_path, [5, 6]).pack(16)
     with (tmp_path / "whole" / "tokens.bin").open("r+b") as file:
-        file.write(b"\xff\xff")
+        file.write(token.to_bytes(2, "little"))
 
-    with pytest.raises(CacheError, match="token 65535, beyond the vocabulary of 1000"):
+    with pytest.raises(CacheError, match=f"token {token}, beyond the vocabulary of 1000"):
         next(packed.batches(2))
 
 

@@ -132,6 +132,12 @@ def test_a_file_that_cannot_be_read_is_named(name: str, words: str, tmp_path: Pa
     assert name in caught.value.source
 
 
+@pytest.mark.parametrize("name", ["folder/gone.jsonl", "a/longer/path", "gone"])
+def test_a_missing_file_is_not_taken_for_a_dataset_of_the_hub(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="no such file or directory"):
+        open_dataset(name, small_tokenizer(), cache_dir=tmp_path)
+
+
 @pytest.mark.parametrize(("name", "library"), [("d.parquet", "pyarrow"), ("own/er", "datasets")])
 def test_a_missing_library_is_named(
     name: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -55,6 +55,21 @@ def test_a_users_own_setting_is_kept() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("users", [True, False])
+def test_a_users_own_setting_of_the_compiler_is_kept(users: bool) -> None:
+    config: Any = torch._inductor.config
+    if not hasattr(config, "deterministic"):
+        pytest.skip("this version of torch has no such option")
+    before = config.deterministic
+    config.deterministic = users
+    try:
+        with deterministic_kernels(True):
+            pass
+        assert config.deterministic is users
+    finally:
+        config.deterministic = before
+
+
 def test_an_operation_without_a_deterministic_kernel_is_named() -> None:
     before = state()
     with (

@@ -98,3 +98,18 @@ def test_documents_are_found_by_their_positions() -> None:
 
     assert document_attention.find_documents(rows) == [[0, 5, 6, 16], [0, 16]]
     assert document_attention.find_documents(rows[1:]) is None
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_a_sink_takes_its_share_of_every_query_of_its_own_head(heads: int) -> None:
+    query, key, value = make_inputs(((2, heads, 5, 8),) * 3)
+    sinks = torch.tensor([3.0, -2.0, 1.0])[:heads]
+    module = torch.nn.Module()
+    with attending_over(None):
+        out = document_attention.attend(module, query, key, value, None, s_aux=sinks)[0]
+
+    for head in range(heads):
+        scores = query[:, head] @ key[:, head].transpose(1, 2) * 8**-0.5
+        scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+        share = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sinks[head].exp())
+        torch.testing.assert_close(out[:, :, head], share @ value[:, head])

@@ -14,6 +14,7 @@ from penstock.plan.budget import (
     HOST_GRAIN,
     Budget,
     PathBudget,
+    auto_dram,
     auto_hbm,
     parse_budget,
     split_path_budget,
@@ -102,3 +103,17 @@ def test_a_gpu_without_a_known_size_has_no_automatic_budget() -> None:
     box = machine()
 
     assert auto_hbm(replace(box, gpus=(replace(box.gpus[0], memory=None),))) == 0
+
+
+def test_without_a_gpu_a_quarter_of_free_dram_is_device_memory() -> None:
+    box = replace(machine(), gpus=(), transfers=())
+
+    assert auto_hbm(box) == int(0.25 * auto_dram(box)) > 0
+    budget = parse_budget(box)
+    assert (budget.hbm, budget.dram) == (auto_hbm(box), auto_dram(box) - auto_hbm(box))
+
+
+@pytest.mark.parametrize("tier", ["hbm", "dram", "cxl"])
+def test_a_negative_budget_is_refused(tier: str) -> None:
+    with pytest.raises(PlanError, match=f"^{tier}: must be 0 or more, got -1"):
+        Budget(**{"hbm": 0, "dram": 0, "cxl": 0, tier: -1})

@@ -171,6 +171,21 @@ def test_a_step_writes_everything_on_nvme_once(piece: int) -> None:
     assert disk_writes(evaluator) == stored[Tier.NVME]
 
 
+def test_a_copy_covers_its_role_and_a_sweep_everything_that_is_trained() -> None:
+    evaluator = evaluator_for(layers=3, tied=False)
+    placement = evaluator.placement(all_on(evaluator, Location.DRAM))
+    traffic = Traffic.of(evaluator.inventory, evaluator.workload, placement)
+
+    def covered(verb: Verb) -> float:
+        schedule = step_schedule(evaluator.inventory, placement)
+        op = next(op for op in schedule.operations if op.verb is verb and op.block == 1)
+        return sum(part.nbytes for part in traffic.stored_parts(op))
+
+    groups = [evaluator.group_nbytes(1, group, 1) for group in ("weight", "state", "gradient")]
+    assert covered(Verb.FETCH) == groups[0]
+    assert covered(Verb.SWEEP) == sum(groups)
+
+
 def test_each_round_writes_gradients_and_activations_again() -> None:
     evaluator = evaluator_for(layers=3, tied=False)
     blocks = range(len(evaluator.inventory.blocks))

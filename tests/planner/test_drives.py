@@ -11,6 +11,7 @@ from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.plan import Plan
 from penstock.planner import make_plan
 from penstock.planner.cost import Rates
+from penstock.planner.cost.rates import DiskRates
 from penstock.planner.drives import (
     capacity_of,
     drive_sets,
@@ -41,6 +42,18 @@ def with_drives(**speeds: float) -> Machine:
             for name, speed in speeds.items()
         ),
     )
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "both", "speed"),
+    [(6.0, 3.0, None, 2.0), (6.0, 3.0, 5.0, 2.5), (6.0, 1.0, 5.0, 1.0), (2.0, 3.0, 5.0, 2.0)],
+)
+def test_a_drive_is_as_fast_as_it_reads_and_writes_back(
+    read: float, write: float, both: float | None, speed: float
+) -> None:
+    rates = replace(Rates.of(machine()), disks={"/a": DiskRates(read=read, write=write, both=both)})
+
+    assert drive_speed(rates, "/a") == pytest.approx(speed)
 
 
 def budget(**sizes: int) -> Budget:

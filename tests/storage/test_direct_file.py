@@ -126,6 +126,22 @@ def test_the_writer_writes_every_byte_and_nothing_else(tmp_path: Path, size: int
     assert (tmp_path / "file").read_bytes() == data
 
 
+def test_the_writer_waits_for_stable_storage_after_its_last_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    fd = os.open(tmp_path / "file", NEW)
+    monkeypatch.setattr(os, "fsync", lambda fd: sizes.append(os.fstat(fd).st_size))
+    try:
+        with contextlib.closing(DirectWriter(fd)) as writer:
+            writer.write(memoryview(bytes(BLOCK + 7)))
+            writer.sync()
+    finally:
+        os.close(fd)
+
+    assert sizes == [BLOCK + 7]
+
+
 def test_a_file_system_that_cannot_turn_direct_io_on_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
