@@ -29,6 +29,8 @@ FAILED = WORK / "failed.txt"
 """The test that failed in the last fork."""
 CANNOT_PATCH = 77
 """Exit code of a fork in which the change could not be applied to the live functions."""
+NO_TESTS = 78
+"""Exit code of a fork whose tests do not exist any more: the line map is old."""
 
 
 class Reporter:
@@ -90,6 +92,8 @@ def _outcome(code: int) -> str:
         return "survived"
     if code == CANNOT_PATCH:
         return "cannot patch"
+    if code == NO_TESTS:
+        return "not covered"
     return "killed" if code < 0 or code in (1, 2, 4) else "error"
 
 
@@ -171,6 +175,8 @@ def _pipe() -> tuple[Any, Any]:
 
 
 def _run_items(session: pytest.Session, items: list[pytest.Item]) -> int:
+    if not items:
+        return NO_TESTS
     for item, following in zip(items, [*items[1:], None], strict=True):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if session.testsfailed:

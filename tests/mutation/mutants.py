@@ -182,7 +182,7 @@ def _changes_of(node: ast.expr | ast.stmt) -> Iterator[Change]:
             yield node, "constant", ast.Constant(value + 1)
         case ast.Constant(value=float(value)):
             yield node, "constant", ast.Constant(value * 2 if value else 1.0)
-        case ast.Call(func=ast.Name(id="max" | "min")):
+        case ast.Call(func=ast.Name(id="max" | "min") | ast.Attribute(attr="transpose")):
             pass  # the order of their arguments does not matter
         case ast.Call(args=[first, second, *_]) if not _same(first, second):
             if not _writes_text(node):
