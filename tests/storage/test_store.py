@@ -6,6 +6,7 @@ import os
 import threading
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -13,7 +14,8 @@ from penstock import _native
 from penstock.storage import store as store_module
 from penstock.storage.errors import PathError, StorageWarning
 from penstock.storage.store import Store, StoreOptions
-from penstock.storage.store_files import _finishes_within
+from penstock.storage.store_files import _finishes_within, _provisional_header
+from penstock.storage.volume import create_volume
 from penstock.units import KiB, MiB
 from tests.support.disks import Buffers, direct_directory, memory_directory
 
@@ -136,3 +138,13 @@ def test_a_store_whose_device_does_not_answer_stays_on_disk(
     assert store.close() == ["a write of 1 MiB"]
     assert file.exists()
     assert store.close() == []
+
+
+def test_a_new_volume_names_its_owner_from_the_first_moment(tmp_path: Path) -> None:
+    """Others find it then, and do not take it for a leftover."""
+    header = _provisional_header(uuid4())
+    volume = create_volume(direct_directory(tmp_path), header.uuid, header, erase=False)
+    try:
+        assert volume.file.read_blocks(0, len(header.to_bytes())) == header.to_bytes()
+    finally:
+        volume.close()
