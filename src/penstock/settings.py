@@ -341,7 +341,9 @@ class LoggingSettings:
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.log if name not in TRACKERS]
-        _refuse("log", bool(unknown), f"must be of {', '.join(TRACKERS)}", ",".join(unknown))
+        _refuse(
+            "log", bool(unknown), f"must be one or more of {', '.join(TRACKERS)}", ",".join(unknown)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

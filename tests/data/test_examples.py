@@ -211,12 +211,14 @@ def test_a_pair_with_one_bad_side_is_one_bad_line(tmp_path: Path) -> None:
         {"prompt": "a", "chosen": "b", "rejected": ""},
         {"prompt": "a", "chosen": "b", "rejected": "c"},
         {"prompt": "a", "chosen": "b"},
+        {"prompt": "", "chosen": "b", "rejected": "<|end|>"},  # its only token is never trained
     ]
     with pytest.raises(BadLinesError, match=r"pairs.jsonl:3: has prompt, chosen; expected") as bad:
         pairs_of(tmp_path, records)
-    assert bad.value.count == 2
+    assert bad.value.count == 3
 
-    assert len(pairs_of(tmp_path, records, skip_bad_lines=True)) == 1
+    pairs = pairs_of(tmp_path, records, skip_bad_lines=True)
+    assert (len(pairs), len(pairs.documents)) == (1, 2)
 
 
 def test_a_batch_of_pairs_has_the_chosen_rows_first(tmp_path: Path) -> None:

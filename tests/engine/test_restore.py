@@ -158,6 +158,22 @@ def test_a_model_whose_engine_could_not_be_built_works_as_before(
     assert torch.equal(model(IDS).logits, expected)
 
 
+@pytest.mark.parametrize("compute", ["fp16", "fp32"])
+def test_a_bf16_model_that_was_trained_in_another_type_gets_its_weights(
+    compute: str, tmp_path: Path
+) -> None:
+    model = plain_model(tiny_config("llama"))
+    with prepare(model, lr=1e-2, dtype=compute, **SMALL) as engine:
+        engine.step(BATCH)
+        expected = {name: engine.state[name]["master"].bfloat16() for name in engine.state}
+        engine.write(tmp_path)
+    assert model.dtype == torch.bfloat16
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, expected[name]), name
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == {"fp16": torch.float16, "fp32": torch.float32}[compute]
+
+
 def test_frozen_weights_come_back_as_they_were() -> None:
     model = plain_model(tiny_config("llama"), torch.float32)
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}

@@ -41,7 +41,7 @@ def test_the_best_model_is_kept_and_the_hub_layout_holds_only_the_model(
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= found
     assert not [name for name in found if "optimizer" in name or "checkpoint" in name]
     assert not (out / "model.safetensors").exists()
-    assert find_weights(str(out)) == str(out / "model")
+    assert find_weights(str(out)) == result.of("done")[0]["model"] == str(out / "model")
     transformers.AutoModelForCausalLM.from_pretrained(out / "model")
     card = (out / "model/README.md").read_text()
     assert "| evaluation loss, at the end | 3.5000 |" in card

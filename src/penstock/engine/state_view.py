@@ -34,11 +34,9 @@ class StateView(Mapping[str, dict[str, torch.Tensor]]):
         weight = self._whole(name, Role.WEIGHT)
         if not trained:
             return {"weight": weight.view(shape)}
-        split = self._access.formats.has(Role.MASTER)
-        rest = self._whole(name, Role.MASTER) if split else None
         tensors = {
             "weight": weight,
-            "master": formats.read_master(weight, rest),
+            "master": self._master(name, weight),
             "exp_avg": self._moment(name, Role.FIRST),
             "exp_avg_sq": self._moment(name, Role.SECOND),
         }
@@ -49,8 +47,12 @@ class StateView(Mapping[str, dict[str, torch.Tensor]]):
         self._finish()
         weight = self._whole(name, Role.WEIGHT)
         if self._names[name] and dtype != weight.dtype:
-            weight = formats.read_master(weight, self._whole(name, Role.MASTER))
+            weight = self._master(name, weight)
         return weight.view(self.shape(name)).to(dtype)
+
+    def _master(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        split = self._access.formats.has(Role.MASTER)
+        return formats.read_master(weight, self._whole(name, Role.MASTER) if split else None)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""

@@ -310,6 +310,7 @@ class TrainingLoop:
             peak_host_bytes=self._engine.host_memory()["peak"],
             peak_hbm_bytes=tiers[Tier.HBM.value]["peak"],
             out=self._out_text,
+            model=str(self._run.settings.checkpoint.model_directory),
         )
 
     @property

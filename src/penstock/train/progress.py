@@ -239,7 +239,7 @@ def format_event(event: Event, steps: int) -> str:
             return f"stopped after step {event['step']}/{steps}; continue with --resume"
         case "done":
             return (
-                f"done: {event['steps']} steps; the model is in {event['out']}; "
+                f"done: {event['steps']} steps; the model is in {event['model']}; "
                 f"peak host memory {format_bytes(event['peak_host_bytes'])}, "
                 f"HBM {format_bytes(event['peak_hbm_bytes'])}"
             )
