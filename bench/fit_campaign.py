@@ -62,7 +62,7 @@ from penstock.errors import (
     UnsupportedModelError,
     WorkloadError,
 )
-from penstock.plan.budget import Budget
+from penstock.plan.budget import Budget, tier_capacity
 from penstock.plan.buffers import CONTEXT
 from penstock.plan.plan import Plan
 from penstock.probe.machine_choice import this_machine
@@ -78,8 +78,6 @@ budget; the rehearsal refused the budget, and the case trained with the budget t
 
 OUT_OF_MEMORY = ("out of memory", "torch out of memory")
 """Outcomes of cases that died of GPU memory, with an error of Penstock or of torch."""
-
-MANY_BYTES = 1 << 40
 
 
 class Room:
@@ -176,9 +174,11 @@ def _plan_and_train(
     settings = Settings().replace(asked)
     config, inventory = inspect_model(folder, settings)
     target = this_machine(args.device)
+    dram = tier_capacity(target.machine, Budget(), Tier.DRAM)
+    assert dram is not None
 
     def request(hbm: int) -> PlanRequest:
-        budget = Budget(hbm=hbm, dram=MANY_BYTES)
+        budget = Budget(hbm=hbm, dram=dram)
         return plan_request(
             inventory, settings, target, config=config, budget=budget, compiled=compiled
         )
@@ -202,14 +202,16 @@ def _plan_and_train(
     }  # fmt: skip
     record["outcome"] = "planned"
     try:
-        _train(case, folder, how, least, first, args.steps, record)
+        _train(case, folder, how, Budget(hbm=least, dram=dram), first, args.steps, record)
     except InfeasibleError as refused:
         wanted = refused.least.get("hbm")
         if args.below or wanted is None:
             raise
         record |= {"outcome": "refused first", "refused": str(refused), "asked_hbm": wanted}
         claim(wanted * 9 // 8, first.peak(Tier.DRAM) * 9 // 8 + 3 * GiB)
-        _train(case, folder, how, wanted, plan(wanted), args.steps, record)
+        _train(
+            case, folder, how, Budget(hbm=wanted, dram=dram), plan(wanted), args.steps, record
+        )  # fmt: skip
 
 
 def find_least(plan: Callable[[int], Plan]) -> int:
@@ -246,12 +248,12 @@ def _lower_limit(nbytes: int) -> None:
 
 
 def _train(
-    case: Case, folder: str, how: Mapping[str, Any], hbm: int, first: Plan, steps: int,
+    case: Case, folder: str, how: Mapping[str, Any], budget: Budget, first: Plan, steps: int,
     record: Record,
 ) -> None:  # fmt: skip
     began = time.perf_counter()
-    engine = prepare(folder, budget=Budget(hbm=hbm, dram=MANY_BYTES), **how)
-    record |= {"prepare_seconds": round(time.perf_counter() - began, 2), "hbm_budget": hbm}
+    engine = prepare(folder, budget=budget, **how)
+    record |= {"prepare_seconds": round(time.perf_counter() - began, 2), "hbm_budget": budget.hbm}
     record |= _plan_record(engine.plan)
     changed = engine.plan.placement != first.placement or engine.plan.pools != first.pools
     if changed and record["outcome"] == "planned":

@@ -166,9 +166,9 @@ class Combination:
         # Where DRAM is as fast as HBM, a plan may use it although HBM has room.
         little = least("dram", Budget(hbm=plenty, dram=64 * KiB))
         return {
-            "hbm": ["--hbm", str(plenty), "--dram", str(little)],
-            "dram": ["--hbm", str(hbm), "--dram", str(plenty)],
-            "nvme": ["--hbm", str(hbm), "--dram", str(dram), "--nvme", f"{disk}:{plenty}"],
+            "hbm": ["--hbm", f"{plenty}B", "--dram", f"{little}B"],
+            "dram": ["--hbm", f"{hbm}B", "--dram", f"{plenty}B"],
+            "nvme": ["--hbm", f"{hbm}B", "--dram", f"{dram}B", "--nvme", f"{disk}:{plenty}B"],
         }
 
 

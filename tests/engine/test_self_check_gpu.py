@@ -13,6 +13,7 @@ import penstock
 from penstock.engine.device import pick_device
 from penstock.errors import SelfCheckError
 from penstock.model import document_attention
+from penstock.plan.cuda_allocator import PAGE
 from tests.support.engines import plain_model, tiny_config
 from tests.support.self_checks import KERNELS, TILES, check
 
@@ -82,7 +83,7 @@ def test_nothing_is_left_on_the_gpu_and_random_numbers_stay(tmp_path: Path) -> N
     # Streams are new for each device object, and cuBLAS keeps a workspace for each of two threads.
     workspaces = 2 * 32 << 20
     assert torch.cuda.memory_allocated() - allocated <= workspaces
-    assert torch.cuda.memory_reserved() - reserved <= workspaces + (2 << 20)
+    assert torch.cuda.memory_reserved() - reserved <= workspaces + PAGE
     assert device.memory().peak <= torch.cuda.memory_reserved()
 
 
