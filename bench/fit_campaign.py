@@ -174,7 +174,7 @@ def _plan_and_train(
     settings = Settings().replace(asked)
     config, inventory = inspect_model(folder, settings)
     target = this_machine(args.device)
-    dram = tier_capacity(target.machine, Budget(), Tier.DRAM)
+    dram = tier_capacity(target.machine, Budget(hbm=0, dram=0), Tier.DRAM)
     assert dram is not None
 
     def request(hbm: int) -> PlanRequest:
