@@ -107,6 +107,11 @@ def test_a_configuration_is_passed_without_a_stream(calls: list[tuple[Any, ...]]
     assert calls == [("a/b", "main", "test[:10%]", False)]
 
 
+def test_a_name_without_an_owner_says_what_a_dataset_is_named() -> None:
+    with pytest.raises(SourceError, match="gsm8k: no such file or directory; a dataset on the Hub"):
+        find_sources("gsm8k")
+
+
 def test_a_stream_of_percents_is_refused(calls: list[tuple[Any, ...]]) -> None:
     with pytest.raises(SourceError, match=r"cannot stream 'train\[:10%\]'.*train\[:1000\]"):
         find_sources("a/b:train[:10%]", streaming=True)

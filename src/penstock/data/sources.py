@@ -59,7 +59,8 @@ def _find_source(name: str, streaming: bool, on_note: OnNote) -> list[Source]:
     hub_id = HubId.parse(name)
     if hub_id is not None and not _is_known(path):
         return [HubDataset(name, hub_id, streaming=streaming)]
-    raise SourceError(name, "no such file or directory")
+    hint = "" if path.suffix else "; a dataset on the Hub is named OWNER/NAME"
+    raise SourceError(name, f"no such file or directory{hint}")
 
 
 def _files_in(directory: Path, on_note: OnNote) -> list[Source]:
