@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from penstock.storage.errors import ExtentBusyError, LostExtentError, StorageError
 from penstock.storage.layout import Extent
-from penstock.storage.tickets import TransferLedger
+from penstock.storage.tickets import StoreTicket, TransferLedger
 from penstock.units import KiB
 
 UNIT = 64 * KiB
@@ -71,3 +74,24 @@ def test_lost_bytes_are_unreadable_until_they_are_written_again() -> None:
             ledger.check("read", EXTENT, offset, UNIT)
     ledger.check("write", EXTENT, 0, 10 * UNIT)
     ledger.check("read", EXTENT, 0, 10 * UNIT)
+
+
+@pytest.mark.parametrize(
+    ("start", "offset", "length", "expected"),
+    [
+        (0, 0, 100, False),
+        (0, 0, 101, True),
+        (0, 150, 10, True),
+        (0, 199, 50, True),
+        (0, 200, 50, False),
+        (0, 50, 300, True),
+        (4096, 150, 10, False),
+    ],
+)
+def test_transfers_overlap_if_they_share_a_byte_of_one_extent(
+    start: int, offset: int, length: int, expected: bool
+) -> None:
+    ticket: Any = SimpleNamespace(extent=SimpleNamespace(start=0), offset=100, length=100)
+    other: Any = SimpleNamespace(start=start)
+
+    assert StoreTicket.overlaps(ticket, other, offset, length) is expected
