@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine.tier_memory import StoreSettings
 from penstock.memory.arena import Arena
 from penstock.memory.placement import Node
 from penstock.plan.budget import PathBudget
@@ -208,3 +209,7 @@ def in_use_nbytes() -> int:
     mallinfo2.restype = MallInfo
     info = mallinfo2()
     return int(info.uordblks + info.hblkhd)
+
+
+def test_a_device_that_holds_data_is_not_erased_by_default() -> None:
+    assert StoreSettings().erase is False

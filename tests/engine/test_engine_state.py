@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,12 @@ from penstock.engine.result_record import (
 from penstock.errors import EngineStateError
 from tests.equivalence.runs import DRAM, RESIDENT, Setup, differing, state_of
 from tests.support import engines
+
+
+def test_a_new_engine_has_made_no_step_and_knows_no_gradient_norm(tmp_path: Path) -> None:
+    with Setup.of("llama").engine(DRAM, tmp_path) as engine:
+        assert (engine.steps, engine.batches, engine.skipped) == (0, 0, False)
+        assert math.isnan(engine.grad_norm)
 
 
 def test_the_state_of_an_engine_is_one_object_in_training_state_json(tmp_path: Path) -> None:

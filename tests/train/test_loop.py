@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.settings import Settings
+from penstock.train import checkpoints
 from penstock.train.loop import TrainingLoop
 from penstock.units import GiB
 
@@ -43,3 +44,20 @@ def test_a_run_evaluates_every_so_many_steps_before_its_end(
         TrainingLoop._evaluate_if_due(loop)
 
     assert evaluated == expected
+
+
+@pytest.mark.parametrize(("best", "existing", "needed"), [(False, 0, 1000), (True, 150, 1050)])
+def test_a_run_needs_space_for_the_checkpoints_it_keeps_and_the_one_it_writes(
+    best: bool, existing: int, needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three times the weights, twice the states, and two more copies of the best weights."""
+    wanted: list[int] = []
+    whole = [SimpleNamespace(nbytes=existing)]
+    monkeypatch.setattr(checkpoints, "list_checkpoints", lambda _: SimpleNamespace(whole=whole))
+    monkeypatch.setattr(checkpoints, "check_room", lambda _, nbytes: wanted.append(nbytes))
+    settings = Settings.of({"keep": 2, "save_best": best, "eval_split": 0.1})
+    saver: Any = SimpleNamespace(_sizes=(100, 300, 50), nbytes=450, _out="out", _settings=settings)
+
+    checkpoints.CheckpointSaver.check_space(saver)
+
+    assert wanted == [needed]
