@@ -266,9 +266,11 @@ def test_only_equal_tokenizers_have_equal_fingerprints() -> None:
     def print_of(*arguments: Any, **options: Any) -> str:
         return Tokens(small_tokenizer(*arguments, **options)).fingerprint()
 
-    padded = small_tokenizer()
+    padded, truncated = small_tokenizer(), small_tokenizer()
     padded(["a", "bb ccc"], padding=True)
+    truncated("a bb ccc", truncation=True, max_length=2)
     assert print_of() == print_of() == Tokens(padded).fingerprint()
+    assert print_of() == Tokens(truncated).fingerprint()
     assert len({print_of(), print_of(small.MARKED), print_of(vocabulary=380), print_of(None)}) == 4
 
 
