@@ -19,7 +19,7 @@ help:
 	@echo "make test-gpu      run the tests that need a GPU, in parallel processes"
 	@echo "make test-vm       test placement in a virtual machine with NUMA nodes and CXL memory (Debian hosts)"
 	@echo "make fuzz          run a million mutated store and safetensors headers through their parsers"
-	@echo "make mutate        change the code in small ways and see whether a test fails; hours"
+	@echo "make mutate        change the code in small ways and see whether a test fails; half an hour"
 	@echo "make lint          check with ruff, mypy --strict and clang-format"
 	@echo "make format        reformat the sources with ruff and clang-format"
 	@echo "make bench         measure memory placement against plain torch"
@@ -72,7 +72,8 @@ fuzz: $(VENV)/built
 	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_header.py $(ARGS)
 	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_safetensors.py $(ARGS)
 
-# ARGS="--minutes 30 --only engine/" for a part of it. The first run records which test runs which line.
+# ARGS="--minutes 30 --only engine/" for a part of it. The first run records which test runs which line; after new tests,
+# ARGS="--map tests/FILE" records theirs.
 mutate: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.run $(ARGS)
 
