@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conformance_models.check import DOES_NOT_RUN, examine_config
 from tests.conformance_models.expected import expected
 from tests.conformance_models.random_configs import draw_case
-from tests.conformance_models.tiny import VARIANTS
+from tests.conformance_models.tiny import VARIANTS, tiny_config
 
 RIGHT = sorted(
     case for case, outcome in expected().items() if outcome.kind == "right" and case not in VARIANTS
 )
 FIXED = (1, 2, 3, 4, 5, 6)
 """Seeds of `make test`."""
+ONE_LAYER: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("bloom", {}),
+    ("falcon", {}),
+    ("llama", {}),
+    ("opt", {"do_layer_norm_before": False}),
+)
+"""Models whose layers return tuples, and models whose layers do not, one without a last norm."""
 TODAY = int(datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")) * 1000
 DRAWN = range(TODAY, TODAY + 100)
 """Seeds of `make test-long`, others every day. A test's name has its seed."""
+
+
+@pytest.mark.parametrize(("family", "fields"), ONE_LAYER)
+def test_a_model_with_one_layer_is_right(
+    family: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    config = tiny_config(family)
+    config.num_hidden_layers = 1
+    for name, value in fields.items():
+        setattr(config, name, value)
+    assert examine_config(config, tmp_path, "fp32").kind == "right"
 
 
 SEEDS = [*FIXED, *(pytest.param(seed, marks=pytest.mark.long) for seed in DRAWN)]

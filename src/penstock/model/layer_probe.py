@@ -21,6 +21,28 @@ class _TuplesExpectedError(Exception):
     """Raised by a probe if the model selects the first element of what a layer returns."""
 
 
+class _OnlyOutput:
+    """The output of a model's only layer, which shows what the model does with it.
+
+    Between two layers, the second one's input shows whether the model selected the first element.
+    After an only layer there is no such input.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        # A model that selects positions of a tensor uses slices.
+        raise _TuplesExpectedError if index == 0 else _ReachedError
+
+    def __iter__(self) -> Any:
+        raise _ReachedError  # ModelOutput tries whether it can iterate over its first field
+
+    def __getattr__(self, name: str) -> Any:
+        raise _ReachedError
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise _ReachedError
+
+
 class LayerProbe(nn.Module):
     """Takes the place of a layer, records how the model calls it, and returns its input."""
 
@@ -41,6 +63,8 @@ class LayerProbe(nn.Module):
             raise _TuplesExpectedError
         self.hidden, self.arguments = hidden, (tuple(args[1:]), others)
         if self._index == len(self._probes.each) - 1:
+            if self._index == 0 and not self._probes.return_tuples:
+                return _OnlyOutput()
             raise _ReachedError
         return self._probes.output(hidden)
 
