@@ -97,6 +97,7 @@ def test_models_whose_layers_do_not_run_by_themselves_are_refused() -> None:
         ("recurrent_gemma", {}, "RecurrentGemmaRglru"),
         ("mamba", {"num_hidden_layers": 2}, "MambaMixer"),
         ("blenderbot", {}, "positions"),
+        ("marian", {}, "positions"),  # whose class freezes its table of positions
     ],
 )
 def test_what_carries_state_across_packed_documents_is_named(

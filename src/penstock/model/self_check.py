@@ -244,7 +244,7 @@ class _Check:
 
 @dataclass(slots=True)
 class _Results:
-    """Logits `[tokens, vocabulary]`, and gradients of all parameters by name."""
+    """Logits `[tokens, vocabulary]`, and gradients of all trained parameters by name."""
 
     logits: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -254,7 +254,7 @@ class _Results:
         """Run and differentiate the whole model as transformers does."""
         output: Any = model(input_ids=ids, use_cache=False)
         logits: torch.Tensor = output.logits[0]
-        named = dict(model.named_parameters())
+        named = _trained(model)
         grads = torch.autograd.grad(_loss(logits), list(named.values()), allow_unused=True)
         return _Results(logits.detach(), _with_zeros(named, grads))
 
@@ -281,7 +281,7 @@ class _Blocks:
         inventory = replace(surveyed, own_attention=own_attention)
         # A tied head uses tensors of the embedding, whose gradient has a part from each of them.
         self._used = [[*(t.name for t in b.tensors), *b.borrows] for b in inventory.blocks]
-        self._tensors = dict(model.named_parameters())
+        self._tensors = _trained(model)
         self._split = SplitModel(model, inventory, mlp_tile=FIRST)
         self.layers = self._split.layers
 
@@ -321,7 +321,7 @@ class _Blocks:
         into: dict[str, torch.Tensor],
     ) -> torch.Tensor | None:
         """Add the gradients of a block's parameters to `into`; return that of its input."""
-        named = {name: self._tensors[name] for name in self._used[block]}
+        named = {n: self._tensors[n] for n in self._used[block] if n in self._tensors}
         sources = [*named.values(), *([] if source is None else [source])]
         grads = torch.autograd.grad(out, sources, upstream, allow_unused=True)
         for name, gradient in _with_zeros(named, grads[: len(named)]).items():
@@ -384,6 +384,11 @@ def _contents(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_contents(inner) for inner in value]
     return (id(value), value._version if isinstance(value, torch.Tensor) else 0)
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that have a gradient; the class itself freezes a table of sines."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _with_zeros(
