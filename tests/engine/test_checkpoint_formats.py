@@ -18,7 +18,9 @@ from penstock.cli.plan import plan_command
 from penstock.engine import engine as engine_module
 from penstock.engine.prepare import prepare
 from penstock.errors import UnsupportedModelError
+from penstock.model import text_stack
 from penstock.model.survey import survey
+from penstock.model.survey_cache import cached_survey
 from tests.support.engines import plain_model, tiny_config
 from tests.support.fp8_files import save_fp8
 from tests.support.multimodal_files import CONFIGS, check_kept, save_multimodal
@@ -155,8 +157,38 @@ def test_a_multimodal_model_whose_head_scales_logits_otherwise_is_refused(tmp_pa
         vision_config={"model_type": "siglip_vision_model", "num_attention_heads": 16},
     )
     config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="does not compute what Cohere2ForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match="its logits are 4 times those of Cohere2"):
         survey(tmp_path)
+
+
+def test_a_multimodal_model_that_needs_an_image_is_refused(tmp_path: Path) -> None:
+    config = transformers.InstructBlipConfig(text_config={"model_type": "opt"})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="requires pixel_values and qformer_input_ids"):
+        survey(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (ImportError("\nTimmWrapperModel requires the timm library but it was"), "package timm,"),
+        (ModuleNotFoundError("No module named 'scipy.x'", name="scipy.x"), "package scipy,"),
+        (ImportError("no such backend"), r"a package that is not installed \(no such backend\)"),
+    ],
+)
+def test_a_package_that_a_tower_needs_is_named(
+    problem: ImportError, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_multimodal(tmp_path / "model", "mistral3")
+
+    def fail(*_: object, **__: object) -> None:
+        raise problem
+
+    monkeypatch.setattr(transformers.Mistral3ForConditionalGeneration, "_from_config", fail)
+    text_stack._cached_problem.cache_clear()
+    with pytest.raises(UnsupportedModelError, match=f"cannot build it without.*{reason}"):
+        survey(folder)
+    text_stack._cached_problem.cache_clear()
 
 
 def test_a_text_stack_without_a_class_of_its_own_is_refused(tmp_path: Path) -> None:
@@ -173,12 +205,17 @@ def test_a_multimodal_model_without_a_text_config_is_refused(tmp_path: Path) -> 
 
 def test_the_tie_of_the_outer_model_decides(tmp_path: Path) -> None:
     folder = save_multimodal(tmp_path / "model", "mistral3")
+    assert not cached_survey(folder)[1].tied
     tensors = load_file(folder / "model.safetensors")
-    del tensors["language_model.lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match="ties it to the embedding"):
+    head, table = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
+    save_file(tensors | {head: tensors[table].clone()}, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=f"{head} equals {table}"):
         prepare(folder, **SMALL)
-    with prepare(folder, model_config={"tie_word_embeddings": True}, **SMALL) as engine:
+
+    del tensors[head]
+    save_file(tensors, folder / "model.safetensors")
+    assert cached_survey(folder)[1].tied
+    with prepare(folder, **SMALL) as engine:
         assert engine.inventory.tied
         loss = float(engine.evaluate([text_batch()]).loss)
     assert loss == pytest.approx(plain_loss(folder), abs=0.02)

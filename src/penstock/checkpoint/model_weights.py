@@ -69,6 +69,8 @@ class ModelWeights:
                     self._check_shape(self._names[buffer.name], buffer.shape)
             for name, owner in mapped.tied.items():
                 self._check_tied(name, self._names[owner])
+            if mapped.tied_outside:
+                self._check_untied(*(self._names[name] for name in mapped.tied_outside))
             for name in self.kept:
                 if self._is_quantized(name):
                     self._check_scales(name, self.shards.spec(name).shape)
@@ -141,7 +143,7 @@ class ModelWeights:
         """Raise an error for tensors that only the model has."""
         owned = (tensor.name for block in inventory.blocks for tensor in block.tensors)
         missing = [name for name in owned if name not in self._names]
-        if missing == [mapped.tied_outside]:
+        if mapped.tied_outside and missing == [mapped.tied_outside[0]]:
             raise UnsupportedModelError(
                 f"{self.shards.path} has no tensor {missing[0]}: config.json ties it to the "
                 f"embedding (tie_word_embeddings), but its text_config does not. Tie both with "
@@ -179,22 +181,39 @@ class ModelWeights:
 
         transformers loads such a model without the tie, which is another model than was planned.
         """
-        spec = self.shards.spec(name)
-        equal = spec == self.shards.spec(owner)
-        for low in range(0, math.prod(spec.shape) if equal else 0, PART):
-            high = min(low + PART, math.prod(spec.shape))
-            pair = [torch.empty(high - low, dtype=spec.dtype) for _ in range(2)]
-            self.shards.read_into(name, pair[0], low)
-            self.shards.read_into(owner, pair[1], low)
-            equal = torch.equal(*pair)
-            if not equal:
-                break
-        if not equal:
+        if not self._equal(name, owner):
             raise UnsupportedModelError(
                 f"{self.shards.file_of(name)}: tensor {name} differs from {owner}, and config.json "
                 f"ties the two (tie_word_embeddings). To train both, set tie_word_embeddings to "
                 f"false in config.json; otherwise remove {name} from the file"
             )
+
+    def _check_untied(self, name: str, owner: str) -> None:
+        """Raise an error if two tensors are equal that only the outer model ties.
+
+        transformers ties them if they are equal, and trains both if they are not.
+        """
+        if self._equal(name, owner):
+            raise UnsupportedModelError(
+                f"{self.shards.file_of(name)}: tensor {name} equals {owner}. config.json ties the "
+                f"two (tie_word_embeddings), but its text_config does not. Tie both with "
+                f"--model-config tie_word_embeddings=true"
+            )
+
+    def _equal(self, name: str, other: str) -> bool:
+        """Compare two tensors of the files part by part."""
+        spec = self.shards.spec(name)
+        if spec != self.shards.spec(other):
+            return False
+        elements = math.prod(spec.shape)
+        for low in range(0, elements, PART):
+            count = min(PART, elements - low)
+            pair = [torch.empty(count, dtype=spec.dtype) for _ in range(2)]
+            self.shards.read_into(name, pair[0], low)
+            self.shards.read_into(other, pair[1], low)
+            if not torch.equal(*pair):
+                return False
+        return True
 
     def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
         path = self.shards.file_of(name)

@@ -36,8 +36,8 @@ class NameMap:
     """Tensors that the model does not have, so that neither training nor saving includes them."""
     tied: dict[str, str] = field(default_factory=dict)
     """Further copies of a tied tensor, and the tensor of the model that each is a copy of."""
-    tied_outside: str | None = None
-    """A tensor that a multimodal model ties, and the causal language model in it does not."""
+    tied_outside: tuple[str, str] | None = None
+    """Two tensors that a multimodal model ties, and the causal language model in it does not."""
 
 
 def map_names(found: Iterable[str], inventory: Inventory, folder: Path) -> NameMap:
@@ -73,9 +73,10 @@ def map_names(found: Iterable[str], inventory: Inventory, folder: Path) -> NameM
         if owner not in names:  # the files have only the other name of a tied tensor
             names[owner] = name
             del tied[name]
-    outside = (stack.text_name(name) for name in mapper.tied_names)
+    pairs = ((stack.text_name(n), stack.text_name(owner)) for n, owner in mapper.tied_names)
+    outside = ((own, owner) for own, owner in pairs if own in wanted and owner in wanted)
     return NameMap(names, tuple(kept), tuple(unexpected), tied,
-                   next((own for own in outside if own in wanted), None))  # fmt: skip
+                   next(((str(own), str(owner)) for own, owner in outside), None))  # fmt: skip
 
 
 def _check_unique(first: str, name: str, own: str) -> None:
@@ -130,9 +131,9 @@ class _Mapper:
         return str(renamed), converter is not None
 
     @property
-    def tied_names(self) -> Iterator[str]:
-        """The other names of tied tensors."""
-        return (name for name, owner in self._owner.items() if name != owner)
+    def tied_names(self) -> Iterator[tuple[str, str]]:
+        """The other names of tied tensors, each with the first name."""
+        return ((name, owner) for name, owner in self._owner.items() if name != owner)
 
     def owner(self, name: str) -> str:
         """Return the first name of a tensor that may be tied."""

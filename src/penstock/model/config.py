@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import SurveyError, UnsupportedModelError
+from penstock.model.head_in_files import files_lack_head
 from penstock.model.quantization import find_quantization
 
 
@@ -35,13 +36,24 @@ def load_config(
     config = text_config(whole)
     if trained:
         _check_parts(whole, config, str(model))
-    if config is not whole and getattr(whole, "tie_word_embeddings", None) is False:
-        config.tie_word_embeddings = False  # the head is the outer model's, and so is the tie
+    if config is not whole:
+        config.tie_word_embeddings = _ties_head(whole, config, model)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what is trained and saved is not quantized
     for name, value in (changes or {}).items():
         _set_field(config, name, value)
     return config
+
+
+def _ties_head(whole: Any, text: Any, model: str | Path) -> bool:
+    """Return whether transformers ties the head of a multimodal model when it loads the files.
+
+    The outer config decides. If it ties a head that the files have with other values than the
+    embedding, as those of Mistral Small 3.1 do, transformers does not tie it.
+    """
+    from penstock.model.text_stack import ties_head  # imports torch
+
+    return ties_head(whole, text) and (bool(text.tie_word_embeddings) or files_lack_head(model))
 
 
 def _check_parts(whole: Any, text: Any, name: str) -> None:

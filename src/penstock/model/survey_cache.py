@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.machine.user_cache import cache_directory, code_fingerprint, load_entry, save_entry
 from penstock.model.config import load_config
+from penstock.model.head_in_files import files_lack_head
 from penstock.model.inventory import Inventory
 from penstock.model.survey import survey_config
 from penstock.records import Json
@@ -78,7 +79,7 @@ def cached_survey(
         )
 
     text = None if trust_remote_code else _config_text(model, revision)
-    path = cache_directory() / "surveys" / f"{_key(text, changes, blocks, freeze)}.json"
+    path = cache_directory() / "surveys" / f"{_key(text, model, changes, blocks, freeze)}.json"
     entry = load_entry(_Entry, path) if text is not None else None
     if entry is None:
         config = load()
@@ -116,11 +117,15 @@ def _config_text(model: str | Path, revision: str | None) -> bytes | None:
 
 
 def _key(
-    text: bytes | None, changes: Mapping[str, Any] | None, blocks: str | None, freeze: Sequence[str]
+    text: bytes | None,
+    model: str | Path,
+    changes: Mapping[str, Any] | None,
+    blocks: str | None,
+    freeze: Sequence[str],
 ) -> str:
     """Return the name of an entry: a hash of everything that a survey depends on."""
     digest = hashlib.sha256(text or b"")
-    options = [sorted((changes or {}).items()), blocks, list(freeze)]
+    options = [sorted((changes or {}).items()), blocks, list(freeze), files_lack_head(model)]
     versions = [importlib.metadata.version(package) for package in PACKAGES]
     digest.update(json.dumps([options, versions, code_fingerprint()], default=str).encode())
     return digest.hexdigest()[:32]

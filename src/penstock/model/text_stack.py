@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
+import re
 from typing import Any
 
 import torch
@@ -83,8 +85,46 @@ def text_module_paths(body: Any) -> tuple[str, str]:
     decoder, head = body.get_decoder(), body.get_output_embeddings()
     paths = {id(module): path for path, module in body.named_modules()}
     if id(decoder) not in paths or id(head) not in paths or decoder is body:
-        raise AttributeError("it names no decoder and head")
+        raise UnsupportedModelError(
+            f"{type(body).__name__} does not say which of its modules are the decoder and the head "
+            f"of its language model (get_decoder and get_output_embeddings)"
+        )
     return paths[id(decoder)], paths[id(head)]
+
+
+def ties_head(whole: Any, text: Any) -> bool:
+    """Return whether transformers ties the head of a multimodal model to its embedding.
+
+    The head belongs to the whole model, so its class and its config decide, and not the text
+    config. The answer is that of transformers' own code, which ties tensors when it builds a model.
+
+    Args:
+        whole: The multimodal model's config.
+        text: The text config inside it.
+    """
+    try:
+        return _ties_head(_Configs(json.dumps(whole.to_dict(), default=str), whole, text))
+    except Exception:  # the model's own code may raise any exception; it cannot be trained then
+        return bool(getattr(whole, "tie_word_embeddings", text.tie_word_embeddings))
+
+
+@functools.lru_cache(maxsize=64)
+def _ties_head(configs: _Configs) -> bool:
+    body = _build_whole(multimodal_class(configs.whole), configs.whole, _small(configs.text))
+    head, table = body.get_output_embeddings(), body.get_input_embeddings()
+    return head is not None and head.weight is table.weight
+
+
+def _small(text: Any) -> Any:
+    return twin_config(text, _layer_count(text))
+
+
+def _build_whole(whole_class: Any, whole: Any, small: Any) -> Any:
+    """Build a multimodal model without memory, with another text config."""
+    outer = copy.deepcopy(whole)
+    outer.text_config = copy.deepcopy(small)
+    with torch.device("meta"):
+        return whole_class._from_config(outer, attn_implementation="eager")
 
 
 def _find_problem(whole: Any, text: Any) -> str:
@@ -103,22 +143,43 @@ def _find_problem(whole: Any, text: Any) -> str:
     whole_class = multimodal_class(whole)
     if whole_class is None:
         return "its class is not one of transformers"
+    if needed := _required_inputs(whole_class):
+        return f"it does not run on text alone: its forward requires {' and '.join(needed)}"
     try:
         return _compare(whole_class, text_class, whole, text)
+    except UnsupportedModelError as problem:
+        return str(problem)
+    except ImportError as problem:
+        return f"transformers cannot build it without {_missing_package(problem)}"
     except Exception as problem:  # the model's own code may raise any exception
         lines = str(problem).strip().splitlines()
         reason = f"{type(problem).__name__}: {lines[0]}" if lines else type(problem).__name__
         return f"it cannot be compared with its language model on text alone; {reason[:200]}"
 
 
+def _required_inputs(whole_class: Any) -> list[str]:
+    """Return the arguments besides tokens without which a model does not run."""
+    parameters = inspect.signature(whole_class.forward).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty
+            and p.name not in ("self", "input_ids")]  # fmt: skip
+
+
+def _missing_package(problem: ImportError) -> str:
+    """Say which package an import did not find."""
+    # transformers' own message begins "TimmWrapperModel requires the timm library but".
+    named = re.search(r"requires the (\S+) library", str(problem))
+    name = named.group(1) if named else (problem.name or "").partition(".")[0]
+    if name:
+        return f"the package {name}, which is not installed"
+    return f"a package that is not installed ({' '.join(str(problem).split())[:200]})"
+
+
 def _compare(whole_class: Any, text_class: Any, whole: Any, text: Any) -> str:
     """Say how a small model differs from its language model on text; empty if it does not."""
-    small = twin_config(text, _layer_count(text))
+    small = _small(text)
     language_model: Any = build_twin(text_class, small, "eager")
-    outer = copy.deepcopy(whole)
-    outer.text_config = copy.deepcopy(small)
-    with torch.device("meta"):
-        body: Any = whole_class._from_config(outer, attn_implementation="eager")
+    body = _build_whole(whole_class, whole, small)
     decoder_path, head_path = text_module_paths(body)
     own = language_model.get_decoder()
     if type(body.get_submodule(decoder_path)) is not type(own):
@@ -139,15 +200,28 @@ def _compare(whole_class: Any, text_class: Any, whole: Any, text: Any) -> str:
         if got.isnan().any():
             return "it uses tensors outside of its text stack for text alone"
         if got.shape != expected.shape or not _close(got, expected):
-            return f"for text alone it does not compute what {text_class.__name__} computes"
+            return _describe_difference(got, expected, text_class.__name__)
     return ""
+
+
+def _describe_difference(got: torch.Tensor, expected: torch.Tensor, name: str) -> str:
+    """Say how logits differ from those of the language model with the given name."""
+    if got.shape == expected.shape:
+        factor = float((got * expected).sum() / expected.square().sum())
+        if _close(got, factor * expected):
+            return f"on text alone its logits are {factor:.4g} times those of {name}"
+    return f"on text alone it computes other logits than {name}"
 
 
 def _layer_count(text: Any) -> int:
     """Return the number of layers after which every type of layer has occurred."""
     types = getattr(text, "layer_types", None) or ()
     firsts: dict[Any, int] = {kind: index for index, kind in reversed(list(enumerate(types)))}
-    return max((LAYERS, *(index + 1 for index in firsts.values())))
+    count = max((LAYERS, *(index + 1 for index in firsts.values())))
+    if getattr(text, "num_kv_shared_layers", None):
+        # The last layers use keys and values of a layer of their type among the first ones.
+        count = min(2 * count, len(types))
+    return count
 
 
 def _text_tokens(whole: Any) -> torch.Tensor:

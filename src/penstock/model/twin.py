@@ -48,6 +48,7 @@ SIZES: Mapping[str, int] = {
     "n_heads": HEADS,
     "n_head": HEADS,
     "head_dim": HEAD_SIZE,
+    "indexer_head_dim": HEAD_SIZE,
     "global_head_dim": HEAD_SIZE,
     "kv_channels": HEAD_SIZE,
     "rotary_dim": HEAD_SIZE // 2,
