@@ -35,6 +35,9 @@ DOES_NOT_RUN = "accepted, but the plain model does not run"
 _EXCEPTION = re.compile(r"\b\w+Error: ")
 """A reason that only quotes another exception does not say which feature is not supported."""
 
+_GENERIC = ("cannot be compared with its language model", "cannot be checked")
+"""Reasons for exceptions that Penstock does not know, which do not name a feature either."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -81,7 +84,8 @@ def examine_config(config: Any, folder: Path, dtype: Dtype = "bf16") -> Outcome:
             return Outcome("right", _compare(engine, batch, exact, rounded, folder))
     except (UnsupportedModelError, SurveyError) as refusal:
         reason = _one_line(refusal).removeprefix(f"{source}: ").replace(str(source), "the model")
-        if _EXCEPTION.search(reason.partition(";")[0]):
+        generic = any(words in reason for words in _GENERIC)
+        if generic or _EXCEPTION.search(reason.partition(";")[0]):
             if problem:
                 return Outcome("refused", f"transformers does not run it: {problem}")
             return Outcome("wrong", f"refused without the name of a feature: {reason}")
