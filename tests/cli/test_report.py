@@ -43,6 +43,17 @@ def test_the_output_directory_of_a_training_names_its_profile(
     assert "is not an observed run" in capsys.readouterr().err
 
 
+def test_a_training_without_a_profile_is_told_how_to_record_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("{}")
+
+    assert main.run(["report", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "`penstock train --profile 20`" in error
+    assert "penstock profile" not in error
+
+
 def test_json_is_the_only_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(streamed(), tmp_path / "run")
     out = tmp_path / "elsewhere.html"

@@ -16,7 +16,7 @@ from penstock.engine.loss import (
     _cross_entropy,
     fused_loss,
 )
-from penstock.errors import LossScaleError
+from penstock.errors import EngineError, LossScaleError
 from penstock.model.storage_counter import StorageCounter
 
 TOKENS, WIDTH, VOCABULARY, CHUNK = 12, 8, 32, 5
@@ -33,6 +33,13 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def own_loss(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return -log_probs.sum()
+
+
+def test_a_loss_per_token_is_refused() -> None:
+    hidden, targets, weight = inputs()
+    loss = ChunkedLoss(lambda x: x @ weight.T, CHUNK, lambda log_probs, _: -log_probs)
+    with pytest.raises(EngineError, match=r"shape \(3,\); it must return a scalar, the sum"):
+        loss.forward(hidden, targets)
 
 
 @pytest.mark.parametrize("function", [None, own_loss], ids=["cross-entropy", "own function"])

@@ -66,6 +66,11 @@ def test_a_plan_and_a_budget_exclude_each_other() -> None:
         prepare(llama(), plan=plan, **SMALL)
 
 
+def test_an_unknown_tier_of_a_budget_names_the_tiers() -> None:
+    with pytest.raises(PlanError, match="budget: has no tier 'gpu'; the tiers are hbm, dram, cxl"):
+        prepare(llama(), **SMALL | {"budget": {"gpu": "1GiB"}})
+
+
 def test_an_invalid_setting_names_its_field() -> None:
     with pytest.raises(SettingsError, match=r"^moments: "):
         prepare(llama(), moments="fp8", **SMALL)

@@ -125,6 +125,24 @@ def test_a_batch_with_a_bad_token_is_named_and_saved(runs: Runs, tmp_path: Path)
     assert int(saved["input_ids"][row, column]) == token >= 300
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(["--dram", "5"], "dram: '5' has no unit"), (["--hbm", "lots"], "hbm: 'lots' is not a size"),
+     (["--nvme", "/tmp:lots"], "nvme: must be PATH or PATH:SIZE"),
+     (["--nvme", "/no/such/place"], "nvme: /no/such/place is neither a directory nor")],
+)  # fmt: skip
+def test_a_misspelled_budget_is_an_error_before_the_data_is_read(
+    runs: Runs, tmp_path: Path, flags: list[str], words: str
+) -> None:
+    arguments = runs.flags(tmp_path / "out", *flags)
+    arguments[arguments.index(str(runs.data))] = str(tmp_path / "missing.jsonl")
+
+    ended = run_command(arguments)
+
+    assert ended.code == 1
+    assert words in ended.errors
+
+
 FLAGS: dict[str, tuple[list[str], str]] = {
     "context": (["--context", "4096"], "--model-config max_position_embeddings=4096"),
     "budget": (["--hbm", "64KiB"], "it fits with --hbm"),

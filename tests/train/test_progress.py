@@ -26,7 +26,7 @@ def test_lines_about_steps_come_once_per_interval(capsys: pytest.CaptureFixture[
     view.handle({"event": "eval", "step": 3, "loss": 2.25, "tokens": 9, "seconds": 1.0})
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step 3/10  loss 2.5000  norm 0.7  lr 0.0001  1,234 tokens/s  14 s")
-    assert lines[1] == "held-out loss 2.2500 at step 3"
+    assert lines[1] == "evaluation loss 2.2500 at step 3"
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

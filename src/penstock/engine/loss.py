@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from penstock.engine.gradients import differentiate
-from penstock.errors import LossScaleError
+from penstock.errors import EngineError, LossScaleError
 
 IGNORE_INDEX = -100
 """Label of tokens that do not count for the loss, as in Hugging Face and torch."""
@@ -142,7 +142,13 @@ class ChunkedLoss:
         trained = targets != IGNORE_INDEX
         indices = targets.clamp(min=0)[:, None]
         log_probs = logits.log_softmax(dim=-1).gather(1, indices)[:, 0]
-        return self._function(log_probs[trained], targets[trained])
+        loss_sum = self._function(log_probs[trained], targets[trained])
+        if loss_sum.shape != ():
+            raise EngineError(
+                f"the loss function returned a tensor of shape {tuple(loss_sum.shape)}; it must "
+                f"return a scalar, the sum of the loss over the tokens that it gets"
+            )
+        return loss_sum
 
 
 def fused_loss(logits: torch.Tensor, targets: torch.Tensor, scale: float | None) -> torch.Tensor:

@@ -20,6 +20,7 @@ from penstock.model.inventory import Inventory
 from penstock.plan.budget import (
     Budget,
     check_budget_memory,
+    check_budget_texts,
     parse_budget,
     process_memory,
     split_path_budget,
@@ -231,9 +232,22 @@ def budget_for(machine: Machine, budget: Budget | Mapping[str, Any]) -> Budget:
     """Resolve sizes such as `auto` or `16GiB` for the machine. A `Budget` stays as it is."""
     if isinstance(budget, Budget):
         return budget
-    sizes = dict(budget)
-    paths = _nvme_texts(sizes.pop("nvme", ()))
-    return parse_budget(machine, nvme=paths, **sizes)
+    return parse_budget(machine, **_budget_texts(budget))
+
+
+def check_budget(budget: Mapping[str, Any]) -> None:
+    """Check the spelling of sizes and that paths exist, before anything slow runs."""
+    check_budget_texts(**_budget_texts(budget))
+    for path in budget_paths(budget):
+        _check_path_exists(path)
+
+
+def _budget_texts(budget: Mapping[str, Any]) -> dict[str, Any]:
+    tiers = [tier.value for tier in Tier]
+    for name in budget:
+        if name not in tiers:
+            raise PlanError("budget", f"has no tier {name!r}; the tiers are {', '.join(tiers)}")
+    return {**budget, "nvme": _nvme_texts(budget.get("nvme", ()))}
 
 
 def budget_paths(budget: Budget | Mapping[str, Any]) -> tuple[str, ...]:
@@ -294,5 +308,9 @@ def _nvme_texts(nvme: str | Iterable[str]) -> tuple[str, ...]:
 def _check_paths_exist(budget: Budget) -> None:
     """Check every path, even one that the plan will not use: it may be mistyped."""
     for disk in budget.nvme:
-        if not Path(disk.path).is_dir() and not Path(disk.path).is_block_device():
-            raise SettingsError("nvme", f"{disk.path} is neither a directory nor a block device")
+        _check_path_exists(disk.path)
+
+
+def _check_path_exists(path: str) -> None:
+    if not Path(path).is_dir() and not Path(path).is_block_device():
+        raise SettingsError("nvme", f"{path} is neither a directory nor a block device")

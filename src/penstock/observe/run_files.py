@@ -229,10 +229,12 @@ def read_run(path: str | Path) -> RecordedRun:
 
 def _read_process(folder: Path) -> RecordedRun:
     if not (folder / OBSERVE_FILE).exists():
+        advice = f"`penstock profile -o {folder} -- python ...` or `with penstock.observe(...)`"
+        if (folder / "run.yaml").exists():
+            advice = "`penstock train --profile 20`, with `--resume` for the next steps"
         raise ObserveError(
             "",
-            f"is not an observed run (no {OBSERVE_FILE}); record one with "
-            f"`penstock profile -o {folder} -- python ...` or `with penstock.observe(...)`",
+            f"is not an observed run (no {OBSERVE_FILE}); record one with {advice}",
             where=str(folder),
         )
     observation = records.load(Observation, folder / OBSERVE_FILE, error=ObserveError)

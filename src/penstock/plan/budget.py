@@ -122,6 +122,16 @@ def parse_budget(
     )
 
 
+def check_budget_texts(
+    *, hbm: str = "auto", dram: str = "auto", cxl: str = "auto", nvme: tuple[str, ...] = ()
+) -> None:
+    """Check the spelling of budgets, for which no machine is needed. Raises PlanError."""
+    for name, text in (("hbm", hbm), ("dram", dram), ("cxl", cxl)):
+        _parse_size(name, text, 0)
+    for text in nvme:
+        _parse_size("nvme", _checked_path_budget(text)[1], 0)
+
+
 def auto_hbm(machine: Machine) -> int:
     """Return the free memory of the first GPU less a reserve; without a GPU, a share of DRAM."""
     if not machine.gpus:
@@ -285,11 +295,17 @@ def _is_size(text: str) -> bool:
     return True
 
 
-def _parse_path_budget(machine: Machine, text: str) -> PathBudget:
-    """Parse `/mnt/nvme:400GiB`, `/mnt/nvme`, or `400GiB` on the machine's first path."""
+def _checked_path_budget(text: str) -> tuple[str, str]:
+    """Split `/mnt/nvme:400GiB` into path and size; raise PlanError if the size is not one."""
     path, size = split_path_budget(text)
     if not _is_size(size) and not size.strip().startswith("-"):
         raise PlanError("nvme", f"must be PATH or PATH:SIZE, such as /mnt/nvme:400GiB, got {text}")
+    return path, size
+
+
+def _parse_path_budget(machine: Machine, text: str) -> PathBudget:
+    """Parse `/mnt/nvme:400GiB`, `/mnt/nvme`, or `400GiB` on the machine's first path."""
+    path, size = _checked_path_budget(text)
     if not path:
         if not machine.storage:
             raise PlanError("nvme", f'must name a path, such as "/mnt/nvme:{text}"')

@@ -229,7 +229,7 @@ def format_event(event: Event, steps: int) -> str:
                 f"the loss scale is now {event['loss_scale']:g}"
             )
         case "eval":
-            return f"held-out loss {event['loss']:.4f} at step {event['step']}"
+            return f"evaluation loss {event['loss']:.4f} at step {event['step']}"
         case "sample":
             return f"sample at step {event['step']}: {event['prompt']!r} -> {event['text']!r}"
         case "save":

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.plan_choice import PlanChoice
+from penstock.engine.plan_choice import PlanChoice, check_budget
 from penstock.errors import SettingsError
 from penstock.planner.plan_view import plan_json
 from penstock.settings import RUN_FILE, Settings, write_yaml
@@ -66,6 +66,8 @@ def train(
     check_trackers(settings.logging.log)
     if settings.schedule.lr == 0:
         raise SettingsError("lr", "must be greater than 0: no step would change a weight, got 0")
+    if settings.memory.plan is None:
+        check_budget(settings.memory.budgets)  # before the data is tokenized, which may take hours
     listeners = Listeners([view])
     if as_json:
         listeners.add(JsonLines())
