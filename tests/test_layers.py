@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "src/penstock"
 
 LAYERS: list[set[str]] = [
     {"_native", "version", "units", "tiers"},
-    {"errors", "roles", "ticket"},
+    {"errors", "roles", "ticket", "durable_files"},
     {"records"},
     {"settings"},
     {"machine"},

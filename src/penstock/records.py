@@ -23,7 +23,6 @@ import json
 import math
 import os
 import re
-import secrets
 import stat
 import sys
 from collections import Counter
@@ -44,6 +43,7 @@ from typing import (
     get_type_hints,
 )
 
+from penstock.durable_files import SHARED, replace_file
 from penstock.errors import RecordError
 from penstock.units import parse_bytes
 
@@ -100,11 +100,17 @@ def read_json(path: str | Path, error: type[RecordError] = RecordError) -> objec
         raise error(problem.field, problem.problem, where=str(path)) from None
 
 
-def save(value: object, path: str | Path, error: type[RecordError] = RecordError) -> None:
+def save(
+    value: object,
+    path: str | Path,
+    error: type[RecordError] = RecordError,
+    *,
+    mode: int = SHARED,
+) -> None:
     """Write a record atomically: a reader finds the old file or the new one, never a part.
 
-    A terminal, a pipe or a device such as /dev/null is written to and not replaced. Raises `error`
-    if the path cannot be written.
+    `mode` is that of the new file, before the umask. A terminal, a pipe or a device such as
+    /dev/null is written to and not replaced. Raises `error` if the path cannot be written.
     """
     text = layout(to_json(value)) + "\n"
     with _os_errors_as(error, path, "written"):
@@ -118,7 +124,7 @@ def save(value: object, path: str | Path, error: type[RecordError] = RecordError
                 stream.write(text)
         else:
             # Replace the target of a symbolic link, not the link itself.
-            _replace(Path(os.path.realpath(path)), text)
+            replace_file(os.path.realpath(path), text, mode=mode)
 
 
 def parse(text: str | bytes) -> object:
@@ -386,28 +392,6 @@ def _is_special(path: str | Path) -> bool:
     if stat.S_ISBLK(mode):
         raise OSError(errno.EINVAL, "it is a disk, and writing would overwrite its first bytes")
     return not stat.S_ISREG(mode)
-
-
-def _replace(target: Path, text: str) -> None:
-    # Write a temporary file in the same directory and rename it: rename is atomic only within a
-    # file system. Without the fsync before it, a power failure may keep the new name with no data.
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(draft, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
-        raise
-    # Sync the directory too: otherwise a power failure may keep the data and lose the file name.
-    directory = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _descriptor(path: str | Path) -> int | None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
+from penstock.durable_files import replace_file
 from penstock.errors import RecordError, SettingsError
 from penstock.records import Json, from_json, to_json
 from penstock.roles import Dtype, Moments
@@ -559,10 +559,7 @@ def write_yaml(settings: Settings, path: str | Path, remarks: Sequence[str] = ()
     }
     text = "".join(f"# {remark}\n" for remark in remarks)
     text += yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    # Rename a complete draft into place: a reader never sees half a file.
-    draft = Path(path).with_name(f".{Path(path).name}.tmp")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    replace_file(path, text)
 
 
 def _flatten(content: Mapping[str, Any], path: str) -> dict[str, Any]:

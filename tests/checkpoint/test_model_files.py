@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
+from penstock.checkpoint.errors import IncompleteModelFileError
 from penstock.checkpoint.model_files import copy_model_files, write_config
 from penstock.checkpoint.reader import ShardReader
 from penstock.checkpoint.run_directory import latest_checkpoint, new_checkpoint
@@ -144,10 +145,10 @@ def test_existing_files_are_not_replaced(tmp_path: Path) -> None:
     source = make_source(tmp_path)
     folder = tmp_path / "folder"
     folder.mkdir()
-    (folder / "config.json").write_text("existing")
+    (folder / "config.json").write_text('{"existing": 1}')
 
     assert "config.json" not in copy_model_files(source, folder)
-    assert (folder / "config.json").read_text() == "existing"
+    assert (folder / "config.json").read_text() == '{"existing": 1}'
 
 
 def test_copied_links_become_regular_files_of_the_checkpoint(tmp_path: Path) -> None:
@@ -158,3 +159,23 @@ def test_copied_links_become_regular_files_of_the_checkpoint(tmp_path: Path) -> 
     found = latest_checkpoint(tmp_path / "out")
     assert found is not None
     assert set(found.files) == COPIED
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", bytes(40), b'{"a": 1', b'"a": 1}'])
+def test_an_incomplete_file_is_never_copied_and_is_replaced(tmp_path: Path, content: bytes) -> None:
+    """A power cut leaves files empty, filled with zeros, or cut off."""
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    source.mkdir()
+    folder.mkdir()
+    (source / "tokenizer.json").write_bytes(content)
+    with pytest.raises(
+        IncompleteModelFileError, match=r"tokenizer.json: the file is empty or ends"
+    ):
+        copy_model_files(source, folder)
+    assert os.listdir(folder) == []
+
+    (source / "tokenizer.json").write_text('\ufeff{"a": 1}\n')
+    (folder / "tokenizer.json").write_bytes(content)
+    assert copy_model_files(source, folder) == ("tokenizer.json",)
+    assert copy_model_files(source, folder) == ()
+    assert os.listdir(folder) == ["tokenizer.json"]

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -297,3 +298,16 @@ def test_the_default_cache_directory_follows_xdg_cache_home(
     open_dataset(file, small_tokenizer())
 
     assert bytes_of(tmp_path / "xdg" / "penstock" / "tokens")
+
+
+def test_a_planted_link_in_place_of_the_lock_is_not_followed(file: Path, caches: Path) -> None:
+    open_dataset(file, small_tokenizer(), cache_dir=caches)
+    (lock,) = caches.glob("*.lock")
+    shutil.rmtree(lock.with_suffix(""))
+    lock.unlink()
+    precious = caches / "precious"
+    precious.write_text("precious")
+    lock.symlink_to(precious)
+    with pytest.raises(CacheError, match="cannot be written: Too many levels of symbolic links"):
+        open_dataset(file, small_tokenizer(), cache_dir=caches)
+    assert precious.read_text() == "precious"

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from penstock.checkpoint.errors import CheckpointSpaceError, CheckpointWriteError
+from penstock.durable_files import sync
 from penstock.errors import PenstockError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -34,15 +35,6 @@ def free_nbytes(path: str | Path) -> int:
         existing = existing.parent
     usage = os.statvfs(existing)
     return usage.f_bavail * usage.f_frsize
-
-
-def sync(path: str | Path) -> None:
-    """Wait until a file's bytes, or a directory's entries, are on stable storage."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def sync_tree(folder: Path) -> None:

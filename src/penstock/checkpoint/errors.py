@@ -51,6 +51,17 @@ class CorruptIndexError(CheckpointError, ValueError):
         super().__init__(f"{path}: {problem}; download or copy the file again")
 
 
+class IncompleteModelFileError(CheckpointError, ValueError):
+    """A small file of a model, such as tokenizer.json, is empty or ends too early."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        super().__init__(
+            f"{path}: the file is empty or ends too early, as after a power cut, so it is not "
+            f"saved with the model; copy it again from the original model"
+        )
+
+
 class NoWeightsError(CheckpointError, FileNotFoundError):
     """A path holds no weights."""
 

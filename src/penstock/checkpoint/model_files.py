@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
+import tempfile
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from penstock.checkpoint.errors import IncompleteModelFileError
+from penstock.durable_files import copy_file, replace_file
 
 _PATTERNS = (
     "config.json",
@@ -29,6 +32,9 @@ _PATTERNS = (
     "additional_chat_templates/*.jinja",
 )
 _CODE_PATTERN = "*.py"
+
+_PROBED_NBYTES = 256
+"""Bytes at each end of a file that are read to find out whether it is complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +62,10 @@ class ModelFiles:
     def write(self, folder: str | Path, *, tokenizer: Any = None) -> None:
         """Write them into an existing directory; `tokenizer` replaces that of the source."""
         if tokenizer is not None:
-            tokenizer.save_pretrained(str(folder))
+            _save_pretrained(tokenizer, Path(folder))
         write_config(self.config, folder, dtype=self.dtype, architecture=self.architecture)
         if self.generation_config is not None:
-            self.generation_config.save_pretrained(str(folder))
+            _save_pretrained(self.generation_config, Path(folder))
         if self.source is not None:
             copy_model_files(self.source, folder, trust_remote_code=self.trust_remote_code)
 
@@ -69,16 +75,19 @@ def copy_model_files(
 ) -> tuple[str, ...]:
     """Copy config, tokenizer and chat templates of a model, and return the names copied.
 
-    Existing files are not overwritten. The model's own code is copied only if it is trusted.
-    Symbolic links, such as those of a download cache, are followed.
+    Existing files are not overwritten, unless a power cut left them without their content. The
+    model's own code is copied only if it is trusted. Symbolic links, such as those of a download
+    cache, are followed. Raises IncompleteModelFileError if a file of the source is incomplete.
     """
     patterns = (*_PATTERNS, _CODE_PATTERN) if trust_remote_code else _PATTERNS
     copied = []
     for name in sorted(_file_names(Path(source))):
         target = Path(folder, name)
-        if any(_matches(name, pattern) for pattern in patterns) and not target.exists():
+        if any(_matches(name, pattern) for pattern in patterns) and not _is_whole(target):
+            if not _is_whole(Path(source, name)):
+                raise IncompleteModelFileError(str(Path(source, name)))
             target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(Path(source, name), target)
+            copy_file(Path(source, name), target)
             copied.append(name)
     return tuple(copied)
 
@@ -96,11 +105,32 @@ def write_config(
             part.dtype = dtype
     if architecture and not config.architectures:
         config.architectures = [architecture]
-    path = Path(folder, "config.json")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(config.to_json_string(use_diff=True))
-        file.flush()
-        os.fsync(file.fileno())
+    replace_file(Path(folder, "config.json"), config.to_json_string(use_diff=True))
+
+
+def _save_pretrained(part: Any, folder: Path) -> None:
+    """Save a tokenizer or a generation config. transformers itself does not sync its files."""
+    with tempfile.TemporaryDirectory(prefix="penstock-") as saved:
+        part.save_pretrained(saved)
+        for name in sorted(_file_names(Path(saved))):
+            (folder / name).parent.mkdir(exist_ok=True)
+            copy_file(Path(saved, name), folder / name)
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a file exists and, if it is JSON, begins and ends as JSON does.
+
+    A power cut leaves files empty, cut off, or filled with zeros.
+    """
+    if not path.is_file():
+        return False
+    if path.suffix != ".json":
+        return True
+    with open(path, "rb") as file:
+        start = file.read(_PROBED_NBYTES).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _PROBED_NBYTES))
+        end = file.read().rstrip()[-1:]
+    return (start, end) in ((b"{", b"}"), (b"[", b"]"))
 
 
 def _file_names(source: Path) -> set[str]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.checkpoint.disk import sizes_below, sync, sync_tree, translate_write_errors
+from penstock.checkpoint.disk import sizes_below, sync_tree, translate_write_errors
 from penstock.checkpoint.errors import (
     CheckpointExistsError,
     CheckpointWarning,
@@ -35,6 +35,7 @@ from penstock.checkpoint.manifest import (
     step_of,
     write_manifest,
 )
+from penstock.durable_files import sync
 from penstock.errors import RecordError
 
 _DRAFT_NAME = re.compile(r"\.(?:checkpoint-[0-9]{6,18}|best)\.tmp-([0-9]{1,10})-[0-9a-f]{8}")

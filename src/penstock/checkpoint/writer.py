@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.disk import bytes_of, sync, translate_write_errors
+from penstock.checkpoint.disk import bytes_of, translate_write_errors
 from penstock.checkpoint.safetensors_header import Entry, build_header
+from penstock.durable_files import sync
 from penstock.storage.direct_file import DirectWriter
 
 MAX_SHARD_NBYTES = 5_000_000_000

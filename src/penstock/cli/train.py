@@ -17,7 +17,7 @@ from penstock.cli.flags import (
 )
 from penstock.cli.output import EXIT_INTERRUPTED
 from penstock.errors import SettingsError
-from penstock.settings import RUN_FILE, Layer, Settings, merge_layers, read_yaml
+from penstock.settings import Layer, Settings, merge_layers, read_yaml
 
 
 def train_command(**flags: Any) -> None:
@@ -49,9 +49,9 @@ def _merge_settings(flags: dict[str, Any], *, resume: bool) -> Settings:
         layers: list[tuple[str, Layer]] = [("", given)]
         if config is not None:
             layers.insert(0, (str(config), read_yaml(config)))
-        if resume and (run_file := _find_run_file(layers)) is not None:
-            layers.insert(0, (str(run_file), read_yaml(run_file)))
-            _check_trust(layers, run_file.parent)
+        if resume and (out := _find_out(layers)) is not None:
+            layers = [*_saved_layers(out), *layers]
+            _check_trust(layers, out)
         _check_required(layers)
         settings = merge_layers(layers)
         if not settings.data.data:
@@ -75,11 +75,20 @@ def _with_plan(settings: Settings, layers: list[tuple[str, Layer]]) -> Settings:
     return merge_layers([(path, plan_layer(path)), *layers])
 
 
-def _find_run_file(layers: list[tuple[str, Layer]]) -> Path | None:
-    """Find the settings of the run in the output directory, which the strongest layer names."""
+def _find_out(layers: list[tuple[str, Layer]]) -> Path | None:
+    """Find the output directory, which the strongest layer names."""
     out = next((layer["out"] for _, layer in reversed(layers) if layer.get("out")), None)
-    path = Path(str(out)) / RUN_FILE if out is not None else None
-    return path if path is not None and path.is_file() else None
+    return Path(str(out)) if out is not None else None
+
+
+def _saved_layers(out: Path) -> tuple[tuple[str, Layer], ...]:
+    """Return the settings of the resumed run, and say so if its run.yaml is damaged."""
+    from penstock.train.saved_settings import read_saved_settings
+
+    saved = read_saved_settings(out)
+    if saved.note:
+        typer.echo(saved.note, err=True)
+    return saved.layers
 
 
 def _check_trust(layers: list[tuple[str, Layer]], out: Path) -> None:

@@ -30,6 +30,7 @@ from penstock.data.errors import BadLinesError, CacheError, EmptyDataError, Sour
 from penstock.data.examples import RecordFormat
 from penstock.data.items import Item, Source, SourceOffset
 from penstock.data.tokenizer import Tokens
+from penstock.durable_files import sync
 from penstock.errors import RecordError
 from penstock.machine.user_cache import cache_directory
 from penstock.records import load, save
@@ -273,9 +274,7 @@ class Writer:
                 shutil.rmtree(final)
             os.rename(self.directory, final)
             # Sync the parent directory, too, so that a power failure does not undo the rename.
-            descriptor = os.open(final.parent, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            sync(final.parent)
         return self.state
 
     def close(self) -> None:
@@ -425,7 +424,9 @@ def _lock(directory: Path, key: str, on_progress: OnProgress) -> Iterator[None]:
     """Lock a cache while it is created. The kernel releases the lock when the process ends."""
     with cache_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / f"{key}.lock").open("w")
+        # A link with this name, planted by somebody else, is an error: it must not create a file.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = open(os.open(directory / f"{key}.lock", flags, 0o666), "r+b")  # noqa: SIM115
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

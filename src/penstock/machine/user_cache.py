@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock import records
+from penstock.durable_files import PRIVATE
 from penstock.errors import PenstockError
 
 T = TypeVar("T")
@@ -63,8 +64,7 @@ def save_entry(record: object, path: Path) -> None:
     # A cache that cannot be written must not end a run.
     with contextlib.suppress(OSError, PenstockError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        records.save(record, path)
-        path.chmod(0o600)
+        records.save(record, path, mode=PRIVATE)
 
 
 def _is_private(path: Path) -> bool:

@@ -9,8 +9,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.disk import sync, sync_tree, translate_write_errors
+from penstock.checkpoint.disk import sync_tree, translate_write_errors
 from penstock.checkpoint.run_directory import draft_name, draft_of
+from penstock.durable_files import replace_file, sync
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -43,7 +44,7 @@ class BestModel:
         with translate_write_errors(self._path, self._nbytes), draft_of(self._path) as folder:
             self._engine.write(folder, optimizer=False)
             record = json.dumps({"step": step, "loss": loss})
-            (folder / BEST_FILE).write_text(record + "\n", encoding="utf-8")
+            replace_file(folder / BEST_FILE, record + "\n")
             sync_tree(folder)
             self._replace(folder)
         self.loss = loss

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.checkpoint.disk import check_room, sync
+from penstock.checkpoint.disk import check_room
 from penstock.checkpoint.manifest import folder_name
 from penstock.checkpoint.run_directory import list_checkpoints, new_checkpoint
 from penstock.checkpoint.training_state import Software, TrainingState
+from penstock.durable_files import link_file
 from penstock.records import to_json
-from penstock.settings import AFFECTS_RESULT, Settings
+from penstock.settings import AFFECTS_RESULT, RUN_FILE, Settings, write_yaml
 from penstock.train.events import ReportProgress
 from penstock.train.model_card import TrainingResult, write_model_card
 
@@ -77,6 +76,8 @@ class CheckpointSaver:
             self._engine.write(folder, optimizer=self._with_optimizer, progress=report)
             # Replaces the state that the engine wrote, which has only the engine's part.
             self._training_state(position).save(folder)
+            # A resume uses this copy if the run's own is lost or damaged.
+            write_yaml(self._settings, folder / RUN_FILE)
         self.saved_step = position.step
         return out / folder_name(position.step)
 
@@ -88,9 +89,8 @@ class CheckpointSaver:
         names = sorted(n for n in os.listdir(folder) if n.startswith("model"))
         # Link the index last: a reader that finds it finds all shards.
         for name in sorted(names, key=lambda n: n.endswith(".json")):
-            _link(folder / name, target / name)
+            link_file(folder / name, target / name)
         write_model_card(target, self._settings, result)
-        sync(target)
 
     def _training_state(self, position: RunPosition) -> TrainingState:
         engine = self._engine
@@ -104,14 +104,3 @@ class CheckpointSaver:
             data=position.data,
             numerics=numerics,
         )
-
-
-def _link(source: Path, target: Path) -> None:
-    """Hard-link a file, or copy it if the file system has no hard links."""
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        os.link(source, draft)
-    except OSError:
-        shutil.copyfile(source, draft)
-        sync(draft)
-    os.replace(draft, target)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.durable_files import replace_file
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -45,12 +46,21 @@ class OutInUseError(TrainError):
 class NotResumableError(TrainError):
     """None of the checkpoints has optimizer states."""
 
-    def __init__(self, path: str, newest: str) -> None:
-        self.path, self.newest = path, newest
+    def __init__(self, path: str, newest: str, damaged: Sequence[Exception] = ()) -> None:
+        self.path, self.newest, self.damaged = path, newest, tuple(damaged)
+        if damaged:
+            reasons = "; ".join(map(str, damaged))
+            problem = f"{reasons}. The complete checkpoints have no optimizer states"
+            repair = "Copy the damaged file back if you have it, or start"
+        else:
+            problem = (
+                f"{path}: no checkpoint has optimizer states (they were saved with "
+                f"--save-weights-only, or the states were deleted)"
+            )
+            repair = "Start"
         super().__init__(
-            f"{path}: no checkpoint has optimizer states (they were saved with "
-            f"--save-weights-only, or the states were deleted). Start a new run from the newest "
-            f"weights instead: penstock train {newest}"
+            f"{problem}. {repair} a new run from the newest weights instead: penstock train "
+            f"{newest}"
         )
 
 
@@ -128,5 +138,5 @@ def save_bad_batch(
         f"--- row {number}\n{decode(row.tolist())}\n"
         for number, row in enumerate(batch["input_ids"])
     ]
-    path.with_suffix(".txt").write_text("".join(rows), encoding="utf-8")
+    replace_file(path.with_suffix(".txt"), "".join(rows))
     return path

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.durable_files import replace_file
 from penstock.train.events import Event, to_json_line
 
 METRICS = "metrics.jsonl"
 
 LOGGED = ("step", "skipped", "eval", "sample", "save", "done")
 """Events that metrics.jsonl contains."""
+
+SYNCED = ("save", "done")
+"""Events after which the file is synced: a run resumed from a checkpoint has the lines before it,
+even after a power cut."""
 
 MEMORY = ("tiers", "host")
 """Fields of a step that metrics.jsonl leaves out: they rarely change from step to step."""
@@ -41,6 +47,13 @@ class MetricsFile:
             line = to_json_line({**logged, "time": round(time.time(), 3)})
             self._waiting += f"{line}\n".encode()
             self._write()
+            if event["event"] in SYNCED:
+                self._sync()
+
+    def _sync(self) -> None:
+        # A file system that cannot sync, or fails to, must not end the run.
+        with contextlib.suppress(OSError):
+            os.fsync(self._fd)
 
     def _write(self) -> None:
         try:
@@ -76,6 +89,4 @@ def _drop_later_lines(path: Path, after: int) -> None:
             continue  # cut off when the run was killed
         if isinstance(event, dict) and event.get("step", after + 1) <= after:
             kept.append(line)
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(draft, path)
+    replace_file(path, "".join(f"{line}\n" for line in kept))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.durable_files import replace_file
 from penstock.settings import Settings
 from penstock.version import __version__
 
@@ -35,7 +36,7 @@ def write_model_card(folder: Path, settings: Settings, result: TrainingResult) -
     """Write the card into the directory, unless the user's own card is there."""
     path = folder / CARD
     if not path.exists() or MARK in path.read_text(encoding="utf-8", errors="replace"):
-        path.write_text(model_card(settings, result), encoding="utf-8")
+        replace_file(path, model_card(settings, result))
 
 
 def model_card(settings: Settings, result: TrainingResult) -> str:

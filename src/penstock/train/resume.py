@@ -14,6 +14,7 @@ from penstock.checkpoint.errors import StateError
 from penstock.checkpoint.manifest import Checkpoint
 from penstock.checkpoint.run_directory import list_checkpoints, remove_leftovers
 from penstock.checkpoint.training_state import TrainingState
+from penstock.durable_files import remove_abandoned_drafts
 from penstock.errors import EngineStateError
 from penstock.plan.workload import Numerics
 from penstock.records import from_json, to_json
@@ -117,6 +118,9 @@ class OutputDirectory:
         except OSError:
             pass  # the file system has no locks
         remove_leftovers(self.path)
+        for folder in (self.path, *(entry for entry in self.path.iterdir() if entry.is_dir())):
+            if not folder.is_symlink():
+                remove_abandoned_drafts(folder)
 
     def find_resume_point(self) -> ResumePoint | None:
         """Find the newest checkpoint with optimizer states; None if there are no checkpoints."""
@@ -124,7 +128,7 @@ class OutputDirectory:
         resumable = next((c for c in found.whole if c.resumable), None)
         if resumable is None:
             if found.whole:
-                raise NotResumableError(str(self.path), str(found.whole[0].path))
+                raise NotResumableError(str(self.path), str(found.whole[0].path), found.damaged)
             if found.damaged:
                 raise found.damaged[0]
             return None

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.durable_files import replace_file
 from penstock.records import to_json
 from penstock.settings import Settings
 from penstock.train.errors import MissingTrackerError
@@ -204,7 +205,7 @@ def open_trackers(
         if tracker.run_id:
             ids[name] = tracker.run_id
     if ids:
-        (out / RUN_IDS).write_text(json.dumps(ids) + "\n", encoding="utf-8")
+        replace_file(out / RUN_IDS, json.dumps(ids) + "\n")
     return opened
 
 
