@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from pathlib import Path
 from uuid import UUID
 
@@ -50,3 +51,24 @@ def test_the_store_commands_show_their_results(tmp_path: Path) -> None:
     assert isinstance(row["header"], dict)
     with pytest.raises(PathError):
         find_stores([tmp_path / "nowhere"])
+
+
+def test_empty_directories_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    def directory(name: str, *, age: float = 3600) -> Path:
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (0, time.time() - age))
+        return tmp_path / name
+
+    hidden, named = directory(f".penstock-{'0' * 32}"), directory(f"penstock-{'1' * 32}")
+    directory("penstock-results")
+    directory(f".penstock-{'2' * 32}", age=0)  # a store that is being created now
+    full = directory(f"penstock-{'3' * 32}")
+    (full / "notes").write_text("")
+    os.utime(full, (0, 0))
+    (tmp_path / f"penstock-{'4' * 32}").symlink_to(tmp_path / "penstock-results")
+
+    store.remove_stores([tmp_path])
+
+    assert not hidden.exists()
+    assert not named.exists()
+    assert len(os.listdir(tmp_path)) == 4

@@ -16,7 +16,12 @@ from rich.table import Table
 from penstock.cli.output import AsJson
 from penstock.storage.benchmark import Rate
 from penstock.storage.errors import StoreInUseError
-from penstock.storage.leftovers import FoundStore, find_stores, remove_store
+from penstock.storage.leftovers import (
+    FoundStore,
+    find_stores,
+    remove_empty_directories,
+    remove_store,
+)
 from penstock.units import format_bytes
 
 Paths = Annotated[list[Path], typer.Argument(help="Directories or raw devices.")]
@@ -64,7 +69,7 @@ class Removed:
 
 def remove_stores(paths: Iterable[str | Path], *, force: bool = False) -> list[Removed]:
     """Remove the stores below the paths, except those in use, and report on each."""
-    removed = []
+    paths, removed = list(paths), []
     for store in find_stores(paths):
         if store.state == "in use":
             removed.append(Removed(store.data_path, 0, "in use"))
@@ -73,6 +78,7 @@ def remove_stores(paths: Iterable[str | Path], *, force: bool = False) -> list[R
             removed.append(Removed(store.data_path, remove_store(store, force=force), ""))
         except StoreInUseError as kept:  # a run has opened the store since it was listed
             removed.append(Removed(store.data_path, 0, str(kept)))
+    remove_empty_directories(paths)
     return removed
 
 

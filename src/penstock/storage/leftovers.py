@@ -7,10 +7,12 @@ that is shared with other machines.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import platform
+import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ from penstock.units import round_up
 
 _GRACE_SECONDS = 60.0
 """A directory with a hidden name that is younger than this may be a store being created."""
+
+_DIRECTORY_NAME = re.compile(rf"\.?{DIRECTORY_PREFIX}[0-9a-f]{{32}}")
 
 _UNKNOWN_BOOT = UUID(int=0)
 
@@ -77,6 +81,22 @@ def find_stores(paths: Iterable[str | Path]) -> list[FoundStore]:
         else:
             raise PathError(str(path), "neither a directory nor a block device")
     return found
+
+
+def remove_empty_directories(paths: Iterable[str | Path]) -> list[Path]:
+    """Remove directories of stores without a file, which killed processes left; return them.
+
+    A process is killed between creating the directory and the file, or between removing them.
+    """
+    removed = []
+    for path in filter(Path.is_dir, map(Path, paths)):
+        for entry in sorted(path.iterdir()):
+            # A directory with a file in it cannot be removed this way, so no store is lost.
+            with contextlib.suppress(OSError):
+                if _DIRECTORY_NAME.fullmatch(entry.name) and _is_own_and_old(entry):
+                    entry.rmdir()
+                    removed.append(entry)
+    return removed
 
 
 def remove_store(found: FoundStore, *, force: bool = False) -> int:
@@ -134,6 +154,11 @@ def _data_files(directory: Path) -> Iterator[Path]:
         if entry.name.startswith(".") and time.time() - entry.stat().st_mtime < _GRACE_SECONDS:
             continue
         yield entry / DATA_NAME
+
+
+def _is_own_and_old(directory: Path) -> bool:
+    status = directory.lstat()
+    return status.st_uid == os.geteuid() and time.time() - status.st_mtime >= _GRACE_SECONDS
 
 
 def _inspect_file(data: Path) -> FoundStore:

@@ -12,7 +12,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.workload import Workload
 from penstock.probe.machine_choice import this_machine
 from penstock.settings import Settings
-from penstock.storage.leftovers import find_stores, remove_store
+from penstock.storage.leftovers import find_stores, remove_empty_directories, remove_store
 from penstock.train.inputs import ModelSource
 from penstock.train.resume import ResumePoint, resumed_numerics
 from penstock.units import format_bytes_up
@@ -70,6 +70,7 @@ def remove_leftover_stores(budget: Budget) -> None:
     for store in find_stores(directories):
         if store.state == "left":
             remove_store(store)
+    remove_empty_directories(directories)
 
 
 def _check_settings(settings: Settings, path: str) -> None:
