@@ -27,6 +27,7 @@ from penstock.observe.injected import INJECTED, SETTINGS
 from penstock.observe.observer import Observer
 from penstock.observe.recorder import INTERVAL, Recorder, now, wall_clock
 from penstock.observe.records import OBSERVE_FILE, PROCESS_PATTERNS, Observation
+from penstock.observe.redaction import redact
 from penstock.observe.run_files import LIMIT, RunFolder
 from penstock.observe.samplers import (
     CoreLoad,
@@ -73,7 +74,7 @@ def profile(command: Sequence[str], path: str | Path, options: ProfileOptions) -
     origin = now()
     observation = Observation(
         began=wall_clock(origin),
-        command=tuple(command),
+        command=redact(command),
         interval=options.interval,
         mode="exact" if options.exact else "sampling",
         hardware=describe_hardware(),

@@ -8,15 +8,13 @@ what ran on what.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
-import os
-import secrets
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock.durable_files import PRIVATE, replace_file
 from penstock.observe import page_plots
 from penstock.observe.errors import ObserveError
 from penstock.observe.findings import MIN_NBYTES, SIGNIFICANT, Finding, find
@@ -453,17 +451,14 @@ def _timeline(steps: dict[str, StepDrawing], phases: PhaseIndex) -> str:
 
 def write_page(html: str, path: Path) -> None:
     """Write a page atomically: a reader never finds half of it."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    content = html.encode(errors="replace")
     try:
         if path.exists() and not path.is_file():
             # A device or a pipe must be written to, not replaced. For a directory this raises.
-            path.write_text(html, encoding="utf-8", errors="replace")
+            path.write_bytes(content)
             return
-        draft.write_text(html, encoding="utf-8", errors="replace")
-        os.replace(draft, path)
+        replace_file(path, content, mode=PRIVATE)
     except OSError as failed:
-        with contextlib.suppress(OSError):
-            draft.unlink()
         raise ObserveError(
             "",
             f"cannot be written ({failed.strerror}); choose another path with --out",

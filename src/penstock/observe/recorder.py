@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from penstock.observe.phase_tracker import Clock, HostClock, PendingPhase, PhaseTracker
 from penstock.observe.records import Event, Observation, Phase, Sample
+from penstock.observe.redaction import redact
 from penstock.observe.run_files import LIMIT, RunFolder
 from penstock.observe.samplers import Sampler, Samplers
 from penstock.observe.step_selector import StepSelector
@@ -285,8 +286,8 @@ def wall_clock(origin: float) -> str:
 
 
 def command_line() -> tuple[str, ...]:
-    """Return the command that started this process."""
-    return tuple(sys.orig_argv)
+    """Return the command that started this process, without likely secrets."""
+    return redact(sys.orig_argv)
 
 
 _active: weakref.WeakSet[Recorder] = weakref.WeakSet()

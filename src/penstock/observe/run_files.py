@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock import records
+from penstock.durable_files import PRIVATE, replace_file
 from penstock.observe.errors import ObserveError
 from penstock.observe.record_lines import Record, line_of, parse_line
 from penstock.observe.records import (
@@ -90,7 +91,7 @@ class LineFile:
         self._written += len(data)
         while data:
             if self._file is None:
-                self._file = FileIO(self._path, "w")
+                self._file = FileIO(self._path, "w", opener=_open_private)
             data = data[self._file.write(data) :]
         if self._written >= self._part_nbytes:
             self._start_new_part()
@@ -123,6 +124,10 @@ class LineFile:
         while len(self._numbers) >= self._parts > 1:
             oldest = self._numbers.pop(1 if len(self._numbers) > 1 else 0)
             (self._folder / f"{self._stem}.{oldest}.jsonl").unlink(missing_ok=True)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, PRIVATE)
 
 
 class RunFolder:
@@ -162,7 +167,7 @@ class RunFolder:
     def save(self, observation: Observation) -> None:
         """Replace `observe.json` atomically."""
         self.observation = observation
-        records.save(observation, self.path / OBSERVE_FILE, error=ObserveError)
+        records.save(observation, self.path / OBSERVE_FILE, error=ObserveError, mode=PRIVATE)
 
     def write(self, record: Record) -> None:
         """Add a record to the file of its kind."""
@@ -170,9 +175,7 @@ class RunFolder:
 
     def write_slowest(self, text: str) -> None:
         """Replace the events of the slowest steps, given as lines."""
-        draft = self.path / f".{SLOWEST_FILE}.tmp"
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, self.path / SLOWEST_FILE)
+        replace_file(self.path / SLOWEST_FILE, text, mode=PRIVATE)
 
     def flush(self) -> None:
         """Write all buffered records."""

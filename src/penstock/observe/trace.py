@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.durable_files import PRIVATE, replacement_of
 from penstock.observe.records import Event, Phase, RecordedRun, Sample
 
 TRACE_FILE = "trace.json"
@@ -32,14 +32,11 @@ _STEPS_TID, _PHASES_TID, _FIRST_EVENT_TID = 1, 2, 10
 
 def write_trace(run: RecordedRun, path: str | Path) -> None:
     """Write the trace atomically: readers never see half a file."""
-    target = Path(path)
-    draft = target.with_name(f".{target.name}.tmp")
-    with open(draft, "w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+    with replacement_of(path, mode=PRIVATE) as file:
+        file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
         for number, row in enumerate(trace_rows(run)):
-            file.write((",\n" if number else "") + json.dumps(row, allow_nan=False))
-        file.write("\n]}\n")
-    os.replace(draft, target)
+            file.write(((",\n" if number else "") + json.dumps(row, allow_nan=False)).encode())
+        file.write(b"\n]}\n")
 
 
 def trace_rows(run: RecordedRun) -> list[TraceRow]:
