@@ -10,6 +10,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.data import load_tokenizer, open_dataset
+from penstock.data.dataset import TokenDataset
 from penstock.data.errors import TokenizerError
 from tests.data.helpers import chat, write_lines
 from tests.support.small_tokenizers import small_tokenizer
@@ -128,3 +129,18 @@ def test_the_demo_data_is_reproducible_and_can_be_tokenized(tmp_path: Path) -> N
     trained = dataset.decode(document.ids[document.trained])
     answers = [turn["content"] for turn in first if turn["role"] == "assistant"]
     assert trained == "".join(f"{words}<|end|>" for words in answers)
+
+
+def test_terminal_escapes_in_the_data_are_spelled_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(TokenDataset, "decode", lambda *_: "a\x1b]0;owned\x07\x9b31m\u202eb\tc\nd")
+    small_tokenizer().save_pretrained(tmp_path / "model")
+    file = write_lines(tmp_path / "chats.jsonl", [chat("What is two?", "It is two.")])
+
+    assert main.run(["data", "show", str(file), "--model", str(tmp_path / "model")]) == 0
+
+    printed = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(printed)
+    assert r"a\x1b]0;owned\x07\x9b31m\u202eb" in printed

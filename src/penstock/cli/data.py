@@ -18,7 +18,7 @@ from penstock.cli.flags import (
     settings_from_flags,
     settings_parameters,
 )
-from penstock.cli.output import AsJson
+from penstock.cli.output import AsJson, printable
 from penstock.data.batches import Packed
 from penstock.data.dataset import TokenDataset
 from penstock.settings import Settings
@@ -104,9 +104,9 @@ def render_examples(dataset: TokenDataset, count: int, console: Console) -> None
         line = Text()
         for part in parts_of(dataset, number):
             if part["trained"]:
-                line.append(f"{opens}{part['text']}{closes}", TRAINED)
+                line.append(f"{opens}{printable(part['text'])}{closes}", TRAINED)
             else:
-                line.append(part["text"], MASKED)
+                line.append(printable(part["text"]), MASKED)
         if total > MOST_TOKENS:
             line.append(f" ... {total - MOST_TOKENS:,} more tokens")
         console.print(line)
@@ -131,7 +131,7 @@ def render_counts(dataset: TokenDataset, packed: Packed, console: Console) -> No
         lines.append(f"{dataset.bad_count:,} bad {noun} skipped, first: {dataset.bad_lines[0]}")
     lines += [f"note: {note}" for note in dataset.notes]
     for line in lines:
-        console.print(Text(line))
+        console.print(Text(printable(line)))
 
 
 def examples_json(dataset: TokenDataset, packed: Packed, count: int) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _open_dataset(
             if total:
                 bar.update(task, completed=done, total=total, description=text)
             elif not quiet:
-                console.print(text, markup=False)
+                console.print(printable(text), markup=False)
 
         return open_dataset(
             files,

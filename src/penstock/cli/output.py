@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import json
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -19,6 +20,12 @@ EXIT_ERROR = 1
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
+
+_CONTROL = ("Cc", "Cs")
+"""Unicode categories: control characters, of which ESC begins a terminal's commands; surrogates."""
+
+_BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+"""Characters that reverse the order of the text after them."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
@@ -35,6 +42,24 @@ def print_errors(*lines: str) -> None:
     """Print lines on standard error, where they never mix with JSON."""
     for line in lines:
         print(line, file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Spell out control characters, which could change the terminal or hide text.
+
+    Line feeds and tabs stay.
+    """
+    return "".join(
+        sign if sign in "\n\t" or not _changes_terminal(sign) else _escaped(sign) for sign in text
+    )
+
+
+def _changes_terminal(sign: str) -> bool:
+    return unicodedata.category(sign) in _CONTROL or sign in _BIDI
+
+
+def _escaped(sign: str) -> str:
+    return sign.encode("unicode_escape", "surrogatepass").decode()
 
 
 def register_ascii_fallback() -> None:
