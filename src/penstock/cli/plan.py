@@ -102,9 +102,7 @@ def _with_sizes(
     if missing:
         assumed = {"context": chosen.data.context, "batch": chosen.schedule.batch}
         listed = " and ".join(f"{name} {assumed[name]:,}" for name in missing)
-        note(
-            f"Assumed: {listed}. `penstock train` chooses them for its data; pass --data here, too."
-        )
+        note(f"Assumed: {listed}. `penstock train` fits sizes to its data; pass --data here, too.")
     return chosen, None
 
 
