@@ -100,8 +100,15 @@ def test_missing_directories_and_unknown_model_types_are_rejected(tmp_path: Path
         survey("/no/such/place")
 
 
+def test_a_config_with_which_transformers_divides_by_zero_is_refused() -> None:
+    config = transformers.GPTNeoXConfig(hidden_size=0, num_attention_heads=4, vocab_size=99)
+
+    with pytest.raises(SurveyError, match="cannot build .* of type 'gpt_neox': ZeroDivisionError"):
+        survey_config(config, name="zero")
+
+
 def test_a_config_whose_lists_are_too_short_is_refused() -> None:
     config = transformers.SmolLM3Config(num_hidden_layers=3)
     config.no_rope_layers = [1]
-    with pytest.raises(SurveyError, match=r"cannot build .* 'smollm3': list index out of range"):
+    with pytest.raises(SurveyError, match=r"cannot build .* 'smollm3': IndexError: list index"):
         survey_config(config, name="short")

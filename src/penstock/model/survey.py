@@ -162,17 +162,11 @@ def _build_on_meta(config: Any, trust_remote_code: bool) -> nn.Module:
         with torch.device("meta"):
             factory: Any = transformers.AutoModelForCausalLM
             body: nn.Module = factory.from_config(config, trust_remote_code=trust_remote_code)
-    except (
-        ValueError,
-        LookupError,
-        ImportError,
-        AttributeError,
-        TypeError,
-        AssertionError,
-    ) as problem:
+    except Exception as problem:  # the model's own code may raise any exception
         kind = getattr(config, "model_type", "?")
         raise SurveyError(
-            f"transformers cannot build a causal language model of type {kind!r}: {problem}"
+            f"transformers cannot build a causal language model of type {kind!r}: "
+            f"{type(problem).__name__}: {problem}"
         ) from None
     return body
 
