@@ -35,7 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import certificate
-from penstock.engine.prepare import inspect_model, plan_for
+from penstock.engine.prepare import choose_plan, inspect_model
 from penstock.errors import InfeasibleError
 from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.plan import Plan
@@ -151,7 +151,7 @@ class Combination:
 
         def least(tier: str, budget: Budget) -> int:
             try:
-                plan_for(inventory, settings, config=config, budget=budget)
+                choose_plan(inventory, settings, config=config, budget=budget)
                 return budget.of(Tier(tier))
             except InfeasibleError as error:
                 found = error.least[tier]

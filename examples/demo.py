@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import penstock as ps
-from penstock.engine.prepare import plan_for
+from penstock.engine.prepare import choose_plan
 from penstock.errors import InfeasibleError
 from penstock.settings import Settings
 from penstock.units import format_bytes_up
@@ -101,7 +101,7 @@ def smallest_hbm(folder: Path) -> str:
     settings = Settings.of({"context": CONTEXT, "batch": BATCH, "micro_batch": MICRO_BATCH})
     budget: dict[str, Any] = {"hbm": HBM, "dram": DRAM, "nvme": f"{folder / 'disk'}:{DISK}"}
     try:
-        plan_for(ps.survey(folder / "model"), settings, budget=budget)
+        choose_plan(ps.survey(folder / "model"), settings, budget=budget)
     except InfeasibleError as problem:
         return format_bytes_up(problem.least["hbm"] or 0)
     return HBM

@@ -16,7 +16,8 @@ import pytest
 import typer
 
 from penstock.cli import main
-from penstock.engine.prepare import inspect_model, plan_for
+from penstock.engine.prepare import choose_plan as plan_of_prepare
+from penstock.engine.prepare import inspect_model
 from penstock.machine.machine import Machine
 from penstock.machine.presets import preset
 from penstock.machine.probe_cache import save_probe
@@ -197,7 +198,7 @@ def test_the_default_batch_and_context_come_from_the_settings_alone(tmp_path: Pa
     planned_file(tmp_path, model, flags)
     workload = Plan.load(tmp_path / "planned.json").workload
     inventory = inspect_model(model, settings)[1]
-    from_python = plan_for(inventory, settings, budget={"hbm": "4GiB", "dram": "1GiB"})
+    from_python = plan_of_prepare(inventory, settings, budget={"hbm": "4GiB", "dram": "1GiB"}).plan
 
     assert (workload.context, workload.batch) == (4096, 8)
     assert from_python.workload == replace(workload, steps=None)

@@ -13,7 +13,7 @@ from rich.table import Table
 from penstock.cli.flags import keyword, set_parameters, settings_from_flags, settings_parameters
 from penstock.cli.output import AsJson, print_errors, print_json, progress_bar
 from penstock.model.known_models import KNOWN_MODELS
-from penstock.planner import QUICK, THOROUGH, PlannerCache, PlanResult, find_plan
+from penstock.planner import QUICK, PlannerCache, PlanResult, find_plan
 from penstock.planner.resource_names import bound_by
 from penstock.probe.machine_choice import TargetMachine, machine_to_plan_for
 from penstock.settings import Settings
@@ -136,15 +136,11 @@ def find_rows(
 
 
 def _find_plan(request: PlanRequest, cache: PlannerCache) -> PlanResult | None:
-    """Return a good plan quickly. Search thoroughly before nothing fits: a quick search misses."""
-    for effort in (QUICK, THOROUGH):
-        found = find_plan(
-            request.inventory, request.workload, request.budget, request.machine, effort=effort,
-            cache=cache, source=request.source,
-        )  # fmt: skip
-        if found is not None:
-            return found
-    return None
+    """Return a good plan quickly."""
+    return find_plan(
+        request.inventory, request.workload, request.budget, request.machine, effort=QUICK,
+        cache=cache, source=request.source,
+    )  # fmt: skip
 
 
 def fit_table(rows: Sequence[FitRow], target: TargetMachine) -> Table:

@@ -211,11 +211,6 @@ def _settings_with(
     return settings.replace(given), load_weights
 
 
-def plan_for(inventory: Inventory, settings: Settings, **arguments: Any) -> Plan:
-    """Make the plan that `prepare` makes; the arguments are those of `choose_plan`."""
-    return choose_plan(inventory, settings, **arguments).plan
-
-
 def choose_plan(
     inventory: Inventory,
     settings: Settings,

@@ -312,6 +312,10 @@ class PlanEvaluator:
         """Return, quickly, the bytes of HBM that a candidate needs."""
         return self.stored_nbytes(candidate)[Tier.HBM] + self._sizer.hbm_nbytes(candidate)
 
+    def dram_buffer_nbytes(self, candidate: Candidate) -> int:
+        """Return, quickly, the bytes of DRAM for staging and pipes."""
+        return self._sizer.nbytes(candidate)[Tier.DRAM]
+
     def _excess(self, wanted: Mapping[Tier, int]) -> dict[Tier, int]:
         limits = self._capacities
         return {t: wanted[t] - limits[t] for t in Tier if wanted.get(t, 0) > limits[t]}

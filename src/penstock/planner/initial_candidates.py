@@ -86,9 +86,11 @@ def fill(evaluator: PlanEvaluator, strategy: FillStrategy) -> Candidate | None:
             return candidate
         if set(short) - {Tier.DRAM}:
             return None
-        # How much staging is needed is known only once it is known what is stored on NVMe.
-        # Reserve DRAM for it and try again.
-        reserve[Tier.DRAM] += short[Tier.DRAM]
+        # How much staging is needed is known only once it is known what is stored on NVMe. Reserve
+        # all of it and try again: the shortage is less by what was free.
+        reserve[Tier.DRAM] = max(
+            reserve[Tier.DRAM] + short[Tier.DRAM], evaluator.dram_buffer_nbytes(candidate)
+        )
     return None
 
 
@@ -162,7 +164,7 @@ def _place_blocks(
     order = [i for i in blocks if i not in layers] + spread(layers)
     placed = set()
     for i in order:
-        wanted = _nbytes_by_tier(evaluator, i, groups, location, rounds)
+        wanted = nbytes_by_tier(evaluator, i, groups, location, rounds)
         if all(free[tier] >= nbytes for tier, nbytes in wanted.items()):
             for tier, nbytes in wanted.items():
                 free[tier] -= nbytes
@@ -170,9 +172,10 @@ def _place_blocks(
     return placed
 
 
-def _nbytes_by_tier(
+def nbytes_by_tier(
     evaluator: PlanEvaluator, block: int, groups: tuple[str, ...], location: Location, rounds: int
 ) -> Counter[Tier]:
+    """Return the bytes that groups of a block need in each tier of a location."""
     total: Counter[Tier] = Counter()
     for role in (role for group in groups for role in GROUPS[group]):
         for share in evaluator.home(block, role, location, rounds).shares:
@@ -198,7 +201,7 @@ def resident_sets(evaluator: PlanEvaluator, rounds: int) -> list[tuple[int, ...]
     layers = list(range(1, count - 1))
     sets: list[tuple[int, ...]] = []
     for order in ([*outer, *layers], [*layers, *outer]):
-        most = _most_resident(evaluator, FillStrategy(rounds=rounds), order)
+        most = most_resident(evaluator, FillStrategy(rounds=rounds), order)
         sets += [tuple(sorted(order[:number])) for number in (most, most // 2)]
     if evaluator.capacity(Tier.NVME):
         number = max(0, len(sets[0]) - len(outer))
@@ -206,7 +209,7 @@ def resident_sets(evaluator: PlanEvaluator, rounds: int) -> list[tuple[int, ...]
     return list(dict.fromkeys([*sets, ()]))
 
 
-def _most_resident(evaluator: PlanEvaluator, base: FillStrategy, order: Sequence[int]) -> int:
+def most_resident(evaluator: PlanEvaluator, base: FillStrategy, order: Sequence[int]) -> int:
     """Return how many blocks fit in HBM, whatever the host can hold.
 
     Each additional block needs more HBM, so bisection finds the number.

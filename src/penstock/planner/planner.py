@@ -20,13 +20,14 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.cost import Cost, phase_peaks
 from penstock.planner.drives import DriveWeights
 from penstock.planner.evaluator import HbmCache, PlanEvaluator
+from penstock.planner.feasibility import first_fit
 from penstock.planner.infeasible import infeasible_error
 from penstock.planner.search import (
     QUICK,
     THOROUGH,
+    Found,
     MakeEvaluator,
     SearchEffort,
-    first_fit,
     search_drives,
 )
 from penstock.planner.staging_pieces import piece_sizes
@@ -123,7 +124,8 @@ def find_plan(
             found = search_drives(make, effort)
             if found is not None:
                 return plan_result(*found)
-    return None
+        fit = _any_fit(*args, source=source)
+    return None if fit is None else plan_result(*fit)
 
 
 def quick_step_seconds(
@@ -146,7 +148,8 @@ def quick_step_seconds(
             if found is not None:
                 evaluator, candidate = found
                 return evaluator.seconds(candidate)
-    return None
+        fit = _any_fit(*args, source=source)
+    return None if fit is None else fit[0].seconds(fit[1])
 
 
 def _makers(
@@ -192,9 +195,18 @@ def fits(
     *, source: WorkingMemorySource = estimate_working_memory,
 ) -> bool:  # fmt: skip
     """Return whether any placement fits, without timing it."""
-    evaluator = _smallest_pieces_evaluator(inventory, workload, budget, machine, source=source)
     with _collector_paused():
-        return first_fit(evaluator) is not None
+        return _any_fit(inventory, workload, budget, machine, source=source) is not None
+
+
+def _any_fit(
+    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
+    *, source: WorkingMemorySource,
+) -> Found | None:  # fmt: skip
+    """Return a candidate that fits, and its evaluator, or None."""
+    evaluator = _smallest_pieces_evaluator(inventory, workload, budget, machine, source=source)
+    candidate = first_fit(evaluator)
+    return None if candidate is None else (evaluator, candidate)
 
 
 def plan_result(evaluator: PlanEvaluator, candidate: Candidate) -> PlanResult:

@@ -14,6 +14,7 @@ from itertools import combinations, islice, permutations, product
 from penstock.planner.candidate import BlockLocations, Candidate, Location
 from penstock.planner.drives import DriveWeights, drive_sets, weights_by_speed, weights_to_hold
 from penstock.planner.evaluator import PlanEvaluator
+from penstock.planner.feasibility import fitting, round_counts
 from penstock.planner.initial_candidates import (
     ORDERS,
     PREFERENCES,
@@ -140,12 +141,6 @@ def _search_paths(make: MakeEvaluator, paths: tuple[str, ...]) -> Found | None:
     return found
 
 
-def first_fit(evaluator: PlanEvaluator) -> Candidate | None:
-    """Return any candidate that fits, without timing it."""
-    effort = SearchEffort(orders=1, rounds=1)
-    return _find_exact_fit(evaluator, lambda: next(_initial(evaluator, effort), None))
-
-
 def _find_exact_fit(
     evaluator: PlanEvaluator, find: Callable[[], Candidate | None]
 ) -> Candidate | None:
@@ -222,9 +217,8 @@ def _initial(evaluator: PlanEvaluator, effort: SearchEffort) -> Iterator[Candida
     preferences = range(len(PREFERENCES) if evaluator.capacity(Tier.CXL) else 1)
     hbm_activations = (0, len(evaluator.inventory.layers))
     seen: set[Candidate] = set()
-    fitting = 0
-    most = evaluator.workload.micro_batches if evaluator.inventory.may_have_rounds else 1
-    for rounds in filter(evaluator.could_fit, _round_counts(most)):
+    counts = 0  # numbers of rounds that fit
+    for rounds in filter(evaluator.could_fit, round_counts(evaluator)):
         before = len(seen)
         for resident in resident_sets(evaluator, rounds):
             for order, preference, activations in product(
@@ -237,17 +231,11 @@ def _initial(evaluator: PlanEvaluator, effort: SearchEffort) -> Iterator[Candida
                 if candidate is not None and candidate not in seen:
                     seen.add(candidate)
                     yield candidate
-        fitting += len(seen) > before
-        if fitting >= effort.rounds:
+        counts += len(seen) > before
+        if counts >= effort.rounds:
             return
-
-
-def _round_counts(micro_batches: int) -> list[int]:
-    """Return the numbers of rounds to try: powers of two, and one micro-batch per round."""
-    counts = [1]
-    while counts[-1] * 2 <= micro_batches:
-        counts.append(counts[-1] * 2)
-    return counts if counts[-1] == micro_batches else [*counts, micro_batches]
+    if not seen:  # little more than the least memory: whatever fits
+        yield from islice(fitting(evaluator), 1)
 
 
 # Hill climbing.
