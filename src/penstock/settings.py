@@ -36,6 +36,12 @@ DEFAULT_CONTEXT = 4096
 DEFAULT_BATCH = 8
 """Batch where nothing is known about the data; the per-device default of transformers' Trainer."""
 
+LARGEST_CONTEXT = (1 << 31) - 1
+"""Positions are 32-bit numbers in attention kernels."""
+
+LARGEST_BATCH = 1 << 16
+"""Planning takes time in proportion to the micro-batches; published batches are below 20,000."""
+
 
 def option(help_: str, default: Any = MISSING) -> Any:
     """Declare a setting with its help text and default value."""
@@ -119,6 +125,7 @@ class DataSettings:
     def __post_init__(self) -> None:
         if self.context is not None:
             _require_at_least(self, context=2)
+            _require_at_most(self, context=LARGEST_CONTEXT)
         number = len(self.data_weights)
         wrong = number not in (0, len(self.data)) and bool(self.data)
         rule = f"must be one number for each of the {len(self.data)} sources of --data"
@@ -188,6 +195,7 @@ class ScheduleSettings:
         _require_at_least(self, seed=0, lr=0, warmup=0, weight_decay=0, clip=0)
         if self.batch is not None:
             _require_at_least(self, batch=1)
+            _require_at_most(self, batch=LARGEST_BATCH)
         _require_positive(self, "steps", "epochs", "decay")
         _refuse(
             "min_lr",
@@ -208,8 +216,11 @@ class ScheduleSettings:
             "betas", not pair, "must be two numbers of at least 0 and below 1", list(self.betas)
         )
         digits = self.micro_batch.isascii() and self.micro_batch.isdigit()
-        valid = self.micro_batch == "auto" or (digits and int(self.micro_batch) > 0)
-        _refuse("micro_batch", not valid, "must be `auto` or at least 1", self.micro_batch)
+        # Python refuses to convert thousands of digits.
+        short = len(self.micro_batch) <= len(str(LARGEST_BATCH))
+        valid = self.micro_batch == "auto" or (digits and short and int(self.micro_batch) > 0)
+        rule = f"must be `auto` or a number from 1 to {LARGEST_BATCH}"
+        _refuse("micro_batch", not valid, rule, _shorten(self.micro_batch))
 
     @property
     def chosen_batch(self) -> int:
@@ -523,6 +534,8 @@ def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
             changes[name.strip()] = json.loads(value)
         except ValueError:
             changes[name.strip()] = value
+        except RecursionError:
+            raise SettingsError("model_config", f"{name.strip()} is nested too deeply") from None
     return changes
 
 
@@ -541,7 +554,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as failed:
         raise SettingsError("", f"cannot be read: {failed.strerror}", where=str(path)) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as wrong:
+    except RecursionError:
+        raise SettingsError("", "is nested too deeply", where=str(path)) from None
+    except (yaml.YAMLError, ValueError) as wrong:  # a number or a date that Python cannot read
         first = str(wrong).splitlines()[0]
         raise SettingsError("", f"is not YAML: {first}", where=str(path)) from None
     if content is None:
@@ -646,10 +661,20 @@ def _require_at_least(group: Any, **least: float) -> None:
         _refuse(name, given < value, f"must be at least {value}", given)
 
 
+def _require_at_most(group: Any, **most: int) -> None:
+    for name, value in most.items():
+        given = getattr(group, name)
+        _refuse(name, given > value, f"must be at most {value}", given)
+
+
 def _require_positive(group: Any, *names: str) -> None:
     for name in names:
         given = getattr(group, name)
         _refuse(name, given is not None and given <= 0, "must be greater than 0", given)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _refuse(name: str, wrong: bool, rule: str, given: object) -> None:

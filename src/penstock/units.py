@@ -15,6 +15,10 @@ _SCALES = {
     "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
+LARGEST_SIZE = 1 << 70
+"""More than any file or address. A larger number is a mistake, and floats may not hold it."""
+
+_DIGITS = len(str(LARGEST_SIZE))
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -29,7 +33,15 @@ def parse_bytes(text: str | int) -> int:
     scale = _SCALES.get(match[2].lower()) if match else None
     if match is None or scale is None:
         raise ValueError(f"{text!r} is not a size; write one such as 64GiB, 500GB or 4096")
-    return round(float(match[1]) * scale) if "." in match[1] else int(match[1]) * scale
+    # Compare the number of digits first: Python refuses to convert thousands of them.
+    whole = match[1].partition(".")[0].lstrip("0")
+    nbytes = 0.0 if len(whole) <= _DIGITS else math.inf
+    if not nbytes:
+        nbytes = round(float(match[1]) * scale) if "." in match[1] else int(match[1]) * scale
+    if nbytes > LARGEST_SIZE:
+        shown = match[0] if len(match[0]) <= 40 else f"{match[0][:37]}..."
+        raise ValueError(f"{shown!r} is more than any memory or drive has, 1024 EiB")
+    return int(nbytes)
 
 
 def parse_memory(text: str | int) -> int:

@@ -168,13 +168,15 @@ class Batches(Iterator["dict[str, torch.Tensor]"]):
 
     def seek(self, position: Mapping[str, Any]) -> None:
         """Continue from a position. Raises PositionError if it is for other data or settings."""
+        if not isinstance(position, Mapping):
+            raise PositionError("position", saved=position, here="an object {...}")
         for field, here in {"version": POSITION_VERSION, **self._settings()}.items():
             if position.get(field) != here:
                 raise PositionError(field, saved=position.get(field), here=here)
         values = [position.get(field) for field in ("epoch", "row", "step")]
         for field, value in zip(("epoch", "row", "step"), values, strict=True):
-            if not isinstance(value, int) or value < 0:
-                raise PositionError(field, saved=value, here="a number of 0 or more")
+            if not isinstance(value, int) or not 0 <= value < 1 << 63:
+                raise PositionError(field, saved=value, here="a number from 0 to 2**63 - 1")
         self._epoch, self._row, self.step = (int(value or 0) for value in values)
         self._order = self._epoch_order()
 

@@ -8,6 +8,7 @@ overlap with computation, or in `finish`, which everything that looks at the par
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -183,9 +184,13 @@ class EngineState:
                 raise EngineStateError(
                     name, f"was {saved} in the checkpoint and is {now} now; resume with {saved}"
                 )
-        names = [_group_record(engine, group)["params"] for group in engine.optimizer.param_groups]
+        records_now = [_group_record(engine, group) for group in engine.optimizer.param_groups]
         groups: Any = self.groups
-        if [group["params"] for group in groups] != names:
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise EngineStateError("groups", "must be a list of objects {...}")
+        for number, (group, current) in enumerate(zip(groups, records_now, strict=False)):
+            _check_group(f"groups[{number}]", group, current)
+        if [group.get("params") for group in groups] != [now["params"] for now in records_now]:
             raise EngineStateError(
                 "groups",
                 "contain other tensors than in the checkpoint; resume with the same param_groups",
@@ -199,6 +204,30 @@ class EngineState:
         for group, saved in zip(engine.optimizer.param_groups, groups, strict=True):
             settings = {k: v for k, v in saved.items() if k != "params"}
             group.update(settings | {"betas": tuple(settings["betas"])})
+
+
+def _check_group(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise EngineStateError unless all hyperparameters are there and of the right type."""
+    for name, value in now.items():
+        found: Any = saved.get(name)
+        pairs = zip(found, value, strict=True) if _are_lists(found, value) else [(found, value)]
+        if name != "params" and not all(_is_alike(one, other) for one, other in pairs):
+            raise EngineStateError(f"{where}.{name}", f"must be like {value}, got {found!r:.60}")
+
+
+def _are_lists(one: object, other: object) -> bool:
+    return isinstance(one, list) and isinstance(other, list) and len(one) == len(other)
+
+
+def _is_alike(saved: object, now: object) -> bool:
+    if isinstance(now, int | float) and not isinstance(now, bool):
+        return (
+            isinstance(saved, int | float)
+            and not isinstance(saved, bool)
+            and abs(saved) <= sys.float_info.max
+        )
+    # Lists are compared by their elements, unless their lengths differ.
+    return type(saved) is type(now) and not isinstance(now, list)
 
 
 @dataclass(frozen=True, slots=True)

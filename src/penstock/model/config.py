@@ -7,6 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import SurveyError, UnsupportedModelError
+from penstock.model.config_check import (
+    adjust_layer_lists,
+    check_config_file,
+    check_fields,
+    check_loads_again,
+    config_errors,
+    describe,
+)
 from penstock.model.head_in_files import files_lack_head
 from penstock.model.quantization import find_quantization
 
@@ -40,8 +48,8 @@ def load_config(
         config.tie_word_embeddings = _ties_head(whole, config, model)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what is trained and saved is not quantized
-    for name, value in (changes or {}).items():
-        _set_field(config, name, value)
+    if changes:
+        _change_fields(config, changes)
     return config
 
 
@@ -112,14 +120,30 @@ def load_whole_config(
         raise SurveyError(f"{path} has no config.json, which is all that planning needs")
     if not path.is_dir() and (path.is_absolute() or str(model).startswith(".")):
         raise SurveyError(f"there is no directory {path}")
+    if path.is_dir():
+        check_config_file(path / "config.json")
     try:
         return transformers.AutoConfig.from_pretrained(
             str(path) if path.is_dir() else str(model),
             trust_remote_code=trust_remote_code,
             revision=revision,
         )
-    except (OSError, ValueError, KeyError) as problem:
+    except config_errors() as problem:
         raise SurveyError(_failure_message(model, path.is_dir(), problem)) from None
+
+
+def _change_fields(config: Any, changes: Mapping[str, Any]) -> None:
+    """Set fields, and refuse a config that could not be loaded again."""
+    where = "--model-config"
+    check_fields({name.rpartition(".")[2]: value for name, value in changes.items()}, where)
+    layers = getattr(config, "num_hidden_layers", None)
+    for name, value in changes.items():
+        try:
+            _set_field(config, name, value)
+        except config_errors() as wrong:
+            raise SurveyError(f"{where} {name}: {describe(wrong)}") from None
+    adjust_layer_lists(config, layers, changes)
+    check_loads_again(config, where)
 
 
 def _set_field(config: Any, name: str, value: Any) -> None:
@@ -132,17 +156,18 @@ def _set_field(config: Any, name: str, value: Any) -> None:
         known = ", ".join(sorted(k for k in config.to_dict() if not k.startswith("_"))[:40])
         raise SurveyError(f"the model's config has no field {outer!r}; it has {known}")
     if inner:
-        getattr(config, outer)[inner] = value
+        holder = getattr(config, outer)
+        if not isinstance(holder, dict):
+            raise SurveyError(f"the config's {outer} has no entries, so {name} cannot be set")
+        holder[inner] = value
     else:
         setattr(config, outer, value)
 
 
 def _failure_message(model: str | Path, is_directory: bool, problem: Exception) -> str:
-    reason = str(problem).strip()
-    first_line = reason.splitlines()[0] if reason else type(problem).__name__
     if is_directory:
-        return f"transformers could not read {model}/config.json: {first_line}"
+        return f"transformers could not read {model}/config.json: {describe(problem)}"
     return (
-        f"could not load the config of {model} from the Hugging Face hub ({first_line}); "
+        f"could not load the config of {model} from the Hugging Face hub ({describe(problem)}); "
         f"without network access, pass a directory that contains its config.json"
     )

@@ -19,14 +19,20 @@ from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.activation_overlay import OverlaidActivation, overlaid_activations
 from penstock.plan.budget import Budget
-from penstock.plan.buffers import CONTEXT, BufferPool, memory_pools
+from penstock.plan.buffers import (
+    CONTEXT,
+    BufferPool,
+    activation_nbytes,
+    memory_pools,
+    role_nbytes,
+)
 from penstock.plan.cuda_allocator import PAGE, SMALL_PAGE
 from penstock.plan.placement import Placement, Share
 from penstock.plan.staging import choose_staging_node
 from penstock.plan.working_memory import WorkingMemory
 from penstock.plan.workload import Workload
 from penstock.records import Bytes
-from penstock.roles import Role
+from penstock.roles import STATE, Role
 from penstock.tiers import Tier
 from penstock.units import format_bytes
 
@@ -185,6 +191,34 @@ class Plan:
                 f"is {self.fingerprint} ({self.model}), but {inventory.model} has "
                 f"{inventory.fingerprint}; make a plan for it with `penstock plan`",
             )
+        blocks = self.placement.blocks
+        if [block.block for block in blocks] != [block.name for block in inventory.blocks]:
+            raise PlanError(
+                "placement.blocks", f"must be the blocks of {inventory.model}, in order"
+            )
+        for number in range(len(blocks)):
+            self._check_homes(inventory, number)
+
+    def _check_homes(self, inventory: Inventory, number: int) -> None:
+        """Raise PlanError unless a block has a home of sufficient size for everything it needs."""
+        rounds, step = self.placement.rounds, self.placement.piece_elements
+        spec, formats = inventory.blocks[number], self.workload.formats(rounds)
+        placed = self.placement.blocks[number]
+        required = (Role.WEIGHT, *STATE) if spec.flat_elements(True) else (Role.WEIGHT,)
+        where = f"placement.blocks[{number}].homes"
+        for role in filter(formats.has, required):
+            if placed.home(role) is None and role_nbytes(spec, role, formats, step):
+                raise PlanError(where, f"has no home for {role}, which {spec.name} needs")
+        for home in placed.homes:
+            if home.role is Role.ACTIVATION:
+                needed = activation_nbytes(inventory, self.workload, rounds)
+            else:
+                needed = role_nbytes(spec, home.role, formats, step)
+            if home.nbytes < needed:
+                raise PlanError(
+                    where,
+                    f"has {home.nbytes} B for {home.role}, but {spec.name} needs {needed} B",
+                )
 
     def check(self, machine: Machine) -> None:
         """Raise PlanError unless the machine has the memory that the plan needs."""
