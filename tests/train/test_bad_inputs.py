@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -262,3 +264,33 @@ def test_an_out_of_memory_gpu_names_the_budget_to_lower(
     assert ended.code == 1
     assert "for training" in ended.errors
     assert "raise --hbm" in ended.errors or "plan with --hbm" in ended.errors
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS])
+def test_a_failing_file_system_is_named(
+    code: int, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("penstock.train.session.write_yaml", fail)
+
+    ended = runs.run(tmp_path / "out", *RESIDENT, "--steps", "1")
+
+    assert ended.code == 1
+    assert f"error: {tmp_path / 'out'}: {os.strerror(code)}" in ended.errors
+    assert "Traceback" not in ended.errors
+
+
+def test_a_deleted_current_directory_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+
+    ended = run_command(["plan", "model"])
+
+    assert ended.code == 1
+    assert "the current directory does not exist any more" in ended.errors

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import os
 import signal
+from pathlib import Path
 
-from penstock.train.signals import StopRequest
+import pytest
+
+from penstock.train.signals import GuardedStream, StopRequest
+from tests.train.runs import RESIDENT, Runs, run_command, wait_for_line
 
 
 def test_the_second_signal_exits_immediately() -> None:
@@ -19,3 +27,65 @@ def test_the_second_signal_exits_immediately() -> None:
         signal.raise_signal(signal.SIGINT)
         assert calls == ["terminal", 130]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_closed_terminal_stops_once_although_the_signal_comes_twice() -> None:
+    calls: list[object] = []
+    with StopRequest(calls.append) as stop:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert (stop.requested, stop.exit_code, calls) == (True, 129, [])
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_a_run_under_nohup_ignores_the_closed_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+class FailingStream(io.StringIO):
+    """A stream whose writes fail with one error."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
+
+    def write(self, text: str) -> int:
+        raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.mark.parametrize(("code", "ended"), [(errno.EPIPE, 141), (errno.EIO, 129)])
+def test_a_stream_without_a_reader_requests_a_stop(code: int, ended: int) -> None:
+    stop = StopRequest()
+    stream = GuardedStream(FailingStream(code), stop)
+
+    assert [stream.write("first"), stream.write("later")] == [5, 5]
+    assert stop.exit_code == ended
+
+
+def test_a_full_disk_under_standard_output_is_still_an_error() -> None:
+    with pytest.raises(OSError, match="No space left"):
+        GuardedStream(FailingStream(errno.ENOSPC), StopRequest()).write("text")
+
+
+def test_a_closed_pipe_saves_a_checkpoint_that_can_be_resumed(runs: Runs, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    child = runs.start(out, *RESIDENT, "--steps", "100000")
+    assert child.stdout is not None
+    wait_for_line(child, '"step"')
+    child.stdout.close()
+
+    with child.stderr or contextlib.nullcontext():
+        assert child.wait() == 141
+    (saved,) = out.glob("checkpoint-*")
+    assert (saved / "complete.json").exists()
+    steps = int(saved.name.partition("-")[2])
+    resumed = run_command(runs.flags(out, *RESIDENT, "--steps", str(steps + 1), "--resume"))
+    assert resumed.code == 0, resumed.errors
+    assert list(resumed.losses) == [steps + 1]

@@ -90,6 +90,7 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code. Typer handles usage errors and --help."""
     try:
+        _check_current_directory()
         app(args=arguments, prog_name="penstock")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
@@ -110,8 +111,20 @@ def run(arguments: list[str]) -> int:
 
 
 def _is_users(problem: OSError) -> bool:
-    """Return whether the user can fix the error: it names a file, or a disk is full."""
-    return problem.filename is not None or problem.errno in (errno.ENOSPC, errno.EDQUOT)
+    """Return whether the user can fix the error: it names a file, or a file system has failed."""
+    failed = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOTCONN)
+    return problem.filename is not None or problem.errno in failed
+
+
+def _check_current_directory() -> None:
+    """Raise PenstockError if the current directory was deleted: no relative path has a meaning."""
+    try:
+        os.getcwd()
+    except OSError as problem:
+        raise PenstockError(
+            f"the current directory does not exist any more ({problem.strerror}); change to "
+            f"another one with cd"
+        ) from None
 
 
 def _flush_output(code: int) -> int:

@@ -19,7 +19,12 @@ from penstock.settings import Settings, parse_interval
 from penstock.tiers import Tier
 from penstock.train.best_model import BestModel
 from penstock.train.checkpoints import CheckpointSaver, RunPosition
-from penstock.train.errors import NoUpdateError, explain_host_out_of_memory, save_bad_batch
+from penstock.train.errors import (
+    NoUpdateError,
+    explain_host_out_of_memory,
+    name_os_errors,
+    save_bad_batch,
+)
 from penstock.train.events import Listeners
 from penstock.train.inputs import TrainingData
 from penstock.train.learning_rate import LearningRateSchedule
@@ -298,11 +303,11 @@ class TrainingLoop:
             steps = self._batches.steps
             raise NoUpdateError(self._out_text, steps=steps, skipped=self._num_skipped)
         self._evaluate_and_sample()
-        self._saver.publish(
-            TrainingResult(
-                steps=self._batches.step, loss=self._last_loss, eval_loss=self._eval_loss
-            )
+        result = TrainingResult(
+            steps=self._batches.step, loss=self._last_loss, eval_loss=self._eval_loss
         )
+        with name_os_errors(self._out):
+            self._saver.publish(result)
         tiers = self._engine.tiers()
         self._listeners.emit(
             "done",

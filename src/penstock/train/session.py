@@ -19,7 +19,7 @@ from penstock.planner.plan_view import plan_json
 from penstock.settings import RUN_FILE, Settings, write_yaml
 from penstock.tiers import Tier
 from penstock.train.checkpoints import CheckpointSaver
-from penstock.train.errors import explain_host_out_of_memory
+from penstock.train.errors import explain_host_out_of_memory, name_os_errors
 from penstock.train.events import JsonLines, Listeners
 from penstock.train.inputs import ModelSource, load_data, load_model
 from penstock.train.learning_rate import LearningRateSchedule
@@ -28,7 +28,7 @@ from penstock.train.metrics_file import MetricsFile
 from penstock.train.plan_choice import choose_plan, describe_budget
 from penstock.train.progress import LineView, LiveView, SilentView, View
 from penstock.train.resume import OutputDirectory, ResumePoint
-from penstock.train.signals import StopRequest
+from penstock.train.signals import StopRequest, guard_output
 from penstock.train.trackers import check_trackers, open_trackers
 from penstock.version import __version__
 
@@ -63,6 +63,19 @@ def train(
         as_json: Whether to print events as JSON lines on standard output.
         profile: Number of steps to record, from the first one on.
     """
+    stop = StopRequest()
+    with guard_output(stop):
+        return _train(settings, resume, view, as_json, profile, stop)
+
+
+def _train(
+    settings: Settings,
+    resume: bool,
+    view: View,
+    as_json: bool,
+    profile: int | None,
+    stop: StopRequest,
+) -> int:
     check_trackers(settings.logging.log)
     if settings.schedule.lr == 0:
         raise SettingsError("lr", "must be greater than 0: no step would change a weight, got 0")
@@ -71,12 +84,13 @@ def train(
     listeners = Listeners([view])
     if as_json:
         listeners.add(JsonLines())
-    directory = OutputDirectory(settings.checkpoint.out, resume=resume)
+    with name_os_errors(settings.checkpoint.out):
+        directory = OutputDirectory(settings.checkpoint.out, resume=resume)
     try:
         point = directory.find_resume_point() if resume else None
         if resume:
             listeners.note(_describe_start(point, settings))
-        with _open_run(settings, point, listeners, view) as run, StopRequest() as stop:
+        with _open_run(settings, point, listeners, view) as run, stop:
             stop.before_exit = view.close
             if profile is not None:
                 from penstock.train.profile import StepProfiler
@@ -128,7 +142,8 @@ def _open_run(
         saver = CheckpointSaver(engine, settings)
         saver.saved_step = resume.checkpoint.step if resume else None
         saver.check_space()
-        _write_run_files(settings, engine, batches.steps)
+        with name_os_errors(settings.checkpoint.out):
+            _write_run_files(settings, engine, batches.steps)
         after, note = batches.step, listeners.note
         listeners.add(MetricsFile(settings.checkpoint.out, after=after, note=note))
         for tracker in open_trackers(settings, after=after, note=note):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
+from typing import Any, TextIO, cast
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+CLOSED = {errno.EPIPE: signal.SIGPIPE, errno.EIO: signal.SIGHUP}
+"""Errors of writing to a pipe without a reader and to a closed terminal, as signals."""
 
 STOPPING = (
     "stopping: finishing the step and saving a checkpoint; send the signal again to stop "
@@ -33,11 +39,17 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """The exit code by which shells report a signal: 130 for Ctrl-C, 143 for SIGTERM."""
+        """The exit code by which shells report a signal.
+
+        130 for Ctrl-C, 143 for SIGTERM, 129 for a closed terminal, 141 for a closed pipe.
+        """
         return 0 if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> StopRequest:
         for number in SIGNALS:
+            # nohup ignores SIGHUP, so that the run survives the terminal.
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -50,19 +62,72 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    def request(self, number: int) -> None:
+        """Stop after the current step, as at the first signal."""
+        if not self.requested:
+            self.signal = number
+            _write_error(STOPPING)
+
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.requested:
+            # A closed terminal sends SIGHUP several times: from the kernel and from the shell.
+            if number == signal.SIGHUP:
+                return
             self.before_exit()
             _write_error(STOPPED)
             self._exit(128 + number)
             return
-        self.signal = number
-        _write_error(STOPPING)
+        self.request(number)
+
+
+class GuardedStream:
+    """Standard output or error of a run, which may lose its reader.
+
+    After `penstock train | head` or a closed terminal, a write fails. The run then stops as after a
+    signal, and what it prints until its end is dropped.
+    """
+
+    def __init__(self, stream: TextIO, stop: StopRequest) -> None:
+        self._stream, self._stop = stream, stop
+        self._closed = False
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if self._closed:
+            return
+        try:
+            action()
+        except OSError as problem:
+            if problem.errno not in CLOSED:
+                raise
+            self._closed = True
+            self._stop.request(CLOSED[problem.errno])
+
+
+@contextlib.contextmanager
+def guard_output(stop: StopRequest) -> Iterator[None]:
+    """Request a stop when standard output or standard error loses its reader."""
+    output, errors = GuardedStream(sys.stdout, stop), GuardedStream(sys.stderr, stop)
+    with (
+        contextlib.redirect_stdout(cast(TextIO, output)),
+        contextlib.redirect_stderr(cast(TextIO, errors)),
+    ):
+        yield
 
 
 def _write_error(text: str) -> None:
     """Write to standard error without Python's buffer, whose lock the interrupted code may hold."""
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())
 
 
 def _exit_process(code: int) -> None:
