@@ -103,7 +103,7 @@ def test_missing_directories_and_unknown_model_types_are_rejected(tmp_path: Path
 def test_a_config_with_which_transformers_divides_by_zero_is_refused() -> None:
     config = transformers.GPTNeoXConfig(hidden_size=0, num_attention_heads=4, vocab_size=99)
 
-    with pytest.raises(SurveyError, match="cannot build .* of type 'gpt_neox': ZeroDivisionError"):
+    with pytest.raises(SurveyError, match=r"cannot build .* of type 'gpt_neox': ZeroDivisionError"):
         survey_config(config, name="zero")
 
 
