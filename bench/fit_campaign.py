@@ -30,6 +30,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import argparse
 import contextlib
+import fnmatch
 import importlib
 import itertools
 import json
@@ -165,8 +166,8 @@ def _plan_and_train(
 ) -> None:  # fmt: skip
     asked: dict[str, Any] = {
         "context": case.context, "batch": case.batch, "micro_batch": case.micro_batch,
-        "moments": case.moments, "clip": case.clip, "freeze": list(case.freeze), "init": "random",
-        "seed": case.number,
+        "moments": case.moments, "clip": case.clip, "freeze": _matching(case.freeze, folder),
+        "init": "random", "seed": case.number,
     }  # fmt: skip
     if case.micro_batch is None:
         asked.pop("micro_batch")
@@ -212,6 +213,12 @@ def _plan_and_train(
         _train(
             case, folder, how, Budget(hbm=wanted, dram=dram), plan(wanted), args.steps, record
         )  # fmt: skip
+
+
+def _matching(patterns: Sequence[str], folder: str) -> list[str]:
+    """Return the patterns that match a tensor of the model; others would be refused."""
+    names = [t.name for b in inspect_model(folder, Settings())[1].blocks for t in b.tensors]
+    return [pattern for pattern in patterns if fnmatch.filter(names, pattern)]
 
 
 def find_least(plan: Callable[[int], Plan]) -> int:

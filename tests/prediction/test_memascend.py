@@ -9,7 +9,7 @@ import pytest
 from bench.baselines.memascend import exact_pool, memascend, slotted_pool, zero_infinity
 from penstock.plan.budget import Budget, PathBudget
 from penstock.planner.evaluator import PlanEvaluator
-from penstock.planner.search import first_fit
+from penstock.planner.feasibility import first_fit
 from penstock.tiers import Tier
 from penstock.units import GiB, TiB
 from tests.support.machines import machine

@@ -2,8 +2,9 @@
 
 The search fills the fast tiers first, so its candidates change with every budget, and more memory
 may lose the one that fits. Here the slow tiers are filled first, with the largest groups first, and
-DRAM gets the rest. What is left for DRAM shrinks as other budgets grow, and does not depend on the
-budget of DRAM, so what fits in a budget fits in a larger one.
+DRAM gets the rest. What is left for DRAM shrinks as other budgets grow, so that what fits in a
+budget also fits in a larger one. Tests check that on random models and machines; it is not proven:
+the number of shared gradients that is tried depends on the budget of DRAM.
 """
 
 from __future__ import annotations
