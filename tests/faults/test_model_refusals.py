@@ -22,13 +22,14 @@ def prepare_small(model: Any) -> Any:
     )
 
 
-def test_a_model_with_its_own_attention_is_refused_and_stays_whole() -> None:
-    config = transformers.CodeGenConfig(
-        vocab_size=64, n_embd=64, n_head=4, n_layer=2, n_positions=32, rotary_dim=8
-    )
-    model = transformers.CodeGenForCausalLM(config)
+def test_a_model_that_is_refused_stays_whole() -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
 
-    with pytest.raises(UnsupportedModelError, match="CodeGenAttention"):
+    with pytest.raises(UnsupportedModelError, match="mixture-of-experts"):
         prepare_small(model)
 
     assert all(p.device.type == "cpu" for p in model.parameters())

@@ -41,7 +41,13 @@ def test_the_fingerprint_changes_with_any_file_of_the_code(tmp_path: Path) -> No
     package = tmp_path / "penstock"
     source = Path(user_cache.__file__).parents[1]
     (package / "machine").mkdir(parents=True)
-    for name in ("errors.py", "records.py", "units.py", "machine/user_cache.py"):
+    for name in (
+        "durable_files.py",
+        "errors.py",
+        "records.py",
+        "units.py",
+        "machine/user_cache.py",
+    ):
         shutil.copy(source / name, package / name)
     for name in ("__init__.py", "machine/__init__.py"):
         (package / name).write_text("")

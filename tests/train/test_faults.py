@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from penstock.checkpoint import model_files
 from penstock.checkpoint.run_directory import list_checkpoints
 from penstock.checkpoint.training_state import TrainingState
 from tests.train.conftest import STEPS
@@ -137,8 +137,8 @@ def test_any_file_of_a_save_may_fail(
 
         return call
 
-    copy, save = shutil.copyfile, TrainingState.save
-    monkeypatch.setattr(shutil, "copyfile", fail_in(2, copy, lambda source, target: target))
+    copy, save = model_files.copy_file, TrainingState.save
+    monkeypatch.setattr(model_files, "copy_file", fail_in(2, copy, lambda source, target: target))
     monkeypatch.setattr(TrainingState, "save", fail_in(3, save, lambda state, folder: folder))
     out = tmp_path / "out"
     result = runs.run(out, *RESIDENT, "--steps", "4", "--save-every", "1", "--keep", "4")

@@ -90,7 +90,8 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code. Typer handles usage errors and --help."""
     try:
-        _check_current_directory()
+        if arguments[:1] != ["doctor"]:  # which reports it, and everything else it finds
+            _check_current_directory()
         app(args=arguments, prog_name="penstock")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
