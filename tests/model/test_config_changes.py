@@ -10,6 +10,7 @@ import transformers
 
 from penstock.errors import SurveyError
 from penstock.model.config import load_config
+from penstock.model.config_check import check_fields
 
 
 def save(folder: Path, **fields: Any) -> Path:
@@ -46,3 +47,9 @@ def test_layer_types_without_a_rule_are_refused(tmp_path: Path) -> None:
 def test_a_change_that_transformers_would_not_load_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SurveyError, match="--model-config"):
         load_config(save(tmp_path), changes={"layer_types": ["full_attention"]})
+
+
+def test_a_dense_model_of_a_class_with_experts_has_none() -> None:
+    check_fields({"num_local_experts": 0, "hidden_size": 64}, "config.json")
+    with pytest.raises(SurveyError, match="hidden_size must be a whole number from 1 to"):
+        check_fields({"num_local_experts": 0, "hidden_size": 0}, "config.json")

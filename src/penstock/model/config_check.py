@@ -38,6 +38,9 @@ _SIZES: Mapping[str, int] = {
 }
 """Fields that are sizes, and the largest value of each."""
 
+_MAY_BE_ZERO = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Sizes that are 0 in a model without that part, such as Granite 4 without experts."""
+
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
@@ -54,17 +57,18 @@ def check_config_file(path: Path) -> None:
     check_fields(fields, str(path))
 
 
-def check_fields(fields: Mapping[str, Any], where: str) -> None:
+def check_fields(fields: Mapping[str, Any], where: str, *, least: int = 1) -> None:
     """Raise SurveyError if a field is a size that no model can have, or a number that is too large.
 
     The parts of a multimodal config are checked as well. transformers checks the types of all other
-    fields. `where` is the file or the option that the fields come from.
+    fields. `where` is the file or the option that the fields come from, and `least` the smallest
+    size: 0 in the parts of a multimodal config, which a model may lack.
     """
     for name, value in fields.items():
         if name in _SIZES and value is not None:
-            _check_size(name, value, where)
+            _check_size(name, value, where, 0 if name in _MAY_BE_ZERO else least)
         elif isinstance(value, Mapping):
-            check_fields(value, where)
+            check_fields(value, where, least=0)
         elif isinstance(value, int) and abs(value) >= 1 << 63:
             raise SurveyError(f"{where}: {name} must fit into 64 bits, got {_show(value)}")
     width = next((fields[name] for name in _WIDTHS if fields.get(name)), 1)
@@ -76,14 +80,14 @@ def check_fields(fields: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _check_size(name: str, value: Any, where: str) -> None:
+def _check_size(name: str, value: Any, where: str, least: int) -> None:
     # Some configs of transformers have a list of sizes, one per layer.
     values = value if isinstance(value, list) and value else [value]
     for size in values:
         whole = isinstance(size, int) and not isinstance(size, bool)
-        if not whole or not 1 <= size <= _SIZES[name]:
+        if not whole or not least <= size <= _SIZES[name]:
             raise SurveyError(
-                f"{where}: {name} must be a whole number from 1 to {_SIZES[name]}, "
+                f"{where}: {name} must be a whole number from {least} to {_SIZES[name]}, "
                 f"got {_show(value)}"
             )
 

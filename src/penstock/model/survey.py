@@ -164,9 +164,11 @@ def _build_on_meta(config: Any, trust_remote_code: bool) -> nn.Module:
             body: nn.Module = factory.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as problem:  # the model's own code may raise any exception
         kind = getattr(config, "model_type", "?")
+        # These have messages for people. Those of others make no sense without their name.
+        plain = isinstance(problem, ValueError | ImportError | AttributeError | TypeError)
+        what = str(problem) if plain else f"{type(problem).__name__}: {problem}"
         raise SurveyError(
-            f"transformers cannot build a causal language model of type {kind!r}: "
-            f"{type(problem).__name__}: {problem}"
+            f"transformers cannot build a causal language model of type {kind!r}: {what}"
         ) from None
     return body
 
