@@ -124,7 +124,7 @@ def _remove_if_abandoned(path: Path) -> bool:
     except OSError:
         return False
     try:
-        if _try_lock(fd):
+        if try_lock(fd):
             os.unlink(path)
             return True
     except OSError:
@@ -148,13 +148,13 @@ def _new_draft(target: Path, mode: int) -> tuple[Path, int]:
         except FileExistsError:
             continue
         # Another process may have taken the file for a leftover before it was locked.
-        if _try_lock(fd) is not False and os.path.lexists(draft):
+        if try_lock(fd) is not False and os.path.lexists(draft):
             return draft, fd
         os.close(fd)
 
 
-def _try_lock(fd: int) -> bool | None:
-    """Try to lock a file. Return None if the file system has no locks."""
+def try_lock(fd: int) -> bool | None:
+    """Try to lock a file or directory. Return None if the file system has no locks for it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

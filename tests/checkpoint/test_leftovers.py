@@ -91,7 +91,7 @@ def test_without_locks_the_pid_decides(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_draft_removed_before_it_was_locked_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, removed = run_directory._try_lock, []
+    lock, removed = run_directory.try_lock, []
 
     def remove_and_lock(fd: int) -> bool | None:
         if not removed:
@@ -99,7 +99,7 @@ def test_a_draft_removed_before_it_was_locked_is_created_again(
             os.rmdir(removed[0])
         return lock(fd)
 
-    monkeypatch.setattr(run_directory, "_try_lock", remove_and_lock)
+    monkeypatch.setattr(run_directory, "try_lock", remove_and_lock)
     save(tmp_path, 1)
 
     assert removed

@@ -10,8 +10,6 @@ a process of another container. Only on file systems without such locks does the
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import re
 import secrets
@@ -35,7 +33,7 @@ from penstock.checkpoint.manifest import (
     step_of,
     write_manifest,
 )
-from penstock.durable_files import sync
+from penstock.durable_files import sync, try_lock
 from penstock.errors import RecordError
 
 _DRAFT_NAME = re.compile(r"\.(?:checkpoint-[0-9]{6,18}|best)\.tmp-([0-9]{1,10})-[0-9a-f]{8}")
@@ -162,7 +160,7 @@ def _make_draft(final: Path) -> tuple[Path, int]:
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
             raise
-        _try_lock(fd)
+        try_lock(fd)
         # Another run that was starting may have removed the draft before it was locked.
         if os.path.exists(path):
             return path, fd
@@ -175,22 +173,13 @@ def _remove_if_abandoned(path: Path, pid: int) -> bool:
     except FileNotFoundError:  # another process removed it first
         return False
     try:
-        locked = _try_lock(fd)
+        locked = try_lock(fd)
         if locked is False or (locked is None and (path in _own_drafts or _is_alive(pid))):
             return False
         shutil.rmtree(path)
         return True
     finally:
         os.close(fd)
-
-
-def _try_lock(fd: int) -> bool | None:
-    """Try to lock a directory. Return None if the file system has no locks on directories."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-    return True
 
 
 def _is_alive(pid: int) -> bool:

@@ -40,7 +40,7 @@ class FitRow:
     model: str
     context: int
     request: PlanRequest | None
-    """What was planned for; None if the model has fewer positions."""
+    """The request for a plan; None if the model has fewer positions."""
     result: PlanResult | None
     """The plan; None if nothing fits."""
 

@@ -22,7 +22,7 @@ EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 
 _CONTROL = ("Cc", "Cs")
-"""Unicode categories: control characters, of which ESC begins a terminal's commands; surrogates."""
+"""Unicode categories of control characters, such as ESC, and of surrogates."""
 
 _BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 """Characters that reverse the order of the text after them."""

@@ -19,7 +19,7 @@ _SLICE = re.compile(r"(?P<split>[\w.-]+)(?:\[(?P<first>\d*):(?P<end>\d*)\])?")
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """Which part of which dataset: `owner/name`, `owner/name:split`, `owner/name:config:split`."""
+    """A part of a dataset: `owner/name`, `owner/name:split` or `owner/name:config:split`."""
 
     owner: str
     config: str

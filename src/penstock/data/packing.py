@@ -178,7 +178,7 @@ def _cut_documents(
 
 
 def _shorten(cache: Cache, starts: Ints, kept: Ints, context: int) -> Ints:
-    """Return start, length and targets of the pieces of documents, of which `kept` tokens stay."""
+    """Return start, length and targets of the pieces of each document's first `kept` tokens."""
     count = -(-kept // context)
     first = np.cumsum(count) - count
     offsets = (np.arange(int(count.sum())) - np.repeat(first, count)) * context

@@ -35,7 +35,8 @@ def find_sources(
 ) -> list[list[Source]]:
     """Find the sources for paths, directories and dataset IDs: one list for each of them.
 
-    A directory's files are sorted. `on_note` is called with what is not read in a directory.
+    A directory's files are sorted. `on_note` is called with a sentence about files that are not
+    read.
     """
     named = [sources] if isinstance(sources, str | Path) else list(sources)
     if not named:

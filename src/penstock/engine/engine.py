@@ -232,7 +232,7 @@ def _is_alike(saved: object, now: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _ItemCount:
-    """What the losses behind the gradients were divided by."""
+    """The token counts by which the losses of an update are divided."""
 
     divisor: int
     """Number that the loss of each batch was divided by."""
@@ -610,7 +610,7 @@ class Engine:
 
         Parameters of another type than the engine computes in get the fp32 master weights. The
         model that was passed to `prepare` gets new parameters in host memory, and works as before;
-        the engine still trains its own copy. Its frozen parameters are those that it had. Another
+        the engine still trains its own copy. Its frozen parameters do not change. Another
         model must have the same tensors, and is changed in place; its frozen parameters get what
         the engine computes with.
 

@@ -30,6 +30,7 @@ from penstock.roles import Dtype, Moments
 from penstock.settings import Settings
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from penstock.checkpoint.model_files import ModelFiles
@@ -405,13 +406,11 @@ def _build_engine(
         use_expandable_segments,
     )
     from penstock.engine.engine import Engine
-    from penstock.engine.restore import TRAINING
     from penstock.engine.self_check import self_check
-    from penstock.model.meta_model import build_model, weight_dtype
+    from penstock.model.meta_model import weight_dtype
     from penstock.model.split import SplitModel
 
     use_expandable_segments()
-    live = None if isinstance(model, str | Path) else model
     origin = model if isinstance(model, str | Path) else model.model
     model_files = model_files_of(origin, config, inventory, settings)
     device = pick_device(options.device)
@@ -419,16 +418,7 @@ def _build_engine(
     dtype, numerics = weight_dtype(plan.workload.dtype), plan.workload.numerics
     with explain_out_of_memory(device, plan, "the engine"):
         key = memory_key(config, inventory, plan.workload, device.name)
-        if isinstance(model, str | Path):
-            trust = settings.model.trust_remote_code
-            bare = build_model(
-                config, dtype, device.torch_device, own_attention=inventory.own_attention,
-                trust_remote_code=trust,
-            )  # fmt: skip
-        else:
-            bare = model.copy_without_weights(
-                device.torch_device, dtype, own_attention=inventory.own_attention
-            )
+        bare = _bare_model(model, config, inventory, settings, dtype, device)
         if settings.model.self_check:
             # Before the layers are taken out of the model, and before anything large is allocated.
             self_check(bare, inventory, plan, device, progress=options.progress)
@@ -455,13 +445,37 @@ def _build_engine(
         except BaseException:
             engine.close()
             raise
-    if live is not None:
-        # The engine rounds what is frozen to the type that it computes in.
-        frozen = (t for block in inventory.blocks for t in block.tensors if not t.trainable)
-        live.forget_weights(keep=[t.name for t in frozen if live.weights[t.name].dtype != dtype])
-        live.guard(TRAINING)
-        engine.live_model = live
+    if not isinstance(model, str | Path):
+        _take_over(model, engine, dtype)
     return engine
+
+
+def _bare_model(
+    model: str | Path | LiveModel, config: Any, inventory: Inventory, settings: Settings,
+    dtype: torch.dtype, device: Device,
+) -> nn.Module:  # fmt: skip
+    """Return the model without weights, its buffers on the device."""
+    from penstock.model.meta_model import build_model
+
+    own_attention = inventory.own_attention
+    if not isinstance(model, str | Path):
+        return model.copy_without_weights(device.torch_device, dtype, own_attention=own_attention)
+    return build_model(
+        config, dtype, device.torch_device, own_attention=own_attention,
+        trust_remote_code=settings.model.trust_remote_code,
+    )  # fmt: skip
+
+
+def _take_over(live: LiveModel, engine: Engine, dtype: torch.dtype) -> None:
+    """Drop the weights that the engine has copied from a live model, until they are restored."""
+    from penstock.engine.restore import TRAINING
+
+    # The engine computes in `dtype`. Frozen weights of another type are kept: they come back as
+    # they were, not rounded.
+    frozen = (t for block in engine.inventory.blocks for t in block.tensors if not t.trainable)
+    live.forget_weights(keep=[t.name for t in frozen if live.weights[t.name].dtype != dtype])
+    live.guard(TRAINING)
+    engine.live_model = live
 
 
 def _rehearse(

@@ -152,10 +152,6 @@ def _measure_once(
             part.prepare()
             part.run()
             memory = _measure_run(part, device)
-            if room is not None and memory.allocated > room.working:
-                # The second run of a layer sometimes compiles it once more, and the compiler times
-                # kernels on copies of their arguments. The third run shows what a step needs.
-                memory = _measure_run(part, device)
             if room is None or memory.reserved <= sum(room) - PAGE:
                 return memory
             # Below its limit, the allocator keeps unused pages. At the limit it unmaps them, so

@@ -85,7 +85,7 @@ class Passed:
     """The entry of a self-check that was passed, in the user's cache."""
 
     paths: tuple[str, ...]
-    """What was compared with plain training."""
+    """The ways of training that were compared with plain training."""
 
 
 def self_check(
@@ -290,7 +290,7 @@ def _train_streamed(twin: _Twin, check: _Check, plain: _PlainResults) -> Results
 
 
 class _PlainResults(NamedTuple):
-    """What plain training gives."""
+    """The results of plain training."""
 
     inventory: Inventory
     batches: list[Batch]
@@ -355,7 +355,7 @@ class Difference(NamedTuple):
     error: float
     """Size of the difference, relative to the expected result."""
     limit: float
-    """What rounding explains."""
+    """The largest difference that rounding explains."""
 
     def __str__(self) -> str:
         return (

@@ -91,7 +91,7 @@ def choose_kernel(
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return a mask as what is added to scores, its rows aligned as the kernel needs them."""
+    """Convert a mask to a bias that is added to scores, with rows aligned for the kernel."""
     mask = _added(mask, query)
     keys = mask.shape[-1]
     pad = -keys % ALIGNMENT
@@ -101,7 +101,7 @@ def _bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _added(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return a mask as what is added to scores."""
+    """Convert a mask to a bias that is added to scores."""
     if mask.dtype != torch.bool:
         return mask
     zeros = torch.zeros_like(mask, dtype=query.dtype)

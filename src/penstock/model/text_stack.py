@@ -225,7 +225,7 @@ def _layer_count(text: Any) -> int:
 
 
 def _text_tokens(whole: Any) -> torch.Tensor:
-    """Return a row of tokens of which none stands for an image or sound."""
+    """Return a row of text tokens, without placeholders for images or sound."""
     special = {v for n, v in whole.to_dict().items() if n.endswith(("_id", "_index"))
                and isinstance(v, int)}  # fmt: skip
     tokens = [token for token in range(3, VOCABULARY) if token not in special]

@@ -217,7 +217,7 @@ def tier_capacity(machine: Machine, budget: Budget, tier: Tier) -> int | None:
 def with_budget_memory(machine: Machine, budget: Budget) -> tuple[Machine, tuple[str, ...]]:
     """Return a machine like this one that has the memory of the budget.
 
-    Also returns a sentence for each tier of which the machine has less.
+    Also returns a sentence for each tier where the machine has less than the budget.
     """
     remarks = []
     for tier in (Tier.HBM, Tier.DRAM, Tier.CXL):

@@ -163,7 +163,7 @@ def _host_choices(evaluator: PlanEvaluator, strategy: FillStrategy) -> Iterator[
 
 
 class _Limits(NamedTuple):
-    """What may be stored where."""
+    """The memory that a placement may use."""
 
     free: Mapping[Tier, int]
     """Bytes of each tier."""

@@ -12,7 +12,7 @@ from penstock.version import __version__
 CARD = "README.md"
 
 MARK = "<!-- This card was written by Penstock; remove this line to keep your changes. -->"
-"""Tells a card of Penstock's, which a longer run may replace, from the user's own."""
+"""Marks a card that Penstock wrote. A longer run may replace it."""
 
 SHOWN = (
     *("context", "batch", "lr", "min_lr", "schedule", "warmup", "betas", "weight_decay", "clip"),
