@@ -147,6 +147,17 @@ CASES = (
         context=4096, batch=4, hbm="16GiB", dram="102GiB", nvme="30GiB",
         seconds={"penstock": 220, "plain": 110},
     ),
+    # For the predicted time of a step: models that no constant was fitted to.
+    Case(
+        name="qwen3-4b-in-24gib", family="qwen3",
+        config=_sizes(151_936, 2560, 9728, 36, 32, 8, True, head_dim=128),
+        context=4096, batch=4, hbm="24GiB", dram="80GiB", seconds={"penstock": 130, "plain": 70},
+    ),
+    Case(
+        name="mistral-7b-in-20gib", family="mistral",
+        config=_sizes(32_768, 4096, 14336, 32, 32, 8, False, head_dim=128, sliding_window=None),
+        context=4096, batch=4, hbm="20GiB", dram="100GiB", seconds={"penstock": 190, "plain": 100},
+    ),
 )  # fmt: skip
 
 
@@ -269,6 +280,9 @@ def run_plain(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     import transformers
 
     device = args.device or "cuda"
+    if args.plain_hbm:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(args.plain_hbm * 2**30 / total)
     family: Any = transformers.AutoModelForCausalLM
     began = time.perf_counter()
     with torch.device(device):
@@ -384,6 +398,7 @@ def run_child(name: str, arm: str, args: argparse.Namespace, seconds: float) -> 
     command += ["--tiny"] if args.tiny else []
     command += ["--device", args.device] if args.device else []
     command += ["--machine", args.machine] if args.machine else []
+    command += ["--plain-hbm", str(args.plain_hbm)] if args.plain_hbm else []
     log, began = args.out / f"{name}-{arm}.log", time.monotonic()
     print(f"== {name}: {arm}", flush=True)
     with log.open("w") as stream:
@@ -464,6 +479,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", help="cpu to rehearse; default: the GPU")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to rehearse on a CPU")
     parser.add_argument("--machine", default="h200", help="preset to predict with as well")
+    parser.add_argument("--plain-hbm", type=float, help="GiB that plain torch may keep")
     parser.add_argument("--out", type=Path, default=Path("build/realistic_fit"))
     parser.add_argument("--scratch", type=Path, default=Path("build/scratch"))
     parser.add_argument("--save", action="store_true", help="write bench/results")
