@@ -34,6 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import certificate
+from bench.bench_engine import summarize_timeline
 from bench.measuring import Batch, HostPeak, device_peak, forget_device_peak, run_steps
 from penstock.engine import initial_weights
 from penstock.engine.plan_choice import plan_request
@@ -227,7 +228,7 @@ def run_penstock(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         nvme = [f"{args.scratch}:{case.nvme}"] if case.nvme else []
         budget = {"hbm": case.hbm, "dram": case.dram, "nvme": nvme}
         began = time.perf_counter()
-        predicted, first = predict(folder, asked, budget, args)
+        predicted, parts, first = predict(folder, asked, budget, args)
         planned = time.perf_counter()
         engine = prepare(
             folder, budget=budget, device=args.device, optimizer=ADAMW, seed=0, **asked
@@ -236,6 +237,7 @@ def run_penstock(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         prepared = device_peak()
         forget_device_peak()
         seconds, losses = run_steps(engine.step, list(batches(case)))
+        timeline = summarize_timeline(engine.timeline())
         engine.finish()
         live, reserved = device_peak()
         plan, outside = engine.plan, engine.device.nbytes_outside_torch()
@@ -252,11 +254,12 @@ def run_penstock(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         or plan.placement != first.placement, "plan_change": changed,
         "context_measured": outside, "plan_seconds": planned - began,
         "prepare_seconds": ready - planned, "micro_batch": plan.workload.numerics.micro_batch,
+        "timeline": timeline, "predicted_parts": parts,
     }  # fmt: skip
 
 
 def predict(folder: str, asked: Mapping[str, Any], budget: Any, args: argparse.Namespace) -> Any:
-    """Return the predicted seconds of a step, and the plan before any rehearsal.
+    """Return predicted seconds of a step, of its parts, and the plan before any rehearsal.
 
     Seconds are predicted with the speeds of this machine's own probe, if there is one, and with
     those of a preset.
@@ -266,13 +269,19 @@ def predict(folder: str, asked: Mapping[str, Any], budget: Any, args: argparse.N
     here = this_machine(args.device, [str(args.scratch)] if budget["nvme"] else ())
     choice = plan_request(inventory, settings, here, config=config, budget=budget).make_plan()
     assert choice.planned is not None
-    predicted = {"this": choice.planned.cost.step_seconds}
+    costs = {"this": choice.planned.cost}
     if args.machine and here.machine.gpus:
         named = machine_to_plan_for(args.machine)
         other = plan_request(inventory, settings, named, config=config, budget=budget).make_plan()
         assert other.planned is not None
-        predicted[args.machine] = other.planned.cost.step_seconds
-    return predicted, choice.plan
+        costs[args.machine] = other.planned.cost
+    predicted = {name: cost.step_seconds for name, cost in costs.items()}
+    parts = {
+        name: {"phases": dict(cost.phases)}
+        | {"busy": {key: share * cost.step_seconds for key, share in cost.busy.items()}}
+        for name, cost in costs.items()
+    }
+    return predicted, parts, choice.plan
 
 
 def run_plain(case: Case, args: argparse.Namespace) -> dict[str, Any]:
