@@ -137,8 +137,8 @@ def test_any_file_of_a_save_may_fail(
 
         return call
 
-    copy, save = model_files.copy_file, TrainingState.save
-    monkeypatch.setattr(model_files, "copy_file", fail_in(2, copy, lambda source, target: target))
+    write, save = model_files.replace_file, TrainingState.save
+    monkeypatch.setattr(model_files, "replace_file", fail_in(2, write, lambda path, data: path))
     monkeypatch.setattr(TrainingState, "save", fail_in(3, save, lambda state, folder: folder))
     out = tmp_path / "out"
     result = runs.run(out, *RESIDENT, "--steps", "4", "--save-every", "1", "--keep", "4")

@@ -55,8 +55,14 @@ def test_a_resumed_run_compares_with_the_best_so_far(tmp_path: Path) -> None:
             assert not optimizer
             (folder / "model.safetensors").write_text("weights")
 
+    class Saver:
+        out, model_nbytes = tmp_path, 1
+
+        def find_directory(self) -> None:
+            return
+
     def best() -> BestModel:
-        return BestModel(Writer(), tmp_path, 1)  # type: ignore[arg-type]
+        return BestModel(Writer(), Saver())  # type: ignore[arg-type]
 
     assert best().offer(3, float("nan")) is None
     assert best().offer(3, 2.0) == tmp_path / "best"

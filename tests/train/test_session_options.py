@@ -17,7 +17,7 @@ from penstock.engine.gradients import GradientSums
 from penstock.engine.loss import LossScale
 from penstock.settings import read_yaml
 from penstock.train.errors import OutInUseError
-from penstock.train.resume import OutputDirectory
+from penstock.train.output_directory import OutputDirectory
 from tests.train.conftest import STEPS
 from tests.train.runs import RESIDENT, RunResult, Runs, contents, run_command
 

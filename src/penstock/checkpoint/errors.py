@@ -62,6 +62,18 @@ class IncompleteModelFileError(CheckpointError, ValueError):
         )
 
 
+class NoModelFilesError(CheckpointError, FileNotFoundError):
+    """The directory with a model's tokenizer and other small files does not exist any more."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        super().__init__(
+            f"{path}: the directory that the model was loaded from does not exist any more, so its "
+            f"tokenizer cannot be saved with the weights. Create it again, or pass the tokenizer: "
+            f"engine.write(folder, tokenizer=tokenizer)"
+        )
+
+
 class NoWeightsError(CheckpointError, FileNotFoundError):
     """A path holds no weights."""
 
@@ -188,6 +200,17 @@ class DamagedCheckpointError(CheckpointError, ValueError):
     def __init__(self, path: str, problem: str) -> None:
         self.path, self.problem = path, problem
         super().__init__(f"{path}: {problem}")
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """Another program removed or changed files of a new checkpoint while it was saved."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path, self.problem = path, problem
+        super().__init__(
+            f"{path}: {problem}, so the checkpoint is not complete. Another program changes files "
+            f"there: find it and stop it"
+        )
 
 
 class StateError(CheckpointError, RecordError):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.checkpoint.errors import IncompleteModelFileError
+from penstock.checkpoint.errors import IncompleteModelFileError, NoModelFilesError
 from penstock.durable_files import copy_file, replace_file
 
 _PATTERNS = (
@@ -59,6 +60,22 @@ class ModelFiles:
     trust_remote_code: bool = False
     """Whether the model's own code is copied."""
 
+    contents: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files in memory, by relative path. `keep_contents` puts them in the place of a source,
+    because the source may be removed during a run that takes days."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Relative paths of the files that `write` writes, as far as no other file decides them."""
+        return ("config.json", *self.contents)
+
+    def keep_contents(self, folder: str | Path) -> ModelFiles:
+        """Return the files that `write` wrote to a directory, to be written from memory."""
+        paths = _small_files(Path(folder), trust_remote_code=self.trust_remote_code)
+        contents = {name: path.read_bytes() for name, path in paths.items()}
+        contents.pop("config.json", None)
+        return replace(self, source=None, generation_config=None, contents=contents)
+
     def write(self, folder: str | Path, *, tokenizer: Any = None) -> None:
         """Write them into an existing directory; `tokenizer` replaces that of the source."""
         if tokenizer is not None:
@@ -68,6 +85,11 @@ class ModelFiles:
             _save_pretrained(self.generation_config, Path(folder))
         if self.source is not None:
             copy_model_files(self.source, folder, trust_remote_code=self.trust_remote_code)
+        for name, content in self.contents.items():
+            target = Path(folder, name)
+            if not _is_whole(target):
+                target.parent.mkdir(exist_ok=True)
+                replace_file(target, content)
 
 
 def copy_model_files(
@@ -77,17 +99,19 @@ def copy_model_files(
 
     Existing files are not overwritten, unless a power cut left them without their content. The
     model's own code is copied only if it is trusted. Symbolic links, such as those of a download
-    cache, are followed. Raises IncompleteModelFileError if a file of the source is incomplete.
+    cache, are followed. Raises IncompleteModelFileError if a file of the source is incomplete, and
+    NoModelFilesError if the source has been removed.
     """
-    patterns = (*_PATTERNS, _CODE_PATTERN) if trust_remote_code else _PATTERNS
+    if not os.path.isdir(source):
+        raise NoModelFilesError(str(source))
     copied = []
-    for name in sorted(_file_names(Path(source))):
+    for name, path in _small_files(Path(source), trust_remote_code=trust_remote_code).items():
         target = Path(folder, name)
-        if any(_matches(name, pattern) for pattern in patterns) and not _is_whole(target):
-            if not _is_whole(Path(source, name)):
-                raise IncompleteModelFileError(str(Path(source, name)))
+        if not _is_whole(target):
+            if not _is_whole(path):
+                raise IncompleteModelFileError(str(path))
             target.parent.mkdir(exist_ok=True)
-            copy_file(Path(source, name), target)
+            copy_file(path, target)
             copied.append(name)
     return tuple(copied)
 
@@ -131,6 +155,17 @@ def _is_whole(path: Path) -> bool:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _PROBED_NBYTES))
         end = file.read().rstrip()[-1:]
     return (start, end) in ((b"{", b"}"), (b"[", b"]"))
+
+
+def _small_files(source: Path, *, trust_remote_code: bool) -> dict[str, Path]:
+    """Find the files of a directory that belong to a model, by their relative paths."""
+    patterns = (*_PATTERNS, _CODE_PATTERN) if trust_remote_code else _PATTERNS
+    names = sorted(_file_names(source))
+    return {
+        name: source / name
+        for name in names
+        if any(_matches(name, pattern) for pattern in patterns)
+    }
 
 
 def _file_names(source: Path) -> set[str]:

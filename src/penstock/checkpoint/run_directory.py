@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from penstock.checkpoint.errors import (
     CheckpointExistsError,
     CheckpointWarning,
     DamagedCheckpointError,
+    IncompleteCheckpointError,
 )
 from penstock.checkpoint.manifest import (
     Checkpoint,
@@ -73,29 +74,49 @@ def latest_checkpoint(out: str | Path) -> Checkpoint | None:
 
 
 @contextlib.contextmanager
-def new_checkpoint(out: str | Path, step: int, *, keep: int = 2, nbytes: int = 0) -> Iterator[Path]:
+def new_checkpoint(
+    out: str | Path,
+    step: int,
+    *,
+    keep: int = 2,
+    nbytes: int = 0,
+    needed: Collection[str] = (),
+    create: bool = True,
+) -> Iterator[Path]:
     """Yield an empty directory, which becomes `out/checkpoint-<step>` when the block ends.
 
     Until then, and if the block or the disk fails, earlier checkpoints stay as they are. After
     that, all but the `keep` newest checkpoints are removed, and optimizer states stay only in the
     newest checkpoint that has them. `nbytes` is the expected size, for the message when the disk
-    is full.
+    is full. `needed` names files without which the checkpoint cannot be loaded or resumed: if one
+    of them is missing at the end, the checkpoint is not completed. With `create`, the directory
+    `out` is created if it does not exist.
     """
     if keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep}")
     final = Path(out) / folder_name(step)
     with translate_write_errors(out, nbytes):
-        _make_directory(Path(out))
+        if create:
+            _make_directory(Path(out))
         _refuse_to_overwrite(final, step)
         with draft_of(final) as folder:
             yield folder
-            write_manifest(folder, step, sizes_below(folder))
+            sizes = sizes_below(folder)
+            if missing := sorted(set(needed) - set(sizes)):
+                names = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
+                raise IncompleteCheckpointError(str(final), f"{names} disappeared during the save")
+            write_manifest(folder, step, sizes)
             # Everything must be on stable storage before the rename, and the rename itself after
             # it: a power cut then leaves either the whole checkpoint or none.
             sync_tree(folder)
             _move_aside(final)
             os.rename(folder, final)
             sync(out)
+    # Another process may have removed files of it since they were listed.
+    try:
+        read_checkpoint(final)
+    except DamagedCheckpointError as error:
+        raise IncompleteCheckpointError(str(final), error.problem) from error
     _thin_out(Path(out), final, keep)
 
 

@@ -15,6 +15,7 @@ from penstock.durable_files import replace_file, sync
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
+    from penstock.train.checkpoints import CheckpointSaver
 
 BEST = "best"
 """Directory of the best model, in the output directory of the run."""
@@ -29,10 +30,14 @@ class BestModel:
     A resumed run compares with the loss that the directory states.
     """
 
-    def __init__(self, engine: Engine, out: Path, nbytes: int) -> None:
-        self._engine, self._path, self._nbytes = engine, out / BEST, nbytes
+    def __init__(self, engine: Engine, saver: CheckpointSaver) -> None:
+        self._engine, self._saver = engine, saver
         self.loss = _read_loss(self._path)
         """The lowest evaluation loss so far; infinity before the first."""
+
+    @property
+    def _path(self) -> Path:
+        return self._saver.out / BEST
 
     def offer(self, step: int, loss: float) -> Path | None:
         """Save the current weights if the loss is lower than before, and return where.
@@ -41,7 +46,9 @@ class BestModel:
         """
         if not loss < self.loss:
             return None
-        with translate_write_errors(self._path, self._nbytes), draft_of(self._path) as folder:
+        self._saver.find_directory()
+        nbytes = self._saver.model_nbytes
+        with translate_write_errors(self._path, nbytes), draft_of(self._path) as folder:
             self._engine.write(folder, optimizer=False)
             record = json.dumps({"step": step, "loss": loss})
             replace_file(folder / BEST_FILE, record + "\n")

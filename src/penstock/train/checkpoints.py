@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.disk import check_room
-from penstock.checkpoint.manifest import folder_name
+from penstock.checkpoint.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    DamagedCheckpointError,
+)
+from penstock.checkpoint.manifest import folder_name, read_checkpoint
 from penstock.checkpoint.run_directory import list_checkpoints, new_checkpoint
-from penstock.checkpoint.training_state import Software, TrainingState
+from penstock.checkpoint.training_state import STATE, Software, TrainingState
 from penstock.durable_files import link_file
 from penstock.records import to_json
 from penstock.settings import AFFECTS_RESULT, RUN_FILE, Settings, write_yaml
 from penstock.train.events import ReportProgress
 from penstock.train.model_card import TrainingResult, write_model_card
+from penstock.train.output_directory import OutputDirectory
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -36,13 +44,21 @@ class RunPosition:
 class CheckpointSaver:
     """Saves checkpoints of an engine into the output directory of a run."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
-        self._engine, self._settings = engine, settings
-        self._out = Path(settings.checkpoint.out)
-        self._model_directory = settings.checkpoint.model_directory
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        directory: OutputDirectory,
+        note: Callable[[str], None],
+    ) -> None:
+        self._engine, self._directory, self._note = engine, directory, note
+        self.settings = settings
+        """Settings of the run. If the output directory is moved, its new path is in them."""
+        directory.on_change.append(self._follow)
         self._with_optimizer = not settings.checkpoint.save_weights_only
         writers = engine.files.writers(optimizer=self._with_optimizer)
         self._sizes = [writer.nbytes for writer in writers]
+        self._tensor_files = [name for writer in writers for name in writer.names]
         self.saved_step: int | None = None
         """Step of the newest checkpoint of this run."""
 
@@ -63,38 +79,83 @@ class CheckpointSaver:
         optimizer states.
         """
         weights, states = self._sizes[0], sum(self._sizes[1:])
-        needed = (self._settings.checkpoint.keep + 1) * weights + 2 * states
-        if self._settings.evaluation.save_best:
+        needed = (self.settings.checkpoint.keep + 1) * weights + 2 * states
+        if self.settings.evaluation.save_best:
             needed += 2 * weights  # a new one is written before the former is removed
-        existing = sum(checkpoint.nbytes for checkpoint in list_checkpoints(self._out).whole)
-        check_room(self._out, max(self.nbytes, needed - existing))
+        existing = sum(checkpoint.nbytes for checkpoint in list_checkpoints(self.out).whole)
+        check_room(self.out, max(self.nbytes, needed - existing))
+
+    @property
+    def out(self) -> Path:
+        """The output directory."""
+        return Path(self.settings.checkpoint.out)
+
+    def _follow(self, path: Path) -> None:
+        self.settings = self.settings.replace({"out": str(path)})
+
+    def find_directory(self) -> bool:
+        """Follow or restore the output directory, and return whether that was necessary."""
+        done = self._directory.find()
+        if done:
+            self._note(done)
+        return bool(done)
+
+    def is_saved(self, step: int) -> bool:
+        """Return whether the checkpoint that this run saved at a step is still complete."""
+        if self.saved_step != step:
+            return False
+        try:
+            read_checkpoint(self.out / folder_name(step))
+        except DamagedCheckpointError:
+            return False
+        return True
 
     def save(self, position: RunPosition, report: ReportProgress | None = None) -> Path:
         """Save a checkpoint. On an error there is none, and training may continue."""
-        keep, out = self._settings.checkpoint.keep, self._out
-        with new_checkpoint(out, position.step, keep=keep, nbytes=self.nbytes) as folder:
+        self.find_directory()
+        try:
+            self._write(position, report)
+        except (CheckpointError, OSError):
+            # If the directory was moved or removed during the save, save again in its new place.
+            if not self.find_directory():
+                raise
+            with contextlib.suppress(CheckpointExistsError):  # it was moved after the last write
+                self._write(position, report)
+        self.saved_step = position.step
+        return self.out / folder_name(position.step)
+
+    def _write(self, position: RunPosition, report: ReportProgress | None) -> None:
+        assert self._engine.model_files is not None
+        with new_checkpoint(
+            self.out,
+            position.step,
+            keep=self.settings.checkpoint.keep,
+            nbytes=self.nbytes,
+            needed=(*self._tensor_files, *self._engine.model_files.names, STATE, RUN_FILE),
+            # `find` has created it. If it was removed since, its other files must be restored, too.
+            create=False,
+        ) as folder:
             self._engine.write(folder, optimizer=self._with_optimizer, progress=report)
             # Replaces the state that the engine wrote, which has only the engine's part.
             self._training_state(position).save(folder)
             # A resume uses this copy if the run's own is lost or damaged.
-            write_yaml(self._settings, folder / RUN_FILE)
-        self.saved_step = position.step
-        return out / folder_name(position.step)
+            write_yaml(self.settings, folder / RUN_FILE)
 
     def publish(self, result: TrainingResult) -> None:
         """Put the newest checkpoint's weights and a model card next to the config."""
         assert self.saved_step is not None
-        folder, target = self._out / folder_name(self.saved_step), self._model_directory
+        folder = self.out / folder_name(self.saved_step)
+        target = self.settings.checkpoint.model_directory
         target.mkdir(exist_ok=True)
         names = sorted(n for n in os.listdir(folder) if n.startswith("model"))
         # Link the index last: a reader that finds it finds all shards.
         for name in sorted(names, key=lambda n: n.endswith(".json")):
             link_file(folder / name, target / name)
-        write_model_card(target, self._settings, result)
+        write_model_card(target, self.settings, result)
 
     def _training_state(self, position: RunPosition) -> TrainingState:
         engine = self._engine
-        values = self._settings.flat()
+        values = self.settings.flat()
         settings = {name: to_json(values[name]) for name in AFFECTS_RESULT}
         numerics = engine.result_record() | {"settings": settings}
         return TrainingState(

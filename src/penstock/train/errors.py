@@ -43,6 +43,18 @@ class OutInUseError(TrainError):
         )
 
 
+class OutLostError(TrainError):
+    """The output directory was removed or moved during the run, and cannot be used any more."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path, self.problem = path, problem
+        super().__init__(
+            f"{path} {problem}; the run cannot save there, and its earlier checkpoints are "
+            f"wherever that directory is. While the run lasts, put the directory back or remove "
+            f"what has its name: the next save tries again"
+        )
+
+
 class NotResumableError(TrainError):
     """None of the checkpoints has optimizer states."""
 

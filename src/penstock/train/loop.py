@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.errors import (
     CheckpointExistsError,
     CheckpointSpaceError,
     CheckpointWriteError,
+    IncompleteCheckpointError,
 )
 from penstock.errors import BatchError, NonFiniteLossError, PenstockError
 from penstock.records import to_json
@@ -21,6 +21,7 @@ from penstock.train.best_model import BestModel
 from penstock.train.checkpoints import CheckpointSaver, RunPosition
 from penstock.train.errors import (
     NoUpdateError,
+    OutLostError,
     explain_host_out_of_memory,
     name_os_errors,
     save_bad_batch,
@@ -37,6 +38,14 @@ from penstock.units import format_bytes
 if TYPE_CHECKING:
     from penstock.data.batches import Batches
     from penstock.engine.engine import Engine
+
+SAVE_FAILURES = (
+    CheckpointSpaceError,
+    CheckpointWriteError,
+    IncompleteCheckpointError,
+    OutLostError,
+)
+"""Errors of a save after which training continues: the next save may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,6 @@ class TrainingLoop:
     ) -> None:
         self._run, self._listeners, self._view, self._stop = run, listeners, view, stop
         self._engine, self._batches, self._saver = run.engine, run.batches, run.saver
-        self._out = Path(run.settings.checkpoint.out)
         self._rate = run.rate
         self._scheduler = self._rate.scheduler(
             run.engine.optimizer, taken=run.engine.steps, peak=run.settings.schedule.lr
@@ -71,7 +79,7 @@ class TrainingLoop:
         self._eval_loss: float | None = None
         self._last_loss: float | None = None
         save_best = run.settings.evaluation.save_best
-        self._best = BestModel(run.engine, self._out, run.saver.model_nbytes) if save_best else None
+        self._best = BestModel(run.engine, run.saver) if save_best else None
         self._sampled_step: int | None = None
         self._is_evaluating = False
         # A resumed run has had its first steps already.
@@ -156,15 +164,16 @@ class TrainingLoop:
         """Save the batch for inspection, and a checkpoint of the run before this batch."""
         step = self._batches.step
         try:
-            path = save_bad_batch(self._out, step, batch, self._run.data.dataset.decode)
-        except OSError as problem:  # the error of the batch says more
+            self._saver.find_directory()
+            path = save_bad_batch(self._saver.out, step, batch, self._run.data.dataset.decode)
+        except (OSError, OutLostError) as problem:  # the error of the batch says more
             self._listeners.note(f"the batch of step {step} was not saved: {problem}")
         else:
             text = path.with_suffix(".txt").name
             self._listeners.note(
                 f"the batch of step {step} was saved to {path} and, as text, {text}"
             )
-        if step - 1 > 0 and self._saver.saved_step != step - 1:
+        if step - 1 > 0 and not self._saver.is_saved(step - 1):
             self._save(RunPosition(step - 1, position, to_json(self._rate)))
 
     def _report_step_progress(self, done: int, total: int, text: str) -> None:
@@ -186,7 +195,7 @@ class TrainingLoop:
         if due and not self._at_end:
             try:
                 self._save(self._position)
-            except (CheckpointSpaceError, CheckpointWriteError) as failed:
+            except SAVE_FAILURES as failed:
                 self._listeners.note(
                     f"checkpoint not saved: {failed}. Training continues; the next save is due "
                     f"after the usual interval"
@@ -213,7 +222,8 @@ class TrainingLoop:
 
     def _save_last(self) -> None:
         """Save the current step, unless a checkpoint of it exists."""
-        if self._saver.saved_step != self._batches.step:
+        self._saver.find_directory()
+        if not self._saver.is_saved(self._batches.step):
             try:
                 self._save(self._position)
             except CheckpointExistsError:
@@ -260,7 +270,7 @@ class TrainingLoop:
         self._view.show_work(0, 0, "saving the best model")
         try:
             path = best.offer(self._batches.step, loss)
-        except (CheckpointSpaceError, CheckpointWriteError) as failed:
+        except SAVE_FAILURES as failed:
             self._listeners.note(f"best model not saved: {failed}. Training continues")
             return
         if path is not None:
@@ -306,7 +316,8 @@ class TrainingLoop:
         result = TrainingResult(
             steps=self._batches.step, loss=self._last_loss, eval_loss=self._eval_loss
         )
-        with name_os_errors(self._out):
+        self._save_last()  # again, if it was removed during the evaluation
+        with name_os_errors(self._saver.out):
             self._saver.publish(result)
         tiers = self._engine.tiers()
         self._listeners.emit(
@@ -315,13 +326,13 @@ class TrainingLoop:
             peak_host_bytes=self._engine.host_memory()["peak"],
             peak_hbm_bytes=tiers[Tier.HBM.value]["peak"],
             out=self._out_text,
-            model=str(self._run.settings.checkpoint.model_directory),
+            model=str(self._saver.settings.checkpoint.model_directory),
         )
 
     @property
     def _out_text(self) -> str:
-        """The output directory as the user wrote it."""
-        return self._run.settings.checkpoint.out
+        """The output directory as the user wrote it, or where it was moved to."""
+        return self._saver.settings.checkpoint.out
 
 
 class _StoppedError(Exception):

@@ -25,6 +25,9 @@ MEMORY = ("tiers", "host")
 """Fields of a step that metrics.jsonl leaves out: they rarely change from step to step."""
 
 
+_APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+
+
 class MetricsFile:
     """Appends one line per event to metrics.jsonl, immediately.
 
@@ -35,9 +38,8 @@ class MetricsFile:
     def __init__(self, out: str | Path, *, after: int, note: Callable[[str], None]) -> None:
         self._path, self._note = Path(out) / METRICS, note
         _drop_later_lines(self._path, after)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         # Without Python's buffer, which would keep or lose an unknown part of what failed.
-        self._fd = os.open(self._path, flags, 0o666)
+        self._fd = os.open(self._path, _APPEND, 0o666)
         self._waiting = b""
         self._failing = False
 
@@ -48,7 +50,23 @@ class MetricsFile:
             self._waiting += f"{line}\n".encode()
             self._write()
             if event["event"] in SYNCED:
+                self._restore()
                 self._sync()
+
+    def follow(self, out: Path) -> None:
+        """Continue in a directory that was moved, or created again after it was removed."""
+        self._path = out / METRICS
+        self._restore()
+
+    def _restore(self) -> None:
+        """Write the file again if it was removed: the open descriptor still has its lines."""
+        if os.path.lexists(self._path):
+            return
+        with contextlib.suppress(OSError):
+            size = os.fstat(self._fd).st_size
+            replace_file(self._path, os.pread(self._fd, size, 0))
+            former, self._fd = self._fd, os.open(self._path, _APPEND)
+            os.close(former)
 
     def _sync(self) -> None:
         # A file system that cannot sync, or fails to, must not end the run.

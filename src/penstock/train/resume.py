@@ -1,10 +1,7 @@
-"""Lock a run's output directory, find the checkpoint to resume from, and report what changed."""
+"""Find the checkpoint to resume from, and report what changed."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +9,13 @@ from typing import Any
 
 from penstock.checkpoint.errors import StateError
 from penstock.checkpoint.manifest import Checkpoint
-from penstock.checkpoint.run_directory import list_checkpoints, remove_leftovers
+from penstock.checkpoint.run_directory import list_checkpoints
 from penstock.checkpoint.training_state import TrainingState
-from penstock.durable_files import remove_abandoned_drafts
 from penstock.errors import EngineStateError
 from penstock.plan.workload import Numerics
 from penstock.records import from_json, to_json
 from penstock.settings import AFFECTS_RESULT, Settings
-from penstock.train.errors import NotResumableError, OutInUseError, OutNotEmptyError
+from penstock.train.errors import NotResumableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,47 +94,17 @@ class ResumePoint:
         return saved[name]
 
 
-class OutputDirectory:
-    """A run's output directory, locked against other processes."""
-
-    def __init__(self, out: str | Path, *, resume: bool) -> None:
-        self.path = Path(out)
-        if not resume:
-            existing = sorted(os.listdir(self.path)) if self.path.is_dir() else []
-            if existing:
-                raise OutNotEmptyError(str(self.path), existing)
-        self.path.mkdir(parents=True, exist_ok=True)
-        # Lock the directory itself. The kernel releases the lock when the process dies.
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise OutInUseError(str(self.path)) from None
-        except OSError:
-            pass  # the file system has no locks
-        remove_leftovers(self.path)
-        for folder in (self.path, *(entry for entry in self.path.iterdir() if entry.is_dir())):
-            if not folder.is_symlink():
-                remove_abandoned_drafts(folder)
-
-    def find_resume_point(self) -> ResumePoint | None:
-        """Find the newest checkpoint with optimizer states; None if there are no checkpoints."""
-        found = list_checkpoints(self.path)
-        resumable = next((c for c in found.whole if c.resumable), None)
-        if resumable is None:
-            if found.whole:
-                raise NotResumableError(str(self.path), str(found.whole[0].path), found.damaged)
-            if found.damaged:
-                raise found.damaged[0]
-            return None
-        return ResumePoint(resumable, TrainingState.load(resumable.path))
-
-    def close(self) -> None:
-        """Release the lock, and remove the directory if it is empty."""
-        with contextlib.suppress(OSError):
-            os.rmdir(self.path)
-        os.close(self._lock)
+def find_resume_point(out: Path) -> ResumePoint | None:
+    """Find the newest checkpoint with optimizer states; None if there are no checkpoints."""
+    found = list_checkpoints(out)
+    resumable = next((c for c in found.whole if c.resumable), None)
+    if resumable is None:
+        if found.whole:
+            raise NotResumableError(str(out), str(found.whole[0].path), found.damaged)
+        if found.damaged:
+            raise found.damaged[0]
+        return None
+    return ResumePoint(resumable, TrainingState.load(resumable.path))
 
 
 def resumed_numerics(fresh: Numerics, resume: ResumePoint | None, settings: Settings) -> Numerics:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,10 @@ from penstock.train.inputs import ModelSource, load_data, load_model
 from penstock.train.learning_rate import LearningRateSchedule
 from penstock.train.loop import TrainingLoop, TrainingRun
 from penstock.train.metrics_file import MetricsFile
+from penstock.train.output_directory import OutputDirectory
 from penstock.train.plan_choice import choose_plan, describe_budget
 from penstock.train.progress import LineView, LiveView, SilentView, View
-from penstock.train.resume import OutputDirectory, ResumePoint
+from penstock.train.resume import ResumePoint, find_resume_point
 from penstock.train.signals import StopRequest, guard_output
 from penstock.train.trackers import check_trackers, open_trackers
 from penstock.version import __version__
@@ -87,10 +87,10 @@ def _train(
     with name_os_errors(settings.checkpoint.out):
         directory = OutputDirectory(settings.checkpoint.out, resume=resume)
     try:
-        point = directory.find_resume_point() if resume else None
+        point = find_resume_point(directory.path) if resume else None
         if resume:
             listeners.note(_describe_start(point, settings))
-        with _open_run(settings, point, listeners, view) as run, stop:
+        with _open_run(settings, directory, point, listeners, view) as run, stop:
             stop.before_exit = view.close
             if profile is not None:
                 from penstock.train.profile import StepProfiler
@@ -113,7 +113,11 @@ def pick_view(as_json: bool) -> View:
 
 @contextlib.contextmanager
 def _open_run(
-    settings: Settings, resume: ResumePoint | None, listeners: Listeners, view: View
+    settings: Settings,
+    directory: OutputDirectory,
+    resume: ResumePoint | None,
+    listeners: Listeners,
+    view: View,
 ) -> Iterator[TrainingRun]:
     """Load the inputs, choose the plan and prepare the engine, which is closed at the end."""
     if resume is not None:
@@ -139,13 +143,22 @@ def _open_run(
         if resume is not None:
             changes += resume.differences(settings, steps=batches.steps)
             _report_differences(changes, listeners)
-        saver = CheckpointSaver(engine, settings)
+        saver = CheckpointSaver(engine, settings, directory, listeners.note)
         saver.saved_step = resume.checkpoint.step if resume else None
         saver.check_space()
         with name_os_errors(settings.checkpoint.out):
             _write_run_files(settings, engine, batches.steps)
+            # Checkpoints are written from memory: other files may be gone when they are saved.
+            assert engine.model_files is not None
+            folder = settings.checkpoint.model_directory
+            engine.model_files = engine.model_files.keep_contents(folder)
         after, note = batches.step, listeners.note
-        listeners.add(MetricsFile(settings.checkpoint.out, after=after, note=note))
+        metrics = MetricsFile(settings.checkpoint.out, after=after, note=note)
+        listeners.add(metrics)
+        directory.on_change += [
+            lambda _: _write_run_files(saver.settings, engine, batches.steps),
+            metrics.follow,
+        ]
         for tracker in open_trackers(settings, after=after, note=note):
             listeners.add(tracker)
         yield TrainingRun(settings, engine, data, batches, saver, rate, resume is not None)
@@ -225,8 +238,6 @@ def _write_run_files(settings: Settings, engine: Engine, steps: int) -> None:
     model_directory = settings.checkpoint.model_directory
     model_directory.mkdir(exist_ok=True)
     engine.model_files.write(model_directory)
-    # Checkpoints copy from here: the original may be gone when they are saved.
-    engine.model_files = replace(engine.model_files, source=model_directory)
     plan.save(out / PLAN_FILE)
     remarks = [f"Penstock {__version__}; {steps} steps; {PLAN_FILE} has the placement"]
     remarks += describe_budget(plan.budget, plan.workload)
