@@ -15,6 +15,8 @@ from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.workload import Numerics
 from penstock.records import to_json
 from penstock.settings import Settings
+from penstock.storage.leftovers import find_stores
+from penstock.storage.store import Store
 from penstock.train import plan_choice, session
 from penstock.train.resume import ResumePoint, resumed_numerics
 
@@ -88,33 +90,27 @@ def test_another_number_of_steps_is_reported(schedule: Any, expected: list[str])
     assert clip == [*expected, f"clip was {saved['clip']} and is 0.5"]
 
 
-def test_stores_of_killed_runs_are_removed_before_a_plan_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("from_file", [False, True], ids=["budgets", "plan file"])
+def test_stores_of_killed_runs_are_removed_before_the_machine_is_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_file: bool
 ) -> None:
     """They take the space that the plan needs. A store that is in use stays."""
+    store = Store.create(tmp_path, 1, engine="threads")
+    store._finalizer.detach()
+    store.volumes[0].close()  # as a killed process leaves it
     paths = (PathBudget(path=str(tmp_path), nbytes=1), PathBudget(path="/nowhere", nbytes=1))
-    budget = Budget(hbm=1, dram=1, nvme=paths)
-    searched: list[Path] = []
-    removed: list[str] = []
+    plan = SimpleNamespace(budget=Budget(hbm=1, dram=1, nvme=paths))
+    given = {"plan": "plan.json"} if from_file else {"nvme": [f"{tmp_path}:1GiB", "/nowhere:1"]}
 
-    def find(directories: list[Path]) -> list[SimpleNamespace]:
-        searched.extend(directories)
-        return [SimpleNamespace(state=state) for state in ("in use", "left")]
+    def describe(**_: object) -> None:
+        raise RuntimeError([found.state for found in find_stores([tmp_path])])
 
-    def make_plan(*_: object, **__: object) -> SimpleNamespace:
-        return SimpleNamespace(budget=budget, workload=SimpleNamespace(numerics=FRESH))
-
-    def numerics(*_: object) -> None:
-        raise RuntimeError("the plan is made after this")
-
-    monkeypatch.setattr(plan_choice, "find_stores", find)
-    monkeypatch.setattr(plan_choice, "remove_store", lambda store: removed.append(store.state))
-    monkeypatch.setattr(plan_choice, "this_machine", lambda **_: None)
-    monkeypatch.setattr(plan_choice, "plan_request", make_plan)
-    monkeypatch.setattr(plan_choice, "resumed_numerics", numerics)
+    monkeypatch.setattr(plan_choice, "Plan", SimpleNamespace(load=lambda _: plan))
+    monkeypatch.setattr(plan_choice, "this_machine", describe)
     model: Any = SimpleNamespace(inventory=None, config=None)
 
-    with pytest.raises(RuntimeError, match="after this"):
-        plan_choice.choose_plan(Settings(), model, steps=1, resume=None)
-    assert searched == [tmp_path]
-    assert removed == ["left"]
+    with (
+        Store.create(tmp_path, 1, engine="threads"),
+        pytest.raises(RuntimeError, match=r"\['in use'\]"),
+    ):
+        plan_choice.choose_plan(Settings.of(given), model, steps=1, resume=None)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from penstock.cli.output import AsJson
 from penstock.storage.benchmark import Rate
-from penstock.storage.errors import StoreInUseError
+from penstock.storage.errors import StorageError
 from penstock.storage.leftovers import (
     FoundStore,
     find_stores,
@@ -33,7 +33,7 @@ store_app = typer.Typer(
 
 @store_app.command("ls")
 def list_command(paths: Paths, as_json: AsJson = False) -> None:
-    """List the stores below the paths: in use, left by a killed run, or damaged."""
+    """List the stores below the paths: in use, left by a killed run, damaged or unreadable."""
     stores = find_stores(paths)
     if as_json:
         print(json.dumps(stores_json(stores)))
@@ -45,7 +45,7 @@ def list_command(paths: Paths, as_json: AsJson = False) -> None:
 def remove_command(
     paths: Paths,
     force: Annotated[
-        bool, typer.Option("--force", help="Also remove damaged and foreign stores.")
+        bool, typer.Option("--force", help="Also remove stores of other machines.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -76,7 +76,8 @@ def remove_stores(paths: Iterable[str | Path], *, force: bool = False) -> list[R
             continue
         try:
             removed.append(Removed(store.data_path, remove_store(store, force=force), ""))
-        except StoreInUseError as kept:  # a run has opened the store since it was listed
+        # A run has opened the store since it was listed, or it belongs to another user.
+        except (StorageError, OSError) as kept:
             removed.append(Removed(store.data_path, 0, str(kept)))
     remove_empty_directories(paths)
     return removed
@@ -87,9 +88,10 @@ def render_stores(stores: Sequence[FoundStore]) -> Table:
     table = Table("store", "state", "owner", "age", "on disk", box=None, pad_edge=False)
     for store in stores:
         header = store.header
-        owner = f"{header.pid} on {header.host}" if header else "unknown"
+        owner = f"{store.user}, {header.pid} on {header.host}" if header else store.user
         age = _format_age(time.time() - header.created_ns / 1e9) if header else "unknown"
-        table.add_row(store.data_path, store.state, owner, age, format_bytes(store.nbytes))
+        size = "unknown" if store.nbytes is None else format_bytes(store.nbytes)
+        table.add_row(store.data_path, store.state, owner, age, size)
     if not stores:
         table.add_row("no stores", "", "", "", "")
     return table

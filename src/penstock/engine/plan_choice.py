@@ -16,6 +16,7 @@ from typing import Any
 from penstock.engine.memory_source import working_memory_source
 from penstock.errors import InfeasibleError, PlanError, SettingsError
 from penstock.machine.machine import Machine
+from penstock.machine.probe_cache import probed_paths
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import (
     Budget,
@@ -37,6 +38,7 @@ from penstock.planner.resource_names import long_name
 from penstock.probe.machine_choice import TargetMachine
 from penstock.roles import Role
 from penstock.settings import Settings
+from penstock.storage.leftovers import clear_leftovers
 from penstock.tiers import Tier
 from penstock.units import format_bytes
 
@@ -256,6 +258,19 @@ def budget_paths(budget: Budget | Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(path.path for path in budget.nvme)
     texts = _nvme_texts(budget.get("nvme", ()))
     return tuple(filter(None, (split_path_budget(text)[0] for text in texts)))
+
+
+def clear_budget_paths(budget: Budget | Mapping[str, Any]) -> tuple[str, ...]:
+    """Remove what killed runs left on the paths of a budget of this machine.
+
+    Call this before the machine is described: its free disk space does not include that of stores
+    which are still there. Returns sentences for the user about what stays.
+    """
+    paths = budget_paths(budget)
+    named = budget.nvme if isinstance(budget, Budget) else _nvme_texts(budget.get("nvme", ()))
+    if len(paths) < len(named):  # a size without a path is for the first path that was probed
+        paths += tuple(path for path in probed_paths() if Path(path).exists())[:1]
+    return clear_leftovers(dict.fromkeys(paths))
 
 
 def workload_for(

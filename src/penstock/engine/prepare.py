@@ -15,6 +15,7 @@ from penstock.engine.plan_choice import (
     PlanRequest,
     budget_paths,
     check_plan,
+    clear_budget_paths,
     fit_plan,
     plan_request,
 )
@@ -228,7 +229,9 @@ def choose_plan(
     path = settings.memory.plan if budget is None else None
     plan = None if path is None else Plan.load(path)
     limits = settings.memory.budgets if budget is None else budget
-    target = this_machine(device, budget_paths(limits if plan is None else plan.budget))
+    used = limits if plan is None else plan.budget
+    clear_budget_paths(used)
+    target = this_machine(device, budget_paths(used))
     if machine is not None:
         target = replace(target, machine=machine)
     if plan is not None and path is not None:

@@ -109,7 +109,7 @@ class Volume:
             if self.is_device:
                 self.write_block(0, bytes(HEADER_NBYTES))
             else:
-                remove_files(Path(self.data_path))
+                remove_files(Path(self.data_path), self.fd)
         finally:
             self.close()
 
@@ -142,10 +142,16 @@ def create_volume(path: str | Path, uuid: UUID, header: Header, *, erase: bool) 
 
 
 def open_volume(data_path: str | Path) -> Volume:
-    """Open and lock an existing volume. Raises StoreInUseError while its owner is alive."""
+    """Open and lock an existing volume. Raises StoreInUseError while its owner is alive.
+
+    The name of a file may lead elsewhere by the time it is locked; `remove_files` checks that.
+    """
     is_device = _is_device(data_path)
+    # Devices have links in /dev/disk. A store's file is never a link, so one is somebody's trap.
+    # O_NONBLOCK: opening a FIFO must not wait for its other end.
+    flags = os.O_EXCL if is_device else os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        file = _open(data_path, os.O_RDWR | (os.O_EXCL if is_device else 0))
+        file = _open(data_path, os.O_RDWR | flags)
     except OSError as error:
         if error.errno == errno.EBUSY:
             raise StoreInUseError(str(data_path), "another user of the device") from None
@@ -161,12 +167,32 @@ def open_volume(data_path: str | Path) -> Volume:
     return Volume(path=str(data_path), data_path=str(data_path), file=file, is_device=is_device)
 
 
-def remove_files(data: Path) -> None:
-    """Remove a store's file, and its directory if nothing else is in it."""
-    with contextlib.suppress(FileNotFoundError):
-        data.unlink()
-    with contextlib.suppress(FileNotFoundError, OSError):  # not empty: holds a foreign file
+def remove_files(data: Path, fd: int | None) -> bool:
+    """Remove a store's file, and its directory if nothing else is in it.
+
+    `fd` is the open and locked file. Another process may have removed it, or put something else in
+    its place; nothing but this file is removed, and links are not followed. None removes any file
+    of that name, in a directory that the caller has just created. Returns whether the file was
+    removed.
+    """
+    removed = False
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        directory = os.open(data.parent, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if fd is None or _is_entry(data.name, directory, fd):
+                os.unlink(data.name, dir_fd=directory)
+                removed = True
+        finally:
+            os.close(directory)
+    with contextlib.suppress(OSError):  # holds a foreign file, or is in a read-only directory
         data.parent.rmdir()
+    return removed
+
+
+def _is_entry(name: str, directory: int, fd: int) -> bool:
+    """Return whether the directory's entry `name` is the open file."""
+    entry = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    return os.path.samestat(entry, os.fstat(fd))
 
 
 def _create_file(path: Path, uuid: UUID) -> Volume:
@@ -181,9 +207,9 @@ def _create_file(path: Path, uuid: UUID) -> Volume:
         file = _open(data, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         _lock(file.fd, str(data))
     except BaseException:
+        remove_files(data, None if file is None else file.fd)
         if file is not None:
             file.close()
-        remove_files(data)
         raise
     block = logical_block(device_number(os.fstat(file.fd).st_dev))
     file.alignment = max(MIN_ALIGNMENT, block)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-from penstock.engine.plan_choice import PlanChoice, budget_paths, check_plan, plan_request
+from penstock.engine.plan_choice import (
+    PlanChoice,
+    budget_paths,
+    check_plan,
+    clear_budget_paths,
+    plan_request,
+)
 from penstock.errors import SettingsError
 from penstock.plan.budget import Budget
 from penstock.plan.plan import Plan
 from penstock.plan.workload import Workload
 from penstock.probe.machine_choice import this_machine
 from penstock.settings import Settings
-from penstock.storage.leftovers import find_stores, remove_empty_directories, remove_store
 from penstock.train.inputs import ModelSource
 from penstock.train.resume import ResumePoint, resumed_numerics
 from penstock.units import format_bytes_up
@@ -27,19 +31,18 @@ def choose_plan(
     and remarks for the user.
     """
     path = settings.memory.plan
-    if path is not None:
-        plan = Plan.load(path)
-        remove_leftover_stores(plan.budget)  # before the check of the free space
-        target = this_machine(paths=budget_paths(plan.budget))
+    plan = None if path is None else Plan.load(path)
+    budget = settings.memory.budgets if plan is None else plan.budget
+    notes = clear_budget_paths(budget)
+    target = this_machine(paths=budget_paths(budget))
+    if path is not None and plan is not None:
         choice = check_plan(plan, model.inventory, target, path=path)
         _check_settings(settings, path)
-        return choice, ()
-    target = this_machine(paths=budget_paths(settings.memory.budgets))
+        return choice, notes
     request = plan_request(model.inventory, settings, target, config=model.config, steps=steps)
-    remove_leftover_stores(request.budget)
     numerics = resumed_numerics(request.workload.numerics, resume, settings)
     request = replace(request, workload=replace(request.workload, numerics=numerics))
-    return request.make_plan(), request.remarks
+    return request.make_plan(), (*request.remarks, *notes)
 
 
 def plan_layer(path: str) -> dict[str, object]:
@@ -62,15 +65,6 @@ def describe_budget(budget: Budget, workload: Workload) -> list[str]:
     sizes += [f"cxl {format_bytes_up(budget.cxl)}"] if budget.cxl else []
     sizes += [f"nvme {path.path}:{format_bytes_up(path.nbytes)}" for path in budget.nvme]
     return [f"budget: {', '.join(sizes)}", f"micro-batch {workload.numerics.micro_batch}"]
-
-
-def remove_leftover_stores(budget: Budget) -> None:
-    """Remove what killed runs left on the disks that this run may use."""
-    directories = [Path(path.path) for path in budget.nvme if Path(path.path).is_dir()]
-    for store in find_stores(directories):
-        if store.state == "left":
-            remove_store(store)
-    remove_empty_directories(directories)
 
 
 def _check_settings(settings: Settings, path: str) -> None:
