@@ -160,6 +160,7 @@ class Parts:
         loss = ChunkedLoss(
             self._model.logits, self._numerics.loss_chunk,
             fused=self._numerics.loss_kernel == "fused",
+            label_smoothing=self._numerics.label_smoothing,
         )  # fmt: skip
         sums: Tensors = {}
 

@@ -181,6 +181,11 @@ class ScheduleSettings:
     betas: tuple[float, ...] = option("AdamW betas.", (0.9, 0.95))
     weight_decay: float = option("AdamW weight decay; norms and biases are not decayed.", 0.1)
     clip: float = option("Maximum gradient norm; 0 disables clipping.", 1.0)
+    label_smoothing: float = option(
+        "Share of each target's probability that is spread over the whole vocabulary, e.g. 0.1; "
+        "evaluation uses it too.",
+        0.0,
+    )
     on_nonfinite: Literal["raise", "skip"] = option(
         "Stop or skip the step when the loss or a gradient is NaN or infinite.", "raise"
     )
@@ -197,6 +202,9 @@ class ScheduleSettings:
             _require_at_least(self, batch=1)
             _require_at_most(self, batch=LARGEST_BATCH)
         _require_positive(self, "steps", "epochs", "decay")
+        smoothing = self.label_smoothing
+        rule = "must be at least 0 and below 1"
+        _refuse("label_smoothing", not 0 <= smoothing < 1, rule, smoothing)
         _refuse(
             "min_lr",
             not 0 <= self.min_lr <= self.lr,
@@ -421,7 +429,7 @@ TYPES: Mapping[str, Any] = {
 
 AFFECTS_RESULT = (
     *("context", "batch", "moments", "lr", "min_lr", "schedule", "decay", "warmup", "betas"),
-    *("weight_decay", "clip"),
+    *("weight_decay", "clip", "label_smoothing"),
     *("dtype", "freeze", "model_config", "deterministic", "seed", "overlong", "on_nonfinite"),
     *("columns", "data_weights"),
 )

@@ -18,6 +18,8 @@ from penstock.engine.loss import (
 )
 from penstock.errors import EngineError, LossScaleError
 from penstock.model.storage_counter import StorageCounter
+from tests.support.device_sweeps import count_interpreted, needs_triton
+from tests.support.losses import TOLERANCES, exact_loss, logits_and_targets
 
 TOKENS, WIDTH, VOCABULARY, CHUNK = 12, 8, 32, 5
 
@@ -74,7 +76,7 @@ def test_the_fused_loss_needs_no_second_copy_of_the_logits(
     """Autograd must not notice that the kernel changed logits that are a view."""
 
     def replace_by_gradient(
-        logits: torch.Tensor, targets: torch.Tensor, scale: float
+        logits: torch.Tensor, targets: torch.Tensor, scale: float, smoothing: float
     ) -> torch.Tensor:
         logits.mul_(scale)
         return torch.zeros(logits.shape[0])
@@ -90,14 +92,17 @@ def test_the_fused_loss_needs_no_second_copy_of_the_logits(
     assert logits + gradient <= counter.peak < logits + gradient + 10_000
 
 
-def test_chunks_add_up_to_the_loss_and_gradients_of_the_whole() -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_chunks_add_up_to_the_loss_and_gradients_of_the_whole(smoothing: float) -> None:
     hidden, targets, weight = inputs()
     whole = hidden.clone().requires_grad_()
-    wanted = torch.nn.functional.cross_entropy(whole @ weight.T, targets, reduction="sum")
+    wanted = torch.nn.functional.cross_entropy(
+        whole @ weight.T, targets, reduction="sum", label_smoothing=smoothing
+    )
     (2.0 * wanted / 9).backward()
     added: list[torch.Tensor] = []
     sink = GradientSink({"weight": weight}, lambda name, gradient: added.append(gradient.clone()))
-    loss = ChunkedLoss(lambda x: x @ weight.T, CHUNK)
+    loss = ChunkedLoss(lambda x: x @ weight.T, CHUNK, label_smoothing=smoothing)
 
     assert loss.forward(hidden, targets) == pytest.approx(wanted.item(), rel=1e-6)
     total = loss.backward(hidden, targets, sink, num_items=9, scale=2.0)
@@ -105,6 +110,12 @@ def test_chunks_add_up_to_the_loss_and_gradients_of_the_whole() -> None:
     assert total == pytest.approx(wanted.item(), rel=1e-6)
     torch.testing.assert_close(hidden, whole.grad)
     torch.testing.assert_close(sum(added), weight.grad)
+
+
+@needs_triton
+@pytest.mark.timeout(600)
+def test_the_kernel_in_the_interpreter() -> None:
+    assert count_interpreted("tests/engine/test_loss_kernels.py") == 40
 
 
 def test_an_overflow_restarts_the_count_of_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,20 +172,21 @@ def test_skipped_steps_without_a_loss_scale_are_no_overflows(dtype: str) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.75])
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 8192, 20000])
-def test_the_fused_loss_in_fp32_is_exact(vocabulary: int) -> None:
-    drawn = torch.Generator().manual_seed(4)
-    logits = (5 * torch.randn(32, vocabulary, generator=drawn)).cuda()
-    targets = torch.randint(vocabulary, (32,), generator=drawn).cuda()
-    targets[::5] = -100
-    exact = logits.double().requires_grad_()
-    wanted = torch.nn.functional.cross_entropy(exact, targets, reduction="sum")
-    (gradient,) = torch.autograd.grad(wanted, exact)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_the_fused_loss_is_that_of_torch(
+    dtype: torch.dtype, vocabulary: int, smoothing: float
+) -> None:
+    logits, targets = logits_and_targets(32, vocabulary, dtype, "cuda")
+    wanted, gradient = exact_loss(logits, targets, smoothing)
 
-    total = fused_loss(logits, targets, 0.25)
+    forward = fused_loss(logits, targets, None, smoothing)
+    backward = fused_loss(logits, targets, 0.25, smoothing)
 
-    torch.testing.assert_close(total, wanted.detach(), rtol=1e-5, atol=0.0)
-    torch.testing.assert_close(logits.double(), 0.25 * gradient, rtol=1e-5, atol=1e-9)
+    assert forward == backward
+    torch.testing.assert_close(backward, wanted, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(logits.double(), 0.25 * gradient, **TOLERANCES[dtype])
 
 
 @pytest.mark.gpu
@@ -191,7 +203,7 @@ def test_the_fused_loss_reads_no_logit_outside_of_the_vocabulary(
     wanted = torch.nn.functional.cross_entropy(logits[:4].float(), good, reduction="none")
     factor = 0.0 if scale is None else scale
 
-    losses = _cross_entropy(logits.clone(), torch.cat([good, bad]), factor)
+    losses = _cross_entropy(logits.clone(), torch.cat([good, bad]), factor, 0.0)
 
     torch.testing.assert_close(losses[:4], wanted)
     assert bool(losses[4:].isnan().all())

@@ -66,6 +66,18 @@ def test_a_plan_and_a_budget_exclude_each_other() -> None:
         prepare(llama(), plan=plan, **SMALL)
 
 
+def test_label_smoothing_excludes_a_custom_loss_and_another_value_in_the_plan() -> None:
+    def nothing(log_probs: Any, targets: Any) -> Any:
+        return -log_probs.sum()
+
+    with pytest.raises(PlanError, match=r"label_smoothing: is 0\.1, which cannot be combined"):
+        prepare(llama(), loss=nothing, label_smoothing=0.1, **SMALL)
+    with prepare(llama(), label_smoothing=0.1, **SMALL) as engine:
+        plan = engine.plan
+    with pytest.raises(PlanError, match=r"label_smoothing: is 0\.1 in the plan and 0\.2 in the"):
+        prepare(llama(), plan=plan, label_smoothing=0.2, device="cpu")
+
+
 def test_an_unknown_tier_of_a_budget_names_the_tiers() -> None:
     with pytest.raises(PlanError, match="budget: has no tier 'gpu'; the tiers are hbm, dram, cxl"):
         prepare(llama(), **SMALL | {"budget": {"gpu": "1GiB"}})

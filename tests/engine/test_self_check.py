@@ -47,6 +47,7 @@ def cache(tmp_path: Path, monkeypatch: Patch, one_thread: None) -> Path:
         ("gpt2", {"tie_word_embeddings": True}, {"clip": None}),
         ("gpt_neox", {}, {"accumulate": True}),
         ("qwen3", {}, {"dtype": "fp16"}),
+        ("llama", {}, {"label_smoothing": 0.1} | TILES),
         ("qwen3", {"num_hidden_layers": 1}, {"batch": 1, "micro_batch": 1}),
     ],
 )
@@ -170,6 +171,18 @@ def test_a_fault_is_an_error_that_names_the_first_tensor(
     assert f"the {what}" in str(error.value)
     assert "--no-self-check" in str(error.value)
     assert not list(cache.glob("*")), "what failed is checked again the next time"
+
+
+def test_a_loss_without_the_smoothing_of_the_run_is_an_error(monkeypatch: Patch) -> None:
+    make = ChunkedLoss.__init__
+
+    def forget(self: ChunkedLoss, *args: Any, label_smoothing: float, **options: Any) -> None:
+        make(self, *args, **options)
+
+    monkeypatch.setattr(ChunkedLoss, "__init__", forget)
+
+    with pytest.raises(SelfCheckError, match="the loss"):
+        check("llama", label_smoothing=0.1)
 
 
 def test_a_fault_in_the_attention_of_the_runs_device_only_names_that_path(

@@ -43,6 +43,11 @@ def test_a_family_passes_on_the_gpu(family: str) -> None:
     run(family)
 
 
+@pytest.mark.parametrize("loss_kernel", ["torch", "fused"])
+def test_label_smoothing_passes_on_the_gpu(loss_kernel: str) -> None:
+    run("llama", label_smoothing=0.1, loss_kernel=loss_kernel)
+
+
 @pytest.mark.parametrize("path", ["compiled", "attention", "loss_kernel"])
 def test_each_path_of_the_gpu_passes_by_itself(path: str) -> None:
     others = {"compiled": False, "attention": "sdpa", "loss_kernel": "torch"}

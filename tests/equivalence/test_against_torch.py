@@ -35,6 +35,10 @@ CASES: dict[str, tuple[str, dict[str, Any], Way]] = {
     "accumulated": ("llama", {"accumulate": True}, WAYS[3]),
     "bf16 moments": ("llama", {"moments": "bf16"}, DISK),
     "int8 moments": ("llama", {"moments": "int8"}, DISK),
+    "label smoothing": ("llama", {"label_smoothing": 0.1}, WAYS[3]),
+    "label smoothing, capped logits": ("gemma2", {"label_smoothing": 0.3}, DISK),
+    "label smoothing, fp16": ("qwen3", {"label_smoothing": 0.1, "dtype": "fp16"}, DISK),
+    "label smoothing, fp32": ("llama", {"label_smoothing": 0.1, "dtype": "fp32"}, DISK),
 }
 SCALE = 1024.0
 """Loss scale of fp16."""
@@ -107,6 +111,7 @@ def assert_agrees_with_torch(setup: Setup, engine: Engine, **options: Any) -> No
         frozen=lambda name: name in frozen,
         lr_of=lambda step, dims: OPTIMIZER["lr"] * warm_up(step) * (1.0 if dims >= 2 else 0.5),
         loss_scale=scale,
+        label_smoothing=work.numerics.label_smoothing,
         **options,
     )
     factors = [warm_up, lambda step: 0.5 * warm_up(step)]

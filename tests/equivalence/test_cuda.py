@@ -101,6 +101,14 @@ def test_compiled_layers_give_the_same_bits_under_every_plan(tmp_path: Path) -> 
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
 
 
+def test_the_smoothed_fused_loss_gives_the_same_bits_under_every_plan(tmp_path: Path) -> None:
+    how = {"compiled": True, "loss_kernel": "fused", "label_smoothing": 0.1}
+    wanted = train("llama", "resident", tmp_path, **how)
+    for name in ("dram", "all on disk", "two rounds"):
+        found = train("llama", name, tmp_path, **how)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
+
+
 def digest(name: str, disk: Path, **how: Any) -> str:
     """Return a hash of every bit of a run's result."""
     sums = hashlib.sha256()

@@ -31,6 +31,7 @@ PATHS = {
     "compiled layers": {"compiled": True},
     "attention kernels": {"attention": "varlen"},
     "fused loss": {"loss_kernel": "fused"},
+    "fused loss, smoothed": {"loss_kernel": "fused", "label_smoothing": 0.1},
 }
 
 
@@ -83,7 +84,8 @@ def assert_agrees_with_the_plain_model(
     config = engines.tiny_config(family, hidden_size=64, head_dim=16, initializer_range=0.1)
     numerics = {"dtype": dtype, **numerics}
     engine, plain = _engine_and_plain_model(config, numerics, device, disk)
-    loop = TorchLoop(plain, clip=0.5, settings=OPTIMIZER)
+    smoothing = engine.workload.numerics.label_smoothing
+    loop = TorchLoop(plain, clip=0.5, settings=OPTIMIZER, label_smoothing=smoothing)
     row = torch.cat([torch.arange(high - low) for low, high in itertools.pairwise(BOUNDS)])
     with engine:
         for batch in engines.batches(2, engine.workload, config.vocab_size):

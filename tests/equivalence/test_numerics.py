@@ -41,6 +41,13 @@ def test_loss_chunks_change_little_and_the_plan_nothing(tmp_path: Path) -> None:
     assert_near(cut, whole, tmp_path)
 
 
+def test_label_smoothing_is_the_same_under_every_plan(tmp_path: Path) -> None:
+    losses = assert_same_under_plans(Setup.of("llama", label_smoothing=0.1, loss_chunk=7), tmp_path)
+
+    without = train(Setup.of("llama", loss_chunk=7), RESIDENT, tmp_path, steps=STEPS)
+    assert all(one != other for one, other in zip(losses, without.losses, strict=True))
+
+
 def test_mlp_tiles_change_little_and_the_plan_nothing(tmp_path: Path) -> None:
     cut, whole = Setup.of("llama", mlp_tile=10), Setup.of("llama")
 

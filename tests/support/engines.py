@@ -103,7 +103,7 @@ def workload(**changes: Any) -> Workload:
     numerics |= {"deterministic": True, "head_sum": "micro"}
     fields = {"context": 16, "batch": 6}
     for name, value in changes.items():
-        (numerics if name in numerics else fields)[name] = value
+        (numerics if name in Numerics.__dataclass_fields__ else fields)[name] = value
     return Workload(numerics=Numerics(**numerics), **fields)
 
 

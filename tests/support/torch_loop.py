@@ -36,12 +36,14 @@ class TorchLoop:
         frozen: Callable[[str], bool] = lambda name: False,
         lr_of: Callable[[int, int], float] | None = None,
         loss_scale: float = 1.0,
+        label_smoothing: float = 0.0,
         before_micro_batch: Callable[[int, int], None] = lambda step, micro: None,
     ) -> None:
         self.model, self.micro_batch, self.clip, self.loss_scale = (
             model, micro_batch, clip, loss_scale,
         )  # fmt: skip
         self.lr_of, self.before_micro_batch = lr_of, before_micro_batch
+        self.label_smoothing = label_smoothing
         self.masters: dict[str, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not frozen(name))
@@ -121,8 +123,9 @@ class TorchLoop:
         logits = self.model(**inputs, use_cache=False).logits[:, :-1]
         targets = part["labels"][:, 1:].flatten()
         summed = nn.functional.cross_entropy(
-            logits.float().flatten(0, 1), targets, reduction="sum", ignore_index=-100
-        )
+            logits.float().flatten(0, 1), targets,
+            reduction="sum", ignore_index=-100, label_smoothing=self.label_smoothing,
+        )  # fmt: skip
         loss = summed / items
         (loss * self.loss_scale).backward()
         parameters = dict(self.model.named_parameters())

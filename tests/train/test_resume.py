@@ -39,8 +39,9 @@ def resume_point() -> ResumePoint:
         ({"micro_batch": 2}, replace(SAVED, micro_batch=2)),
         ({"batch": 2}, replace(SAVED, micro_batch=2)),
         ({"deterministic": False}, replace(SAVED, deterministic=False)),
+        ({"label_smoothing": 0.1}, replace(SAVED, label_smoothing=0.1)),
     ],
-    ids=["nothing set", "micro-batch", "a smaller batch", "not deterministic"],
+    ids=["nothing set", "micro-batch", "a smaller batch", "not deterministic", "smoothed labels"],
 )
 def test_a_resume_keeps_the_numerics_of_the_checkpoint(
     given: dict[str, object], expected: Numerics

@@ -288,6 +288,7 @@ class Engine:
             numerics.loss_chunk,
             settings.loss,
             fused=numerics.loss_kernel == "fused",
+            label_smoothing=numerics.label_smoothing,
         )
         self._computer = Computer(self._memory, split_model, loss, mover, placement)
         self._computer.seed = settings.seed

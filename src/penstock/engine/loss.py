@@ -64,9 +64,11 @@ class ChunkedLoss:
         function: LossFunction | None = None,
         *,
         fused: bool = False,
+        label_smoothing: float = 0.0,
     ) -> None:
-        assert function is None or not fused
+        assert function is None or not (fused or label_smoothing)
         self._logits, self._chunk, self._function, self._fused = logits, chunk, function, fused
+        self._smoothing = label_smoothing
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the sum of the loss over tokens that have a target, in fp64."""
@@ -99,7 +101,7 @@ class ChunkedLoss:
 
     def _loss_sum(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self._fused:
-            return fused_loss(self._logits(hidden), targets, None)
+            return fused_loss(self._logits(hidden), targets, None, self._smoothing)
         return self._torch_loss(self._logits(hidden), targets).double()
 
     def _differentiate(
@@ -121,7 +123,7 @@ class ChunkedLoss:
                 # place through a tensor of zeros as large as the logits.
                 out = self._logits(x)
                 gradient = out.data
-                loss_sum = fused_loss(gradient, targets, scale / num_items)
+                loss_sum = fused_loss(gradient, targets, scale / num_items, self._smoothing)
             else:
                 loss_sum = self._torch_loss(self._logits(x), targets)
                 out = loss_sum / num_items
@@ -137,8 +139,9 @@ class ChunkedLoss:
         logits = logits.float()
         if self._function is None:
             return functional.cross_entropy(
-                logits, targets, ignore_index=IGNORE_INDEX, reduction="sum"
-            )
+                logits, targets,
+                ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=self._smoothing,
+            )  # fmt: skip
         trained = targets != IGNORE_INDEX
         indices = targets.clamp(min=0)[:, None]
         log_probs = logits.log_softmax(dim=-1).gather(1, indices)[:, 0]
@@ -151,20 +154,26 @@ class ChunkedLoss:
         return loss_sum
 
 
-def fused_loss(logits: torch.Tensor, targets: torch.Tensor, scale: float | None) -> torch.Tensor:
+def fused_loss(
+    logits: torch.Tensor, targets: torch.Tensor, scale: float | None, smoothing: float = 0.0
+) -> torch.Tensor:
     """Return the sum of the cross-entropy of contiguous rows, by one Triton kernel.
 
-    With a scale, the logits are overwritten by `scale` times their gradient. The only memory it
-    allocates is four bytes per row.
+    With a scale, the logits are overwritten by `scale` times their gradient. `smoothing` is the
+    `label_smoothing` of `torch.nn.functional.cross_entropy`. The only memory it allocates is four
+    bytes per row.
     """
     assert logits.is_contiguous()
-    losses: torch.Tensor = _cross_entropy(logits, targets, 0.0 if scale is None else scale)
+    factor = 0.0 if scale is None else scale
+    losses: torch.Tensor = _cross_entropy(logits, targets, factor, smoothing)
     return losses.sum(dtype=torch.float64)
 
 
 # An operation of torch's, so that it can also be traced with tensors that have no data.
 @torch.library.custom_op("penstock::cross_entropy", mutates_args=("logits",))
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
+def _cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, scale: float, smoothing: float
+) -> torch.Tensor:
     """Return the loss of each row. With a scale above 0, replace logits by their gradient."""
     from penstock.engine.loss_kernels import cross_entropy_kernel
 
@@ -175,6 +184,7 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, scale: float) ->
         *(logits, targets, losses, vocabulary, scale),
         IGNORE_INDEX=IGNORE_INDEX,
         WRITE=scale > 0,
+        SMOOTHING=smoothing,
         BLOCK=8192,
         num_warps=16,
     )

@@ -312,7 +312,11 @@ def workload_for(
         clip=schedule.clip or None,
         accumulate=accumulate,
         steps=schedule.steps if steps is None else steps,
-        numerics=replace(numerics, deterministic=schedule.deterministic),
+        numerics=replace(
+            numerics,
+            deterministic=schedule.deterministic,
+            label_smoothing=schedule.label_smoothing,
+        ),
     )
 
 

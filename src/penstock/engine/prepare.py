@@ -70,6 +70,8 @@ class PrepareSettings(TypedDict, total=False):
     """Whether to use only kernels that give the same bits in every run."""
     seed: int
     """Seed of dropout, stochastic rounding and random weights."""
+    label_smoothing: float
+    """Share of each target's probability that is spread over the whole vocabulary."""
     init: Literal["pretrained", "random", "none"]
     """Where the weights come from; `none` leaves them uninitialized, for callers that read a
     checkpoint next."""
@@ -141,9 +143,9 @@ def prepare(
         progress: Called with work done, the total and a description while the engine is prepared.
         settings: Settings to start from. By default, every setting has its default.
         **arguments: Settings by name, as `PrepareSettings` describes them: context, batch,
-            micro_batch, dtype, moments, clip, steps, freeze, blocks, deterministic, seed, init,
-            model_config, revision, trust_remote_code, lr, betas, weight_decay and
-            self_check.
+            micro_batch, dtype, moments, clip, steps, freeze, blocks, deterministic, seed,
+            label_smoothing, init, model_config, revision, trust_remote_code, lr, betas,
+            weight_decay and self_check.
 
     Returns:
         The engine. Use it as a context manager, or call `close`.
@@ -181,9 +183,7 @@ def prepare(
     # A plan that was made for budgets may be made again; one that the caller brings may not.
     plan, request = (plan, None) if isinstance(plan, Plan) else (plan.plan, plan.request)
     plan.check_model(inventory)
-    if loss is not None and plan.workload.numerics.loss_kernel == "fused":
-        raise PlanError("loss_kernel", "is fused, which supports no custom loss function; plan "
-                        "again with the function, or leave the function out")  # fmt: skip
+    _check_loss(plan, loss, arguments)
     if isinstance(model, str | Path):
         return _build_engine(model, config, inventory, plan, request, chosen, options)
     assert live is not None
@@ -192,6 +192,27 @@ def prepare(
     except BaseException:
         live.put_back()  # the caller may try again with other budgets
         raise
+
+
+def _check_loss(plan: Plan, loss: LossFunction | None, arguments: Mapping[str, Any]) -> None:
+    """Raise PlanError unless the plan's kernel computes the loss that the caller asks for."""
+    numerics = plan.workload.numerics
+    if loss is not None and numerics.loss_kernel == "fused":
+        raise PlanError("loss_kernel", "is fused, which supports no custom loss function; plan "
+                        "again with the function, or leave the function out")  # fmt: skip
+    if loss is not None and numerics.label_smoothing:
+        raise PlanError(
+            "label_smoothing",
+            f"is {numerics.label_smoothing}, which cannot be combined with a custom loss function: "
+            f"the function gets the log-probabilities of the targets only; leave one of them out",
+        )
+    wanted = arguments.get("label_smoothing", numerics.label_smoothing)
+    if wanted != numerics.label_smoothing:
+        raise PlanError(
+            "label_smoothing",
+            f"is {numerics.label_smoothing} in the plan and {wanted} in the arguments; make a new "
+            f"plan, or leave the argument out",
+        )
 
 
 def _settings_with(

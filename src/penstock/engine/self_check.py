@@ -332,7 +332,7 @@ def _train_on_tokens(twin: _Twin, workload: Workload, seed: int) -> _PlainResult
     batches = draw_batches(workload.batch, not twin.mixes_documents, seed)
     scale = LOSS_SCALE if workload.dtype == "fp16" else 1.0
     results = [
-        PlainTraining(model, inventory, workload.clip, scale).train(batches)
+        PlainTraining(model, inventory, workload, scale).train(batches)
         for model in (exact, rounded)
     ]
     return _PlainResults(inventory, batches, *results)

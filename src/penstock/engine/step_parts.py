@@ -269,6 +269,7 @@ class _Step:
             numerics.loss_chunk,
             function,
             fused=numerics.loss_kernel == "fused",
+            label_smoothing=numerics.label_smoothing,
         )
 
 

@@ -120,9 +120,10 @@ class PlainTraining:
     """
 
     def __init__(
-        self, model: nn.Module, inventory: Inventory, clip: float | None, scale: float
+        self, model: nn.Module, inventory: Inventory, workload: Workload, scale: float
     ) -> None:
-        self._model, self._inventory, self._clip, self._scale = model, inventory, clip, scale
+        self._model, self._inventory, self._scale = model, inventory, scale
+        self._clip, self._smoothing = workload.clip, workload.numerics.label_smoothing
         trained = {t.name for b in inventory.blocks for t in b.tensors if t.trainable}
         self._weights = dict(model.named_parameters())
         self._masters = {
@@ -171,7 +172,9 @@ class PlainTraining:
         ids, labels = batch.ids[row : row + 1, span], batch.labels[row, span]
         output: Any = self._model(input_ids=ids, use_cache=False)
         logits = output.logits[0, :-1].float()
-        losses = nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
+        losses = nn.functional.cross_entropy(
+            logits, labels[1:], reduction="sum", label_smoothing=self._smoothing
+        )
         loss = losses / items
         weights = [self._weights[name] for name in self._trained]
         found = torch.autograd.grad(loss * self._scale, weights, allow_unused=True)

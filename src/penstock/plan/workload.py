@@ -61,6 +61,9 @@ class Numerics:
     step's sum. New workloads use `micro` (`default_numerics`); the default here is for files that
     were written before the field existed."""
 
+    label_smoothing: float = 0.0
+    """Share of the probability that every target spreads over the whole vocabulary."""
+
     compiled: bool = False
     """Whether layers are compiled."""
 
@@ -76,6 +79,10 @@ class Numerics:
         for name in ("micro_batch", "loss_chunk", "mlp_tile"):
             if getattr(self, name) < 1:
                 raise WorkloadError(name, f"must be 1 or more, got {getattr(self, name)}")
+        if not 0 <= self.label_smoothing < 1:
+            raise WorkloadError(
+                "label_smoothing", f"must be at least 0 and below 1, got {self.label_smoothing}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -255,12 +255,14 @@ class TrainingLoop:
         finally:
             self._is_evaluating = False
         self._evaluated_step, self._eval_loss = self._batches.step, result.loss
+        smoothing = self._engine.workload.numerics.label_smoothing
         self._listeners.emit(
             "eval",
             step=self._batches.step,
             loss=result.loss,
             tokens=result.tokens,
             seconds=time.monotonic() - started,
+            **({"label_smoothing": smoothing} if smoothing else {}),
         )
         if self._best is not None and self._batches.step > 0:
             self._save_best(self._best, result.loss)

@@ -20,6 +20,9 @@ SHOWN = (
 )
 """Settings that the card lists."""
 
+SHOWN_IF_SET = ("label_smoothing",)
+"""Settings that the card lists unless they are off."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
@@ -68,9 +71,9 @@ def _rows(settings: Settings, result: TrainingResult) -> list[str]:
     if result.eval_loss is not None:
         rows.append(("evaluation loss, at the end", f"{result.eval_loss:.4f}"))
     values = settings.flat()
-    for name in SHOWN:
+    for name in (*SHOWN, *SHOWN_IF_SET):
         value = values[name]
-        if value not in (None, (), ""):
+        if value not in (None, (), "") and (value or name not in SHOWN_IF_SET):
             text = ", ".join(map(str, value)) if isinstance(value, tuple) else f"{value}"
             rows.append((name.replace("_", " "), text))
     return [f"| {name} | {text} |" for name, text in rows]

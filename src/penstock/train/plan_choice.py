@@ -56,6 +56,7 @@ def plan_layer(path: str) -> dict[str, object]:
         "clip": workload.clip or 0.0,
         "micro_batch": str(workload.numerics.micro_batch),
         "deterministic": workload.numerics.deterministic,
+        "label_smoothing": workload.numerics.label_smoothing,
     }
 
 

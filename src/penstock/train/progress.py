@@ -229,7 +229,9 @@ def format_event(event: Event, steps: int) -> str:
                 f"the loss scale is now {event['loss_scale']:g}"
             )
         case "eval":
-            return f"evaluation loss {event['loss']:.4f} at step {event['step']}"
+            smoothing = event.get("label_smoothing")
+            how = f" (with label smoothing {smoothing:g})" if smoothing else ""
+            return f"evaluation loss {event['loss']:.4f}{how} at step {event['step']}"
         case "sample":
             return f"sample at step {event['step']}: {event['prompt']!r} -> {event['text']!r}"
         case "save":

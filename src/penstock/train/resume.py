@@ -117,4 +117,5 @@ def resumed_numerics(fresh: Numerics, resume: ResumePoint | None, settings: Sett
         saved,
         micro_batch=min(micro_batch, settings.schedule.chosen_batch),
         deterministic=settings.schedule.deterministic,
+        label_smoothing=settings.schedule.label_smoothing,
     )
