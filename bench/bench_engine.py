@@ -78,7 +78,8 @@ def measure_engine(config: Any, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, HostPeak() as host:
         config.save_pretrained(folder)
         began = time.perf_counter()
-        budget = {"hbm": args.hbm, "dram": args.dram, "nvme": args.nvme}
+        plan = Plan.load(args.plan) if args.plan else None
+        budget = None if plan else {"hbm": args.hbm, "dram": args.dram, "nvme": args.nvme}
         engine = prepare(
             folder,
             context=args.context,
@@ -91,7 +92,7 @@ def measure_engine(config: Any, args: argparse.Namespace) -> dict[str, Any]:
             optimizer={"lr": 1e-5},
             budget=budget,
             machine=preset(args.machine) if args.machine else None,
-            plan=Plan.load(args.plan) if args.plan else None,
+            plan=plan,
         )
         start_up = time.perf_counter() - began
         print(f"ready after {start_up:.1f} s; tiers {engine.tiers()}", flush=True)

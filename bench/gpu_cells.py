@@ -63,7 +63,7 @@ class Cell:
     def tiny(self) -> Cell:
         """Return this cell with a tiny model, to rehearse without a GPU."""
         scaled: dict[str, Any] = {
-            "hbm": "1GiB",
+            "hbm": "2GiB",
             "dram": "512MiB",
             "nvme": "256MiB" if self.nvme else None,
         }

@@ -44,8 +44,8 @@ def penstock(work: Work) -> Iterator[Step]:
         config = work.config
         config.save_pretrained(folder)
         engine = prepare(
-            folder, budget=budget, machine=machine, plan=plan, param_groups=one_group,
-            **arguments_of(work),
+            folder, budget=None if plan else budget, machine=machine, plan=plan,
+            param_groups=one_group, **arguments_of(work),
         )  # fmt: skip
         with engine:
             if work.dtype == "fp16":

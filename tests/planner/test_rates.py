@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import MachineError
-from penstock.machine.machine import Machine
+from penstock.machine.machine import Figure, Machine, MemoryRate
 from penstock.machine.presets import (
     BLOCK_SHARE,
     DATA_SHEETS,
@@ -132,3 +132,22 @@ def test_a_machine_without_a_gpu_computes_on_its_cores() -> None:
 
     assert rates.block_flops == 8 * 20e9
     assert any("no GPU" in text for text in rates.assumed)
+
+
+def test_a_sweep_that_fits_into_a_cache_is_no_faster_than_memory() -> None:
+    def sweep_rate(parameters: int | None) -> float:
+        box = machine()
+        node = box.nodes[0]
+        figure = Figure(median=243e9, low=200e9, high=287e9, samples=15)
+        copy = Figure(median=80e9, low=75e9, high=108e9, samples=15)
+        rates = (
+            MemoryRate(operation="copy", threads=16, bytes_per_second=copy),
+            MemoryRate(operation="sweep", threads=16, moments="fp32", parameters=parameters,
+                 bytes_per_second=figure),
+        )  # fmt: skip
+        box = replace(box, nodes=(replace(node, rates=rates), *box.nodes[1:]))
+        return Rates.of(box).nodes[node.id].sweep
+
+    assert sweep_rate(16_000_000) == 160e9
+    assert sweep_rate(64_000_000) == 243e9
+    assert sweep_rate(None) == 243e9

@@ -37,6 +37,10 @@ FIGURES = (
 SLOW_FIGURES = ("compiled_flops",)
 """Figures that a quick probe skips: compiling alone would exceed its time."""
 
+WARM_UP_SECONDS = 1.0
+"""Seconds that a layer runs before it is measured. Under load a GPU lowers its clock to stay within
+its power limit; without this, a quick probe measured 611 TFLOP/s where a run reached 545."""
+
 MAX_RUNS = 4096
 """Maximum number of repetitions in one run."""
 
@@ -168,6 +172,8 @@ class TorchGpuBenchmark:
         if what not in self._workloads:
             self._workloads.clear()  # free the buffers of the last kind first
             self._workloads[what] = self._create_workload(what)
+            if what in ("block_flops", "compiled_flops"):
+                self._warm_up(self._workloads[what])
         once = self._workloads[what]
         torch.cuda.synchronize(self._device)
         start = time.perf_counter()
@@ -175,6 +181,14 @@ class TorchGpuBenchmark:
             once()
         torch.cuda.synchronize(self._device)
         return time.perf_counter() - start
+
+    def _warm_up(self, once: Callable[[], None]) -> None:
+        import torch
+
+        end = time.monotonic() + WARM_UP_SECONDS
+        while time.monotonic() < end:
+            once()
+            torch.cuda.synchronize(self._device)
 
     def _create_workload(self, what: str) -> Callable[[], None]:
         import torch
