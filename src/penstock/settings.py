@@ -186,6 +186,9 @@ class ScheduleSettings:
         "evaluation uses it too.",
         0.0,
     )
+    neftune_noise_alpha: float = option(
+        "Strength of NEFTune's noise on embeddings during training, e.g. 5; 0 disables it.", 0.0
+    )
     on_nonfinite: Literal["raise", "skip"] = option(
         "Stop or skip the step when the loss or a gradient is NaN or infinite.", "raise"
     )
@@ -194,10 +197,11 @@ class ScheduleSettings:
         "reproduced bit for bit.",
         True,
     )
-    seed: int = option("Random seed for data order, dropout and random weights.", 0)
+    seed: int = option("Random seed for data order, dropout, noise and random weights.", 0)
 
     def __post_init__(self) -> None:
         _require_at_least(self, seed=0, lr=0, warmup=0, weight_decay=0, clip=0)
+        _require_at_least(self, neftune_noise_alpha=0)
         if self.batch is not None:
             _require_at_least(self, batch=1)
             _require_at_most(self, batch=LARGEST_BATCH)
@@ -429,7 +433,7 @@ TYPES: Mapping[str, Any] = {
 
 AFFECTS_RESULT = (
     *("context", "batch", "moments", "lr", "min_lr", "schedule", "decay", "warmup", "betas"),
-    *("weight_decay", "clip", "label_smoothing"),
+    *("weight_decay", "clip", "label_smoothing", "neftune_noise_alpha"),
     *("dtype", "freeze", "model_config", "deterministic", "seed", "overlong", "on_nonfinite"),
     *("columns", "data_weights"),
 )
@@ -646,7 +650,7 @@ def _convert(name: str, value: Any) -> Any:
     return value
 
 
-_OFF: Mapping[str, Any] = {"micro_batch": "auto", "clip": 0.0}
+_OFF: Mapping[str, Any] = {"micro_batch": "auto", "clip": 0.0, "neftune_noise_alpha": 0.0}
 """What None means for fields that have another word for it: Python callers write `clip=None`."""
 
 COMMA_SEPARATED = ("betas", "columns", "data_weights", "log")

@@ -33,7 +33,7 @@ FLAGS = {
         *{"--revision", "--trust-remote-code", "--model-config", "--deterministic"},
         *{"--no-deterministic", "--config", "--data", "--overlong", "--skip-bad-lines", "--cache"},
         *{"--eval-split", "--epochs", "--seed", "--data-weights", "--columns", "--streaming"},
-        "--label-smoothing",
+        *{"--label-smoothing", "--neftune-noise-alpha"},
     },
     "machines": {"--json", "--help"},
     "fit": {
@@ -49,7 +49,7 @@ FLAGS = {
         *{"--skip-bad-lines", "--cache", "--blocks", "--data-weights", "--columns", "--streaming"},
         *{"--save-every", "--keep", "--save-weights-only", "--on-nonfinite", "--deterministic"},
         *{"--no-deterministic", "--min-lr", "--decay", "--save-best", "--hub-layout"},
-        *{"--self-check", "--no-self-check", "--label-smoothing"},
+        *{"--self-check", "--no-self-check", "--label-smoothing", "--neftune-noise-alpha"},
         *{
             "--seed",
             "--log",

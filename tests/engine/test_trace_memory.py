@@ -41,7 +41,8 @@ def really_allocated(config: Any, work: Workload) -> tuple[dict[tuple[str, str],
     """Run every part with real tensors; return peaks by name and phase, and kept arguments."""
     found, cpu = inventory(config), torch.device("cpu")
     bare = build_model(config, torch.bfloat16, cpu, own_attention=found.own_attention)
-    model = SplitModel(bare, found, mlp_tile=work.numerics.mlp_tile)
+    noise = work.numerics.neftune_noise_alpha
+    model = SplitModel(bare, found, mlp_tile=work.numerics.mlp_tile, noise_alpha=noise)
     peaks: dict[tuple[str, str], int] = {}
     kept = 0
     for part in step_parts(model, model.inventory, work, CpuDevice()):
@@ -73,6 +74,21 @@ def test_traced_bytes_equal_allocated_bytes(family: str) -> None:
     assert traced.arguments == kept
     assert traced.inputs == 3 * 512  # 63 token ids, positions and targets of 8 bytes
     assert traced.origin == "traced"
+
+
+def test_noise_and_smoothed_labels_are_traced() -> None:
+    config = tiny_config("llama", hidden_size=128)  # rotary tables are small against it
+    plain = workload(context=21, micro_batch=3, loss_chunk=17)
+    work = workload(
+        context=21, micro_batch=3, loss_chunk=17, neftune_noise_alpha=5.0, label_smoothing=0.1
+    )
+
+    traced = trace_working_memory(config, inventory(config), work, on_gpu=False)
+    without = trace_working_memory(config, inventory(config), plain, on_gpu=False)
+
+    assert by_phase(traced) == really_allocated(config, work)[0]
+    assert traced.parts[0].forward > without.parts[0].forward
+    assert traced.inputs == without.inputs + 512  # a scale of 4 bytes for each token
 
 
 def test_a_real_run_through_the_engine_needs_no_more_than_traced() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.engine.engine import Engine
+from penstock.optim.rules import draw_key
 from tests.equivalence.runs import DISK, OPTIMIZER, WAYS, Setup, Way, warm_up
 from tests.support.dropout_seeds import seed_like_the_engine
 from tests.support.torch_loop import TorchLoop
@@ -95,6 +96,35 @@ def test_dropout_is_that_of_torch_with_the_same_seeds(tmp_path: Path) -> None:
         batch = setup.batches(1)[0]
         dropped, whole = float(engine.forward_backward(batch)), engine.evaluate([batch]).loss
     assert dropped != pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_noise_on_embeddings_is_that_of_transformers_with_the_same_seeds(
+    family: str, tmp_path: Path
+) -> None:
+    from transformers.integrations.neftune import activate_neftune
+
+    setup = Setup.of(family, freeze=(), dtype="fp32", neftune_noise_alpha=5.0)
+    activate_neftune(setup.source, 5.0)
+    setup.source.train()
+
+    def seed_noise(step: int, micro: int) -> None:
+        torch.manual_seed(draw_key(7, step, (1 << 63) + micro) & ((1 << 63) - 1))
+
+    loop = TorchLoop(
+        setup.source, micro_batch=setup.work.numerics.micro_batch, clip=None,
+        settings=OPTIMIZER | {"lr": 0.0}, before_micro_batch=seed_noise,
+    )  # fmt: skip
+    batches = setup.batches(3)
+    with setup.engine(WAYS[3], tmp_path, seed=7, optimizer=OPTIMIZER | {"lr": 0.0}) as engine:
+        evaluated = engine.evaluate(batches[:1]).loss
+        losses = []
+        for batch in batches:
+            losses.append(float(engine.step(batch)))
+            assert losses[-1] == pytest.approx(loop.step(batch), rel=1e-5)
+            assert engine.grad_norm == pytest.approx(loop.grad_norm, rel=1e-5)
+        assert losses[0] != pytest.approx(evaluated, rel=1e-3)
+        assert engine.evaluate(batches[:1]).loss == evaluated
 
 
 def assert_agrees_with_torch(setup: Setup, engine: Engine, **options: Any) -> None:

@@ -109,6 +109,19 @@ def test_the_smoothed_fused_loss_gives_the_same_bits_under_every_plan(tmp_path: 
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_noise_on_embeddings_gives_the_same_bits_under_every_plan(
+    compiled: bool, tmp_path: Path
+) -> None:
+    how = {"compiled": compiled, "neftune_noise_alpha": 5.0}
+    wanted = train("llama", "resident", tmp_path, **how)
+    for name in ("dram", "all on disk", "two rounds"):
+        found = train("llama", name, tmp_path, **how)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
+    without = train("llama", "resident", tmp_path, compiled=compiled)
+    assert float(without[0]) != float(wanted[0])
+
+
 def digest(name: str, disk: Path, **how: Any) -> str:
     """Return a hash of every bit of a run's result."""
     sums = hashlib.sha256()

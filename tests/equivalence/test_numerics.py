@@ -71,6 +71,16 @@ def test_dropout_is_the_same_under_every_plan(
     assert losses != without.losses
 
 
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_noise_on_embeddings_is_the_same_under_every_plan(family: str, tmp_path: Path) -> None:
+    """Bloom normalizes its embedding, so backward needs the noise of forward again."""
+    setup = Setup.of(family, freeze=(), neftune_noise_alpha=5.0)
+    losses = assert_same_under_plans(setup, tmp_path)
+
+    without = train(Setup.of(family, freeze=()), RESIDENT, tmp_path, steps=STEPS)
+    assert all(one != other for one, other in zip(losses, without.losses, strict=True))
+
+
 def test_backward_replays_the_dropout_of_forward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

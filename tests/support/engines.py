@@ -170,7 +170,7 @@ def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **change
     )  # fmt: skip
     split_model = SplitModel(
         bare, model, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
-        deterministic=numerics.deterministic,
+        deterministic=numerics.deterministic, noise_alpha=numerics.neftune_noise_alpha,
     )  # fmt: skip
     settings: dict[str, Any] = {"optimizer": {"lr": 1e-2}, "grouping": decay_matrices}
     engine = Engine(plan, model, split_model, device, EngineSettings(**(settings | changes)))

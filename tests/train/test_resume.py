@@ -40,8 +40,12 @@ def resume_point() -> ResumePoint:
         ({"batch": 2}, replace(SAVED, micro_batch=2)),
         ({"deterministic": False}, replace(SAVED, deterministic=False)),
         ({"label_smoothing": 0.1}, replace(SAVED, label_smoothing=0.1)),
+        ({"neftune_noise_alpha": 5}, replace(SAVED, neftune_noise_alpha=5.0)),
     ],
-    ids=["nothing set", "micro-batch", "a smaller batch", "not deterministic", "smoothed labels"],
+    ids=[
+        *("nothing set", "micro-batch", "a smaller batch", "not deterministic", "smoothed labels"),
+        "noise",
+    ],
 )
 def test_a_resume_keeps_the_numerics_of_the_checkpoint(
     given: dict[str, object], expected: Numerics

@@ -169,16 +169,16 @@ def test_a_run_without_a_self_check_says_so_also_after_a_resume(runs: Runs, tmp_
     assert not notes(runs.run(tmp_path / "checked", "--steps", "1", *steps))
 
 
-def test_label_smoothing_is_part_of_the_run_and_of_its_evaluation(
-    runs: Runs, tmp_path: Path
-) -> None:
+def test_label_smoothing_and_noise_are_part_of_the_run(runs: Runs, tmp_path: Path) -> None:
     plain = runs.run(tmp_path / "plain", *RESIDENT, "--steps", "1")
-    flags = ("--label-smoothing", "0.3", "--schedule", "constant", "--warmup", "0", "--steps")
+    options = ("--label-smoothing", "0.3", "--neftune-noise-alpha", "5")
+    flags = (*options, "--schedule", "constant", "--warmup", "0", "--steps")
     whole = runs.run(tmp_path / "whole", *RESIDENT, *flags, "2")
     runs.run(tmp_path / "out", *RESIDENT, *flags, "1")
 
     resumed = runs.run(tmp_path / "out", *runs.tight(), *flags, "2", "--resume")
-    other = runs.run(tmp_path / "whole", *RESIDENT, "--label-smoothing", "0", "--resume")
+    off = ("--label-smoothing", "0", "--neftune-noise-alpha", "0")
+    other = runs.run(tmp_path / "whole", *RESIDENT, *off, "--resume")
 
     assert whole.losses[1] != plain.losses[1]
     assert whole.of("eval")[0]["loss"] > plain.of("eval")[0]["loss"]
@@ -186,5 +186,8 @@ def test_label_smoothing_is_part_of_the_run_and_of_its_evaluation(
     assert "label_smoothing" not in plain.of("eval")[0]
     assert resumed.losses[2] == whole.losses[2], resumed.errors
     assert "label_smoothing was 0.3 and is 0.0" in other.errors
-    assert "| label smoothing | 0.3 |" in (tmp_path / "out/README.md").read_text()
+    assert "neftune_noise_alpha was 5.0 and is 0.0" in other.errors
+    card = (tmp_path / "out/README.md").read_text()
+    assert "| label smoothing | 0.3 |" in card
+    assert "| neftune noise alpha | 5.0 |" in card
     assert "label smoothing" not in (tmp_path / "plain/README.md").read_text()

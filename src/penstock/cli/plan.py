@@ -42,7 +42,7 @@ SETTINGS = (
     *("data", "data_weights", "columns", "streaming", "skip_bad_lines", "cache"),
     *("context", "overlong", "eval_split"),
     *("batch", "micro_batch", "epochs", "steps", "clip", "deterministic", "seed"),
-    "label_smoothing",
+    *("label_smoothing", "neftune_noise_alpha"),
     *("hbm", "dram", "cxl", "nvme", "moments"),
 )
 """Settings that a plan depends on."""

@@ -11,6 +11,7 @@ import torch
 from penstock.engine.loss import IGNORE_INDEX, next_targets
 from penstock.errors import BatchError, UnsupportedModelError
 from penstock.model.document_attention import Documents, find_documents
+from penstock.model.embedding_noise import document_scales
 from penstock.model.inventory import Inventory
 from penstock.model.split import MicroBatch
 from penstock.model.varlen_attention import flatten_bounds
@@ -46,8 +47,10 @@ def split_batch(
     Raises BatchError, which names row, column and value, if a kernel could not use the batch: a
     lookup outside of an embedding or of the logits ends a GPU process, or goes unnoticed.
     """
-    ids, labels, positions = _check_batch(batch, workload, inventory)
+    ids, labels, positions, counts = _check_batch(batch, workload, inventory)
     targets = next_targets(labels, positions)
+    noisy = workload.numerics.neftune_noise_alpha > 0
+    scales = document_scales(positions, counts) if noisy else None
     size, per_round = workload.numerics.micro_batch, micro_batches_per_round(workload, rounds)
     micros = [
         MicroBatch(
@@ -56,6 +59,7 @@ def split_batch(
             targets=targets[at : at + size].to(device),
             bounds=_documents(positions[at : at + size], workload, device),
             number=number,
+            noise_scales=None if scales is None else scales[at : at + size].to(device),
         )
         for number, at in enumerate(range(0, ids.shape[0], size))
     ]
@@ -92,8 +96,8 @@ def _documents(
 
 def _check_batch(
     batch: Batch, workload: Workload, inventory: Inventory
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return token ids, labels and positions on the host, all of the same shape."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return token ids, labels, positions and which tokens are no padding, all on the host."""
     if "input_ids" not in batch:
         raise BatchError(
             f"the batch has no input_ids; its keys are: {', '.join(batch) or '(none)'}"
@@ -117,6 +121,7 @@ def _check_batch(
     positions = torch.arange(length).expand(rows, length)
     if "position_ids" in batch:
         positions = _host_integers(batch, "position_ids", ids)
+    mask = torch.ones_like(ids, dtype=torch.bool)
     if "attention_mask" in batch:
         mask = _check_mask(batch["attention_mask"], ids)
         labels = torch.where(mask, labels, IGNORE_INDEX)
@@ -125,7 +130,7 @@ def _check_batch(
     _check_tokens(ids, labels, inventory.vocabulary)
     if "position_ids" in batch:
         _check_positions(positions, inventory.max_context)
-    return ids, labels, positions
+    return ids, labels, positions, mask
 
 
 def _host_integers(batch: Batch, name: str, ids: torch.Tensor | None = None) -> torch.Tensor:

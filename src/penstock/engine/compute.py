@@ -27,6 +27,9 @@ from penstock.roles import Role
 
 _SEED_MASK = (1 << 63) - 1
 
+_NOISE = 1 << 31
+"""Stands for the number of a block in the seed of the noise on embeddings. No block has it."""
+
 
 class Computer:
     """Carries out the operations of the compute lane, in order."""
@@ -48,7 +51,7 @@ class Computer:
         self._accumulates = memory.tiers.plan.workload.accumulate
         self._has_head_sum = memory.tiers.plan.workload.has_head_sum
         self.seed = 0
-        """Seed of dropout."""
+        """Seed of dropout and of the noise on embeddings."""
 
     def start(self) -> None:
         """Forget the previous step."""
@@ -136,6 +139,8 @@ class Computer:
     def _output(self, step: StepState, block: int, index: int, micro: MicroBatch) -> torch.Tensor:
         self._seed_dropout(step, block, micro)
         if block == 0:
+            # Kept until the micro-batch's backward, which recomputes the embedding.
+            micro.noise_key = self._key(step, _NOISE, micro)
             # The arguments of all layers, rotary embeddings for example, come with the embedding.
             hidden, micro.calls = self._model.embed(micro)
             return hidden
@@ -295,5 +300,8 @@ class Computer:
         """
         if not self._model.drops_out:
             return
-        key = draw_key(self.seed, step.batch_number, (block << 32) + micro.number)
-        self._device.seed(key & _SEED_MASK)
+        self._device.seed(self._key(step, block, micro))
+
+    def _key(self, step: StepState, block: int, micro: MicroBatch) -> int:
+        """Return the seed of what a block draws for a micro-batch, under any plan."""
+        return draw_key(self.seed, step.batch_number, (block << 32) + micro.number) & _SEED_MASK

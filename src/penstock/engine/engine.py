@@ -87,7 +87,7 @@ class EngineSettings:
     loss: LossFunction | None = None
     """A loss function in place of cross-entropy."""
     seed: int = 0
-    """Seed of dropout and of stochastic rounding."""
+    """Seed of dropout, of the noise on embeddings and of stochastic rounding."""
     store: StoreSettings = field(default_factory=StoreSettings)
     sweep_threads: int | None = None
     """Number of threads of the CPU sweep; None for one per CPU."""

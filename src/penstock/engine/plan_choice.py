@@ -316,6 +316,7 @@ def workload_for(
             numerics,
             deterministic=schedule.deterministic,
             label_smoothing=schedule.label_smoothing,
+            neftune_noise_alpha=schedule.neftune_noise_alpha,
         ),
     )
 

@@ -72,6 +72,8 @@ class PrepareSettings(TypedDict, total=False):
     """Seed of dropout, stochastic rounding and random weights."""
     label_smoothing: float
     """Share of each target's probability that is spread over the whole vocabulary."""
+    neftune_noise_alpha: float | None
+    """Strength of NEFTune's noise on embeddings during training; None or 0 for none."""
     init: Literal["pretrained", "random", "none"]
     """Where the weights come from; `none` leaves them uninitialized, for callers that read a
     checkpoint next."""
@@ -144,8 +146,8 @@ def prepare(
         settings: Settings to start from. By default, every setting has its default.
         **arguments: Settings by name, as `PrepareSettings` describes them: context, batch,
             micro_batch, dtype, moments, clip, steps, freeze, blocks, deterministic, seed,
-            label_smoothing, init, model_config, revision, trust_remote_code, lr, betas,
-            weight_decay and self_check.
+            label_smoothing, neftune_noise_alpha, init, model_config, revision,
+            trust_remote_code, lr, betas, weight_decay and self_check.
 
     Returns:
         The engine. Use it as a context manager, or call `close`.
@@ -195,7 +197,7 @@ def prepare(
 
 
 def _check_loss(plan: Plan, loss: LossFunction | None, arguments: Mapping[str, Any]) -> None:
-    """Raise PlanError unless the plan's kernel computes the loss that the caller asks for."""
+    """Raise PlanError unless the plan's numerics compute the loss that the caller asks for."""
     numerics = plan.workload.numerics
     if loss is not None and numerics.loss_kernel == "fused":
         raise PlanError("loss_kernel", "is fused, which supports no custom loss function; plan "
@@ -206,13 +208,15 @@ def _check_loss(plan: Plan, loss: LossFunction | None, arguments: Mapping[str, A
             f"is {numerics.label_smoothing}, which cannot be combined with a custom loss function: "
             f"the function gets the log-probabilities of the targets only; leave one of them out",
         )
-    wanted = arguments.get("label_smoothing", numerics.label_smoothing)
-    if wanted != numerics.label_smoothing:
-        raise PlanError(
-            "label_smoothing",
-            f"is {numerics.label_smoothing} in the plan and {wanted} in the arguments; make a new "
-            f"plan, or leave the argument out",
-        )
+    for name in ("label_smoothing", "neftune_noise_alpha"):
+        planned = getattr(numerics, name)
+        wanted = arguments.get(name, planned)
+        if (wanted or 0.0) != planned:
+            raise PlanError(
+                name,
+                f"is {planned} in the plan and {wanted} in the arguments; make a new plan, or "
+                f"leave the argument out",
+            )
 
 
 def _settings_with(
@@ -448,8 +452,9 @@ def _build_engine(
             self_check(bare, inventory, plan, device, progress=options.progress)
         split_model = SplitModel(
             bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
-            deterministic=numerics.deterministic,
+            deterministic=numerics.deterministic, noise_alpha=numerics.neftune_noise_alpha,
         )  # fmt: skip
+        split_model.check_noise(device.torch_device)
         measured = _rehearse(plan, inventory, split_model, device, options)
     plan_change = ""
     if measured is not None:

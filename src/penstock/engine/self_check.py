@@ -204,6 +204,8 @@ def _reduced(workload: Workload) -> Workload:
         micro_batch=rows,
         loss_chunk=LOSS_CHUNK if of_run > numerics.loss_chunk else tokens,
         mlp_tile=MLP_TILE if of_run > numerics.mlp_tile else tokens,
+        # Plain training on the CPU cannot draw the random numbers of another device.
+        neftune_noise_alpha=0.0,
     )
     return replace(
         workload,

@@ -294,6 +294,8 @@ def example_micro_batches(
 def input_nbytes(micro: MicroBatch) -> int:
     """Return the bytes of a micro-batch on the device, in what the allocator rounds sizes up to."""
     tensors = [micro.input_ids, micro.position_ids, micro.targets]
+    if micro.noise_scales is not None:
+        tensors.append(micro.noise_scales)
     if isinstance(micro.bounds, DocumentSpans):
         tensors.append(micro.bounds.spans)
     return sum(round_up(t.numel() * t.element_size(), ROUNDING) for t in tensors)

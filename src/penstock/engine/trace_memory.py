@@ -115,8 +115,9 @@ def trace_parts(
     """Trace every part of a step separately. The model's buffers become fake tensors."""
     numerics = workload.numerics
     split_model = SplitModel(
-        bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled
-    )
+        bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
+        noise_alpha=numerics.neftune_noise_alpha,
+    )  # fmt: skip
     micros = example_micro_batches(inventory, workload, torch.device("cpu"))
     # Tensors that are no buffers of the model, such as constants in its code, are real.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -193,6 +194,7 @@ def _make_fake(micro: MicroBatch, fake: FakeTensorMode) -> MicroBatch:
         position_ids=fake.from_tensor(micro.position_ids),
         targets=fake.from_tensor(micro.targets),
         bounds=bounds,
+        noise_scales=None if micro.noise_scales is None else fake.from_tensor(micro.noise_scales),
     )
 
 

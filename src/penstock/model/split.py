@@ -22,6 +22,7 @@ from torch import nn
 from penstock.model.attention import attending_over
 from penstock.model.compile import Body, CompiledLayers, Kind, layer_kinds
 from penstock.model.document_attention import Documents, register_document_attention
+from penstock.model.embedding_noise import EmbeddingNoise
 from penstock.model.inventory import Inventory
 from penstock.model.layer_probe import Arguments, LayerProbes
 from penstock.model.mlp_tiles import draws_in_tiles, tile_mlps
@@ -55,6 +56,10 @@ class MicroBatch:
     """Position of the micro-batch in the whole step."""
     calls: Calls | None = None
     """How layers are called for it; known after the embedding."""
+    noise_scales: torch.Tensor | None = None
+    """Scale of the noise on each token's embedding; None without noise (`embedding_noise`)."""
+    noise_key: int = 0
+    """Decides the random numbers of the noise."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -67,7 +72,7 @@ class SplitModel:
 
     `mlp_tile` is the number of tokens that an MLP processes at a time; with `compiled`, layers run
     by compiled code where possible. With `deterministic`, every compilation gives that code the
-    same kernels.
+    same kernels. `noise_alpha` is the strength of the noise on embeddings; 0 for none.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class SplitModel:
         mlp_tile: int,
         compiled: bool = False,
         deterministic: bool = True,
+        noise_alpha: float = 0.0,
     ) -> None:
         self.model, self.inventory = model, inventory
         register_document_attention()
@@ -86,6 +92,8 @@ class SplitModel:
         assert isinstance(layers, nn.ModuleList)
         self.layers: list[nn.Module] = list(layers)
         self._probes = LayerProbes(model, path)
+        base = self._probes.base
+        self._noise = EmbeddingNoise(model, base, noise_alpha) if noise_alpha else None
         self._holders = find_holders(model)
         buffers = dict(model.named_buffers(remove_duplicate=False))
         self.buffers = {tensor.name: buffers[tensor.name] for tensor in inventory.buffers}
@@ -151,9 +159,28 @@ class SplitModel:
     def embed(self, micro: MicroBatch) -> tuple[torch.Tensor, Calls]:
         """Compute the input of the first layer, and how each layer has to be called."""
         tokens = (micro.input_ids, micro.position_ids)
-        hidden, arguments = self._enter_with(*tokens)
+        with self._with_noise(micro):
+            hidden, arguments = self._enter_with(*tokens)
         kept = [] if self.inventory.own_attention else arguments
         return hidden, Calls(kept, micro.bounds, tokens)
+
+    def _with_noise(self, micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        if self._noise is None or not self.model.training:
+            return contextlib.nullcontext()
+        assert micro.noise_scales is not None
+        return self._noise.added(micro.noise_key, micro.noise_scales)
+
+    def check_noise(self, device: torch.device) -> None:
+        """Raise UnsupportedModelError if the model's embedding cannot take the noise."""
+        if self._noise is None:
+            return
+        ids, positions = torch.zeros(2, 1, 2, dtype=torch.int64, device=device)
+        positions[0, 1] = 1
+        scales = torch.ones(1, 2, device=device)
+        micro = MicroBatch(ids, positions, ids, None, number=0, noise_scales=scales)
+        self.train(True)
+        with torch.no_grad(), self._embedding_replaced(device):
+            self.embed(micro)
 
     def enter(self, **inputs: Any) -> tuple[torch.Tensor, list[Arguments]]:
         """Run the model up to its layers; return their input and how it calls each of them."""

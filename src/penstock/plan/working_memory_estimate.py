@@ -56,7 +56,12 @@ def estimate_working_memory(inventory: Inventory, workload: Workload) -> Working
     names = [block.name for block in inventory.blocks]
     return WorkingMemory(
         parts=(
-            PartMemory(name=names[0], forward=element * hidden, backward=element * tables),
+            PartMemory(
+                name=names[0],
+                # The noise and the sum need as much as the output of the embedding, each.
+                forward=element * hidden * (3 if numerics.neftune_noise_alpha else 1),
+                backward=element * tables,
+            ),
             PartMemory(
                 name=names[1],
                 forward=max(forward for forward, _ in layers),

@@ -7,6 +7,7 @@ by the plan, and no plan can change a result.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -64,6 +65,9 @@ class Numerics:
     label_smoothing: float = 0.0
     """Share of the probability that every target spreads over the whole vocabulary."""
 
+    neftune_noise_alpha: float = 0.0
+    """Strength of the noise that NEFTune adds to embeddings in training; 0 for none."""
+
     compiled: bool = False
     """Whether layers are compiled."""
 
@@ -82,6 +86,10 @@ class Numerics:
         if not 0 <= self.label_smoothing < 1:
             raise WorkloadError(
                 "label_smoothing", f"must be at least 0 and below 1, got {self.label_smoothing}"
+            )
+        if not 0 <= self.neftune_noise_alpha < math.inf:
+            raise WorkloadError(
+                "neftune_noise_alpha", f"must be at least 0, got {self.neftune_noise_alpha}"
             )
 
 

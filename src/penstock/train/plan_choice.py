@@ -57,6 +57,7 @@ def plan_layer(path: str) -> dict[str, object]:
         "micro_batch": str(workload.numerics.micro_batch),
         "deterministic": workload.numerics.deterministic,
         "label_smoothing": workload.numerics.label_smoothing,
+        "neftune_noise_alpha": workload.numerics.neftune_noise_alpha,
     }
 
 

@@ -118,4 +118,5 @@ def resumed_numerics(fresh: Numerics, resume: ResumePoint | None, settings: Sett
         micro_batch=min(micro_batch, settings.schedule.chosen_batch),
         deterministic=settings.schedule.deterministic,
         label_smoothing=settings.schedule.label_smoothing,
+        neftune_noise_alpha=settings.schedule.neftune_noise_alpha,
     )
