@@ -37,8 +37,12 @@ def fill(folder: Path, step: int, *, optimizer: bool = True) -> None:
     (folder / "config.json").write_text("{}")
 
 
-def save(out: Path, step: int, *, keep: int = 2, optimizer: bool = True) -> None:
-    with new_checkpoint(out, step, keep=keep, nbytes=4096) as folder:
+def save(
+    out: Path, step: int, *, keep: int = 2, optimizer: bool = True, keep_resumable: int = 1
+) -> None:
+    """Save a checkpoint. One resumable checkpoint is the most interesting number to kill."""
+    kept = {"keep": keep, "keep_resumable": keep_resumable}
+    with new_checkpoint(out, step, nbytes=4096, **kept) as folder:
         fill(folder, step, optimizer=optimizer)
 
 

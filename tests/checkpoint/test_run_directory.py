@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from penstock.checkpoint.run_directory import (
     new_checkpoint,
     remove_leftovers,
 )
-from tests.checkpoint.saves import save
+from tests.checkpoint.saves import check_contents, save
 
 
 def steps(out: Path) -> list[tuple[int, bool]]:
@@ -79,6 +80,22 @@ def test_the_newest_are_kept_and_only_the_newest_has_optimizer_states(tmp_path: 
     assert len(os.listdir(tmp_path)) == 3
     assert not [n for n in os.listdir(tmp_path / "checkpoint-000003") if n.startswith("optim")]
     save(tmp_path, 5, keep=1)
+    assert steps(tmp_path) == [(5, True)]
+
+
+def test_two_resumable_checkpoints_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=3, keep_resumable=2)
+
+    assert steps(tmp_path) == [(4, True), (3, True), (2, False)]
+    for found in list_checkpoints(tmp_path).whole:
+        check_contents(found)
+
+
+def test_a_new_checkpoint_stays_although_a_later_step_exists(tmp_path: Path) -> None:
+    save(tmp_path, 6, optimizer=False)
+    save(tmp_path, 5, keep=1)
+
     assert steps(tmp_path) == [(5, True)]
 
 
@@ -155,9 +172,19 @@ def damage_step(folder: Path) -> None:
     (folder / "complete.json").write_text(text.replace('"step": 2', '"step": 9'))
 
 
+def damage_renamed(folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("checkpoint-000001"), folder)
+
+
 def damage_version(folder: Path) -> None:
     text = (folder / "complete.json").read_text()
-    (folder / "complete.json").write_text(text.replace('"version": 1', '"version": 2'))
+    (folder / "complete.json").write_text(text.replace('"version": 2', '"version": 3'))
+
+
+def damage_old_version(folder: Path) -> None:
+    text = (folder / "complete.json").read_text()
+    (folder / "complete.json").write_text(text.replace('"version": 2', '"version": 1'))
 
 
 def damage_escape(folder: Path) -> None:
@@ -173,8 +200,10 @@ def damage_escape(folder: Path) -> None:
         (damage_grown, "config.json has 3 B and was written with 2 B"),
         (damage_no_manifest, "has no complete.json"),
         (damage_manifest, "its complete.json is invalid: .* is not JSON"),
-        (damage_step, "its complete.json belongs to step 9"),
-        (damage_version, "version is 2, but this Penstock reads versions up to 1"),
+        (damage_step, "does not have the content that was written: its checksum differs"),
+        (damage_renamed, "its complete.json belongs to step 1"),
+        (damage_version, "version is 3, but this Penstock reads versions up to 2"),
+        (damage_old_version, "cannot have a checksum in version 1"),
         (damage_escape, "files must be inside the directory"),
     ],
 )
@@ -200,7 +229,7 @@ def test_a_directory_that_does_not_exist_has_no_checkpoints(tmp_path: Path) -> N
 
 
 def test_keeping_zero_checkpoints_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep must be 1"), new_checkpoint(tmp_path, 1, keep=0):
+    with pytest.raises(ValueError, match="keep=0"), new_checkpoint(tmp_path, 1, keep=0):
         pass
 
 

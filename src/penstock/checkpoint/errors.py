@@ -138,6 +138,33 @@ class TensorMismatchError(CheckpointError, ValueError):
         )
 
 
+class ChecksumError(CheckpointError, ValueError):
+    """A file or tensor has other bytes than were written. `tensor` is "" for a whole file."""
+
+    def __init__(
+        self, path: str, *, expected: str, found: str, tensor: str = "", older: str = ""
+    ) -> None:
+        self.path, self.tensor, self.older = path, tensor, older
+        self.expected, self.found = expected, found
+        subject = f"{path}: tensor {_printable(tensor)}" if tensor else path
+        folder = os.path.dirname(path)
+        use = f"use the older {older}, or another copy" if older else "use another copy"
+        super().__init__(
+            f"{subject}: the disk returned different bytes than were written: their CRC-32C is "
+            f"{found}, and {expected} was written. To continue, {use}; `penstock check {folder}` "
+            f"lists everything that is damaged. If you changed the file yourself, remove "
+            f"complete.json: the directory is then a model without checksums"
+        )
+
+
+class NonFiniteTensorError(CheckpointError, ValueError):
+    """A tensor has NaN or infinity."""
+
+    def __init__(self, path: str, tensor: str) -> None:
+        self.path, self.tensor = path, tensor
+        super().__init__(f"{path}: tensor {_printable(tensor)}: has NaN or infinity")
+
+
 class CheckpointReadError(CheckpointError, OSError):
     """The operating system could not read a file."""
 
@@ -183,6 +210,19 @@ class CheckpointSpaceError(CheckpointError, OSError):
         self.errno = errno.ENOSPC
 
 
+class ForeignCheckpointError(CheckpointError, ValueError):
+    """A checkpoint in a run's directory was written by another run. An ID may be ""."""
+
+    def __init__(self, path: str, *, run_id: str, found: str) -> None:
+        self.path, self.run_id, self.found = path, run_id, found
+        out = os.path.dirname(path)
+        super().__init__(
+            f"{path}: the checkpoint was written by {_named_run(found)}, and {out} belongs to "
+            f"{_named_run(run_id)}; move it out of {out}, or resume the run that it belongs to. To "
+            f"start a new run from its weights, pass it as the model with another --out"
+        )
+
+
 class CheckpointExistsError(CheckpointError, FileExistsError):
     """There is already a complete checkpoint of this step. It was not changed."""
 
@@ -215,6 +255,10 @@ class IncompleteCheckpointError(CheckpointError):
 
 class StateError(CheckpointError, RecordError):
     """A training state is invalid."""
+
+
+def _named_run(run_id: str) -> str:
+    return f"the run {_printable(run_id)}" if run_id else "a run without an ID"
 
 
 def _printable(name: str) -> str:

@@ -116,6 +116,11 @@ def copy_model_files(
     return tuple(copied)
 
 
+def list_model_files(folder: str | Path) -> tuple[str, ...]:
+    """Return the names of config, tokenizer and chat templates in a directory."""
+    return tuple(_small_files(Path(folder), trust_remote_code=False))
+
+
 def write_config(
     config: Any, folder: str | Path, *, dtype: torch.dtype, architecture: str = ""
 ) -> None:

@@ -126,8 +126,8 @@ class ModelWeights:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, *exception: Any) -> None:
+        self.shards.__exit__(*exception)
 
     def _is_scale(self, name: str) -> bool:
         if self._blocks is None:

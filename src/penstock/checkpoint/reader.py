@@ -3,6 +3,9 @@
 `ShardReader` reads and checks every header when it is created, so a missing, truncated or invalid
 file is found before any tensor is used. Large reads bypass the page cache, and small ones do not
 leave pages behind in it.
+
+If the directory has a manifest with checksums, every byte that is read is compared with it: the
+headers first, and each tensor as soon as all of it has been read.
 """
 
 from __future__ import annotations
@@ -20,6 +23,13 @@ from typing import NamedTuple, Self
 
 import torch
 
+from penstock.checkpoint.checksums import (
+    RangeChecksums,
+    checksum_file,
+    combine,
+    crc32c,
+    to_hex,
+)
 from penstock.checkpoint.disk import bytes_of
 from penstock.checkpoint.errors import (
     CheckpointReadError,
@@ -31,6 +41,14 @@ from penstock.checkpoint.errors import (
     TensorMismatchError,
     TensorNotFoundError,
     TruncatedShardError,
+)
+from penstock.checkpoint.manifest import (
+    COMPLETE,
+    FileRecord,
+    Manifest,
+    check_size,
+    checksum_error,
+    find_manifest,
 )
 from penstock.checkpoint.safetensors_header import (
     PREFIX_NBYTES,
@@ -71,16 +89,26 @@ class Spec(NamedTuple):
 class ShardReader:
     """The tensors of a directory's `<stem>` files, of an index, or of one file.
 
-    The reader keeps every file open until `close()`. Several threads may read concurrently.
+    The reader keeps every file open until `close()`. Several threads may read concurrently. At the
+    end of a `with` block, tensors of which only a part was read are read as a whole and checked.
+
+    Args:
+        path: The directory, index or file.
+        stem: How the names of the files begin, if `path` is a directory.
+        keep_cached: Whether to leave the bytes in the page cache, for a program that reads them
+            again.
     """
 
-    def __init__(self, path: str | Path, stem: str = "model") -> None:
+    def __init__(self, path: str | Path, stem: str = "model", *, keep_cached: bool = False) -> None:
         self.path = str(path)
         self._tensors: dict[str, tuple[_Shard, Entry]] = {}
+        self._partly_read: dict[str, RangeChecksums] = {}
+        self._lock = threading.Lock()
+        manifest = _find_checksums(Path(path), stem)
         shards = find_shards(Path(path), stem)
         with contextlib.ExitStack() as open_files:
             for file, wanted in shards.items():
-                shard = _open_shard(str(file), open_files)
+                shard = _open_shard(file, manifest, keep_cached, open_files)
                 for name in shard.entries if wanted is None else wanted:
                     if name not in shard.entries:
                         problem = "the index says that it is in this file, and it is not"
@@ -126,9 +154,22 @@ class ShardReader:
             raise TensorMismatchError(shard.path, name, wanted=wanted, had=had)
         offset = shard.data_start + entry.start + start * size
         if shard.direct_fd is None or out.numel() * size < _DIRECT_NBYTES // 8:
-            _read(shard, name, bytes_of(out), offset)
+            crc = _read(shard, name, bytes_of(out), offset)
         else:
-            _read_direct(shard, name, out.detach().reshape(-1).view(torch.uint8), offset)
+            crc = _read_direct(shard, name, out.detach().reshape(-1).view(torch.uint8), offset)
+        if shard.record is not None:
+            self._check(shard, entry, start * size, stop * size, crc)
+
+    def check_partly_read(self) -> None:
+        """Read every tensor of which only a part was read, and check it."""
+        for name in tuple(self._partly_read):
+            shard, entry = self._tensors[name]
+            self._partly_read.pop(name)
+            piece = torch.empty(min(entry.nbytes, _DIRECT_NBYTES), dtype=torch.uint8)
+            for start in range(0, entry.nbytes, _DIRECT_NBYTES):
+                part = piece[: entry.nbytes - start]
+                crc = _read(shard, name, bytes_of(part), shard.data_start + entry.start + start)
+                self._check(shard, entry, start, start + part.numel(), crc)
 
     def close(self) -> None:
         """Close the files."""
@@ -138,8 +179,28 @@ class ShardReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.check_partly_read()
+        finally:
+            self.close()
+
+    def _check(self, shard: _Shard, entry: Entry, start: int, stop: int, crc: int) -> None:
+        """Add the checksum of a range; compare when the tensor has been read as a whole."""
+        assert shard.record is not None
+        with self._lock:
+            ranges = self._partly_read.setdefault(entry.name, RangeChecksums(entry.nbytes))
+            whole = ranges.add(start, stop, crc)
+            if whole is None:
+                return
+            del self._partly_read[entry.name]
+        expected = shard.record.tensors.get(entry.name, "")
+        if to_hex(whole) != expected:
+            file = Path(shard.path)
+            raise checksum_error(
+                file.parent, file.name, tensor=entry.name, expected=expected, found=to_hex(whole)
+            )
 
     def _find(self, name: str) -> tuple[_Shard, Entry]:
         try:
@@ -148,6 +209,22 @@ class ShardReader:
             close = difflib.get_close_matches(name, self._tensors, n=1)
             total = len(self._tensors)
             raise TensorNotFoundError(self.path, name, close=close, total=total) from None
+
+
+def _find_checksums(path: Path, stem: str) -> Manifest | None:
+    """Read the manifest next to the files, and check the index with it; None without checksums."""
+    folder = path if path.is_dir() else path.parent
+    manifest = find_manifest(folder)
+    if manifest is None or not manifest.has_checksums:
+        return None
+    index = f"{stem}.safetensors.index.json" if path.is_dir() else path.name
+    record = manifest.files.get(index)
+    if record is not None and index.endswith(".json"):
+        check_size(folder, index, record)
+        crc = to_hex(checksum_file(folder / index))
+        if crc != record.crc32c:
+            raise checksum_error(folder, index, expected=record.crc32c, found=crc)
+    return manifest
 
 
 def find_shards(path: Path, stem: str) -> Shards:
@@ -234,9 +311,20 @@ class _Shard:
     data_start: int
     nbytes: int
     entries: dict[str, Entry]
+    record: FileRecord | None
+    """Checksums of the file; None if it was written without."""
+    keep_cached: bool
 
 
-def _open_shard(path: str, open_files: contextlib.ExitStack) -> _Shard:
+def _open_shard(
+    file: Path, manifest: Manifest | None, keep_cached: bool, open_files: contextlib.ExitStack
+) -> _Shard:
+    path, record = str(file), None
+    if manifest is not None:
+        record = manifest.files.get(file.name)
+        if record is None:
+            raise CorruptShardError(path, f"is not in the list of files in {COMPLETE}")
+        check_size(file.parent, file.name, record)
     with _translate_read_errors(path):
         # O_NONBLOCK: if the path names a pipe, opening it must not block.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -245,13 +333,18 @@ def _open_shard(path: str, open_files: contextlib.ExitStack) -> _Shard:
         if not stat.S_ISREG(status.st_mode):
             raise CorruptShardError(path, "is not a regular file")
         nbytes = status.st_size
-        length = header_nbytes(os.pread(fd, PREFIX_NBYTES, 0), nbytes, path)
+        prefix = os.pread(fd, PREFIX_NBYTES, 0)
+        length = header_nbytes(prefix, nbytes, path)
         raw = bytearray(length)
-        direct_fd = _open_direct(path, open_files)
-        shard = _Shard(path, fd, direct_fd, PREFIX_NBYTES + length, nbytes, {})
+        direct_fd = None if keep_cached else _open_direct(path, open_files)
+        start = PREFIX_NBYTES + length
+        shard = _Shard(path, fd, direct_fd, start, nbytes, {}, record, keep_cached)
         _read(shard, "", memoryview(raw), PREFIX_NBYTES)
-    entries = parse_header(bytes(raw), nbytes - shard.data_start, path)
-    shard.entries.update(entries)
+    if record is not None:
+        crc = to_hex(crc32c(raw, crc32c(prefix)))
+        if crc != record.header:
+            raise checksum_error(file.parent, file.name, expected=record.header, found=crc)
+    shard.entries.update(parse_header(bytes(raw), nbytes - shard.data_start, path))
     return shard
 
 
@@ -264,8 +357,10 @@ def _open_direct(path: str, open_files: contextlib.ExitStack) -> int | None:
     return fd
 
 
-def _read_direct(shard: _Shard, name: str, out: torch.Tensor, offset: int) -> None:
+def _read_direct(shard: _Shard, name: str, out: torch.Tensor, offset: int) -> int:
     """Fill `out` past the page cache, by way of an aligned buffer of this thread.
+
+    Returns the checksum of the bytes, 0 if there is none to compare it with.
 
     Tensors start anywhere in the file, so a direct read covers whole blocks around the wanted bytes
     and the wanted ones are copied out.
@@ -275,7 +370,7 @@ def _read_direct(shard: _Shard, name: str, out: torch.Tensor, offset: int) -> No
         buffer = _thread.buffer = mmap.mmap(-1, _DIRECT_NBYTES + 2 * BLOCK)
         _thread.bytes = torch.frombuffer(buffer, dtype=torch.uint8)
     assert shard.direct_fd is not None
-    done, size = 0, out.numel()
+    done, size, crc = 0, out.numel(), 0
     with _translate_read_errors(shard.path, name), memoryview(buffer) as view:
         while done < size:
             block_start = (offset + done) // BLOCK * BLOCK
@@ -287,30 +382,44 @@ def _read_direct(shard: _Shard, name: str, out: torch.Tensor, offset: int) -> No
                 # Some file systems accept O_DIRECT at open and refuse it at the first read.
                 if not is_direct_io_refused(error):
                     raise
-                _read(shard, name, bytes_of(out[done:]), offset + done)
-                return
+                rest = _read(shard, name, bytes_of(out[done:]), offset + done)
+                return combine(crc, rest, size - done)
             if got <= 0:
                 end = offset + done
                 raise TruncatedShardError(shard.path, wanted=shard.nbytes, had=end, tensor=name)
             count = min(got, size - done)
             out[done : done + count].copy_(_thread.bytes[skip : skip + count])
+            crc = _add(shard, bytes_of(out[done : done + count]), crc)
             done += count
+    return crc
 
 
-def _read(shard: _Shard, name: str, out: memoryview, offset: int) -> None:
-    """Fill `out` through the page cache, and drop the pages again."""
-    done = 0
+def _read(shard: _Shard, name: str, out: memoryview, offset: int) -> int:
+    """Fill `out` through the page cache, and drop the pages again.
+
+    Returns the checksum of the bytes, 0 if there is none to compare it with.
+    """
+    done = crc = 0
     with _translate_read_errors(shard.path, name):
         while done < len(out):
             start = offset + done
             got = os.preadv(shard.fd, [out[done : done + _BUFFERED_NBYTES]], start)
             if got == 0:
                 raise TruncatedShardError(shard.path, wanted=shard.nbytes, had=start, tensor=name)
+            crc = _add(shard, out[done : done + got], crc)
+            done += got
+            if shard.keep_cached:
+                continue
             # Include the previous piece: the kernel does not drop a folio that reaches beyond the
             # range it is asked about, so some of that piece may still be cached.
             first = max(0, start - _BUFFERED_NBYTES)
             os.posix_fadvise(shard.fd, first, start + got - first, os.POSIX_FADV_DONTNEED)
-            done += got
+    return crc
+
+
+def _add(shard: _Shard, data: memoryview, crc: int) -> int:
+    """Continue the checksum `crc` with the bytes of a file, unless nothing is known to compare."""
+    return crc if shard.record is None else crc32c(data, crc)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.checkpoint.disk import sizes_below, sync_tree, translate_write_errors
@@ -34,6 +34,7 @@ from penstock.checkpoint.manifest import (
     step_of,
     write_manifest,
 )
+from penstock.checkpoint.record_files import record_checkpoint
 from penstock.durable_files import sync, try_lock
 from penstock.errors import RecordError
 
@@ -79,6 +80,8 @@ def new_checkpoint(
     step: int,
     *,
     keep: int = 2,
+    keep_resumable: int = 2,
+    run_id: str = "",
     nbytes: int = 0,
     needed: Collection[str] = (),
     create: bool = True,
@@ -87,13 +90,13 @@ def new_checkpoint(
 
     Until then, and if the block or the disk fails, earlier checkpoints stay as they are. After
     that, all but the `keep` newest checkpoints are removed, and optimizer states stay only in the
-    newest checkpoint that has them. `nbytes` is the expected size, for the message when the disk
-    is full. `needed` names files without which the checkpoint cannot be loaded or resumed: if one
-    of them is missing at the end, the checkpoint is not completed. With `create`, the directory
-    `out` is created if it does not exist.
+    `keep_resumable` newest checkpoints that have them. `run_id` is stored in the manifest. `nbytes`
+    is the expected size, for the message when the disk is full. `needed` names files without which
+    the checkpoint cannot be loaded or resumed: if one of them is missing at the end, the checkpoint
+    is not completed. With `create`, the directory `out` is created if it does not exist.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be 1 or more, got {keep}")
+    if keep < 1 or keep_resumable < 1:
+        raise ValueError(f"both must be 1 or more: keep={keep}, keep_resumable={keep_resumable}")
     final = Path(out) / folder_name(step)
     with translate_write_errors(out, nbytes):
         if create:
@@ -105,7 +108,7 @@ def new_checkpoint(
             if missing := sorted(set(needed) - set(sizes)):
                 names = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
                 raise IncompleteCheckpointError(str(final), f"{names} disappeared during the save")
-            write_manifest(folder, step, sizes)
+            record_checkpoint(folder, sizes, step=step, run_id=run_id)
             # Everything must be on stable storage before the rename, and the rename itself after
             # it: a power cut then leaves either the whole checkpoint or none.
             sync_tree(folder)
@@ -117,7 +120,7 @@ def new_checkpoint(
         read_checkpoint(final)
     except DamagedCheckpointError as error:
         raise IncompleteCheckpointError(str(final), error.problem) from error
-    _thin_out(Path(out), final, keep)
+    thin_out(Path(out), newest=final, keep=keep, keep_resumable=keep_resumable)
 
 
 def remove_leftovers(out: str | Path) -> tuple[Path, ...]:
@@ -252,35 +255,36 @@ def _move_aside(final: Path) -> None:
         warnings.warn(message, CheckpointWarning, stacklevel=5)
 
 
-def _thin_out(out: Path, newest: Path, keep: int) -> None:
-    """Remove old checkpoints and old optimizer states.
+def thin_out(out: Path, *, newest: Path, keep: int, keep_resumable: int) -> None:
+    """Remove old checkpoints and old optimizer states. `newest` stays, whatever its step is.
 
     Only complete checkpoints are touched: other directories may not belong to Penstock.
     """
-    older = {checkpoint.path: checkpoint for checkpoint in list_checkpoints(out).whole}
-    has_newer_states = older.pop(newest).resumable
-    for rank, checkpoint in enumerate(older.values(), start=1):
+    whole = sorted(list_checkpoints(out).whole, key=lambda found: found.path != newest)
+    resumable = 0
+    for rank, checkpoint in enumerate(whole):
+        resumable += checkpoint.resumable
         try:
             if rank >= keep:
                 discard(checkpoint.path)
-            elif has_newer_states:
+            elif resumable > keep_resumable or (resumable and not checkpoint.resumable):
                 _drop_optimizer_states(checkpoint)
         except (OSError, RecordError) as error:
             warnings.warn(
-                f"the new checkpoint is complete, but {checkpoint.path} could not be thinned out: "
+                f"{newest} is complete, but {checkpoint.path} could not be thinned out: "
                 f"{error}; remove the files that you do not need by hand",
                 CheckpointWarning,
                 stacklevel=4,
             )
-        has_newer_states = has_newer_states or checkpoint.resumable
 
 
 def _drop_optimizer_states(checkpoint: Checkpoint) -> None:
     """Remove the optimizer states of a checkpoint and keep its weights."""
     names = [name for name in os.listdir(checkpoint.path) if is_optimizer(name)]
     if checkpoint.resumable:
-        rest = {name: nbytes for name, nbytes in checkpoint.files.items() if not is_optimizer(name)}
+        manifest = checkpoint.manifest
+        rest = {name: record for name, record in manifest.files.items() if not is_optimizer(name)}
         # The manifest first: a checkpoint may have more files than it lists, never fewer.
-        write_manifest(checkpoint.path, checkpoint.step, rest)
+        write_manifest(checkpoint.path, replace(manifest, files=rest))
     for name in names:
         os.unlink(checkpoint.path / name)

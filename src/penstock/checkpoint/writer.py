@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
+from penstock.checkpoint.checksums import PIECE_NBYTES, combine, crc32c, to_hex
 from penstock.checkpoint.disk import bytes_of, translate_write_errors
+from penstock.checkpoint.manifest import FileRecord
 from penstock.checkpoint.safetensors_header import Entry, build_header
 from penstock.durable_files import sync
 from penstock.storage.direct_file import DirectWriter
@@ -95,22 +97,29 @@ class ShardWriter:
         shards = tuple(shard.name for shard in self._shards)
         return (*shards, self._index_name) if self._index else shards
 
-    def write(self, directory: str | Path, progress: Progress | None = None) -> None:
-        """Write and sync all files in an existing directory. A failure leaves none behind."""
+    def write(
+        self, directory: str | Path, progress: Progress | None = None
+    ) -> dict[str, FileRecord]:
+        """Write and sync all files in an existing directory. A failure leaves none behind.
+
+        Returns what the manifest needs: sizes and checksums of the files, summed while writing.
+        """
         folder, counter = Path(directory), _ProgressCounter(self.nbytes, progress)
+        written: dict[str, FileRecord] = {}
         with translate_write_errors(folder, self.nbytes), contextlib.ExitStack() as undo:
             for shard in self._shards:
                 with _new_file(folder / shard.name, self.mode, undo) as file:
-                    file.write(memoryview(shard.header))
-                    counter.add(len(shard.header), "")
-                    for tensor in shard.tensors:
-                        _write_tensor(tensor, file, counter)
+                    written[shard.name] = _write_shard(shard, file, counter)
             if self._index:
                 with _new_file(folder / self._index_name, self.mode, undo) as file:
                     file.write(memoryview(self._index))
                     counter.add(len(self._index), "")
+                written[self._index_name] = FileRecord(
+                    nbytes=len(self._index), crc32c=to_hex(crc32c(self._index))
+                )
             sync(folder)
             undo.pop_all()
+        return written
 
 
 def _split(tensors: Sequence[TensorOut], limit: int) -> list[list[TensorOut]]:
@@ -182,13 +191,35 @@ def _remove(path: Path) -> None:
         os.unlink(path)
 
 
-def _write_tensor(tensor: TensorOut, file: DirectWriter, counter: _ProgressCounter) -> None:
-    left = tensor.nbytes
+def _write_shard(shard: _Shard, file: DirectWriter, counter: _ProgressCounter) -> FileRecord:
+    file.write(memoryview(shard.header))
+    counter.add(len(shard.header), "")
+    whole = header = crc32c(shard.header)
+    tensors = {}
+    for tensor in shard.tensors:
+        crc = _write_tensor(tensor, file, counter)
+        tensors[tensor.name] = to_hex(crc)
+        whole = combine(whole, crc, tensor.nbytes)
+    return FileRecord(
+        nbytes=shard.nbytes, crc32c=to_hex(whole), header=to_hex(header), tensors=tensors
+    )
+
+
+def _write_tensor(tensor: TensorOut, file: DirectWriter, counter: _ProgressCounter) -> int:
+    """Write a tensor and return its checksum."""
+    left, crc = tensor.nbytes, 0
     for part in tensor.parts():
         assert part.device.type == "cpu", f"{tensor.name}: a part is on {part.device}"
         assert part.is_contiguous(), f"{tensor.name}: a part is not contiguous"
         assert part.nbytes <= left, f"{tensor.name}: parts have more than {tensor.nbytes} B"
-        file.write(bytes_of(part))
+        data = bytes_of(part)
+        for start in range(0, len(data), PIECE_NBYTES):
+            piece = data[start : start + PIECE_NBYTES]
+            # Sum the caller's bytes, not the writer's copy of them: a copy that goes wrong is then
+            # found as well.
+            crc = crc32c(piece, crc)
+            file.write(piece)
         left -= part.nbytes
         counter.add(part.nbytes, tensor.name)
     assert left == 0, f"{tensor.name}: parts have {tensor.nbytes - left} of {tensor.nbytes} B"
+    return crc

@@ -21,7 +21,9 @@ from torch import nn
 from penstock import records
 from penstock.checkpoint.disk import translate_write_errors
 from penstock.checkpoint.errors import StateError
+from penstock.checkpoint.manifest import check_small_files
 from penstock.checkpoint.model_files import ModelFiles
+from penstock.checkpoint.record_files import record_model
 from penstock.checkpoint.training_state import Software, TrainingState, read_engine_state
 from penstock.checkpoint.writer import Progress as WriteProgress
 from penstock.engine.allocate import Programs, allocate
@@ -566,7 +568,7 @@ class Engine:
         nbytes = sum(writer.nbytes for writer in self.files.writers(optimizer=optimizer))
         with translate_write_errors(folder, nbytes):
             folder.mkdir(parents=True, exist_ok=True)
-            self.files.write(folder, optimizer=optimizer, progress=progress)
+            shards = self.files.write(folder, optimizer=optimizer, progress=progress)
             if self.model_files is not None:
                 self.model_files.write(folder, tokenizer=tokenizer)
             if optimizer:
@@ -575,6 +577,8 @@ class Engine:
                     software=Software.here(gpu=self.on_gpu),
                     numerics=self.result_record(),
                 ).save(folder)
+            record_model(folder, shards, step=self.steps)
+            self.files.move_source(folder)
 
     def result_record(self) -> dict[str, Any]:
         """Return how the result was computed, as plain JSON for a checkpoint."""
@@ -597,6 +601,7 @@ class Engine:
         version of torch; by default it emits a NotBitIdenticalWarning. Another model, dtype,
         moment format, seed or param group raises EngineStateError.
         """
+        check_small_files(folder)
         state = EngineState.load(folder)
         state.check(self)
         if found := find_differences(Path(folder), self.workload, on_gpu=self.on_gpu):

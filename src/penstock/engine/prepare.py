@@ -275,6 +275,7 @@ def inspect_model(
 
     `name` is the model's name in the inventory, if it differs from `model`.
     """
+    from penstock.checkpoint.manifest import check_small_files
     from penstock.model.config import load_config, refuse_multimodal
     from penstock.model.quantization import refuse_quantized
     from penstock.model.self_check import check_model
@@ -282,6 +283,8 @@ def inspect_model(
 
     chosen = settings.model
     if isinstance(model, str | Path):
+        if Path(model).is_dir():
+            check_small_files(model)
         if chosen.init == "random":
             refuse_multimodal(
                 model, trust_remote_code=chosen.trust_remote_code, revision=chosen.revision

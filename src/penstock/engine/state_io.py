@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from penstock.checkpoint.errors import TensorMismatchError
+from penstock.checkpoint.manifest import FileRecord
 from penstock.checkpoint.model_weights import ModelWeights, thread_buffer
 from penstock.checkpoint.reader import ShardReader
 from penstock.checkpoint.writer import Progress, ShardWriter, TensorOut
@@ -62,12 +63,22 @@ class EngineFiles:
 
     def write(
         self, folder: Path, *, optimizer: bool = True, progress: Progress | None = None
-    ) -> None:
-        """Write the weights and, with `optimizer`, the optimizer states."""
+    ) -> dict[str, FileRecord]:
+        """Write the weights and, with `optimizer`, the optimizer states.
+
+        Returns the sizes and checksums of the files, for the manifest.
+        """
+        written: dict[str, FileRecord] = {}
         for writer in self.writers(optimizer=optimizer):
-            writer.write(folder, progress)
+            written |= writer.write(folder, progress)
+        return written
+
+    def move_source(self, folder: Path) -> None:
+        """Read the other tensors of a multimodal model from a folder that was just written.
+
+        An open file that was deleted would keep its disk space.
+        """
         if self._source is not None:
-            # From the newest checkpoint: an open file that was deleted would keep its disk space.
             self._source.move_to(folder)
 
     def read(self, folder: Path) -> None:
@@ -108,6 +119,7 @@ class EngineFiles:
             weights.read_buffers(self._buffers)
             yield weights
             if weights.kept:
+                weights.shards.check_partly_read()
                 opened.pop_all()
                 self._source = weights
 

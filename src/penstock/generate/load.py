@@ -90,12 +90,15 @@ def load(settings: GenerateSettings, progress: Progress) -> LoadedModel:
     """Load a model: resident where it fits, streamed where it does not."""
     import torch
 
+    from penstock.checkpoint.manifest import check_small_files
     from penstock.data import load_tokenizer
     from penstock.engine.prepare import model_directory
     from penstock.model.config import load_config
     from penstock.model.survey import survey_config
 
     source = find_weights(settings.model)
+    if Path(source).is_dir():
+        check_small_files(source)
     trust = settings.trust
     revision = None if Path(source).is_dir() else settings.revision
     config = load_config(source, trust_remote_code=trust, revision=revision, trained=False)
@@ -239,10 +242,9 @@ def load_resident(folder: Path, dtype: torch.dtype, device: str, trust: bool) ->
     import torch
     import transformers
 
-    from penstock.checkpoint.reader import ShardReader
+    from penstock.checkpoint.verify import check_weights
 
-    with ShardReader(folder):  # checks the files, and raises clearer errors than transformers does
-        pass
+    check_weights(folder)
     make: Any = transformers.AutoModelForCausalLM
     model = make.from_pretrained(
         str(folder), dtype=dtype, use_safetensors=True, trust_remote_code=trust

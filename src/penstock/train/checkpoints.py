@@ -130,6 +130,7 @@ class CheckpointSaver:
             self.out,
             position.step,
             keep=self.settings.checkpoint.keep,
+            keep_resumable=1,
             nbytes=self.nbytes,
             needed=(*self._tensor_files, *self._engine.model_files.names, STATE, RUN_FILE),
             # `find` has created it. If it was removed since, its other files must be restored, too.
