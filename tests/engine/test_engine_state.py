@@ -21,6 +21,7 @@ from penstock.engine.result_record import (
 from penstock.errors import EngineStateError
 from tests.equivalence.runs import DRAM, RESIDENT, Setup, differing, state_of
 from tests.support import engines
+from tests.support.manifests import update_manifest
 
 
 def test_a_new_engine_has_made_no_step_and_knows_no_gradient_norm(tmp_path: Path) -> None:
@@ -52,6 +53,7 @@ def test_a_folder_of_version_1_with_engine_json_alone_is_read(tmp_path: Path) ->
     path = folder / "training_state.json"
     (folder / "engine.json").write_text(json.dumps(json.loads(path.read_text())["engine"]))
     path.unlink()
+    (folder / "complete.json").unlink()
 
     with setup.engine(DRAM, tmp_path) as engine:
         engine.read(folder)
@@ -171,6 +173,7 @@ def test_a_checkpoint_that_recorded_no_numerics_is_read(saved: Path, tmp_path: P
     path = saved / "training_state.json"
     state = json.loads(path.read_text())
     path.write_text(json.dumps({"version": state["version"], "engine": state["engine"]}))
+    update_manifest(saved, path.name)
 
     with changed(Setup.of("llama"), {"clip": 2.0}).engine(DRAM, tmp_path) as engine:
         engine.read(saved)
@@ -182,6 +185,7 @@ def test_damaged_numerics_are_named(saved: Path, tmp_path: Path) -> None:
     state = json.loads(path.read_text())
     state["numerics"]["workload"]["micro_batch"] = "many"
     path.write_text(json.dumps(state))
+    update_manifest(saved, path.name)
 
     with (
         Setup.of("llama").engine(DRAM, tmp_path) as engine,

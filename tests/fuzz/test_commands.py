@@ -13,6 +13,7 @@ import pytest
 
 from tests.fuzz.kept_inputs import COMMANDS, CONFIGS, RUN_FILES, STATES
 from tests.support.fuzzed_commands import KINDS, PLAN, Case, Inputs, problem
+from tests.support.manifests import with_file
 
 SEED = 20261116
 
@@ -83,10 +84,10 @@ def test_a_wrong_training_state_is_refused(path: tuple[str, ...], inputs: Inputs
         holder = holder[int(key) if isinstance(holder, list) else key]
     holder[path[-1]] = STATES[path]
     text = json.dumps(state)
-    manifest = json.loads(inputs.text(f"{CHECKPOINT}/complete.json"))
-    manifest["files"]["training_state.json"] = len(text.encode())
+    manifest = inputs.text(f"{CHECKPOINT}/complete.json")
+    manifest = with_file(manifest, "training_state.json", text.encode())
     folder = "{out}/checkpoint-000002"
-    files = {f"{folder}/training_state.json": text, f"{folder}/complete.json": json.dumps(manifest)}
+    files = {f"{folder}/training_state.json": text, f"{folder}/complete.json": manifest}
 
     ended = inputs.run(
         Case("state", ("train", "--out", "{out}", "--resume", "--steps", "3"), files)

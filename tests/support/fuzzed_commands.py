@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.units import GiB
+from tests.support.manifests import sign, with_file
 from tests.train.runs import RESIDENT, RunResult, Runs, run_command
 
 SECONDS = 20
@@ -222,11 +223,14 @@ def change_state(inputs: Inputs, rng: random.Random) -> Case:
     folder = "checkpoint-000002"
     name = rng.choice(("training_state.json", "training_state.json", "complete.json"))
     files = {"{out}/" + f"{folder}/{name}": change_json(inputs.text(f"out/{folder}/{name}"), rng)}
+    if name == "complete.json" and rng.random() < 0.5:
+        # With the right checksum, so that its fields are read.
+        files = {path: sign(text) for path, text in files.items()}
     if name != "complete.json":
-        # The manifest has the sizes of the files. It is right here, so that the state is read.
-        sizes = json.loads(inputs.text(f"out/{folder}/complete.json"))
-        sizes["files"][name] = len(next(iter(files.values())).encode())
-        files["{out}/" + f"{folder}/complete.json"] = json.dumps(sizes)
+        # The manifest has the checksums of the files. It is right here, so that the state is read.
+        changed = next(iter(files.values())).encode("utf-8", "surrogateescape")
+        manifest = with_file(inputs.text(f"out/{folder}/complete.json"), name, changed)
+        files["{out}/" + f"{folder}/complete.json"] = manifest
     arguments = ("train", "--out", "{out}", "--resume", "--steps", "3", "--json")
     return Case("state", arguments, files)
 

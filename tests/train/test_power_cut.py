@@ -11,6 +11,7 @@ import pytest
 from penstock.errors import SettingsError
 from penstock.settings import RUN_FILE, Settings, merge_layers
 from penstock.train.saved_settings import read_saved_settings
+from tests.support.manifests import update_manifest
 from tests.train.runs import RunResult, Runs, run_command
 from tests.train.test_session import Whole
 
@@ -68,8 +69,7 @@ def test_a_checkpoint_of_an_earlier_version_yields_what_it_has(out: Path) -> Non
     for path in (out / RUN_FILE, *out.glob(f"checkpoint-*/{RUN_FILE}")):
         path.unlink()
     for manifest in out.glob("checkpoint-*/complete.json"):
-        lines = manifest.read_text().splitlines()
-        manifest.write_text("\n".join(line for line in lines if RUN_FILE not in line))
+        update_manifest(manifest.parent, RUN_FILE)
     saved = read_saved_settings(out)
     assert merge_layers(saved.layers).schedule.lr == 0.01
     assert "is missing" in saved.note

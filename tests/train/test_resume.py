@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.manifest import Checkpoint
+from penstock.checkpoint.manifest import Checkpoint, Manifest
 from penstock.checkpoint.training_state import TrainingState
 from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.workload import Numerics
@@ -29,7 +29,9 @@ FRESH = Numerics(micro_batch=1, loss_chunk=64, mlp_tile=64, head_sum="chunk")
 
 def resume_point() -> ResumePoint:
     state = TrainingState(numerics={"workload": to_json(SAVED)})
-    return ResumePoint(Checkpoint(path=Path("out/step-4"), step=4, files={}), state)
+    return ResumePoint(
+        Checkpoint(path=Path("out/step-4"), manifest=Manifest(step=4, files={})), state
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,9 @@ def test_another_number_of_steps_is_reported(schedule: Any, expected: list[str])
     state = TrainingState(
         numerics={"workload": to_json(SAVED), "settings": saved}, schedule=schedule
     )
-    point = ResumePoint(Checkpoint(path=Path("out/step-4"), step=4, files={}), state)
+    point = ResumePoint(
+        Checkpoint(path=Path("out/step-4"), manifest=Manifest(step=4, files={})), state
+    )
 
     assert point.differences(settings, steps=10) == expected
     clip = point.differences(Settings.of({"batch": 8, "clip": 0.5}), steps=10)

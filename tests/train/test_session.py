@@ -13,6 +13,7 @@ import transformers
 import yaml
 
 from penstock.settings import read_yaml
+from tests.support.manifests import make_old_manifest, update_manifest
 from tests.train.conftest import STEPS
 from tests.train.runs import RESIDENT, RunResult, Runs, contents, run_command
 
@@ -139,10 +140,7 @@ def rewrite_as_version_1(out: Path) -> None:
     old = {**state, **repeated, "version": 1}
     (folder / "training_state.json").write_text(json.dumps(old))
     (folder / "engine.json").write_text(json.dumps(engine))
-    manifest = json.loads((folder / "complete.json").read_text())
-    for name in ("training_state.json", "engine.json"):
-        manifest["files"][name] = (folder / name).stat().st_size
-    (folder / "complete.json").write_text(json.dumps(manifest))
+    make_old_manifest(folder)
 
 
 def test_a_run_of_version_1_resumes_to_the_bit(whole: Whole, stopped: Path) -> None:
@@ -173,10 +171,7 @@ def rewrite_as_before_head_sums(out: Path) -> None:
     state["numerics"]["workload"]["deterministic"] = False
     state["numerics"]["settings"]["deterministic"] = False
     (folder / "training_state.json").write_text(json.dumps(state))
-    manifest = json.loads((folder / "complete.json").read_text())
-    size = (folder / "training_state.json").stat().st_size
-    manifest["files"]["training_state.json"] = size
-    (folder / "complete.json").write_text(json.dumps(manifest))
+    update_manifest(folder, "training_state.json")
 
 
 def test_a_run_from_before_head_sums_keeps_its_numerics(stopped: Path) -> None:

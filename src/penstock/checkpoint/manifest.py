@@ -128,6 +128,10 @@ def is_optimizer(name: str) -> bool:
     return name.startswith((f"{OPTIMIZER}.", f"{OPTIMIZER}-"))
 
 
+def _is_for_resume(name: str) -> bool:
+    return is_optimizer(name) or name in ("training_state.json", "run.yaml")
+
+
 def folder_name(step: int) -> str:
     """Return the directory name of the checkpoint of a step."""
     return f"checkpoint-{step:06d}"
@@ -210,15 +214,18 @@ def check_small_files(folder: str | Path) -> None:
     """Raise ChecksumError if a file other than weights and states has changed since it was written.
 
     These are the config, the tokenizer, the settings and the training state. Tensors are checked
-    while they are read. A directory without checksums passes.
+    while they are read. A directory without checksums passes. What only a resume needs may be
+    missing: the rest is a model.
     """
     manifest = find_manifest(Path(folder))
     if manifest is None or not manifest.has_checksums:
         return
     for name, record in manifest.files.items():
-        if not name.endswith(SHARD_SUFFIX):
+        path = Path(folder, name)
+        is_removed = _is_for_resume(name) and not os.path.lexists(path)
+        if not name.endswith(SHARD_SUFFIX) and not is_removed:
             check_size(Path(folder), name, record)
-            crc = to_hex(checksum_file(Path(folder, name)))
+            crc = to_hex(checksum_file(path))
             if crc != record.crc32c:
                 raise checksum_error(Path(folder), name, expected=record.crc32c, found=crc)
 

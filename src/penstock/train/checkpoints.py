@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,12 @@ from penstock.checkpoint.errors import (
     CheckpointExistsError,
     DamagedCheckpointError,
 )
-from penstock.checkpoint.manifest import folder_name, read_checkpoint
+from penstock.checkpoint.manifest import (
+    COMPLETE,
+    folder_name,
+    read_checkpoint,
+    write_manifest,
+)
 from penstock.checkpoint.run_directory import list_checkpoints, new_checkpoint
 from penstock.checkpoint.training_state import STATE, Software, TrainingState
 from penstock.durable_files import link_file
@@ -148,10 +153,17 @@ class CheckpointSaver:
         folder = self.out / folder_name(self.saved_step)
         target = self.settings.checkpoint.model_directory
         target.mkdir(exist_ok=True)
+        # The manifest of an earlier model goes first, and that of this one comes last.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(target / COMPLETE)
         names = sorted(n for n in os.listdir(folder) if n.startswith("model"))
         # Link the index last: a reader that finds it finds all shards.
         for name in sorted(names, key=lambda n: n.endswith(".json")):
             link_file(folder / name, target / name)
+        manifest = read_checkpoint(folder).manifest
+        if manifest.has_checksums:
+            files = {name: record for name, record in manifest.files.items() if name in names}
+            write_manifest(target, replace(manifest, files=files))
         write_model_card(target, self.settings, result)
 
     def _training_state(self, position: RunPosition) -> TrainingState:
