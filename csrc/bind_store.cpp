@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <tuple>
 
 #include "crc32c.h"
@@ -123,6 +124,7 @@ void bind_engine(nb::module_& m) {
 void bind_store(nb::module_& m) {
   m.attr("END_OF_FILE") = kEndOfFile;
   m.attr("BAD_CHECKSUM") = kBadChecksum;
+  m.attr("NEVER_WRITTEN") = kNeverWritten;
   nb::exception<EngineClosed>(m, "EngineClosed", PyExc_RuntimeError);
   bind_engine(m);
   m.def(
@@ -134,13 +136,21 @@ void bind_store(nb::module_& m) {
       nb::arg("buffer"), nb::arg("writable"));
   m.def(
       "crc32c",
-      [](nb::handle buffer, std::uint32_t before, bool hardware) {
+      [](nb::handle buffer, std::uint32_t before, const std::string& variant) {
         const BufferView view{buffer, /*writable=*/false};
         const nb::gil_scoped_release no_gil;
-        return hardware ? crc32c(view.at(), view.bytes(), before)
-                        : crc32c_table(view.at(), view.bytes(), before);
+        for (const Crc32cVariant& one : crc32c_variants()) {
+          if (one.name == variant) return one.run(view.at(), view.bytes(), before);
+        }
+        if (!variant.empty()) throw std::invalid_argument{"no such variant here: " + variant};
+        return crc32c(view.at(), view.bytes(), before);
       },
-      nb::arg("buffer"), nb::arg("before") = 0, nb::arg("hardware") = true);
+      nb::arg("buffer"), nb::arg("before") = 0, nb::arg("variant") = "");
+  m.def("crc32c_variants", [] {
+    std::vector<std::string> names;
+    for (const Crc32cVariant& variant : crc32c_variants()) names.emplace_back(variant.name);
+    return names;
+  });
   m.def("crc32c_is_hardware", &crc32c_is_hardware);
   m.def(
       "allocate_space",

@@ -38,19 +38,27 @@ Next retry_stalled(Request& request, int error, const Retries& retries) {
   return ++request.stalls <= retries.stalled ? Next::again : fail(request, error);
 }
 
-// Checks the checksums of a complete read. A flipped bit may come from the link and be gone on a
-// second attempt.
+// Checks the checksums of a complete read, in the caller's buffer, so that the whole way from the
+// disk is covered. A flipped bit may come from the link and be gone on a second attempt.
 Next check_whole(Request& request, const Retries& retries) {
   const Transfer& transfer = *request.transfer;
   if (transfer.op == Op::write || !transfer.checksums) return Next::finished;
   const Piece& piece = request.piece;
   std::uint64_t wrong = 0;
-  if (transfer.checksums->matches(piece.at, piece.bytes, piece.place, wrong)) return Next::finished;
+  const int error = transfer.checksums->check(piece.at, piece.bytes, piece.place, wrong);
+  if (error == 0) return Next::finished;
   const auto into = static_cast<std::size_t>(wrong - piece.place);
   request.moved = into;  // only for the report, if this was the last attempt
-  const Next next = retry_media(request, kBadChecksum, retries);
+  const Next next =
+      error == kBadChecksum ? retry_media(request, error, retries) : fail(request, error);
   request.moved = 0;
   return next;
+}
+
+// Returns the checksum, but never 0, which stands for a unit that was never written.
+std::uint32_t checksum_of(const std::byte* at, std::size_t bytes) {
+  const std::uint32_t crc = crc32c(at, bytes);
+  return crc != 0 ? crc : 1;
 }
 
 }  // namespace
@@ -60,22 +68,20 @@ Checksums::Checksums(std::uint64_t bytes, std::size_t unit)
 
 void Checksums::note(const std::byte* at, std::size_t bytes, std::uint64_t place) noexcept {
   for (std::size_t done = 0; done < bytes; done += unit_) {
-    const std::uint32_t crc = crc32c(at + done, std::min(unit_, bytes - done));
-    units_[(place + done) / unit_].store(crc != 0 ? crc : 1, std::memory_order_release);
+    const std::uint32_t crc = checksum_of(at + done, std::min(unit_, bytes - done));
+    units_[(place + done) / unit_].store(crc, std::memory_order_release);
   }
 }
 
-bool Checksums::matches(const std::byte* at, std::size_t bytes, std::uint64_t place,
-                        std::uint64_t& wrong) const noexcept {
+int Checksums::check(const std::byte* at, std::size_t bytes, std::uint64_t place,
+                     std::uint64_t& wrong) const noexcept {
   for (std::size_t done = 0; done < bytes; done += unit_) {
     const std::uint32_t kept = units_[(place + done) / unit_].load(std::memory_order_acquire);
-    if (kept == 0) continue;
-    const std::uint32_t crc = crc32c(at + done, std::min(unit_, bytes - done));
-    if (kept == (crc != 0 ? crc : 1)) continue;
     wrong = place + done;
-    return false;
+    if (kept == 0) return kNeverWritten;
+    if (kept != checksum_of(at + done, std::min(unit_, bytes - done))) return kBadChecksum;
   }
-  return true;
+  return 0;
 }
 
 Failure Transfer::failure() const {

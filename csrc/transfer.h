@@ -17,8 +17,9 @@ namespace penstock {
 enum class Op : std::uint8_t { read, write };
 
 // Failures without an errno, outside the range of errno values.
-constexpr int kEndOfFile = -1;    // the file is shorter than the store in it
-constexpr int kBadChecksum = -2;  // the bytes read are not those written
+constexpr int kEndOfFile = -1;     // the file is shorter than the store in it
+constexpr int kBadChecksum = -2;   // the bytes read are not those written
+constexpr int kNeverWritten = -3;  // the bytes read were never written, so they mean nothing
 
 // A range that is contiguous in one file and in memory.
 struct Piece {
@@ -39,14 +40,13 @@ class Checksums {
   Checksums& operator=(const Checksums&) = delete;
 
   void note(const std::byte* at, std::size_t bytes, std::uint64_t place) noexcept;
-  // Returns the offset of the first unit that does not match, or none. A unit that was never
-  // written matches anything.
-  bool matches(const std::byte* at, std::size_t bytes, std::uint64_t place,
-               std::uint64_t& wrong) const noexcept;
+  // Returns 0, or kBadChecksum or kNeverWritten and the offset of the first unit that is wrong.
+  int check(const std::byte* at, std::size_t bytes, std::uint64_t place,
+            std::uint64_t& wrong) const noexcept;
 
  private:
   const std::size_t unit_;
-  std::vector<std::atomic<std::uint32_t>> units_;  // 0: not written by this process
+  std::vector<std::atomic<std::uint32_t>> units_;  // 0: never written
 };
 
 struct Failure {

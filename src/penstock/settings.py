@@ -253,7 +253,7 @@ class ScheduleSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySettings:
-    """The memory budget of each tier, and the format of the moments."""
+    """The memory budget of each tier, the format of the moments, and the checks of NVMe."""
 
     hbm: str = option(
         "GPU memory budget, e.g. `22GiB`, or `auto` (free memory less a reserve).", "auto"
@@ -268,6 +268,9 @@ class MemorySettings:
     moments: Moments = option(
         "Storage format of the AdamW moments: fp32 is exact; bf16 and int8 use less memory.",
         "fp32",
+    )
+    store_checksums: bool = option(
+        "Keep a checksum of everything written to NVMe, and check it on every read.", True
     )
     plan: str | None = option(
         "Plan file written by `penstock plan -o`; replaces the memory budgets.", None

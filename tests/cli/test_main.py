@@ -50,6 +50,7 @@ FLAGS = {
         *{"--save-every", "--keep", "--save-weights-only", "--on-nonfinite", "--deterministic"},
         *{"--no-deterministic", "--min-lr", "--decay", "--save-best", "--hub-layout"},
         *{"--self-check", "--no-self-check", "--label-smoothing", "--neftune-noise-alpha"},
+        *{"--store-checksums", "--no-store-checksums"},
         *{
             "--seed",
             "--log",

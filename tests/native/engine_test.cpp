@@ -220,6 +220,16 @@ ON_BOTH_ENGINES("a flipped bit is detected, and a second read may succeed") {
   }
 }
 
+ON_BOTH_ENGINES("a unit that was never written cannot be read") {
+  Bench bench{rings};
+  const auto sums = std::make_shared<Checksums>(kDiskBytes, 2 * kBlock);
+  CHECK(bench.finish(Op::write, 0, 4 * kBlock, sums).error == 0);
+  CHECK(bench.finish(Op::read, 0, 4 * kBlock, sums).error == 0);
+  const Failure failure = bench.finish(Op::read, 0, 6 * kBlock, sums);
+  CHECK(failure.error == kNeverWritten);
+  CHECK(failure.place == 4 * kBlock);
+}
+
 ON_BOTH_ENGINES("a failed write is detected by the next read") {
   Bench bench{rings};
   const auto sums = std::make_shared<Checksums>(kDiskBytes, 2 * kBlock);

@@ -158,7 +158,7 @@ def test_a_disk_that_loses_or_corrupts_writes_is_detected(
         store.start_write(extent, first).wait()
         layer.load(flakey(layer.under, *lie))
         store.start_write(extent, second).wait()  # the disk reports success
-        with pytest.raises(ChecksumError, match=r"moments: .* other bytes"):
+        with pytest.raises(ChecksumError, match=r"moments: .* different bytes"):
             store.start_read(extent, first).wait()
         layer.repair()
         store.start_write(extent, second).wait()

@@ -89,6 +89,8 @@ class PrepareSettings(TypedDict, total=False):
     """AdamW betas."""
     weight_decay: float
     """AdamW weight decay."""
+    store_checksums: bool
+    """Whether to keep checksums of what is written to NVMe, and to check them on every read."""
     self_check: bool
     """Whether to compare the training of a tiny copy of the model with plain transformers first."""
 
@@ -139,7 +141,7 @@ def prepare(
         compiled: Compile layers and use Penstock's own kernels. By default, if the GPU runs them.
         device: `cpu` or `cuda`. By default, the GPU if there is one.
         sweep_threads: Number of CPU threads of the optimizer sweep.
-        store: Options of the store on NVMe.
+        store: Options of the store on NVMe; they replace `store_checksums`.
         rehearse: Run every kind of layer once before memory is allocated, to measure what a step
             needs and to compile. By default, on a GPU.
         progress: Called with work done, the total and a description while the engine is prepared.
@@ -147,7 +149,8 @@ def prepare(
         **arguments: Settings by name, as `PrepareSettings` describes them: context, batch,
             micro_batch, dtype, moments, clip, steps, freeze, blocks, deterministic, seed,
             label_smoothing, neftune_noise_alpha, init, model_config, revision,
-            trust_remote_code, lr, betas, weight_decay and self_check.
+            trust_remote_code, lr, betas, weight_decay, store_checksums and
+            self_check.
 
     Returns:
         The engine. Use it as a context manager, or call `close`.
@@ -547,7 +550,7 @@ def _engine_settings(settings: Settings, options: _EngineOptions) -> EngineSetti
         grouping=options.param_groups or decay_matrices,
         loss=options.loss,
         seed=settings.schedule.seed,
-        store=options.store or StoreSettings(),
+        store=options.store or StoreSettings(verify=settings.memory.store_checksums),
         sweep_threads=options.sweep_threads,
         nonfinite=settings.schedule.on_nonfinite,
         self_checked=settings.model.self_check,

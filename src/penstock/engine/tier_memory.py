@@ -23,6 +23,7 @@ from penstock.plan.buffers import micro_batches_per_round, micro_nbytes
 from penstock.plan.lifetimes import piece_span
 from penstock.plan.placement import STRIPE_UNIT, Home
 from penstock.plan.plan import Plan
+from penstock.planner.resource_names import ROLE_NAMES
 from penstock.roles import EXTENT, Role
 from penstock.storage.engines import EngineName
 from penstock.storage.layout import Extent
@@ -40,8 +41,8 @@ class StoreSettings:
 
     engine: EngineName = "auto"
     """I/O engine: `io_uring`, `threads`, or `auto`."""
-    verify: bool = False
-    """Whether every read checks a checksum."""
+    verify: bool = True
+    """Whether every read is compared with the checksums of what was written."""
     erase: bool = False
     """Whether a raw device that holds data may be overwritten."""
     workers: int | None = None
@@ -198,7 +199,8 @@ class TierMemory:
         )
         self.usage.add_store(self.store)
         for (block, role, part), nbytes in extents:
-            name = f"{self.inventory.blocks[block].name}.{role}.{part}"
+            unit = "micro-batch" if role is Role.ACTIVATION else "piece"
+            name = f"{ROLE_NAMES[role]} of {self.inventory.blocks[block].name}, {unit} {part}"
             self._extents[block, role, part] = self.store.allocate(nbytes, name=name)
 
     def _disk_nbytes(self) -> dict[str, int]:

@@ -51,7 +51,7 @@ def bench_storage(
     nbytes: int = 1024 * MiB,
     request_nbytes: Sequence[int] = (1 * MiB, 4 * MiB),
     passes: int = 3,
-    verify: bool = False,
+    verify: bool = True,
     erase: bool = False,
     progress: Callable[[float], None] = lambda done: None,
 ) -> list[Rate]:

@@ -52,12 +52,24 @@ class TruncatedStoreError(StorageError):
 class ChecksumError(StorageError):
     """The bytes read differ from the bytes written."""
 
-    def __init__(self, *, extent: str, path: str, offset: int, length: int) -> None:
-        self.extent, self.path, self.offset, self.length = extent, path, offset, length
+    def __init__(self, *, extent: str, path: str, offset: int, extent_offset: int) -> None:
+        self.extent, self.path = extent, path
+        self.offset, self.extent_offset = offset, extent_offset
         super().__init__(
-            f"{extent}: {path} returned other bytes than were written, in the unit at offset "
-            f"{offset}, also on a second read. Check the drive and the host memory, and resume "
-            f"from the last checkpoint"
+            f"{extent}: the disk returned different bytes than were written, also when they were "
+            f"read again: {path}, in the unit at offset {offset}. "
+            f"Check the drive with `smartctl -a` and the host memory, then resume from the last "
+            f"checkpoint with a store on another drive"
+        )
+
+
+class UnwrittenExtentError(StorageError):
+    """A read covers bytes that were never written, so they mean nothing."""
+
+    def __init__(self, *, extent: str, offset: int) -> None:
+        self.extent, self.offset = extent, offset
+        super().__init__(
+            f"{extent}: the unit at {offset} was never written; write it before you read it"
         )
 
 

@@ -89,7 +89,7 @@ class Store:
         capacity: int | str | None = None,
         *,
         engine: EngineName = "auto",
-        verify: bool = False,
+        verify: bool = True,
         erase: bool = False,
         options: StoreOptions | None = None,
     ) -> Self:
@@ -100,7 +100,8 @@ class Store:
             capacity: size in bytes or as text such as `"200GiB"`. It may be omitted if all paths
                 are raw devices, which are then used whole.
             engine: `"io_uring"`, `"threads"`, or `"auto"` for io_uring where it is available.
-            verify: keep a checksum of every unit written in memory and check it on every read.
+            verify: keep a checksum of every unit written in memory and check it on every read. A
+                unit that was never written cannot be read then.
             erase: allow raw devices that hold data. A device in use is always refused.
             options: settings that rarely need to change.
         """

@@ -16,6 +16,7 @@ from penstock.storage.errors import (
     StoreClosedError,
     TransferError,
     TruncatedStoreError,
+    UnwrittenExtentError,
 )
 from penstock.storage.layout import Extent
 from penstock.storage.volume import Volume
@@ -89,7 +90,9 @@ class StoreTicket:
         if code == _native.END_OF_FILE:
             return TruncatedStoreError(extent=extent, path=path, offset=offset, length=length)
         if code == _native.BAD_CHECKSUM:
-            return ChecksumError(extent=extent, path=path, offset=place, length=length)
+            return ChecksumError(extent=extent, path=path, offset=offset, extent_offset=place)
+        if code == _native.NEVER_WRITTEN:
+            return UnwrittenExtentError(extent=extent, offset=place)
         if code == errno.ECANCELED:
             return StoreClosedError(
                 f"{self.verb} of {extent}: the store was closed before the transfer started"
