@@ -70,14 +70,16 @@ class NodeFullError(PlacementError, MemoryError):
 
 
 class MemoryLimitError(PlacementError, MemoryError):
-    """The allocation would exceed a control group's memory limit and get the process killed."""
+    """The process would exceed its memory limit, and get killed if a control group sets it."""
 
-    def __init__(self, *, wanted: int, free: int, limit: int) -> None:
-        self.wanted, self.free, self.limit = wanted, free, limit
+    def __init__(
+        self, *, wanted: int, free: int, limit: int, name: str, what: str = "requested"
+    ) -> None:
+        self.wanted, self.free, self.limit, self.name = wanted, free, limit, name
         super().__init__(
-            f"{format_bytes(wanted)} requested, but the control group's limit of "
-            f"{format_bytes(limit)} leaves {format_bytes(free)}; raise memory.max, or request less "
-            "memory"
+            f"{format_bytes(wanted)} {what}, but the memory limit of this process, "
+            f"{format_bytes(limit)}, leaves {format_bytes(free)}; raise {name}, or request less "
+            f"memory"
         )
 
 

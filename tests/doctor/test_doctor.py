@@ -56,7 +56,7 @@ BAD: list[tuple[Check, tuple[str, ...], Mapping[str, str | None], str, str, str]
             "sys/fs/cgroup/box/memory.max": str(8 * GiB),
             "sys/fs/cgroup/box/memory.current": str(2 * GiB),
         },
-        "note", "8.00 GiB of 16.0 GiB, 6.00 GiB left", "memory.max",
+        "note", "8.00 GiB of 16.0 GiB (/sys/fs/cgroup/box/memory.max), 6.00 GiB left", "MemoryMax",
     ),
     (
         limits.check_memory_limit, ("healthy",),
@@ -65,7 +65,12 @@ BAD: list[tuple[Check, tuple[str, ...], Mapping[str, str | None], str, str, str]
             "sys/fs/cgroup/box/memory.max": str(GiB),
             "sys/fs/cgroup/box/memory.current": str(GiB // 2),
         },
-        "warn", "512 MiB left", "memory.max",
+        "warn", "512 MiB left", "docker run --memory",
+    ),
+    (
+        limits.check_cpu_quota, ("healthy",),
+        {"proc/self/cgroup": "0::/box", "sys/fs/cgroup/box/cpu.max": "50000 100000"},
+        "note", "the time of 0.5 CPUs, of ", "cpu.max",
     ),
     (
         limits.check_wsl, ("healthy",),

@@ -7,6 +7,7 @@ import gc
 import os
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine import device_memory
 from penstock.engine.compute import Computer
 from penstock.engine.device import CpuDevice, DeviceMemory
 from penstock.engine.device_memory import (
@@ -22,8 +24,9 @@ from penstock.engine.device_memory import (
     use_expandable_segments,
 )
 from penstock.engine.prepare import prepare
-from penstock.errors import DeviceMemoryError
+from penstock.errors import DeviceMemoryError, MemoryLimitError
 from penstock.machine.discovery import gpus
+from penstock.machine.machine import MemoryLimit
 from penstock.plan.budget import Budget
 from penstock.plan.plan import Plan
 from penstock.planner import make_plan
@@ -119,7 +122,34 @@ def test_the_error_keeps_no_tensor_of_the_failed_step(plan: Plan) -> None:
     assert kept[0]() is None
 
 
-def test_a_plan_is_refused_before_anything_is_allocated(plan: Plan) -> None:
+def limit_memory(monkeypatch: pytest.MonkeyPatch, left: int | None) -> None:
+    limit = None if left is None else MemoryLimit(name="/job/memory.max", nbytes=left, left=left)
+    monkeypatch.setattr(device_memory, "memory_limit", lambda _: limit)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_run_that_exceeds_the_memory_limit_of_the_process_is_refused(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    resident = plan.process_memory - GiB  # 1 GiB of CUDA and compiled kernels is to come
+    monkeypatch.setattr(device_memory, "resident_nbytes", lambda: resident)
+    if not on_gpu:
+        pools = tuple(pool for pool in plan.pools if pool.what != "CUDA context")
+        plan = replace(plan, pools=pools)
+    enough = plan.host_nbytes - plan.process_memory + (GiB if on_gpu else 200 * MiB)
+    device = FakeGpu(free=140 * GiB) if on_gpu else CpuDevice()
+    limit_memory(monkeypatch, enough)
+    check_free_memory(device, plan)
+
+    limit_memory(monkeypatch, enough - 1)
+    with pytest.raises(MemoryLimitError, match=r"needed by the plan .* raise /job/memory\.max"):
+        check_free_memory(device, plan)
+
+
+def test_a_plan_is_refused_before_anything_is_allocated(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_memory(monkeypatch, None)
     context = next(pool.nbytes for pool in plan.pools if pool.what == "CUDA context")
     enough = plan.peak(Tier.HBM) - context
     check_free_memory(FakeGpu(free=enough), plan)

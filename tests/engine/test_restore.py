@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers
 
-from penstock.engine import initial_weights
+from penstock.engine import initial_weights, restore
 from penstock.engine.engine import Engine
 from penstock.engine.prepare import prepare
 from penstock.engine.restore import ModelNotRestoredWarning
 from penstock.errors import EngineError, ModelRestoreError, UnsupportedModelError
-from penstock.machine.sysfs import System
+from penstock.machine.limits import HostMemory
 from tests.support.engines import plain_model, tiny_config
 
 SMALL: dict[str, Any] = {
@@ -133,7 +133,7 @@ def test_a_model_that_does_not_fit_is_a_shell_that_says_how_to_load_the_weights(
     model = plain_model(tiny_config("llama"))
     engine = prepare(model, lr=1e-2, **SMALL)
     train(engine)
-    monkeypatch.setattr(System, "free_memory", lambda _: 1000)
+    monkeypatch.setattr(restore, "host_memory", lambda _: HostMemory(1000, 1000, None))
     with pytest.raises(ModelRestoreError, match=r"1000 B are free.*engine\.write\(folder\)"):
         engine.restore(model)
     engine.write(tmp_path / "out")

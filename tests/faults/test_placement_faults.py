@@ -123,9 +123,12 @@ def test_running_out_of_address_space_reports_the_size() -> None:
         used = int(open("/proc/self/statm").read().split()[0]) * 4096
         _, hard = resource.getrlimit(resource.RLIMIT_AS)  # only root may raise it
         resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), hard))
-        error = refused(MapError, lambda: ps.empty(1 << 30, dtype=torch.uint8))
-        assert error.wanted == 1 << 30 and "1.00 GiB" in str(error)
-        assert isinstance(error, MemoryError)
+        limited = refused(MemoryLimitError, lambda: ps.empty(1 << 30, dtype=torch.uint8))
+        assert "ulimit -v" in str(limited)
+        mapped_only = lambda: ps.empty(1 << 30, dtype=torch.uint8, prefault=False)
+        for error in (limited, refused(MapError, mapped_only)):
+            assert error.wanted == 1 << 30 and "1.00 GiB" in str(error)
+            assert isinstance(error, MemoryError)
         """)
 
 

@@ -162,7 +162,9 @@ def test_a_gpu_without_its_driver_is_read_from_the_bus(tmp_path: Path) -> None:
 
 
 def test_a_gpu_has_no_node_if_the_kernel_does_not_report_it(tmp_path: Path) -> None:
-    changes = {f"{NODE}/node1/cpulist": "2-3", f"{NODE}/has_memory": "0-1"}
+    changes: dict[str, str | None] = {
+        f"{NODE}/node1/cpulist": "2-3", f"{NODE}/has_memory": "0-1", "proc/self/status": None,
+    }  # fmt: skip
     machine = discover(fake_root(tmp_path, "healthy", "numa", changes=changes))
     assert machine.gpus[0].node is None
 

@@ -23,6 +23,7 @@ from penstock.machine.machine import (
     FirmwareFigures,
     Gpu,
     Machine,
+    MemoryLimit,
     MemoryNode,
     MemoryRate,
     NodeCopy,
@@ -87,6 +88,7 @@ def full_machine() -> Machine:
             ),
         ),
         process_memory=2 * GiB,
+        memory_limit=MemoryLimit(name="/sys/fs/cgroup/memory.max", nbytes=GiB, left=1),
     )  # fmt: skip
 
 

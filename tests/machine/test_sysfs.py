@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.machine.sysfs import System, parse_ids
-from penstock.units import GiB, KiB, MiB
+from penstock.machine.sysfs import parse_ids
+from penstock.units import KiB
 from tests.support.fake_sysfs import fake_root
 
 
@@ -122,37 +122,3 @@ def test_allowed_nodes_are_those_the_process_is_confined_to(tmp_path: Path) -> N
     system = fake_root(tmp_path, changes={**TWO_NODES, **status})
 
     assert system.allowed_nodes() == (1,)
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {
-            "proc/self/cgroup": "0::/a/b",
-            "sys/fs/cgroup/a/memory.max": str(GiB),
-            "sys/fs/cgroup/a/memory.current": str(700 * MiB),
-            "sys/fs/cgroup/a/memory.stat": f"anon 5\ninactive_file {100 * MiB}\n",
-            "sys/fs/cgroup/a/b/memory.max": "max",
-            "sys/fs/cgroup/a/b/memory.current": str(10 * MiB),
-        },
-        {
-            "proc/self/cgroup": "4:memory:/a\n0::/",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": "5",
-            "sys/fs/cgroup/memory/a/memory.limit_in_bytes": str(GiB),
-            "sys/fs/cgroup/memory/a/memory.usage_in_bytes": str(700 * MiB),
-            # In the kernel's order: first the group alone, then including its child groups.
-            "sys/fs/cgroup/memory/a/memory.stat": f"inactive_file {5 * MiB}\nactive_file 0\n"
-            f"total_inactive_file {100 * MiB}\n",
-        },
-    ],
-    ids=["v2", "v1"],
-)
-def test_memory_limit_is_the_tightest_control_group_without_page_cache(
-    tmp_path: Path, files: dict[str, str]
-) -> None:
-    assert fake_root(tmp_path, changes=files).memory_limit() == (GiB, 424 * MiB)
-
-
-def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
-    assert System(tmp_path).memory_limit() is None

@@ -26,6 +26,7 @@ CHECKS: Mapping[str, Callable[[System], Finding]] = {
     "sys_nice": limits.check_sys_nice,
     "cpuset": limits.check_cpuset,
     "memory limit": limits.check_memory_limit,
+    "cpu quota": limits.check_cpu_quota,
     "memlock": limits.check_memlock,
     "transparent huge pages": memory.check_transparent_huge_pages,
     "reserved huge pages": memory.check_reserved_huge_pages,

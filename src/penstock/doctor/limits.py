@@ -8,6 +8,7 @@ import sys
 
 from penstock import _native
 from penstock.doctor.findings import Finding, ok
+from penstock.machine.limits import cpu_quota, memory_limit, usable_threads
 from penstock.machine.sysfs import System, parse_ids
 from penstock.units import GiB, format_bytes
 
@@ -129,20 +130,39 @@ def check_cpuset(system: System) -> Finding:
 
 
 def check_memory_limit(system: System) -> Finding:
-    """Check for a control group that limits memory."""
-    limit = system.memory_limit()
+    """Check for a control group or a resource limit that limits memory."""
+    limit = memory_limit(system)
     total = sum(system.node_bytes(node).total for node in system.memory_nodes())
-    if limit is None or limit[0] >= total:
-        return ok("memory limit", "no control group limits memory to less than the machine has")
-    most, left = limit
-    found = f"{format_bytes(most)} of {format_bytes(total)}, {format_bytes(left)} left"
+    if limit is None or limit.nbytes >= total:
+        return ok("memory limit", "no limit below the memory of the machine")
+    found = (
+        f"{format_bytes(limit.nbytes)} of {format_bytes(total)} ({limit.name}), "
+        f"{format_bytes(limit.left)} left"
+    )
     return Finding(
         check="memory limit",
-        status="warn" if left < GiB else "note",
+        status="warn" if limit.left < GiB else "note",
         found=found,
-        why="The kernel kills the process if it exceeds the limit; plans must fit in what is left.",
-        fix="raise memory.max (`docker run --memory=...`, `systemd-run -p MemoryMax=...`), or "
-        "choose smaller budgets",
+        why="The kernel kills a process that exceeds the limit of its control group, so `auto` "
+        "budgets stay below it, and larger budgets are refused.",
+        fix="raise the limit (`docker run --memory=...`, `systemd-run -p MemoryMax=...`, Slurm's "
+        "`--mem=...`, Kubernetes' `resources.limits.memory`, `ulimit -v unlimited`), or choose "
+        "smaller budgets",
+    )
+
+
+def check_cpu_quota(system: System) -> Finding:
+    """Check for a control group that limits CPU time."""
+    quota, cpus = cpu_quota(system), usable_threads(system)
+    if quota is None or quota >= len(os.sched_getaffinity(0)):
+        return ok("cpu quota", "no control group limits CPU time")
+    return Finding(
+        check="cpu quota",
+        status="note",
+        found=f"the time of {quota:g} CPUs, of {len(os.sched_getaffinity(0))}",
+        why=f"The optimizer sweep uses {cpus} threads. The kernel stops more threads than that "
+        "for part of the time.",
+        fix="raise cpu.max (`docker run --cpus=...`, `systemd-run -p CPUQuota=...`)",
     )
 
 

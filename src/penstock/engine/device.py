@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ import torch
 
 from penstock.errors import DeviceMemoryError
 from penstock.machine.discovery.gpus import gpu_processes, own_gpu_nbytes
+from penstock.machine.limits import host_memory
+from penstock.machine.sysfs import System
 from penstock.model import autograd_warmup
 from penstock.model.storage_counter import StorageCounter
 from penstock.optim import device_norms, device_sweep, sweep
@@ -186,13 +187,13 @@ class CpuDevice:
         """Do nothing: the OS limits host memory."""
 
     def memory(self) -> DeviceMemory:
-        page = os.sysconf("SC_PAGE_SIZE")
+        host = host_memory(System())
         return DeviceMemory(
             allocated=self._allocated,
             reserved=self._allocated,
             peak=self._peak,
-            free=os.sysconf("SC_AVPHYS_PAGES") * page,
-            total=os.sysconf("SC_PHYS_PAGES") * page,
+            free=host.free,
+            total=host.total,
         )
 
     def measure_peak(self, work: Callable[[], None]) -> PeakMemory:

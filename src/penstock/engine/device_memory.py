@@ -11,11 +11,18 @@ from collections.abc import Iterator
 import torch
 
 from penstock.engine.device import Device
-from penstock.errors import DeviceMemoryError
+from penstock.errors import DeviceMemoryError, MemoryLimitError
+from penstock.machine.limits import memory_limit
+from penstock.machine.sysfs import System
+from penstock.memory.process import resident_nbytes
 from penstock.plan.buffers import CONTEXT
 from penstock.plan.plan import Plan
 from penstock.tiers import Tier
-from penstock.units import parse_bytes
+from penstock.units import MiB, parse_bytes
+
+PROCESS_GROWTH = 200 * MiB
+"""Host memory by which a run may exceed its plan and the process as it was before
+(tests/faults/test_engine_bounded.py)."""
 
 _WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ [A-Za-z]+)")
 """Size of the failed request in torch's message."""
@@ -54,6 +61,7 @@ def check_free_memory(device: Device, plan: Plan) -> None:
     Another process holds it then. Without this check the run would fail later, in the middle of an
     allocation or of a step.
     """
+    _check_host_memory(plan)
     if device.torch_device.type != "cuda":
         return  # the HBM tier is host memory, which the OS hands out
     device.release(0)  # what torch keeps without using it is available to the plan
@@ -73,6 +81,26 @@ def check_free_memory(device: Device, plan: Plan) -> None:
             holders=device.other_processes(),
             largest=now.free + context,
         )
+
+
+def _check_host_memory(plan: Plan) -> None:
+    """Raise MemoryLimitError if the run would exceed the memory limit of this process.
+
+    A control group's limit ends in the OOM killer, in the middle of a step. Without a limit,
+    memory that is short ends in a failed allocation, or in swap.
+    """
+    limit = memory_limit(System())
+    if limit is None:
+        return
+    # Python and PyTorch are loaded by now, CUDA's host memory and compiled kernels may not be.
+    to_come = plan.process_memory - resident_nbytes() if plan.context_nbytes else 0
+    growth = max(PROCESS_GROWTH, to_come)
+    wanted = plan.host_nbytes - plan.process_memory + growth
+    if wanted > limit.left:
+        raise MemoryLimitError(
+            wanted=wanted, free=limit.left, limit=limit.nbytes, name=limit.name,
+            what="needed by the plan and the process",
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

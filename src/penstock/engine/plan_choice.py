@@ -22,6 +22,7 @@ from penstock.plan.budget import (
     Budget,
     check_budget_memory,
     check_budget_texts,
+    describe_limit,
     parse_budget,
     process_memory,
     split_path_budget,
@@ -91,9 +92,16 @@ class PlanRequest:
 
     def make_plan(self) -> PlanChoice:
         """Make the best plan, or raise InfeasibleError."""
-        planned = make_plan(
-            self.inventory, self.workload, self.budget, self.machine, source=self.source
-        )
+        try:
+            planned = make_plan(
+                self.inventory, self.workload, self.budget, self.machine, source=self.source
+            )
+        except InfeasibleError as error:
+            # `auto` budgets are small because of the limit, so more memory does not help.
+            if not (limit := describe_limit(self.machine)):
+                raise
+            advice = f"{error.advice}. {limit}" if error.advice else limit
+            raise InfeasibleError(error.problem, least=error.least, advice=advice) from None
         return PlanChoice(planned.plan, self.machine, planned, self)
 
 
@@ -136,7 +144,7 @@ def plan_request(
         compiled=target.kernels if compiled is None else compiled,
         steps=steps, accumulate=accumulate, own_loss=own_loss,
     )  # fmt: skip
-    remarks = tuple(filter(None, (target.remark, disk_remark, *larger)))
+    remarks = tuple(filter(None, (target.remark, describe_limit(machine), disk_remark, *larger)))
     trust = settings.model.trust_remote_code
     source = working_memory_source(config, machine, own_loss=own_loss, trust_remote_code=trust)
     return PlanRequest(inventory, workload, limits, machine, remarks, source)

@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.engine.state_view import StateView
 from penstock.errors import EngineError, ModelRestoreError
+from penstock.machine.limits import host_memory
 from penstock.machine.sysfs import System
 from penstock.model.live_model import LiveModel
 from penstock.model.split import find_holders
@@ -33,7 +34,7 @@ class ModelNotRestoredWarning(UserWarning):
 
 def restore_live(live: LiveModel, state: StateView) -> None:
     """Give a model its weights back, in host memory. Raise ModelRestoreError if they do not fit."""
-    needed, free = live.nbytes, System().free_memory()
+    needed, free = live.nbytes, host_memory(System()).free
     if needed > free:
         raise ModelRestoreError(type(live.model).__name__, wanted=needed, free=free)
     live.load(state.weight)

@@ -34,6 +34,7 @@ from penstock.kv.sequences import (
 )
 from penstock.kv.slots import Sequence
 from penstock.kv.views import KeysAndValues, RowViews, copy_to_device
+from penstock.machine.limits import host_memory
 from penstock.machine.sysfs import System
 from penstock.units import GiB, parse_memory
 
@@ -50,7 +51,7 @@ def free_for_cache(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         # What torch's allocator holds without using it is for the activations of the model.
     else:
-        free = System().free_memory()
+        free = host_memory(System()).free
     return max(0, int(free * (1 - AUTO_SHARE)) - AUTO_RESERVE)
 
 

@@ -408,6 +408,24 @@ class Provenance:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLimit:
+    """A limit on the host memory of a process, over all nodes."""
+
+    name: str
+    """What sets it: the kernel's file, such as `/sys/fs/cgroup/job/memory.max`, or `ulimit -v`."""
+
+    nbytes: Bytes
+    """The limit."""
+
+    left: Bytes
+    """What could be allocated below it when it was read."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 0, "nbytes", "left")
+        _check_at_most_field(self, "left", "nbytes")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
     """Memory nodes, GPUs and storage of one machine, with their speeds as far as known."""
 
@@ -443,6 +461,10 @@ class Machine:
     process_memory: Bytes | None = None
     """Host memory of a process that has loaded Penstock and PyTorch and, if there is a GPU, has
     started CUDA and compiled a layer. None if it was not measured."""
+
+    memory_limit: MemoryLimit | None = None
+    """The tightest limit on the host memory of this process, with the memory of the process itself
+    counted as left. None if there is none, or it is above the memory of the nodes."""
 
     def __post_init__(self) -> None:
         if self.version != self.FORMAT:

@@ -80,12 +80,16 @@ def merge_probe(found: Machine, path: Path | None = None) -> tuple[Machine, str]
 
 
 def same_machine(one: Machine, other: Machine) -> bool:
-    """Return whether both have the same processors, memory and GPUs."""
-    if one.cpu.model != other.cpu.model or len(one.nodes) != len(other.nodes):
+    """Return whether both have the same processors, memory and GPUs.
+
+    `one` may have fewer nodes: a control group can confine a process to some of them.
+    """
+    if one.cpu.model != other.cpu.model:
         return False
     if [_gpu_identity(gpu) for gpu in one.gpus] != [_gpu_identity(gpu) for gpu in other.gpus]:
         return False
-    return all(map(_same_node, one.nodes, other.nodes))
+    nodes = {node.id: node for node in other.nodes}
+    return all(node.id in nodes and _same_node(node, nodes[node.id]) for node in one.nodes)
 
 
 def _gpu_identity(gpu: Gpu) -> tuple[int, str, str]:
@@ -100,9 +104,10 @@ def _same_node(one: MemoryNode, other: MemoryNode) -> bool:
 def _merge(found: Machine, probed: Machine) -> Machine:
     """Add the speeds of nodes, GPUs and transfers; everything else is as found now."""
     nodes = tuple(
-        replace(node, latency=old.latency, rates=old.rates)
-        for node, old in zip(found.nodes, probed.nodes, strict=True)
+        replace(node, latency=probed.node(node.id).latency, rates=probed.node(node.id).rates)
+        for node in found.nodes
     )
+    ids = {node.id for node in nodes}
     gpus = tuple(
         replace(gpu, **{name: getattr(old, name) for name in _GPU_SPEEDS})
         for gpu, old in zip(found.gpus, probed.gpus, strict=True)
@@ -111,8 +116,8 @@ def _merge(found: Machine, probed: Machine) -> Machine:
         found,
         nodes=nodes,
         gpus=gpus,
-        node_copies=probed.node_copies,
-        transfers=probed.transfers,
+        node_copies=tuple(c for c in probed.node_copies if {c.source, c.target} <= ids),
+        transfers=tuple(transfer for transfer in probed.transfers if transfer.node in ids),
         process_memory=probed.process_memory,
     )
 

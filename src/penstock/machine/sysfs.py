@@ -141,51 +141,6 @@ class System:
                 return cpus
         return tuple(sorted(usable))
 
-    def free_memory(self) -> int:
-        """Return how much host memory this process may still allocate, in bytes."""
-        available = sum(self.node_bytes(node).available for node in self.allowed_nodes())
-        limited = self.memory_limit()
-        return available if limited is None else min(available, limited[1])
-
-    def memory_limit(self) -> tuple[int, int] | None:
-        """Return (limit, bytes left) of the tightest control group, or None without a limit.
-
-        Page cache is charged to the group but reclaimed under pressure, so it counts as left.
-        """
-        tightest: tuple[int, int] | None = None
-        for directory, limit_name, used_name in self._control_groups():
-            limit = self.number(f"{directory}/{limit_name}")
-            used = self.number(f"{directory}/{used_name}")
-            if limit is None or used is None or limit >= 1 << 60:
-                continue
-            stat = self.text(f"{directory}/memory.stat") or ""
-            # cgroup v1 includes child groups only in `total_inactive_file`; v2 has no such line
-            # and includes them in `inactive_file`.
-            cached = re.search(r"^total_inactive_file (\d+)$", stat, re.M) or re.search(
-                r"^inactive_file (\d+)$", stat, re.M
-            )
-            left = max(0, limit - used + (int(cached[1]) if cached else 0))
-            if tightest is None or left < tightest[1]:
-                tightest = (limit, left)
-        return tightest
-
-    def _control_groups(self) -> list[tuple[str, str, str]]:
-        """Return (directory, limit file, usage file) of each group from ours up to the root."""
-        groups = []
-        for line in (self.text("proc/self/cgroup") or "").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                top, files = "sys/fs/cgroup", ("memory.max", "memory.current")
-            elif "memory" in controllers.split(","):
-                top = "sys/fs/cgroup/memory"
-                files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            else:
-                continue
-            parts = [p for p in path.split("/") if p]
-            for depth in range(len(parts), -1, -1):
-                groups.append(("/".join([top, *parts[:depth]]), *files))
-        return groups
-
 
 @lru_cache(maxsize=64)
 def _reserve(system: System, node: int, total: int) -> Reserve | None:

@@ -31,6 +31,7 @@ from penstock.errors import (
     SizeError,
     UnknownNodeError,
 )
+from penstock.machine.limits import memory_limit
 from penstock.machine.sysfs import System
 from penstock.memory.placement import Interleave, Place, Stripe, check_place, current_place
 from penstock.memory.residency import residency
@@ -169,9 +170,9 @@ def _check_room(place: Place | None, wanted: int, options: RegionOptions, system
         return _check_maps(place, wanted, system)
     if place is not None:
         _check_free(place.shares(wanted), system)
-    limited = system.memory_limit()
-    if limited is not None and wanted > limited[1]:
-        raise MemoryLimitError(wanted=wanted, free=limited[1], limit=limited[0])
+    limit = memory_limit(system)
+    if limit is not None and wanted > limit.left:
+        raise MemoryLimitError(wanted=wanted, free=limit.left, limit=limit.nbytes, name=limit.name)
     return None
 
 

@@ -8,13 +8,14 @@ of whole mappings.
 from __future__ import annotations
 
 import errno
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock import _native
 from penstock.errors import PlacementError, PlacementPermissionError
+from penstock.machine.limits import usable_threads
+from penstock.machine.sysfs import System
 from penstock.units import format_bytes, round_up
 
 _MAPS = "/proc/self/maps"
@@ -67,7 +68,7 @@ def residency(address: int, nbytes: int) -> Residency:
 
 def _query_pages(address: int, nbytes: int) -> dict[int, int]:
     try:
-        return _native.count_pages(address, nbytes, os.cpu_count() or 1)
+        return _native.count_pages(address, nbytes, usable_threads(System()))
     except PermissionError as error:
         raise PlacementPermissionError("move_pages", error.errno or errno.EPERM) from None
     except OSError as error:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 
 import torch
 
 from penstock import _native
 from penstock.errors import DtypeError, MoveError, SizeError
+from penstock.machine.limits import usable_threads
 from penstock.machine.sysfs import System
 from penstock.memory.placement import Place, check_place
 from penstock.memory.region import (
@@ -134,7 +134,7 @@ def move(tensor: torch.Tensor, place: Place) -> None:
     # in units of 2 MiB, because some of them may be huge pages.
     check_move(address, nbytes, place, System())
     try:
-        stuck = _native.migrate_pages(address, nbytes, place.native(), os.cpu_count() or 1)
+        stuck = _native.migrate_pages(address, nbytes, place.native(), usable_threads(System()))
     except OSError as error:
         raise explain_move(error, nbytes) from None
     if stuck:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from penstock import _native
 from penstock.errors import SweepInputError
+from penstock.machine.limits import usable_threads
 from penstock.machine.sysfs import System
 
 
@@ -44,7 +45,9 @@ class Pool:
             # affinity changes.
             confined_to = [] if cpus is None else list(self.cpus)
             self.native = _native.SweepPool(
-                len(self.cpus) if threads is None else threads, confined_to, nice
+                usable_threads(System(), len(self.cpus)) if threads is None else threads,
+                confined_to,
+                nice,
             )
         except (ValueError, TypeError) as error:
             raise SweepInputError("pool", f"cannot be created: {error}") from None

@@ -110,14 +110,19 @@ def parse_budget(
     """Parse budgets such as `40GiB`, `auto` or, for NVMe, `/mnt/nvme:400GiB`.
 
     On a machine without a GPU, the HBM budget is a part of DRAM, so an `auto` DRAM budget does not
-    include it. Raises PlanError naming the tier.
+    include it. A limit on the process's memory bounds the sum of what is on all nodes. Raises
+    PlanError naming the tier.
     """
     hbm_nbytes = _parse_size("hbm", hbm, auto_hbm(machine))
-    dram_left = auto_dram(machine) - (0 if machine.gpus else hbm_nbytes)
+    in_host = 0 if machine.gpus else hbm_nbytes
+    dram_nbytes = _parse_size("dram", dram, max(0, auto_dram(machine) - in_host))
+    free_cxl = _free_memory(machine.cxl_nodes)
+    if (limited := _free_below_limit(machine)) is not None:
+        free_cxl = max(0, min(free_cxl, limited - in_host - dram_nbytes))
     return Budget(
         hbm=hbm_nbytes,
-        dram=_parse_size("dram", dram, max(0, dram_left)),
-        cxl=_parse_size("cxl", cxl, _free_memory(machine.cxl_nodes)),
+        dram=dram_nbytes,
+        cxl=_parse_size("cxl", cxl, free_cxl),
         nvme=tuple(_parse_path_budget(machine, text) for text in nvme),
     )
 
@@ -144,14 +149,41 @@ def auto_hbm(machine: Machine) -> int:
 
 
 def auto_dram(machine: Machine) -> int:
-    """Return the free memory of all nodes with CPUs, less a reserve."""
+    """Return the free memory of all nodes with CPUs, or below a limit, less a reserve."""
     nodes = machine.dram_nodes
     # A budget covers what Penstock allocates for the model. The process itself is outside every
     # budget, so `auto` must leave room for it, and does so exactly once, here. Where a part of the
     # process is already resident when free memory is read, that part is missing from it too; the
     # error is on the safe side, and at most the size of Python with PyTorch.
     reserve = HOST_RESERVE + int(HOST_SHARE * sum(node.capacity for node in nodes))
-    return max(0, _free_memory(nodes) - reserve - process_memory(machine))
+    free = max(0, _free_memory(nodes) - reserve - process_memory(machine))
+    limited = _free_below_limit(machine)
+    return free if limited is None else min(free, limited)
+
+
+def _free_below_limit(machine: Machine) -> int | None:
+    """Return what budgets may use below the limit on the process's memory; None without a limit.
+
+    The reserve is for the page cache and the kernel's own memory, which count as well. There is
+    none for other programs: they have their own limits.
+    """
+    limit = machine.memory_limit
+    if limit is None:
+        return None
+    left = _round_down(limit.left, max(1, int(HOST_GRAIN * limit.nbytes)))
+    return max(0, left - int(HOST_SHARE * limit.nbytes) - process_memory(machine))
+
+
+def describe_limit(machine: Machine) -> str:
+    """Return a sentence about the limit on the process's memory if it bounds budgets; else ""."""
+    limit, limited = machine.memory_limit, _free_below_limit(machine)
+    if limit is None or limited is None or limited > auto_dram(machine):
+        return ""
+    return (
+        f"Memory limit of this process: {format_bytes(limit.nbytes)} ({limit.name}). Budgets in "
+        f"host memory can use {format_bytes(limited)} of it; the process itself needs about "
+        f"{format_bytes(process_memory(machine))}."
+    )
 
 
 def process_memory(machine: Machine) -> int:
@@ -201,17 +233,21 @@ def with_paths(machine: Machine, budget: Budget) -> tuple[Machine, str]:
 
 
 def tier_capacity(machine: Machine, budget: Budget, tier: Tier) -> int | None:
-    """Return the bytes of a tier that the machine has; None if the machine file does not say."""
+    """Return the bytes of a tier that a process can have; None if the machine file does not say."""
     match tier:
         case Tier.HBM if machine.gpus:
             return machine.gpus[0].memory
         case Tier.HBM | Tier.DRAM:  # without a GPU, part of DRAM serves as HBM
-            return sum(node.capacity for node in machine.dram_nodes)
+            return _within_limit(machine, sum(node.capacity for node in machine.dram_nodes))
         case Tier.CXL:
-            return sum(node.capacity for node in machine.cxl_nodes)
+            return _within_limit(machine, sum(node.capacity for node in machine.cxl_nodes))
     paths = {path.path for path in budget.nvme} or {s.path for s in machine.storage[:1]}
     sizes = [s.capacity if s.free is None else s.free for s in machine.storage if s.path in paths]
     return None if None in sizes or not sizes else sum(size or 0 for size in sizes)
+
+
+def _within_limit(machine: Machine, nbytes: int) -> int:
+    return nbytes if machine.memory_limit is None else min(nbytes, machine.memory_limit.nbytes)
 
 
 def with_budget_memory(machine: Machine, budget: Budget) -> tuple[Machine, tuple[str, ...]]:
@@ -237,6 +273,14 @@ def check_budget_memory(machine: Machine, budget: Budget) -> None:
     for tier in (Tier.HBM, Tier.DRAM, Tier.CXL):
         capacity, wanted = tier_capacity(machine, budget, tier), budget.of(tier)
         if capacity is not None and wanted > capacity:
+            limit = machine.memory_limit
+            if limit is not None and capacity == limit.nbytes:
+                raise PlanError(
+                    tier.value,
+                    f"is {format_bytes(wanted)}, and the memory limit of this process is "
+                    f"{format_bytes(capacity)} ({limit.name}); use auto or less than that, or "
+                    f"raise the limit",
+                )
             raise PlanError(
                 tier.value,
                 f"is {format_bytes(wanted)}, and this machine has {format_bytes(capacity)}; use "
@@ -257,6 +301,9 @@ def _enlarge(machine: Machine, tier: Tier, nbytes: int) -> Machine:
     if tier is not Tier.CXL:
         nbytes += process_memory(machine)  # outside of every budget
     total = sum(node.capacity for node in nodes)
+    machine = replace(machine, memory_limit=None)
+    if nbytes <= total:  # only the limit was too low
+        return machine
     ids = {node.id for node in nodes}
     larger = tuple(
         replace(node, capacity=-(-node.capacity * nbytes // total)) if node.id in ids else node

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from penstock import _native
 from penstock.errors import ProbeError
+from penstock.machine.limits import host_memory
 from penstock.machine.machine import Figure, MemoryNode, MemoryOperation, MemoryRate, NodeCopy
 from penstock.machine.sysfs import System
 from penstock.memory.placement import Node
@@ -102,8 +103,7 @@ def thread_counts(num_cpus: int, *, quick: bool) -> tuple[int, ...]:
 def spare_bytes(node: int, limit: int, system: System) -> int:
     """Return the memory to use on a node: at most a quarter of the available, in huge pages."""
     spare = min(limit, system.node_bytes(node).available // 4)
-    if (limited := system.memory_limit()) is not None:
-        spare = min(spare, limited[1] // 4)
+    spare = min(spare, host_memory(system).free // 4)
     return spare // _native.UNIT_NBYTES * _native.UNIT_NBYTES
 
 

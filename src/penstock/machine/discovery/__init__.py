@@ -11,6 +11,7 @@ from penstock.machine.discovery.cxl import CxlMemory, find_cxl_memory
 from penstock.machine.discovery.gpus import find_gpus
 from penstock.machine.discovery.nodes import find_nodes
 from penstock.machine.discovery.storage import find_storage
+from penstock.machine.limits import memory_limit_for_process
 from penstock.machine.machine import Cpu, Machine, Provenance
 from penstock.machine.sysfs import System
 from penstock.version import __version__
@@ -28,6 +29,9 @@ _ISAS = (
 def discover(system: System = HERE, storage: Sequence[Path | str] = ()) -> Machine:
     """Describe this machine and the given storage paths as the kernel reports them."""
     nodes = find_nodes(system)
+    limit = memory_limit_for_process(system)
+    if limit is not None and limit.nbytes >= sum(node.capacity for node in nodes):
+        limit = None
     return Machine(
         name=system.text("proc/sys/kernel/hostname") or "",
         made=Provenance(
@@ -39,6 +43,7 @@ def discover(system: System = HERE, storage: Sequence[Path | str] = ()) -> Machi
         nodes=nodes,
         gpus=find_gpus(system, nodes),
         storage=tuple(find_storage(system, path) for path in storage),
+        memory_limit=limit,
     )
 
 

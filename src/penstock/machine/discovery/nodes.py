@@ -32,7 +32,7 @@ class Evidence:
 
 
 def find_nodes(system: System) -> tuple[MemoryNode, ...]:
-    """Return every node whose memory a process can use."""
+    """Return every node whose memory this process may use (`cpuset.mems` can forbid some)."""
     excluded = _gpu_memory_nodes(system)
     known = [n for n in system.memory_nodes() if n not in excluded and system.node_bytes(n).total]
     cards = {n: tuple(c.device for c in find_cxl_memory(system) if c.node == n) for n in known}
@@ -47,17 +47,22 @@ def find_nodes(system: System) -> tuple[MemoryNode, ...]:
             read_bandwidth=claim.read_bandwidth if claim else None,
             rank=ranks.get(n),
         )
+    kinds = {n: classify_node(n, evidence) for n in known}
+    allowed = [n for n in known if n in system.allowed_nodes()] or known
+    if not any(kinds[n] == "dram" for n in allowed):
+        # The process is confined to nodes without CPUs. They are all the memory it has.
+        kinds = dict.fromkeys(known, "dram")
     nodes = []
-    for n in known:
+    for n in allowed:
         memory = system.node_bytes(n)
         nodes.append(
             MemoryNode(
                 id=n,
-                kind=classify_node(n, evidence),
+                kind=kinds[n],
                 capacity=memory.total,
                 free=min(memory.available, memory.total),
                 cpus=system.node_cpus(n),
-                distances={k: v for k, v in system.node_distances(n).items() if k in known},
+                distances={k: v for k, v in system.node_distances(n).items() if k in allowed},
                 firmware=firmware[n],
                 devices=cards[n],
             )
