@@ -149,6 +149,33 @@ def parse(text: str | bytes) -> object:
         raise RecordError("", f"is not JSON: {error}") from None
 
 
+def parse_lines(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the lines that are JSON objects, as text and parsed.
+
+    Other lines are skipped: the last one may be cut off, because the program was killed.
+    """
+    for line in text.splitlines():
+        with contextlib.suppress(RecordError):
+            if isinstance(data := parse(line), dict):
+                yield line, data
+
+
+def finite_number(data: object) -> float | None:
+    """Return a finite number as a float; None for any other value."""
+    return _number(float, data)
+
+
+@contextmanager
+def named_by(where: str | Path, kind: type[RecordError] = RecordError) -> Iterator[None]:
+    """Add the name of a file to errors of a kind, about its fields, that do not name one."""
+    try:
+        yield
+    except kind as problem:
+        if problem.where:
+            raise
+        raise type(problem)(problem.field, problem.problem, where=str(where)) from None
+
+
 def layout(data: Any, indent: str = "") -> str:
     """Format JSON for people: values that fit on one line, and lists of scalars, are not split."""
     flat = json.dumps(data, allow_nan=False)
@@ -312,6 +339,7 @@ def _read_scalar(hint: Any, data: object, path: str) -> Any:
             return value
     elif hint in (str, bool):
         if type(data) is hint:
+            _check_text(data, path)
             return data
     else:
         choices = _choices(hint)
@@ -320,6 +348,18 @@ def _read_scalar(hint: Any, data: object, path: str) -> Any:
             if type(data) is type(getattr(choice, "value", choice)) and data == choice:
                 return choice
     raise RecordError(path, f"must be {_describe_type(hint)}, got {_show(data)}")
+
+
+def _check_text(data: object, path: str) -> None:
+    """Raise RecordError for text that could not be written to a file later.
+
+    JSON can escape half of a character, and a path may have bytes that are not UTF-8.
+    """
+    if isinstance(data, str) and not data.isascii():
+        try:
+            data.encode()
+        except UnicodeEncodeError:
+            raise RecordError(path, f"must be UTF-8 text, got {_show(data)}") from None
 
 
 def _number(hint: type, data: object) -> int | float | None:

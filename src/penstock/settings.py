@@ -42,6 +42,9 @@ LARGEST_CONTEXT = (1 << 31) - 1
 LARGEST_BATCH = 1 << 16
 """Planning takes time in proportion to the micro-batches; published batches are below 20,000."""
 
+LARGEST_WEIGHT = 1000
+"""Largest weight of a source of data: its documents are listed as often."""
+
 
 def option(help_: str, default: Any = MISSING) -> Any:
     """Declare a setting with its help text and default value."""
@@ -130,8 +133,9 @@ class DataSettings:
         wrong = number not in (0, len(self.data)) and bool(self.data)
         rule = f"must be one number for each of the {len(self.data)} sources of --data"
         _refuse("data_weights", wrong, rule, list(self.data_weights))
-        negative = any(weight < 0 for weight in self.data_weights)
-        _refuse("data_weights", negative, "must be at least 0", list(self.data_weights))
+        wrong = not all(0 <= weight <= LARGEST_WEIGHT for weight in self.data_weights)
+        rule = f"must be from 0 to {LARGEST_WEIGHT}"
+        _refuse("data_weights", wrong, rule, list(self.data_weights))
         _ = self.column_names
 
     @property

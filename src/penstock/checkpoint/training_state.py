@@ -112,14 +112,20 @@ class TrainingState:
         return records.from_json(cls, data, where=str(path), error=StateError)
 
 
+def engine_state_file(folder: str | Path) -> Path:
+    """Return the file of a checkpoint that has the engine's state."""
+    path, old = Path(folder) / STATE, Path(folder) / OLD_ENGINE_STATE
+    return old if not path.exists() and old.exists() else path
+
+
 def read_engine_state(folder: str | Path) -> tuple[Json, Path]:
     """Read the engine's state from a checkpoint's directory, and name the file it is in.
 
     Version 1 kept it in engine.json, with or without a training_state.json next to it.
     """
-    path, old = Path(folder) / STATE, Path(folder) / OLD_ENGINE_STATE
-    if not path.exists() and old.exists():
-        return records.read_json(old, StateError), old
+    path = engine_state_file(folder)
+    if path.name == OLD_ENGINE_STATE:
+        return records.read_json(path, StateError), path
     state = TrainingState.load(folder)
     if not state.engine:
         problem = "is missing: the checkpoint was saved without optimizer states"

@@ -13,12 +13,13 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.flags import parse_size
 from penstock.cli.output import AsJson
 from penstock.cli.store import stores_json
 from penstock.storage.benchmark import Rate, bench_storage
 from penstock.storage.devices import Device, check_device, inspect_device
 from penstock.storage.errors import DeviceNotEmptyError
-from penstock.units import format_bytes, format_rate, parse_bytes
+from penstock.units import MiB, format_bytes, format_rate
 
 bench_app = typer.Typer(help="Measure how fast parts of this machine are.", no_args_is_help=True)
 
@@ -41,6 +42,7 @@ def storage_command(
     as_json: AsJson = False,
 ) -> None:
     """Measure read, write and mixed rates of a disk with each storage engine."""
+    size = parse_size(nbytes, "--size", least=MiB)
     console = Console(stderr=True)
     confirm_devices(
         [path], erase=erase_device, say=lambda line: console.print(Text(line), soft_wrap=True)
@@ -50,7 +52,7 @@ def storage_command(
         task = bar.add_task(f"measuring {path}", total=1.0)
         rates = bench_storage(
             path,
-            nbytes=parse_bytes(nbytes),
+            nbytes=size,
             passes=passes,
             erase=erase_device,
             progress=lambda done: bar.update(task, completed=done),

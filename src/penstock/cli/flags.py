@@ -18,6 +18,7 @@ from penstock.settings import (
     parse_assignments,
     settings_fields,
 )
+from penstock.units import format_bytes, parse_bytes
 
 PANELS = {
     "model": "Model and data",
@@ -44,6 +45,21 @@ def settings_parameters(
             Otherwise the settings refuse them, with exit code 1.
     """
     return [_parameter(field, check_choices) for field in settings_fields(names)]
+
+
+def parse_size(
+    text: str, flag: str, parse: Callable[[str], int] = parse_bytes, *, least: int = 0
+) -> int:
+    """Parse the size that a flag has; a wrong one is a usage error."""
+    try:
+        nbytes = parse(text)
+    except ValueError as wrong:
+        raise typer.BadParameter(str(wrong), param_hint=flag) from None
+    if nbytes < least:
+        raise typer.BadParameter(
+            f"must be at least {format_bytes(least)}, got {text}", param_hint=flag
+        )
+    return nbytes
 
 
 def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:

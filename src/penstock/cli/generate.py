@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from penstock.cli.flags import setting_option
+from penstock.cli.flags import parse_size, setting_option
 from penstock.cli.output import EXIT_ERROR, EXIT_INTERRUPTED, progress_bar
 from penstock.units import format_bytes, parse_memory
 
@@ -203,10 +203,7 @@ def _read_requests(prompts: Prompts, prompt: str | None, file: Path | None) -> l
 
 def _check_size(hbm: str) -> None:
     if hbm != "auto":
-        try:
-            parse_memory(hbm)
-        except ValueError as wrong:
-            raise typer.BadParameter(str(wrong), param_hint="--hbm") from None
+        parse_size(hbm, "--hbm", parse_memory)
 
 
 def _load_model(settings: GenerateSettings, *, quiet: bool) -> LoadedModel:

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.flags import parse_size
+from penstock.units import MiB
+
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 """Pass everything after the first word that is not an option of ours to the program."""
 
@@ -41,7 +44,7 @@ def profile_command(
     options = ProfileOptions(
         interval=_check_interval(interval),
         exact=_parse_steps(exact),
-        limit=_parse_limit(limit),
+        limit=parse_size(limit, "--limit", least=MiB),
         all_processes=all_processes,
         ceilings=ceilings(Machine.load(machine)) if machine is not None else None,
     )
@@ -62,20 +65,8 @@ def _check_interval(seconds: float) -> float:
 
 def _parse_steps(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
+    if not all(word.isdecimal() and 0 < len(word) <= 18 and int(word) > 0 for word in words):
         raise typer.BadParameter(
             f"must be step numbers such as 3,5, counted from 1, got {text}", param_hint="--exact"
         )
     return tuple(int(word) for word in words)
-
-
-def _parse_limit(text: str) -> int:
-    from penstock.units import MiB, parse_bytes
-
-    try:
-        nbytes = parse_bytes(text)
-    except ValueError as wrong:
-        raise typer.BadParameter(str(wrong), param_hint="--limit") from None
-    if nbytes < MiB:
-        raise typer.BadParameter(f"must be at least 1MiB, got {text}", param_hint="--limit")
-    return nbytes

@@ -18,7 +18,7 @@ from penstock.data.shuffle import Bools, Ints, hash_values
 from penstock.data.sources import find_sources
 from penstock.data.token_cache import Cache, OnProgress, default_directory, open_cache
 from penstock.data.tokenizer import Tokens
-from penstock.settings import Overlong
+from penstock.settings import LARGEST_WEIGHT, Overlong
 
 
 def open_dataset(
@@ -214,9 +214,10 @@ class TokenDataset:
                 "tokenize again",
             )
         sources = len(self._source_ends)
-        if len(weights) != sources or not all(0 <= w < float("inf") for w in weights):
+        if len(weights) != sources or not all(0 <= w <= LARGEST_WEIGHT for w in weights):
             raise DataError(
-                f"the weights must be {sources} numbers of at least 0, one for each source; "
+                f"the weights must be {sources} numbers from 0 to {LARGEST_WEIGHT}, one for each "
+                f"source; "
                 f"got {', '.join(f'{weight:g}' for weight in weights)}"
             )
         origins = np.searchsorted(self._source_ends, self._chosen, side="right")

@@ -236,7 +236,7 @@ def _parsed(value: object) -> object:
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value  # a text that begins with a bracket
     return value
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.data.errors import SourceError
 from penstock.data.items import FileSource, Item, SourceOffset, import_library
+from penstock.errors import RecordError
+from penstock.records import read_json
 
 ROWS_AT_ONCE = 256
 """Number of rows of a table that are read at a time."""
@@ -115,7 +116,7 @@ def _row_items(name: str, batches: Iterator[Any], position: SourceOffset) -> Ite
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SourceError(str(path), f"cannot be read: {error}") from None
+        content = read_json(path)
+    except RecordError as error:
+        raise SourceError(str(path), f"cannot be read: {error.problem}") from None
     return content if isinstance(content, dict) else {}

@@ -19,6 +19,10 @@ FILES = (
 """Tokenizer files. A directory with a tokenizer contains at least one of them."""
 
 
+LARGEST_VOCABULARY = 1 << 24
+"""Limit of token numbers. The largest published vocabularies have about 300,000 tokens."""
+
+
 def load_tokenizer(
     model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
@@ -36,12 +40,30 @@ def load_tokenizer(
     elif not path.is_dir() and (path.exists() or str(model).count("/") > 1):
         raise TokenizerError(f"{model} is neither a directory nor a Hugging Face id")
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(model), revision=revision or "main", trust_remote_code=trust_remote_code
         )
+        _check_numbers(tokenizer)
     except Exception as error:  # the exceptions differ by version and by file
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TokenizerError(f"the tokenizer of {model} cannot be loaded: {reason}") from error
+    return tokenizer
+
+
+def _check_numbers(tokenizer: Any) -> None:
+    """Raise ValueError for numbers that would make the tokenizer allocate too much, or fail later.
+
+    A fast tokenizer allocates an entry for every number up to the largest token.
+    """
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= LARGEST_VOCABULARY:
+        raise ValueError(
+            f"the vocabulary has the token number {largest}, but the largest one allowed is "
+            f"{LARGEST_VOCABULARY - 1}"
+        )
+    limit = getattr(tokenizer, "model_max_length", None)
+    if limit is not None and (not isinstance(limit, int | float) or limit < 1):
+        raise ValueError(f"model_max_length must be a number of at least 1, got {limit!r:.60}")
 
 
 class Tokens:

@@ -24,7 +24,12 @@ from penstock.checkpoint.errors import StateError
 from penstock.checkpoint.manifest import check_small_files
 from penstock.checkpoint.model_files import ModelFiles
 from penstock.checkpoint.record_files import record_model
-from penstock.checkpoint.training_state import Software, TrainingState, read_engine_state
+from penstock.checkpoint.training_state import (
+    Software,
+    TrainingState,
+    engine_state_file,
+    read_engine_state,
+)
 from penstock.checkpoint.writer import Progress as WriteProgress
 from penstock.engine.allocate import Programs, allocate
 from penstock.engine.batches import SplitBatch, check_documents, split_batch
@@ -603,7 +608,8 @@ class Engine:
         """
         check_small_files(folder)
         state = EngineState.load(folder)
-        state.check(self)
+        with records.named_by(engine_state_file(folder)):
+            state.check(self)
         if found := find_differences(Path(folder), self.workload, on_gpu=self.on_gpu):
             on_difference(found)
         self._pending = self._stats = None

@@ -37,6 +37,7 @@ from penstock.plan.workload import Workload, default_numerics
 from penstock.planner import PlanResult, make_plan
 from penstock.planner.resource_names import long_name
 from penstock.probe.machine_choice import TargetMachine
+from penstock.records import named_by
 from penstock.roles import Role
 from penstock.settings import Settings
 from penstock.storage.leftovers import clear_leftovers
@@ -155,9 +156,10 @@ def check_plan(plan: Plan, inventory: Inventory, target: TargetMachine, *, path:
 
     Raises PlanError otherwise.
     """
-    plan.check_model(inventory)
-    machine, _ = with_paths(target.machine, plan.budget)
-    plan.check(machine)
+    with named_by(path):
+        plan.check_model(inventory)
+        machine, _ = with_paths(target.machine, plan.budget)
+        plan.check(machine)
     if plan.workload.numerics.compiled and not target.kernels:
         raise PlanError(
             "workload.numerics.compiled",

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, SurveyError
+from penstock.model.config_check import describe
 from penstock.model.inventory import Inventory
+from penstock.records import read_json
 from penstock.settings import HUB_MODEL
 from penstock.units import GiB, MiB, format_bytes, format_bytes_up, parse_memory
 
@@ -112,7 +114,7 @@ def load(settings: GenerateSettings, progress: Progress) -> LoadedModel:
     tokenizer = load_tokenizer(source, revision=revision, trust_remote_code=trust)
     folder = model_directory(source, revision)
     if not memory.streamed:
-        model = load_resident(folder, dtype, device, trust)
+        model = load_resident(folder, inventory, dtype, device, trust)
         return LoadedModel(forward=model, tokenizer=tokenizer, memory=memory, notes=())
     from penstock.generate.streamed_forward import stream_model
 
@@ -237,19 +239,46 @@ def _min_budget(fixed: int, page: int) -> int:
     return min(fixed + max(MIN_CACHE, page), max(fixed * 8 // 7 + 8, fixed + page))
 
 
-def load_resident(folder: Path, dtype: torch.dtype, device: str, trust: bool) -> Any:
+def load_resident(
+    folder: Path, inventory: Inventory, dtype: torch.dtype, device: str, trust: bool
+) -> Any:
     """Load a transformers model onto the device."""
     import torch
     import transformers
 
     from penstock.checkpoint.verify import check_weights
+    from penstock.engine.prepare import check_weights as check_tensors
 
     check_weights(folder)
     make: Any = transformers.AutoModelForCausalLM
-    model = make.from_pretrained(
-        str(folder), dtype=dtype, use_safetensors=True, trust_remote_code=trust
-    )
+    _check_generation_config(folder)
+    try:
+        model = make.from_pretrained(
+            str(folder), dtype=dtype, use_safetensors=True, trust_remote_code=trust
+        )
+    except (torch.OutOfMemoryError, OSError):
+        raise
+    except Exception as problem:  # the model's own code may raise any exception
+        check_tensors(folder, inventory)  # names the tensor, if the files are wrong
+        raise SurveyError(
+            f"{folder}/config.json: transformers cannot load the model: {describe(problem)}"
+        ) from problem
     return model.to(torch.device(device)).eval()
+
+
+def _check_generation_config(folder: Path) -> None:
+    """Raise SurveyError, which names the file, if transformers cannot read it."""
+    import transformers
+
+    path = folder / "generation_config.json"
+    if path.exists():
+        try:
+            fields = read_json(path)
+            if not isinstance(fields, dict):
+                raise ValueError("must contain an object {...}")
+            transformers.GenerationConfig.from_pretrained(str(folder))
+        except Exception as problem:  # transformers checks few of the types
+            raise SurveyError(f"{path}: {describe(problem)}") from None
 
 
 def streaming_note(memory: MemorySplit, passing: int) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, RecordError
 from penstock.generate.requests import Request
+from penstock.records import parse
 
 
 class PromptError(PenstockError):
@@ -102,9 +102,9 @@ def read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             continue
         empty, where = False, f"{path}:{number}"
         try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise PromptError(where, f"is not JSON ({error})") from None
+            value = parse(line)
+        except RecordError as error:
+            raise PromptError(where, error.problem) from None
         if not isinstance(value, dict):
             raise PromptError(where, 'must be an object such as {"prompt": "..."}')
         yield where, value

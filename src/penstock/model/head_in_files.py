@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
+
+from penstock.errors import RecordError
+from penstock.records import read_json
 
 HEAD = "lm_head.weight"
 
@@ -27,7 +29,8 @@ def _tensor_names(folder: Path) -> Iterable[str]:
         if file.is_file():
             with safe_open(file, "numpy") as opened:
                 return list(opened.keys())
-        fields = json.loads(index.read_text()) if index.is_file() else {}
-        return list(fields["weight_map"]) if fields else []
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+        fields = read_json(index) if index.is_file() else {}
+        names = fields.get("weight_map") if isinstance(fields, dict) else None
+        return list(names) if isinstance(names, dict) else []
+    except (OSError, RecordError, SafetensorError):
         return []  # reading the weights fails in the same way, and says so

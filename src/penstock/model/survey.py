@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import SurveyError
 from penstock.model.config import load_config
+from penstock.model.config_check import describe
 from penstock.model.inventory import Block, Inventory, TensorSpec
 
 if TYPE_CHECKING:
@@ -166,9 +167,11 @@ def _build_on_meta(config: Any, trust_remote_code: bool) -> nn.Module:
         kind = getattr(config, "model_type", "?")
         # These have messages for people. Those of others make no sense without their name.
         plain = isinstance(problem, ValueError | ImportError | AttributeError | TypeError)
-        what = str(problem) if plain else f"{type(problem).__name__}: {problem}"
+        what = describe(problem) if plain else f"{type(problem).__name__}: {describe(problem)}"
+        source = getattr(config, "_name_or_path", "")
+        where = f"{source}/config.json: " if Path(source).is_dir() else ""
         raise SurveyError(
-            f"transformers cannot build a causal language model of type {kind!r}: {what}"
+            f"{where}transformers cannot build a causal language model of type {kind!r}: {what}"
         ) from None
     return body
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
 
+from penstock import records
 from penstock.observe.markup import number, tag, text
 from penstock.observe.plots import BUCKETS, HEIGHT, MARGIN, WIDTH
 from penstock.observe.records import TRAIN_PROFILE
@@ -39,28 +37,16 @@ def read_loss_curve(folder: Path) -> LossCurve | None:
         path = folder.parent / METRICS_FILE
     losses: dict[str, list[Point]] = {"step": [], "eval": []}
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        content = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    for line in lines:
-        event = _parse(line)
-        kind, step, loss = event.get("event"), event.get("step"), event.get("loss")
-        if kind in losses and _is_number(step) and _is_number(loss):
-            losses[kind].append((float(step), float(loss)))
+    for _, event in records.parse_lines(content):
+        kind = event.get("event")
+        step, loss = (records.finite_number(event.get(name)) for name in ("step", "loss"))
+        if isinstance(kind, str) and kind in losses and step is not None and loss is not None:
+            losses[kind].append((step, loss))
     curve = LossCurve(tuple(losses["step"]), tuple(losses["eval"]))
     return curve if curve.points else None
-
-
-def _parse(line: str) -> dict[str, Any]:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return {}  # cut off when the run was killed
-    return event if isinstance(event, dict) else {}
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def draw_loss_curve(curve: LossCurve) -> str:

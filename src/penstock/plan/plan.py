@@ -32,7 +32,7 @@ from penstock.plan.staging import choose_staging_node
 from penstock.plan.working_memory import WorkingMemory
 from penstock.plan.workload import Workload
 from penstock.records import Bytes
-from penstock.roles import STATE, Role
+from penstock.roles import EXTENT, STATE, Role
 from penstock.tiers import Tier
 from penstock.units import format_bytes
 
@@ -206,14 +206,16 @@ class Plan:
         placed = self.placement.blocks[number]
         required = (Role.WEIGHT, *STATE) if spec.flat_elements(True) else (Role.WEIGHT,)
         where = f"placement.blocks[{number}].homes"
-        for role in filter(formats.has, required):
-            if placed.home(role) is None and role_nbytes(spec, role, formats, step):
+        sizes = {role: role_nbytes(spec, role, formats, step) for role in required}
+        if spec.kind == "layer":
+            sizes[Role.ACTIVATION] = activation_nbytes(inventory, self.workload, rounds)
+        for role, nbytes in sizes.items():
+            if formats.has(role) and placed.home(role) is None and nbytes:
                 raise PlanError(where, f"has no home for {role}, which {spec.name} needs")
         for home in placed.homes:
-            if home.role is Role.ACTIVATION:
-                needed = activation_nbytes(inventory, self.workload, rounds)
-            else:
-                needed = role_nbytes(spec, home.role, formats, step)
+            needed = sizes.get(home.role) or role_nbytes(spec, home.role, formats, step)
+            if any(share.nbytes % EXTENT for share in home.shares):
+                raise PlanError(where, f"{home.role} must have multiples of {EXTENT} B")
             if home.nbytes < needed:
                 raise PlanError(
                     where,

@@ -9,9 +9,11 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock import records
 from penstock.checkpoint.disk import sync_tree, translate_write_errors
 from penstock.checkpoint.run_directory import draft_name, draft_of
 from penstock.durable_files import replace_file, sync
+from penstock.errors import RecordError
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -69,7 +71,8 @@ class BestModel:
 
 def _read_loss(folder: Path) -> float:
     try:
-        loss = json.loads((folder / BEST_FILE).read_text(encoding="utf-8"))["loss"]
-    except (OSError, ValueError, KeyError, TypeError):
+        fields = records.read_json(folder / BEST_FILE)
+    except RecordError:
         return math.inf
-    return float(loss) if isinstance(loss, int | float) else math.inf
+    loss = records.finite_number(fields.get("loss")) if isinstance(fields, dict) else None
+    return math.inf if loss is None else loss

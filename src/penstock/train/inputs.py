@@ -72,7 +72,8 @@ def load_model(settings: Settings, checkpoint: Path | None) -> ModelSource:
     config, inventory = inspect_model(source, chosen, name=name)
     limit = inventory.max_context
     if limit is not None and context is not None and context > limit:
-        raise ContextTooLongError(name, wanted=context, limit=limit)
+        where = name if checkpoint is None else str(checkpoint / "config.json")
+        raise ContextTooLongError(where, wanted=context, limit=limit)
     check_trainable(inventory)
     if checkpoint is None:  # a resumed run freezes what it froze before
         check_freeze(inventory, settings.model.freeze)

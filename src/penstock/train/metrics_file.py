@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from penstock.durable_files import replace_file
+from penstock.records import finite_number, parse_lines
 from penstock.train.events import Event, to_json_line
 
 METRICS = "metrics.jsonl"
@@ -99,12 +99,7 @@ def _drop_later_lines(path: Path, after: int) -> None:
     """Drop the lines of steps after the checkpoint: the resumed run takes these steps again."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # cut off when the run was killed
-        if isinstance(event, dict) and event.get("step", after + 1) <= after:
-            kept.append(line)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    steps = ((line, finite_number(event.get("step"))) for line, event in parse_lines(text))
+    kept = [line for line, step in steps if step is not None and step <= after]
     replace_file(path, "".join(f"{line}\n" for line in kept))

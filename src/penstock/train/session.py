@@ -12,15 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.checkpoint.training_state import STATE
+from penstock.data.errors import PositionError
 from penstock.engine.plan_choice import PlanChoice, check_budget
-from penstock.errors import SettingsError
+from penstock.errors import PlanError, SettingsError
 from penstock.planner.plan_view import plan_json
+from penstock.records import named_by
 from penstock.settings import RUN_FILE, Settings, write_yaml
 from penstock.tiers import Tier
 from penstock.train.checkpoints import CheckpointSaver
 from penstock.train.errors import explain_host_out_of_memory, name_os_errors
 from penstock.train.events import JsonLines, Listeners
-from penstock.train.inputs import ModelSource, load_data, load_model
+from penstock.train.inputs import ModelSource, TrainingData, load_data, load_model
 from penstock.train.learning_rate import LearningRateSchedule
 from penstock.train.loop import TrainingLoop, TrainingRun
 from penstock.train.metrics_file import MetricsFile
@@ -33,6 +36,7 @@ from penstock.train.trackers import check_trackers, open_trackers
 from penstock.version import __version__
 
 if TYPE_CHECKING:
+    from penstock.data.batches import Batches
     from penstock.engine.engine import Engine
 
 PLAN_FILE = "plan.json"
@@ -125,7 +129,7 @@ def _open_run(
         settings = resume.with_recorded_sizes(settings)
     model = load_model(settings, resume.checkpoint.path if resume else None)
     settings, data = load_data(settings, model, listeners.note, view.show_work)
-    batches = data.batches(settings, resume.state.data if resume else None)
+    batches = _open_batches(settings, data, resume)
     rate = LearningRateSchedule.of(
         settings, batches.steps, from_zero=resume is not None and resume.warmup_from_zero
     )
@@ -179,7 +183,7 @@ def _prepare_engine(
 
     # A resumed run reads config and weights from the checkpoint, which has no revision.
     arguments: dict[str, Any] = {} if resume is None else {"init": "none", "revision": None}
-    with explain_host_out_of_memory():
+    with explain_host_out_of_memory(), named_by(settings.memory.plan or "", PlanError):
         engine = prepare(
             model.source, plan=choice, settings=settings, progress=view.show_work, **arguments
         )
@@ -208,6 +212,16 @@ def _report_plan(choice: PlanChoice, steps: int, listeners: Listeners, view: Vie
     workload = plan.workload
     fields |= {"context": workload.context, "batch": workload.batch}
     listeners.emit("plan", **fields, parameters=plan.parameters, steps=steps)
+
+
+def _open_batches(settings: Settings, data: TrainingData, resume: ResumePoint | None) -> Batches:
+    """Return the batches, from where the resumed checkpoint was in the data."""
+    try:
+        return data.batches(settings, resume.state.data if resume else None)
+    except PositionError as wrong:
+        if resume is not None:
+            wrong.add_note(f"the position is in {resume.checkpoint.path / STATE}")
+        raise
 
 
 def _describe_short_run(settings: Settings, steps: int) -> list[str]:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.durable_files import replace_file
-from penstock.records import to_json
+from penstock.errors import RecordError
+from penstock.records import read_json, to_json
 from penstock.settings import Settings
 from penstock.train.errors import MissingTrackerError
 from penstock.train.events import Event
@@ -225,8 +226,8 @@ def _tracked_run(name: str, settings: Settings, run_id: str, after: int) -> Trac
 
 def _read_ids(out: Path) -> dict[str, str]:
     try:
-        ids = json.loads((out / RUN_IDS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        ids = read_json(out / RUN_IDS)
+    except RecordError:
         return {}
     return {k: v for k, v in ids.items() if isinstance(v, str)} if isinstance(ids, dict) else {}
 
