@@ -9,7 +9,7 @@ JOBS   ?= 2
 CSRC    := $(wildcard csrc/*.cpp csrc/*.h)
 CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 
-.PHONY: help demo test test-long test-browser test-gpu test-vm fuzz fuzz-commands mutate lint format bench bench-storage bench-plans \
+.PHONY: help demo test test-long test-browser test-gpu test-vm fuzz campaign mutate lint format bench bench-storage bench-plans \
         bench-gpu bench-peers clean
 help:
 	@echo "make demo          fine-tune a small model under a small memory budget (about two minutes on two cores)"
@@ -19,7 +19,7 @@ help:
 	@echo "make test-gpu      run the tests that need a GPU, in parallel processes"
 	@echo "make test-vm       test placement in a virtual machine with NUMA nodes and CXL memory (Debian hosts)"
 	@echo "make fuzz          run a million mutated store and safetensors headers through their parsers"
-	@echo "make fuzz-commands run changed files and command lines through the commands; ten minutes"
+	@echo "make campaign      kills, power cuts, flipped bits, failing disks, concurrent runs, fuzzed inputs; about an hour"
 	@echo "make mutate        change the code in small ways and see whether a test fails; half an hour"
 	@echo "make lint          check with ruff, mypy --strict and clang-format"
 	@echo "make format        reformat the sources with ruff and clang-format"
@@ -73,9 +73,11 @@ fuzz: $(VENV)/built
 	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_header.py $(ARGS)
 	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_safetensors.py $(ARGS)
 
-# ARGS="--seconds 600 --seed 20260101 --kind config.json"; the seed is the date by default.
-fuzz-commands: $(VENV)/built
-	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_commands.py $(ARGS)
+# ARGS="--kind kills --cases 50 --seed 20260101" for a part of it; the seed is the date by default. A later call with the
+# same seed continues. Power cuts need root.
+campaign: $(VENV)/built
+	$(BIN)/python -m tests.campaign $(ARGS) || failed=1; \
+	  $(BIN)/python -m tests.campaign --summary $(ARGS) || failed=1; exit $${failed:-0}
 
 # ARGS="--minutes 30 --only engine/" for a part of it. The first run records which test runs which line; after new tests,
 # ARGS="--map tests/FILE" records theirs.

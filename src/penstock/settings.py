@@ -340,6 +340,9 @@ class EvaluationSettings:
     def __post_init__(self) -> None:
         _require_at_least(self, sample_new=1)
         _require_positive(self, "eval_every")
+        split = self.eval_split
+        outside = split is not None and not 0 < split < 1
+        _refuse("eval_split", outside, "must be above 0 and below 1", split)
         both = bool(self.eval_data) and self.eval_split is not None
         _refuse("eval_split", both, "cannot be combined with eval_data", self.eval_split)
         if self.save_best and not self.eval_data and self.eval_split is None:

@@ -73,6 +73,8 @@ class Fork:
     ) -> None:
         self._limits = limits or Limits()
         self._output, self._errors = folder / "stdout.txt", folder / "stderr.txt"
+        for path in (self._output, self._errors):
+            path.write_text("")  # so that they can be read immediately
         self._deadline = time.monotonic() + self._limits.wall_seconds
         sys.stdout.flush()
         sys.stderr.flush()

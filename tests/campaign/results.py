@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from penstock.records import parse_lines
 
 Outcome = Literal["ok", "lost", "silent", "traceback", "hang"]
 """How a case ended.
@@ -63,19 +65,24 @@ class ResultsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def read(self) -> Iterator[CaseResult]:
-        """Yield all results. The last line may be cut off, if the campaign was killed."""
-        if self.path.exists():
-            for line in self.path.read_text().splitlines():
-                try:
-                    fields = json.loads(line)
-                except ValueError:
-                    continue
-                yield CaseResult(**{k: v for k, v in fields.items() if k != "command"})
+    def read(self) -> list[CaseResult]:
+        """Return the last result of every case."""
+        if not self.path.exists():
+            return []
+        results = {}
+        # The last line may be cut off, if the campaign was killed.
+        for _, fields in parse_lines(self.path.read_text()):
+            one = CaseResult(**{k: v for k, v in fields.items() if k != "command"})
+            results[one.kind, one.seed, one.number] = one
+        return list(results.values())
 
-    def numbers(self, kind: str, seed: int) -> set[int]:
-        """Return the cases of a kind that have run."""
-        return {one.number for one in self.read() if (one.kind, one.seed) == (kind, seed)}
+    def numbers(self, kind: str, seed: int, *, again: bool = False) -> set[int]:
+        """Return the cases of a kind that have run; with `again`, those that ended well."""
+        return {
+            one.number
+            for one in self.read()
+            if (one.kind, one.seed) == (kind, seed) and not (again and one.outcome != "ok")
+        }
 
     def add(self, result: CaseResult) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -141,8 +141,11 @@ def _named(edit: Edit, message: str) -> bool:
     """Return whether a message names a file, what the user knows it as, or a path from it."""
     if isinstance(edit.value, str) and edit.value and edit.value[:40] in message:
         return True
-    if edit.file == "run.yaml" and edit.path and f"--{edit.path[-1]}" in message:
-        return True
+    if edit.file == "run.yaml" and edit.path:
+        # The name of a setting is enough: the command line, which has no file, may set it, too.
+        flag = str(edit.path[-1]).replace("_", "-")
+        if f"--{flag}" in message or f"error: {edit.path[-1]}: " in message:
+            return True
     name, folder = Path(edit.file).name, Path(edit.file).parent.name
     known_as = {"tokenizer.json": "tokenizer", "tokenizer_config.json": "tokenizer"}
     known_as[COMPLETE] = folder  # the manifest says which files a checkpoint has

@@ -200,7 +200,8 @@ def _seal(here: Path, edits: Sequence[Edit]) -> None:
         file = here / edit.file
         manifest = file.with_name(COMPLETE)
         if file == manifest:
-            manifest.write_bytes(sign(manifest.read_bytes()))
+            text = manifest.read_bytes().decode("utf-8", "surrogateescape")
+            manifest.write_bytes(sign(text).encode("utf-8", "surrogateescape"))
         elif manifest.exists():
             fields = json.loads(manifest.read_text())
             if file.name in fields["files"]:
