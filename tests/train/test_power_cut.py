@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,3 +143,25 @@ def test_the_files_that_a_resume_needs_are_synced(
     assert runs.run(tmp_path / "out", "--steps", "1").code == 0
     written = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert written - synced == {"metrics.jsonl"}
+
+
+def test_metrics_are_synced_before_a_checkpoint_is_complete(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a run resumed from it lacks the lines of the steps before."""
+    last, renamed = "", list[str]()
+    calls = {name: getattr(os, name) for name in ("write", "fsync", "rename")}
+
+    def watch(name: str, *args: Any) -> Any:
+        nonlocal last
+        if name == "rename":
+            if Path(args[1]).name.startswith("checkpoint-"):
+                renamed.append(last)
+        elif os.readlink(f"/proc/self/fd/{args[0]}").endswith("metrics.jsonl"):
+            last = name
+        return calls[name](*args)
+
+    for name in calls:
+        monkeypatch.setattr(os, name, partial(watch, name))
+    assert runs.run(tmp_path / "out", "--steps", "2", "--save-every", "1").code == 0
+    assert renamed == ["fsync", "fsync"]

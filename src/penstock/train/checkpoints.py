@@ -64,6 +64,8 @@ class CheckpointSaver:
         writers = engine.files.writers(optimizer=self._with_optimizer)
         self._sizes = [writer.nbytes for writer in writers]
         self._tensor_files = [name for writer in writers for name in writer.names]
+        self.before_save: list[Callable[[], None]] = []
+        """Called before a checkpoint is written, which makes files durable that belong to it."""
         self.saved_step: int | None = None
         """Step of the newest checkpoint of this run."""
 
@@ -118,6 +120,8 @@ class CheckpointSaver:
     def save(self, position: RunPosition, report: ReportProgress | None = None) -> Path:
         """Save a checkpoint. On an error there is none, and training may continue."""
         self.find_directory()
+        for prepare in self.before_save:
+            prepare()
         try:
             self._write(position, report)
         except (CheckpointError, OSError):

@@ -18,8 +18,8 @@ LOGGED = ("step", "skipped", "eval", "sample", "save", "done")
 """Events that metrics.jsonl contains."""
 
 SYNCED = ("save", "done")
-"""Events after which the file is synced: a run resumed from a checkpoint has the lines before it,
-even after a power cut."""
+"""Events after which the file is synced. It is also synced before a checkpoint is saved: a run
+resumed from it has all lines of earlier steps, even after a power cut."""
 
 MEMORY = ("tiers", "host")
 """Fields of a step that metrics.jsonl leaves out: they rarely change from step to step."""
@@ -50,8 +50,7 @@ class MetricsFile:
             self._waiting += f"{line}\n".encode()
             self._write()
             if event["event"] in SYNCED:
-                self._restore()
-                self._sync()
+                self.sync()
 
     def follow(self, out: Path) -> None:
         """Continue in a directory that was moved, or created again after it was removed."""
@@ -68,7 +67,9 @@ class MetricsFile:
             former, self._fd = self._fd, os.open(self._path, _APPEND)
             os.close(former)
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
+        """Make all lines so far survive a power cut."""
+        self._restore()
         # A file system that cannot sync, or fails to, must not end the run.
         with contextlib.suppress(OSError):
             os.fsync(self._fd)

@@ -159,6 +159,7 @@ def _open_run(
         after, note = batches.step, listeners.note
         metrics = MetricsFile(settings.checkpoint.out, after=after, note=note)
         listeners.add(metrics)
+        saver.before_save.append(metrics.sync)
         directory.on_change += [
             lambda _: _write_run_files(saver.settings, engine, batches.steps),
             metrics.follow,
