@@ -256,6 +256,21 @@ class EngineError(PenstockError):
     """Training cannot continue."""
 
 
+class PeerLostError(EngineError):
+    """Another rank has failed or does not answer, so this one cannot continue.
+
+    `rank` is the number of that rank; None if it is not known.
+    """
+
+    def __init__(self, rank: int | None, problem: str) -> None:
+        self.rank, self.problem = rank, problem
+        who = "another rank" if rank is None else f"rank {rank}"
+        super().__init__(
+            f"lost {who}: {problem}. Nothing is lost but the work since the last checkpoint: "
+            f"resume from it"
+        )
+
+
 class DeviceMemoryError(EngineError, MemoryError):
     """The GPU has too little free memory, or the plan allows too little of it.
 

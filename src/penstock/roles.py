@@ -19,10 +19,11 @@ BASE_NBYTES = 2
 """Size of one int16 base in bytes."""
 
 TENSOR_ALIGNMENT = 256
-"""Alignment of a tensor in its flat buffer, in elements.
+"""Alignment of a tensor in its flat buffer, in elements, if one rank owns the whole buffer.
 
 Its bytes then start at a multiple of 256 in every role, including int8, and no int8 base is shared
-by two tensors."""
+by two tensors. In a buffer that several ranks share, tensors are aligned to `SWEEP_LEAF`, so that
+a shard may begin at any multiple of it."""
 
 SWEEP_LEAF = 4096
 """Granularity of the optimizer sweep, in elements: it may split a tensor at multiples of this,

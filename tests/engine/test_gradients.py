@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.engine.device import pick_device
-from penstock.engine.gradients import GradientSums, differentiate
+from penstock.engine.gradients import GradientSums, add_in_order, differentiate
 from penstock.roles import Formats
 from tests.support.engines import inventory, tiny_config
 
@@ -77,3 +77,42 @@ def test_gradients_that_share_their_memory_are_all_used_before_it_is_freed() -> 
     assert torch.equal(found["first"], torch.full((2, 3), 2.0))
     assert torch.equal(found["second"], torch.full((2, 3), 2.0))
     assert torch.equal(gradient, torch.full((2, 3), 6.0))
+
+
+def test_a_sum_is_made_in_the_order_of_its_parts() -> None:
+    """Large values come and go, so that every order has other bits."""
+    drawn = torch.Generator().manual_seed(3)
+    exponents = torch.randint(-20, 20, (7, 1000), generator=drawn)
+    signs = torch.randint(0, 2, (7, 1000), generator=drawn) * 2 - 1
+    parts = (signs * 2.0**exponents * (1 + torch.rand((7, 1000), generator=drawn))).bfloat16()
+    total = torch.full((1000,), 7.0)
+
+    add_in_order(total, list(parts[:3]), fresh=True)
+    add_in_order(total, list(parts[3:]))
+
+    wanted, other = parts[0].float().numpy(), parts[-1].float().numpy()
+    for k in range(1, 7):
+        wanted, other = wanted + parts[k].float().numpy(), other + parts[-1 - k].float().numpy()
+    assert torch.equal(total, torch.from_numpy(wanted))
+    assert not torch.equal(total, torch.from_numpy(other))
+
+
+def test_a_tensor_that_a_micro_batch_does_not_use_changes_no_sum() -> None:
+    model = inventory(tiny_config("llama"))
+    sums, block = GradientSums(model, Formats(), pick_device("cpu")), model.blocks[1]
+    used, unused, *_ = block.tensors
+    flat = torch.full((block.flat_elements(True),), 7.0)
+    sums.open(1, flat, fresh=True)
+    sums.add(used.name, torch.ones(used.shape))
+
+    names = sums.close_micro_batch(1)
+
+    assert used.name not in names
+    assert unused.name in names
+    start = block.offsets(True)[unused.name]
+    for before in (-0.0, 0.0, 1.5):
+        total = torch.full((unused.elements,), before)
+        add_in_order(total, [flat[start : start + unused.elements]])
+        assert torch.equal(
+            total.view(torch.int32), torch.full_like(total, before).view(torch.int32)
+        )

@@ -102,10 +102,13 @@ def users(program: Program, index: PlacementIndex, key: BufferKey) -> set[int]:
             for at, op in enumerate(program.operations)
             if op.verb in staged and program.read_of[at] == key.start
         }
+    if key.kind in (BufferKind.SENT, BufferKind.RECEIVED):
+        exchange = program.exchange_of.get(key.start, key.start)
+        return {key.start, exchange}
     operations: set[int] = set()
     for at in range(key.start, len(program.operations)):
         op = program.operations[at]
-        if ends(op, key):
+        if ends(op, key, index.ranks):
             # The operation that ends a sum reads it to round it. All others only drop the buffer.
             return operations | ({at} if key.kind is BufferKind.GRADIENT_SUM else set())
         if touches(op, index, key):
@@ -113,9 +116,10 @@ def users(program: Program, index: PlacementIndex, key: BufferKey) -> set[int]:
     return operations
 
 
-def ends(op: Operation, key: BufferKey) -> bool:
+def ends(op: Operation, key: BufferKey, ranks: int) -> bool:
     if key.kind is BufferKind.GRADIENT_SUM:
-        return op.verb in (Verb.LOSS, Verb.BACKWARD) and op.block == key.block
+        adding = (Verb.LOSS, Verb.BACKWARD) if ranks == 1 else (Verb.EXCHANGE,)
+        return op.verb in adding and op.block == key.block
     role = Role.WEIGHT if key.kind is BufferKind.WEIGHT else Role.GRADIENT
     return op.verb is Verb.DROP and op.block == key.block and op.roles == (role,)
 
@@ -126,8 +130,10 @@ def touches(op: Operation, index: PlacementIndex, key: BufferKey) -> bool:
         reads = op.verb in COMPUTE and block in index.owners(op.block)
         if op.verb is Verb.BACKWARD and op.block == 0:
             reads = False  # the backward of an embedding does not read its table
-        return reads or (op.verb is Verb.FETCH and op.block == block and op.roles == (Role.WEIGHT,))
-    adds = op.phase == "backward" and op.verb in (Verb.LOSS, Verb.BACKWARD)
+        arrives = op.verb in (Verb.FETCH, Verb.GATHER) and op.roles == (Role.WEIGHT,)
+        return reads or (arrives and op.block == block)
+    adding = (Verb.LOSS, Verb.BACKWARD) if index.ranks == 1 else (Verb.EXCHANGE,)
+    adds = op.phase == "backward" and op.verb in adding
     moves = op.verb in (Verb.FETCH, Verb.OFFLOAD) and op.roles == (Role.GRADIENT,)
     return (adds and block in index.adds_to(op.block)) or (moves and op.block == block)
 

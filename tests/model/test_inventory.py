@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.errors import InventoryError
 from penstock.model.inventory import Block, Inventory, TensorSpec
 from penstock.records import from_json, to_json
-from penstock.roles import SCALE_BLOCK, TENSOR_ALIGNMENT, TRAINED, Formats, Role
+from penstock.roles import SCALE_BLOCK, SWEEP_LEAF, TENSOR_ALIGNMENT, TRAINED, Formats, Role
 from tests.support.models import model
 
 KINDS: tuple[Any, ...] = ("embedding", "layer", "head")
@@ -90,3 +90,52 @@ def test_blocks_must_be_an_embedding_layers_and_a_head(kinds: list[str], message
     blocks = tuple(Block(name=str(i), kind=k) for i, k in enumerate(kinds))  # type: ignore[arg-type]
     with pytest.raises(InventoryError, match=f"^blocks: {message}"):
         Inventory(model="m", hidden=8, vocabulary=8, blocks=blocks)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20_000), st.booleans()), min_size=1, max_size=8),
+    st.integers(1, 5),
+    st.sampled_from((4096, 8192, 1 << 20)),
+)
+def test_a_shard_begins_and_ends_where_the_sweep_may_cut(
+    sizes: list[tuple[int, bool]], ranks: int, step: int
+) -> None:
+    tensors = tuple(
+        TensorSpec(name=f"t{i}", shape=(n,), trainable=trained)
+        for i, (n, trained) in enumerate(sizes)
+    )
+    block = Block(name="b", kind="layer", tensors=tensors, shards=ranks)
+
+    for trainable in (True, False):
+        offsets, shard = block.offsets(trainable), block.shard_elements(trainable)
+        assert ranks * shard == block.flat_elements(trainable)
+        pieces = block.pieces(step, trainable)
+        assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces)][: len(pieces)]
+        assert not pieces or pieces[-1][1] == shard
+        cuts = [rank * shard + stop for rank in range(ranks) for _, stop in pieces]
+        for tensor in tensors:
+            if tensor.trainable == trainable:
+                first = offsets[tensor.name]
+                inside = [cut for cut in cuts if first < cut < first + tensor.elements]
+                assert all((cut - first) % SWEEP_LEAF == 0 for cut in inside)
+
+
+def test_one_rank_stores_what_it_stored_before_there_were_ranks() -> None:
+    inventory = model("qwen2.5-3b")
+
+    assert inventory.sharded(1) is inventory
+    assert {at % TENSOR_ALIGNMENT for b in inventory.blocks for at in b.offsets(True).values()} == {
+        0
+    }
+    assert inventory.sharded(3).fingerprint == inventory.fingerprint
+    assert inventory.sharded(3).sharded(1) == inventory
+
+
+def test_blocks_are_shared_by_the_same_ranks() -> None:
+    inventory = model("qwen2.5-3b")
+    blocks = (replace(inventory.blocks[0], shards=2), *inventory.blocks[1:])
+
+    with pytest.raises(InventoryError, match="the same number of ranks"):
+        replace(inventory, blocks=blocks)
+    with pytest.raises(InventoryError, match="must be 1 or more"):
+        inventory.sharded(0)

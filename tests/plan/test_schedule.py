@@ -88,7 +88,8 @@ def test_an_evaluation_runs_forward_once_and_moves_no_gradient(case: Case) -> No
     last = len(evaluator.inventory.blocks) - 1
     forth = [(Verb.FORWARD, i, 0) for i in range(last)]
     assert checker.computed == [*forth, (Verb.LOSS, last, 0)]
-    assert verbs(schedule) <= {Verb.READ, Verb.RELEASE, Verb.FETCH, Verb.DROP, *COMPUTE}
+    moves = {Verb.READ, Verb.RELEASE, Verb.FETCH, Verb.DROP, Verb.GATHER, Verb.MEET}
+    assert verbs(schedule) <= {*moves, *COMPUTE}
     assert {op.phase for op in schedule.operations} == {"forward"}
 
 
@@ -104,7 +105,7 @@ def test_a_sweep_schedule_sweeps_everything_once_and_computes_nothing(case: Case
 
     wanted = [checker.sweeps_of(block) for block in range(len(evaluator.inventory.blocks))]
     assert checker.swept == set().union(*wanted)
-    assert verbs(schedule) <= {Verb.READ, Verb.RELEASE, Verb.SWEEP, Verb.WRITE}
+    assert verbs(schedule) <= {Verb.READ, Verb.RELEASE, Verb.SWEEP, Verb.WRITE, Verb.GATHER}
     assert len(checker.written) == len([op for op in schedule.operations if op.verb is Verb.WRITE])
 
 

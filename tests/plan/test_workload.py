@@ -151,3 +151,23 @@ def test_the_heads_sum_of_a_micro_batch_is_planned_where_it_is_needed(
     tables = inventory.vocabulary * inventory.hidden
     assert more.backward - less.backward == (4 * tables if needed else 0)
     assert more.forward == less.forward
+
+
+def test_every_rank_needs_a_micro_batch_and_the_micro_batch_stays() -> None:
+    llama = model("llama-3.1-8b")
+
+    with pytest.raises(WorkloadError, match=r"^batch: is 3 micro-batches of 2, .* 4 ranks.* 8 or"):
+        work(llama, 4096, 6, micro_batch=2, world=4)
+    for world in (1, 2, 3):
+        workload = work(llama, 4096, 12, world=world)
+        assert workload.numerics == work(llama, 4096, 12).numerics
+
+
+def test_a_head_sum_by_chunks_is_refused_on_several_ranks() -> None:
+    workload = work(model("llama-3.1-8b"), 4096, 6, micro_batch=2)
+    numerics = replace(workload.numerics, head_sum="chunk")
+
+    with pytest.raises(WorkloadError, match=r"numerics.head_sum: .* the number of ranks"):
+        replace(workload, numerics=numerics, world=2)
+    one_chunk = replace(numerics, loss_chunk=2 * 4096)
+    assert replace(workload, numerics=one_chunk, world=2).world == 2

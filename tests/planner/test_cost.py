@@ -247,3 +247,29 @@ def test_queries_that_are_wider_than_the_hidden_state_take_time_of_their_own() -
 
     passes = seconds[1] - seconds[0] - products
     assert passes == pytest.approx(rates.passes / 4 * 2 * (4096 - 2560) / rates.hbm)
+
+
+@pytest.mark.parametrize("location", [Location.HBM, Location.DRAM, Location.NVME])
+def test_two_ranks_store_half_each_and_share_the_host(location: Location) -> None:
+    one = make_evaluator()
+    two = PlanEvaluator(
+        MODEL, replace(one.workload, world=2), one.machine, one.budget, piece_elements=1 << 19
+    )
+    candidate = all_at(location)
+    costs = [each.cost(candidate) for each in (one, two)]
+    states = [sum(each.group_nbytes(i, "state", 1) for i in range(8)) for each in (one, two)]
+
+    assert states[0] / 2 <= states[1] < states[0] / 2 * 1.02, "half, and some padding"
+    assert costs[1].step_seconds > costs[0].step_seconds / 2, "gathering and exchanging take time"
+    for verb in (Verb.GATHER, Verb.EXCHANGE, Verb.MEET):
+        took = [
+            span.end - span.start
+            for span, op in zip(costs[1].spans, costs[1].schedule.operations, strict=True)
+            if op.verb is verb
+        ]
+        assert took
+        assert min(took) > 0
+    # Each rank sweeps, reads and writes half of the bytes, and both do so at the same time.
+    for resource in ("sweep@0", "disk@/mnt/nvme"):
+        busy = [cost.busy.get(resource, 0.0) * cost.step_seconds for cost in costs]
+        assert busy[1] == pytest.approx(busy[0], rel=0.02)

@@ -163,6 +163,7 @@ def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **change
     It runs on the CPU unless `device` names another device.
     """
     device = pick_device(changes.pop("device", "cpu"))
+    ranks = changes.pop("ranks", None)
     numerics = plan.workload.numerics
     bare = build_model(
         config, weight_dtype(plan.workload.dtype), device.torch_device,
@@ -173,7 +174,8 @@ def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **change
         deterministic=numerics.deterministic, noise_alpha=numerics.neftune_noise_alpha,
     )  # fmt: skip
     settings: dict[str, Any] = {"optimizer": {"lr": 1e-2}, "grouping": decay_matrices}
-    engine = Engine(plan, model, split_model, device, EngineSettings(**(settings | changes)))
+    given = EngineSettings(**(settings | changes))
+    engine = Engine(plan, model, split_model, device, given, ranks)
     if source is None:
         draw_weights(engine.access, model, split_model, seed=0)
     else:

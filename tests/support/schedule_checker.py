@@ -78,6 +78,7 @@ def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Candidate]:
         piece=draw(st.sampled_from((WHOLE, 1 << 18, 1 << 16))),
         accumulate=draw(st.booleans()),
         linear=draw(st.booleans()),
+        world=draw(st.sampled_from((1, 1, 2, 3))),
     )
     ahead = draw(st.integers(1, 3))
     candidate = Candidate(
@@ -128,6 +129,11 @@ class ScheduleChecker:
         self.swept: set[tuple[int, int | None]] = set()
         self.written: set[tuple[int, int | None]] = set()
         self.out: set[tuple[int, Role, int]] = set()
+        self.ranks = inventory.shards
+        self.gathered: set[int] = set()  # blocks with the weights of all ranks in HBM
+        self.sent: set[tuple[int, int]] = set()  # gradients of micro-batches, by block and round
+        self.exchanged: set[tuple[int, int]] = set()
+        self.met = False
         self.computed: list[tuple[Verb, int, int]] = []
         self.listed_order = False
 
@@ -144,6 +150,8 @@ class ScheduleChecker:
             getattr(self, operation.verb.name.lower())(operation)
         assert not self.hbm, "HBM is empty at the end"
         assert not self.staged, "staging is empty at the end"
+        assert not self.sent, "nothing waits to be sent at the end"
+        assert self.met == (self.ranks > 1 and bool(self.computed)), "ranks meet once"
 
     def sweeps_of(self, block: int) -> set[tuple[int, int | None]]:
         """Return the sweeps that a block needs: one, or one per piece if it passes staging."""
@@ -213,12 +221,38 @@ class ScheduleChecker:
         return len(fetched) == self.facts.pieces[op.block] + self.facts.frozen_pieces[op.block]
 
     def drop(self, op: Operation) -> None:
+        if not op.roles:
+            assert (op.block, op.round) in self.exchanged, "what is sent is dropped afterwards"
+            self.sent.remove((op.block, op.round))
+            return
         self.hbm.discard((op.block, op.roles[0]))
         if op.roles == (Role.WEIGHT,):
             self.parts.pop(op.block, None)
+            self.gathered.discard(op.block)
+
+    def gather(self, op: Operation) -> None:
+        assert self.ranks > 1
+        if self.facts.weight_in_hbm(op.block):
+            assert self.sweeps_of(op.block) <= self.swept, "a shard is swept before it is gathered"
+        else:
+            assert (op.block, Role.WEIGHT) in self.hbm, "a shard is fetched before it is gathered"
+        assert op.block not in self.gathered, "nothing is gathered twice"
+        self.gathered.add(op.block)
+
+    def exchange(self, op: Operation) -> None:
+        assert (op.block, op.round) in self.sent, "gradients are computed before they are sent"
+        self._check_sums(op)
+        self.exchanged.add((op.block, op.round))
+
+    def meet(self, op: Operation) -> None:
+        assert not self.met
+        assert self.sent == self.exchanged & self.sent, "ranks meet when all gradients are summed"
+        self.met = True
 
     def offload(self, op: Operation) -> None:
         (role,) = op.roles
+        if role is Role.GRADIENT and self.ranks > 1:
+            assert (op.block, op.round) in self.exchanged, "gradients are summed by their owners"
         self.out.add((op.block, role, op.round))
         self.hbm.discard((op.block, role))
 
@@ -232,6 +266,8 @@ class ScheduleChecker:
                 assert (owner, Role.WEIGHT) in self.hbm, (
                     "weights are in HBM before a block computes"
                 )
+            if self.ranks > 1 and (self.sweeps_of(owner) or not self.facts.weight_in_hbm(owner)):
+                assert owner in self.gathered, "a block computes with the weights of all ranks"
         before = op.block - 1
         leaves = self.trains and before >= 0 and self.facts.offloads_activation(before)
         if op.verb is Verb.FORWARD and leaves:
@@ -241,10 +277,15 @@ class ScheduleChecker:
             assert (op.block, Role.ACTIVATION) in self.hbm, (
                 "the activation is in HBM before backward"
             )
-        if op.phase == "backward" and (op.round or self.adds):
-            for block in self.facts.adds_to(op.block):
-                if self.facts.gradient_leaves(block):
-                    assert (block, Role.GRADIENT) in self.hbm, "the gradient sum so far is in HBM"
+        if op.phase == "backward" and self.ranks == 1:
+            self._check_sums(op)
+        if op.phase == "backward" and self.ranks > 1 and self.facts.adds_to(op.block):
+            self.sent.add((op.block, op.round))
         self.computed.append((op.verb, op.block, op.round))
+
+    def _check_sums(self, op: Operation) -> None:
+        for block in self.facts.adds_to(op.block) if op.round or self.adds else ():
+            if self.facts.gradient_leaves(block):
+                assert (block, Role.GRADIENT) in self.hbm, "the gradient sum so far is in HBM"
 
     forward = loss = backward = _compute

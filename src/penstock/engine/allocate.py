@@ -22,6 +22,7 @@ from penstock.engine.hidden_states import HiddenStates
 from penstock.engine.program import Buffers, Program, compile_program
 from penstock.engine.spans import WeightSlots
 from penstock.engine.tier_memory import StoreSettings, TierMemory
+from penstock.engine.transport import Transport
 from penstock.errors import PlanError
 from penstock.memory.arena import Arena
 from penstock.memory.heap import return_freed_memory
@@ -46,6 +47,8 @@ class EngineMemory:
     """All memory of an engine, allocated before the first step."""
 
     device: Device
+    ranks: Transport
+    """The connection to the other ranks."""
     tiers: TierMemory
     """Weights, optimizer states, gradients and activations where the plan places them."""
     hidden: HiddenStates
@@ -145,7 +148,7 @@ def _fit_staging(
 
 def allocate(
     plan: Plan, inventory: Inventory, programs: Programs, device: Device,
-    store: StoreSettings, sweep_pool: Pool,
+    store: StoreSettings, sweep_pool: Pool, ranks: Transport,
 ) -> EngineMemory:  # fmt: skip
     """Allocate all memory and disk space of the run, or raise and leave nothing behind."""
     if plan.placement.rounds > 1 and not inventory.may_have_rounds:
@@ -157,12 +160,13 @@ def allocate(
     return_freed_memory()
     tiers: TierMemory | None = None
     try:
-        tiers = TierMemory(plan, inventory, device, store)
+        tiers = TierMemory(plan, inventory, device, store, ranks.rank)
         gradients = GradientSums(inventory, tiers.formats, device)
         weights = device.empty(programs.nbytes("weights"), "weight slots")
         staging, pipes = _allocate_staging(plan, inventory, programs, tiers)
         return EngineMemory(
             device=device,
+            ranks=ranks,
             tiers=tiers,
             hidden=HiddenStates(tiers),
             weights=WeightSlots(inventory, tiers.formats, weights),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from penstock.model.embedding_noise import document_scales
 from penstock.model.inventory import Inventory
 from penstock.model.split import MicroBatch
 from penstock.model.varlen_attention import flatten_bounds
-from penstock.plan.buffers import micro_batches_per_round
+from penstock.plan.buffers import deal_micro_batches
 from penstock.plan.workload import Workload
 
 Batch = Mapping[str, torch.Tensor]
@@ -31,15 +30,22 @@ class SplitBatch:
     """A batch as rounds of micro-batches."""
 
     rounds: Sequence[Sequence[MicroBatch]]
+    """The micro-batches that this rank computes."""
+    sizes: Sequence[int]
+    """By round: the number of micro-batches of all ranks."""
     num_items: int
     """Number of tokens whose label is not -100, except the first token of each document, which
     nothing predicts."""
+    packed: bool
+    """Whether trained tokens follow another document in their row, in the whole batch. A document
+    without trained tokens, such as padding, may follow another one."""
 
 
 def split_batch(
-    batch: Batch, workload: Workload, inventory: Inventory, rounds: int, device: torch.device
-) -> SplitBatch:
-    """Check a batch and split it into micro-batches.
+    batch: Batch, workload: Workload, inventory: Inventory, rounds: int, device: torch.device,
+    rank: int = 0,
+) -> SplitBatch:  # fmt: skip
+    """Check a batch and split it into micro-batches. Every rank gets the whole batch.
 
     `input_ids` and `labels` have Hugging Face's meaning. `position_ids`, if given, start at 0 for
     each document. `attention_mask`, if given, is 1 for tokens and 0 for padding on their right.
@@ -51,37 +57,37 @@ def split_batch(
     targets = next_targets(labels, positions)
     noisy = workload.numerics.neftune_noise_alpha > 0
     scales = document_scales(positions, counts) if noisy else None
-    size, per_round = workload.numerics.micro_batch, micro_batches_per_round(workload, rounds)
-    micros = [
-        MicroBatch(
-            input_ids=ids[at : at + size].to(device),
-            position_ids=positions[at : at + size].to(device),
-            targets=targets[at : at + size].to(device),
-            bounds=_documents(positions[at : at + size], workload, device),
+    size = workload.numerics.micro_batch
+
+    def micro_batch(number: int) -> MicroBatch:
+        rows = slice(number * size, (number + 1) * size)
+        return MicroBatch(
+            input_ids=ids[rows].to(device),
+            position_ids=positions[rows].to(device),
+            targets=targets[rows].to(device),
+            bounds=_documents(positions[rows], workload, device),
             number=number,
-            noise_scales=None if scales is None else scales[at : at + size].to(device),
+            noise_scales=None if scales is None else scales[rows].to(device),
         )
-        for number, at in enumerate(range(0, ids.shape[0], size))
-    ]
-    grouped = [micros[r * per_round : (r + 1) * per_round] for r in range(rounds)]
-    return SplitBatch(grouped, int((targets != IGNORE_INDEX).sum()))
+
+    numbers = range(-(-ids.shape[0] // size))
+    dealt = [deal_micro_batches(numbers, workload, rounds, each) for each in range(workload.world)]
+    return SplitBatch(
+        [[micro_batch(number) for number in each] for each in dealt[rank]],
+        [sum(map(len, each)) for each in zip(*dealt, strict=True)],
+        int((targets != IGNORE_INDEX).sum()),
+        packed=bool((((positions == 0).cumsum(1) > 1) & (targets != IGNORE_INDEX)).any()),
+    )
 
 
 def check_documents(batch: SplitBatch, inventory: Inventory) -> None:
-    """Raise UnsupportedModelError if a packed document would see the one before it.
-
-    A document without trained tokens, such as padding, may follow another one.
-    """
-    if not inventory.mixes_documents:
-        return
-    for micro in itertools.chain.from_iterable(batch.rounds):
-        later = (micro.position_ids == 0).cumsum(1) > 1
-        if bool((later & (micro.targets != IGNORE_INDEX)).any()):
-            raise UnsupportedModelError(
-                f"{inventory.model} cannot train on packed documents: {inventory.mixes_documents} "
-                f"would carry information from one document of a row to the next. Pass one "
-                f"document per row, padded on the right"
-            )
+    """Raise UnsupportedModelError if a packed document would see the one before it."""
+    if batch.packed and inventory.mixes_documents:
+        raise UnsupportedModelError(
+            f"{inventory.model} cannot train on packed documents: {inventory.mixes_documents} "
+            f"would carry information from one document of a row to the next. Pass one "
+            f"document per row, padded on the right"
+        )
 
 
 def _documents(

@@ -8,10 +8,12 @@ work of the host, such as a sweep on the CPU, blocks it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from penstock.engine.allocate import EngineMemory
+from penstock.engine.gradient_buffers import GradientBuffers
 from penstock.engine.gradients import differentiate
 from penstock.engine.hidden_states import EXTRA_SLOTS
 from penstock.engine.loss import ChunkedLoss, GradientSink
@@ -20,7 +22,7 @@ from penstock.engine.step_state import StepState
 from penstock.engine.transfer import Mover
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.optim.rules import draw_key
-from penstock.plan.lifetimes import BufferKey, BufferKind
+from penstock.plan.lifetimes import BufferKey, BufferKind, SumPart
 from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.schedule import Operation, Verb
 from penstock.roles import Role
@@ -41,14 +43,13 @@ class Computer:
         loss: ChunkedLoss,
         mover: Mover,
         placement: PlacementIndex,
+        buffers: GradientBuffers,
     ) -> None:
         self._memory, self._tiers, self._device = memory, memory.tiers, memory.device
         self._model, self._loss, self._mover, self._placement = split_model, loss, mover, placement
+        self._buffers = buffers
         self._weight_offsets: dict[int, int] = {}  # block -> offset of its weights in the pool
-        self._sum_starts: dict[int, int] = {}  # block -> operation that began its gradient sum
         self._head = placement.count - 1
-        self._wide = memory.tiers.formats.wide_gradient
-        self._accumulates = memory.tiers.plan.workload.accumulate
         self._has_head_sum = memory.tiers.plan.workload.has_head_sum
         self.seed = 0
         """Seed of dropout and of the noise on embeddings."""
@@ -56,11 +57,10 @@ class Computer:
     def start(self) -> None:
         """Forget the previous step."""
         self._weight_offsets.clear()
-        self._sum_starts.clear()
         self._memory.gradients.start_step()
 
     def note(self, step: StepState, at: int, op: Operation) -> None:
-        """Note where another lane puts a block's weights or gradient sum.
+        """Note where another lane puts a block's weights.
 
         The computing thread passes over all operations in the order of the schedule, so the notes
         are right for the computations that follow, however far the other lane has come.
@@ -68,8 +68,6 @@ class Computer:
         if op.verb is Verb.FETCH and op.roles == (Role.WEIGHT,):
             key = BufferKey(BufferKind.WEIGHT, op.block, step.program.buffer_start[at])
             self._weight_offsets[op.block] = step.program.weights.offset(key)
-        elif op.verb is Verb.FETCH and op.roles == (Role.GRADIENT,):
-            self._sum_starts[op.block] = at
 
     def compute(self, step: StepState, at: int, op: Operation) -> None:
         """Issue one computation after everything it needs, and post its ticket."""
@@ -164,33 +162,32 @@ class Computer:
         parameters = {k: v for owner in owners for k, v in self._parameters(owner).items()}
         self._model.bind_head(parameters)
         with_backward = op.phase == "backward"
-        if with_backward:
-            for block in self._placement.adds_to(self._head):
-                self._open_sum(step, at, op, block)
+        self._open_sums(step, at)
         for index, micro in enumerate(micros):
             states = hidden.slot(hidden.gradient_slot(index), *micro.shape)
             flat, targets = states.view(-1, states.shape[-1]), micro.targets.view(-1)
             if with_backward:
                 sums = self._memory.gradients
-                # The first micro-batch of a step begins the sums, and needs no others.
-                if self._has_head_sum and not (self._begins_sums(step, op) and index == 0):
+                self._open_sent(step, at, index)
+                # A micro-batch that begins its sums needs no others.
+                if self._has_head_sum and not (self._begins_sums(step, at) and index == 0):
                     sums.start_micro_batch()
                 sink = GradientSink(parameters, sums.add)
                 total = self._loss.backward(flat, targets, sink, step.num_items, step.loss_scale)
                 sums.end_micro_batch()
+                self._close_sent(step, at)
             else:
                 total = self._loss.forward(flat, targets)
-            step.loss = total if step.loss is None else step.loss + total
-        if with_backward and self._tiers.has(self._head, Role.GRADIENT):
-            self._close_sum(step, at, op, self._head)
+            step.losses.append((micro.number, total))
+            if at in step.program.exchange_of:
+                step.tickets.post((at, index), self._device.record())
+        self._close_sums(step, at)
 
     # Backward.
 
     def _backward(self, step: StepState, at: int, op: Operation) -> None:
         hidden, sums = self._memory.hidden, self._memory.gradients
-        trained = self._tiers.has(op.block, Role.GRADIENT)
-        if trained and not sums.is_open(op.block):  # a tied embedding's sum is open already
-            self._open_sum(step, at, op, op.block)
+        self._open_sums(step, at)
         if self._placement.owned_in_backward[op.block]:
             parameters = self._parameters(op.block)
         else:  # a linear embedding: its gradients do not depend on its weights
@@ -205,13 +202,14 @@ class Computer:
                 if index == 0:  # the operation begins when its first activation has arrived
                     step.started[at] = self._device.record()
             out, source = self._recompute(step, op.block, index, micro, slot)
+            self._open_sent(step, at, index)
             gradient = hidden.slot(hidden.gradient_slot(index), *micro.shape)
             # The gradient of the block's output makes room for that of its input, in the same slot.
             differentiate(out, gradient, source, parameters, sums.add, into=gradient)
             del out, source  # before the next micro-batch allocates its own
+            self._close_sent(step, at)
             step.tickets.post((at, index), self._device.record())
-        if trained:
-            self._close_sum(step, at, op, op.block)
+        self._close_sums(step, at)
 
     def _recompute(
         self, step: StepState, block: int, index: int, micro: MicroBatch, slot: int | None
@@ -227,50 +225,46 @@ class Computer:
 
     # Gradient sums.
 
-    def _open_sum(self, step: StepState, at: int, op: Operation, block: int) -> None:
-        """Begin or continue a block's gradient sum.
+    def _open_sums(self, step: StepState, at: int) -> None:
+        """Begin or continue the sums to which a computation adds; with several ranks, none."""
+        for part in step.program.sums.get(at, ()):
+            if not self._memory.gradients.is_open(part.block):  # as a tied embedding's may be
+                flat = self._buffers.sum(step, part)
+                self._memory.gradients.open(part.block, flat, fresh=self._begins_sums(step, at))
 
-        The sum lives in the pool of gradient buffers, or where the gradient lives if that is on the
-        device and in fp32 as well.
-        """
-        began = self._sum_starts.setdefault(block, at)
-        count = self._tiers.inventory.blocks[block].flat_elements(True)
-        if self._wide and self._tiers.on_device(block, Role.GRADIENT):
-            data = self._tiers.data(block, Role.GRADIENT)
-        else:
-            kind = BufferKind.GRADIENT if self._wide else BufferKind.GRADIENT_SUM
-            data = self._gradient_buffer(step, BufferKey(kind, block, began), 4 * count)
-        flat = data[: 4 * count].view(torch.float32)
-        self._memory.gradients.open(block, flat, fresh=self._begins_sums(step, op))
+    def _close_sums(self, step: StepState, at: int) -> None:
+        """End the sums that are complete, and leave them where the next lane finds them."""
+        for part in step.program.sums.get(at, ()):
+            if part.completes:
+                into, last = self._buffers.end_sum(step, part)
+                self._memory.gradients.close(part.block, into, last=last)
 
-    def _begins_sums(self, step: StepState, op: Operation) -> bool:
-        """Return whether the gradient sums are empty before the operation's first micro-batch."""
-        return step.fresh and op.round == 0
+    def _begins_sums(self, step: StepState, at: int) -> bool:
+        """Return whether what a computation adds to is empty before its first micro-batch."""
+        sends = at in step.program.exchange_of
+        return sends or (step.fresh and step.program.operations[at].round == 0)
 
-    def _close_sum(self, step: StepState, at: int, op: Operation, block: int) -> None:
-        """End a block's gradient sum, and leave it where the next lane finds it."""
-        began = self._sum_starts.pop(block)
-        count = self._tiers.inventory.blocks[block].flat_elements(True)
-        last = op.round == len(step.rounds) - 1 and not self._accumulates
-        if self._wide:
-            self._memory.gradients.close(block, None, last=last)
-            if not self._tiers.on_device(block, Role.GRADIENT):
-                key = BufferKey(BufferKind.GRADIENT, block, began)
-                step.outgoing_gradients[block] = self._gradient_buffer(step, key, 4 * count)
-            return
-        if self._tiers.on_device(block, Role.GRADIENT):
-            into = self._tiers.span(block, Role.GRADIENT).values(0, count)
-        else:
-            key = BufferKey(BufferKind.GRADIENT, block, at)
-            nbytes = self._tiers.formats.nbytes(Role.GRADIENT, count)
-            outgoing = self._gradient_buffer(step, key, nbytes)
-            step.outgoing_gradients[block] = outgoing
-            into = outgoing.view(self._model.dtype)
-        self._memory.gradients.close(block, into, last=last)
+    # With several ranks, the gradients of each micro-batch are sent to them.
 
-    def _gradient_buffer(self, step: StepState, key: BufferKey, nbytes: int) -> torch.Tensor:
-        offset = step.program.gradients.offset(key)
-        return self._memory.gradient_pool[offset : offset + nbytes]
+    def _open_sent(self, step: StepState, at: int, index: int) -> None:
+        """Let the gradients of a micro-batch go where they are sent from."""
+        for part in self._sent(step, at):
+            # The last micro-batch's gradient must have left the buffer, but not before this one's
+            # has been computed.
+            key = (part.at, index - 1)
+            wait = partial(step.tickets.order_after, key, self._device) if index else None
+            flat = self._buffers.sent(step, part)
+            self._memory.gradients.open(part.block, flat, fresh=True, wait=wait)
+
+    def _close_sent(self, step: StepState, at: int) -> None:
+        """Complete the gradients of a micro-batch; they are sent after its ticket is posted."""
+        for part in self._sent(step, at):
+            unused = self._memory.gradients.close_micro_batch(part.block)
+            step.note_unused(part.block, unused)
+
+    def _sent(self, step: StepState, at: int) -> tuple[SumPart, ...]:
+        exchange = step.program.exchange_of.get(at)
+        return () if exchange is None else step.program.sums[exchange]
 
     # Weights and block inputs.
 

@@ -36,10 +36,13 @@ from penstock.engine.batches import SplitBatch, check_documents, split_batch
 from penstock.engine.compute import Computer
 from penstock.engine.device import Device
 from penstock.engine.device_memory import explain_out_of_memory
+from penstock.engine.gradient_buffers import GradientBuffers
 from penstock.engine.gradients import round_gradients
 from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale
 from penstock.engine.optimizer import Grouping, StreamedAdamW
 from penstock.engine.pending_update import PendingUpdate, draw_keys
+from penstock.engine.rank_exchange import RankExchange, own_report
+from penstock.engine.report import StepReport, share
 from penstock.engine.restore import give_back, load_into, move_back, restore_live
 from penstock.engine.result_record import (
     find_differences,
@@ -55,6 +58,7 @@ from penstock.engine.step_state import StepState
 from penstock.engine.tensor_access import TensorAccess
 from penstock.engine.tier_memory import StoreSettings
 from penstock.engine.transfer import Mover
+from penstock.engine.transport import SingleRank, Transport
 from penstock.errors import BatchError, EngineError, EngineStateError, NonFiniteLossError
 from penstock.memory.process import peak_resident_nbytes, resident_nbytes
 from penstock.model.inventory import Inventory
@@ -64,6 +68,7 @@ from penstock.optim.norms import GradStats, clip_scale
 from penstock.optim.thread_pool import Pool
 from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.plan import Plan
+from penstock.plan.workload import Workload
 from penstock.records import Json
 from penstock.roles import Dtype, Moments
 from penstock.tiers import Tier
@@ -264,6 +269,15 @@ def _group_record(engine: Engine, group: dict[str, Any]) -> dict[str, Any]:
     return {"params": [engine.optimizer.name_of(p) for p in group["params"]], **plain}
 
 
+def _check_ranks(workload: Workload, ranks: Transport) -> None:
+    """Raise EngineError unless the plan is for as many ranks as there are."""
+    if workload.world != ranks.world:
+        raise EngineError(
+            f"the plan is for {workload.world} ranks, but there are {ranks.world}; make a plan for "
+            f"{ranks.world}"
+        )
+
+
 class Engine:
     """Trains one model under one plan. Made by `penstock.prepare`.
 
@@ -277,14 +291,19 @@ class Engine:
         split_model: SplitModel,
         device: Device,
         settings: EngineSettings,
+        ranks: Transport | None = None,
     ) -> None:
+        ranks = SingleRank() if ranks is None else ranks
+        _check_ranks(plan.workload, ranks)
+        inventory = inventory.sharded(ranks.world)
         self.plan, self.inventory, self.workload = plan, inventory, plan.workload
-        self.settings = settings
+        self.settings, self.ranks = settings, ranks
         self.split_model, self.device = split_model, device
         self.optimizer = StreamedAdamW(self, settings.optimizer, settings.grouping)
         self._programs = Programs.of(plan, inventory)
         pool = Pool(settings.sweep_threads, nice=SWEEP_NICE if self.on_gpu else 0)
-        self._memory = allocate(plan, inventory, self._programs, device, settings.store, pool)
+        store = settings.store
+        self._memory = allocate(plan, inventory, self._programs, device, store, pool, ranks)
         self.access = TensorAccess(self._memory)
         self.files = EngineFiles(self.access, inventory, split_model.buffers)
         mover = Mover(self._memory)
@@ -297,9 +316,11 @@ class Engine:
             fused=numerics.loss_kernel == "fused",
             label_smoothing=numerics.label_smoothing,
         )
-        self._computer = Computer(self._memory, split_model, loss, mover, placement)
+        buffers = GradientBuffers(self._memory)
+        self._computer = Computer(self._memory, split_model, loss, mover, placement, buffers)
         self._computer.seed = settings.seed
-        self._runner = Runner(self._memory, self._computer, mover)
+        exchange = RankExchange(self._memory, buffers)
+        self._runner = Runner(self._memory, self._computer, mover, exchange)
         self.plan_change = ""
         """What the rehearsal changed in the plan, in a sentence for the user; "" if nothing."""
         self.live_model: LiveModel | None = None
@@ -391,11 +412,12 @@ class Engine:
         self._stats = None  # if the step fails, half-summed gradients must not be applied
         self._run(step)
         self.batches += 1
-        self._stats = self._memory.gradients.gather_stats()
+        report = self._report(step)
+        self._stats = report.stats
         before = self._items.total if accumulating else 0
         self._items = _ItemCount(divisor, before + split.num_items, counted=num_items is None)
-        assert step.loss is not None
-        return (step.loss / items).float().cpu()  # NaN without items: `apply` skips the step
+        # NaN without items: `apply` skips the step.
+        return (torch.tensor(report.loss, dtype=torch.float64) / items).float()
 
     def apply(self) -> None:
         """Apply an optimizer update with the gradients that were computed.
@@ -411,6 +433,7 @@ class Engine:
             memory = self._memory
             with self._explaining("rounding of gradients"):
                 stats = round_gradients(memory.tiers, memory.staging, memory.sweep_pool)
+                stats = share(StepReport(stats, ()), self.ranks, 0).stats
         self.optimizer.note_step()
         self.skipped = self._loss_not_finite or not stats.finite
         if self.skipped:
@@ -434,7 +457,7 @@ class Engine:
         self._check_open()
         if self._pending is not None:
             with self._explaining("the optimizer sweep"):
-                self._run(StepState(self._programs.sweep, (), self._pending, self.batches))
+                self._run(StepState(self._programs.sweep, (), (), self._pending, self.batches))
 
     # Evaluation and inspection.
 
@@ -456,12 +479,11 @@ class Engine:
 
     def _evaluate_batch(self, batch: Mapping[str, torch.Tensor]) -> tuple[float, int]:
         split, total = self._split(batch), 0.0
-        for micros in split.rounds:
-            if micros:
-                step = StepState(self._programs.evaluate, [micros], None, self.batches)
+        for micros, size in zip(split.rounds, split.sizes, strict=True):
+            if size:
+                step = StepState(self._programs.evaluate, [micros], [size], None, self.batches)
                 self._runner.run(step)
-                assert step.loss is not None
-                total += float(step.loss)
+                total += self._report(step).loss
         return total, split.num_items
 
     def gradient_buffers_released(self) -> AbstractContextManager[int]:
@@ -671,12 +693,17 @@ class Engine:
         return StepState(
             program,
             split.rounds,
+            split.sizes,
             pending,
             self.batches,
             num_items,
             self.scale.value,
             fresh=not accumulating,
         )
+
+    def _report(self, step: StepState) -> StepReport:
+        """Return the outcome of a step that has run: that of all ranks."""
+        return step.report if step.report is not None else own_report(self._memory, step)
 
     def _run(self, step: StepState) -> None:
         """Run a step, which may sweep the pending update.
@@ -692,7 +719,8 @@ class Engine:
 
     def _split(self, batch: Mapping[str, torch.Tensor]) -> SplitBatch:
         rounds, device = self.plan.placement.rounds, self.device.torch_device
-        split = split_batch(batch, self.workload, self.inventory, rounds, device)
+        rank = self.ranks.rank
+        split = split_batch(batch, self.workload, self.inventory, rounds, device, rank)
         check_documents(split, self.inventory)
         return split
 

@@ -13,7 +13,7 @@ the sum is the gradient.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ import torch
 from penstock.engine.device import Device
 from penstock.engine.spans import Span
 from penstock.engine.tier_memory import TierMemory
-from penstock.model.inventory import Inventory
+from penstock.model.inventory import Inventory, TensorSpec
 from penstock.model.meta_model import weight_dtype
 from penstock.optim import sweep
 from penstock.optim.norms import GradStats
@@ -85,24 +85,45 @@ def _free(gradient: torch.Tensor, users: Counter[int]) -> None:
     users[storage._cdata] -= 1
 
 
+def add_in_order(
+    total: torch.Tensor, gradients: Sequence[torch.Tensor], *, fresh: bool = False
+) -> None:
+    """Add the gradients of micro-batches to a sum, one after another.
+
+    Every addition rounds, so the order decides the bits. It is the order of the batch, whichever
+    rank computed a micro-batch and whichever owns the sum. A `fresh` sum holds other data: the
+    first gradient replaces it. A copy saves the pass that would set the buffer to zero.
+    """
+    for gradient in gradients:
+        if fresh:
+            total.copy_(gradient)
+        else:
+            total.add_(gradient)
+        fresh = False
+
+
 @dataclass(slots=True)
 class _OpenSum:
     """The gradient of one block while it is being summed."""
 
     flat: torch.Tensor
-    """The sum, in fp32."""
+    """The sum, in fp32; or, where ranks exchange gradients, that of one micro-batch."""
     untouched: set[str]
     """Tensors without a sum yet: their bytes hold data of an earlier user of the buffer."""
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parts of `flat` by tensor name."""
+    wait: Callable[[], None] | None = None
+    """Orders the first addition after the last use of the buffer."""
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        if name in self.untouched:
-            # A copy instead of a sum saves the pass that would set the buffer to zero.
-            self.untouched.discard(name)
-            self.views[name].copy_(gradient)
-        else:
-            self.views[name].add_(gradient)
+        self.before_write()
+        add_in_order(self.views[name], [gradient], fresh=name in self.untouched)
+        self.untouched.discard(name)
+
+    def before_write(self) -> None:
+        if self.wait is not None:
+            self.wait()
+            self.wait = None
 
 
 class GradientSums:
@@ -121,15 +142,22 @@ class GradientSums:
         self._micro.clear()
         self.stats.clear()
 
-    def open(self, block: int, flat: torch.Tensor, *, fresh: bool) -> None:
-        """Sum the block's gradient into `flat`, which holds the sum so far unless `fresh`."""
+    def open(
+        self, block: int, flat: torch.Tensor, *, fresh: bool,
+        wait: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Sum the block's gradient into `flat`, which holds the sum so far unless `fresh`.
+
+        `wait` is called before `flat` is written.
+        """
         self._open[block] = self._view_sum(block, flat, fresh=fresh)
+        self._open[block].wait = wait
 
     def is_open(self, block: int) -> bool:
         return block in self._open
 
     def start_micro_batch(self) -> None:
-        """Start separate sums for the open blocks; `end_micro_batch` adds them to the blocks' sums.
+        """Start separate sums for the open blocks; `end_micro_batch` adds them to the open ones.
 
         The memory for it, 4 bytes per parameter, is working memory: it lives while the head is
         computed, when the larger working memory of layers is free.
@@ -161,24 +189,66 @@ class GradientSums:
         return _OpenSum(flat, set(views) if fresh else set(), views)
 
     def close(self, block: int, into: torch.Tensor | None, *, last: bool) -> None:
-        """End the block's sum and start computing its norm.
-
-        The sum is rounded into `into`, in 16 bits. If that is None, the sum stays in fp32 where it
-        is; once it is the `last`, it is rounded in place to values that the model's type can hold.
-        """
+        """End the block's sum, and round it as `round_sum` does."""
         total = self._open.pop(block)
         for name in total.untouched:  # parameters that no micro-batch used
             total.views[name].zero_()
-        tensors = [t for t in self._inventory.blocks[block].tensors if t.trainable]
+        self.round_sum(block, total.flat, into, last=last)
+
+    def close_micro_batch(self, block: int) -> set[str]:
+        """End the block's gradient of one micro-batch, which the ranks will add up.
+
+        Returns the tensors that the micro-batch did not use. They are set to -0.0, which changes no
+        sum: 0.0 would change a sum of -0.0.
+        """
+        total = self._open.pop(block)
+        total.before_write()
+        for name in total.untouched:
+            total.views[name].fill_(-0.0)
+        return total.untouched
+
+    def set_unused_to_zero(
+        self, block: int, total: torch.Tensor, first: int, names: Iterable[str]
+    ) -> None:
+        """Turn -0.0 into 0.0 in a shard of a sum, for tensors that no micro-batch used."""
+        for number, low, high in self._shard_parts(block, first, total.numel()):
+            if self._trained(block)[number].name in names:
+                total[low:high].add_(0.0)
+
+    def round_sum(
+        self, block: int, total: torch.Tensor, into: torch.Tensor | None, *, last: bool,
+        first: int = 0,
+    ) -> None:  # fmt: skip
+        """Round a finished sum once and start computing its norm.
+
+        The sum is rounded into `into`, in 16 bits. If that is None, the sum stays in fp32 where it
+        is; once it is the `last`, it is rounded in place to values that the model's type can hold.
+        `total` is the part of the block's gradient that this rank owns, from element `first` on.
+        """
+        parts = self._shard_parts(block, first, total.numel())
         if into is not None:
-            into.copy_(total.flat)
-            offsets = self._inventory.blocks[block].offsets(True)
-            grads = [into[offsets[t.name] : offsets[t.name] + t.elements] for t in tensors]
-            self.stats.append((block, 0, self._device.start_stats(grads)))
-        elif last:
-            for number, tensor in enumerate(tensors):
-                for part in round_in_place(total.views[tensor.name].view(-1), self._formats):
+            into.copy_(total)
+        if into is not None and parts:
+            # Tensors of one shard are consecutive, so the first one's number gives all others.
+            grads = [into[low:high] for _, low, high in parts]
+            self.stats.append((block, parts[0][0], self._device.start_stats(grads)))
+        elif into is None and last:
+            for number, low, high in parts:
+                for part in round_in_place(total[low:high], self._formats):
                     self.stats.append((block, number, self._device.start_stats([part])))
+
+    def _shard_parts(self, block: int, first: int, count: int) -> list[tuple[int, int, int]]:
+        """Return the tensors in a shard: the number of each, and its elements in the shard."""
+        offsets, parts = self._inventory.blocks[block].offsets(True), []
+        for number, tensor in enumerate(self._trained(block)):
+            low = max(offsets[tensor.name] - first, 0)
+            high = min(offsets[tensor.name] + tensor.elements - first, count)
+            if low < high:
+                parts.append((number, low, high))
+        return parts
+
+    def _trained(self, block: int) -> list[TensorSpec]:
+        return [t for t in self._inventory.blocks[block].tensors if t.trainable]
 
     def gather_stats(self) -> GradStats:
         """Wait for the norms of all blocks; return norm and overflow of the whole gradient."""
@@ -224,7 +294,8 @@ def round_gradients(tiers: TierMemory, staging: torch.Tensor, pool: Pool) -> Gra
             extent = tiers.extent(block, Role.GRADIENT, piece)
             data = staging[: extent.stored_nbytes]
             tiers.store.start_read(extent, data.numpy()).wait()
-            span = Span(Role.GRADIENT, data, start, stop - start, tiers.formats)
+            first = tiers.first_element(block, True) + start
+            span = Span(Role.GRADIENT, data, first, stop - start, tiers.formats)
             total = total + _round_span(tiers, block, span, pool)
             tiers.store.start_write(extent, data.numpy()).wait()
     return total

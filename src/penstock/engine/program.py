@@ -7,6 +7,7 @@ operation that used the first. `compile_program` adds those dependencies.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,10 @@ from penstock.model.inventory import Inventory
 from penstock.plan.lifetimes import (
     BufferKey,
     BufferLifetime,
+    SumPart,
     gradient_lifetimes,
+    gradient_sums,
+    is_chunked,
     staging_lifetimes,
     weight_lifetimes,
 )
@@ -63,14 +67,24 @@ class Program:
     """Pieces read from NVMe, in host memory."""
 
     buffer_start: tuple[int, ...]
-    """For each fetch, the operation that begins its buffer: the block's first piece if the block
-    is fetched in pieces. For all other operations, the operation itself."""
+    """For each fetch and gather, the operation that begins its buffer: the block's first piece if
+    the block is fetched in pieces. For all other operations, the operation itself."""
 
     read_of: tuple[int, ...]
     """For each operation on a piece in staging, the read that filled it; -1 for all others."""
 
+    sums: Mapping[int, tuple[SumPart, ...]]
+    """The gradient sums to which an operation adds; the block's own comes last."""
+
+    exchange_of: Mapping[int, int]
+    """With several ranks: by computation, the exchange of the gradients that it produces."""
+
     at: Mapping[tuple[Verb, int, int, Role | None], int]
     """Index of an operation by verb, block, round and, if it has only one, role."""
+
+    def is_chunked(self, part: SumPart) -> bool:
+        """Return whether gradients that are exchanged are in fp32; see `lifetimes.is_chunked`."""
+        return is_chunked(self.operations, part)
 
 
 def compile_program(
@@ -78,11 +92,8 @@ def compile_program(
 ) -> Program:
     """Compile a schedule. This is a pure function: it allocates nothing."""
     weights = weight_lifetimes(schedule, placement)
-    gradients = (
-        gradient_lifetimes(inventory, schedule, placement, formats)
-        if any(op.verb is Verb.BACKWARD for op in schedule.operations)
-        else []
-    )
+    trains = any(op.verb is Verb.BACKWARD for op in schedule.operations)
+    gradients = gradient_lifetimes(inventory, schedule, placement, formats) if trains else []
     staging = staging_lifetimes(inventory, schedule, placement, formats)
     # The planner sizes the pools with the same effort: more refinements could pack differently.
     packed = [pack(lifetimes, refinements=0) for lifetimes in (weights, gradients, staging)]
@@ -90,6 +101,7 @@ def compile_program(
     for lifetimes, packing in zip((weights, gradients, staging), packed, strict=True):
         for begins, ended in _successions(lifetimes, packing):
             after[begins].add(ended)
+    sums = list(gradient_sums(inventory, schedule)) if trains else []
     return Program(
         operations=schedule.operations,
         needs=_resolve_instant(schedule.operations, after),
@@ -98,6 +110,8 @@ def compile_program(
         staging=Buffers(packed[2]),
         buffer_start=_buffer_starts(schedule.operations),
         read_of=_reads(schedule.operations),
+        sums={at: tuple(parts) for at, parts in itertools.groupby(sums, lambda part: part.at)},
+        exchange_of={p.computed_at: p.at for p in sums if p.at != p.computed_at},
         at={
             (op.verb, op.block, op.round, op.roles[0] if len(op.roles) == 1 else None): at
             for at, op in enumerate(schedule.operations)
@@ -154,7 +168,8 @@ def _buffer_starts(operations: Sequence[Operation]) -> tuple[int, ...]:
             continue
         if op.verb is Verb.DROP:
             open_buffers.pop(buffer, None)
-        starts.append(at)
+        # What is gathered is in the buffer into which the rank's own shard was fetched.
+        starts.append(open_buffers.get(buffer, at) if op.verb is Verb.GATHER else at)
     return tuple(starts)
 
 

@@ -19,6 +19,7 @@ from penstock.engine.compute import Computer
 from penstock.engine.determinism import deterministic_kernels
 from penstock.engine.device import Device
 from penstock.engine.program import INSTANT
+from penstock.engine.rank_exchange import RankExchange
 from penstock.engine.step_records import (
     StepRecord,
     notify_finished,
@@ -30,7 +31,7 @@ from penstock.engine.ticket_board import StoppedError, TicketBoard
 from penstock.engine.transfer import Mover
 from penstock.plan.schedule import COMPUTE, Verb
 
-LANES = ("read", "sweep", "write", "fetch", "fetch inputs", "drain", "drain inputs")
+LANES = ("read", "sweep", "write", "fetch", "fetch inputs", "drain", "drain inputs", "ranks")
 """Lanes with a thread of their own; the calling thread serves the lane `compute`."""
 
 Job = Callable[[], None]
@@ -46,8 +47,11 @@ class Runner:
     only once nothing uses a buffer any more.
     """
 
-    def __init__(self, memory: EngineMemory, computer: Computer, mover: Mover) -> None:
+    def __init__(
+        self, memory: EngineMemory, computer: Computer, mover: Mover, exchange: RankExchange
+    ) -> None:
         self._memory, self._computer, self._mover = memory, computer, mover
+        self._exchange = exchange
         self._lanes = {name: Lane(name, memory.device) for name in LANES}
         self._deterministic = memory.tiers.plan.workload.numerics.deterministic
         self._block_names = [block.name for block in memory.tiers.inventory.blocks]
@@ -66,6 +70,8 @@ class Runner:
 
     def _run(self, step: StepState) -> None:
         jobs = self._jobs(step)
+        # Other ranks wait in collective calls for this one, and this one may wait for them.
+        step.tickets.on_failure = self._memory.ranks.abort
         self._current = step
         notify_started(step)
         device = self._memory.device
@@ -120,6 +126,7 @@ class Runner:
             "fetch inputs": mover.fetch_activations,
             "drain": mover.offload_gradient,
             "drain inputs": mover.offload_activations,
+            "ranks": self._exchange.run,
         }
         jobs: dict[str, list[Job]] = {name: [] for name in LANES}
         for at, op in enumerate(step.program.operations):

@@ -67,6 +67,10 @@ class Span:
         high = low + 2 * -(-(stop - start) // SCALE_BLOCK)
         return self.data[low:high].view(torch.int16)
 
+    def all(self) -> torch.Tensor:
+        """Return all elements, as a view."""
+        return self.values(self.first, self.first + self.count)
+
     @property
     def nbytes(self) -> int:
         """Size of the elements and their bases in bytes."""

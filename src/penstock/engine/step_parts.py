@@ -281,7 +281,7 @@ def example_micro_batches(
     Penstock's own attention takes both in the same way: there is one example.
     """
     shape = (workload.numerics.micro_batch, workload.context)
-    one = replace(workload, batch=workload.numerics.micro_batch)
+    one = replace(workload, batch=workload.numerics.micro_batch, world=1)
     # Different tokens: the gradient of the embedding needs memory for each that occurs.
     ids = (torch.arange(shape[0] * shape[1]) % inventory.vocabulary).view(shape)
     plain = torch.arange(workload.context)

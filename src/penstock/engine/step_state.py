@@ -10,6 +10,7 @@ import torch
 
 from penstock.engine.pending_update import PendingUpdate
 from penstock.engine.program import Program
+from penstock.engine.report import StepReport
 from penstock.engine.ticket_board import TicketBoard
 from penstock.model.split import MicroBatch
 from penstock.ticket import Ticket
@@ -29,6 +30,9 @@ class StepState:
 
     program: Program
     rounds: Sequence[Sequence[MicroBatch]]
+    """The micro-batches that this rank computes."""
+    round_sizes: Sequence[int]
+    """By round: the number of micro-batches of all ranks."""
     pending: PendingUpdate | None
     """The optimizer update whose sweeps this program makes."""
     batch_number: int
@@ -56,8 +60,14 @@ class StepState:
     activation_slots: dict[int, Sequence[int]] = field(default_factory=dict)
     """By round: the slots of the ring through which activations return for backward. Written by the
     computing thread at the end of forward, read by the lane that fetches activations."""
-    loss: torch.Tensor | None = None
-    """Sum of the loss over tokens that have a target."""
+    losses: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """Number of each micro-batch in the batch, and the sum of its loss over tokens that have a
+    target. Written by the computing thread, read by the lane of the ranks."""
+    unused: dict[int, set[str]] = field(default_factory=dict)
+    """With several ranks, by block: tensors without a gradient in all micro-batches of this rank.
+    Written by the computing thread, read by the lane of the ranks."""
+    report: StepReport | None = None
+    """The outcome of the step on all ranks. Written by the lane of the ranks."""
     device_sweeps: list[Ticket[object]] = field(default_factory=list)
     """Sweeps on the device; waiting for one raises if it refused an element."""
     swept_on_cpu: set[tuple[int, int | None]] = field(default_factory=set)
@@ -68,6 +78,10 @@ class StepState:
     activation_users: dict[int, list[Hashable]] = field(default_factory=dict)
     """By round: ticket keys of the backward parts that use the fetched activations, in order.
     Only the lane that fetches activations touches it."""
+
+    def note_unused(self, block: int, names: set[str]) -> None:
+        """Note the tensors that a micro-batch has no gradient for."""
+        self.unused[block] = self.unused.get(block, names) & names
 
     def shapes(self, round: int) -> list[tuple[int, int]]:
         """Return sequences and tokens of each micro-batch of a round."""

@@ -2,12 +2,17 @@
 
 Loading, saving and inspecting parameters go through here, between steps only: data on NVMe passes
 through the staging memory that steps use.
+
+Every rank writes only what it stores, and reads whole tensors: `TensorAccess.parts` is a collective
+call, in which the rank that stores a part sends it to all others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +20,7 @@ from penstock.engine.allocate import EngineMemory
 from penstock.engine.bounded_executor import BoundedExecutor
 from penstock.engine.spans import Span, role_dtype
 from penstock.model.inventory import TensorSpec
+from penstock.optim.formats import num_blocks
 from penstock.roles import Formats, Role
 
 PART = 1 << 22
@@ -30,11 +36,24 @@ TensorPart = tuple[TensorSpec, int, int, int]
 """A tensor, its first element and end, and the tensor's offset in its block."""
 
 
+class _StoredRange(NamedTuple):
+    """Elements of a block's flat buffers that one rank stores together."""
+
+    owner: int | None
+    """The rank that stores them; None if every rank does."""
+    first: int
+    """Index of the first element."""
+    elements: int
+    """Number of elements."""
+    piece: int | None
+    """The piece of that rank's shard, if the role is on NVMe."""
+
+
 class TensorAccess:
     """Access to every role of every tensor by name."""
 
     def __init__(self, memory: EngineMemory) -> None:
-        self._memory, self._tiers = memory, memory.tiers
+        self._memory, self._tiers, self._ranks = memory, memory.tiers, memory.ranks
         blocks = memory.tiers.inventory.blocks
         self._owner = {t.name: (i, t) for i, b in enumerate(blocks) for t in b.tensors}
 
@@ -55,49 +74,52 @@ class TensorAccess:
         return self._owner[name]
 
     def parts(self, name: str, role: Role, *, bases: bool = False) -> Iterator[torch.Tensor]:
-        """Yield a role of a tensor on the host, part by part; each is valid until the next."""
+        """Yield a role of a tensor on the host, part by part; each is valid until the next.
+
+        All ranks must make this call, and request all parts.
+        """
         block, tensor = self._owner[name]
         offset = self._offset(block, tensor)
         end = offset + tensor.elements
         landing: torch.Tensor | None = None
-        for span in self._spans(block, role, offset, end):
-            low, stop = max(span.first, offset), min(span.first + span.count, end)
-            while low < stop:
-                high = min(low + PART, stop)
-                values = span.bases(low, high) if bases else span.values(low, high)
-                assert values is not None
-                if values.is_cuda and landing is None:
-                    # Pinned, and reused for all parts: copies into a new tensor for each part are
-                    # no faster than a good disk, and a checkpoint's writer would wait for them.
-                    size = min(PART, tensor.elements)
-                    landing = torch.empty(size, dtype=values.dtype, pin_memory=True)
-                yield values if landing is None else landing[: len(values)].copy_(values)
-                low = high
+        on_gpu = self._tiers.device.pinned and self._tiers.on_device(block, role)
+        if self._ranks.world > 1 or on_gpu:
+            landing = self._landing(role, min(PART, tensor.elements), bases=bases)
+        for stored in self._ranges(block, role):
+            low, stop = max(stored.first, offset), min(stored.first + stored.elements, end)
+            if low >= stop:
+                continue
+            own = stored.owner in (None, self._ranks.rank)
+            with self._opened(block, role, stored) if own else nullcontext() as span:
+                for first in range(low, stop, PART):
+                    last = min(first + PART, stop)
+                    values = None
+                    if span is not None:
+                        values = span.bases(first, last) if bases else span.values(first, last)
+                    yield self._on_host(values, landing, stored.owner, first, last, bases=bases)
 
     def fill(
         self, block: int, role: Role, source: Source, *, bases: Source | None = None,
         executor: BoundedExecutor | None = None,
     ) -> None:  # fmt: skip
-        """Write every element of a block's role from `source`, and the bases of 8-bit moments.
+        """Write this rank's elements of a block's role from `source`, with bases of 8-bit moments.
 
         With an executor, its threads call `source`, and the block is complete only after
         `executor.wait_all`.
         """
-        end = self._tiers.inventory.blocks[block].flat_elements(True)
-        if role is Role.WEIGHT:
-            end += self._tiers.inventory.blocks[block].flat_elements(False)
-        for span in self._spans(block, role, 0, end, write=True):
-            for part in self._parts_of(span, block, role):
-                call = partial(_fill_part, span, part, source, bases)
-                call() if executor is None else executor.submit(call)
-            if executor is not None and self._tiers.on_disk(block, role):
-                executor.wait_all()  # the span is in staging; the next iteration writes it to disk
+        for stored in self._own_ranges(block, role):
+            with self._opened(block, role, stored, write=True) as span:
+                for part in self._parts_of(span, block, role):
+                    call = partial(_fill_part, span, part, source, bases)
+                    call() if executor is None else executor.submit(call)
+                if executor is not None and stored.piece is not None:
+                    executor.wait_all()  # the span is in staging, and is written to disk next
 
     def clear(self, block: int, role: Role) -> None:
         """Set a role to zero. In every format, 8-bit moments included, that means zero bytes."""
-        end = self._tiers.inventory.blocks[block].flat_elements(True)
-        for span in self._spans(block, role, 0, end, write=True):
-            span.data.zero_()
+        for stored in self._own_ranges(block, role):
+            with self._opened(block, role, stored, write=True) as span:
+                span.data.zero_()
 
     def _parts_of(self, span: Span, block: int, role: Role) -> Iterator[TensorPart]:
         """Yield the parts of tensors that lie in a span."""
@@ -116,33 +138,73 @@ class TensorAccess:
         shift = 0 if tensor.trainable else spec.flat_elements(True)
         return shift + spec.offsets(tensor.trainable)[tensor.name]
 
-    def _spans(
-        self, block: int, role: Role, start: int, stop: int, *, write: bool = False
-    ) -> Iterator[Span]:
-        """Yield the spans that hold elements `start` to `stop`; NVMe is read through staging."""
+    def _ranges(self, block: int, role: Role) -> Iterator[_StoredRange]:
+        """Yield what the ranks store of a role, in the order of its elements."""
         if not self._tiers.has(block, role):
             return  # a head that is tied, after a norm without weights, has no tensor of its own
-        if not self._tiers.on_disk(block, role):
-            yield self._tiers.span(block, role)
+        rank, spec = self._ranks.rank, self._tiers.inventory.blocks[block]
+        if role is Role.WEIGHT and self._tiers.on_device(block, role):
+            count = spec.flat_elements(True) + spec.flat_elements(False)
+            yield _StoredRange(None, 0, count, None)
             return
-        trained = self._tiers.inventory.blocks[block].flat_elements(True)
-        for piece in self._tiers.pieces(block, role):
-            low, high, trainable = self._tiers.piece_span(block, piece)
-            shift = 0 if trainable else trained
-            if low + shift < stop and start < high + shift:
-                yield from self._staged_span(block, role, piece, low + shift, high - low, write)
+        for trainable in (True, False) if role is Role.WEIGHT else (True,):
+            count = spec.shard_elements(trainable)
+            start = self._tiers.first_element(block, trainable) - rank * count
+            for owner in range(self._ranks.world):
+                first = start + owner * count
+                if not self._tiers.on_disk(block, role):
+                    yield _StoredRange(owner, first, count, None)
+                    continue
+                for piece in self._tiers.pieces(block, role):
+                    low, high, trained = self._tiers.piece_span(block, piece)
+                    if trained == trainable:
+                        yield _StoredRange(owner, first + low, high - low, piece)
 
-    def _staged_span(
-        self, block: int, role: Role, piece: int, first: int, count: int, write: bool
+    def _own_ranges(self, block: int, role: Role) -> list[_StoredRange]:
+        own = (None, self._ranks.rank)
+        return [each for each in self._ranges(block, role) if each.owner in own and each.elements]
+
+    @contextmanager
+    def _opened(
+        self, block: int, role: Role, stored: _StoredRange, *, write: bool = False
     ) -> Iterator[Span]:
-        """Yield one piece in staging: read it before, or write it back after the caller's turn."""
-        store, extent = self._memory.store, self._tiers.extent(block, role, piece)
+        """Open a range that this rank stores; one on NVMe is read into staging, or written back."""
+        if stored.piece is None:
+            spans = self._tiers.spans(block, role)
+            yield next(s for s in spans if (s.first, s.count) == (stored.first, stored.elements))
+            return
+        store, extent = self._memory.store, self._tiers.extent(block, role, stored.piece)
         data = self._memory.staging[: extent.stored_nbytes]
         if not write:
             store.start_read(extent, data.numpy()).wait()
-        yield Span(role, data, first, count, self._tiers.formats)
+        yield Span(role, data, stored.first, stored.elements, self._tiers.formats)
         if write:
             store.start_write(extent, data.numpy()).wait()
+
+    def _landing(self, role: Role, elements: int, *, bases: bool) -> torch.Tensor:
+        """Return a host buffer for all parts of a tensor.
+
+        Pinned, if there is a GPU, and reused: copies into a new tensor for each part are no faster
+        than a good disk, and a checkpoint's writer would wait for them.
+        """
+        count = num_blocks(elements) if bases else elements
+        dtype = torch.int16 if bases else role_dtype(role, self._tiers.formats)
+        return torch.empty(count, dtype=dtype, pin_memory=self._tiers.device.pinned)
+
+    def _on_host(
+        self, values: torch.Tensor | None, landing: torch.Tensor | None, owner: int | None,
+        first: int, last: int, *, bases: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return a part in host memory; `values` is None on ranks that do not store it."""
+        if landing is None:
+            assert values is not None
+            return values
+        part = landing[: num_blocks(last - first) if bases else last - first]
+        if values is not None:
+            part.copy_(values)
+        if owner is not None:
+            self._ranks.broadcast(part, owner)
+        return part
 
 
 def _fill_part(span: Span, part: TensorPart, source: Source, bases: Source | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 from penstock.engine.device import Device
 from penstock.ticket import Ticket
@@ -36,6 +36,8 @@ class TicketBoard:
     """
 
     def __init__(self) -> None:
+        self.on_failure: Callable[[BaseException], None] | None = None
+        """Called with the first failure, before any thread waits for the others to stop."""
         # Guards every field below. Two unlocked reads are safe: a key in `_tickets` is written once
         # and never removed, and `_failed` changes once, from None.
         self._lock = threading.Lock()
@@ -85,9 +87,11 @@ class TicketBoard:
 
         The first error is the step's failure; later ones are added to it as notes.
         """
+        first = False
         with self._lock:
             if self._failed is None and not isinstance(error, StoppedError):
                 self._failed = error
+                first = True
             elif isinstance(error, Exception) and not isinstance(error, StoppedError):
                 _add_note_once(self._failed, str(error))
             woken: list[threading.Lock] = []
@@ -96,6 +100,8 @@ class TicketBoard:
                 self._waiters.clear()  # releasing a lock twice is an error
         for waiter in woken:
             waiter.release()
+        if first and self.on_failure is not None:
+            self.on_failure(error)
 
     @property
     def failed(self) -> BaseException | None:

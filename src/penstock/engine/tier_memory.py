@@ -1,5 +1,8 @@
 """The memory in which everything lives: each role of each block, in the tier that the plan names.
 
+A rank stores its shard of each flat buffer. Weights in HBM are the exception: each rank computes
+with all of them, so they are whole on every rank.
+
 All of it is allocated before the first step: one buffer on the device, one arena per memory node, a
 separate range for every striped home, and one store for all disks. If the machine lacks memory or
 disk space, that shows here, with numbers.
@@ -53,9 +56,10 @@ class TierMemory:
     """The memory of every role of every block."""
 
     def __init__(
-        self, plan: Plan, inventory: Inventory, device: Device, settings: StoreSettings
+        self, plan: Plan, inventory: Inventory, device: Device, settings: StoreSettings, rank: int
     ) -> None:
         self.plan, self.inventory, self.device = plan, inventory, device
+        self.rank = rank
         self.formats = plan.workload.formats(plan.placement.rounds)
         self._data: dict[Key, torch.Tensor] = {}
         self._extents: dict[tuple[int, Role, int], Extent] = {}
@@ -87,12 +91,35 @@ class TierMemory:
         return self._data[block, role]
 
     def span(self, block: int, role: Role) -> Span:
-        """Return all elements of a role; for weights, the trainable ones and then the frozen."""
+        """Return the trainable elements of a role that this rank stores."""
+        return self.spans(block, role)[0]
+
+    def spans(self, block: int, role: Role) -> tuple[Span, ...]:
+        """Return all elements of a role that this rank stores, in host or device memory.
+
+        Of weights, the trainable elements come first and the frozen ones follow: as one span if
+        they are whole, else as a shard of each.
+        """
+        spec, data = self.inventory.blocks[block], self._data[block, role]
+        if role is Role.WEIGHT and self.on_device(block, role):
+            count = spec.flat_elements(True) + spec.flat_elements(False)
+            return (Span(role, data, 0, count, self.formats),)
+        trained = Span(
+            role, data, self.first_element(block, True), spec.shard_elements(True), self.formats
+        )
+        if role is not Role.WEIGHT or not spec.shard_elements(False):
+            return (trained,)
+        first, count = self.first_element(block, False), spec.shard_elements(False)
+        return trained, Span(role, data[trained.nbytes :], first, count, self.formats)
+
+    def first_element(self, block: int, trainable: bool) -> int:
+        """Return the index of the first element of this rank's shard in the block's flat buffers.
+
+        The flat buffer of frozen tensors follows that of trainable ones.
+        """
         spec = self.inventory.blocks[block]
-        count = spec.flat_elements(True)
-        if role is Role.WEIGHT:
-            count += spec.flat_elements(False)
-        return Span(role, self._data[block, role], 0, count, self.formats)
+        before = 0 if trainable else spec.flat_elements(True)
+        return before + self.rank * spec.shard_elements(trainable)
 
     def extent(self, block: int, role: Role, part: int) -> Extent:
         """Return the place on disk of a piece of the block, or of a micro-batch of its input."""
@@ -105,7 +132,7 @@ class TierMemory:
         return range(len(spec.pieces(step)) + frozen)
 
     def piece_span(self, block: int, piece: int) -> tuple[int, int, bool]:
-        """Return a piece's first element, its end, and whether it is trainable."""
+        """Return a piece's first element in the shard, its end, and whether it is trainable."""
         return piece_span(self.inventory.blocks[block], piece, self.plan.placement)
 
     def close(self) -> None:

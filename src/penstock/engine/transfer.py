@@ -136,16 +136,19 @@ class Mover:
     def spans_to_sweep(
         self, step: StepState, at: int, op: Operation
     ) -> tuple[dict[Role, Span], int, int]:
-        """Return where each role is for the sweep of a block or a piece, and its element range."""
-        stop = self._tiers.inventory.blocks[op.block].flat_elements(True)
-        start, roles = 0, {}
+        """Return where each role is for the sweep of a block or a piece, and its element range.
+
+        The range is in the block's flat buffer, and inside this rank's shard.
+        """
+        first = self._tiers.first_element(op.block, True)
+        start, stop, roles = 0, self._owned_elements(op.block), {}
         if op.piece is not None:
             start, stop, _ = self._tiers.piece_span(op.block, op.piece)
             roles = self._spans_read_for(step.program, at)
         for role in SWEPT_ROLES:
             if role not in roles and self._tiers.has(op.block, role):
                 roles[role] = self._tiers.span(op.block, role)
-        return roles, start, stop
+        return roles, first + start, first + stop
 
     def _spans_read_for(self, program: Program, at: int) -> dict[Role, Span]:
         """Return the staged roles of the piece that operation `at` works on."""
@@ -156,7 +159,7 @@ class Mover:
         """Return the roles of a piece: they lie one after another in its part of the staging."""
         assert op.piece is not None
         start, stop, trained = self._tiers.piece_span(op.block, op.piece)
-        first = start if trained else start + self._trained_elements(op.block)
+        first = self._tiers.first_element(op.block, trained) + start
         offset = program.staging.offset(BufferKey(BufferKind.STAGING, op.block, read))
         spans = {}
         for role in op.roles:
@@ -177,19 +180,18 @@ class Mover:
         key = BufferKey(BufferKind.WEIGHT, op.block, step.program.buffer_start[at])
         into = self._memory.weights.span(op.block, step.program.weights.offset(key))
         if op.piece is None:
-            self._device.copy(
-                into.data, self._tiers.span(op.block, Role.WEIGHT).data[: into.nbytes]
-            )
+            sources = self._tiers.spans(op.block, Role.WEIGHT)
         else:
-            source = self._spans_read_for(step.program, at)[Role.WEIGHT]
-            low, high = source.first, source.first + source.count
-            self._device.copy(into.values(low, high), source.values(low, high))
+            sources = (self._spans_read_for(step.program, at)[Role.WEIGHT],)
+        for source in sources:
+            own = into.values(source.first, source.first + source.count)
+            self._device.copy(own, source.all())
         step.tickets.post(at, self._device.record())
 
     def _fetch_gradient(self, step: StepState, at: int, op: Operation) -> None:
         """Copy a block's gradient sum to the device, for the next round to add to."""
         self._order_on_stream(step, at)
-        nbytes = 4 * self._trained_elements(op.block)
+        nbytes = 4 * self._owned_elements(op.block)
         offset = step.program.gradients.offset(BufferKey(BufferKind.GRADIENT, op.block, at))
         into = self._memory.gradient_pool[offset : offset + nbytes]
         if self._tiers.on_disk(op.block, Role.GRADIENT):
@@ -289,8 +291,8 @@ class Mover:
             step.tickets.wait(need)
         step.started[at] = Finished(None)
 
-    def _trained_elements(self, block: int) -> int:
-        return self._tiers.inventory.blocks[block].flat_elements(True)
+    def _owned_elements(self, block: int) -> int:
+        return self._tiers.inventory.blocks[block].shard_elements(True)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

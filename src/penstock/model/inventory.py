@@ -10,7 +10,7 @@ import bisect
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from penstock.errors import InventoryError
@@ -78,12 +78,18 @@ class Block:
     window: int | None = None
     """Size of the sliding attention window in tokens, or None if there is no limit."""
 
+    shards: int = 1
+    """Number of ranks that share the block's flat buffers. Rank r owns the r-th of as many equal
+    shards of each buffer (`Inventory.sharded`)."""
+
     _flat: tuple[int, int] = field(init=False, repr=False, compare=False)
     _cuts: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
 
     def __post_init__(self) -> None:
+        if self.shards < 1:
+            raise InventoryError("shards", f"must be 1 or more, got {self.shards}")
         object.__setattr__(self, "_flat", (self._padded(False), self._padded(True)))
         for name in ("matmul_elements", "query_width", "key_value_width", "mlp_width"):
             if getattr(self, name) < 0:
@@ -109,18 +115,23 @@ class Block:
         """Return the number of elements of the flat buffer of trainable or frozen tensors."""
         return self._flat[trainable]
 
+    def shard_elements(self, trainable: bool) -> int:
+        """Return the number of elements of that buffer that each rank owns, padding included."""
+        return self._flat[trainable] // self.shards
+
     def offsets(self, trainable: bool) -> dict[str, int]:
         """Return the offset of each tensor in that buffer, in elements."""
         offsets, at = {}, 0
         for tensor in self._selected(trainable):
             offsets[tensor.name] = at
-            at += round_up(tensor.elements, TENSOR_ALIGNMENT)
+            at += round_up(tensor.elements, self._alignment)
         return offsets
 
     def pieces(self, step: int, trainable: bool = True) -> tuple[tuple[int, int], ...]:
-        """Divide that buffer into spans of at most `step` elements.
+        """Divide a rank's shard of that buffer into spans of at most `step` elements.
 
-        Spans end only where the optimizer sweep may cut a tensor.
+        Spans end only where the optimizer sweep may cut a tensor. They count from the start of the
+        shard and are the same for every rank, because all ranks run one schedule.
         """
         if step < SWEEP_LEAF:
             raise InventoryError("step", f"must be {SWEEP_LEAF} or more, got {step}")
@@ -130,7 +141,7 @@ class Block:
 
     def _cut(self, step: int, trainable: bool) -> Iterator[tuple[int, int]]:
         starts = sorted(self.offsets(trainable).values())
-        at, end = 0, self.flat_elements(trainable)
+        at, end = 0, self.shard_elements(trainable)
         while at < end:
             stop = min(at + step, end)
             if stop < end:
@@ -139,8 +150,18 @@ class Block:
             yield at, stop
             at = stop
 
+    @property
+    def _alignment(self) -> int:
+        """Alignment of tensors in a flat buffer, in elements.
+
+        A rank's shard may begin inside any tensor, and the sweep and the norm cut a tensor only at
+        multiples of `SWEEP_LEAF` from its start.
+        """
+        return TENSOR_ALIGNMENT if self.shards == 1 else SWEEP_LEAF
+
     def _padded(self, trainable: bool) -> int:
-        return sum(round_up(t.elements, TENSOR_ALIGNMENT) for t in self._selected(trainable))
+        elements = sum(round_up(t.elements, self._alignment) for t in self._selected(trainable))
+        return round_up(elements, self.shards * self._alignment)
 
     def _selected(self, trainable: bool | None) -> Iterator[TensorSpec]:
         return (t for t in self.tensors if trainable in (None, t.trainable))
@@ -208,6 +229,8 @@ class Inventory:
         expected = ["embedding", *["layer"] * (len(kinds) - 2), "head"]
         if len(kinds) < 3 or kinds != expected:
             raise InventoryError("blocks", f"must be an embedding, layers and a head, got {kinds}")
+        if len({block.shards for block in self.blocks}) > 1:
+            raise InventoryError("blocks", "must all be shared by the same number of ranks")
         for name in ("hidden", "vocabulary"):
             if getattr(self, name) < 1:
                 raise InventoryError(name, f"must be 1 or more, got {getattr(self, name)}")
@@ -278,6 +301,17 @@ class Inventory:
         """
         borrowed = {name for block in self.blocks for name in block.borrows}
         return not any(t.trainable and t.name in borrowed for b in self.blocks for t in b.tensors)
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that share the flat buffers of every block."""
+        return self.blocks[0].shards
+
+    def sharded(self, ranks: int) -> Inventory:
+        """Return the inventory with flat buffers that are shared by so many ranks."""
+        if self.shards == ranks:
+            return self
+        return replace(self, blocks=tuple(replace(block, shards=ranks) for block in self.blocks))
 
     def parameters(self, trainable: bool | None = None) -> int:
         """Return the number of parameters of all blocks; see `Block.parameters`."""

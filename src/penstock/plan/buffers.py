@@ -5,9 +5,9 @@ All of it is allocated once, before the first step, and held for the whole run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from penstock.errors import PlanError
 from penstock.model.inventory import Block, Inventory
@@ -27,6 +27,8 @@ from penstock.plan.workload import Workload
 from penstock.roles import EXTENT, Formats, Role
 from penstock.tiers import Tier
 from penstock.units import KiB, MiB, round_up
+
+T = TypeVar("T")
 
 CUDA_CONTEXT = 784 * MiB
 """Bytes of the CUDA context, cuBLAS and their kernels, until a rehearsal has measured them. With
@@ -84,6 +86,7 @@ def plan_pools(
     `memory` is the model's working memory with this workload. `context_nbytes` is the size of the
     CUDA context, or 0 on a machine without a GPU.
     """
+    inventory = inventory.sharded(workload.world)
     formats = workload.formats(placement.rounds)
     schedules = [schedule]
     if workload.accumulate:
@@ -145,9 +148,28 @@ def planned_room(pools: Iterable[BufferPool]) -> PlannedRoom:
 # Activations.
 
 
+def deal_micro_batches(
+    micros: Sequence[T], workload: Workload, rounds: int, rank: int = 0
+) -> list[Sequence[T]]:
+    """Return the micro-batches that a rank computes, by round.
+
+    Every round is as large as that of a full batch until no micro-batches are left, and deals its
+    own to the ranks in turn. Rank 0 gets the most.
+    """
+    each = -(-workload.micro_batches // rounds)
+    world = workload.world
+    return [micros[r * each : (r + 1) * each][rank::world] for r in range(rounds)]
+
+
+def micro_batches_by_round(workload: Workload, rounds: int) -> list[int]:
+    """Return how many micro-batches of a full batch rank 0 computes in each round."""
+    dealt = deal_micro_batches(range(workload.micro_batches), workload, rounds)
+    return [len(micros) for micros in dealt]
+
+
 def micro_batches_per_round(workload: Workload, rounds: int) -> int:
-    """Return the number of micro-batches of the largest round."""
-    return -(-workload.micro_batches // rounds)
+    """Return the number of micro-batches of the largest round, on the rank that has the most."""
+    return micro_batches_by_round(workload, rounds)[0]
 
 
 def micro_nbytes(inventory: Inventory, workload: Workload) -> int:
@@ -174,11 +196,11 @@ def hidden_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
 def arguments_nbytes(workload: Workload, rounds: int, memory: WorkingMemory) -> int:
     """Return the bytes of the batch on the device, and of what layers are called with.
 
-    The whole batch is copied to the device before the step. The arguments of layers exist for the
-    micro-batches of one round.
+    All micro-batches of the rank are copied to the device before the step. The arguments of layers
+    exist for the micro-batches of one round.
     """
-    arguments = micro_batches_per_round(workload, rounds) * memory.arguments
-    return round_up(workload.micro_batches * memory.inputs + arguments, EXTENT)
+    by_round = micro_batches_by_round(workload, rounds)
+    return round_up(sum(by_round) * memory.inputs + by_round[0] * memory.arguments, EXTENT)
 
 
 def _packed_nbytes(lifetimes: list[BufferLifetime]) -> int:
@@ -208,19 +230,23 @@ def pipe_nbytes(inventory: Inventory, workload: Workload, placement: Placement) 
 
     A half is no larger than what passes through it, and no larger than a piece.
     """
-    gradient = max(4 * block.flat_elements(True) for block in inventory.blocks)
+    gradient = max(4 * block.shard_elements(True) for block in inventory.blocks)
     largest = max(micro_nbytes(inventory, workload), gradient)
     piece = workload.formats().nbytes(Role.WEIGHT, placement.piece_elements)
     half = min(PIPE_HALF, largest, piece)
     return 2 * round_up(half, PIPE_UNIT)
 
 
-def role_nbytes(block: Block, role: Role, formats: Formats, step: int) -> int:
-    """Return the bytes that a role of a block needs at rest, in pieces of `step` elements.
+def role_nbytes(
+    block: Block, role: Role, formats: Formats, step: int, *, in_hbm: bool = False
+) -> int:
+    """Return the bytes of a role of a block at rest on a rank, in pieces of `step` elements.
 
-    Each piece occupies whole pages, because a disk requires it.
+    Each piece occupies whole pages, because a disk requires it. A rank stores its own shard, except
+    that weights in HBM are whole on every rank: each of them computes with all of them.
     """
     spans = block.pieces(step)
     if role is Role.WEIGHT:
         spans += block.pieces(step, trainable=False)
-    return sum(formats.at_rest(role, stop - start) for start, stop in spans)
+    nbytes = sum(formats.at_rest(role, stop - start) for start, stop in spans)
+    return block.shards * nbytes if role is Role.WEIGHT and in_hbm else nbytes

@@ -29,6 +29,7 @@ def step_schedule(
     for round in range(placement.rounds):
         builder.pass_forward(round)
         builder.pass_backward(round)
+    builder.meet()
     return builder.finished()
 
 
@@ -41,6 +42,7 @@ def evaluation_schedule(inventory: Inventory, placement: Placement) -> Schedule:
     builder = _ScheduleBuilder(index, pending=False, backward=False)
     builder.pass_forward(0)
     builder.head(0)
+    builder.meet()
     return builder.finished()
 
 
@@ -77,6 +79,10 @@ class _ScheduleBuilder:
         """Last computation of each block."""
         self.swept: dict[int, tuple[int, ...]] = {}
         """Sweeps of each block."""
+        self.updated: dict[int, tuple[int, ...]] = {}
+        """What has updated the weights of each block that is resident in HBM."""
+        self.summed: dict[int, int] = {}
+        """Operation that has last added to the gradient of each block."""
         self.written: dict[tuple[int, int], tuple[int, ...]] = {}
         """Write of each block and piece."""
         self.fetched: dict[tuple[int, Role], tuple[int, ...]] = {}
@@ -87,6 +93,9 @@ class _ScheduleBuilder:
         """Reads whose staging buffer is in use, and the operations that still need it."""
         self.leaving: list[tuple[int, int]] = []
         """Blocks whose gradient leaves HBM, and the offload of each, oldest first."""
+        self.sent: list[tuple[int, int]] = []
+        """Blocks whose computation's gradients are sent to the ranks, and the exchange of each,
+        oldest first."""
 
     # The two passes.
 
@@ -109,9 +118,9 @@ class _ScheduleBuilder:
         phase: Phase = "backward" if self.backward else "forward"
         self.prefetch(phase, round)
         waits = self.weights_of(self.index.owners(last))
-        for block in self.index.adds_to(last):
-            waits += self.in_hbm(block, Role.GRADIENT)
-        self.compute(Verb.LOSS, last, phase, round, waits)
+        blocks = self.index.adds_to(last) if self.backward else ()
+        self.compute(Verb.LOSS, last, phase, round, waits + self.sums_so_far(blocks))
+        self.exchange(blocks, last, round)
 
     def pass_backward(self, round: int) -> None:
         """Append the head and backward through all other blocks."""
@@ -122,12 +131,16 @@ class _ScheduleBuilder:
             self.prefetch("backward", round)
             # One gradient may still be leaving while the next is computed.
             self.drop_gradients(round, keep=1)
+            self.drop_sent(round, keep=1)
             waits = self.weights_of(self.index.owned_in_backward[i])
-            waits += self.in_hbm(i, Role.ACTIVATION) + self.in_hbm(i, Role.GRADIENT)
-            self.compute(Verb.BACKWARD, i, "backward", round, waits)
+            waits += self.in_hbm(i, Role.ACTIVATION)
+            blocks = self.index.adds_to(i)
+            self.compute(Verb.BACKWARD, i, "backward", round, waits + self.sums_so_far(blocks))
+            self.exchange(blocks, i, round)
             self.drop(i, Role.ACTIVATION, "backward", round)
             self.offload_gradient(i, round)
         self.drop_gradients(round, keep=0)
+        self.drop_sent(round, keep=0)
 
     def finished(self) -> Schedule:
         """Drop and release everything that is left, and return the schedule."""
@@ -136,7 +149,7 @@ class _ScheduleBuilder:
         for block, role in list(self.fetched):
             self.drop(block, role, phase, round)
         self.release(phase, round, keep=0)
-        return Schedule(operations=tuple(self.operations))
+        return Schedule(operations=tuple(self.operations), ranks=self.index.ranks)
 
     # Fetches, as far ahead as the placement says.
 
@@ -167,6 +180,9 @@ class _ScheduleBuilder:
             self.fetch_staged_weight(owner, phase, round, first=self.index.pieces[owner])
         else:
             self.fetch_staged_weight(owner, phase, round, first=0)
+        if self.index.ranks > 1:
+            fetched = self.in_hbm(owner, Role.WEIGHT)
+            self.fetched[owner, Role.WEIGHT] = (self.gather(owner, phase, round, fetched),)
 
     def fetch_staged_weight(self, owner: int, phase: Phase, round: int, first: int) -> None:
         """Append reads and fetches of a weight on NVMe, from piece `first` on."""
@@ -210,6 +226,11 @@ class _ScheduleBuilder:
         else:
             swept = self.emit(Verb.SWEEP, block, TRAINED, "forward", gpu=side == "gpu")
             self.swept[block] = (swept,)
+        if self.index.weight_in_hbm(block):
+            # A rank has swept its own shard of the weights, and computes with all of them.
+            self.updated[block] = self.swept[block]
+            if self.index.ranks > 1:
+                self.updated[block] = (self.gather(block, "forward", 0, self.swept[block]),)
         return True
 
     def sweep_piece(self, block: int, piece: int, staged: tuple[Role, ...]) -> int:
@@ -239,12 +260,60 @@ class _ScheduleBuilder:
             roles, piece = read.roles, read.piece
             self.emit(Verb.RELEASE, read.block, roles, phase, round, piece=piece, after=users)
 
+    # What all ranks do together.
+
+    def gather(self, block: int, phase: Phase, round: int, after: tuple[int, ...]) -> int:
+        """Append what completes a block's weights, and return its index."""
+        return self.emit(Verb.GATHER, block, (Role.WEIGHT,), phase, round, after=after)
+
+    def sums_so_far(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what a computation that adds to the gradients of blocks waits for.
+
+        With several ranks it does not add to them; the exchange that follows does.
+        """
+        if self.index.ranks > 1:
+            return ()
+        return tuple(at for block in blocks for at in self.in_hbm(block, Role.GRADIENT))
+
+    def exchange(self, blocks: tuple[int, ...], computed: int, round: int) -> None:
+        """Append the exchange of the gradients that a block's computation has just produced.
+
+        One operation exchanges those of all blocks to which the computation adds: it proceeds
+        micro-batch by micro-batch while the computation runs.
+        """
+        summed = self.computed[computed]
+        if self.index.ranks > 1 and blocks:
+            after = tuple(at for block in blocks for at in self.in_hbm(block, Role.GRADIENT))
+            summed = self.emit(
+                Verb.EXCHANGE, computed, (Role.GRADIENT,), "backward", round,
+                after=(summed, *after),
+            )  # fmt: skip
+            self.sent.append((computed, summed))
+        self.summed |= dict.fromkeys(blocks, summed)
+
+    def drop_sent(self, round: int, keep: int) -> None:
+        """Drop what the oldest computations have sent to the ranks, until `keep` are left.
+
+        While it is sent, the next computation has a buffer of its own.
+        """
+        while len(self.sent) > keep:
+            block, exchange = self.sent.pop(0)
+            self.emit(Verb.DROP, block, (), "backward", round, after=(exchange,))
+
+    def meet(self) -> None:
+        """Append the meeting of all ranks at the end of a step or of an evaluation."""
+        if self.index.ranks > 1:
+            head = self.index.count - 1
+            after = tuple(sorted({self.computed[head], *self.summed.values()}))
+            last = self.operations[-1]
+            self.emit(Verb.MEET, head, (), last.phase, last.round, after=after)
+
     # Gradients leave HBM.
 
     def offload_gradient(self, block: int, round: int) -> None:
         """Append the offload of a block's gradient, unless it is stored in HBM."""
         if self.index.gradient_leaves(block):
-            self.offload(block, Role.GRADIENT, "backward", round, after=self.computed[block])
+            self.offload(block, Role.GRADIENT, "backward", round, after=self.summed[block])
             self.fetched.pop((block, Role.GRADIENT), None)  # the offload now owns its buffer
             self.leaving.append((block, self.offloaded[block, Role.GRADIENT]))
 
@@ -284,8 +353,7 @@ class _ScheduleBuilder:
     def weights_of(self, owners: tuple[int, ...]) -> tuple[int, ...]:
         """Return what makes the weights of blocks available: fetches, or sweeps on the GPU."""
         fetched = tuple(at for o in owners for at in self.in_hbm(o, Role.WEIGHT))
-        resident = (o for o in owners if self.index.weight_in_hbm(o))
-        return fetched + tuple(at for o in resident for at in self.swept.get(o, ()))
+        return fetched + tuple(at for o in owners for at in self.updated.get(o, ()))
 
     def in_hbm(self, block: int, role: Role) -> tuple[int, ...]:
         """Return the fetches that brought a role into HBM; empty if it is not there."""

@@ -8,6 +8,7 @@ moment `n` is the start of operation `n` of the schedule.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -30,6 +31,12 @@ class BufferKind(StrEnum):
 
     GRADIENT = "gradient"
     """One block's gradient on its way out of HBM, in the format it is stored in."""
+
+    SENT = "sent"
+    """One block's gradient of one micro-batch, until every rank has its shard of it, in HBM."""
+
+    RECEIVED = "received"
+    """The rank's own shard of one block's gradients, of one micro-batch of each rank, in HBM."""
 
     STAGING = "staged"
     """One piece of a block between NVMe and its next destination, in host memory."""
@@ -66,8 +73,51 @@ def weight_lifetimes(schedule: Schedule, placement: Placement) -> list[BufferLif
             home = placement.blocks[operation.block].home(Role.WEIGHT)
             assert home is not None
             key = BufferKey(BufferKind.WEIGHT, operation.block, fetched_at.pop(operation.block))
-            lifetimes.append(_lifetime(key, home.nbytes, last=at))
+            # A rank stores its shard and computes with those of all ranks.
+            lifetimes.append(_lifetime(key, schedule.ranks * home.nbytes, last=at))
     return lifetimes
+
+
+class SumPart(NamedTuple):
+    """An operation that adds to the gradient sum of a block."""
+
+    at: int
+    """Index of the operation."""
+
+    block: int
+    """The block whose gradient it adds to."""
+
+    start: int
+    """Index of the operation that began the sum, or brought it to HBM."""
+
+    computed_at: int
+    """Index of the computation that produced the gradients; `at` itself with one rank."""
+
+    completes: bool
+    """Whether the sum is complete, for this round."""
+
+
+def gradient_sums(inventory: Inventory, schedule: Schedule) -> Iterator[SumPart]:
+    """Yield what adds to gradients: computations or, with several ranks, the exchanges after them.
+
+    The sum of a tied embedding begins with the head's part and ends with the embedding's own.
+    """
+    started_at: dict[int, int] = {}
+    computed_at = 0
+    adding = (Verb.LOSS, Verb.BACKWARD) if schedule.ranks == 1 else (Verb.EXCHANGE,)
+    for at, operation in enumerate(schedule.operations):
+        verb, block = operation.verb, operation.block
+        if verb is Verb.FETCH and operation.roles == (Role.GRADIENT,):
+            started_at.setdefault(block, at)
+        if verb in (Verb.LOSS, Verb.BACKWARD):
+            computed_at = at
+        if verb in adding:
+            tied = schedule.operations[computed_at].verb is Verb.LOSS and inventory.tied
+            for each in (0, block) if tied else (block,):
+                if inventory.blocks[each].shard_elements(True):
+                    start = started_at.setdefault(each, at)
+                    yield SumPart(at, each, start, computed_at, completes=each == block)
+            started_at.pop(block, None)
 
 
 def gradient_lifetimes(
@@ -79,31 +129,59 @@ def gradient_lifetimes(
     format and offloaded. If the stored format is fp32 (several rounds, or accumulation over
     calls), the sum itself is offloaded, and fetched again for the next round to add to. The sum
     of a tied embedding lives from the head's backward to the embedding's own.
+
+    With several ranks, these are of the rank's own shard, and there are two buffers more: the
+    gradient of one micro-batch on its way to the ranks, and what arrives from them.
     """
-    elements = [block.flat_elements(True) for block in inventory.blocks]
-    sum_started_at: dict[int, int] = {}
+    elements = [block.shard_elements(True) for block in inventory.blocks]
     leaving_since: dict[int, int] = {}
-    lifetimes = []
+    sums: dict[int, list[SumPart]] = defaultdict(list)
+    for part in gradient_sums(inventory, schedule):
+        sums[part.at].append(part)
+    # With an fp32 gradient one buffer is the sum and also what leaves.
+    in_place = formats.wide_gradient
+    sent: dict[int, list[tuple[BufferKey, int]]] = defaultdict(list)
+    lifetimes: list[BufferLifetime] = []
     for at, operation in enumerate(schedule.operations):
-        block = operation.block
-        if operation.verb is Verb.FETCH and operation.roles == (Role.GRADIENT,):
-            sum_started_at.setdefault(block, at)
-        elif operation.verb in (Verb.LOSS, Verb.BACKWARD):
-            if operation.verb is Verb.LOSS and inventory.tied:
-                sum_started_at.setdefault(0, at)
-            start = sum_started_at.pop(block, at)
-            # With an fp32 gradient one buffer is the sum and also what leaves.
-            in_place = formats.wide_gradient
-            if elements[block] and not in_place:
-                nbytes = round_up(4 * elements[block], EXTENT)
-                key = BufferKey(BufferKind.GRADIENT_SUM, block, start)
+        for part in sums.get(at, ()):
+            if schedule.ranks > 1:
+                nbytes = exchanged_nbytes(inventory, schedule.operations, formats, part)
+                nbytes = round_up(nbytes, EXTENT)
+                received = BufferKey(BufferKind.RECEIVED, part.block, at)
+                lifetimes.append(_lifetime(received, nbytes, last=at))
+                key = BufferKey(BufferKind.SENT, part.block, part.computed_at)
+                sent[operation.block].append((key, nbytes))
+            if part.completes and not in_place:
+                nbytes = round_up(4 * elements[part.block], EXTENT)
+                key = BufferKey(BufferKind.GRADIENT_SUM, part.block, part.start)
                 lifetimes.append(_lifetime(key, nbytes, last=at))
-            leaving_since[block] = start if in_place else at
+            if part.completes:
+                leaving_since[part.block] = part.start if in_place else at
+        if operation.verb is Verb.DROP and not operation.roles:
+            buffers = sent.pop(operation.block)
+            lifetimes += [_lifetime(key, nbytes, last=at) for key, nbytes in buffers]
         elif operation.verb is Verb.DROP and operation.roles == (Role.GRADIENT,):
+            block = operation.block
             nbytes = formats.at_rest(Role.GRADIENT, elements[block])
             key = BufferKey(BufferKind.GRADIENT, block, leaving_since.pop(block))
             lifetimes.append(_lifetime(key, nbytes, last=at))
     return lifetimes
+
+
+def exchanged_nbytes(
+    inventory: Inventory, operations: Sequence[Operation], formats: Formats, part: SumPart
+) -> int:
+    """Return the bytes of a block's gradient of one micro-batch, as ranks exchange it."""
+    width = 4 if is_chunked(operations, part) else formats.weight_format.weight
+    return width * inventory.blocks[part.block].flat_elements(True)
+
+
+def is_chunked(operations: Sequence[Operation], part: SumPart) -> bool:
+    """Return whether a micro-batch's gradient is a sum over the chunks of the loss, in fp32.
+
+    All other gradients have the type of the weights: autograd returns them.
+    """
+    return operations[part.computed_at].verb is Verb.LOSS
 
 
 def staging_lifetimes(

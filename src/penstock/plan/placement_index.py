@@ -33,6 +33,9 @@ class PlacementIndex:
     frozen_pieces: tuple[int, ...]
     """For each block, the number of additional pieces of frozen weights."""
 
+    ranks: int
+    """Number of ranks that share the blocks."""
+
     # The schedule asks these many times for each block.
     _users: tuple[tuple[int, ...], ...]
     _weight_in_hbm: tuple[bool, ...]
@@ -49,7 +52,8 @@ class PlacementIndex:
         frozen = tuple(len(b.pieces(step, trainable=False)) for b in inventory.blocks)
         weight, hbm = Role.WEIGHT, Tier.HBM
         return cls(
-            placement, owned, inventory.backward_owners, pieces, frozen, _users(owned),
+            placement, owned, inventory.backward_owners, pieces, frozen, inventory.shards,
+            _users(owned),
             tuple(at.all_on(weight, hbm) for at in blocks),
             tuple(at.touches(weight, Tier.NVME) for at in blocks),
             *(

@@ -196,6 +196,7 @@ class Plan:
             raise PlanError(
                 "placement.blocks", f"must be the blocks of {inventory.model}, in order"
             )
+        inventory = inventory.sharded(self.workload.world)
         for number in range(len(blocks)):
             self._check_homes(inventory, number)
 
@@ -206,7 +207,10 @@ class Plan:
         placed = self.placement.blocks[number]
         required = (Role.WEIGHT, *STATE) if spec.flat_elements(True) else (Role.WEIGHT,)
         where = f"placement.blocks[{number}].homes"
-        sizes = {role: role_nbytes(spec, role, formats, step) for role in required}
+        sizes = {
+            role: role_nbytes(spec, role, formats, step, in_hbm=placed.all_on(role, Tier.HBM))
+            for role in required
+        }
         if spec.kind == "layer":
             sizes[Role.ACTIVATION] = activation_nbytes(inventory, self.workload, rounds)
         for role, nbytes in sizes.items():

@@ -11,6 +11,10 @@ previous one has ended, so whatever needs a sweep to have ended must name it.
 A step starts when the last gradient of the previous step has left the GPU. A block's optimizer
 sweep therefore runs just before the block's forward. That is exact even with clipping, which needs
 the norm of all gradients, and it hides the sweep behind compute.
+
+Several ranks run one list. Each of them fetches and sweeps its own shard of a block, and computes
+its own micro-batches. Weights are gathered before a block computes, and gradients are exchanged
+after it.
 """
 
 from __future__ import annotations
@@ -59,9 +63,22 @@ class Verb(StrEnum):
     DROP = "drop"
     """Mark a buffer in HBM as free."""
 
+    GATHER = "gather"
+    """Complete a block's weights in HBM with the shards of the other ranks."""
+
+    EXCHANGE = "exchange"
+    """Send every rank its shard of the gradient of each micro-batch, and add up what arrives for
+    the rank's own shard, in the order of the batch."""
+
+    MEET = "meet"
+    """Tell all ranks the norm of this rank's gradients and the losses of its micro-batches."""
+
 
 COMPUTE = (Verb.FORWARD, Verb.LOSS, Verb.BACKWARD)
 """Verbs that run the model."""
+
+COLLECTIVE = (Verb.GATHER, Verb.EXCHANGE, Verb.MEET)
+"""Verbs that all ranks carry out together. A schedule for one rank has none of them."""
 
 
 class Operation(NamedTuple):
@@ -74,7 +91,8 @@ class Operation(NamedTuple):
     """Index of the block."""
 
     roles: tuple[Role, ...]
-    """The block's roles that are moved or updated; empty for compute."""
+    """The block's roles that are moved or updated; empty for compute, and for the drop of a
+    gradient of one micro-batch that was sent to the ranks."""
 
     phase: Phase
     """The half of the step."""
@@ -110,6 +128,9 @@ class Operation(NamedTuple):
                 return ""
             case Verb.READ | Verb.WRITE:
                 return str(self.verb)
+            case Verb.GATHER | Verb.EXCHANGE | Verb.MEET:
+                # One lane: all ranks must make the same collective calls in the same order.
+                return "ranks"
             case Verb.SWEEP if not self.gpu:
                 return "sweep"
             case _:
@@ -122,6 +143,9 @@ class Schedule:
 
     operations: tuple[Operation, ...]
     """The operations. Each refers only to earlier ones."""
+
+    ranks: int = 1
+    """Number of ranks, each of which runs this list."""
 
     def __post_init__(self) -> None:
         for i, operation in enumerate(self.operations):

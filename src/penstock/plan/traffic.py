@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from penstock.model.inventory import Inventory
-from penstock.plan.buffers import micro_batches_per_round
+from penstock.plan.buffers import deal_micro_batches
 from penstock.plan.lifetimes import piece_span
 from penstock.plan.placement import Placement, Share
 from penstock.plan.schedule import Operation, Schedule, Verb
 from penstock.plan.workload import Workload
 from penstock.roles import EXTENT, TRAINED, Formats, Role
+from penstock.tiers import Tier
 from penstock.units import round_up
 
 Endpoint = Literal["gpu", "host", "disk"]
@@ -70,6 +71,7 @@ class Traffic:
     @classmethod
     def of(cls, inventory: Inventory, workload: Workload, placement: Placement) -> Traffic:
         """Take the formats from the workload."""
+        inventory = inventory.sharded(workload.world)
         return cls(inventory, placement, workload.formats(placement.rounds))
 
     # Exact.
@@ -124,10 +126,10 @@ class Traffic:
         if role is Role.GRADIENT:
             spans = block.pieces(self.placement.piece_elements)
             if not any(share.path for share in self._shares(operation.block, role)):
-                spans = ((0, block.flat_elements(True)),)
+                spans = ((0, block.shard_elements(True)),)
             return [self.formats.nbytes(role, stop - start) for start, stop in spans]
         if operation.piece is None:
-            elements = block.flat_elements(True) + block.flat_elements(False)
+            elements = block.shard_elements(True) + block.shard_elements(False)
         else:
             start, stop, _ = piece_span(block, operation.piece, self.placement)
             elements = stop - start
@@ -156,7 +158,7 @@ class Traffic:
         The sweep reads every role, and writes back all of them but the gradient.
         """
         block = self.inventory.blocks[operation.block]
-        start, stop = 0, block.flat_elements(True)
+        start, stop = 0, block.shard_elements(True)
         if operation.piece is not None:
             start, stop, _ = piece_span(block, operation.piece, self.placement)
         touched: list[tuple[int | None, int]] = []
@@ -187,14 +189,16 @@ class Traffic:
         """
         fraction = self._piece_fraction(operation)
         block = self.inventory.blocks[operation.block]
-        trained = block.flat_elements(True)
-        whole = trained + block.flat_elements(False)
+        trained = block.shard_elements(True)
+        whole = trained + block.shard_elements(False)
         sweeps = operation.verb is Verb.SWEEP
         for role in TRAINED if sweeps else operation.roles:
-            # A sweep touches the trainable part of the weights only.
+            # A sweep touches the trainable part of the weights only, and of those that are whole in
+            # HBM only the rank's shard.
             scale = trained / whole if sweeps and role is Role.WEIGHT else 1.0
             for share in self._shares(operation.block, role):
-                yield StoredPart(role, share, fraction * scale * share.nbytes)
+                copies = block.shards if role is Role.WEIGHT and share.tier is Tier.HBM else 1
+                yield StoredPart(role, share, fraction * scale * share.nbytes / copies)
 
     def gpu_sweep_nbytes(self, operation: Operation) -> int:
         """Return the bytes of HBM that a sweep on the GPU reads and writes."""
@@ -208,9 +212,9 @@ class Traffic:
         block = self.inventory.blocks[operation.block]
         start, stop, trained = piece_span(block, operation.piece, self.placement)
         if operation.roles == (Role.WEIGHT,):  # the stored weights include frozen tensors
-            return (stop - start) / (block.flat_elements(True) + block.flat_elements(False))
+            return (stop - start) / (block.shard_elements(True) + block.shard_elements(False))
         assert trained
-        return (stop - start) / block.flat_elements(True)
+        return (stop - start) / block.shard_elements(True)
 
     def _shares(self, block: int, role: Role) -> tuple[Share, ...]:
         home = self.placement.blocks[block].home(role)
@@ -246,17 +250,16 @@ def _transfers(
     inventory: Inventory, workload: Workload, placement: Placement, operations: Iterable[Operation]
 ) -> Iterator[LinkTransfer]:
     traffic = Traffic.of(inventory, workload, placement)
-    shapes = planned_shapes(workload, placement)
+    shapes = planned_shapes(workload, placement.rounds)
     for operation in operations:
         yield from traffic.transfers(operation, shapes[operation.round])
 
 
-def planned_shapes(workload: Workload, placement: Placement) -> list[list[MicroBatchShape]]:
-    """Return the shapes of a full batch's micro-batches, by round."""
+def planned_shapes(workload: Workload, rounds: int) -> list[list[MicroBatchShape]]:
+    """Return the shapes of a full batch's micro-batches by round, as rank 0 computes them."""
     size, length = workload.numerics.micro_batch, workload.context
     micros = [(min(size, workload.batch - at), length) for at in range(0, workload.batch, size)]
-    count = micro_batches_per_round(workload, placement.rounds)
-    return [micros[r * count : (r + 1) * count] for r in range(placement.rounds)]
+    return [list(each) for each in deal_micro_batches(micros, workload, rounds)]
 
 
 def _disk_transfers(shares: Sequence[Share], nbytes: int, *, reads: bool) -> Iterator[LinkTransfer]:

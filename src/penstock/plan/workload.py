@@ -124,10 +124,11 @@ class Workload:
     """Number of optimizer steps of the whole run, if known. Used to estimate drive wear."""
 
     rank: int = 0
-    """Rank of this process."""
+    """Always 0: a plan is for all ranks. In files of earlier versions as well."""
 
     world: int = 1
-    """Number of processes."""
+    """Number of ranks, each with a GPU. They share the micro-batches of a step, and the result does
+    not depend on their number."""
 
     numerics: Numerics
     """Every other setting that can change a bit of the result."""
@@ -142,12 +143,38 @@ class Workload:
             raise WorkloadError("steps", f"must be 1 or more, got {self.steps}")
         if not 0 <= self.rank < self.world:
             raise WorkloadError("rank", f"must be 0 to {self.world - 1}, got {self.rank}")
+        if self.world > 1:
+            self._check_ranks()
         if self.numerics.micro_batch > self.batch:
             raise WorkloadError(
                 "numerics.micro_batch",
                 f"must not be larger than the batch of {self.batch}, "
                 f"got {self.numerics.micro_batch}",
             )
+
+    def _check_ranks(self) -> None:
+        """Raise WorkloadError if so many ranks cannot give the result of one."""
+        if self.micro_batches < self.world:
+            # The micro-batch changes the result, so it is never reduced to occupy all ranks.
+            size, smaller = self.numerics.micro_batch, self.batch // self.world
+            raise WorkloadError(
+                "batch",
+                f"is {self.micro_batches} micro-batches of {size}, but there are {self.world} "
+                f"ranks, and each needs one; use a batch of {self.world * size} or more, "
+                + (f"a micro-batch of {smaller}, " if smaller else "")
+                + "or fewer ranks",
+            )
+        if self.numerics.head_sum == "chunk" and self._has_chunks:
+            raise WorkloadError(
+                "numerics.head_sum",
+                'is "chunk", with which the result depends on the number of ranks; use one rank, '
+                'or start a run with "micro"',
+            )
+
+    @property
+    def _has_chunks(self) -> bool:
+        """Whether the loss of a micro-batch is computed in several chunks."""
+        return self.numerics.micro_batch * self.context > self.numerics.loss_chunk
 
     @property
     def tokens(self) -> int:
@@ -166,10 +193,8 @@ class Workload:
         The first micro-batch of a step begins the step's sum, and a micro-batch of one chunk is
         added to it as it is.
         """
-        numerics = self.numerics
-        chunks = numerics.micro_batch * self.context > numerics.loss_chunk
         several = self.micro_batches > 1 or self.accumulate
-        return numerics.head_sum == "micro" and chunks and several
+        return self.numerics.head_sum == "micro" and self._has_chunks and several
 
     def formats(self, rounds: int = 1) -> Formats:
         """Return the storage formats for a step of `rounds` rounds."""

@@ -126,6 +126,7 @@ class PlanEvaluator:
     _stripe_weights: StripeWeights = field(init=False)
 
     def __post_init__(self) -> None:
+        self.inventory = self.inventory.sharded(self.workload.world)
         work, compiled = self.workload, self.workload.numerics.compiled
         self.rates = Rates.of(self.machine, work.moments, dtype=work.dtype, compiled=compiled)
         if self.drives is None:
@@ -414,6 +415,8 @@ class PlanEvaluator:
         key = (block, role, location, rounds)
         if key not in self._homes:
             nbytes = self._role_nbytes(block, role, rounds)
+            if role is Role.WEIGHT and location is Location.HBM:
+                nbytes *= self.inventory.shards  # whole on every rank: see `role_nbytes`
             value = (nbytes, role, location)
             if value not in self._equal_homes:
                 shares = stripe(nbytes, self._stripe_weights[location])

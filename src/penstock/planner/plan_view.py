@@ -32,6 +32,7 @@ LANE_NAMES = {
     "fetch inputs": "activations to GPU",
     "drain": "gradients from GPU",
     "drain inputs": "activations from GPU",
+    "ranks": "GPU to GPU",
     "sweep": "CPU optimizer sweep",
     "read": "NVMe reads",
     "write": "NVMe writes",

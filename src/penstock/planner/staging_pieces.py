@@ -55,7 +55,7 @@ def piece_sizes(inventory: Inventory, workload: Workload, budget: Budget) -> tup
 
 def coarse_piece_elements(inventory: Inventory, piece_elements: int) -> int:
     """Return a larger piece size for timing candidates: a few pieces for each layer."""
-    largest = max(block.flat_elements(True) for block in inventory.layers)
+    largest = max(block.shard_elements(True) for block in inventory.layers)
     while piece_elements * FEW < largest:
         piece_elements *= 2
     return piece_elements

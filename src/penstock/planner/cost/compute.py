@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.model.inventory import Block, Inventory
-from penstock.plan.buffers import micro_batches_per_round
 from penstock.plan.schedule import Operation, Verb
+from penstock.plan.traffic import planned_shapes
 from penstock.plan.workload import Workload
 from penstock.planner.cost.flops import layer_width, operations, share_of
 from penstock.planner.cost.rates import Rates
@@ -44,9 +44,5 @@ def token_seconds(
 
 
 def sequences_by_round(workload: Workload, rounds: int) -> list[int]:
-    """Return the number of sequences of each round.
-
-    As in the engine, every round is as large as the first until no sequences are left.
-    """
-    each = workload.numerics.micro_batch * micro_batches_per_round(workload, rounds)
-    return [max(0, min(each, workload.batch - r * each)) for r in range(rounds)]
+    """Return the number of sequences that the rank with the most computes in each round."""
+    return [sum(rows for rows, _ in each) for each in planned_shapes(workload, rounds)]

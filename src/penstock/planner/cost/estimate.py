@@ -77,6 +77,7 @@ def estimate(
         schedule: The schedule of the placement, if it has been built already.
         gpus: Number of GPUs that share the host and do the same.
     """
+    inventory = inventory.sharded(workload.world)
     schedule = schedule or step_schedule(inventory, placement)
     node = placement.host_node
     if node is not None and node in rates.nodes:  # a plan file may name another node than `rates`
@@ -301,7 +302,7 @@ def _required_work(builder: JobBuilder, block: int) -> _RequiredWork:
             inner = block < last_layer
             (before if inner and round == 0 else either).append(offload)
             (after if inner else either).append(fetch)
-    frozen = Role.WEIGHT in staged and model.flat_elements(False) > 0
+    frozen = Role.WEIGHT in staged and model.shard_elements(False) > 0
     by_resource: dict[str, _Seconds] = defaultdict(_Seconds)
     lists = {"before": before, "after": after, "either": either, "write": write, "again": again}
     for name, operations in lists.items():
@@ -309,7 +310,7 @@ def _required_work(builder: JobBuilder, block: int) -> _RequiredWork:
             setattr(by_resource[resource], name, seconds)
     return _RequiredWork(
         by_resource=dict(by_resource),
-        elements=model.flat_elements(True),
+        elements=model.shard_elements(True),
         writes_all=not staged or (bool(back) and not frozen),
     )
 

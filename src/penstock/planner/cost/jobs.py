@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock.model.inventory import Inventory
+from penstock.plan.buffers import micro_batches_by_round
 from penstock.plan.lifetimes import piece_span
 from penstock.plan.placement import Placement, Share
-from penstock.plan.schedule import COMPUTE, Operation, Schedule, Verb
+from penstock.plan.schedule import COLLECTIVE, COMPUTE, Operation, Schedule, Verb
 from penstock.plan.traffic import Traffic
 from penstock.plan.workload import Workload
 from penstock.planner.cost.compute import ComputeTime
@@ -38,10 +39,13 @@ class Demands:
     and `writes@`.
     """
 
-    def __init__(self, rates: Rates, gpus: int = 1) -> None:
+    def __init__(self, rates: Rates, gpus: int = 1, ranks: int = 1) -> None:
         self.rates = rates
-        self.gpus = gpus
+        self.gpus = gpus * ranks
         """Number of GPUs that do the same at the same time and share the host's memory."""
+        self.ranks = ranks
+        """Number of ranks on the host. Each sweeps and stores its own shard, and they share the
+        CPUs and the drives."""
         self.seconds: dict[str, float] = defaultdict(float)
 
     def memory(self, node: int, *, read: float = 0.0, write: float = 0.0, times: int = 1) -> None:
@@ -79,14 +83,14 @@ class Demands:
     def disk_read(self, path: str, nbytes: float) -> None:
         """Add a read from NVMe into host memory."""
         disk = self.rates.disks[path]
-        self._disk(path, "reads", nbytes, disk.read)
-        self.memory(self.rates.staging_node, write=nbytes)
+        self._disk(path, "reads", nbytes * self.ranks, disk.read)
+        self.memory(self.rates.staging_node, write=nbytes, times=self.ranks)
 
     def disk_write(self, path: str, nbytes: float) -> None:
         """Add a write from host memory to NVMe."""
         disk = self.rates.disks[path]
-        self._disk(path, "writes", nbytes, disk.write)
-        self.memory(self.rates.staging_node, read=nbytes)
+        self._disk(path, "writes", nbytes * self.ranks, disk.write)
+        self.memory(self.rates.staging_node, read=nbytes, times=self.ranks)
 
     def _disk(self, path: str, direction: str, nbytes: float, alone: float) -> None:
         """Add disk traffic. Reads and writes share a drive.
@@ -101,8 +105,19 @@ class Demands:
     def sweep(self, share: Share, *, read: float, write: float) -> None:
         """Add a CPU sweep over bytes of one share. What is stored on NVMe is in staging by now."""
         node = share.node if share.node is not None else self.rates.staging_node
-        self.seconds[f"sweep@{node}"] += (read + write) / self.rates.nodes[node].sweep
-        self.memory(node, read=read, write=write)
+        swept = self.ranks * (read + write)
+        self.seconds[f"sweep@{node}"] += swept / self.rates.nodes[node].sweep
+        self.memory(node, read=read, write=write, times=self.ranks)
+
+    def peers(self, nbytes: float) -> None:
+        """Add a collective in which each GPU sends and receives so many bytes.
+
+        Links between GPUs are not described by a machine yet, so they are assumed to be as fast as
+        PCIe, and to share it with copies from and to the host.
+        """
+        self.seconds["h2d"] += nbytes / self.rates.h2d
+        self.seconds["d2h"] += nbytes / self.rates.d2h
+        self.seconds["link"] += 2 * nbytes / self.rates.both
 
     def total(self) -> dict[str, float]:
         """Return the seconds of each resource that is needed at all."""
@@ -186,7 +201,7 @@ class JobBuilder:
         for at, operation in enumerate(schedule.operations):
             verb, block, roles, _, round, piece, gpu, after = operation
             key: object
-            if roles:
+            if roles and verb not in COLLECTIVE:
                 length = None if piece is None else lengths[block][piece]
                 key = (verb, roles, gpu, length, kinds[block])
             else:
@@ -267,10 +282,12 @@ class JobBuilder:
     def _traffic_demands(self, operation: Operation) -> dict[str, float]:
         if operation.verb in (Verb.DROP, Verb.RELEASE):
             return {}
+        if operation.verb in COLLECTIVE:
+            return self._collective_demands(operation)
         traffic = Traffic.of(self.inventory, self.workload, self.placement)
         if operation.verb is Verb.SWEEP and operation.gpu:
             return {"gpu": traffic.gpu_sweep_nbytes(operation) / self.rates.hbm}
-        demands = Demands(self.rates, self.gpus)
+        demands = Demands(self.rates, self.gpus, self.workload.world)
         for role, share, nbytes in traffic.stored_parts(operation):
             match operation.verb:
                 case Verb.SWEEP:
@@ -286,6 +303,28 @@ class JobBuilder:
                     demands.disk_read(share.path, nbytes)
                 case Verb.WRITE if share.path:
                     demands.disk_write(share.path, nbytes)
+        return demands.total()
+
+    def _collective_demands(self, operation: Operation) -> dict[str, float]:
+        """Return the demands of what all ranks do together."""
+        if operation.verb is Verb.MEET:
+            return {"host": ISSUING}
+        demands, world = Demands(self.rates, self.gpus), self.workload.world
+        block, formats = self.inventory.blocks[operation.block], self.workload.formats()
+        if operation.verb is Verb.GATHER:
+            resident = self.placement.blocks[operation.block].all_on(Role.WEIGHT, Tier.HBM)
+            elements = block.flat_elements(True) + (0 if resident else block.flat_elements(False))
+            nbytes = formats.nbytes(Role.WEIGHT, elements)
+        else:
+            # The head's gradients are sums over chunks of the loss, in fp32, and it adds to a tied
+            # embedding as well.
+            head = block.kind == "head"
+            lends = head and self.inventory.tied
+            tied = self.inventory.blocks[0].flat_elements(True) if lends else 0
+            width = 4 if head else formats.weight_format.weight
+            waves = micro_batches_by_round(self.workload, self.placement.rounds)[operation.round]
+            nbytes = waves * width * (block.flat_elements(True) + tied)
+        demands.peers(nbytes * (world - 1) / world)
         return demands.total()
 
     def _in_staging(self, share: Share) -> Share:

@@ -1,0 +1,67 @@
+"""How ranks reach each other: the interface, and the transport of a single rank.
+
+A rank is one engine with one device. All ranks run the same program, each on its own micro-batches
+and on its own shard of every flat buffer. Collective calls only move bytes. Penstock does the
+arithmetic, in an order that does not depend on the number of ranks (`gradients.add_in_order`), so
+the result does not depend on it either.
+
+Every rank makes the same calls in the same order: those of a step from the thread of the lane
+`ranks`, all others between steps. A transport therefore needs no more than one communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class Transport(Protocol):
+    """One rank's connection to all ranks."""
+
+    rank: int
+    """Number of this rank, from 0."""
+    world: int
+    """Number of ranks."""
+
+    def gather(self, shards: torch.Tensor) -> None:
+        """Fill a flat buffer of `world` equal shards, of which the rank's own is filled already."""
+
+    def exchange(self, parts: torch.Tensor, into: torch.Tensor, senders: int) -> None:
+        """Send part `r` of `parts` to rank `r`, and receive one from each of the first ranks.
+
+        Both are flat buffers of `world` equal parts. What rank `r` sends arrives in part `r` of
+        `into`. Only ranks 0 to `senders - 1` send; what `parts` holds on the others is ignored.
+        """
+
+    def broadcast(self, values: torch.Tensor, source: int) -> None:
+        """Fill a buffer in host memory with what it holds on rank `source`."""
+
+    def meet(self, message: bytes) -> Sequence[bytes]:
+        """Return the messages of all ranks, by rank. All of them have the same length."""
+
+    def abort(self, error: BaseException) -> None:
+        """Make the calls of all ranks fail, now and later: this rank cannot continue."""
+
+
+class SingleRank:
+    """The transport of an engine that is the only rank: everything is here already."""
+
+    rank = 0
+    world = 1
+
+    def gather(self, shards: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def exchange(self, parts: torch.Tensor, into: torch.Tensor, senders: int) -> None:
+        into.copy_(parts)
+
+    def broadcast(self, values: torch.Tensor, source: int) -> None:
+        """Do nothing."""
+
+    def meet(self, message: bytes) -> Sequence[bytes]:
+        return [message]
+
+    def abort(self, error: BaseException) -> None:
+        """Do nothing: nobody else waits."""
