@@ -24,6 +24,7 @@ LAYERS: list[set[str]] = [
     {"planner"},
     {"checkpoint", "data", "kv"},
     {"engine"},
+    {"distributed"},
     {"generate", "observe"},
     {"train"},
     {"cli"},
@@ -41,6 +42,7 @@ MAY_IMPORT_TORCH = {
     "checkpoint",
     "kv",
     "engine",
+    "distributed",
     "generate",
 }
 """Packages that import torch at module level. Elsewhere torch is imported inside the function that

@@ -1,0 +1,7 @@
+"""Several ranks: the transports that connect the engines of one run.
+
+- `thread_ranks`: ranks in threads of one process, for tests.
+- `gloo_ranks`: ranks in processes, on torch.distributed with gloo, for CPUs.
+
+`penstock.engine.transport` defines what a transport does.
+"""

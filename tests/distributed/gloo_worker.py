@@ -1,0 +1,60 @@
+"""One process of a group of ranks: `python -m tests.distributed.gloo_worker RANK WORLD FOLDER`.
+
+The group is also divided into smaller groups, each of its first ranks. Every group trains; its
+first rank writes the digest of the result to `FOLDER/<ranks>.json`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.distributed.gloo_ranks import GlooTransport
+from penstock.engine.transport import Transport
+from tests.distributed.conformance import check_transport
+from tests.equivalence.runs import DRAM, FEW, Setup, Way, follow, state_of
+
+
+def digest(setup: Setup, way: Way, folder: Path, ranks: Transport) -> dict[str, Any]:
+    """Train and return losses, norms and a digest of the state, equal on all ranks."""
+    shared = replace(setup, work=replace(setup.work, world=ranks.world))
+    with shared.engine(way, folder, ranks=ranks) as engine:
+        losses, norms = follow(engine, setup.batches(3))
+        state = state_of(engine)
+    hashed = hashlib.sha256()
+    for name in sorted(state):
+        hashed.update(name.encode() + bytes(state[name].contiguous().view(torch.uint8).numpy()))
+    return {"losses": losses, "norms": norms, "state": hashed.hexdigest()}
+
+
+def digests(folder: Path, ranks: Transport, ways: tuple[Way, ...]) -> dict[str, Any]:
+    setup = Setup.of("llama", batch=9)
+    return {way.name: digest(setup, way, folder, ranks) for way in ways}
+
+
+def main(rank: int, world: int, folder: Path, ways: tuple[Way, ...]) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world
+    )
+    groups = {size: dist.new_group(list(range(size))) for size in range(2, world + 1)}
+    for size, group in groups.items():
+        if rank < size:
+            ranks = GlooTransport(group)
+            check_transport(ranks)
+            found = digests(folder, ranks, ways)
+            (folder / f"{size}.{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    number, count, where, choice = sys.argv[1:]
+    main(int(number), int(count), Path(where), (DRAM,) if choice == "one" else FEW)

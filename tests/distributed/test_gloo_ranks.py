@@ -1,0 +1,42 @@
+"""Ranks in processes, over gloo."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engine.transport import SingleRank
+from tests.distributed.gloo_worker import digests
+from tests.equivalence.runs import DRAM, FEW
+
+
+@pytest.mark.parametrize(
+    ("world", "choice"), [(2, "one"), pytest.param(4, "few", marks=pytest.mark.long)]
+)
+def test_processes_give_the_result_of_one_rank(world: int, choice: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.distributed.gloo_worker"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(tmp_path), choice],
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        one = digests(tmp_path, SingleRank(), (DRAM,) if choice == "one" else FEW)
+    finally:
+        torch.set_num_threads(threads)
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+
+    assert [process.returncode for process in processes] == [0] * world, errors
+    for size in range(2, world + 1):
+        for rank in range(size):
+            found = json.loads((tmp_path / f"{size}.{rank}.json").read_text())
+            assert found == json.loads(json.dumps(one)), (size, rank)

@@ -1,0 +1,255 @@
+"""Any number of ranks gives the same result, bit for bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.distributed.thread_ranks import ThreadRanks
+from penstock.engine import compute, rank_exchange
+from penstock.engine.compute import Computer
+from penstock.engine.engine import Engine
+from penstock.engine.gradients import add_in_order
+from penstock.engine.transport import SingleRank
+from penstock.errors import EngineError, NonFiniteLossError, PeerLostError
+from tests.equivalence.runs import DRAM, RESIDENT, WAYS, Result, Setup, Way, differing, follow
+from tests.equivalence.runs import state_of as state_of_engine
+from tests.support.ranks import on_each_rank
+
+MIXED, FAR = WAYS[3], WAYS[8]
+SAMPLE = [(WAYS[2], 2), (MIXED, 3), (FAR, 2), (WAYS[7], 4)]
+REST = [(way, world) for way in WAYS for world in (2, 3, 4) if (way, world) not in SAMPLE]
+Train = Callable[[Engine], Any]
+
+
+def run_on_ranks(
+    setup: Setup, way: Way, disk: Path, world: int, work: Train, **settings: Any
+) -> list[Any]:
+    """Call `work` with the engine of each rank, in threads; return the results by rank."""
+    shared = replace(setup, work=replace(setup.work, world=world))
+    group = ThreadRanks(world)
+    # One after another: modules of transformers are not made to be built in several threads.
+    engines = [shared.engine(way, disk, ranks=each, **settings) for each in group.transports]
+    try:
+        return on_each_rank(group, lambda transport: work(engines[transport.rank]))
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def train_on_ranks(
+    setup: Setup, way: Way, disk: Path, world: int, batches: Sequence[Any], **settings: Any
+) -> Result:
+    """Train; assert that all ranks report the same."""
+
+    def train(engine: Engine) -> Result:
+        losses, norms = follow(engine, batches)
+        return Result(losses, norms, state_of_engine(engine))
+
+    first, *others = run_on_ranks(setup, way, disk, world, train, **settings)
+    for other in others:
+        assert_same(first, other)
+    return first
+
+
+def assert_same(first: Result, other: Result) -> None:
+    assert other.losses == first.losses
+    assert other.norms == first.norms
+    assert differing(first.state, other.state) == []
+
+
+@lru_cache(maxsize=1)
+def llama() -> tuple[Setup, Result]:
+    """Return a setup of five micro-batches, a ragged last wave for 2, 3 and 4 ranks, on one rank.
+
+    Packed rows and padding are among the batches, and clipping is at work.
+    """
+    setup = Setup.of("llama", batch=9)
+    one = train_on_ranks(setup, RESIDENT, Path(), 1, batches_of(setup))
+    assert min(one.norms) > (setup.work.clip or 0)
+    return setup, one
+
+
+def batches_of(setup: Setup) -> list[Any]:
+    """Return a full batch, one of packed rows, and one of fewer micro-batches than ranks."""
+    full, packed, short = setup.batches(3)
+    length = setup.work.context
+    positions = torch.cat([torch.arange(5), torch.arange(length - 5)])
+    packed["position_ids"] = positions.expand(setup.work.batch, length)
+    return [full, packed, {key: value[:3] for key, value in short.items()}, full]
+
+
+@pytest.mark.parametrize(
+    ("way", "world"),
+    [
+        *SAMPLE,
+        *(pytest.param(way, world, marks=pytest.mark.long) for way, world in REST),
+    ],
+    ids=lambda value: value.name if isinstance(value, Way) else f"{value} ranks",
+)
+def test_ranks_give_the_result_of_one(way: Way, world: int, tmp_path: Path) -> None:
+    setup, one = llama()
+
+    assert_same(one, train_on_ranks(setup, way, tmp_path, world, batches_of(setup)))
+
+
+@pytest.mark.parametrize(
+    ("family", "way", "world", "work"),
+    [
+        pytest.param("gemma3", MIXED, 2, {"config": {"tie_word_embeddings": True}}, id="tied"),
+        pytest.param("gemma3", DRAM, 3, {"config": {"tie_word_embeddings": True},
+                                         "loss_chunk": 8, "freeze": ()}, id="tied, chunks"),
+        pytest.param("qwen3", MIXED, 2, {"moments": "int8"}, id="int8 moments"),
+        pytest.param("qwen3", RESIDENT, 3, {"moments": "bf16"}, id="bf16 moments"),
+        pytest.param("llama", MIXED, 3, {"dtype": "fp32"}, id="fp32"),
+        pytest.param("llama", FAR, 2, {"loss_chunk": 8, "clip": None}, id="chunks, no clipping"),
+    ],
+)  # fmt: skip
+def test_every_format_is_the_same_on_ranks(
+    family: str, way: Way, world: int, work: dict[str, Any], tmp_path: Path
+) -> None:
+    setup = Setup.of(family, **{"batch": 7} | work)
+    batches = setup.batches(3)
+
+    one = train_on_ranks(setup, RESIDENT, tmp_path, 1, batches)
+
+    assert_same(one, train_on_ranks(setup, way, tmp_path, world, batches))
+
+
+def test_accumulated_gradients_and_evaluation_are_the_same_on_ranks(tmp_path: Path) -> None:
+    setup = Setup.of("llama", batch=7, accumulate=True)
+
+    def train(engine: Engine) -> Result:
+        losses, norms = [], []
+        for first, second in (setup.batches(4)[:2], setup.batches(4)[2:]):
+            losses += [float(engine.forward_backward(batch)) for batch in (first, second)]
+            engine.apply()
+            norms.append(engine.grad_norm)
+            losses.append(engine.evaluate([first]).loss)
+        return Result(losses, norms, state_of_engine(engine))
+
+    with setup.engine(RESIDENT, tmp_path) as engine:
+        one = train(engine)
+    for result in run_on_ranks(setup, MIXED, tmp_path, 2, train):
+        assert_same(one, result)
+
+
+# The order of the sum.
+
+LARGE = 3e4
+"""A gradient that comes and goes: what was added before it loses its lower bits."""
+
+
+@pytest.fixture
+def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the gradients of a layer's second and third micro-batch be large and cancel out.
+
+    The sum then depends on its order. The gradients of a tiny model do not: all orders round to
+    the same 16 bits.
+    """
+    current, differentiate = threading.local(), compute.differentiate
+
+    def note(self: Computer, step: Any, block: int, micro: Any) -> None:
+        current.number = micro.number
+
+    def large(out: Any, gradient: Any, source: Any, parameters: Any, add: Any, **more: Any) -> None:
+        value = {1: LARGE, 2: -LARGE}.get(current.number)
+
+        def replaced(name: str, found: torch.Tensor) -> None:
+            add(name, found if value is None else torch.full_like(found, value))
+
+        differentiate(out, gradient, source, parameters, replaced, **more)
+
+    monkeypatch.setattr(Computer, "_seed_dropout", note)
+    monkeypatch.setattr(compute, "differentiate", large)
+
+
+@pytest.mark.usefixtures("hostile")
+def test_gradients_are_added_in_the_order_of_the_batch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    setup = Setup.of("llama", batch=9)
+    batches = setup.batches(2)
+    one = train_on_ranks(setup, RESIDENT, tmp_path, 1, batches)
+
+    assert_same(one, train_on_ranks(setup, DRAM, tmp_path, 2, batches))
+    assert_same(one, train_on_ranks(setup, DRAM, tmp_path, 3, batches))
+
+    def reversed_order(total: Any, gradients: Any, *, fresh: bool) -> None:
+        add_in_order(total, gradients[::-1], fresh=fresh)
+
+    monkeypatch.setattr(rank_exchange, "add_in_order", reversed_order)
+    assert train_on_ranks(setup, DRAM, tmp_path, 3, batches).norms != one.norms
+
+
+# Decisions and failures.
+
+
+def test_all_ranks_refuse_the_same_batch(tmp_path: Path) -> None:
+    """Only rank 1 sees the gradient that is not finite, and all of them raise the same error."""
+    setup = Setup.of("llama", batch=4, micro_batch=2)
+    good, bad = setup.batches(2)
+
+    def work(engine: Engine) -> tuple[str, str, dict[str, torch.Tensor]]:
+        engine.step(good)
+        head = engine._computer._loss
+        backward = head.backward
+
+        def broken(*args: Any) -> torch.Tensor:
+            total: torch.Tensor = backward(*args)
+            return total * float("nan") if engine.ranks.rank == 1 else total
+
+        head.backward = broken  # type: ignore[method-assign]
+        with pytest.raises(NonFiniteLossError) as first:
+            engine.step(bad)
+        head.backward = backward  # type: ignore[method-assign]
+        return str(first.value), str(engine.steps), state_of_engine(engine)
+
+    (text, steps, state), (other, _, state_too) = run_on_ranks(setup, DRAM, tmp_path, 2, work)
+
+    assert text == other
+    assert "the loss is nan" in text
+    assert steps == "1"
+    assert differing(state, state_too) == []
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_that_fails_ends_the_others(failing: int, tmp_path: Path) -> None:
+    setup = Setup.of("llama", batch=9)
+    errors: dict[int, BaseException] = {}
+
+    def work(engine: Engine) -> None:
+        if engine.ranks.rank == failing:
+            engine.on_progress = fail_in_backward
+        try:
+            engine.step(setup.batches(1)[0])
+        except BaseException as error:
+            errors[engine.ranks.rank] = error
+
+    def fail_in_backward(at: int, total: int, what: str) -> None:
+        if what.startswith("backward"):
+            raise OSError("the rank broke")
+
+    run_on_ranks(setup, DRAM, tmp_path, 3, work)
+
+    assert isinstance(errors.pop(failing), OSError)
+    assert len(errors) == 2
+    for error in errors.values():
+        assert isinstance(error, PeerLostError)
+        assert error.rank == failing
+        assert "the rank broke" in str(error)
+
+
+def test_a_plan_for_other_ranks_is_refused(tmp_path: Path) -> None:
+    setup = Setup.of("llama", batch=9)
+    shared = replace(setup, work=replace(setup.work, world=2))
+
+    with pytest.raises(EngineError, match="the plan is for 2 ranks, but there are 1"):
+        shared.engine(DRAM, tmp_path, ranks=SingleRank())
