@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from penstock.engine.plan_choice import workload_for
 from penstock.engine.prepare import ARGUMENTS, prepare
-from penstock.errors import PlanError, SettingsError
+from penstock.errors import EngineError, PlanError, SettingsError
 from penstock.settings import Settings, settings_fields
 from tests.support.engines import plain_model, tiny_config
 from tests.support.models import model
@@ -64,6 +65,15 @@ def test_a_plan_and_a_budget_exclude_each_other() -> None:
         plan = engine.plan
     with pytest.raises(PlanError, match="budget: cannot be combined with a plan"):
         prepare(llama(), plan=plan, **SMALL)
+
+
+def test_a_plan_for_several_ranks_is_refused() -> None:
+    with prepare(llama(), **SMALL) as engine:
+        plan = engine.plan
+    numerics = replace(plan.workload.numerics, micro_batch=1)
+    shared = replace(plan, workload=replace(plan.workload, batch=2, numerics=numerics, world=2))
+    with pytest.raises(EngineError, match="the plan is for 2 ranks, but there are 1"):
+        prepare(llama(), plan=shared, device="cpu")
 
 
 def test_label_smoothing_excludes_a_custom_loss_and_another_value_in_the_plan() -> None:

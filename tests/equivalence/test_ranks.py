@@ -141,6 +141,76 @@ def test_accumulated_gradients_and_evaluation_are_the_same_on_ranks(tmp_path: Pa
         assert_same(one, result)
 
 
+# Checkpoints.
+
+
+def continue_on_ranks(
+    setup: Setup, way: Way, folder: Path, world: int, batches: Sequence[Any],
+    *, read: str = "", write: str = "",
+) -> Result:  # fmt: skip
+    """Read a checkpoint, train, and write one."""
+
+    def work(engine: Engine) -> Result:
+        if read:
+            engine.read(folder / read)
+        losses = [float(engine.step(batch)) for batch in batches]
+        if write:
+            engine.write(folder / write)
+        return Result(losses, [engine.grad_norm], state_of_engine(engine))
+
+    return run_on_ranks(setup, way, folder, world, work)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_checkpoints_do_not_depend_on_the_number_of_ranks(moments: str, tmp_path: Path) -> None:
+    setup = Setup.of("llama", batch=7, moments=moments)
+    batches = setup.batches(2)
+    ways = {1: RESIDENT, 2: MIXED, 3: DRAM}
+    for world, way in ways.items():
+        continue_on_ranks(setup, way, tmp_path, world, batches, write=str(world))
+
+    found = {
+        world: {path.name: path.read_bytes() for path in (tmp_path / str(world)).iterdir()}
+        for world in ways
+    }
+    assert {"model.safetensors", "optimizer.safetensors", "complete.json"} <= found[1].keys()
+    for world in (2, 3):
+        assert found[world].keys() == found[1].keys()
+        assert [name for name in found[1] if found[world][name] != found[1][name]] == []
+
+
+def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
+    setup = Setup.of("qwen3", batch=7)
+    batches = setup.batches(4)
+    whole = continue_on_ranks(setup, RESIDENT, tmp_path, 1, batches)
+
+    continue_on_ranks(setup, DRAM, tmp_path, 3, batches[:2], write="a")
+    continue_on_ranks(setup, MIXED, tmp_path, 1, batches[2:3], read="a", write="b")
+    resumed = continue_on_ranks(setup, MIXED, tmp_path, 4, batches[3:], read="b")
+
+    assert resumed.losses == whole.losses[3:]
+    assert resumed.norms == whole.norms
+    assert differing(resumed.state, whole.state) == []
+
+
+def test_a_rank_that_cannot_write_ends_the_others(tmp_path: Path) -> None:
+    setup = Setup.of("llama", batch=7)
+    (tmp_path / "file").write_text("not a directory")
+    errors: dict[int, BaseException] = {}
+
+    def work(engine: Engine) -> None:
+        try:
+            engine.write(tmp_path / "file")
+        except BaseException as error:
+            errors[engine.ranks.rank] = error
+
+    run_on_ranks(setup, DRAM, tmp_path, 2, work)
+
+    assert not isinstance(errors[0], PeerLostError)
+    assert isinstance(errors[1], PeerLostError)
+    assert errors[1].rank == 0
+
+
 # The order of the sum.
 
 LARGE = 3e4

@@ -121,6 +121,16 @@ class ShardWriter:
             undo.pop_all()
         return written
 
+    def read_all(self) -> None:
+        """Request all parts that `write` requests, in the same order, and write nothing.
+
+        Parts may come from several ranks, all of which must request them, and one writes.
+        """
+        for shard in self._shards:
+            for tensor in shard.tensors:
+                for _ in tensor.parts():
+                    pass
+
 
 def _split(tensors: Sequence[TensorOut], limit: int) -> list[list[TensorOut]]:
     """Assign tensors to shards in order, with a new shard when the next tensor does not fit.

@@ -16,10 +16,11 @@ Where to look:
   on the GPU, or with fake tensors.
 - `device_memory`: torch's allocator, and errors that say who holds the GPU's memory.
 - `determinism`: torch restricted to deterministic kernels while the engine computes.
+- `transport`, `rank_exchange`, `report`: several ranks; what they do together in a step.
 - `device`: what the engine needs from the GPU, or from the CPU in its place.
 - `batches`: a batch, checked and split into rounds of micro-batches.
-- `compute`, `hidden_states`, `gradients`, `loss`, `loss_kernels`: forward, loss and backward of one
-  block. `gradients` starts the norm for clipping; `optim.device_norms` computes it on a GPU and
+- `compute`, `hidden_states`, `gradients`, `gradient_buffers`, `loss`, `loss_kernels`: forward, loss
+  and backward of one block. `gradients` starts the norm for clipping; `optim.device_norms` computes it on a GPU and
   `optim.sweep.grad_stats` on a CPU, and `Engine.apply` uses it.
 - `optimizer`, `pending_update`: the optimizer as users see it, and the update that sweeps carry
   out.

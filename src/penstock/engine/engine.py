@@ -58,7 +58,7 @@ from penstock.engine.step_state import StepState
 from penstock.engine.tensor_access import TensorAccess
 from penstock.engine.tier_memory import StoreSettings
 from penstock.engine.transfer import Mover
-from penstock.engine.transport import SingleRank, Transport
+from penstock.engine.transport import SingleRank, Transport, check_ranks
 from penstock.errors import BatchError, EngineError, EngineStateError, NonFiniteLossError
 from penstock.memory.process import peak_resident_nbytes, resident_nbytes
 from penstock.model.inventory import Inventory
@@ -68,7 +68,6 @@ from penstock.optim.norms import GradStats, clip_scale
 from penstock.optim.thread_pool import Pool
 from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.plan import Plan
-from penstock.plan.workload import Workload
 from penstock.records import Json
 from penstock.roles import Dtype, Moments
 from penstock.tiers import Tier
@@ -269,15 +268,6 @@ def _group_record(engine: Engine, group: dict[str, Any]) -> dict[str, Any]:
     return {"params": [engine.optimizer.name_of(p) for p in group["params"]], **plain}
 
 
-def _check_ranks(workload: Workload, ranks: Transport) -> None:
-    """Raise EngineError unless the plan is for as many ranks as there are."""
-    if workload.world != ranks.world:
-        raise EngineError(
-            f"the plan is for {workload.world} ranks, but there are {ranks.world}; make a plan for "
-            f"{ranks.world}"
-        )
-
-
 class Engine:
     """Trains one model under one plan. Made by `penstock.prepare`.
 
@@ -294,7 +284,7 @@ class Engine:
         ranks: Transport | None = None,
     ) -> None:
         ranks = SingleRank() if ranks is None else ranks
-        _check_ranks(plan.workload, ranks)
+        check_ranks(plan.workload, ranks)
         inventory = inventory.sharded(ranks.world)
         self.plan, self.inventory, self.workload = plan, inventory, plan.workload
         self.settings, self.ranks = settings, ranks
@@ -582,6 +572,9 @@ class Engine:
         `AutoModelForCausalLM.from_pretrained(folder)` loads it. An earlier model in the folder is
         not overwritten: CheckpointWriteError.
 
+        All ranks must call this. Rank 0 writes the files, which do not depend on the number of
+        ranks; the others return when they are complete.
+
         Args:
             folder: Where to save.
             optimizer: Whether to save the optimizer states too, which `read` needs to continue.
@@ -592,6 +585,21 @@ class Engine:
         """
         self.finish()
         folder = Path(folder)
+        try:
+            if self.ranks.rank == 0:
+                self._write(folder, optimizer, tokenizer, progress)
+            else:
+                self.files.send(optimizer=optimizer)
+            self.ranks.meet(b"")  # the files are complete
+            if self.ranks.rank > 0:
+                self.files.move_source(folder)
+        except BaseException as error:
+            self.ranks.abort(error)  # the others wait for this one
+            raise
+
+    def _write(
+        self, folder: Path, optimizer: bool, tokenizer: Any, progress: WriteProgress | None
+    ) -> None:
         nbytes = sum(writer.nbytes for writer in self.files.writers(optimizer=optimizer))
         with translate_write_errors(folder, nbytes):
             folder.mkdir(parents=True, exist_ok=True)

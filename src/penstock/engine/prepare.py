@@ -155,6 +155,7 @@ def prepare(
     Returns:
         The engine. Use it as a context manager, or call `close`.
     """
+    from penstock.engine.transport import SingleRank, check_ranks
     from penstock.model.freeze import check_freeze
     from penstock.model.live_model import LiveModel
     from penstock.model.meta_model import check_trainable
@@ -187,6 +188,7 @@ def prepare(
         )  # fmt: skip
     # A plan that was made for budgets may be made again; one that the caller brings may not.
     plan, request = (plan, None) if isinstance(plan, Plan) else (plan.plan, plan.request)
+    check_ranks(plan.workload, SingleRank())
     plan.check_model(inventory)
     _check_loss(plan, loss, arguments)
     if isinstance(model, str | Path):

@@ -73,6 +73,11 @@ class EngineFiles:
             written |= writer.write(folder, progress)
         return written
 
+    def send(self, *, optimizer: bool = True) -> None:
+        """Send the rank that writes what this one stores: all others call this, and one `write`."""
+        for writer in self.writers(optimizer=optimizer):
+            writer.read_all()
+
     def move_source(self, folder: Path) -> None:
         """Read the other tensors of a multimodal model from a folder that was just written.
 

@@ -16,6 +16,9 @@ from typing import Protocol
 
 import torch
 
+from penstock.errors import EngineError
+from penstock.plan.workload import Workload
+
 
 class Transport(Protocol):
     """One rank's connection to all ranks."""
@@ -43,6 +46,15 @@ class Transport(Protocol):
 
     def abort(self, error: BaseException) -> None:
         """Make the calls of all ranks fail, now and later: this rank cannot continue."""
+
+
+def check_ranks(workload: Workload, ranks: Transport) -> None:
+    """Raise EngineError unless a plan is for as many ranks as there are."""
+    if workload.world != ranks.world:
+        raise EngineError(
+            f"the plan is for {workload.world} ranks, but there are {ranks.world}; make a plan for "
+            f"{ranks.world}"
+        )
 
 
 class SingleRank:
