@@ -20,8 +20,8 @@ Where to look:
 - `device`: what the engine needs from the GPU, or from the CPU in its place.
 - `batches`: a batch, checked and split into rounds of micro-batches.
 - `compute`, `hidden_states`, `gradients`, `gradient_buffers`, `loss`, `loss_kernels`: forward, loss
-  and backward of one block. `gradients` starts the norm for clipping; `optim.device_norms` computes it on a GPU and
-  `optim.sweep.grad_stats` on a CPU, and `Engine.apply` uses it.
+  and backward of one block. `gradients` starts the norm for clipping; `optim.device_norms` computes
+  it on a GPU and `optim.sweep.grad_stats` on a CPU, and `Engine.apply` uses it.
 - `optimizer`, `pending_update`: the optimizer as users see it, and the update that sweeps carry
   out.
 - `tier_memory`, `spans`, `memory_usage`: where weights, states, gradients and activations live.
