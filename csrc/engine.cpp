@@ -53,6 +53,7 @@ std::vector<Hanging> Queue::close(double seconds) {
   closing_ = true;
   drop_waiting(ECANCELED);
   work_.notify_all();
+  stop_pause_.notify_all();
   settled_.wait_until(hold, deadline_in(seconds), [&] { return taken_ == 0; });
   std::vector<Hanging> hanging;
   for (const Slot& slot : slots_) {
@@ -101,15 +102,32 @@ bool Queue::try_take(Slot& slot) {
 }
 
 bool Queue::answer(Slot& slot, ssize_t answer) {
+  const unsigned tries = slot.request.tries;
   const Next next = settle(slot.request, answer, options.align, options.retries);
   if (next == Next::again) {
-    pause_before(slot.request.stalls);
+    if (answer < 0 && slot.request.tries > tries) {
+      wait_out_error(slot.request.tries);
+    } else {
+      pause_before(slot.request.stalls);
+    }
     const std::lock_guard hold{state_};
     ++counters_.again;
     return true;
   }
   release(slot, next == Next::failed);
   return false;
+}
+
+void Queue::wait_out_error(unsigned tries) {
+  // Drives that reset fail all their requests for some ten milliseconds or longer. Time runs from
+  // the first error since a request last succeeded, not from this one: on a dead drive, many
+  // requests that fail one after another must not each wait for two seconds.
+  std::unique_lock hold{state_};
+  const auto now = std::chrono::steady_clock::now();
+  if (!failing_since_) failing_since_ = now;
+  auto pause = options.retries.first_pause;
+  for (unsigned i = 1; i < tries; ++i) pause *= 4;
+  stop_pause_.wait_until(hold, *failing_since_ + pause, [&] { return closing_; });
 }
 
 void Queue::drop(Slot& slot, int error) {
@@ -133,6 +151,7 @@ void Queue::release(Slot& slot, bool failed) {
   --taken_;
   ++counters_.requests;
   if (!failed) {
+    failing_since_.reset();
     (request.transfer->op == Op::read ? counters_.read_bytes : counters_.written_bytes) +=
         request.piece.bytes;
   }

@@ -4,11 +4,13 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <thread>
@@ -90,7 +92,8 @@ class Queue {
  private:
   void take_front(Slot& slot);  // state_ held
   void release(Slot& slot, bool failed);
-  void drop_waiting(int error);  // state_ held
+  void wait_out_error(unsigned tries);  // pauses before a request that failed is issued again
+  void drop_waiting(int error);         // state_ held
 
   mutable std::mutex state_;         // guards the fields below
   std::condition_variable work_;     // a request waits, or the queue is closing
@@ -100,6 +103,9 @@ class Queue {
   std::size_t taken_ = 0;
   bool closing_ = false;
   int broken_ = 0;
+  // Time of the first media error since a request last succeeded.
+  std::optional<std::chrono::steady_clock::time_point> failing_since_;
+  std::condition_variable stop_pause_;  // the queue is closing
   Counters counters_;
 };
 

@@ -5,6 +5,7 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -98,6 +99,7 @@ enum class Next { again, finished, failed };
 struct Retries {
   unsigned media = 3;         // retries after EIO and similar errors
   unsigned stalled = 10'000;  // retries after EINTR, EAGAIN, or less than one block
+  std::chrono::milliseconds first_pause{120};  // before the first retry after EIO; then 4 times it
 };
 
 // Processes one answer (bytes moved, or a negative errno). On `failed`, the failure is recorded in

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src/penstock"
 
 LAYERS: list[set[str]] = [
-    {"_native", "version", "units", "tiers"},
+    {"_native", "version", "units", "tiers", "io_retries"},
     {"errors", "roles", "ticket", "durable_files"},
     {"records"},
     {"settings"},

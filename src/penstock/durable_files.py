@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from io import BufferedWriter
 from pathlib import Path
 
+from penstock.io_retries import is_transient, repeat
+
 SHARED, PRIVATE = 0o666, 0o600
 """Modes of new files, before the umask: as the umask says, or for their owner only."""
 
@@ -31,24 +33,37 @@ _OLD_DRAFTS = (".run.yaml.tmp", ".metrics.jsonl.tmp")
 
 def replace_file(path: str | Path, content: str | bytes, *, mode: int = SHARED) -> None:
     """Write a whole file. After a failure or a power cut, there is the old file or the new one."""
-    with replacement_of(path, mode=mode) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+
+    def write() -> None:
+        with replacement_of(path, mode=mode) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+
+    repeat(write, str(path))
 
 
 def copy_file(source: str | Path, target: str | Path) -> None:
     """Copy the content of a file, and replace `target` by the copy."""
-    with open(source, "rb") as original, replacement_of(target) as file:
-        shutil.copyfileobj(original, file)
+
+    def copy() -> None:
+        with open(source, "rb") as original, replacement_of(target) as file:
+            shutil.copyfileobj(original, file)
+
+    repeat(copy, str(target))
 
 
 def link_file(source: str | Path, target: str | Path) -> None:
     """Hard-link a file, or copy it if the file system has no hard links; replace `target`."""
-    target = Path(target)
+    repeat(lambda: _link_file(source, Path(target)), str(target))
+
+
+def _link_file(source: str | Path, target: Path) -> None:
     _remove_drafts_of(target)
     draft = _draft_of(target)
     try:
         os.link(source, draft)
-    except OSError:
+    except OSError as error:
+        if is_transient(error):
+            raise
         copy_file(source, target)
         return
     try:
@@ -68,7 +83,7 @@ def replacement_of(path: str | Path, *, mode: int = SHARED) -> Iterator[Buffered
     _remove_drafts_of(target)
     draft, fd = _new_draft(target, mode)
     try:
-        with open(fd, "wb") as file:
+        with name_file(target), open(fd, "wb") as file:
             yield file
             file.flush()
             # Without this sync, a power cut may keep the new name without its data.
@@ -87,9 +102,26 @@ def sync(path: str | Path) -> None:
     """Wait until a file's bytes, or a directory's entries, are on stable storage."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with name_file(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def name_file(path: str | Path) -> Iterator[None]:
+    """Add the path to errors of the operating system that name no file.
+
+    Calls on a descriptor (write, fsync) do not know the path, and without it a user cannot know
+    which disk to look at.
+    """
+    try:
+        yield
+    except OSError as error:
+        # An error of Penstock that is an OSError as well has a message of its own, and no strerror.
+        if error.filename is None and error.strerror is not None:
+            error.filename = str(path)
+        raise
 
 
 def remove_abandoned_drafts(folder: str | Path) -> tuple[Path, ...]:

@@ -1,6 +1,7 @@
 // Behaviour that both engines share. Each case runs on each of them.
 #include "engine.h"
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -18,8 +19,11 @@ constexpr std::size_t kDiskBytes = 64 * kBlock;
 constexpr double kLong = 30.0;  // seconds; reached only if the test fails
 
 EngineOptions options_of(unsigned depth = 4) {
-  return {
-      .files = {7}, .align = kBlock, .request_bytes = 2 * kBlock, .depth = depth, .retries = {}};
+  return {.files = {7},
+          .align = kBlock,
+          .request_bytes = 2 * kBlock,
+          .depth = depth,
+          .retries = {.first_pause = {}}};
 }
 
 struct Bench {  // one engine over one disk
@@ -104,6 +108,17 @@ ON_BOTH_ENGINES("a transient media error is not reported") {
     CHECK(bench.finish(Op::write, 0, 2 * kBlock).error == 0);
     CHECK(bench.holds(0, 2 * kBlock) && bench.engine->queue().counters().again == 3);
   }
+}
+
+ON_BOTH_ENGINES("a disk that fails all requests for a moment is waited for") {
+  EngineOptions options = options_of();
+  options.retries = {};  // with its pauses
+  Bench bench{rings, options};
+  const auto back = std::chrono::steady_clock::now() + std::chrono::milliseconds{50};
+  bench.disk.fault = [&](const Asked&) {
+    return std::chrono::steady_clock::now() < back ? -EIO : FakeDisk::kPass;
+  };
+  CHECK(bench.finish(Op::write, 0, 16 * kBlock).error == 0 && bench.holds(0, 16 * kBlock));
 }
 
 ON_BOTH_ENGINES("a permanent error fails immediately") {

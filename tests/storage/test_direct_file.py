@@ -116,7 +116,7 @@ def test_the_writer_writes_every_byte_and_nothing_else(tmp_path: Path, size: int
     data = os.urandom(size)
     fd = os.open(tmp_path / "file", NEW)
     try:
-        with contextlib.closing(DirectWriter(fd)) as writer:
+        with contextlib.closing(DirectWriter(fd, "file")) as writer:
             for start in range(0, size, 1_000_003):
                 writer.write(memoryview(data)[start : start + 1_000_003])
             writer.sync()
@@ -133,7 +133,7 @@ def test_the_writer_waits_for_stable_storage_after_its_last_byte(
     fd = os.open(tmp_path / "file", NEW)
     monkeypatch.setattr(os, "fsync", lambda fd: sizes.append(os.fstat(fd).st_size))
     try:
-        with contextlib.closing(DirectWriter(fd)) as writer:
+        with contextlib.closing(DirectWriter(fd, "file")) as writer:
             writer.write(memoryview(bytes(BLOCK + 7)))
             writer.sync()
     finally:

@@ -16,7 +16,7 @@ from penstock.checkpoint.checksums import PIECE_NBYTES, combine, crc32c, to_hex
 from penstock.checkpoint.disk import bytes_of, translate_write_errors
 from penstock.checkpoint.manifest import FileRecord
 from penstock.checkpoint.safetensors_header import Entry, build_header
-from penstock.durable_files import sync
+from penstock.durable_files import name_file, sync
 from penstock.storage.direct_file import DirectWriter
 
 MAX_SHARD_NBYTES = 5_000_000_000
@@ -188,7 +188,7 @@ def _new_file(path: Path, mode: int, undo: contextlib.ExitStack) -> Iterator[Dir
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     undo.callback(_remove, path)
     try:
-        with contextlib.closing(DirectWriter(fd)) as file:
+        with name_file(path), contextlib.closing(DirectWriter(fd, str(path))) as file:
             yield file
             file.sync()
     finally:

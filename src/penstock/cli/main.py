@@ -101,14 +101,35 @@ def run(arguments: list[str]) -> int:
         return EXIT_ERROR
     except Exception as problem:
         if isinstance(problem, OSError) and _is_users(problem):
-            where = f"{problem.filename}: " if problem.filename is not None else ""
-            print_errors(f"error: {where}{problem.strerror or problem}")
+            print_errors(f"error: {describe_os_error(problem)}")
             return EXIT_ERROR
         print_errors(
             f"{traceback.format_exc()}This is a bug in Penstock {__version__}; please report it."
         )
         return EXIT_BUG
     return 0
+
+
+_ADVICE = {
+    errno.EIO: "the drive or the network failed; look at `dmesg`, or use another directory",
+    errno.ESTALE: "the network file system lost it; mount it again, or use another directory",
+    errno.ENOSPC: "free some space, or use another directory",
+    errno.EDQUOT: "free some space, or use another directory",
+    errno.EROFS: "mount it writable, or use another directory",
+    errno.EACCES: "check its owner and permissions, or use another directory",
+    errno.EPERM: "check its owner and permissions, or use another directory",
+    errno.EMFILE: "raise the limit of open files, for example with `ulimit -n 65536`",
+}
+"""What the user can do about errors of the operating system."""
+
+
+def describe_os_error(problem: OSError) -> str:
+    """Name the files of an error, what went wrong, and what to do."""
+    names = [problem.filename, problem.filename2]
+    where = " -> ".join(os.fsdecode(name) for name in names if isinstance(name, str | bytes))
+    advice = _ADVICE.get(problem.errno or 0, "")
+    parts = (f"{where}: " if where else "", problem.strerror or str(problem))
+    return "".join(parts) + (f"; {advice}" if advice else "")
 
 
 def _is_users(problem: OSError) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.data.batches import Packed
-from penstock.data.errors import CacheError, DataError, EmptyDataError
+from penstock.data.errors import CacheError, DataError, EmptyDataError, NoCacheError
 from penstock.data.examples import RecordFormat
 from penstock.data.packing import pack_rows
 from penstock.data.shuffle import Bools, Ints, hash_values
@@ -61,23 +63,41 @@ def open_documents(
 ) -> TokenDataset:
     """Tokenize sources in a record format; see `open_dataset`."""
     tokens = Tokens(tokenizer)
-    directory = Path(cache_dir) if cache_dir is not None else default_directory()
     report = on_progress if on_progress is not None else lambda done, total, what: None
     groups = find_sources(sources, streaming=streaming, on_note=lambda text: report(0, 0, text))
-    cache = open_cache(
+    open_in = partial(
+        open_cache,
         [source for group in groups for source in group],
         tokens,
-        directory,
         format_=format_,
         skip_bad=skip_bad_lines,
         on_progress=report,
     )
+    cache = open_in(Path(cache_dir)) if cache_dir is not None else _open_default(open_in, report)
     all_documents = np.arange(cache.state.documents, dtype=np.int64)
     ends = [0, *cache.state.source_ends]
     last = np.cumsum([len(group) for group in groups])
     known = len(ends) > last[-1]
     ends = [ends[number] for number in last] if known else []
     return TokenDataset(cache, tokens, all_documents, part="all", source_ends=ends)
+
+
+def _open_default(open_in: Callable[[Path], Cache], report: OnProgress) -> Cache:
+    """Open the cache in the user's home or, if that cannot be written, in a temporary directory."""
+    try:
+        return open_in(default_directory())
+    except NoCacheError as problem:
+        reason = problem.__cause__
+        why = reason.strerror if isinstance(reason, OSError) else reason
+        report(
+            0,
+            0,
+            f"note: {problem.path} cannot be written ({why}), so the tokens are kept for this run "
+            f"only; --cache DIR keeps them in another directory",
+        )
+    # The cache is memory-mapped: its disk space is freed when the process ends.
+    with tempfile.TemporaryDirectory(prefix="penstock-tokens-") as folder:
+        return open_in(Path(folder))
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,10 @@ class CacheError(DataError):
         super().__init__(f"{path}: {problem}")
 
 
+class NoCacheError(CacheError):
+    """The directory of token caches cannot be created or written. Nothing was tokenized yet."""
+
+
 class PositionError(DataError, ValueError):
     """A saved data position that belongs to other data or settings."""
 

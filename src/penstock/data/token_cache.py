@@ -26,7 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.data.encode import Encoded, encode
-from penstock.data.errors import BadLinesError, CacheError, EmptyDataError, SourceError
+from penstock.data.errors import (
+    BadLinesError,
+    CacheError,
+    EmptyDataError,
+    NoCacheError,
+    SourceError,
+)
 from penstock.data.examples import RecordFormat
 from penstock.data.items import Item, Source, SourceOffset
 from penstock.data.tokenizer import Tokens
@@ -286,13 +292,13 @@ class Writer:
 
 
 @contextlib.contextmanager
-def cache_write_errors(directory: Path) -> Iterator[None]:
+def cache_write_errors(directory: Path, kind: type[CacheError] = CacheError) -> Iterator[None]:
     """Raise errors of a full or read-only disk as CacheError."""
     try:
         yield
     except (OSError, RecordError) as error:
         reason = getattr(error, "strerror", None) or getattr(error, "problem", None) or error
-        raise CacheError(
+        raise kind(
             str(directory),
             f"the token cache cannot be written: {reason}; free some space, or choose another "
             f"directory with --cache. The next run continues from the tokens written so far",
@@ -422,7 +428,7 @@ def _append_chunk(writer: Writer, chunk: list[Item], tokens: Tokens, format_: Re
 @contextlib.contextmanager
 def _lock(directory: Path, key: str, on_progress: OnProgress) -> Iterator[None]:
     """Lock a cache while it is created. The kernel releases the lock when the process ends."""
-    with cache_write_errors(directory):
+    with cache_write_errors(directory, NoCacheError):
         directory.mkdir(parents=True, exist_ok=True)
         # A link with this name, planted by somebody else, is an error: it must not create a file.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -334,6 +334,7 @@ class Engine:
         self._stats: GradStats | None = None  # of the gradients that wait for `apply`, if any
         self._items = _ItemCount(1, 1, counted=True)  # of the batches behind those gradients
         self._loss_not_finite = False  # of any of these batches
+        self._io_retries = 0
         self._closed = False
 
     @property
@@ -614,6 +615,15 @@ class Engine:
                 ).save(folder)
             record_model(folder, shards, step=self.steps)
             self.files.move_source(folder)
+
+    def take_io_retries(self) -> dict[str, int]:
+        """Return how many requests of the NVMe tier were repeated since the last call, by path."""
+        store = self._memory.tiers.store
+        if store is None:
+            return {}
+        before, self._io_retries = self._io_retries, store.stats.retries
+        where = ", ".join(volume.path for volume in store.volumes)
+        return {where: self._io_retries - before} if self._io_retries > before else {}
 
     def result_record(self) -> dict[str, Any]:
         """Return how the result was computed, as plain JSON for a checkpoint."""

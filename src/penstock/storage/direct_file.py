@@ -18,9 +18,11 @@ import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from penstock.io_retries import repeat
 from penstock.units import MiB, round_up
 
 BLOCK = 4096
@@ -129,11 +131,15 @@ class DirectWriter:
     The end of a file that is not a whole block, the rest of a short write, and file systems without
     O_DIRECT go through the page cache, and the kernel is asked to drop those pages.
 
-    One thread at a time may use a writer. The file descriptor stays the caller's.
+    A request that fails for a moment is repeated. A failed sync is not: its data may be lost, and
+    only the caller can write all of it again.
+
+    One thread at a time may use a writer. The file descriptor stays the caller's, and `path` names
+    it in errors.
     """
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    def __init__(self, fd: int, path: str) -> None:
+        self.fd, self._path = fd, path
         # Worker threads may turn this off; they never turn it on again.
         self._direct = set_direct(fd, on=True)
         self._free = [_aligned_array(BUFFER_NBYTES) for _ in range(REQUESTS + 1)]
@@ -217,7 +223,8 @@ class DirectWriter:
             # this write merely goes through the page cache.
             direct = self._direct
             try:
-                count = os.pwrite(self.fd, data[:whole] if direct else data, offset)
+                part = data[:whole] if direct else data
+                count = repeat(partial(os.pwrite, self.fd, part, offset), self._path)
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise

@@ -19,6 +19,8 @@ from pathlib import Path
 from uuid import UUID
 
 from penstock import _native
+from penstock.durable_files import name_file
+from penstock.io_retries import repeat
 from penstock.storage.devices import (
     check_device,
     device_number,
@@ -92,12 +94,13 @@ class Volume:
 
     def write_block(self, offset: int, block: bytes) -> None:
         """Write whole blocks to stable storage. For headers; data goes through the engine."""
-        try:
+
+        def write() -> None:
             self.file.write_blocks(offset, block)
             os.fdatasync(self.fd)
-        except OSError as error:
-            error.filename = self.data_path  # calls on a descriptor name no file
-            raise
+
+        with name_file(self.data_path):
+            repeat(write, self.data_path)
 
     def read_block(self, offset: int, nbytes: int) -> bytes:
         """Read `nbytes` at `offset`, or fewer if the file ends before that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from penstock.checkpoint.manifest import (
 from penstock.checkpoint.run_directory import list_checkpoints, new_checkpoint
 from penstock.checkpoint.training_state import STATE, Software, TrainingState
 from penstock.durable_files import link_file
+from penstock.io_retries import repeat
 from penstock.records import to_json
 from penstock.settings import AFFECTS_RESULT, RUN_FILE, Settings, write_yaml
 from penstock.train.events import ReportProgress
@@ -32,6 +34,10 @@ from penstock.train.output_directory import OutputDirectory
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
+
+_SAVE_PAUSES = (0.5, 1.0)
+"""Seconds before a save is repeated that failed for a moment. Its single writes have been repeated
+already, so that this is for errors of fsync."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +128,26 @@ class CheckpointSaver:
         self.find_directory()
         for prepare in self.before_save:
             prepare()
+        attempts = itertools.count()
+
+        def write() -> None:
+            try:
+                first = not next(attempts)
+                self._write(position, report)
+            except CheckpointExistsError:
+                # An earlier attempt failed after the checkpoint had got its name. Its files are on
+                # stable storage; whether the name is, is not known, and older checkpoints remain.
+                if first:
+                    raise
+
         try:
-            self._write(position, report)
+            # The whole checkpoint again: after a failed fsync, nothing says which bytes are lost.
+            repeat(write, str(self.out), _SAVE_PAUSES)
         except (CheckpointError, OSError):
             # If the directory was moved or removed during the save, save again in its new place.
             if not self.find_directory():
                 raise
-            with contextlib.suppress(CheckpointExistsError):  # it was moved after the last write
-                self._write(position, report)
+            write()
         self.saved_step = position.step
         return self.out / folder_name(position.step)
 

@@ -138,18 +138,6 @@ def explain_host_out_of_memory() -> Iterator[None]:
         raise HostMemoryError(str(failed).splitlines()[0]) from failed
 
 
-@contextlib.contextmanager
-def name_os_errors(path: str | Path) -> Iterator[None]:
-    """Add a path to errors of the operating system that name no file, such as a failed write."""
-    try:
-        yield
-    except OSError as failed:
-        # An error of Penstock that is an OSError as well has a message of its own.
-        if failed.filename is None and failed.errno is not None:
-            failed.filename = str(path)
-        raise
-
-
 def save_bad_batch(
     out: Path, step: int, batch: Mapping[str, torch.Tensor], decode: Callable[[Any], str]
 ) -> Path:

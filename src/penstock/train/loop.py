@@ -13,7 +13,9 @@ from penstock.checkpoint.errors import (
     CheckpointWriteError,
     IncompleteCheckpointError,
 )
+from penstock.durable_files import name_file
 from penstock.errors import BatchError, NonFiniteLossError, PenstockError
+from penstock.io_retries import take_counts
 from penstock.records import to_json
 from penstock.settings import Settings, parse_interval
 from penstock.tiers import Tier
@@ -23,7 +25,6 @@ from penstock.train.errors import (
     NoUpdateError,
     OutLostError,
     explain_host_out_of_memory,
-    name_os_errors,
     save_bad_batch,
 )
 from penstock.train.events import Listeners
@@ -84,6 +85,7 @@ class TrainingLoop:
         self._is_evaluating = False
         # A resumed run has had its first steps already.
         self._has_updated, self._num_skipped = run.resumed, 0
+        self._num_retries = 0  # file operations that failed for a moment and were repeated
         self._exceeded: set[str] = set()  # memories that held more than planned
         # When a save was last tried. A failed save counts, so that it is not repeated every step.
         self._save_step, self._save_time = run.batches.step, time.monotonic()
@@ -103,6 +105,7 @@ class TrainingLoop:
                 self._take_step()
                 self._save_if_due()
                 self._evaluate_if_due()
+                self._note_retries()
             if not self._at_end:
                 self._stop_early()
                 return False
@@ -159,6 +162,13 @@ class TrainingLoop:
             if nbytes["peak"] > nbytes["planned"] and name not in self._exceeded:
                 self._exceeded.add(name)
                 self._listeners.note(describe_excess(name, nbytes))
+
+    def _note_retries(self) -> None:
+        """Report file operations that failed for a moment: the drive may be about to fail."""
+        for path, number in {**take_counts(), **self._engine.take_io_retries()}.items():
+            self._num_retries += number
+            noun = "retry" if number == 1 else "retries"
+            self._listeners.note(f"warning: {number} I/O {noun} on {path}; check the drive")
 
     def _save_before_bad_batch(self, batch: Any, position: Any) -> None:
         """Save the batch for inspection, and a checkpoint of the run before this batch."""
@@ -319,11 +329,13 @@ class TrainingLoop:
             steps=self._batches.step, loss=self._last_loss, eval_loss=self._eval_loss
         )
         self._save_last()  # again, if it was removed during the evaluation
-        with name_os_errors(self._saver.out):
+        with name_file(self._saver.out):
             self._saver.publish(result)
+        self._note_retries()
         tiers = self._engine.tiers()
         self._listeners.emit(
             "done",
+            io_retries=self._num_retries,
             steps=self._batches.step,
             peak_host_bytes=self._engine.host_memory()["peak"],
             peak_hbm_bytes=tiers[Tier.HBM.value]["peak"],

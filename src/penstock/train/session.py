@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.training_state import STATE
 from penstock.data.errors import PositionError
+from penstock.durable_files import name_file
 from penstock.engine.plan_choice import PlanChoice, check_budget
 from penstock.errors import PlanError, SettingsError
 from penstock.planner.plan_view import plan_json
@@ -21,7 +22,7 @@ from penstock.records import named_by
 from penstock.settings import RUN_FILE, Settings, write_yaml
 from penstock.tiers import Tier
 from penstock.train.checkpoints import CheckpointSaver
-from penstock.train.errors import explain_host_out_of_memory, name_os_errors
+from penstock.train.errors import explain_host_out_of_memory
 from penstock.train.events import JsonLines, Listeners
 from penstock.train.inputs import ModelSource, TrainingData, load_data, load_model
 from penstock.train.learning_rate import LearningRateSchedule
@@ -88,7 +89,7 @@ def _train(
     listeners = Listeners([view])
     if as_json:
         listeners.add(JsonLines())
-    with name_os_errors(settings.checkpoint.out):
+    with name_file(settings.checkpoint.out):
         directory = OutputDirectory(settings.checkpoint.out, resume=resume)
     try:
         point = find_resume_point(directory.path) if resume else None
@@ -150,7 +151,7 @@ def _open_run(
         saver = CheckpointSaver(engine, settings, directory, listeners.note)
         saver.saved_step = resume.checkpoint.step if resume else None
         saver.check_space()
-        with name_os_errors(settings.checkpoint.out):
+        with name_file(settings.checkpoint.out):
             _write_run_files(settings, engine, batches.steps)
             # Checkpoints are written from memory: other files may be gone when they are saved.
             assert engine.model_files is not None
