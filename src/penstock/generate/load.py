@@ -266,6 +266,10 @@ def load_resident(
     return model.to(torch.device(device)).eval()
 
 
+TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields of generation_config.json whose type transformers does not check."""
+
+
 def _check_generation_config(folder: Path) -> None:
     """Raise SurveyError, which names the file, if transformers cannot read it."""
     import transformers
@@ -276,6 +280,11 @@ def _check_generation_config(folder: Path) -> None:
             fields = read_json(path)
             if not isinstance(fields, dict):
                 raise ValueError("must contain an object {...}")
+            for name in TOKEN_FIELDS:
+                tokens = fields.get(name)
+                listed = tokens if isinstance(tokens, list) else [tokens]
+                if tokens is not None and not all(type(token) is int for token in listed):
+                    raise ValueError(f"{name} must be a token number, got {tokens!r:.60}")
             transformers.GenerationConfig.from_pretrained(str(folder))
         except Exception as problem:  # transformers checks few of the types
             raise SurveyError(f"{path}: {describe(problem)}") from None
