@@ -26,6 +26,9 @@ from penstock.roles import Dtype, Moments
 RUN_FILE = "run.yaml"
 """Name of the file in the output directory that records the settings of a run."""
 
+RUN_ID = "run_id"
+"""Name in that file of the run's ID, which is not a setting: another run never takes it over."""
+
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
 Overlong = Literal["auto", "truncate", "drop", "split"]
@@ -301,8 +304,11 @@ class CheckpointSettings:
     save_every: str = option(
         "Interval between checkpoints: a duration such as `30min`, or a number of steps.", "30min"
     )
-    keep: int = option(
-        "Number of checkpoints to keep; only the newest one keeps its optimizer states.", 2
+    keep: int = option("Number of checkpoints to keep.", 2)
+    keep_resumable: int = option(
+        "Number of checkpoints that keep their optimizer states, at most --keep. If the newest one "
+        "is damaged, --resume continues from an older one.",
+        2,
     )
     save_weights_only: bool = option(
         "Save checkpoints without optimizer states; such a run cannot be resumed.", False
@@ -313,7 +319,7 @@ class CheckpointSettings:
     )
 
     def __post_init__(self) -> None:
-        _require_at_least(self, keep=1)
+        _require_at_least(self, keep=1, keep_resumable=1)
         parse_interval(self.save_every)
 
     @property
@@ -568,8 +574,24 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read settings from a YAML file, by field name.
 
     The file may be nested by group, as `write_yaml` writes it, or flat, as earlier versions wrote
-    it. Names may have hyphens or underscores. `merge_layers` checks names and values.
+    it. Names may have hyphens or underscores. `merge_layers` checks names and values. The ID of the
+    run that wrote the file is left out; `read_run_id` returns it.
     """
+    named = _read_mapping(path)
+    named.pop(RUN_ID, None)
+    return _flatten(named, str(path))
+
+
+def read_run_id(path: str | Path) -> str:
+    """Return the ID of the run that wrote a YAML file; "" if it has none."""
+    found = _read_mapping(path).get(RUN_ID, "")
+    if not isinstance(found, str):
+        raise SettingsError(RUN_ID, f"must be text, got {found!r}", where=str(path))
+    return found
+
+
+def _read_mapping(path: str | Path) -> dict[str, Any]:
+    """Read a YAML file that maps names to values."""
     import yaml
 
     try:
@@ -581,13 +603,16 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as wrong:  # a number or a date that Python cannot read
         first = str(wrong).splitlines()[0]
         raise SettingsError("", f"is not YAML: {first}", where=str(path)) from None
-    if content is None:
-        return {}
-    return _flatten(_named(content, "", str(path)), str(path))
+    return {} if content is None else _named(content, "", str(path))
 
 
-def write_yaml(settings: Settings, path: str | Path, remarks: Sequence[str] = ()) -> None:
-    """Write all settings to a YAML file, nested by group, with the remarks as comments on top."""
+def write_yaml(
+    settings: Settings, path: str | Path, remarks: Sequence[str] = (), *, run_id: str = ""
+) -> None:
+    """Write all settings to a YAML file, nested by group, with the remarks as comments on top.
+
+    `run_id` is the ID of the run, if it has one.
+    """
     import yaml
 
     plain = {
@@ -595,6 +620,7 @@ def write_yaml(settings: Settings, path: str | Path, remarks: Sequence[str] = ()
         for group, fields in ((name, dataclasses.fields(cls)) for name, cls in GROUPS.items())
     }
     text = "".join(f"# {remark}\n" for remark in remarks)
+    text += yaml.safe_dump({RUN_ID: run_id}) if run_id else ""
     text += yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     replace_file(path, text)
 

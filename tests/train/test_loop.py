@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from penstock.checkpoint.run_directory import list_checkpoints
 from penstock.settings import Settings
 from penstock.train import checkpoints
 from penstock.train.loop import TrainingLoop
 from penstock.units import GiB
+from tests.checkpoint.saves import save
 
 
 def test_memory_above_the_plan_is_reported_once() -> None:
@@ -46,6 +49,9 @@ def test_a_run_evaluates_every_so_many_steps_before_its_end(
     assert evaluated == expected
 
 
+SIZES = {"_sizes": (100, 300, 50), "nbytes": 450, "out": Path("out")}
+
+
 @pytest.mark.parametrize(("best", "existing", "needed"), [(False, 0, 1000), (True, 150, 1050)])
 def test_a_run_needs_space_for_the_checkpoints_it_keeps_and_the_one_it_writes(
     best: bool, existing: int, needed: int, monkeypatch: pytest.MonkeyPatch
@@ -55,9 +61,47 @@ def test_a_run_needs_space_for_the_checkpoints_it_keeps_and_the_one_it_writes(
     whole = [SimpleNamespace(nbytes=existing)]
     monkeypatch.setattr(checkpoints, "list_checkpoints", lambda _: SimpleNamespace(whole=whole))
     monkeypatch.setattr(checkpoints, "check_room", lambda _, nbytes: wanted.append(nbytes))
+    monkeypatch.setattr(checkpoints, "free_nbytes", lambda _: 1 << 20)
     settings = Settings.of({"keep": 2, "save_best": best, "eval_split": 0.1})
-    saver: Any = SimpleNamespace(_sizes=(100, 300, 50), nbytes=450, _out="out", _settings=settings)
+    saver: Any = SimpleNamespace(settings=settings, **SIZES)
 
     checkpoints.CheckpointSaver.check_space(saver)
 
     assert wanted == [needed]
+
+
+@pytest.mark.parametrize(
+    ("free", "kept", "noted"),
+    [(1350, 2, False), (1349, 2, True), (1349, 1, False), (1800, 3, False), (1799, 3, True)],
+)
+def test_a_run_says_that_only_one_checkpoint_can_be_resumed_during_a_save(
+    free: int, kept: int, noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third set of states needs 350 more, and a fourth as much again."""
+    monkeypatch.setattr(checkpoints, "list_checkpoints", lambda _: SimpleNamespace(whole=[]))
+    monkeypatch.setattr("penstock.checkpoint.disk.free_nbytes", lambda _: free)
+    monkeypatch.setattr(checkpoints, "free_nbytes", lambda _: free)
+    notes: list[str] = []
+    settings = Settings.of({"keep": max(2, kept), "keep_resumable": kept})
+    saver: Any = SimpleNamespace(settings=settings, _note=notes.append, **SIZES)
+
+    checkpoints.CheckpointSaver.check_space(saver)
+
+    assert bool(notes) == noted
+    assert all("only one checkpoint to resume from" in text for text in notes)
+
+
+@pytest.mark.parametrize(("free", "resumable"), [(450, [3, 2]), (449, [3])])
+def test_older_states_are_removed_if_the_next_checkpoint_does_not_fit(
+    free: int, resumable: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=3, keep_resumable=2)
+    monkeypatch.setattr(checkpoints, "free_nbytes", lambda _: free)
+    saver: Any = SimpleNamespace(settings=Settings.of({"keep": 3}), **SIZES | {"out": tmp_path})
+
+    checkpoints.CheckpointSaver._make_room(saver)
+
+    found = list_checkpoints(tmp_path).whole
+    assert [checkpoint.step for checkpoint in found] == [3, 2, 1]
+    assert [checkpoint.step for checkpoint in found if checkpoint.resumable] == resumable

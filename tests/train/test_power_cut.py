@@ -98,6 +98,7 @@ def test_code_is_not_trusted_because_a_checkpoint_says_so(out: Path) -> None:
     saved.write_text(
         saved.read_text().replace("trust_remote_code: false", "trust_remote_code: true ")
     )
+    update_manifest(saved.parent, RUN_FILE)
     result = resume(out)
     assert result.code == 1
     assert "trust_remote_code: is not taken from the directory of a run" in result.errors

@@ -253,6 +253,18 @@ class IncompleteCheckpointError(CheckpointError):
         )
 
 
+UNREADABLE = (
+    ChecksumError,
+    CorruptShardError,
+    CorruptIndexError,
+    MissingShardError,
+    NoWeightsError,
+    CheckpointReadError,
+    DamagedCheckpointError,
+)
+"""Errors that say that a checkpoint is damaged. An older one may be intact."""
+
+
 class StateError(CheckpointError, RecordError):
     """A training state is invalid."""
 

@@ -87,7 +87,7 @@ class ModelFiles:
             copy_model_files(self.source, folder, trust_remote_code=self.trust_remote_code)
         for name, content in self.contents.items():
             target = Path(folder, name)
-            if not _is_whole(target):
+            if not target.is_file() or target.read_bytes() != content:
                 target.parent.mkdir(exist_ok=True)
                 replace_file(target, content)
 

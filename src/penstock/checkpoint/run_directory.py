@@ -158,6 +158,13 @@ def draft_of(final: Path) -> Iterator[Path]:
         os.close(fd)
 
 
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that its step can be saved again. Return its new path."""
+    aside = folder.with_name(f"{folder.name}.damaged-{secrets.token_hex(4)}")
+    os.rename(folder, aside)
+    return aside
+
+
 def discard(folder: Path) -> None:
     """Remove a checkpoint.
 
@@ -246,8 +253,7 @@ def _refuse_to_overwrite(final: Path, step: int) -> None:
 def _move_aside(final: Path) -> None:
     """Rename a damaged checkpoint of the same step instead of overwriting its files."""
     if os.path.lexists(final):
-        aside = final.with_name(f"{final.name}.damaged-{secrets.token_hex(4)}")
-        os.rename(final, aside)
+        aside = set_aside(final)
         message = (
             f"{final} already existed and was not a complete checkpoint; it was renamed to "
             f"{aside.name}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.checkpoint.disk import check_room
+from penstock.checkpoint.disk import check_room, free_nbytes
 from penstock.checkpoint.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -22,7 +22,7 @@ from penstock.checkpoint.manifest import (
     read_checkpoint,
     write_manifest,
 )
-from penstock.checkpoint.run_directory import list_checkpoints, new_checkpoint
+from penstock.checkpoint.run_directory import list_checkpoints, new_checkpoint, thin_out
 from penstock.checkpoint.training_state import STATE, Software, TrainingState
 from penstock.durable_files import link_file
 from penstock.io_retries import repeat
@@ -31,6 +31,7 @@ from penstock.settings import AFFECTS_RESULT, RUN_FILE, Settings, write_yaml
 from penstock.train.events import ReportProgress
 from penstock.train.model_card import TrainingResult, write_model_card
 from penstock.train.output_directory import OutputDirectory
+from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -61,6 +62,7 @@ class CheckpointSaver:
         settings: Settings,
         directory: OutputDirectory,
         note: Callable[[str], None],
+        run_id: str = "",
     ) -> None:
         self._engine, self._directory, self._note = engine, directory, note
         self.settings = settings
@@ -72,6 +74,8 @@ class CheckpointSaver:
         self._tensor_files = [name for writer in writers for name in writer.names]
         self.before_save: list[Callable[[], None]] = []
         """Called before a checkpoint is written, which makes files durable that belong to it."""
+        self.run_id = run_id
+        """ID of the run, which its checkpoints carry."""
         self.saved_step: int | None = None
         """Step of the newest checkpoint of this run."""
 
@@ -86,17 +90,36 @@ class CheckpointSaver:
         return self._sizes[0]
 
     def check_space(self) -> None:
-        """Raise CheckpointSpaceError unless the disk has space for all checkpoints of the run.
+        """Raise CheckpointSpaceError unless the disk has space for the checkpoints of the run.
 
-        While a checkpoint is written, the `keep` earlier ones still exist, one of them with
-        optimizer states.
+        While a checkpoint is written, the `keep` earlier ones still exist. One of them has to keep
+        its optimizer states until the new one is complete; the others do if there is space.
         """
         weights, states = self._sizes[0], sum(self._sizes[1:])
-        needed = (self.settings.checkpoint.keep + 1) * weights + 2 * states
+        chosen = self.settings.checkpoint
+        needed = (chosen.keep + 1) * weights + 2 * states
         if self.settings.evaluation.save_best:
             needed += 2 * weights  # a new one is written before the former is removed
         existing = sum(checkpoint.nbytes for checkpoint in list_checkpoints(self.out).whole)
         check_room(self.out, max(self.nbytes, needed - existing))
+        number = min(chosen.keep, chosen.keep_resumable)
+        more, free = needed + (number - 1) * states - existing, free_nbytes(self.out)
+        if states and number > 1 and free < more:
+            self._note(
+                f"note: {self.out} has {format_bytes(free)} free, and {number} checkpoints with "
+                f"optimizer states while the next one is written need {format_bytes(more)}. Before "
+                f"a save, the states of all but the newest checkpoint are removed: until it is "
+                f"complete, there is only one checkpoint to resume from"
+            )
+
+    def _make_room(self) -> None:
+        """Remove older optimizer states if the next checkpoint does not fit otherwise."""
+        if free_nbytes(self.out) >= self.nbytes:
+            return
+        resumable = [found for found in list_checkpoints(self.out).whole if found.resumable]
+        if len(resumable) > 1:
+            newest, keep = resumable[0].path, self.settings.checkpoint.keep
+            thin_out(self.out, newest=newest, keep=keep, keep_resumable=1)
 
     @property
     def out(self) -> Path:
@@ -153,11 +176,13 @@ class CheckpointSaver:
 
     def _write(self, position: RunPosition, report: ReportProgress | None) -> None:
         assert self._engine.model_files is not None
+        self._make_room()
         with new_checkpoint(
             self.out,
             position.step,
             keep=self.settings.checkpoint.keep,
-            keep_resumable=1,
+            keep_resumable=self.settings.checkpoint.keep_resumable,
+            run_id=self.run_id,
             nbytes=self.nbytes,
             needed=(*self._tensor_files, *self._engine.model_files.names, STATE, RUN_FILE),
             # `find` has created it. If it was removed since, its other files must be restored, too.
@@ -167,7 +192,7 @@ class CheckpointSaver:
             # Replaces the state that the engine wrote, which has only the engine's part.
             self._training_state(position).save(folder)
             # A resume uses this copy if the run's own is lost or damaged.
-            write_yaml(self.settings, folder / RUN_FILE)
+            write_yaml(self.settings, folder / RUN_FILE, run_id=self.run_id)
 
     def publish(self, result: TrainingResult) -> None:
         """Put the newest checkpoint's weights and a model card next to the config."""

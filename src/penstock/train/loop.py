@@ -224,6 +224,7 @@ class TrainingLoop:
             path=str(path),
             bytes=self._saver.nbytes,
             seconds=self._save_time - started,
+            run_id=self._saver.run_id,
         )
 
     def _report_save_progress(self, done: int, total: int, text: str) -> None:
@@ -341,6 +342,7 @@ class TrainingLoop:
             peak_hbm_bytes=tiers[Tier.HBM.value]["peak"],
             out=self._out_text,
             model=str(self._saver.settings.checkpoint.model_directory),
+            run_id=self._saver.run_id,
         )
 
     @property

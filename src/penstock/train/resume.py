@@ -1,4 +1,4 @@
-"""Find the checkpoint to resume from, and report what changed."""
+"""Find the checkpoints that a run can be resumed from, and report what changed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.errors import StateError
-from penstock.checkpoint.manifest import Checkpoint
-from penstock.checkpoint.run_directory import list_checkpoints
+from penstock.checkpoint.manifest import Checkpoint, check_small_files
+from penstock.checkpoint.run_directory import CheckpointList
 from penstock.checkpoint.training_state import TrainingState
 from penstock.errors import EngineStateError
 from penstock.plan.workload import Numerics
@@ -94,17 +94,23 @@ class ResumePoint:
         return saved[name]
 
 
-def find_resume_point(out: Path) -> ResumePoint | None:
-    """Find the newest checkpoint with optimizer states; None if there are no checkpoints."""
-    found = list_checkpoints(out)
-    resumable = next((c for c in found.whole if c.resumable), None)
-    if resumable is None:
-        if found.whole:
-            raise NotResumableError(str(out), str(found.whole[0].path), found.damaged)
-        if found.damaged:
-            raise found.damaged[0]
-        return None
-    return ResumePoint(resumable, TrainingState.load(resumable.path))
+def load_resume_point(checkpoint: Checkpoint) -> ResumePoint:
+    """Read the state of a checkpoint, after its small files were compared with their checksums."""
+    check_small_files(checkpoint.path)
+    return ResumePoint(checkpoint, TrainingState.load(checkpoint.path))
+
+
+def find_resumable(out: Path, found: CheckpointList) -> tuple[Checkpoint, ...]:
+    """Return the checkpoints with optimizer states, newest first; none if there is no checkpoint.
+
+    Raises an error if there are checkpoints, but none to resume from.
+    """
+    resumable = tuple(checkpoint for checkpoint in found.whole if checkpoint.resumable)
+    if not resumable and found.whole:
+        raise NotResumableError(str(out), str(found.whole[0].path), found.damaged)
+    if not resumable and found.damaged:
+        raise found.damaged[0]
+    return resumable
 
 
 def resumed_numerics(fresh: Numerics, resume: ResumePoint | None, settings: Settings) -> Numerics:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.run_directory import latest_checkpoint
+from penstock.checkpoint.errors import CheckpointError
+from penstock.checkpoint.manifest import Checkpoint, check_small_files
+from penstock.checkpoint.run_directory import list_checkpoints
 from penstock.checkpoint.training_state import TrainingState
 from penstock.errors import RecordError, SettingsError
 from penstock.settings import RUN_FILE, Layer, read_yaml
@@ -69,7 +71,7 @@ def _read_run_file(path: Path) -> tuple[dict[str, Any], str]:
 
 def _read_checkpoint(out: Path) -> tuple[str, dict[str, Any]]:
     """Return the settings in the newest checkpoint, and the file that they come from."""
-    newest = latest_checkpoint(out)
+    newest = next(filter(_is_undamaged, list_checkpoints(out).whole), None)
     if newest is None:
         return "", {}
     path = newest.path / RUN_FILE
@@ -82,3 +84,11 @@ def _read_checkpoint(out: Path) -> tuple[str, dict[str, Any]]:
         return "", {}
     saved = numerics.get("settings") if isinstance(numerics, Mapping) else None
     return str(newest.path), dict(saved) if isinstance(saved, Mapping) else {}
+
+
+def _is_undamaged(checkpoint: Checkpoint) -> bool:
+    try:
+        check_small_files(checkpoint.path)
+    except (CheckpointError, OSError):
+        return False
+    return True

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.checkpoint.errors import UNREADABLE
+from penstock.checkpoint.manifest import Checkpoint, step_of
+from penstock.checkpoint.run_directory import CheckpointList, list_checkpoints, set_aside
 from penstock.checkpoint.training_state import STATE
 from penstock.data.errors import PositionError
 from penstock.durable_files import name_file
@@ -31,7 +34,8 @@ from penstock.train.metrics_file import MetricsFile
 from penstock.train.output_directory import OutputDirectory
 from penstock.train.plan_choice import choose_plan, describe_budget
 from penstock.train.progress import LineView, LiveView, SilentView, View
-from penstock.train.resume import ResumePoint, find_resume_point
+from penstock.train.resume import ResumePoint, find_resumable, load_resume_point
+from penstock.train.run_id import find_run_id, new_run_id
 from penstock.train.signals import StopRequest, guard_output
 from penstock.train.trackers import check_trackers, open_trackers
 from penstock.version import __version__
@@ -92,10 +96,13 @@ def _train(
     with name_file(settings.checkpoint.out):
         directory = OutputDirectory(settings.checkpoint.out, resume=resume)
     try:
-        point = find_resume_point(directory.path) if resume else None
-        if resume:
-            listeners.note(_describe_start(point, settings))
-        with _open_run(settings, directory, point, listeners, view) as run, stop:
+        with contextlib.ExitStack() as opened:
+            if resume:
+                run = _resume_run(settings, directory, listeners, view, opened)
+            else:
+                new = _open_run(settings, directory, None, listeners, view, new_run_id())
+                run = opened.enter_context(new)
+            opened.enter_context(stop)
             stop.before_exit = view.close
             if profile is not None:
                 from penstock.train.profile import StepProfiler
@@ -106,6 +113,59 @@ def _train(
     finally:
         listeners.close()
         directory.close()
+
+
+def _resume_run(
+    settings: Settings,
+    directory: OutputDirectory,
+    listeners: Listeners,
+    view: View,
+    opened: contextlib.ExitStack,
+) -> TrainingRun:
+    """Open a run at its newest checkpoint that is not damaged, or from scratch without any."""
+    found = list_checkpoints(directory.path)
+    run_id = find_run_id(directory.path, found.whole)
+    candidates = find_resumable(directory.path, found)
+    if not candidates:
+        listeners.note(f"{settings.checkpoint.out} has no checkpoint: training starts from scratch")
+        new = _open_run(settings, directory, None, listeners, view, run_id)
+        return opened.enter_context(new)
+    damaged: list[tuple[Checkpoint, Exception]] = []
+    for checkpoint in candidates:
+        _note_start(checkpoint, found, listeners)
+        try:
+            point = load_resume_point(checkpoint)
+            resumed = _open_run(settings, directory, point, listeners, view, run_id)
+            run = opened.enter_context(resumed)
+        except UNREADABLE as error:
+            damaged.append((checkpoint, error.with_traceback(None)))
+            listeners.note(f"warning: {checkpoint.path} is damaged. {error}")
+            continue
+        for skipped, _ in damaged:
+            aside = set_aside(skipped.path)
+            listeners.note(
+                f"warning: {skipped.path} was renamed to {aside.name}; training continues from "
+                f"step {checkpoint.step}. Remove {aside.name} when you do not need it"
+            )
+        return run
+    (_, first), *others = damaged
+    for checkpoint, _ in others:
+        first.add_note(f"{checkpoint.path}, the older checkpoint, is damaged as well")
+    raise first
+
+
+def _note_start(checkpoint: Checkpoint, found: CheckpointList, listeners: Listeners) -> None:
+    """Say where the run continues, and which newer checkpoints are not complete."""
+    for error in found.damaged:
+        step = step_of(Path(error.path).name)
+        if step is not None and step > checkpoint.step:
+            listeners.note(f"warning: not a complete checkpoint: {error}")
+    listeners.note(f"resuming from {checkpoint.path}")
+    if not checkpoint.manifest.has_checksums:
+        listeners.note(
+            f"note: {checkpoint.path} was saved by an earlier version, without checksums: damage "
+            f"by the disk would not be found"
+        )
 
 
 def pick_view(as_json: bool) -> View:
@@ -123,6 +183,7 @@ def _open_run(
     resume: ResumePoint | None,
     listeners: Listeners,
     view: View,
+    run_id: str,
 ) -> Iterator[TrainingRun]:
     """Load the inputs, choose the plan and prepare the engine, which is closed at the end."""
     if resume is not None:
@@ -148,13 +209,16 @@ def _open_run(
         if resume is not None:
             changes += resume.differences(settings, steps=batches.steps)
             _report_differences(changes, listeners)
-        saver = CheckpointSaver(engine, settings, directory, listeners.note)
+        saver = CheckpointSaver(engine, settings, directory, listeners.note, run_id)
         saver.saved_step = resume.checkpoint.step if resume else None
         saver.check_space()
         with name_file(settings.checkpoint.out):
-            _write_run_files(settings, engine, batches.steps)
-            # Checkpoints are written from memory: other files may be gone when they are saved.
             assert engine.model_files is not None
+            if resume is not None and resume.checkpoint.manifest.has_checksums:
+                # Their checksums were compared, unlike those of the copies in --out.
+                engine.model_files = engine.model_files.keep_contents(resume.checkpoint.path)
+            _write_run_files(settings, engine, batches.steps, run_id)
+            # Checkpoints are written from memory: other files may be gone when they are saved.
             folder = settings.checkpoint.model_directory
             engine.model_files = engine.model_files.keep_contents(folder)
         after, note = batches.step, listeners.note
@@ -162,7 +226,7 @@ def _open_run(
         listeners.add(metrics)
         saver.before_save.append(metrics.sync)
         directory.on_change += [
-            lambda _: _write_run_files(saver.settings, engine, batches.steps),
+            lambda _: _write_run_files(saver.settings, engine, batches.steps, run_id),
             metrics.follow,
         ]
         for tracker in open_trackers(settings, after=after, note=note):
@@ -247,7 +311,7 @@ def _report_differences(changes: list[str], listeners: Listeners) -> None:
         listeners.note(describe_differences(list(dict.fromkeys(changes))))
 
 
-def _write_run_files(settings: Settings, engine: Engine, steps: int) -> None:
+def _write_run_files(settings: Settings, engine: Engine, steps: int, run_id: str) -> None:
     """Write the model's config and tokenizer, the plan, and the settings."""
     out, plan = Path(settings.checkpoint.out), engine.plan
     assert engine.model_files is not None
@@ -257,10 +321,4 @@ def _write_run_files(settings: Settings, engine: Engine, steps: int) -> None:
     plan.save(out / PLAN_FILE)
     remarks = [f"Penstock {__version__}; {steps} steps; {PLAN_FILE} has the placement"]
     remarks += describe_budget(plan.budget, plan.workload)
-    write_yaml(settings, out / RUN_FILE, remarks)
-
-
-def _describe_start(resume: ResumePoint | None, settings: Settings) -> str:
-    if resume is None:
-        return f"{settings.checkpoint.out} has no checkpoint: training starts from scratch"
-    return f"resuming from {resume.checkpoint.path}"
+    write_yaml(settings, out / RUN_FILE, remarks, run_id=run_id)
