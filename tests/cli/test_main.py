@@ -35,6 +35,7 @@ FLAGS = {
         *{"--eval-split", "--epochs", "--seed", "--data-weights", "--columns", "--streaming"},
         *{"--label-smoothing", "--neftune-noise-alpha"},
     },
+    "check": {"directory", "--json", "--help"},
     "machines": {"--json", "--help"},
     "fit": {
         *{"models", "--context", "--batch", "--micro-batch", "--dtype", "--hbm", "--dram", "--cxl"},

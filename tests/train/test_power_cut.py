@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock.checkpoint.run_directory import thin_out
 from penstock.errors import SettingsError
 from penstock.settings import RUN_FILE, Settings, merge_layers
 from penstock.train.saved_settings import read_saved_settings
@@ -121,6 +122,7 @@ def test_resuming_a_finished_run_leaves_no_files_behind(out: Path) -> None:
 
 
 def test_a_damaged_small_file_is_named_when_no_other_checkpoint_can_be_resumed(out: Path) -> None:
+    thin_out(out, newest=out / "checkpoint-000006", keep=2, keep_resumable=1)
     path = out / "checkpoint-000006/tokenizer_config.json"
     path.write_bytes(path.read_bytes()[:-1])
     result = resume(out)

@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.bench import bench_app
+from penstock.cli.check import check_command
 from penstock.cli.compare import compare_command
 from penstock.cli.data import data_app
 from penstock.cli.doctor import doctor_command
@@ -55,6 +56,7 @@ app.command("fit", rich_help_panel=TRAIN)(fit_command)
 app.command("plan", rich_help_panel=TRAIN)(plan_command)
 app.command("train", rich_help_panel=TRAIN)(train_command)
 app.command("generate", rich_help_panel=TRAIN)(generate_command)
+app.command("check", rich_help_panel=TRAIN)(check_command)
 app.add_typer(data_app, name="data", rich_help_panel=TRAIN)
 app.command("doctor", rich_help_panel=MACHINE)(doctor_command)
 app.command("probe", rich_help_panel=MACHINE)(probe_command)
