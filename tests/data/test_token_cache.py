@@ -173,7 +173,14 @@ DAMAGE = [
     ("trained.bin", truncate, "trained.bin has"),
     ("trained.bin", Path.unlink, "trained.bin has 0 B"),
     ("documents.bin", truncate, "documents.bin has"),
-    ("documents.bin", flip, "does not match its checksum"),
+    ("documents.bin", flip, "documents.bin has other bytes than were written"),
+    ("tokens.bin", flip, "tokens.bin has other bytes than were written"),
+    ("trained.bin", flip, "trained.bin has other bytes than were written"),
+    (
+        STATE,
+        lambda path: path.write_text(path.read_text().replace('ends": [200', 'ends": [100')),
+        "state.json does not match its checksum",
+    ),
     (STATE, Path.unlink, "cannot be read"),
     (STATE, lambda path: path.write_text("{}"), ""),
     (
@@ -184,7 +191,7 @@ DAMAGE = [
     (
         STATE,
         lambda path: path.write_text(path.read_text().replace("true", "false")),
-        "is incomplete",
+        "does not match its checksum",
     ),
     (
         STATE,
@@ -212,14 +219,29 @@ def test_a_damaged_cache_is_detected_and_created_again(
     assert bytes_of(caches) == before
 
 
-def test_a_damaged_part_is_started_over(file: Path, caches: Path) -> None:
+@pytest.mark.parametrize("damage", [truncate, flip])
+def test_a_damaged_part_is_started_over(damage: Any, file: Path, caches: Path) -> None:
     tokenize_until_killed(file, caches, 2)
     (part,) = (path for path in caches.iterdir() if path.is_dir())
-    truncate(part / "tokens.bin")
+    damage(part / "tokens.bin")
 
     reports = Reports()
     assert len(open_dataset(file, small_tokenizer(), cache_dir=caches, on_progress=reports)) == 200
     assert "starting over" in reports.messages
+
+
+def test_a_cache_of_an_earlier_version_is_used(file: Path, caches: Path) -> None:
+    """Its state has no checksum of its own."""
+    open_dataset(file, small_tokenizer(), cache_dir=caches)
+    (whole,) = (path for path in caches.iterdir() if path.is_dir())
+    state = json.loads((whole / STATE).read_text())
+    del state["checksum"]
+    (whole / STATE).write_text(json.dumps(state))
+
+    reports = Reports()
+    open_dataset(file, small_tokenizer(), cache_dir=caches, on_progress=reports)
+
+    assert "again" not in reports.messages
 
 
 def test_a_source_that_changes_while_it_is_read_is_rejected(

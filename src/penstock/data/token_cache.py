@@ -5,6 +5,9 @@ valid. While the cache is being written, the name of the directory ends in `.par
 serves as a journal: it is replaced after each chunk, once the chunk's bytes are on disk. A process
 that finds a `.part` truncates the arrays to the journaled lengths and continues there. The last
 operation is the rename, so a directory without `.part` is complete.
+
+The state has checksums of the arrays and of itself. They are compared when a cache is opened: a
+damaged cache is derived data, which is made again.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from penstock.data.tokenizer import Tokens
 from penstock.durable_files import sync
 from penstock.errors import RecordError
 from penstock.machine.user_cache import cache_directory
-from penstock.records import load, save
+from penstock.records import load, save, to_json
 from penstock.units import MiB
 
 MAGIC = "penstock tokens"
@@ -54,6 +57,9 @@ KEPT_LINES = 100
 
 CHUNK_BYTES = 2 * MiB
 """Maximum size of a chunk of source data that is encoded, written and journaled together."""
+
+CHECKED_BYTES = 4 * MiB
+"""Number of bytes of an array that are read at a time to check it."""
 
 CHUNK_ITEMS = 4096
 """Maximum number of items in a chunk."""
@@ -128,10 +134,19 @@ class State:
     source_ends: tuple[int, ...] = ()
     """Number of documents at the end of each source; earlier versions did not store it."""
 
+    checksum: str = ""
+    """Checksum of the other fields; earlier versions did not store it."""
+
     @property
     def lengths(self) -> tuple[int, int, int]:
         """Number of valid bytes of each array."""
         return self.tokens * self.itemsize, self.tokens, self.documents * COLUMNS * 8
+
+    def sealed(self) -> State:
+        """Return the state with its checksum."""
+        rest = to_json(replace(self, checksum=""))
+        text = json.dumps(rest, sort_keys=True)
+        return replace(self, checksum=f"{zlib.crc32(text.encode()):08x}")
 
     def content(self) -> str:
         """Return a string that is equal for equal tokens, wherever they came from."""
@@ -194,12 +209,33 @@ def read_state(directory: Path, expected: State) -> State:
                 str(directory),
                 f"{field} is {getattr(state, field)!r}, expected {getattr(expected, field)!r}",
             )
+    if state.checksum and state.checksum != state.sealed().checksum:
+        raise CacheError(str(directory), f"{STATE} does not match its checksum")
     for name, length in zip(ARRAYS, state.lengths, strict=True):
         file = directory / name
         size = file.stat().st_size if file.is_file() else 0
         if size < length or (state.is_whole and size != length):
             raise CacheError(str(directory), f"{name} has {size} B, expected {length} B")
     return state
+
+
+def check_arrays(directory: Path, state: State, on_progress: OnProgress) -> None:
+    """Read the arrays, and raise CacheError if the disk returns other bytes than were written."""
+    total, before = sum(state.lengths), 0
+    for name, length, expected in zip(ARRAYS, state.lengths, state.checksums, strict=True):
+        crc, done = 0, 0
+        try:
+            with (directory / name).open("rb") as file:
+                while done < length and (piece := file.read(min(length - done, CHECKED_BYTES))):
+                    crc, done = zlib.crc32(piece, crc), done + len(piece)
+                    if total > CHECKED_BYTES:  # otherwise it takes no time
+                        on_progress(before + done, total, "checking the token cache")
+        except OSError as error:
+            raise CacheError(str(directory), f"{name} cannot be read: {error.strerror}") from error
+        if crc != expected:
+            problem = f"{name} has other bytes than were written (it does not match its checksum)"
+            raise CacheError(str(directory), problem)
+        before += length
 
 
 class Writer:
@@ -244,7 +280,7 @@ class Writer:
             **progress,
         )
         with cache_write_errors(self.directory):
-            save(self.state, self.directory / STATE)
+            save(self.state.sealed(), self.directory / STATE)
 
     def _rows(
         self, documents: Sequence[Encoded], raws: Sequence[bytes]
@@ -275,7 +311,7 @@ class Writer:
         self.close()
         self.state = replace(self.state, is_whole=True)
         with cache_write_errors(self.directory):
-            save(self.state, self.directory / STATE)
+            save(self.state.sealed(), self.directory / STATE)
             if final.exists():
                 shutil.rmtree(final)
             os.rename(self.directory, final)
@@ -315,8 +351,6 @@ class Cache:
         self.tokens = np.frombuffer(raw[0], f"<u{state.itemsize}")
         self.trained = np.frombuffer(raw[1], np.uint8)
         self.documents = np.frombuffer(raw[2], "<i8").reshape(-1, COLUMNS)
-        if zlib.crc32(raw[2]) != state.checksums[2]:
-            raise CacheError(str(directory), f"{DOCUMENTS} does not match its checksum")
 
     def release_pages(self) -> None:
         """Release the mapped pages, so that they do not count as memory of this process."""
@@ -347,6 +381,7 @@ def _open_complete(
         state = read_state(final, expected)
         if not state.is_whole:
             raise CacheError(str(final), "is incomplete")
+        check_arrays(final, state, on_progress)
         return Cache(final, state, vocabulary)
     except CacheError as problem:
         on_progress(0, 0, f"tokenizing again: {problem}")
@@ -393,7 +428,9 @@ def _tokenize(
 def _journaled_state(part: Path, expected: State, on_progress: OnProgress) -> State:
     if part.exists():
         try:
-            return read_state(part, expected)
+            state = read_state(part, expected)
+            check_arrays(part, state, on_progress)
+            return state
         except CacheError as problem:
             on_progress(0, 0, f"starting over: {problem}")
             shutil.rmtree(part)
