@@ -122,6 +122,7 @@ class PlanEvaluator:
     )
     _homes: dict[tuple[int, Role, Location, int], Home] = field(init=False, default_factory=dict)
     _role_sizes: dict[tuple[int, Role, int], int] = field(init=False, default_factory=dict)
+    _group_sizes: dict[tuple[int, str, int], int] = field(init=False, default_factory=dict)
     _equal_homes: dict[tuple[int, Role, Location], Home] = field(init=False, default_factory=dict)
     _stripe_weights: StripeWeights = field(init=False)
 
@@ -156,6 +157,7 @@ class PlanEvaluator:
         """Return an evaluator for another budget that shares results independent of budgets."""
         other = replace(self, budget=budget, drives=None)
         other.use_hbm_cache(self._sizer.hbm_cache)
+        other._role_sizes, other._group_sizes = self._role_sizes, self._group_sizes
         return other
 
     def use_hbm_cache(self, cache: HbmCache) -> None:
@@ -186,7 +188,11 @@ class PlanEvaluator:
 
     def group_nbytes(self, block: int, group: str, rounds: int) -> int:
         """Return the bytes of one group of a block."""
-        return sum(self._role_nbytes(block, role, rounds) for role in GROUPS[group])
+        key = (self.inventory.kinds[block], group, rounds)
+        if key not in self._group_sizes:
+            roles = GROUPS[group]
+            self._group_sizes[key] = sum(self._role_nbytes(block, role, rounds) for role in roles)
+        return self._group_sizes[key]
 
     def stored_nbytes(self, candidate: Candidate) -> Counter[Tier]:
         """Return the bytes stored in each tier, with activations that are not overlaid."""

@@ -80,19 +80,36 @@ class Pinned(NamedTuple):
     """Bytes of the gradients."""
 
 
-def first_fit(evaluator: PlanEvaluator) -> Candidate | None:
-    """Return a candidate that fits to the byte, or None. It is not timed."""
+HbmChoices = dict[tuple[int, int], tuple[FillStrategy, ...]]
+"""What to store in HBM, for a number of rounds and a capacity of HBM. For one model and workload it
+depends on nothing else. Start with an empty dictionary."""
+
+
+def may_fit(evaluator: PlanEvaluator, cache: HbmChoices) -> bool:
+    """Return whether a candidate fits by the quick count, which may be a little too low."""
+    return next(fitting(evaluator, cache), None) is not None
+
+
+def first_fit(evaluator: PlanEvaluator, cache: HbmChoices | None = None) -> Candidate | None:
+    """Return a candidate that fits to the byte, or None. It is not timed.
+
+    A `cache` speeds up further calls with other budgets. It does not change the result.
+    """
+    cache = {} if cache is None else cache
     for _ in range(EXACT_CHECKS):
-        candidate = next(fitting(evaluator), None)
+        candidate = next(fitting(evaluator, cache), None)
         if candidate is None or not evaluator.exact_shortage(candidate):
             return candidate
     return None
 
 
-def fitting(evaluator: PlanEvaluator) -> Iterator[Candidate]:
+def fitting(evaluator: PlanEvaluator, cache: HbmChoices) -> Iterator[Candidate]:
     """Yield candidates that fit by the quick count."""
     for rounds in filter(evaluator.could_fit, round_counts(evaluator)):
-        for strategy in _hbm_choices(evaluator, rounds):
+        key = (rounds, evaluator.capacity(Tier.HBM))
+        if key not in cache:
+            cache[key] = tuple(_hbm_choices(evaluator, rounds))
+        for strategy in cache[key]:
             for candidate in _host_choices(evaluator, strategy):
                 if not evaluator.shortage(candidate):
                     yield candidate
@@ -148,8 +165,9 @@ def _host_choices(evaluator: PlanEvaluator, strategy: FillStrategy) -> Iterator[
     on_nvme = ON_NVME if Location.NVME in slow else ON_NVME[:1]
     for base in _mixed_choices(_undecided(evaluator, strategy), slow):
         mixed = _mixed_nbytes(evaluator, base)
+        in_dram = _groups_in_dram(evaluator, base)
         for pinned in _pinned_choices(evaluator, base, slow):
-            groups = _open_groups(evaluator, base, pinned)
+            groups = _open_groups(in_dram, pinned)
             stored = sum(each.nbytes * len(each.blocks) for each in groups)
             free = {tier: evaluator.capacity(tier) - mixed[tier] for tier in Tier}
             free[Tier(pinned.location.value)] -= pinned.nbytes
@@ -245,18 +263,26 @@ def _overlaid(
     return frozenset(evaluator.overlaid_blocks(locations, base.rounds))
 
 
-def _open_groups(evaluator: PlanEvaluator, base: Candidate, pinned: Pinned) -> list[Groups]:
-    """Return the groups that are not in HBM and not pinned, the largest first."""
+def _groups_in_dram(evaluator: PlanEvaluator, base: Candidate) -> dict[tuple[str, int], list[int]]:
+    """Return the blocks of the groups that are not in HBM, by name and size of the group."""
     alike: dict[tuple[str, int], list[int]] = {}
     for i, locations in enumerate(base.locations):
-        for group, location in locations._asdict().items():
-            done = (group == "gradient" and i in pinned.gradients) or (
-                group == "activation" and i in pinned.activations
-            )
-            if location is Location.DRAM and not done:
+        for group, location in zip(BlockLocations._fields, locations, strict=True):
+            if location is Location.DRAM:
                 nbytes = evaluator.group_nbytes(i, group, base.rounds)
                 alike.setdefault((group, nbytes), []).append(i)
-    groups = [Groups(group, nbytes, tuple(blocks)) for (group, nbytes), blocks in alike.items()]
+    return alike
+
+
+def _open_groups(in_dram: Mapping[tuple[str, int], list[int]], pinned: Pinned) -> list[Groups]:
+    """Return the groups that are not pinned, the largest first."""
+    done = {"gradient": pinned.gradients, "activation": pinned.activations}
+    groups = []
+    for (group, nbytes), blocks in in_dram.items():
+        excluded = done.get(group)
+        left = tuple(i for i in blocks if i not in excluded) if excluded else tuple(blocks)
+        if left:
+            groups.append(Groups(group, nbytes, left))
     return sorted(groups, key=lambda each: -each.nbytes)
 
 

@@ -137,7 +137,7 @@ def undecided(evaluator: PlanEvaluator, strategy: FillStrategy, index: int) -> B
     Groups that the block does not have are None.
     """
     block = evaluator.inventory.blocks[index]
-    trained, layer = bool(block.parameters(True)), block.kind == "layer"
+    trained, layer = block.flat_elements(trainable=True) > 0, block.kind == "layer"
     location = Location.HBM if index in strategy.resident else Location.DRAM
     last_layer = len(evaluator.inventory.blocks) - 2
     keeps_activation = index > last_layer - strategy.hbm_activations

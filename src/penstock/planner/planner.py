@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.cost import Cost, phase_peaks
 from penstock.planner.drives import DriveWeights
 from penstock.planner.evaluator import HbmCache, PlanEvaluator
-from penstock.planner.feasibility import first_fit
+from penstock.planner.feasibility import HbmChoices, first_fit, may_fit
 from penstock.planner.infeasible import infeasible_error
 from penstock.planner.search import (
     QUICK,
@@ -255,9 +255,10 @@ def least_budget(
     budget = replace(budget, dram=bounded.capacity(Tier.DRAM), cxl=bounded.capacity(Tier.CXL))
     # Only the tier in question may be larger than the machine's.
     evaluator = replace(bounded, budget=budget, unbounded=True)
+    cache: HbmChoices = {}
     with _collector_paused():
         return {
-            tier.value: _least(evaluator, _offer_nvme(budget, machine, tier), tier)
+            tier.value: _least(evaluator, _offer_nvme(budget, machine, tier), tier, cache)
             for tier in Tier
             if tier is not Tier.CXL or machine.cxl_nodes
         }
@@ -275,19 +276,36 @@ def _smallest_pieces_evaluator(
     )  # fmt: skip
 
 
-def _least(evaluator: PlanEvaluator, budget: Budget, tier: Tier) -> int | None:
+def _least(evaluator: PlanEvaluator, budget: Budget, tier: Tier, cache: HbmChoices) -> int | None:
+    def may_be_enough(nbytes: int) -> bool:
+        return may_fit(evaluator.with_budget(budget.changed(tier, nbytes)), cache)
+
     def enough(nbytes: int) -> bool:
-        return first_fit(evaluator.with_budget(budget.changed(tier, nbytes))) is not None
+        return first_fit(evaluator.with_budget(budget.changed(tier, nbytes)), cache) is not None
 
     if (tier is Tier.NVME and not budget.nvme) or not enough(_CEILING):
         return None
-    low, high = 0, _FINEST
+    # Counting to the byte takes most of the time. What is too little by the quick count is too
+    # little in any case, so count to the byte only from there on.
+    least = _bisect(may_be_enough, 0, _FINEST)
+    return least if enough(least) else _bisect(enough, least, least + _grain(least))
+
+
+def _bisect(enough: Callable[[int], bool], low: int, high: int) -> int:
+    """Return a budget that is enough, at most a grain above one that is too small.
+
+    `low` is too small. `high` is a first guess.
+    """
     while not enough(high):
         low, high = high, high * 2
-    while high - low > max(_FINEST, min(_GRAIN, high // 32)):
+    while high - low > _grain(high):
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
+
+
+def _grain(nbytes: int) -> int:
+    return max(_FINEST, min(_GRAIN, nbytes // 32))
 
 
 def _offer_nvme(budget: Budget, machine: Machine, tier: Tier) -> Budget:

@@ -235,7 +235,7 @@ def _initial(evaluator: PlanEvaluator, effort: SearchEffort) -> Iterator[Candida
         if counts >= effort.rounds:
             return
     if not seen:  # little more than the least memory: whatever fits
-        yield from islice(fitting(evaluator), 1)
+        yield from islice(fitting(evaluator, {}), 1)
 
 
 # Hill climbing.
