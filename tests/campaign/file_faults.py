@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import errno
 import os
+import random
 import re
 import shutil
 import signal
@@ -22,17 +23,22 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from penstock.checkpoint.run_directory import list_checkpoints
+from tests.campaign import results
+from tests.campaign.results import Verdict
 from tests.support.failing_files import FailingFiles, fail_from, fail_once
 from tests.train.runs import RunResult, Runs, contents, run_command
 
 ERRNOS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES)
+CASES = 600
+"""Number of cases of a campaign; all of them are about eight times as many."""
+
 STEPS = 3
 SCENARIOS = ("train", "resume")
 _VARIABLE = re.compile(r"[0-9a-f]{8,}|-[0-9]+|[a-z_.]+\.(json|jinja)")
@@ -101,6 +107,16 @@ class FileFaults:
             first.setdefault((function, _VARIABLE.sub("*", path)) if distinct else number, number)
         return list(first.values())
 
+    def cases(self, scenarios: Sequence[str], *, distinct: bool = False) -> list[dict[str, Any]]:
+        """Return the arguments of `run_case` for every call, errno and duration."""
+        return [
+            {"scenario": scenario, "call": call, "code": code, "once": once}
+            for scenario in scenarios
+            for call in self.numbers(scenario, distinct=distinct)
+            for code in ERRNOS
+            for once in (True, False)
+        ]
+
     def run_case(
         self, call: int, code: int, *, scenario: str = "train", once: bool = True
     ) -> Outcome:
@@ -115,7 +131,7 @@ class FileFaults:
                     result = self._start(scenario, at)
                 problem = self._judge(result, at) or self._judge_resume(at, may_leave=not once)
             except TimeoutError as hung:
-                result, problem = RunResult(-1, "", str(hung)), "hangs"
+                result, problem = RunResult(-1, "", str(hung)), "hang"
             function, path = files.failed[0] if files.failed else ("", "")
             return Outcome(
                 scenario, call, function, _below(at, path), code, once, result.code,
@@ -191,6 +207,26 @@ class FileFaults:
         assert result.code == 0, result.errors
 
 
+class FailingCalls:
+    """The cases as a kind of the campaign: the errnos over all calls, in a drawn order."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        torch.set_num_threads(1)  # the bits depend on the number of threads
+        self._faults = FileFaults(folder)
+        self._cases = self._faults.cases(SCENARIOS)
+        self.cases = len(self._cases)
+
+    def run(self, seed: int, number: int) -> Verdict:
+        order = random.Random(seed).sample(range(self.cases), self.cases)
+        outcome = self._faults.run_case(**self._cases[order[number]])
+        kind: results.Outcome = "ok"
+        if outcome.problem:
+            kind = outcome.problem if outcome.problem in ("traceback", "hang") else "lost"
+        return Verdict(kind, f"{outcome}\n{outcome.message}" if outcome.problem else "")
+
+
 def run_case(call: int, code: int, *, scenario: str = "train", once: bool = True) -> Outcome:
     """Run one case, with inputs that all cases of this process share."""
     return _shared().run_case(call, code, scenario=scenario, once=once)
@@ -238,15 +274,10 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the bits depend on the number of threads
     faults, bad, started = _shared(), 0, time.monotonic()
-    cases = [
-        (scenario, call, code, once)
-        for scenario in arguments.scenario or SCENARIOS
-        for call in faults.numbers(scenario, distinct=arguments.distinct)
-        for code in ERRNOS
-        for once in (True, False)
-    ][arguments.first :: arguments.every]
-    for scenario, call, code, once in cases:
-        outcome = faults.run_case(call, code, scenario=scenario, once=once)
+    cases = faults.cases(arguments.scenario or SCENARIOS, distinct=arguments.distinct)
+    cases = cases[arguments.first :: arguments.every]
+    for case in cases:
+        outcome = faults.run_case(**case)
         if outcome.problem:
             bad += 1
             print(f"{outcome}\n{outcome.message}", flush=True)

@@ -273,6 +273,7 @@ def test_a_failed_request_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mon
         return whole(fd, data, at)
 
     monkeypatch.setattr(os, "pwrite", failing)
+    monkeypatch.setattr("penstock.io_retries.sleep", lambda seconds: None)
     tensor = torch.zeros(
         4 * direct_file.REQUESTS * direct_file.BUFFER_NBYTES // 4, dtype=torch.int32
     )
