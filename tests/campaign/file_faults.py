@@ -87,7 +87,12 @@ class FileFaults:
             shutil.copytree(at / "home", folder / "home")
             self._expected = contents(at / "out")
         with self._case("train") as at:
-            self._check(self.runs_in(at, "--steps", "1", "--save-every", "1"))
+            # A run that could save only its first step.
+            files = FailingFiles([at / "out/.checkpoint-000002", at / "out/.checkpoint-000003"],
+                                 lambda number, call, path: errno.EROFS)  # fmt: skip
+            with files.installed():
+                assert self._start("train", at).code == 1
+            assert [one.step for one in list_checkpoints(at / "out").whole] == [1]
             shutil.copytree(at / "out", folder / "started")
 
     def calls(self, scenario: str) -> list[tuple[str, str]]:
