@@ -117,10 +117,18 @@ def test_a_model_that_cannot_be_trained_is_planned_for_with_its_weights(
 
     transformers.AutoModelForCausalLM.from_config(tiny_config("mixtral")).save_pretrained(tmp_path)
     small = ["--context", "32", *SMALL[2:]]
+    reason = "mixture-of-experts models can be planned for but not trained"
     done = penstock("plan", str(tmp_path), *small, "--dram", "4GiB")
+    as_json = penstock("plan", str(tmp_path), *small, "--dram", "4GiB", "--json")
+    too_small = penstock("plan", str(tmp_path), *small, "--hbm", "1MiB", "--json")
 
-    assert done.exit_code == 0, done.output
-    assert "mixture-of-experts models can be planned for but not trained" in done.output
+    assert (done.exit_code, as_json.exit_code, too_small.exit_code) == (1, 1, 1), done.output
+    assert f"error: this model cannot be trained: {reason}" in done.output
+    assert "per step" in done.output
+    found = [json.loads(each.stdout.splitlines()[-1]) for each in (as_json, too_small)]
+    assert [(each["feasible"], each["not_trainable"]) for each in found] == [
+        (True, reason), (False, reason),
+    ]  # fmt: skip
 
 
 def test_explain_shows_one_block(penstock: Callable[..., Result]) -> None:
@@ -164,6 +172,28 @@ def test_vary_plots_a_curve(
 
     assert done.exit_code == 0, done.output
     assert (tmp_path / "plan-dram.png").stat().st_size > 1000
+
+
+def test_vary_agrees_with_plan_and_starts_from_budgets_that_do_not_fit(
+    penstock: Callable[..., Result], tmp_path: Path
+) -> None:
+    tight = ["--context", "256", "--batch", "32", "--hbm", "2GiB", *SMALL[-2:]]
+    image = str(tmp_path / "curve.png")
+    done = penstock(
+        "plan", GPT2, *tight, "--dram", "1GiB", "--vary", "dram=1GiB..2GiB", "-o", image
+    )
+    none = penstock(
+        "plan", GPT2, *tight, "--dram", "1MiB", "--vary", "dram=1MiB..2MiB", "-o", image
+    )
+
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.output.splitlines() if " GiB  " in line]
+    assert " ".join(rows[0][2:]) == "does not fit"
+    assert "does not fit in 2.00 GiB hbm, 1.00 GiB dram" in " ".join(done.output.split())
+    plan = penstock("plan", GPT2, *tight, "--dram", "2GiB")
+    assert f"{' '.join(rows[-1][2:4])} per step" in plan.output
+    assert none.exit_code == 1
+    assert "error: " in none.output
 
 
 def test_a_budget_above_the_machine_is_for_a_machine_that_has_it(

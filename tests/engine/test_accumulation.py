@@ -49,6 +49,23 @@ def test_calls_without_num_items_average_over_the_tokens_of_all_batches() -> Non
             assert float((found - expected).norm() / expected.norm()) < 0.02, name
 
 
+def test_fp16_does_not_overflow_because_the_first_batch_has_few_tokens() -> None:
+    """If all batches were divided by the first one's count, the second would be 15 times larger."""
+    batch = whole_batch()
+    batch["labels"][:2, :30] = -100
+    model = plain_model(tiny_config("llama"))
+    with prepare(model, dtype="fp16", lr=0.0, **SMALL) as engine:
+        norms = []
+        for starts in ((None,), (0, 2), (2, 0)):
+            engine.scale.value = 65536.0
+            for start in starts:
+                engine.forward_backward(batch if start is None else rows(batch, start))
+            engine.apply()
+            assert not engine.skipped
+            norms.append(engine.grad_norm)
+    assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-3)
+
+
 def test_an_update_counts_only_its_own_batches() -> None:
     batch = whole_batch()
     with engine_of_one_model() as engine, engine_of_one_model() as fresh:

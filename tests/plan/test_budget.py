@@ -80,7 +80,9 @@ def test_a_path_without_a_size_is_all_that_is_free_there() -> None:
         assert (path.path, path.nbytes) == ("/mnt/nvme", 7 * GiB)
     assert split_path_budget("4GiB") == ("", "4GiB")
     assert split_path_budget("nvme") == ("nvme", "auto")
-    with pytest.raises(PlanError, match=r"nvme: must say how much of /data to use, such as /data:"):
+    with pytest.raises(
+        PlanError, match=r"nvme: must say how much of /data to use, such as --nvme /data:"
+    ):
         parse_budget(box, nvme=("/data",))
     with pytest.raises(PlanError, match=r"nvme: must be PATH or PATH:SIZE, .* got /mnt/nvme:much"):
         parse_budget(box, nvme=("/mnt/nvme:much",))

@@ -190,7 +190,8 @@ def test_a_missing_argument_is_a_usage_error(missing: str) -> None:
     ended = run_command(["train", *flags])
 
     assert ended.code == 2
-    assert missing in ended.errors
+    assert f"{missing} is missing: name" in ended.errors
+    assert "Invalid value" not in ended.errors
 
 
 def test_a_directory_that_is_not_empty_is_not_touched(runs: Runs, tmp_path: Path) -> None:

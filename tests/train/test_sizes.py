@@ -141,6 +141,31 @@ def test_what_is_cut_is_printed_before_the_first_step(model: Path, tmp_path: Pat
     assert "--overlong split" in done.output
 
 
+def test_what_is_cut_is_also_reported_from_the_cache_and_of_the_evaluation_data(
+    model: Path, tmp_path: Path
+) -> None:
+    """A resume of the finished run reads the same cache, and says how to continue."""
+    long = chat("Hello?", WORD * 600)
+    flags = arguments(tmp_path, model, [long, *[chat("Hello?", WORD)] * 3])
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text(f"{json.dumps(long)}\nbroken\n{json.dumps(chat('Hello?', WORD))}\n")
+    out = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    more = ["--eval-data", str(held_out), "--skip-bad-lines", "--context", "128", "--steps", "1"]
+
+    first = run_command(["train", *flags, *more, *out])
+    again = run_command(["train", *out, "--resume"])
+
+    for done in (first, again):
+        assert done.code == 0, done.errors
+        assert "warning: 1 of 4 documents are longer than the context of 128" in done.output
+        assert "warning: 1 of 2 evaluation documents are longer than" in done.output
+        assert "evaluated tokens" in done.output
+        assert "evaluation data: 1 lines skipped, first: " in done.output
+    assert "is finished" not in first.output
+    assert "is finished after 1 step. To train longer" in again.output
+    assert "for example --resume --steps 2" in again.output
+
+
 def test_little_that_is_cut_is_a_note(model: Path, tmp_path: Path) -> None:
     long = chat("Hello?", WORD * 90)
     flags = arguments(tmp_path, model, [long, *[chat("Hello?", WORD * 70)] * 30])

@@ -94,6 +94,25 @@ def usage_error(wrong: SettingsError) -> typer.BadParameter:
     return typer.BadParameter(wrong.problem, param_hint=flag_name(wrong.field))
 
 
+REQUIRED = {
+    "model": "MODEL is missing: name a model directory or a Hugging Face model ID",
+    "data": "--data is missing: name the training data, for example --data chats.jsonl",
+    "out": "--out is missing: name a directory for checkpoints and the trained model, for example "
+    "--out out/",
+}
+"""What to say if a setting that has no default is given neither by a flag nor in a file."""
+
+
+class MissingSettingError(typer.BadParameter):
+    """A setting that a command cannot do without, with exit code 2."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{REQUIRED[name]}. A file of --config may also set it.")
+
+    def format_message(self) -> str:
+        return self.message  # without the words "Invalid value"
+
+
 def flag_name(name: str) -> str:
     """Return the flag of a setting, e.g. `--micro-batch`."""
     return f"--{name.replace('_', '-')}"

@@ -14,11 +14,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.flags import given_settings, keyword, set_parameters, settings_parameters
+from penstock.cli.flags import (
+    MissingSettingError,
+    given_settings,
+    keyword,
+    set_parameters,
+    settings_parameters,
+)
 from penstock.cli.output import AsJson, print_errors, progress_bar
 from penstock.errors import InfeasibleError, PlanError, SettingsError
 from penstock.model.freeze import check_freeze
-from penstock.plan.budget import Budget, tier_capacity
+from penstock.plan.budget import tier_capacity
 from penstock.plan.memory_interpolation import interpolated
 from penstock.planner.advice import Advice, BudgetPoint, WhatIf, advise, plot, vary
 from penstock.planner.plan_view import explain, infeasible_json, plan_json, plan_view
@@ -75,6 +81,8 @@ def plan_command(**flags: Any) -> None:
     for remark in request.remarks:
         note(remark)
     output.show(console, request)
+    if inventory.not_trainable:  # after the plan, which says so
+        raise typer.Exit(1)
 
 
 def _with_sizes(
@@ -149,7 +157,7 @@ def _merge_settings(flags: dict[str, Any]) -> Settings:
         layers.insert(0, (str(config), read_yaml(config)))
     settings = merge_layers(layers)
     if not settings.model.model:
-        raise typer.BadParameter("is missing", param_hint="MODEL")
+        raise MissingSettingError("model")
     if settings.memory.plan is not None:
         raise SettingsError(
             "plan",
@@ -195,7 +203,11 @@ class _Output:
         try:
             choice = request.make_plan()
         except InfeasibleError as problem:
-            _show_infeasible(console, problem, request.budget, self.as_json)
+            # Other budgets of the range may be enough.
+            if self.curve is not None and _show_curve(console, request, self.curve, self.path):
+                console.print(f"note: {problem}", style="yellow", markup=False)
+                return
+            _show_infeasible(console, problem, request, self.as_json)
             raise typer.Exit(1) from None
         planned = choice.planned
         assert planned is not None
@@ -205,15 +217,15 @@ class _Output:
             print(json.dumps(plan_json(planned)))
             return
         console.print(plan_view(planned, choice.machine))
-        what_if = WhatIf(
-            request.inventory, request.workload, request.budget, request.machine, planned,
-            interpolated(request.source, request.workload),
-        )  # fmt: skip
         if self.block:
             console.print(explain(planned, request.inventory, self.block))
         elif self.curve:
-            _show_curve(console, what_if, self.curve, self.path)
+            _show_curve(console, request, self.curve, self.path)
         else:
+            what_if = WhatIf(
+                request.inventory, request.workload, request.budget, request.machine, planned,
+                interpolated(request.source, request.workload),
+            )  # fmt: skip
             console.print(advice_text(advise(what_if)))
 
 
@@ -256,12 +268,18 @@ def curve_table(points: list[BudgetPoint], tier: Tier) -> Table:
     return table
 
 
-def _show_curve(console: Console, what_if: WhatIf, text: str, out: Path | None) -> None:
+def _show_curve(console: Console, request: PlanRequest, text: str, out: Path | None) -> bool:
+    """Show the step time over a range of budgets; return whether any of them is enough."""
     tier, sizes = parse_vary(text)
-    points = vary(what_if, tier, sizes)
+    machine = request.machine
+    points = vary(
+        request.inventory, request.workload, request.budget, machine, tier, sizes,
+        source=request.source,
+    )  # fmt: skip
     console.print(curve_table(points, tier))
-    machine = what_if.machine
-    capacity = tier_capacity(machine, what_if.budget, tier)
+    if all(point.step_seconds is None for point in points):
+        return False
+    capacity = tier_capacity(machine, request.budget, tier)
     if tier is not Tier.NVME and capacity is not None and max(sizes) > capacity:
         console.print(
             f"Budgets above {format_bytes(capacity)} are planned for a machine like "
@@ -270,15 +288,20 @@ def _show_curve(console: Console, what_if: WhatIf, text: str, out: Path | None) 
     path = out or Path(f"plan-{tier.value}.png")
     plot(points, tier, path)
     console.print(f"Plot written to {path}")
+    return True
 
 
 def _show_infeasible(
-    console: Console, problem: InfeasibleError, budget: Budget, as_json: bool
+    console: Console, problem: InfeasibleError, request: PlanRequest, as_json: bool
 ) -> None:
+    reason = request.inventory.not_trainable
     if as_json:
-        print(json.dumps(infeasible_json(problem, {t.value: budget.of(t) for t in Tier})))
-    else:
-        console.print(f"error: {problem}", style="red", markup=False)
+        budgets = {tier.value: request.budget.of(tier) for tier in Tier}
+        print(json.dumps(infeasible_json(problem, budgets, reason)))
+        return
+    console.print(f"error: {problem}", style="red", markup=False)
+    if reason:
+        console.print(f"error: this model cannot be trained: {reason}", style="red", markup=False)
 
 
 def _parameters() -> list[inspect.Parameter]:

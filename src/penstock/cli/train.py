@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.flags import (
+    REQUIRED,
+    MissingSettingError,
     given_settings,
     keyword,
     set_parameters,
@@ -111,9 +113,9 @@ def _check_trust(layers: list[tuple[str, Layer]], out: Path) -> None:
 
 def _check_required(layers: list[tuple[str, Layer]]) -> None:
     names: set[str] = set().union(*(layer for _, layer in layers))
-    for name, flag in (("model", "MODEL"), ("data", "--data"), ("out", "--out")):
+    for name in REQUIRED:
         if name not in names:
-            raise typer.BadParameter("is missing", param_hint=flag)
+            raise MissingSettingError(name)
 
 
 def _parameters() -> list[inspect.Parameter]:

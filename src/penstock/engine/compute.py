@@ -54,10 +54,10 @@ class Computer:
         self.seed = 0
         """Seed of dropout and of the noise on embeddings."""
 
-    def start(self) -> None:
+    def start(self, step: StepState) -> None:
         """Forget the previous step."""
         self._weight_offsets.clear()
-        self._memory.gradients.start_step()
+        self._memory.gradients.start_step(step.weight)
 
     def note(self, step: StepState, at: int, op: Operation) -> None:
         """Note where another lane puts a block's weights.

@@ -8,6 +8,7 @@ overlap with computation, or in `finish`, which everything that looks at the par
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -245,8 +246,8 @@ def _is_alike(saved: object, now: object) -> bool:
 class _ItemCount:
     """The token counts by which the losses of an update are divided."""
 
-    divisor: int
-    """Number that the loss of each batch was divided by."""
+    first: int
+    """Number that the loss of the first batch was divided by."""
     total: int
     """Number of tokens with a label in all batches."""
     counted: bool
@@ -255,7 +256,21 @@ class _ItemCount:
     @property
     def correction(self) -> float:
         """The factor that makes the sum of the gradients that of the mean over all tokens."""
-        return self.divisor / max(1, self.total) if self.counted else 1.0
+        return self.first / max(1, self.total) if self.counted else 1.0
+
+    @property
+    def reduction(self) -> float:
+        """The part of the correction that is a power of two, and 1 at most.
+
+        The sum is multiplied by it before it is rounded, so that it exceeds fp16 only if the mean
+        does. A power of two changes no bit of a rounded bf16 or fp32 number.
+        """
+        return 1 / _power_of_two_from(1 / self.correction)
+
+
+def _power_of_two_from(value: float) -> float:
+    """Return the smallest power of two that is at least `value` and at least 1."""
+    return 2.0 ** max(0, math.ceil(math.log2(value))) if value > 1 else 1.0
 
 
 def _group_record(engine: Engine, group: dict[str, Any]) -> dict[str, Any]:
@@ -393,20 +408,22 @@ class Engine:
             raise BatchError(f"num_items must be 1 or more, got {items}")
         if items == 0 and self.settings.nonfinite != "skip":
             raise BatchError(NO_LABELS)
-        # Without num_items, all batches of an update are divided by the count of the first, and
-        # `apply` corrects the sum: the total is known only then.
-        divisor = max(1, items)
-        if accumulating and num_items is None:
-            divisor = self._items.divisor
+        # Without num_items, the total is known only in `apply`. Until then all batches are divided
+        # by the count of the first. A larger batch is divided by more, so that fp16 does not
+        # overflow, and its gradients are multiplied by as much when they are added in fp32.
+        first = self._items.first if accumulating else max(1, items)
+        weight = _power_of_two_from(items / first) if num_items is None else 1.0
+        divisor = round(first * weight) if num_items is None else items
         self.split_model.train(True)
         step = self._next_step(split, divisor, accumulating=accumulating)
+        step.weight = weight
         self._stats = None  # if the step fails, half-summed gradients must not be applied
         self._run(step)
         self.batches += 1
         report = self._report(step)
         self._stats = report.stats
         before = self._items.total if accumulating else 0
-        self._items = _ItemCount(divisor, before + split.num_items, counted=num_items is None)
+        self._items = _ItemCount(first, before + split.num_items, counted=num_items is None)
         # NaN without items: `apply` skips the step.
         return (torch.tensor(report.loss, dtype=torch.float64) / items).float()
 
@@ -423,14 +440,16 @@ class Engine:
         if self.workload.accumulate:
             memory = self._memory
             with self._explaining("rounding of gradients"):
-                stats = round_gradients(memory.tiers, memory.staging, memory.sweep_pool)
+                stats = round_gradients(
+                    memory.tiers, memory.staging, memory.sweep_pool, self._items.reduction
+                )
                 stats = share(StepReport(stats, ()), self.ranks, 0).stats
         self.optimizer.note_step()
         self.skipped = self._loss_not_finite or not stats.finite
         if self.skipped:
             self.scale.note_overflow()
             return
-        unscale = self._items.correction / self.scale.value
+        unscale = self._items.correction / self._items.reduction / self.scale.value
         self.grad_norm = stats.norm * unscale
         clip = self.workload.clip
         factor = unscale if clip is None else unscale * clip_scale(self.grad_norm, clip)

@@ -86,19 +86,23 @@ def _free(gradient: torch.Tensor, users: Counter[int]) -> None:
 
 
 def add_in_order(
-    total: torch.Tensor, gradients: Sequence[torch.Tensor], *, fresh: bool = False
-) -> None:
+    total: torch.Tensor, gradients: Sequence[torch.Tensor], *, fresh: bool = False,
+    weight: float = 1.0,
+) -> None:  # fmt: skip
     """Add the gradients of micro-batches to a sum, one after another.
 
     Every addition rounds, so the order decides the bits. It is the order of the batch, whichever
     rank computed a micro-batch and whichever owns the sum. A `fresh` sum holds other data: the
-    first gradient replaces it. A copy saves the pass that would set the buffer to zero.
+    first gradient replaces it. A copy saves the pass that would set the buffer to zero. A `weight`
+    that is a power of two multiplies every gradient, and changes no rounding.
     """
     for gradient in gradients:
         if fresh:
             total.copy_(gradient)
+            if weight != 1.0:
+                total.mul_(weight)
         else:
-            total.add_(gradient)
+            total.add_(gradient, alpha=weight)
         fresh = False
 
 
@@ -112,12 +116,14 @@ class _OpenSum:
     """Tensors without a sum yet: their bytes hold data of an earlier user of the buffer."""
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parts of `flat` by tensor name."""
+    weight: float = 1.0
+    """Factor of what is added, a power of two."""
     wait: Callable[[], None] | None = None
     """Orders the first addition after the last use of the buffer."""
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
         self.before_write()
-        add_in_order(self.views[name], [gradient], fresh=name in self.untouched)
+        add_in_order(self.views[name], [gradient], fresh=name in self.untouched, weight=self.weight)
         self.untouched.discard(name)
 
     def before_write(self) -> None:
@@ -134,10 +140,13 @@ class GradientSums:
         self._owner = {t.name: i for i, b in enumerate(inventory.blocks) for t in b.tensors}
         self._open: dict[int, _OpenSum] = {}
         self._micro: dict[int, _OpenSum] = {}  # sums of one micro-batch, by block
+        self._weight = 1.0
         self.stats: list[tuple[int, int, Ticket[GradStats]]] = []
         """Norms being computed: the block, the number of the first trained tensor, the ticket."""
 
-    def start_step(self) -> None:
+    def start_step(self, weight: float = 1.0) -> None:
+        """Forget the sums of the step before. `weight` multiplies all gradients of this one."""
+        self._weight = weight
         self._open.clear()
         self._micro.clear()
         self.stats.clear()
@@ -150,7 +159,7 @@ class GradientSums:
 
         `wait` is called before `flat` is written.
         """
-        self._open[block] = self._view_sum(block, flat, fresh=fresh)
+        self._open[block] = self._view_sum(block, flat, fresh=fresh, weight=self._weight)
         self._open[block].wait = wait
 
     def is_open(self, block: int) -> bool:
@@ -179,14 +188,16 @@ class GradientSums:
         block = self._owner[name]
         (self._micro.get(block) or self._open[block]).add(name, gradient)
 
-    def _view_sum(self, block: int, flat: torch.Tensor, *, fresh: bool) -> _OpenSum:
+    def _view_sum(
+        self, block: int, flat: torch.Tensor, *, fresh: bool, weight: float = 1.0
+    ) -> _OpenSum:
         tensors = [t for t in self._inventory.blocks[block].tensors if t.trainable]
         offsets = self._inventory.blocks[block].offsets(True)
         views = {
             t.name: flat[offsets[t.name] : offsets[t.name] + t.elements].view(t.shape)
             for t in tensors
         }
-        return _OpenSum(flat, set(views) if fresh else set(), views)
+        return _OpenSum(flat, set(views) if fresh else set(), views, weight)
 
     def close(self, block: int, into: torch.Tensor | None, *, last: bool) -> None:
         """End the block's sum, and round it as `round_sum` does."""
@@ -275,8 +286,10 @@ def round_in_place(flat: torch.Tensor, formats: Formats) -> Iterator[torch.Tenso
         yield rounded
 
 
-def round_gradients(tiers: TierMemory, staging: torch.Tensor, pool: Pool) -> GradStats:
-    """Round every accumulated fp32 gradient once; return norm and overflow of the whole.
+def round_gradients(
+    tiers: TierMemory, staging: torch.Tensor, pool: Pool, factor: float
+) -> GradStats:
+    """Multiply every accumulated fp32 gradient, round it once; return norm and overflow of all.
 
     Gradients on NVMe pass through `staging` piece by piece.
     """
@@ -286,7 +299,7 @@ def round_gradients(tiers: TierMemory, staging: torch.Tensor, pool: Pool) -> Gra
             continue
         if not tiers.on_disk(block, Role.GRADIENT):
             span = tiers.span(block, Role.GRADIENT)
-            total = total + _round_span(tiers, block, span, pool)
+            total = total + _round_span(tiers, block, span, pool, factor)
             continue
         assert tiers.store is not None
         for piece in tiers.pieces(block, Role.GRADIENT):
@@ -296,12 +309,12 @@ def round_gradients(tiers: TierMemory, staging: torch.Tensor, pool: Pool) -> Gra
             tiers.store.start_read(extent, data.numpy()).wait()
             first = tiers.first_element(block, True) + start
             span = Span(Role.GRADIENT, data, first, stop - start, tiers.formats)
-            total = total + _round_span(tiers, block, span, pool)
+            total = total + _round_span(tiers, block, span, pool, factor)
             tiers.store.start_write(extent, data.numpy()).wait()
     return total
 
 
-def _round_span(tiers: TierMemory, block: int, span: Span, pool: Pool) -> GradStats:
+def _round_span(tiers: TierMemory, block: int, span: Span, pool: Pool, factor: float) -> GradStats:
     spec, total = tiers.inventory.blocks[block], GradStats(0, 0.0, None)
     for number, tensor in enumerate(t for t in spec.tensors if t.trainable):
         offset = spec.offsets(True)[tensor.name]
@@ -309,7 +322,10 @@ def _round_span(tiers: TierMemory, block: int, span: Span, pool: Pool) -> GradSt
         high = min(span.first + span.count, offset + tensor.elements)
         if low >= high:
             continue
-        for part in round_in_place(span.values(low, high), tiers.formats):
+        values = span.values(low, high)
+        if factor != 1.0:  # before it is rounded: the sum may exceed fp16 where the mean does not
+            values.mul_(factor)
+        for part in round_in_place(values, tiers.formats):
             stats = _grad_stats(tiers.device, part, pool)
             bad = None if stats.first_bad is None else (block, number)
             total = total + GradStats(stats.units, stats.max_abs, bad)

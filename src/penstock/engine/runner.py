@@ -135,7 +135,7 @@ class Runner:
         return jobs
 
     def _compute(self, step: StepState) -> None:
-        self._computer.start()
+        self._computer.start(step)
         total = len(step.program.operations)
         for at, op in enumerate(step.program.operations):
             if op.verb in INSTANT:

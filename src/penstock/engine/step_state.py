@@ -44,6 +44,8 @@ class StepState:
     """Loss scale, for fp16."""
     fresh: bool = True
     """Whether gradients start from zero."""
+    weight: float = 1.0
+    """Factor of the gradients, relative to those of the update's first batch."""
     tickets: TicketBoard = field(default_factory=TicketBoard)
     """Tickets of operations and of their micro-batches. Shared by all threads."""
     origin: Ticket[None] | None = None

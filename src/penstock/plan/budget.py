@@ -362,8 +362,9 @@ def _parse_path_budget(machine: Machine, text: str) -> PathBudget:
     if free is None and size.strip().lower() == "auto":
         raise PlanError(
             "nvme",
-            f"must say how much of {path} to use, such as {path}:400GiB: how much is free there is "
-            f"not known",
+            f"must say how much of {path} to use, such as --nvme {path}:400GiB: how much is free "
+            f"there on {machine.name or 'this machine'} is not known. To take what is free here, "
+            f"plan for this machine: `penstock plan --machine this`",
         )
     return PathBudget(path=path, nbytes=_parse_size("nvme", size, free))
 

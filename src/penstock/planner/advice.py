@@ -14,10 +14,8 @@ from penstock.plan.working_memory import WorkingMemorySource
 from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Workload, resized
 from penstock.planner import (
-    QUICK,
     PlannerCache,
     PlanResult,
-    SearchEffort,
     find_plan,
     fits,
     quick_step_seconds,
@@ -171,30 +169,24 @@ class BudgetPoint:
 
 
 def vary(
-    what_if: WhatIf, tier: Tier, sizes: Sequence[int], effort: SearchEffort = QUICK
+    inventory: Inventory,
+    workload: Workload,
+    budget: Budget,
+    machine: Machine,
+    tier: Tier,
+    sizes: Sequence[int],
+    *,
+    source: WorkingMemorySource = estimate_working_memory,
 ) -> list[BudgetPoint]:
-    """Return the step time for each budget of one tier.
-
-    What fits in a smaller budget also fits in a larger one, so a point is never slower than the
-    point before it.
-    """
+    """Return the step time for each budget of one tier: that of the plan `make_plan` makes."""
+    cache: PlannerCache = {}
     points: list[BudgetPoint] = []
-    best: float | None = None
     for nbytes in sorted(sizes):
-        budget = what_if.budget.changed(tier, nbytes)
-        machine, _ = with_budget_memory(what_if.machine, budget)
-        result = find_plan(
-            what_if.inventory,
-            what_if.workload,
-            budget,
-            machine,
-            effort=effort,
-            cache=what_if.cache,
-            source=what_if.source,
-        )
-        if result is not None:
-            best = min(best or result.cost.step_seconds, result.cost.step_seconds)
-        points.append(BudgetPoint(nbytes=nbytes, step_seconds=best))
+        changed = budget.changed(tier, nbytes)
+        larger, _ = with_budget_memory(machine, changed)
+        result = find_plan(inventory, workload, changed, larger, cache=cache, source=source)
+        seconds = None if result is None else result.cost.step_seconds
+        points.append(BudgetPoint(nbytes=nbytes, step_seconds=seconds))
     return points
 
 

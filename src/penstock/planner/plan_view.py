@@ -74,13 +74,17 @@ def plan_json(result: PlanResult) -> dict[str, Any]:
             },
         },
         "host": {"process": plan.process_memory, "peak": plan.host_nbytes},
+        "not_trainable": plan.note or None,
     }
 
 
-def infeasible_json(problem: InfeasibleError, budgets: dict[str, int]) -> dict[str, Any]:
+def infeasible_json(
+    problem: InfeasibleError, budgets: dict[str, int], not_trainable: str = ""
+) -> dict[str, Any]:
     """Return the same keys for a workload that does not fit.
 
     `least` is the smallest budget of a tier that is enough if the other budgets stay as they are.
+    `not_trainable` says why the model cannot be trained with any budget.
     """
     return {
         "feasible": False,
@@ -100,6 +104,7 @@ def infeasible_json(problem: InfeasibleError, budgets: dict[str, int]) -> dict[s
         "phases": None,
         "working_memory": None,
         "host": None,
+        "not_trainable": not_trainable or None,
     }
 
 
@@ -117,7 +122,7 @@ def plan_view(result: PlanResult, machine: Machine) -> RenderableType:
     parts: list[RenderableType] = [Text(title, style="bold"), tier_table(plan), Text()]
     parts += [_FittedTimeline(cost, machine), Text(), Text(summary(result, machine))]
     if plan.note:
-        parts.append(Text(f"This model cannot be trained yet: {plan.note}.", style="yellow"))
+        parts.append(Text(f"error: this model cannot be trained: {plan.note}", style="red"))
     if shortage := _host_shortage(plan, machine):
         parts.append(Text(shortage, style="yellow"))
     if result.memory.remark:

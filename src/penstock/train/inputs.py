@@ -104,10 +104,7 @@ def load_data(
         held_out = _open_dataset(evaluation.eval_data, tokenizer, settings, report)
     if settings.data.data_weights:
         dataset = dataset.weighted(settings.data.data_weights, seed=seed)
-    for text in everything.notes:
-        note(f"note: {text}")
-    if everything.bad_count:
-        note(f"{everything.bad_count} lines skipped, first: {everything.bad_lines[0]}")
+    _note_problems(everything, note)
     mixer = model.inventory.mixes_documents
     chosen, packed = _with_sizes(settings, dataset, model)
     for text in describe_data(settings, chosen, packed):
@@ -118,7 +115,20 @@ def load_data(
             f"would carry information from one packed document to the next"
         )
     rows = None if held_out is None else _pack(held_out, chosen, one_per_row=bool(mixer))
+    if held_out is not None and rows is not None:
+        if evaluation.eval_data:  # otherwise, a part of what was noted above
+            _note_problems(held_out, note, "evaluation data: ")
+        if cut := describe_cut(rows, chosen.data.overlong, held_out=True):
+            note(cut)
     return chosen, TrainingData(packed, rows, dataset, load_samples(chosen, tokenizer))
+
+
+def _note_problems(dataset: TokenDataset, note: Note, prefix: str = "") -> None:
+    """Note what is unusual about the documents, and lines that were skipped."""
+    for text in dataset.notes:
+        note(f"note: {prefix}{text}")
+    if dataset.bad_count:
+        note(f"{prefix}{dataset.bad_count} lines skipped, first: {dataset.bad_lines[0]}")
 
 
 def _note_messages(report: ReportProgress, note: Note) -> ReportProgress:
@@ -200,18 +210,23 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def describe_cut(packed: Packed, overlong: Overlong) -> str:
-    """Say how much was cut from documents that are longer than the context; "" if nothing was."""
+def describe_cut(packed: Packed, overlong: Overlong, *, held_out: bool = False) -> str:
+    """Say how much was cut from documents that are longer than the context; "" if nothing was.
+
+    `held_out` says that the data is only evaluated.
+    """
     counts = packed.counts
     number = counts.truncated + counts.dropped
     if not number:
         return ""
     verb = "dropped" if overlong == "drop" else "truncated"
     total = counts.cut + counts.targets
+    used, uses = ("evaluated", "evaluates") if held_out else ("trained", "trains on")
+    documents = "evaluation documents" if held_out else "documents"
     return (
         f"{'warning' if counts.cut_share > CUT_WARNING else 'note'}: {number:,} of "
-        f"{counts.documents:,} documents are longer than the context of {packed.context:,} tokens "
-        f"and are {verb}: {counts.cut:,} of {total:,} trained tokens ({counts.cut_share:.1%}) are "
-        f"left out. --overlong split trains on them in pieces, and a larger --context keeps them "
-        f"whole"
+        f"{counts.documents:,} {documents} are longer than the context of {packed.context:,} "
+        f"tokens and are {verb}: {counts.cut:,} of {total:,} {used} tokens "
+        f"({counts.cut_share:.1%}) are left out. --overlong split {uses} them in pieces, and a "
+        f"larger --context keeps them whole"
     )

@@ -195,6 +195,8 @@ def _open_run(
     rate = LearningRateSchedule.of(
         settings, batches.steps, from_zero=resume is not None and resume.warmup_from_zero
     )
+    if resume is not None and batches.step >= batches.steps:
+        listeners.note(_describe_finished(settings, batches.steps))
     choice, remarks = choose_plan(settings, model, batches.steps, resume)
     _report_plan(choice, batches.steps, listeners, view)
     for remark in (*remarks, *_describe_short_run(settings, batches.steps)):
@@ -274,7 +276,8 @@ def _report_plan(choice: PlanChoice, steps: int, listeners: Listeners, view: Vie
         },
         "bytes_per_parameter": plan.bytes_per_parameter,
     }  # fmt: skip
-    fields.pop("feasible", None)
+    for name in ("feasible", "not_trainable"):  # of `penstock plan`; a run has passed both
+        fields.pop(name, None)
     workload = plan.workload
     fields |= {"context": workload.context, "batch": workload.batch}
     listeners.emit("plan", **fields, parameters=plan.parameters, steps=steps)
@@ -301,6 +304,17 @@ def _describe_short_run(settings: Settings, steps: int) -> list[str]:
         f"note: the run has only {steps} {noun}; with --epochs {more} it has "
         f"{math.ceil(steps * more / epochs)}"
     ]
+
+
+def _describe_finished(settings: Settings, steps: int) -> str:
+    """Say that a resumed run has nothing left to do, and how to train longer."""
+    epochs, noun = settings.schedule.epochs or 1, "step" if steps == 1 else "steps"
+    given = settings.schedule.steps is not None
+    more = f"--steps {2 * steps}" if given else f"--epochs {epochs + 1:g}"
+    return (
+        f"note: the run in {settings.checkpoint.out} is finished after {steps} {noun}. To train "
+        f"longer, pass a larger number of steps or epochs, for example --resume {more}"
+    )
 
 
 def _report_differences(changes: list[str], listeners: Listeners) -> None:
