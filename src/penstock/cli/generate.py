@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.cli.flags import parse_size, setting_option
 from penstock.cli.output import EXIT_ERROR, EXIT_INTERRUPTED, progress_bar
+from penstock.settings import LARGEST_BATCH, LARGEST_CONTEXT
 from penstock.units import format_bytes, parse_memory
 
 if TYPE_CHECKING:
@@ -49,7 +50,13 @@ Chat = Annotated[
     bool, Option("--chat", help="Format prompts as chat messages.", rich_help_panel=PROMPTS)
 ]
 MaxNew = Annotated[
-    int, Option(help="Maximum number of new tokens per answer.", min=1, rich_help_panel=SAMPLING)
+    int,
+    Option(
+        help="Maximum number of new tokens per answer.",
+        min=1,
+        max=LARGEST_CONTEXT,
+        rich_help_panel=SAMPLING,
+    ),
 ]
 Temperature = Annotated[
     float,
@@ -62,7 +69,10 @@ Temperature = Annotated[
 TopK = Annotated[
     int,
     Option(
-        help="Sample from the K most likely tokens; 0 for all.", min=0, rich_help_panel=SAMPLING
+        help="Sample from the K most likely tokens; 0 for all.",
+        min=0,
+        max=LARGEST_CONTEXT,
+        rich_help_panel=SAMPLING,
     ),
 ]
 TopP = Annotated[
@@ -87,13 +97,19 @@ Hbm = Annotated[
 ]
 Batch = Annotated[
     int,
-    Option(help="Maximum number of sequences decoded concurrently.", min=1, rich_help_panel=RUN),
+    Option(
+        help="Maximum number of sequences decoded concurrently.",
+        min=1,
+        max=LARGEST_BATCH,
+        rich_help_panel=RUN,
+    ),
 ]
 Context = Annotated[
     int | None,
     Option(
         help="Maximum number of tokens per sequence (default: the model's limit).",
         min=2,
+        max=LARGEST_CONTEXT,
         rich_help_panel=RUN,
     ),
 ]
@@ -102,6 +118,7 @@ PrefillChunk = Annotated[
     Option(
         help="Number of prompt tokens per step (default: chosen for the memory).",
         min=1,
+        max=LARGEST_CONTEXT,
         rich_help_panel=RUN,
     ),
 ]
