@@ -31,6 +31,7 @@ KINDS = {
     "power-cuts": "tests.campaign.power_cuts:PowerCuts",
     "failing-calls": "tests.campaign.file_faults:FailingCalls",
     "flips": "tests.campaign.flips:Flips",
+    "faults": "tests.campaign.faults:Faults",
     "concurrent": "tests.campaign.concurrent_runs:ConcurrentRuns",
     "fuzz": "tests.campaign.fuzz:Fuzz",
 }

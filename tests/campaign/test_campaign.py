@@ -21,7 +21,7 @@ REPO = Path(__file__).parents[2]
 
 SEED = 20261116
 
-SAMPLES = {"kills": 6, "power-cuts": 3, "flips": 5, "concurrent": 2, "fuzz": 40}
+SAMPLES = {"kills": 6, "power-cuts": 3, "flips": 5, "faults": 6, "concurrent": 2, "fuzz": 40}
 """Number of cases of each kind: about ten seconds."""
 
 
