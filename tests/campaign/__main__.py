@@ -32,6 +32,7 @@ KINDS = {
     "failing-calls": "tests.campaign.file_faults:FailingCalls",
     "flips": "tests.campaign.flips:Flips",
     "faults": "tests.campaign.faults:Faults",
+    "checkpoints": "tests.campaign.checkpoint_damage:CheckpointDamage",
     "concurrent": "tests.campaign.concurrent_runs:ConcurrentRuns",
     "fuzz": "tests.campaign.fuzz:Fuzz",
 }

@@ -21,7 +21,10 @@ REPO = Path(__file__).parents[2]
 
 SEED = 20261116
 
-SAMPLES = {"kills": 6, "power-cuts": 3, "flips": 5, "faults": 6, "concurrent": 2, "fuzz": 40}
+SAMPLES = {
+    "kills": 6, "power-cuts": 3, "flips": 5, "faults": 6, "checkpoints": 10, "concurrent": 2,
+    "fuzz": 40,
+}  # fmt: skip
 """Number of cases of each kind: about ten seconds."""
 
 
