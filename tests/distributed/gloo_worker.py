@@ -1,13 +1,15 @@
 """One process of a group of ranks: `python -m tests.distributed.gloo_worker RANK WORLD FOLDER`.
 
-The group is also divided into smaller groups, each of its first ranks. Every group trains; its
-first rank writes the digest of the result to `FOLDER/<ranks>.json`.
+The group is also divided into smaller groups, each of its first ranks. Every group trains, and its
+ranks write the digest of the result to `FOLDER/<ranks>.<rank>.json`. Then the last rank dies, and
+the others write what they were told to `FOLDER/lost.<rank>`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch.distributed as dist
 
 from penstock.distributed.gloo_ranks import GlooTransport
 from penstock.engine.transport import Transport
+from penstock.errors import PeerLostError
 from tests.distributed.conformance import check_transport
 from tests.equivalence.runs import DRAM, FEW, Setup, Way, follow, state_of
 
@@ -51,7 +54,13 @@ def main(rank: int, world: int, folder: Path, ways: tuple[Way, ...]) -> None:
             found = digests(folder, ranks, ways)
             (folder / f"{size}.{rank}.json").write_text(json.dumps(found))
     dist.barrier()
-    dist.destroy_process_group()
+    if rank == world - 1:
+        os._exit(0)  # without a word to the others, as after kill -9
+    try:
+        GlooTransport().meet(b"message")
+    except PeerLostError as error:
+        (folder / f"lost.{rank}").write_text(str(error))
+    os._exit(0)  # the process group is broken, and its destructor would wait
 
 
 if __name__ == "__main__":

@@ -40,3 +40,5 @@ def test_processes_give_the_result_of_one_rank(world: int, choice: str, tmp_path
         for rank in range(size):
             found = json.loads((tmp_path / f"{size}.{rank}.json").read_text())
             assert found == json.loads(json.dumps(one)), (size, rank)
+    for rank in range(world - 1):
+        assert (tmp_path / f"lost.{rank}").read_text().startswith("lost another rank: ")

@@ -317,6 +317,24 @@ def test_a_rank_that_fails_ends_the_others(failing: int, tmp_path: Path) -> None
         assert "the rank broke" in str(error)
 
 
+def test_a_timeline_shows_what_ranks_do_together(tmp_path: Path) -> None:
+    setup = Setup.of("llama", batch=5)
+    first, second = setup.batches(2)
+
+    def work(engine: Engine) -> list[tuple[str, str]]:
+        engine.step(first)
+        engine.step(second)
+        ran = [event.operation for event in engine.timeline()]
+        return [(op.lane, op.verb) for op in ran]
+
+    for ran in run_on_ranks(setup, WAYS[2], tmp_path, 2, work):
+        together = [verb for lane, verb in ran if lane == "ranks"]
+        blocks = len(setup.model.blocks)
+        assert together.count("exchange") == blocks
+        assert together.count("gather") >= blocks
+        assert together[-1] == "meet"
+
+
 def test_a_plan_for_other_ranks_is_refused(tmp_path: Path) -> None:
     setup = Setup.of("llama", batch=9)
     shared = replace(setup, work=replace(setup.work, world=2))
