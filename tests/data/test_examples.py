@@ -95,7 +95,10 @@ def test_columns_have_other_names_and_all_others_are_ignored(tmp_path: Path) -> 
 
     assert whole_text(chats) == turns("Two?", "It is.")
     assert whole_text(plain) == "It is.<|end|>"
-    with pytest.raises(BadLinesError, match="has no column 'reply'; it has question, answer, text"):
+    with pytest.raises(
+        BadLinesError,
+        match=r"has no column 'reply'; it has question, answer, text \(--columns applies to every",
+    ):
         dataset_of(tmp_path, [record], columns={"text": "reply"})
     with pytest.raises(DataError, match="'reply' has no meaning; the names are messages, text"):
         dataset_of(tmp_path, [record], columns={"reply": "text"})

@@ -99,7 +99,10 @@ class RecordFormat:
 def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     for column in columns.values():
         if column not in record and column != columns.get("input"):
-            raise BadRecordError(f"has no column {column!r}; it has {_found(record)}")
+            raise BadRecordError(
+                f"has no column {column!r}; it has {_found(record)} (--columns applies to every "
+                f"source)"
+            )
     return {name: record[column] for name, column in columns.items() if column in record}
 
 
