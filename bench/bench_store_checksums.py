@@ -44,7 +44,7 @@ PARTS = ("crc", "store", "step")
 UNIT = 64 * KiB
 GPU = {
     "shape": "medium", "hbm": "3GiB", "dram": "512MiB", "batch": 8, "context": 1024, "steps": 1,
-    "seconds": 20.0,
+    "seconds": 15.0,
 }  # fmt: skip
 """Defaults with `--gpu`: 2 GiB of states on NVMe, and little to compute."""
 
