@@ -271,7 +271,7 @@ def test_an_out_of_memory_gpu_names_the_budget_to_lower(
 def test_a_failing_file_system_is_named(
     code: int, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("penstock.train.session.write_yaml", fail)
