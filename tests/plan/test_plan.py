@@ -91,6 +91,28 @@ def test_a_machine_with_too_little_memory_is_rejected(plan: Plan) -> None:
         plan.check(replace(box, gpus=(replace(box.gpus[0], memory=GiB),)))
 
 
+def test_a_machine_must_have_the_memory_and_the_gpus_of_all_ranks() -> None:
+    box = machine()
+    workload = work(MODEL, 1024, 4, micro_batch=1, world=2)
+    plan = make_plan(MODEL, workload, Budget(hbm=2200 * MiB, dram=8 * GiB), box, effort=QUICK).plan
+    two = replace(box, gpus=(box.gpus[0], replace(box.gpus[0], index=1)))
+
+    plan.check_model(MODEL)
+    plan.check(two)
+    with pytest.raises(PlanError, match=r"^workload.world: is 2, .* has 1"):
+        plan.check(box)
+    used = plan.peak(Tier.DRAM)
+    assert used
+    for factor, fits in ((1.5, False), (2, True)):
+        node = replace(two.nodes[0], capacity=int(factor * used))
+        small = replace(two, nodes=(node, *two.nodes[1:]))
+        if fits:
+            plan.check(small)
+        else:
+            with pytest.raises(PlanError, match=r"^node 0: needs "):
+                plan.check(small)
+
+
 def test_a_path_that_the_machine_lacks_is_rejected() -> None:
     budget = Budget(hbm=2400 * MiB, dram=1200 * MiB, nvme=NVME)
     plan = make_plan(MODEL, work(MODEL, 1024, 4), budget, machine(), effort=QUICK).plan

@@ -227,7 +227,18 @@ class Plan:
                 )
 
     def check(self, machine: Machine) -> None:
-        """Raise PlanError unless the machine has the memory that the plan needs."""
+        """Raise PlanError unless the machine has the memory that the plan needs.
+
+        The bytes of a plan are those of one rank. All ranks are assumed to be on this machine, with
+        a GPU each, and the same nodes and drives for all.
+        """
+        ranks = self.workload.world
+        if machine.gpus and len(machine.gpus) < ranks:
+            raise PlanError(
+                "workload.world",
+                f"is {ranks}, and every rank needs a GPU, but {machine.name or 'this machine'} has "
+                f"{len(machine.gpus)}; make a plan for fewer ranks",
+            )
         memory = machine.gpus[0].memory if machine.gpus else None
         if memory is not None:
             _check_capacity("hbm", "the GPU", self.peak(Tier.HBM), memory)
@@ -235,15 +246,15 @@ class Plan:
         by_path: Counter[str] = Counter()
         for _, share in self._shares:
             if share.node is not None:
-                by_node[share.node] += share.nbytes
+                by_node[share.node] += ranks * share.nbytes
             elif share.path:
-                by_path[share.path] += share.nbytes
+                by_path[share.path] += ranks * share.nbytes
         host_node = self.placement.host_node
         if host_node is None:  # the OS decides, most likely on the node that a new plan would name
             host_node = choose_staging_node(machine)
-        by_node[host_node] += self.pool_nbytes(Tier.DRAM)
+        by_node[host_node] += ranks * self.pool_nbytes(Tier.DRAM)
         if not machine.gpus:  # the CPU computes, and the HBM tier is memory of that node
-            by_node[host_node] += self.peak(Tier.HBM)
+            by_node[host_node] += ranks * self.peak(Tier.HBM)
         capacities = {node.id: node.capacity for node in machine.nodes}
         for node, wanted in sorted(by_node.items()):
             _check_capacity(f"node {node}", f"node {node}", wanted, capacities.get(node, 0))
