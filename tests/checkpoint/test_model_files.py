@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from penstock.checkpoint.errors import IncompleteModelFileError
-from penstock.checkpoint.model_files import copy_model_files, write_config
+from penstock.checkpoint.model_files import ModelFiles, copy_model_files, write_config
 from penstock.checkpoint.reader import ShardReader
 from penstock.checkpoint.run_directory import latest_checkpoint, new_checkpoint
 from penstock.checkpoint.writer import ShardWriter
@@ -179,3 +185,27 @@ def test_an_incomplete_file_is_never_copied_and_is_replaced(tmp_path: Path, cont
     assert copy_model_files(source, folder) == ("tokenizer.json",)
     assert copy_model_files(source, folder) == ()
     assert os.listdir(folder) == ["tokenizer.json"]
+
+
+def test_a_tokenizer_and_generation_defaults_are_written_with_the_config(tmp_path: Path) -> None:
+    model = tiny(tied=False, dtype=torch.float32)
+    tokenizer = FastTokenizer(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
+    tokenizer.chat_template = "{{ messages }}"
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder in (source, target):
+        folder.mkdir()
+    (source / "tokenizer_config.json").write_text('{"other": 1}')
+    (source / "modeling_x.py").write_text("x = 1")
+    files = ModelFiles(
+        config=model.config, dtype=torch.float16, architecture="LlamaForCausalLM", source=source,
+        generation_config=GenerationConfig(max_length=77),
+    )  # fmt: skip
+    files.write(target, tokenizer=tokenizer)
+
+    assert json.loads((target / "generation_config.json").read_text())["max_length"] == 77
+    assert AutoTokenizer.from_pretrained(target).chat_template == "{{ messages }}"
+    assert "other" not in (target / "tokenizer_config.json").read_text()
+    config = json.loads((target / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float16")
+    assert not (target / "modeling_x.py").exists()
+    assert copy_model_files(source, target, trust_remote_code=True) == ("modeling_x.py",)

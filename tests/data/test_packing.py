@@ -285,3 +285,96 @@ def test_one_document_per_row(tmp_path: Path) -> None:
     assert sorted(row.index(0, 1) if 0 in row[1:] else 16 for row in rows) == [3, 5, 9, 16]
     with pytest.raises(PositionError):
         packed.batches(4, position=dataset.pack(16).batches(4).position)
+
+
+def test_the_rows_of_a_seed_never_change(tmp_path: Path) -> None:
+    """A resumed run of an earlier version continues with the same batches and the same split."""
+    dataset = make_dataset(tmp_path, [2, 3, 4, 5, 6, 7, 8, 9])
+
+    def firsts(packed: Packed, **options: Any) -> list[int]:
+        return [row[0] // 7 for batch in rows_of(packed.batches(2, **options)) for row in batch]
+
+    packed = dataset.pack(10, one_per_row=True)
+    assert firsts(packed, shuffle=False) == shuffled_indices(8, 0).tolist()
+    straight = firsts(packed, shuffle=False)
+    for epoch in (0, 1):
+        expected = [straight[n] for n in shuffled_indices(8, 5, epoch, 2)]
+        assert firsts(packed, seed=5, steps=8)[8 * epoch : 8 * epoch + 8] == expected
+    assert firsts(packed) == firsts(packed, seed=0, epochs=1, shuffle=True)
+
+
+def test_a_split_and_weights_of_a_seed_never_change(tmp_path: Path) -> None:
+    dataset = dataset_of(tmp_path, [{"text": f"text {n}"} for n in range(20)])
+    texts = [dataset.decode(dataset[n].ids) for n in range(20)]
+
+    def numbers(part: Any) -> list[int]:
+        return [texts.index(part.decode(part[n].ids)) for n in range(len(part))]
+
+    hashes = dataset._cache.documents[:, 2].astype(np.uint64)
+    order = np.argsort(hash_values(hashes, 4, 1)).tolist()
+    train, held = dataset.split(0.25, seed=4)
+    assert numbers(held) == sorted(order[:5])
+    assert numbers(train) == sorted(order[5:])
+    assert numbers(dataset.split(0.25)[1]) == numbers(dataset.split(0.25, seed=0)[1])
+    half = shuffled_indices(20, 9, 3).tolist()[:10]
+    assert numbers(dataset.weighted([2.5], seed=9)) == [*range(20), *range(20), *half]
+    assert numbers(dataset.weighted([0.5])) == numbers(dataset.weighted([0.5], seed=0))
+    for bad in ([float("inf")], [-0.5], [1.0, 1.0], []):
+        with pytest.raises(DataError, match="must be 1 numbers of at least 0"):
+            dataset.weighted(bad)
+
+
+@pytest.mark.parametrize("prompt", [0, 3])
+def test_documents_without_a_prompt_are_split_by_default_and_others_truncated(
+    prompt: int, tmp_path: Path
+) -> None:
+    dataset = make_dataset(tmp_path, [5, 30, 11], prompt=prompt)
+    counts = dataset.pack(10).counts
+    targets = [4 + 9 + 9 + 9 + 9, 2 + 7 + 7][prompt > 0]
+    assert (counts.split, counts.truncated) == ((2, 0) if prompt == 0 else (0, 2))
+    assert (counts.documents, counts.dropped) == (3, 0)
+    assert counts.targets == targets
+    # Of the prompt's documents, 27 and 8 tokens are trained, and 7 each remain.
+    assert counts.cut == (0 if prompt == 0 else 20 + 1)
+    assert counts.cut_share == counts.cut / (counts.cut + counts.targets)
+    assert counts.padding_share == counts.padding / (10 * counts.rows)
+    assert counts.untrained == (1 if prompt == 0 else 0), "a rest of one token"
+    dropped = dataset.pack(10, overlong="drop").counts
+    assert (dropped.dropped, dropped.cut) == (2, 29 + 10 if prompt == 0 else 27 + 8)
+
+
+def test_a_document_as_long_as_the_context_is_kept_whole(tmp_path: Path) -> None:
+    for way in ("truncate", "drop", "split"):
+        counts = make_dataset(tmp_path / way, [10, 10]).pack(10, overlong=way).counts  # type: ignore[arg-type]
+        assert (counts.truncated, counts.dropped, counts.split, counts.cut) == (0, 0, 0, 0)
+        assert (counts.rows, counts.padding, counts.tokens) == (2, 0, 20)
+    with pytest.raises(DataError, match="a context of 1 leaves nothing"):
+        make_dataset(tmp_path / "one", [5]).pack(1)
+    assert make_dataset(tmp_path / "two", [5]).pack(2, overlong="truncate").counts.targets == 1
+
+
+@pytest.mark.parametrize("field", ["epoch", "row", "step"])
+def test_a_position_outside_of_its_range_is_rejected(packed: Packed, field: str) -> None:
+    position = packed.batches(4).position
+    for value in (-1, 1 << 63, "1", None, 1.0):
+        with pytest.raises(PositionError, match=field):
+            packed.batches(4, position={**position, field: value})
+    largest = packed.batches(4, position={**position, field: (1 << 63) - 1})
+    assert largest.position[field] == (1 << 63) - 1
+    with pytest.raises(PositionError, match="version"):
+        packed.batches(4, position={**position, "version": 2})
+    with pytest.raises(PositionError, match="position"):
+        packed.batches(4, position=[position])  # type: ignore[arg-type]
+
+
+def test_an_epoch_advances_with_every_row(packed: Packed) -> None:
+    batches = packed.batches(4, epochs=1.5)
+    assert batches.steps == -(-3 * packed.steps_per_epoch(4) // 2)
+    seen = 0
+    for batch in batches:
+        seen += len(batch["input_ids"])
+        assert batches.epoch == pytest.approx(seen / len(packed))
+    assert len(batches) == 0
+    assert batches.position["step"] == batches.steps
+    with pytest.raises(StopIteration):
+        next(batches)

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from penstock.checkpoint.training_state import TrainingState
+from penstock.engine.engine import EngineState
 from penstock.engine.result_record import (
     NotBitIdenticalWarning,
     find_differences,
     result_record,
 )
-from penstock.errors import EngineStateError
+from penstock.errors import EngineError, EngineStateError, NonFiniteLossError
 from tests.equivalence.runs import DRAM, RESIDENT, Setup, differing, state_of
 from tests.support import engines
 from tests.support.manifests import update_manifest
@@ -209,3 +210,134 @@ def test_options_of_param_groups_continue_as_they_were(tmp_path: Path) -> None:
 
     assert (first["lr"], first["betas"]) == (0.125, (0.5, 0.75))
     assert (second["weight_decay"], second["eps"]) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lr", True),
+        ("lr", "0.1"),
+        ("lr", float("inf")),
+        ("lr", None),
+        ("eps", [1e-8]),
+        ("betas", [0.9]),
+        ("betas", [0.9, "0.95"]),
+        ("betas", [True, 0.95]),
+        ("betas", 0.9),
+        ("weight_decay", {}),
+    ],
+    ids=str,
+)
+def test_a_hyperparameter_of_another_type_is_refused_and_named(
+    field: str, value: object, tmp_path: Path
+) -> None:
+    with Setup.of("llama").engine(DRAM, tmp_path) as engine:
+        state = EngineState.of(engine)
+        groups: Any = state.groups
+        damaged = [groups[0], groups[1] | {field: value}]
+        with pytest.raises(EngineStateError, match=rf"groups\[1\]\.{field}"):
+            replace(state, groups=damaged).check(engine)
+        integer = [groups[0] | {"lr": 1}, groups[1]]
+        replace(state, groups=integer).check(engine)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda groups: None,
+        lambda groups: {"0": groups[0]},
+        lambda groups: [groups[0], "lr"],
+        lambda groups: groups[:1],
+        lambda groups: [*groups, groups[1]],
+        lambda groups: [groups[1], groups[0]],
+    ],
+)
+def test_other_param_groups_are_refused(change: Any, tmp_path: Path) -> None:
+    with Setup.of("llama").engine(DRAM, tmp_path) as engine:
+        state = EngineState.of(engine)
+        with pytest.raises(EngineStateError, match="groups"):
+            replace(state, groups=change(state.groups)).check(engine)
+
+
+def test_a_state_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    with Setup.of("llama").engine(DRAM, tmp_path) as engine:
+        record: Any = engine.state_record()
+    assert record["version"] == 1
+    with pytest.raises(EngineStateError, match="version"):
+        replace(EngineState(**record), version=2)
+
+
+def test_reading_drops_what_was_computed_and_not_applied(tmp_path: Path) -> None:
+    setup, folder = Setup.of("llama"), tmp_path / "saved"
+    batches = setup.batches(3)
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.step(batches[0])
+        engine.write(folder)
+        expected = state_of(engine)
+        engine.step(batches[1])  # its update is still pending
+        engine.forward_backward(batches[2])
+        engine.read(folder)
+        with pytest.raises(EngineError, match="no gradients to apply"):
+            engine.apply()
+        assert differing(state_of(engine), expected) == []
+        assert (engine.steps, engine.batches) == (1, 1)
+
+
+def test_the_loss_scale_and_its_count_continue(tmp_path: Path) -> None:
+    setup, folder = Setup.of("llama", dtype="fp16"), tmp_path / "saved"
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.scale.value, engine.scale.good_steps = 2048.0, 7
+        engine.write(folder)
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.read(folder)
+        assert (engine.scale.value, engine.scale.good_steps) == (2048.0, 7)
+        for group in engine.optimizer.param_groups:
+            assert isinstance(group["betas"], tuple)
+
+
+def test_an_evaluation_drops_nothing_out_and_the_next_step_does(tmp_path: Path) -> None:
+    setup = Setup.of("gpt2", freeze=(), config={"resid_pdrop": 0.5, "embd_pdrop": 0.5})
+    without = Setup.of("gpt2", freeze=())
+    batch = setup.batches(1)[0]
+    with without.engine(DRAM, tmp_path) as engine:
+        plain = engine.evaluate([batch]).loss
+    with setup.engine(DRAM, tmp_path) as engine:
+        first = float(engine.forward_backward(batch))
+        engine.apply()
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+    with setup.engine(DRAM, tmp_path, optimizer={"lr": 0.0}) as engine:
+        assert engine.evaluate([batch]).loss == plain
+        assert float(engine.step(batch)) == first != pytest.approx(plain, abs=1e-3)
+        assert engine.evaluate([batch, batch]).loss == plain
+        assert engine.evaluate([batch, batch]).tokens == 2 * engine.evaluate([batch]).tokens
+
+
+def test_a_closed_engine_computes_nothing_and_closes_again(tmp_path: Path) -> None:
+    setup = Setup.of("llama")
+    with setup.engine(DRAM, tmp_path) as engine:
+        batch = setup.batches(1)[0]
+    engine.close()
+    for call in (engine.finish, lambda: engine.step(batch), lambda: engine.evaluate([batch])):
+        with pytest.raises(EngineError, match="closed"):
+            call()
+    assert engine.tiers()["hbm"]["tensors"] == 0
+
+
+def test_a_gradient_that_is_not_finite_is_named_with_the_step(tmp_path: Path) -> None:
+    setup = Setup.of("llama", dtype="fp32")
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.step(setup.batches(1)[0])
+        engine.finish()
+        block = engine.inventory.blocks[2]
+        name = next(t.name for t in block.tensors if "o_proj" in t.name)
+        sums = engine._memory.gradients
+        add = sums.add
+
+        def poisoned(tensor: str, gradient: torch.Tensor) -> None:
+            add(tensor, gradient * float("inf") if tensor == name else gradient)
+
+        sums.add = poisoned  # type: ignore[method-assign]
+        with pytest.raises(NonFiniteLossError, match=rf"step 2.*{name}|{name}.*step 2"):
+            engine.step(setup.batches(1)[0])
+        with pytest.raises(EngineError, match="no gradients"):
+            engine.apply()

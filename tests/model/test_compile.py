@@ -1,11 +1,18 @@
-"""Layers of one kind share code, but none of their tensors."""
+"""Layers of one kind share code, but none of their tensors, and run compiled where they can."""
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
 from penstock.model.compile import CompiledLayers
+from penstock.model.split import SplitModel
+from penstock.model.varlen_attention import DocumentSpans, flatten_bounds
 
 
 class _Scaled(nn.Module):
@@ -29,3 +36,38 @@ def test_each_layer_computes_with_its_own_buffers() -> None:
     for index, layer in enumerate(layers):
         body, arguments = compiled.plain_call(index, hidden, (), {}, None)
         assert torch.equal(body(*arguments), layer(hidden))
+
+
+@pytest.mark.parametrize(
+    ("own", "bounds", "draws", "tokens", "compiled"),
+    [
+        (False, None, False, 12, True),
+        (True, None, False, 12, False),
+        (False, [[0, 3], [0, 1, 3]], False, 12, False),
+        (False, flatten_bounds([[0, 1, 3]], torch.device("cpu")), False, 12, True),
+        (False, None, True, 6, True),  # one whole tile draws its dropout once
+        (False, None, True, 7, False),
+        (False, None, False, 7, True),
+    ],
+)
+def test_layers_are_compiled_unless_documents_or_tiles_rule_it_out(
+    own: bool, bounds: Any, draws: bool, tokens: int, compiled: bool
+) -> None:
+    called: list[Any] = []
+    model: Any = SimpleNamespace(
+        inventory=SimpleNamespace(own_attention=own),
+        _draws_in_tiles=draws,
+        _tile=6,
+        _compiled=SimpleNamespace(plain_call=lambda *given: called.append(given) or "call"),
+    )
+    model._can_compile = partial(SplitModel._can_compile, model)
+    hidden = torch.zeros(1, tokens, 4)
+    calls: Any = SimpleNamespace(bounds=bounds, arguments=[("a", "b"), ("c", "d")])
+
+    found = SplitModel.compiled_call(model, 1, hidden, calls)
+
+    assert found == ("call" if compiled else None)
+    spans = bounds if isinstance(bounds, DocumentSpans) else None
+    assert called == ([(1, hidden, "c", "d", spans)] if compiled else [])
+    model._compiled = None
+    assert SplitModel.compiled_call(model, 1, hidden, calls) is None

@@ -95,3 +95,13 @@ def test_a_live_model_with_quantized_parameters_is_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight.*float8_e4m3fn"):
         prepare(model, context=32, batch=2, device="cpu", budget={"hbm": "64MiB", "dram": "64MiB"})
+
+
+def test_the_largest_block_of_scales_has_a_mebi_of_rows() -> None:
+    def blocks(size: int) -> ScaleBlocks | None:
+        config = {"quantization_config": FP8 | {"weight_block_size": [size, 1]}}
+        return find_quantization(config, "model")
+
+    assert blocks(1 << 20) == ScaleBlocks(1 << 20, 1)
+    with pytest.raises(UnsupportedModelError, match="weight_block_size"):
+        blocks((1 << 20) + 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import PlanError
-from penstock.machine.presets import preset
+from penstock.machine.presets import cpu_machine, preset
 from penstock.plan.budget import (
     GPU_PROCESS,
     HBM_GRAIN,
@@ -16,8 +16,11 @@ from penstock.plan.budget import (
     PathBudget,
     auto_dram,
     auto_hbm,
+    check_budget_memory,
+    check_paths,
     parse_budget,
     split_path_budget,
+    with_budget_memory,
 )
 from penstock.tiers import Tier
 from penstock.units import GiB
@@ -119,3 +122,56 @@ def test_without_a_gpu_a_quarter_of_free_dram_is_device_memory() -> None:
 def test_a_negative_budget_is_refused(tier: str) -> None:
     with pytest.raises(PlanError, match=f"^{tier}: must be 0 or more, got -1"):
         Budget(**{"hbm": 0, "dram": 0, "cxl": 0, tier: -1})
+
+
+def test_a_machine_like_this_one_has_the_memory_of_the_budget() -> None:
+    box = machine(cards=3)
+    nodes = tuple(replace(node, capacity=(node.id + 1) * GiB) for node in box.nodes)
+    box = replace(box, nodes=nodes)
+    budget = Budget(hbm=500 * GiB, dram=10 * GiB, cxl=90 * GiB)
+    larger, remarks = with_budget_memory(box, budget)
+
+    assert [remark.split(" of ")[1][:3] for remark in remarks] == ["hbm", "dra", "cxl"]
+    assert larger.gpus[0].memory == 500 * GiB
+    assert larger.nodes[0].capacity == 10 * GiB + GPU_PROCESS
+    assert [node.capacity for node in larger.nodes[1:]] == [20 * GiB, 30 * GiB, 40 * GiB]
+    assert with_budget_memory(larger, budget) == (larger, ())
+    with pytest.raises(PlanError, match=r"^hbm: is 500 GiB, and this machine has 192 GiB"):
+        check_budget_memory(box, budget)
+    check_budget_memory(larger, budget)
+
+
+def test_only_the_tier_that_is_too_small_grows() -> None:
+    box = machine(cards=1)
+    for tier, budget in (
+        (Tier.HBM, Budget(hbm=193 * GiB, dram=GiB)),
+        (Tier.DRAM, Budget(hbm=GiB, dram=2048 * GiB)),
+        (Tier.CXL, Budget(hbm=GiB, dram=GiB, cxl=1025 * GiB)),
+    ):
+        larger, (remark,) = with_budget_memory(box, budget)
+        assert tier.value in remark
+        assert (larger.gpus != box.gpus) == (tier is Tier.HBM)
+        assert (larger.nodes[0] != box.nodes[0]) == (tier is Tier.DRAM)
+        assert (larger.nodes[1] != box.nodes[1]) == (tier is Tier.CXL)
+
+
+def test_a_tier_that_the_machine_lacks_cannot_grow() -> None:
+    with pytest.raises(PlanError, match=r"^cxl: is 1\.00 GiB, but test has none"):
+        with_budget_memory(machine(cards=0), Budget(hbm=GiB, dram=GiB, cxl=GiB))
+
+
+def test_without_a_gpu_the_hbm_budget_is_memory_of_the_host() -> None:
+    box = cpu_machine(machine(cards=0))
+    larger, (remark,) = with_budget_memory(box, Budget(hbm=2048 * GiB, dram=GiB))
+    assert "of hbm" in remark
+    assert larger.nodes[0].capacity >= 2048 * GiB
+
+
+def test_a_path_that_the_machine_does_not_list_is_named() -> None:
+    box = machine()
+    check_paths(box, Budget(hbm=0, dram=0, nvme=(PathBudget(path="/mnt/nvme", nbytes=1),)))
+    other = Budget(hbm=0, dram=0, nvme=(PathBudget(path="/mnt/other", nbytes=1),))
+    with pytest.raises(PlanError, match=r"/mnt/other is not in .*\(/mnt/nvme\)"):
+        check_paths(box, other)
+    with pytest.raises(PlanError, match=r"\(none\)"):
+        check_paths(replace(box, storage=()), other)

@@ -11,7 +11,9 @@ import pytest
 from penstock.errors import PlanError
 from penstock.machine.presets import cpu_machine
 from penstock.plan.budget import CPU_PROCESS, GPU_PROCESS, Budget, PathBudget
+from penstock.plan.cuda_allocator import PAGE, SMALL_PAGE
 from penstock.plan.plan import Plan
+from penstock.plan.working_memory import PartMemory, WorkingMemory
 from penstock.planner import QUICK, make_plan
 from penstock.tiers import Tier
 from penstock.units import GiB, MiB, TiB
@@ -120,3 +122,53 @@ def test_a_path_that_the_machine_lacks_is_rejected() -> None:
 
     with pytest.raises(PlanError, match=r"^nvme: /mnt/nvme is not on this machine; it has none"):
         plan.check(replace(machine(), storage=()))
+
+
+def test_the_parts_of_a_tier_add_up_to_its_peak(plan: Plan) -> None:
+    for tier in Tier:
+        parts = dict(plan.parts(tier))
+        assert sum(parts.values()) == plan.peak(tier)
+        assert all(parts.values())
+    assert "working memory" in dict(plan.parts(Tier.HBM))
+    assert {"weight", "second"} <= {n for tier in Tier for n, _ in plan.parts(tier)}
+
+
+def test_another_working_memory_changes_its_pools_only(plan: Plan) -> None:
+    before = {pool.what: pool.nbytes for pool in plan.pools}
+    memory = WorkingMemory(
+        parts=(PartMemory(name="layer", forward=MiB, backward=3 * MiB),), libraries=5 * MiB
+    )
+    after = {pool.what: pool.nbytes for pool in plan.with_memory(memory).pools}
+
+    assert after["working memory"] == memory.peak
+    assert after["library buffers"] == 5 * MiB
+    assert after["CUDA context"] == before["CUDA context"]
+    kept = ("weight slots", "gradient buffers", "hidden states in flight", "NVMe staging")
+    assert {k: after.get(k) for k in kept} == {k: before.get(k) for k in kept}
+    measured = plan.with_memory(replace(memory, context=100 * MiB))
+    assert measured.context_nbytes == 100 * MiB
+
+
+def test_without_a_gpu_there_is_no_context_whatever_was_measured(plan: Plan) -> None:
+    on_cpu = make_plan(MODEL, plan.workload, plan.budget, cpu_machine(machine()), effort=QUICK).plan
+    memory = WorkingMemory(
+        parts=(PartMemory(name="layer", forward=MiB, backward=MiB),), context=100 * MiB
+    )
+    assert on_cpu.context_nbytes == 0
+    assert on_cpu.with_memory(memory).context_nbytes == 0
+    assert on_cpu.allocator_nbytes == on_cpu.budget.hbm
+    assert plan.allocator_nbytes == plan.budget.hbm - plan.context_nbytes - PAGE - SMALL_PAGE
+
+
+def test_memory_of_the_cpu_that_stands_in_for_a_gpu_is_checked(plan: Plan) -> None:
+    box = cpu_machine(machine(cards=0))
+    budget = Budget(hbm=2400 * MiB, dram=GiB, nvme=NVME)
+    on_cpu = make_plan(MODEL, plan.workload, budget, box, effort=QUICK).plan
+    needed = on_cpu.peak(Tier.HBM) + on_cpu.peak(Tier.DRAM)
+    enough, short = (
+        replace(box, nodes=(replace(box.nodes[0], capacity=nbytes),))
+        for nbytes in (needed, needed - 1)
+    )
+    on_cpu.check(enough)
+    with pytest.raises(PlanError, match=r"^node 0: needs"):
+        on_cpu.check(short)

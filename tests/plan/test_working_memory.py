@@ -22,8 +22,9 @@ from penstock.plan.working_memory import PartMemory, WorkingMemory
 from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.planner import QUICK, find_plan
 from penstock.planner.candidate import Location
+from penstock.roles import EXTENT
 from penstock.tiers import Tier
-from penstock.units import GiB, KiB, MiB
+from penstock.units import GiB, KiB, MiB, round_up
 from tests.support.machines import machine
 from tests.support.models import llama, model, work
 from tests.support.schedule_checker import WHOLE, all_on, evaluator_for
@@ -199,3 +200,25 @@ def test_the_estimate_of_the_head_is_for_the_logits_of_one_chunk(kernel: str, lo
     assert head(128) == 128 * (MODEL.vocabulary * logit + 4 * MODEL.hidden)
     assert head(256) == 2 * head(128)
     assert head(1 << 20) == head(4096)
+
+
+def test_the_estimate_counts_every_part_to_the_byte() -> None:
+    """Two rotary tables of 128 values, ids, targets and positions, and what a layer computes."""
+    whole = work(MODEL, 64, 2, micro_batch=2)
+    workload = replace(whole, numerics=replace(whole.numerics, mlp_tile=32))
+    memory = estimate_working_memory(MODEL, workload)
+    tokens, layer = 128, MODEL.layers[0]
+    attention = layer.query_width + layer.key_value_width
+
+    assert memory.arguments == round_up(2 * 2 * 128 * tokens, EXTENT)
+    assert memory.inputs == round_up((3 * 8 + 2 * 4) * tokens, EXTENT)
+    embedding, body, head = memory.parts
+    assert embedding.forward == 2 * tokens * MODEL.hidden
+    assert embedding.backward == 2 * MODEL.vocabulary * MODEL.hidden
+    assert body.forward == 2 * (2 * MODEL.hidden * tokens + 3 * layer.mlp_width * 32)
+    backward = (9 * MODEL.hidden + attention) * tokens + 6 * layer.mlp_width * 32
+    assert body.backward == 2 * (backward + layer.parameters(True))
+    per_value = 6 if workload.has_head_sum else 2
+    assert head.backward == head.forward + per_value * MODEL.vocabulary * MODEL.hidden
+    names = [block.name for block in MODEL.blocks]
+    assert [part.name for part in memory.parts] == [names[0], names[1], names[-1]]

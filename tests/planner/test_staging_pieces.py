@@ -6,7 +6,7 @@ import pytest
 
 from penstock.plan.budget import Budget, PathBudget
 from penstock.planner import QUICK, make_plan, staging_pieces
-from penstock.planner.staging_pieces import LEAST, MOST, piece_sizes
+from penstock.planner.staging_pieces import LEAST, MOST, coarse_piece_elements, piece_sizes
 from penstock.units import GiB, MiB, TiB
 from tests.support.machines import machine
 from tests.support.models import llama, model, work
@@ -50,3 +50,40 @@ def test_piece_sizes_depend_on_the_budget() -> None:
         sizes.add(plan.placement.piece_elements)
 
     assert len(sizes) > 1
+
+
+@pytest.mark.parametrize(
+    ("dram", "sizes"),
+    [
+        # Three pieces of 14 bytes per parameter: an eighth of DRAM, and 1/32 above 2^22 elements.
+        (0, (1 << 12,)),
+        (42 * 8 * (1 << 12), (1 << 12,)),
+        (42 * 8 * (1 << 13), (1 << 13, 1 << 12)),
+        (42 * 8 * (1 << 13) - 8, (1 << 12,)),
+        (42 * 8 * (1 << 22), (1 << 22, 1 << 12)),
+        (42 * 32 * (1 << 22), (1 << 22, 1 << 12)),
+        (42 * 32 * (1 << 23), (1 << 23, 1 << 12)),
+        (42 * 32 * (1 << 26), (1 << 24, 1 << 12)),
+    ],
+)
+def test_a_piece_is_the_largest_power_of_two_within_its_share(
+    dram: int, sizes: tuple[int, ...]
+) -> None:
+    assert SMALL.parameters(True) // 1024 < 1 << 13
+    assert piece_sizes(SMALL, work(SMALL, 64, 8), Budget(hbm=GiB, dram=dram)) == sizes
+
+
+def test_a_large_model_has_about_a_thousand_pieces() -> None:
+    inventory = llama("1b", 2048, 8192, 12, 2048, 512, 32000, False)
+    least = piece_sizes(inventory, work(inventory, 64, 8), Budget(hbm=GiB, dram=0))[-1]
+    assert inventory.parameters(True) // 2048 < least <= inventory.parameters(True) // 1024
+
+
+def test_coarse_pieces_are_about_four_for_each_layer() -> None:
+    largest = max(block.flat_elements(True) for block in SMALL.layers)
+    for piece in (1 << 12, 1 << 16, 1 << 17):
+        coarse = coarse_piece_elements(SMALL, piece)
+        assert coarse % piece == 0
+        assert coarse * 4 >= largest
+        assert coarse == piece or coarse * 2 < largest
+    assert coarse_piece_elements(SMALL, 1 << 24) == 1 << 24

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.storage import direct_file
 from penstock.storage.direct_file import (
     BLOCK,
     BUFFER_NBYTES,
@@ -156,3 +157,94 @@ def test_a_file_system_that_cannot_turn_direct_io_on_is_noticed(
 
         monkeypatch.setattr(fcntl, "fcntl", refuse)
         assert set_direct(file.fd, on=True) is False
+
+
+def test_a_file_system_without_preallocation_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def refuse(fd: int, offset: int, nbytes: int) -> None:
+        asked.append((offset, nbytes))
+        raise OSError(errno.EOPNOTSUPP, "no preallocation")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    data = os.urandom(3 * BUFFER_NBYTES + 5)
+    assert _written(direct_directory(tmp_path) / "file", data) == data
+    assert asked == [(0, direct_file.RESERVE_NBYTES)]
+
+
+def test_space_is_preallocated_ahead_and_cut_off_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    fallocate = os.posix_fallocate
+    monkeypatch.setattr(direct_file, "RESERVE_NBYTES", 2 * BUFFER_NBYTES)
+    monkeypatch.setattr(
+        os, "posix_fallocate", lambda fd, at, n: (asked.append((at, n)), fallocate(fd, at, n))[1]
+    )
+    data = os.urandom(5 * BUFFER_NBYTES + 9)
+    assert _written(direct_directory(tmp_path) / "file", data) == data
+    size = 2 * BUFFER_NBYTES
+    assert asked == [(0, size), (size, size), (2 * size, size)]
+
+
+@pytest.mark.parametrize("most", [BLOCK, BLOCK + 1, 100_000])
+def test_short_writes_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """What follows a write that did not end at a block goes through the page cache."""
+    pwrite, calls = os.pwrite, []
+
+    def short(fd: int, data: memoryview, offset: int) -> int:
+        calls.append(offset)
+        return pwrite(fd, data[:most] if len(calls) == 1 else data, offset)
+
+    monkeypatch.setattr(os, "pwrite", short)
+    data = os.urandom(4 * BLOCK + 7 + most)
+    assert _written(direct_directory(tmp_path) / "file", data) == data
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+def test_a_refused_write_is_repeated_without_direct_io_and_other_errors_are_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    pwrite, direct = os.pwrite, []
+
+    def refuse(fd: int, data: memoryview, offset: int) -> int:
+        direct.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        if direct[-1]:
+            raise OSError(code, "refused")
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    data = os.urandom(3 * BLOCK)
+    if code == errno.EINVAL:
+        assert _written(direct_directory(tmp_path) / "file", data) == data
+        assert direct == [True, False]
+    else:
+        with pytest.raises(OSError, match="refused"):
+            _written(direct_directory(tmp_path) / "file", data)
+
+
+def test_pages_are_dropped_whenever_many_are_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(direct_file, "_MAX_CACHED_NBYTES", BUFFER_NBYTES)
+    monkeypatch.setattr(direct_file, "set_direct", lambda fd, *, on: False)
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *rest: dropped.append(rest))
+    data = os.urandom(3 * BUFFER_NBYTES + 5)
+    assert _written(tmp_path / "file", data) == data
+    assert dropped == [(0, 0, os.POSIX_FADV_DONTNEED)] * 4, "after each buffer, and at the end"
+
+
+def _written(path: Path, data: bytes) -> bytes:
+    fd = os.open(path, NEW)
+    try:
+        with contextlib.closing(DirectWriter(fd)) as writer:
+            writer.write(memoryview(data))
+            writer.sync()
+    finally:
+        os.close(fd)
+    return path.read_bytes()

@@ -12,7 +12,7 @@ import pytest
 
 from penstock import _native
 from penstock.storage import store as store_module
-from penstock.storage.errors import PathError, StorageWarning
+from penstock.storage.errors import PathError, StorageWarning, StoreFullError
 from penstock.storage.store import Store, StoreOptions
 from penstock.storage.store_files import _finishes_within, _provisional_header
 from penstock.storage.volume import create_volume
@@ -148,3 +148,41 @@ def test_a_new_volume_names_its_owner_from_the_first_moment(tmp_path: Path) -> N
         assert volume.file.read_blocks(0, len(header.to_bytes())) == header.to_bytes()
     finally:
         volume.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "request_nbytes"),
+    [(UNIT, UNIT), (UNIT + 1, 2 * UNIT), (1, UNIT), (3 * UNIT, 3 * UNIT)],
+)
+def test_requests_are_whole_units_and_queues_grow_with_the_paths(
+    wanted: int, request_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checksum of a unit is computed over one request."""
+    made: list[tuple[Any, ...]] = []
+    engine = _native.StoreEngine
+    monkeypatch.setattr(
+        _native, "StoreEngine", lambda *given: (made.append(given), engine(*given))[1]
+    )
+    direct_directory(tmp_path)
+    options = StoreOptions(request_nbytes=wanted, depth=3, workers=2, weights=(1, 1))
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with Store.create(paths, MiB, engine="threads", options=options) as store:
+        fds = [volume.fd for volume in store.volumes]
+        assert made == [("threads", fds, store.alignment, request_nbytes, 6, 2)]
+
+
+def test_a_store_is_full_at_its_last_byte(tmp_path: Path) -> None:
+    direct_directory(tmp_path)
+    with Store.create(tmp_path, 8 * 4096) as store:
+        first = store.allocate(1, name="first")
+        assert (first.start, first.stored_nbytes, first.nbytes) == (0, 4096, 1)
+        second = store.allocate(6 * 4096, name="second")
+        assert second.start == 4096
+        with pytest.raises(StoreFullError):
+            store.allocate(4097, name="third")
+        with pytest.raises(ValueError, match="already an extent"):
+            store.allocate(1, name="second")
+        with pytest.raises(ValueError, match="at least 1 byte"):
+            store.allocate(0, name="none")
+        store.allocate(4096, name="third")
+        assert (store.stats.used, store.stats.capacity) == (8 * 4096, 8 * 4096)

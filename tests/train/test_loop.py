@@ -11,6 +11,7 @@ import pytest
 from penstock.checkpoint.run_directory import list_checkpoints
 from penstock.settings import Settings
 from penstock.train import checkpoints
+from penstock.train import loop as loop_module
 from penstock.train.loop import TrainingLoop
 from penstock.units import GiB
 from tests.checkpoint.saves import save
@@ -105,3 +106,53 @@ def test_older_states_are_removed_if_the_next_checkpoint_does_not_fit(
     found = list_checkpoints(tmp_path).whole
     assert [checkpoint.step for checkpoint in found] == [3, 2, 1]
     assert [checkpoint.step for checkpoint in found if checkpoint.resumable] == resumable
+
+
+def test_an_evaluation_is_reported_once_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[dict[str, Any]] = []
+    clock = iter([100.0, 107.5])
+    monkeypatch.setattr(loop_module.time, "monotonic", lambda: next(clock))
+    asked: list[Any] = []
+    held_out = SimpleNamespace(batches=lambda size, shuffle: asked.append((size, shuffle)) or [])
+    loop: Any = SimpleNamespace(
+        _run=SimpleNamespace(
+            data=SimpleNamespace(held_out=held_out), settings=Settings.of({"batch": 3})
+        ),
+        _batches=SimpleNamespace(step=4),
+        _engine=SimpleNamespace(evaluate=lambda batches: SimpleNamespace(loss=2.5, tokens=30)),
+        _listeners=SimpleNamespace(emit=lambda kind, **fields: events.append({kind: fields})),
+        _until_stopped=lambda batches: batches,
+        _evaluated_step=None,
+        _best=None,
+    )
+    TrainingLoop._evaluate(loop)
+    TrainingLoop._evaluate(loop)
+
+    assert events == [{"eval": {"step": 4, "loss": 2.5, "tokens": 30, "seconds": 7.5}}]
+    assert asked == [(3, False)]
+    assert (loop._evaluated_step, loop._eval_loss, loop._is_evaluating) == (4, 2.5, False)
+
+
+@pytest.mark.parametrize(("step", "saved", "expected"), [(1, None, []), (2, None, [1]), (2, 1, [])])
+def test_a_checkpoint_before_a_bad_batch_is_saved_unless_there_is_one(
+    step: int, saved: int | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    positions: list[Any] = []
+    monkeypatch.setattr(loop_module, "save_bad_batch", lambda *_: Path("out/bad.pt"))
+    monkeypatch.setattr(loop_module, "to_json", lambda rate: {"rate": rate})
+    loop: Any = SimpleNamespace(
+        _batches=SimpleNamespace(step=step),
+        _out=Path("out"),
+        _run=SimpleNamespace(data=SimpleNamespace(dataset=SimpleNamespace(decode=None))),
+        _listeners=SimpleNamespace(note=notes.append),
+        _saver=SimpleNamespace(saved_step=saved),
+        _rate="rate",
+        _save=positions.append,
+    )
+    TrainingLoop._save_before_bad_batch(loop, {}, {"row": 7})
+
+    assert [(p.step, p.data, p.schedule) for p in positions] == [
+        (s, {"row": 7}, {"rate": "rate"}) for s in expected
+    ]
+    assert notes == [f"the batch of step {step} was saved to out/bad.pt and, as text, bad.txt"]
