@@ -107,8 +107,11 @@ def test_a_config_with_which_transformers_divides_by_zero_is_refused() -> None:
         survey_config(config, name="zero")
 
 
-def test_a_config_whose_lists_are_too_short_is_refused() -> None:
+def test_a_config_whose_lists_are_too_short_is_refused_with_their_names() -> None:
     config = transformers.SmolLM3Config(num_hidden_layers=3)
-    config.no_rope_layers = [1]
-    with pytest.raises(SurveyError, match=r"cannot build .* 'smollm3': IndexError: list index"):
+    config.no_rope_layers = [1, 1]
+    with pytest.raises(
+        SurveyError,
+        match=r"cannot build .* 'smollm3': no_rope_layers has 2 entries for 3 layers; a list needs",
+    ):
         survey_config(config, name="short")

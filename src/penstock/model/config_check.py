@@ -132,6 +132,26 @@ def adjust_layer_lists(config: Any, layers_before: int | None, changed: Mapping[
         setattr(config, name, getattr(type(config).from_dict(without), name))
 
 
+def describe_short_lists(config: Any) -> str:
+    """Describe the lists that have too few entries for the layers of a config; "" without any.
+
+    Models look up what kind of layer each one is, such as in `no_rope_layers` of SmolLM 3. Lists of
+    some other layers, such as `mlp_only_layers`, may be short, so a short list is a mistake only if
+    the model cannot be built.
+    """
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        return ""
+    short = [
+        f"{name} has {len(value)} entries"
+        for name, value in config.to_dict().items()
+        if "layer" in name and isinstance(value, list) and 0 < len(value) < layers
+    ]
+    if not short:
+        return ""
+    return f"{' and '.join(short)} for {layers} layers; a list needs one entry for each layer"
+
+
 def config_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions by which transformers refuses the fields of a config."""
     from huggingface_hub.errors import StrictDataclassError

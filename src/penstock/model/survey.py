@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import SurveyError
 from penstock.model.config import load_config
-from penstock.model.config_check import describe
+from penstock.model.config_check import describe, describe_short_lists
 from penstock.model.inventory import Block, Inventory, TensorSpec
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ def _build_on_meta(config: Any, trust_remote_code: bool) -> nn.Module:
         # These have messages for people. Those of others make no sense without their name.
         plain = isinstance(problem, ValueError | ImportError | AttributeError | TypeError)
         what = describe(problem) if plain else f"{type(problem).__name__}: {describe(problem)}"
+        if isinstance(problem, IndexError) and (short := describe_short_lists(config)):
+            what = short
         source = getattr(config, "_name_or_path", "")
         where = f"{source}/config.json: " if Path(source).is_dir() else ""
         raise SurveyError(
