@@ -54,7 +54,7 @@ def run(name: str, case: Case) -> dict[str, Any]:
     """Return the differences of one run, or the error that it ends with."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = asdict(compare(case, Path(folder), spread=case.dtype == "fp32"))
+            found = asdict(compare(case, Path(folder)))
         except Exception as problem:
             # A family that is refused, for example; the others are still of interest.
             text = " ".join(str(problem).replace(folder, "").split())

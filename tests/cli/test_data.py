@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,3 +145,20 @@ def test_terminal_escapes_in_the_data_are_spelled_out(
     printed = capsys.readouterr().out
     assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(printed)
     assert r"a\x1b]0;owned\x07\x9b31m\u202eb" in printed
+
+
+def test_a_model_of_the_hub_is_loaded_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(
+        "transformers.AutoTokenizer.from_pretrained",
+        lambda name, **options: asked.append((name, options)) or "tokenizer",
+    )
+    assert load_tokenizer("owner/model") == "tokenizer"
+    assert load_tokenizer("owner/model", revision="v2", trust_remote_code=True) == "tokenizer"
+    assert asked == [
+        ("owner/model", {"revision": "main", "trust_remote_code": False}),
+        ("owner/model", {"revision": "v2", "trust_remote_code": True}),
+    ]
+    for name in ("a/b/c", __file__):
+        with pytest.raises(TokenizerError, match="neither a directory nor"):
+            load_tokenizer(name)

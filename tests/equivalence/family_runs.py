@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,9 @@ PLACEMENT = ("nddd", "dndh", "hhhn", "ddnd", "nndn")
 NOISE = 1e-5
 """Gradients below this, of a norm of at most 1, may be rounding errors. AdamW divides by their
 size, so such an element may move in any direction."""
+
+SHARE = 0.1
+"""A single tensor may differ by this share of what rounding does to all of them, in the mean."""
 
 GPU_FAMILIES = ("Llama 3", "Qwen 3", "Gemma 3", "Phi 3", "OLMo 2", "GPT-NeoX")
 
@@ -87,13 +91,20 @@ class Comparison:
 
     difference: Difference
     spread: Difference | None
-    """Difference between the plain run and the same in fp64."""
+    """Difference between the plain run and the same in fp64; None in other types than fp32."""
+    excess: float | None
+    """Largest difference of a tensor's weights, as a multiple of what rounding does to it."""
+    excess_tensor: str
+    """The tensor with this difference."""
     first_loss: float
     last_loss: float
 
 
-def compare(case: Case, folder: Path, *, spread: bool = False) -> Comparison:
-    """Train both ways from the same files, and compare losses, norms and weights."""
+def compare(case: Case, folder: Path) -> Comparison:
+    """Train both ways from the same files, and compare losses, norms and weights.
+
+    In fp32, the plain model is also trained in fp64: the difference is what rounding does.
+    """
     tokenizer = small_tokenizer(None)
     model = save_family(case.family, folder / "model", vocabulary=len(tokenizer))
     tokenizer.save_pretrained(model)
@@ -110,10 +121,13 @@ def compare(case: Case, folder: Path, *, spread: bool = False) -> Comparison:
         {name: parameter.detach() for name, parameter in trained.named_parameters()},
     )
     plain = _train_plain(case, model, steps, DTYPES[case.dtype])
-    double = _train_plain(case, model, steps, torch.float64) if spread else None
+    exact = _train_plain(case, model, steps, torch.float64) if case.dtype == "fp32" else None
+    excess, tensor = weight_excess(ours, plain, exact) if exact else (None, "")
     return Comparison(
         difference(ours, plain, case.schedule.lr),
-        difference(double, plain, case.schedule.lr) if double else None,
+        difference(exact, plain, case.schedule.lr) if exact else None,
+        excess,
+        tensor,
         plain.losses[0],
         plain.losses[-1],
     )
@@ -132,6 +146,27 @@ def difference(run: PlainRun, plain: PlainRun, lr: float) -> Difference:
         max(_relative(run.norms, plain.norms)),
         *worst,
     )
+
+
+def weight_excess(run: PlainRun, plain: PlainRun, exact: PlainRun) -> tuple[float, str]:
+    """Return the largest difference of a tensor's weights relative to rounding, and the tensor.
+
+    Differences are root mean squares over the tensor. Rounding is the difference of the plain run
+    from itself with gradients in fp64, and the distance of two neighbouring weights in fp32. A
+    tensor that rounding happens to change little may differ by a share of what it does to all.
+    """
+    limits = {name: _rms(exact, plain, name) for name in plain.weights}
+    common = SHARE * math.sqrt(sum(limit**2 for limit in limits.values()) / len(limits))
+    unit = torch.finfo(torch.float32).eps
+    for name, weight in plain.weights.items():
+        limits[name] += common + unit * float(weight.double().square().mean().sqrt())
+    return max((_rms(run, plain, name) / limits[name], name) for name in limits)
+
+
+def _rms(run: PlainRun, plain: PlainRun, name: str) -> float:
+    moved = run.weights[name].cpu().double() - plain.weights[name].cpu().double()
+    kept = moved[plain.gradients[name].cpu() >= NOISE]
+    return float(kept.square().mean().sqrt()) if kept.numel() else 0.0
 
 
 def make_texts(*, packed: bool, count: int = 50) -> list[str]:

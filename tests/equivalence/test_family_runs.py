@@ -13,8 +13,9 @@ from tests.support.family_models import FAMILIES
 LOSS = 1e-5
 """Largest relative difference of one of 20 losses in fp32. Measured: 3e-7 at most."""
 
-WEIGHT = 0.02
-"""Largest difference of an element after 20 steps, in units of the learning rate."""
+EXCESS = 8.0
+"""Largest difference of a tensor's weights after 20 steps, as a multiple of what rounding does to
+the same tensor of plain transformers (`family_runs.weight_excess`)."""
 
 GPU_LOSS = 0.02
 """Largest difference of one of 20 losses in bf16 on a GPU."""
@@ -41,7 +42,8 @@ def test_a_run_in_fp32_equals_plain_transformers(name: str, packed: bool, tmp_pa
 
     assert found.last_loss < found.first_loss - 0.1, "it learned"
     assert found.difference.loss < LOSS, found
-    assert found.difference.weight < WEIGHT, found
+    assert found.excess is not None
+    assert found.excess < EXCESS, found
 
 
 @pytest.mark.gpu

@@ -169,8 +169,11 @@ def test_unsupported_parameters_are_rejected(param: torch.Tensor, message: str) 
     good = AdamW([torch.ones(3).requires_grad_()])
     with pytest.raises(SweepInputError, match=message):
         good.add_param_group({"params": [param.requires_grad_()]})
+    named = AdamW([("good", torch.ones(3).requires_grad_())])
+    with pytest.raises(SweepInputError, match=message):
+        named.add_param_group({"params": [("bad", param)]})
 
-    assert len(good.param_groups) == 1
+    assert len(good.param_groups) == len(named.param_groups) == 1
 
 
 def test_unsupported_gradients_are_rejected() -> None:

@@ -20,6 +20,7 @@ from penstock.plan.budget import (
     check_paths,
     parse_budget,
     split_path_budget,
+    tier_capacity,
     with_budget_memory,
 )
 from penstock.tiers import Tier
@@ -175,3 +176,11 @@ def test_a_path_that_the_machine_does_not_list_is_named() -> None:
         check_paths(box, other)
     with pytest.raises(PlanError, match=r"\(none\)"):
         check_paths(replace(box, storage=()), other)
+
+
+def test_a_full_disk_has_no_capacity() -> None:
+    box = machine()
+    full = replace(box, storage=(replace(box.storage[0], free=0),))
+    assert tier_capacity(full, Budget(hbm=0, dram=0), Tier.NVME) == 0
+    free = replace(box, storage=(replace(box.storage[0], free=5 * GiB),))
+    assert tier_capacity(free, Budget(hbm=0, dram=0), Tier.NVME) == 5 * GiB

@@ -15,8 +15,9 @@ import torch
 from penstock.engine.device import CpuDevice
 from penstock.engine.engine import Engine
 from penstock.plan.build_schedule import step_schedule, sweep_schedule
+from penstock.plan.placement import Share
 from penstock.plan.schedule import Operation, Verb
-from penstock.plan.traffic import Traffic, step_disk_writes, step_traffic
+from penstock.plan.traffic import Traffic, _disk_transfers, step_disk_writes, step_traffic
 from penstock.planner.candidate import Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.roles import TRAINED
@@ -229,3 +230,18 @@ def test_a_sweep_on_the_gpu_touches_what_is_trained(
     assert trained < setup.model.blocks[block].parameters() or not freeze
     # A little more than the bytes of the elements: tensors are stored in whole pages.
     assert nbytes == pytest.approx((2 * (2 + 2 + 4 + 4) + 2) * trained, rel=0.03)
+
+
+@pytest.mark.parametrize("nbytes", [10, 1_000_003])
+def test_bytes_of_a_stripe_are_divided_over_its_disks_to_the_byte(nbytes: int) -> None:
+    shares = [
+        Share(tier=Tier.NVME, nbytes=size, path=path)
+        for path, size in (("/a", 3 * 4096), ("/b", 2 * 4096), ("/c", 5 * 4096))
+    ]
+    host = Share(tier=Tier.DRAM, nbytes=4096, node=0)
+    for reads, ends in ((True, ("disk", "host")), (False, ("host", "disk"))):
+        found = list(_disk_transfers([host, *shares], nbytes, reads=reads))
+        assert [t.link[-2:] for t in found] == ["/a", "/b", "/c"]
+        first, second = nbytes * 3 // 10, nbytes * 2 // 10
+        assert [t.nbytes for t in found] == [first, second, nbytes - first - second]
+        assert {(t.source, t.target) for t in found} == {ends}

@@ -156,3 +156,19 @@ def test_a_checkpoint_before_a_bad_batch_is_saved_unless_there_is_one(
         (s, {"row": 7}, {"rate": "rate"}) for s in expected
     ]
     assert notes == [f"the batch of step {step} was saved to out/bad.pt and, as text, bad.txt"]
+
+
+@pytest.mark.parametrize(("step", "saved"), [(0, 0), (1, 1), (7, 1)])
+def test_a_run_that_is_stopped_after_its_first_step_is_saved(step: int, saved: int) -> None:
+    events: list[dict[str, Any]] = []
+    saves: list[int] = []
+    loop: Any = SimpleNamespace(
+        _batches=SimpleNamespace(step=step, steps=9),
+        _listeners=SimpleNamespace(emit=lambda kind, **fields: events.append({kind: fields})),
+        _save_last=lambda: saves.append(step),
+        _out_text="out",
+    )
+    TrainingLoop._stop_early(loop)
+
+    assert len(saves) == saved
+    assert events == [{"stopped": {"step": step, "steps": 9, "out": "out"}}]
