@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from penstock.checkpoint.errors import CheckpointWarning
 from penstock.engine.prepare import check_weights
+from penstock.model.checkpoint_names import _own_names
 from penstock.model.survey import survey
 from tests.checkpoint.test_model_weights import read_all
 from tests.conformance_models.tiny import tiny_config
@@ -163,3 +165,16 @@ def test_only_weights_that_are_lost_are_named_in_a_warning(tmp_path: Path, layou
         assert name in messages[0]
     for name in layout.buffers:
         assert not messages or name not in messages[0]
+
+
+def test_files_without_the_first_part_of_the_names_or_with_one_more_are_read() -> None:
+    """Models with code of their own: nothing renames their tensors."""
+    inventory: Any = SimpleNamespace(layers=[SimpleNamespace(name="transformer.h.0")])
+    wanted = {"transformer.h.0.a", "transformer.h.0.b", "lm_head.weight", "transformer.missing"}
+    found = {"transformer.h.0.a", "h.0.b", "transformer.lm_head.weight", "other"}
+
+    assert _own_names(found, wanted, inventory) == {
+        "transformer.h.0.a": "transformer.h.0.a",
+        "transformer.h.0.b": "h.0.b",
+        "lm_head.weight": "transformer.lm_head.weight",
+    }

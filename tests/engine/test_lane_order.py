@@ -14,7 +14,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.program import INSTANT
 from penstock.engine.step_state import StepState
 from penstock.engine.ticket_board import TicketBoard
-from penstock.plan.schedule import Verb
+from penstock.plan.schedule import COMPUTE, Verb
 from penstock.roles import Role
 from tests.equivalence.runs import WAYS, Setup, Way
 
@@ -157,3 +157,21 @@ def test_the_timeline_has_every_operation_once_from_its_start_to_its_end(
         wanted = 6 // rounds if op.roles == (Role.ACTIVATION,) else 1
         assert shown.pop(op, 0) == (0 if op.verb in INSTANT else wanted), op
     assert not shown
+
+
+def test_every_computation_is_reported_as_progress(tmp_path: Path) -> None:
+    """The watchdog of a run takes an engine that reports nothing for stuck."""
+    setup = Setup.of("llama")
+    reported: list[tuple[int, int, str]] = []
+    with setup.engine(WAYS[3], tmp_path) as engine:
+        engine.on_progress = lambda *given: reported.append(given)
+        engine.step(setup.batches(1)[0])
+        operations = engine._programs.first.operations
+        names = [block.name for block in engine.inventory.blocks]
+
+    expected = [
+        (at, len(operations), f"{op.verb} {names[op.block]}")
+        for at, op in enumerate(operations)
+        if op.verb in COMPUTE or op.gpu
+    ]
+    assert reported == expected

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from penstock.engine import engine as engine_module
 from penstock.engine import initial_weights, restore
 from penstock.engine.engine import Engine
 from penstock.engine.prepare import prepare
@@ -190,3 +192,25 @@ def test_a_model_without_weights_is_refused() -> None:
     with prepare(model, **SMALL), pytest.raises(UnsupportedModelError, match="close that engine"):
         prepare(model, **SMALL)
     assert model(IDS).logits.shape == (2, 32, 260)
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_closed_engine_moves_its_model_back_if_it_got_its_weights(
+    restored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(engine_module, "give_back", lambda live, state: restored)
+    monkeypatch.setattr(engine_module, "move_back", lambda live: done.append(f"move {live}"))
+
+    def part(name: str, method: str) -> Any:
+        return SimpleNamespace(**{method: lambda: done.append(name)})
+
+    engine: Any = SimpleNamespace(
+        _closed=False, live_model="the model", state=None, _runner=part("runner", "close"),
+        files=part("files", "close"), split_model=part("model", "release"),
+        _memory=part("memory", "release"),
+    )  # fmt: skip
+    Engine.close(engine)
+    Engine.close(engine)
+
+    assert done == ["runner", "files", "model", "memory", *(["move the model"] * restored)]

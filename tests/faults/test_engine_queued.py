@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from penstock import _native
 from penstock.engine import tier_memory, transfer
 from penstock.engine.runner import Runner
+from penstock.engine.ticket_board import TicketBoard
 from penstock.errors import NonFiniteMasterError
 from penstock.memory.arena import Arena
 from penstock.model.split import SplitModel
@@ -91,3 +94,24 @@ def test_a_second_ctrl_c_ends_all_waiting_except_for_sweeps(
         assert len(started) > 2
         assert all(ticket.done() for ticket in started)
         assert engine._pending is None
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_waiting_goes_on_after_one_ctrl_c_and_ends_with_the_second(interrupts: int) -> None:
+    step: Any = SimpleNamespace(tickets=TicketBoard())
+    waits: list[int] = []
+
+    def wait() -> None:
+        waits.append(len(waits))
+        if len(waits) <= interrupts:
+            raise KeyboardInterrupt
+
+    runner: Any = SimpleNamespace()
+    runner._wait_despite_interrupt = partial(Runner._wait_despite_interrupt, runner)
+    if interrupts == 1:
+        runner._wait_despite_interrupt(step, wait)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            runner._wait_despite_interrupt(step, wait)
+    assert len(waits) == 2
+    assert isinstance(step.tickets.failed, KeyboardInterrupt)

@@ -15,7 +15,7 @@ from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, PathBudget, parse_budget
 from penstock.plan.buffers import ALLOCATOR_PAGES, CUDA_CONTEXT
 from penstock.plan.working_memory import ASSUMED_GAPS, LIBRARIES
-from penstock.planner import QUICK, fits, make_plan
+from penstock.planner import QUICK, fits, make_plan, planner
 from penstock.planner.candidate import BlockLocations, Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.planner.search import search
@@ -327,3 +327,17 @@ def test_planning_imports_neither_torch_nor_memory_nor_the_native_core() -> None
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
+
+
+def test_a_step_is_timed_with_any_fit_if_the_search_finds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inventory = llama("two", 256, 1024, 2, 256, 64, 8192, False)
+    workload, box = work(inventory, 64, 4), machine()
+    monkeypatch.setattr(planner, "search_drives", lambda *given, **more: None)
+    seconds = planner.quick_step_seconds(inventory, workload, Budget(hbm=8 * GiB, dram=GiB), box)
+
+    assert seconds is not None
+    assert 0 < seconds < 1
+    none = planner.quick_step_seconds(inventory, workload, Budget(hbm=MiB, dram=MiB), box)
+    assert none is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -186,3 +187,22 @@ def test_a_store_is_full_at_its_last_byte(tmp_path: Path) -> None:
             store.allocate(0, name="none")
         store.allocate(4096, name="third")
         assert (store.stats.used, store.stats.capacity) == (8 * 4096, 8 * 4096)
+
+
+def test_requests_that_a_device_keeps_are_warned_of_and_their_buffers_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaked: list[object] = []
+    monkeypatch.setattr(store_module, "_leaked", leaked)
+    files: Any = SimpleNamespace(volumes=[SimpleNamespace(data_path="/mnt/a/data")])
+    kept = [(True, 0, 4096, 8192)]
+    engine: Any = SimpleNamespace(close=lambda timeout: kept if timeout == 1.5 else [])
+
+    with pytest.warns(
+        StorageWarning, match=r"1 requests .* write of 8192 B at 4096 of /mnt/a/data"
+    ):
+        found = store_module._close_engine(engine, 1.5, files, "a buffer", "another")
+    assert found == ["write of 8192 B at 4096 of /mnt/a/data"]
+    assert leaked == [files, "a buffer", "another"]
+    assert store_module._close_engine(engine, 2.0, files, "a buffer") == []
+    assert len(leaked) == 3
