@@ -320,7 +320,7 @@ def test_a_split_and_weights_of_a_seed_never_change(tmp_path: Path) -> None:
     assert numbers(dataset.weighted([2.5], seed=9)) == [*range(20), *range(20), *half]
     assert numbers(dataset.weighted([0.5])) == numbers(dataset.weighted([0.5], seed=0))
     for bad in ([float("inf")], [-0.5], [1.0, 1.0], []):
-        with pytest.raises(DataError, match="must be 1 numbers of at least 0"):
+        with pytest.raises(DataError, match="must be 1 numbers from 0 to"):
             dataset.weighted(bad)
 
 

@@ -242,7 +242,7 @@ def test_pages_are_dropped_whenever_many_are_cached(
 def _written(path: Path, data: bytes) -> bytes:
     fd = os.open(path, NEW)
     try:
-        with contextlib.closing(DirectWriter(fd)) as writer:
+        with contextlib.closing(DirectWriter(fd, path)) as writer:
             writer.write(memoryview(data))
             writer.sync()
     finally:

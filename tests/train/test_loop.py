@@ -119,7 +119,10 @@ def test_an_evaluation_is_reported_once_with_its_seconds(monkeypatch: pytest.Mon
             data=SimpleNamespace(held_out=held_out), settings=Settings.of({"batch": 3})
         ),
         _batches=SimpleNamespace(step=4),
-        _engine=SimpleNamespace(evaluate=lambda batches: SimpleNamespace(loss=2.5, tokens=30)),
+        _engine=SimpleNamespace(
+            evaluate=lambda batches: SimpleNamespace(loss=2.5, tokens=30),
+            workload=SimpleNamespace(numerics=SimpleNamespace(label_smoothing=0.0)),
+        ),
         _listeners=SimpleNamespace(emit=lambda kind, **fields: events.append({kind: fields})),
         _until_stopped=lambda batches: batches,
         _evaluated_step=None,
@@ -143,10 +146,11 @@ def test_a_checkpoint_before_a_bad_batch_is_saved_unless_there_is_one(
     monkeypatch.setattr(loop_module, "to_json", lambda rate: {"rate": rate})
     loop: Any = SimpleNamespace(
         _batches=SimpleNamespace(step=step),
-        _out=Path("out"),
         _run=SimpleNamespace(data=SimpleNamespace(dataset=SimpleNamespace(decode=None))),
         _listeners=SimpleNamespace(note=notes.append),
-        _saver=SimpleNamespace(saved_step=saved),
+        _saver=SimpleNamespace(
+            out=Path("out"), find_directory=lambda: None, is_saved=lambda number: number == saved
+        ),
         _rate="rate",
         _save=positions.append,
     )
