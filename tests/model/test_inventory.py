@@ -149,11 +149,3 @@ def test_sizes_are_at_least_one(field: str) -> None:
     Inventory(model="m", blocks=blocks, **sizes | {field: 1})
     with pytest.raises(InventoryError, match=f"^{field}: must be 1 or more, got 0"):
         Inventory(model="m", blocks=blocks, **sizes | {field: 0})
-
-
-def test_only_matrices_are_multiplied_with_every_token() -> None:
-    """Norms and biases are no matrices."""
-    for block in model("llama-3.1-8b").layers[:1]:
-        matrices = [t for t in block.tensors if len(t.shape) > 1]
-        assert len(matrices) < len(block.tensors)
-        assert block.matmul_elements == sum(t.elements for t in matrices)

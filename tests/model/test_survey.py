@@ -10,6 +10,7 @@ import transformers
 
 from penstock.errors import SurveyError
 from penstock.model.survey import survey, survey_config
+from tests.support import engines
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -115,3 +116,11 @@ def test_a_config_whose_lists_are_too_short_is_refused_with_their_names() -> Non
         match=r"cannot build .* 'smollm3': no_rope_layers has 2 entries for 3 layers; a list needs",
     ):
         survey_config(config, name="short")
+
+
+def test_only_matrices_are_multiplied_with_every_token() -> None:
+    """Norms and biases are no matrices."""
+    for block in engines.inventory(engines.tiny_config("qwen2")).layers:
+        matrices = [t for t in block.tensors if len(t.shape) > 1]
+        assert len(matrices) < len(block.tensors)
+        assert block.matmul_elements == sum(t.elements for t in matrices)
