@@ -97,7 +97,7 @@ def test_columns_have_other_names_and_all_others_are_ignored(tmp_path: Path) -> 
     assert whole_text(plain) == "It is.<|end|>"
     with pytest.raises(
         BadLinesError,
-        match=r"has no column 'reply'; it has question, answer, text \(--columns applies to every",
+        match=r"has no column 'reply'; it has question, answer, text, messages \(--columns",
     ):
         dataset_of(tmp_path, [record], columns={"text": "reply"})
     with pytest.raises(DataError, match="'reply' has no meaning; the names are messages, text"):
