@@ -15,7 +15,8 @@ LOSS = 1e-5
 
 EXCESS = 8.0
 """Largest difference of a tensor's weights after 20 steps, as a multiple of what rounding does to
-the same tensor of plain transformers (`family_runs.weight_excess`)."""
+the same tensor of plain transformers (`family_runs.weight_excess`). Measured: 0.7 to 1.7. If the
+epsilon of AdamW is twice as large, it is 37."""
 
 GPU_LOSS = 0.02
 """Largest difference of one of 20 losses in bf16 on a GPU."""
