@@ -151,6 +151,18 @@ def test_files_removed_from_the_directory_are_in_the_next_checkpoint(
     assert (out / "metrics.jsonl").read_text().count('"event": "step"') == STEPS
 
 
+@pytest.mark.filterwarnings("ignore:.*recording stopped:RuntimeWarning")
+def test_a_profile_that_is_lost_with_the_directory_does_not_end_the_run(
+    runs: Runs, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    before_step(monkeypatch, 2, lambda: shutil.rmtree(out))
+    result = train(runs, out, "--profile", "3")
+    assert result.code == 0, result.errors
+    assert f"warning: no profile: {out / 'profile'}" in result.errors
+    assert contents(out) == contents(whole[0])
+
+
 def test_a_foreign_directory_with_the_same_name_is_not_written_to(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

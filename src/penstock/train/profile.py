@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.errors import PenstockError
 from penstock.observe.observer import Observer, finish
 from penstock.observe.records import TRAIN_PROFILE
 from penstock.train.events import Event
@@ -32,5 +33,9 @@ class StepProfiler:
             self._stop("the end of the run")
 
     def _stop(self, ended_by: str) -> None:
-        self._observer.stop(ended_by)
-        self._note(finish(self._path))
+        # A profile that was removed, or a disk that is full, must not end the run.
+        try:
+            self._observer.stop(ended_by)
+            self._note(finish(self._path))
+        except (OSError, PenstockError) as problem:
+            self._note(f"warning: no profile: {problem}. Training continues")
