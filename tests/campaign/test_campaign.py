@@ -21,11 +21,8 @@ REPO = Path(__file__).parents[2]
 
 SEED = 20261116
 
-SAMPLES = {
-    "kills": 6, "power-cuts": 3, "flips": 5, "faults": 6, "checkpoints": 10, "concurrent": 2,
-    "fuzz": 40,
-}  # fmt: skip
-"""Number of cases of each kind: about ten seconds."""
+SAMPLES = {"kills": 4, "power-cuts": 3, "flips": 5, "checkpoints": 10, "concurrent": 1, "fuzz": 20}
+"""Number of cases of each kind: about ten seconds. test_file_faults.py has a sample of `faults`."""
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
