@@ -143,7 +143,7 @@ def test_a_weight_says_how_often_an_epoch_has_a_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", [(1,), (1, 2, 3), (1, -1), (1, float("nan"))])
 def test_wrong_weights_are_rejected(weights: tuple[float, ...], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the weights must be 2 numbers of at least 0"):
+    with pytest.raises(DataError, match="the weights must be 2 numbers from 0 to 1000"):
         weighted(tmp_path, *weights)
 
 
