@@ -29,9 +29,8 @@ ROOT = Path(__file__).parents[2]
 KINDS = {
     "kills": "tests.campaign.kills:Kills",
     "power-cuts": "tests.campaign.power_cuts:PowerCuts",
-    "failing-calls": "tests.campaign.file_faults:FailingCalls",
     "flips": "tests.campaign.flips:Flips",
-    "faults": "tests.campaign.faults:Faults",
+    "faults": "tests.campaign.file_faults:FailingCalls",
     "checkpoints": "tests.campaign.checkpoint_damage:CheckpointDamage",
     "concurrent": "tests.campaign.concurrent_runs:ConcurrentRuns",
     "fuzz": "tests.campaign.fuzz:Fuzz",
