@@ -38,7 +38,7 @@ def test_auto_budgets_are_for_the_limit_and_not_for_the_machine(runs: Runs, tmp_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("limit", [300, 400, 500, 600, 700, 850, 1000, 1150, 1300, 1600])
+@pytest.mark.parametrize("limit", [250, 300, 400, 500, 600, 700, 850, 1000, 1150, 1300, 1600])
 @pytest.mark.parametrize(
     "flags",
     [(), ("--hbm", "64MiB", "--dram", "256MiB"), ("--hbm", "64MiB", "--dram", "1GiB"), ("nvme",)],

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import PlanError
+from penstock.errors import MemoryLimitError, PlanError
 from penstock.machine.discovery import discover
 from penstock.machine.limits import (
+    check_import_memory,
     cpu_quota,
     host_memory,
     memory_limit,
@@ -180,6 +181,13 @@ def test_host_memory_is_that_of_the_nodes_within_the_limit(tmp_path: Path) -> No
 
     wide = host_memory(limited(tmp_path, 30 * GiB, 1 * GiB))
     assert (wide.total, wide.free) == (24 * GiB, 20 * GiB)
+
+
+def test_a_limit_that_is_too_low_to_load_pytorch_is_refused_first(tmp_path: Path) -> None:
+    check_import_memory(limited(tmp_path, 300 * MiB, 20 * MiB))
+
+    with pytest.raises(MemoryLimitError, match=r"needed to load PyTorch .* leaves 279 MiB"):
+        check_import_memory(limited(tmp_path, 300 * MiB, 21 * MiB))
 
 
 def test_budgets_do_not_depend_on_what_the_process_has_loaded(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,8 @@ from penstock.cli.flags import (
 )
 from penstock.cli.output import EXIT_INTERRUPTED
 from penstock.errors import SettingsError
+from penstock.machine.limits import check_import_memory
+from penstock.machine.sysfs import System
 from penstock.settings import Layer, Settings, merge_layers, read_yaml
 
 
@@ -27,6 +30,8 @@ def train_command(**flags: Any) -> None:
 
     Press Ctrl-C once to save a checkpoint and stop; continue later with --resume.
     """
+    if "torch" not in sys.modules:  # the next import loads it
+        check_import_memory(System())
     from penstock.train.session import pick_view, train
 
     resume, as_json, profile = (flags.pop(name) for name in ("resume", "as_json", "profile"))

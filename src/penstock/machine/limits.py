@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from penstock.errors import MemoryLimitError
 from penstock.machine.machine import MemoryLimit
 from penstock.machine.sysfs import System
-from penstock.units import KiB
+from penstock.units import KiB, MiB
 
 _UNLIMITED = 1 << 60
 """cgroup v1 reports a number near 2^63 if there is no limit."""
@@ -36,6 +37,10 @@ _RESOURCE_LIMITS = (
 """Resource limits on memory: name in /proc/self/limits, what they limit in /proc/self/status, and
 how a shell sets them. A limit on locked memory does not bound a budget: what cannot be locked is
 pageable."""
+
+IMPORTS = 280 * MiB
+"""Memory of a process that has loaded PyTorch's CPU build and transformers, as a control group
+counts it: the code of libraries is page cache, and not part of it. Measured: 250 to 280 MiB."""
 
 Controller = Literal["memory", "cpu"]
 
@@ -71,6 +76,16 @@ def memory_limit(system: System) -> MemoryLimit | None:
     """Return the limit that leaves this process the least memory; None without a limit."""
     limits = [*_group_limits(system), *_resource_limits(system)]
     return min(limits, key=lambda limit: (limit.left, limit.nbytes), default=None)
+
+
+def check_import_memory(system: System) -> None:
+    """Raise MemoryLimitError if the limit is too low to load PyTorch, before that is tried."""
+    limit = memory_limit(system)
+    if limit is not None and limit.name.startswith("/") and limit.left < IMPORTS:
+        raise MemoryLimitError(
+            wanted=IMPORTS, free=limit.left, limit=limit.nbytes, name=limit.name,
+            what="needed to load PyTorch and transformers",
+        )  # fmt: skip
 
 
 def memory_limit_for_process(system: System) -> MemoryLimit | None:
