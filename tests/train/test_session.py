@@ -73,7 +73,7 @@ def test_the_output_directory_has_metrics_settings_and_two_checkpoints(whole: Wh
         "checkpoint-000004",
         "checkpoint-000006",
     ]
-    assert not (out / "checkpoint-000004/optimizer.safetensors").exists()
+    assert (out / "checkpoint-000004/optimizer.safetensors").exists()
     assert (out / "checkpoint-000006/optimizer.safetensors").exists()
 
 
