@@ -14,8 +14,9 @@ from pathlib import Path
 from penstock import _native
 from penstock.units import MiB
 
-PIECE_NBYTES = MiB
-"""Bytes that are summed before they are copied: they stay in the processor's cache in between."""
+PIECE_NBYTES = 4 * MiB
+"""Bytes that are summed before they are copied: few enough to stay in the processor's cache in
+between, and enough to wait rarely for Python's lock, which is released while they are summed."""
 
 _FILE_NBYTES = 4 * MiB
 _POLYNOMIAL = 0x82F63B78  # reflected, as in csrc/crc32c.cpp
