@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import importlib
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # A name that is no directory must not be looked up on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from penstock.units import GiB
 from tests.campaign.results import CaseResult, NotAvailableError, ResultsFile, Verdict, count, table
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +123,10 @@ def _run_case(
 
 def _quick_disk() -> str | None:
     """Return a directory in memory if there is one: files are copied for every case."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    shared = "/dev/shm"
+    if not os.access(shared, os.W_OK) or shutil.disk_usage(shared).free < 2 * GiB:
+        return None  # a container may have only 64 MiB
+    return shared
 
 
 def _summarize(results: ResultsFile, *, save: bool) -> int:

@@ -69,6 +69,8 @@ def check_fields(fields: Mapping[str, Any], where: str, *, least: int = 1) -> No
             _check_size(name, value, where, 0 if name in _MAY_BE_ZERO else least)
         elif isinstance(value, Mapping):
             check_fields(value, where, least=0)
+        elif name == "rope_theta" and isinstance(value, int | float) and not value > 0:
+            raise SurveyError(f"{where}: {name} must be above 0, got {_show(value)}")
         elif isinstance(value, int) and abs(value) >= 1 << 63:
             raise SurveyError(f"{where}: {name} must fit into 64 bits, got {_show(value)}")
     width = next((fields[name] for name in _WIDTHS if fields.get(name)), 1)
