@@ -10,6 +10,9 @@ import typer
 from penstock.cli.flags import parse_size
 from penstock.units import MiB
 
+LONGEST_INTERVAL = 3600
+"""Most seconds between samples; threads cannot wait for arbitrarily long times."""
+
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 """Pass everything after the first word that is not an option of ours to the program."""
 
@@ -56,9 +59,10 @@ def profile_command(
 def _check_interval(seconds: float) -> float:
     from penstock.observe.observer import MIN_INTERVAL
 
-    if not MIN_INTERVAL <= seconds < float("inf"):
+    if not MIN_INTERVAL <= seconds <= LONGEST_INTERVAL:
         raise typer.BadParameter(
-            f"must be at least {MIN_INTERVAL} s, got {seconds}", param_hint="--interval"
+            f"must be from {MIN_INTERVAL} to {LONGEST_INTERVAL} s, got {seconds}",
+            param_hint="--interval",
         )
     return seconds
 

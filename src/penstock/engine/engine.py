@@ -225,6 +225,8 @@ def _check_group(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -
         pairs = zip(found, value, strict=True) if _are_lists(found, value) else [(found, value)]
         if name != "params" and not all(_is_alike(one, other) for one, other in pairs):
             raise EngineStateError(f"{where}.{name}", f"must be like {value}, got {found!r:.60}")
+        if name == "betas" and not all(0 <= beta < 1 for beta in found):
+            raise EngineStateError(f"{where}.{name}", f"must be from 0 to below 1, got {found}")
 
 
 def _are_lists(one: object, other: object) -> bool:
