@@ -25,6 +25,9 @@ OTHERS = ("starcoder2", "stablelm", "cohere", "cohere2", "glm", "glm4", "smollm3
 
 OTHERS_SHARE = 0.2
 
+WIDE_AS_HEADS = ("helium",)
+"""Families that run only if the heads together are as wide as the hidden states."""
+
 PARTLY_ROTATED = ("gpt_neox", "stablelm", "glm", "glm4", "nemotron", "persimmon", "phi")
 """Model types that rotate a quarter or half of a head, which must be an even number."""
 
@@ -128,6 +131,7 @@ def _draw_config(drawn: random.Random, family: str, context: int, limits: Limits
     }  # fmt: skip
     if "head_dim" in known:
         config["head_dim"] = head
+    if "head_dim" in known and family not in WIDE_AS_HEADS:
         # transformers requires a multiple of the number of heads, for any head size.
         every = [size for size in range(low, high + 1) if size % math.lcm(2, heads) == 0]
         rounded = [size for size in every if size % 8 == 0]

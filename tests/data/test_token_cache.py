@@ -333,3 +333,21 @@ def test_a_planted_link_in_place_of_the_lock_is_not_followed(file: Path, caches:
     with pytest.raises(CacheError, match="cannot be written: Too many levels of symbolic links"):
         open_dataset(file, small_tokenizer(), cache_dir=caches)
     assert precious.read_text() == "precious"
+
+
+def test_the_numbers_of_a_vocabulary_may_have_gaps(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "</s>": 1, "a": 2, "b": 90_000}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
+    )
+    file = write_lines(tmp_path / "data.jsonl", [{"text": "a b a b"}])
+
+    dataset = open_dataset(file, tokenizer, cache_dir=tmp_path / "cache")
+    (batch,) = dataset.pack(8).batches(1, epochs=1)
+
+    assert batch["input_ids"][0, :4].tolist() == [2, 90_000, 2, 90_000]

@@ -73,7 +73,8 @@ class Tokens:
         self._tokenizer = tokenizer
         path = str(getattr(tokenizer, "name_or_path", "") or "")
         self.name = f"the tokenizer of {path}" if path else "the tokenizer"
-        self.size = len(tokenizer)
+        # The numbers of a vocabulary may have gaps, so its length is not enough.
+        self.size = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
 
     @cached_property
     def chat(self) -> ChatWriter | None:
