@@ -149,12 +149,13 @@ def test_terminal_escapes_in_the_data_are_spelled_out(
 
 def test_a_model_of_the_hub_is_loaded_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
+    tokenizer = small_tokenizer()
     monkeypatch.setattr(
         "transformers.AutoTokenizer.from_pretrained",
-        lambda name, **options: asked.append((name, options)) or "tokenizer",
+        lambda name, **options: asked.append((name, options)) or tokenizer,
     )
-    assert load_tokenizer("owner/model") == "tokenizer"
-    assert load_tokenizer("owner/model", revision="v2", trust_remote_code=True) == "tokenizer"
+    assert load_tokenizer("owner/model") is tokenizer
+    assert load_tokenizer("owner/model", revision="v2", trust_remote_code=True) is tokenizer
     assert asked == [
         ("owner/model", {"revision": "main", "trust_remote_code": False}),
         ("owner/model", {"revision": "v2", "trust_remote_code": True}),

@@ -429,23 +429,3 @@ def test_prepare_without_a_self_check_says_so_in_checkpoints_and_after_a_resume(
         engine.read(tmp_path)
         assert not engine.self_checked
         assert engine.result_record()["self_checked"] is False
-
-
-class _SeenError(Exception):
-    pass
-
-
-@pytest.mark.parametrize(("attention", "own_heads"), [("sdpa", False), ("varlen", True)])
-def test_a_twin_has_the_heads_of_the_model_if_a_kernel_is_chosen_by_them(
-    attention: str, own_heads: bool, monkeypatch: Patch
-) -> None:
-    seen: list[bool] = []
-
-    def record(model: object, path: str, *, own_heads: bool) -> None:
-        seen.append(own_heads)
-        raise _SeenError
-
-    monkeypatch.setattr(module, "twin_config_of", record)
-    with pytest.raises(_SeenError):
-        check("llama", attention=attention)
-    assert seen == [own_heads]

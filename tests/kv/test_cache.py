@@ -10,7 +10,7 @@ import torch
 
 from penstock.kv import CacheFull, KvError, NoSlot, PagePool, VirtualCache
 from penstock.kv.address_space import Space
-from penstock.machine.sysfs import System
+from penstock.machine.limits import HostMemory
 from penstock.units import GiB
 from tests.kv.caches import (
     LAYERS,
@@ -261,10 +261,11 @@ def test_a_garbage_collected_cache_is_closed() -> None:
 
 
 def test_a_cache_without_a_budget_takes_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(System, "free_memory", lambda _: 4 * GiB)
+    memory = HostMemory(total=8 * GiB, free=4 * GiB, limit=None)
+    monkeypatch.setattr("penstock.kv.cache.host_memory", lambda _: memory)
     with VirtualCache(config(), max_batch=2, max_context=64, device="cpu") as cache:
         assert cache.stats.pages_total * cache.stats.page_nbytes <= 4 * GiB * 0.95 - GiB
         assert (cache.stats.pages_total + 1) * cache.stats.page_nbytes > 4 * GiB * 0.95 - GiB - 1
-    monkeypatch.setattr(System, "free_memory", lambda _: GiB)
+    memory = HostMemory(total=8 * GiB, free=GiB, limit=None)
     with pytest.raises(KvError, match="budget"):
         VirtualCache(config(), max_batch=2, max_context=64, device="cpu")

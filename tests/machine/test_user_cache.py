@@ -44,6 +44,7 @@ def test_the_fingerprint_changes_with_any_file_of_the_code(tmp_path: Path) -> No
     for name in (
         "durable_files.py",
         "errors.py",
+        "io_retries.py",
         "records.py",
         "units.py",
         "machine/user_cache.py",

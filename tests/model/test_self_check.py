@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,14 +14,7 @@ from penstock.model.inventory import Inventory
 from penstock.model.meta_model import check_trainable
 from penstock.model.self_check import check_model
 from penstock.model.survey import survey_config
-from penstock.model.twin import (
-    HIDDEN,
-    VOCABULARY,
-    build_twin,
-    own_head_size,
-    twin_config,
-    twin_config_of,
-)
+from penstock.model.twin import HIDDEN, VOCABULARY, build_twin, twin_config
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -177,56 +168,6 @@ def test_a_twin_has_tiny_sizes_and_every_kind_of_layer() -> None:
     assert twin.vocab_size == VOCABULARY
     assert HIDDEN <= twin.hidden_size < 2 * HIDDEN
     assert config.vocab_size > VOCABULARY
-
-
-@pytest.mark.parametrize(
-    ("config", "size", "hidden"),
-    [
-        (transformers.LlamaConfig(hidden_size=4096, num_attention_heads=32), 128, 4 * 128),
-        (transformers.GPT2Config(n_embd=768, n_head=12), 64, 4 * 64),
-        (transformers.Phi3Config(hidden_size=3072, num_attention_heads=32), 96, 4 * 96),
-        # Heads that are independent of the hidden size: that of the twin stays small.
-        (transformers.Gemma3TextConfig(head_dim=256), 256, 96),
-        (transformers.Qwen3Config(hidden_size=1024, num_attention_heads=16, head_dim=128), 128, 96),
-        (transformers.Qwen3Config(hidden_size=640, num_attention_heads=16, head_dim=24), 24, 128),
-        # Larger than any kernel supports.
-        (transformers.LlamaConfig(hidden_size=4096, num_attention_heads=8), 16, 64),
-    ],
-    ids=lambda value: getattr(value, "model_type", str(value)),
-)
-def test_a_twin_has_the_heads_of_its_model_where_kernels_are_checked(
-    config: Any, size: int, hidden: int
-) -> None:
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    path = next(n for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList))
-
-    twin = twin_config_of(model, path, own_heads=True)
-    plain = twin_config_of(model, path)
-
-    assert (own_head_size(config), twin.hidden_size) == (size, hidden)
-    assert plain.hidden_size in (HIDDEN, HIDDEN + 32)
-    attentions = {}
-    for each in (twin, plain):
-        built = build_twin(type(model), each, "sdpa")
-        with recorded_heads() as heads, torch.no_grad():
-            built(input_ids=torch.arange(8)[None], use_cache=False)
-        attentions[id(each)] = heads
-    assert attentions == {id(twin): {(4, size)}, id(plain): {(4, 16)}}
-
-
-@contextlib.contextmanager
-def recorded_heads() -> Iterator[set[tuple[int, int]]]:
-    """Record the number and the size of the heads of queries that torch's attention gets."""
-    found: set[tuple[int, int]] = set()
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def record(query: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
-        found.add((query.shape[1], query.shape[3]))
-        return attend(query, *given, **more)
-
-    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", record):
-        yield found
 
 
 def test_models_that_differ_in_size_share_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

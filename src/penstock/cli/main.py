@@ -129,7 +129,8 @@ def describe_os_error(problem: OSError) -> str:
     """Name the files of an error, what went wrong, and what to do."""
     names = [problem.filename, problem.filename2]
     where = " -> ".join(os.fsdecode(name) for name in names if isinstance(name, str | bytes))
-    advice = _ADVICE.get(problem.errno or 0, "")
+    # Without a name it is standard output, to which advice about directories does not apply.
+    advice = _ADVICE.get(problem.errno or 0, "") if where or problem.errno == errno.EMFILE else ""
     parts = (f"{where}: " if where else "", problem.strerror or str(problem))
     return "".join(parts) + (f"; {advice}" if advice else "")
 

@@ -103,9 +103,7 @@ def self_check(
     the same config, code, versions and GPU, is not repeated.
     """
     path = inventory.layers[0].name.rpartition(".")[0]
-    # On the CPU, no kernel is chosen by the head size.
-    kernels = device.torch_device.type != "cpu" or plan.workload.numerics.attention == "varlen"
-    twin = _Twin(type(model), twin_config_of(model, path, own_heads=kernels), path, inventory)
+    twin = _Twin(type(model), twin_config_of(model, path), path, inventory)
     checks = _checks(plan, device)
     key = twin_key(
         twin.model_class, twin.config, path,

@@ -2,8 +2,7 @@
 
 What a model computes depends on its class and on the fields of its config that are not sizes. A
 twin has the same class and the same such fields, so what holds for the twin's code holds for the
-model's. It keeps the first layers up to the one at which every kind of layer has occurred. Where
-kernels are tried out, it also keeps the size of heads, by which attention chooses its kernel.
+model's. It keeps the first layers up to the one at which every kind of layer has occurred.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ LAYERS = 2
 VOCABULARY = 64
 HEADS, HEAD_SIZE = 4, 16
 HIDDEN = HEADS * HEAD_SIZE
-LARGEST_HEAD = 256
-"""Largest head size that a twin takes from its model. No attention kernel supports larger ones."""
 WINDOW = 4
 """Size of a sliding window: small enough that it hides tokens of a short row."""
 
 SIZES: Mapping[str, int] = {
+    "hidden_size": HIDDEN,
+    "d_model": HIDDEN,
+    "word_embed_proj_dim": HIDDEN,
     "vocab_size": VOCABULARY,
     "n_positions": 64,
     "max_position_embeddings": 64,
@@ -47,14 +47,25 @@ SIZES: Mapping[str, int] = {
     "num_heads": HEADS,
     "n_heads": HEADS,
     "n_head": HEADS,
+    "head_dim": HEAD_SIZE,
     "indexer_head_dim": HEAD_SIZE,
+    "global_head_dim": HEAD_SIZE,
+    "kv_channels": HEAD_SIZE,
+    "rotary_dim": HEAD_SIZE // 2,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": HEAD_SIZE,
+    "qk_head_dim": 8 + HEAD_SIZE,
     "v_head_dim": 8,
+    "lru_width": HIDDEN,
+    "rnn_hidden_size": HIDDEN,
+    "attention_hidden_size": HIDDEN,
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": VOCABULARY,
     "mamba_n_heads": 2 * HEADS,
+    "mamba_d_head": HEAD_SIZE,
+    "mamba_d_ssm": 2 * HIDDEN,
     "mamba_chunk_size": 8,
     "chunk_size": 8,
     "linear_num_key_heads": 2,
@@ -64,15 +75,6 @@ SIZES: Mapping[str, int] = {
 }
 """Fields that are sizes, by the names that model families give them, and the sizes of a twin.
 A field that a config does not have, or whose value is None, stays as it is."""
-
-HEAD_SIZES = ("head_dim", "global_head_dim", "kv_channels", "qk_rope_head_dim", "mamba_d_head")
-"""Fields that have the size of a twin's heads."""
-
-HIDDEN_SIZES = (
-    *("hidden_size", "d_model", "word_embed_proj_dim", "lru_width", "rnn_hidden_size"),
-    "attention_hidden_size",
-)
-"""Fields that have the size of all of a twin's heads together."""
 
 WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -92,17 +94,16 @@ NOT_COMPUTED = ("transformers_version", "torch_dtype", "dtype", "architectures",
 """Fields of a config that do not change what a model computes, or that Penstock sets itself."""
 
 
-def twin_config_of(model: nn.Module, layers_path: str, *, own_heads: bool = False) -> Any:
+def twin_config_of(model: nn.Module, layers_path: str) -> Any:
     """Return the config of a model's twin, with the first layers until every kind has occurred.
 
-    The model may be on the meta device. With `own_heads`, the twin's heads are as large as the
-    model's. A config's own checks may raise any exception.
+    The model may be on the meta device. A config's own checks may raise any exception.
     """
     found: Any = model.get_submodule(layers_path)
     kinds = layer_kinds(list(found))
     firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     count = min(len(kinds), max(LAYERS, *(index + 1 for index in firsts.values()), 0))
-    return twin_config(model.config, count, own_head_size(model.config) if own_heads else HEAD_SIZE)
+    return twin_config(model.config, count)
 
 
 def twin_key(model_class: type, twin: Any, *others: object) -> str:
@@ -135,53 +136,32 @@ def _version(package: str) -> str:
         return ""
 
 
-def own_head_size(config: Any) -> int:
-    """Return the head size of a config, or that of other twins if it has none or it is too large.
-
-    The twin of a state space model stays small: its heads are not those of an attention kernel.
-    """
-    size = _field(config, "head_dim")
-    if not isinstance(size, int):
-        size = _width(config) // _heads(config)
-    of_states = isinstance(_field(config, "expand"), int)
-    return size if 0 < size <= LARGEST_HEAD and not of_states else HEAD_SIZE
-
-
-def twin_config(config: Any, layers: int, head_size: int = HEAD_SIZE) -> Any:
+def twin_config(config: Any, layers: int) -> Any:
     """Return a copy of a config with tiny sizes, the first `layers` layers and no dropout."""
     twin = copy.deepcopy(config)
-    _shrink_fields(twin, head_size)
+    _shrink_fields(twin)
     _keep_layers(twin, config, layers)
-    _shrink_rotary(twin, head_size)
+    _shrink_rotary(twin)
     return twin
 
 
-def _shrink_fields(twin: Any, head_size: int) -> None:
-    heads, hidden = _heads(twin), HEADS * head_size
+def _shrink_fields(twin: Any) -> None:
+    heads = _heads(twin)
     decoupled = isinstance(_field(twin, "head_dim"), int) and heads * twin.head_dim != _width(twin)
     decoupled = decoupled and not isinstance(_field(twin, "expand"), int)  # of a state space model
     shared = {name: _field(twin, name) for name in KEY_VALUE_HEADS}
-    sizes = {
-        **SIZES,
-        **dict.fromkeys(HEAD_SIZES, head_size),
-        **dict.fromkeys(HIDDEN_SIZES, hidden),
-        "rotary_dim": head_size // 2,
-        "qk_head_dim": SIZES["qk_nope_head_dim"] + head_size,
-        "mamba_d_ssm": 2 * hidden,
-    }
-    for name, size in sizes.items():
+    for name, size in SIZES.items():
         value = _field(twin, name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             _set(twin, name, size)
         elif isinstance(value, list):
             _set(twin, name, [size] * len(value))  # one entry for each layer
     if hasattr(type(twin), "head_dim") and _field(twin, "head_dim") is None:
-        _set(twin, "head_dim", head_size)  # some classes compute with it without a default
+        _set(twin, "head_dim", HEAD_SIZE)  # some classes compute with it without a default
     if isinstance(_field(twin, "expand"), int) and isinstance(_field(twin, "num_heads"), int):
-        _set(twin, "num_heads", twin.expand * hidden // head_size)  # of a state space model
+        _set(twin, "num_heads", twin.expand * HIDDEN // HEAD_SIZE)  # of a state space model
     if decoupled and _field(twin, "hidden_size"):
-        # Heads are not the hidden size divided, as here. The twin of large heads stays quick.
-        twin.hidden_size = HIDDEN + HEADS * (8 if head_size != HEAD_SIZE + 8 else 16)
+        twin.hidden_size = HIDDEN + HEADS * 8  # heads are not the hidden size divided, as here
     for name, count in shared.items():
         if isinstance(count, int) and count > 0:
             # One head for all queries, one for each query, or groups, as in the model.
@@ -213,11 +193,11 @@ def _keep_layers(twin: Any, config: Any, layers: int) -> None:
         twin.num_kv_shared_layers = min(shared, layers // 2)  # the last layers
 
 
-def _shrink_rotary(twin: Any, head_size: int) -> None:
+def _shrink_rotary(twin: Any) -> None:
     """Shorten the lists of a rotary embedding that have an entry for each pair of dimensions."""
     for parameters in _dictionaries(_field(twin, "rope_parameters")):
         partial = parameters.get("partial_rotary_factor") or _field(twin, "partial_rotary_factor")
-        pairs = int(head_size * (partial if isinstance(partial, float | int) else 1)) // 2
+        pairs = int(HEAD_SIZE * (partial if isinstance(partial, float | int) else 1)) // 2
         for name in ("short_factor", "long_factor"):
             if isinstance(parameters.get(name), list):
                 # Repeated if the model's heads are smaller than the twin's.
