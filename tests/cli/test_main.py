@@ -298,7 +298,7 @@ def test_an_unwritable_path_is_reported_before_the_measurement(
     ("problem", "code", "words"),
     [
         (OSError(30, "Read-only file system", "/x"), 1, "error: /x: Read-only file system; mount"),
-        (OSError(28, "No space left on device"), 1, "error: No space left on device; free some"),
+        (OSError(28, "No space left on device"), 1, "error: No space left on device"),
         (OSError(18, "Cross-device link", "/x", None, "/y"), 1, "error: /x -> /y: Cross-device"),
         (OSError(9, "Bad file descriptor"), 70, "bug in Penstock"),
     ],

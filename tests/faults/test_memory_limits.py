@@ -20,12 +20,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def train(runs: Runs, out: Path, limit: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Train in a child process whose control group has a limit."""
+    """Train in a child process whose control group has a limit.
+
+    It has a cache of its own: what another test measured of this process would change the plan.
+    """
     with memory_group(limit) as join:
         return subprocess.run(
             [*join, sys.executable, "-m", "penstock", *runs.flags(out, "--steps", "3", *flags)],
             capture_output=True, text=True, check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": f"{out}-cache"},
         )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Scratch directories that several runs and several users share.
 
-Tests that need a second user run their code in a forked child. With root it changes its user id;
+Tests that need a second user run their code in a child process. With root it changes its user id;
 without, the store is closed to its owner with chmod instead, and a line says so.
 """
 
@@ -10,14 +10,11 @@ import json
 import os
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
-from penstock.cli import main
 from penstock.cli.store import remove_stores
 from penstock.storage import leftovers
 from penstock.storage.leftovers import clear_leftovers, find_stores, remove_store
@@ -43,6 +40,32 @@ with Store.create(sys.argv[1], 65536, engine="threads") as store:
     store.volumes[0].read_block(0, 4096)
 print("done", flush=True)
 """
+
+
+USER = """
+import contextlib, io, json, os, sys
+from penstock.cli import main
+from penstock.storage.leftovers import clear_leftovers, find_stores
+
+uid, directory, write, expression = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+with contextlib.redirect_stdout(io.StringIO()):
+    main.run(["store", "ls", directory])  # imports what the other user may not be able to read
+os.chdir(directory)  # relative paths: only this user may enter the parent directories
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+os.write(write, json.dumps(eval(expression)).encode())
+"""
+
+SEE_AND_CLEAR = """[
+    (found := find_stores(["."])[0], clear_leftovers(["."]))[1],
+    found.state, found.user, found.nbytes, found.reason,
+]"""
+
+LIST_AND_REMOVE = """[
+    [main.run(["store", "ls", "."]), main.run(["store", "rm", "."])], sorted(os.listdir(".")),
+]"""
 
 
 @pytest.fixture
@@ -81,30 +104,16 @@ def give_to(uid: int, store: Path) -> None:
         store.chmod(0)
 
 
-def run_as(uid: int, directory: Path, function: Callable[[], object]) -> object:
-    """Return the function's result from a forked child in `directory`, as JSON has it."""
+def run_as(uid: int, directory: Path, expression: str) -> object:
+    """Return what an expression gives in a child process in `directory`, as JSON has it."""
     read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 warns about threads of other tests
-        child = os.fork()
-    if child == 0:
-        try:
-            # Relative paths: only this user may enter the parent directories.
-            os.chdir(directory)
-            if os.geteuid() == 0:
-                os.setgroups([])
-                os.setgid(uid)
-                os.setuid(uid)
-            os.write(write, json.dumps(function()).encode())
-        except BaseException as error:
-            os.write(write, json.dumps(repr(error)).encode())
-        finally:
-            os._exit(0)
+    command = [sys.executable, "-c", USER, str(uid), str(directory), str(write), expression]
+    child = subprocess.run(command, cwd=REPO, pass_fds=[write], check=False)
     os.close(write)
     with os.fdopen(read, "rb") as answer:
-        result = json.loads(answer.read())
-    os.waitpid(child, 0)
-    return result
+        result = answer.read()
+    assert child.returncode == 0
+    return json.loads(result)
 
 
 def test_twenty_runs_that_start_together_clear_the_same_leftovers(scratch: Path) -> None:
@@ -137,11 +146,7 @@ def test_a_store_of_another_user_is_noted_and_not_touched(scratch: Path) -> None
     (store,) = leave_stores(scratch)
     give_to(OTHER_USER, store)
 
-    def clear() -> list[object]:
-        (found,) = find_stores(["."])
-        return [clear_leftovers(["."]), found.state, found.user, found.nbytes, found.reason]
-
-    cleared = run_as(ANOTHER_USER, scratch, clear)
+    cleared = run_as(ANOTHER_USER, scratch, SEE_AND_CLEAR)
 
     assert isinstance(cleared, list)
     notes, *listed = cleared
@@ -165,13 +170,7 @@ def test_another_users_store_does_not_hide_or_keep_the_others(
     if os.geteuid() == 0:
         give_to(ANOTHER_USER, mine)
 
-    def commands() -> list[object]:
-        codes = [main.run(["store", "ls", "."]), main.run(["store", "rm", "."])]
-        return [codes, sorted(os.listdir("."))]
-
-    main.run(["store", "ls", str(scratch)])  # imports what the other user may not be able to read
-    capfd.readouterr()
-    result = run_as(ANOTHER_USER, scratch, commands)
+    result = run_as(ANOTHER_USER, scratch, LIST_AND_REMOVE)
 
     assert result == [[0, 0], [theirs.name]]
     printed = capfd.readouterr().out
@@ -199,7 +198,7 @@ def test_a_directory_that_may_not_be_listed_does_not_stop_a_run(scratch: Path) -
     if os.geteuid() != 0:
         scratch.chmod(0o300)
 
-    notes = run_as(OTHER_USER, scratch, lambda: clear_leftovers(["."]))
+    notes = run_as(OTHER_USER, scratch, 'clear_leftovers(["."])')
 
     scratch.chmod(0o700)
     assert notes == [".: not searched for stores of killed runs: Permission denied"]
@@ -211,7 +210,7 @@ def test_a_store_that_cannot_be_removed_is_a_note(scratch: Path) -> None:
         give_to(OTHER_USER, store)
     store.chmod(0o500)
 
-    notes = run_as(OTHER_USER, scratch, lambda: clear_leftovers(["."]))
+    notes = run_as(OTHER_USER, scratch, 'clear_leftovers(["."])')
 
     data = f"{store.name}/data"
     assert notes == [f"{data}: left by a killed run, not removed: Permission denied"]
@@ -224,7 +223,7 @@ def test_a_store_below_a_read_only_directory_is_emptied(scratch: Path) -> None:
         give_to(OTHER_USER, store)
     scratch.chmod(0o555)
 
-    notes = run_as(OTHER_USER, scratch, lambda: clear_leftovers(["."]))
+    notes = run_as(OTHER_USER, scratch, 'clear_leftovers(["."])')
 
     scratch.chmod(0o755)
     assert notes == []

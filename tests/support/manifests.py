@@ -20,11 +20,11 @@ def with_file(manifest: str, name: str, content: bytes | None) -> str:
 
 
 def sign(manifest: str) -> str:
-    """Return the text of a manifest with its checksum, unless it is not JSON."""
+    """Return the text of a manifest with its checksum, unless it is no JSON object."""
     try:
         document = json.loads(manifest)
         document["checksum"] = content_checksum(document)
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return manifest
     return json.dumps(document)
 

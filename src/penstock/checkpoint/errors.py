@@ -217,9 +217,10 @@ class ForeignCheckpointError(CheckpointError, ValueError):
         self.path, self.run_id, self.found = path, run_id, found
         out = os.path.dirname(path)
         super().__init__(
-            f"{path}: the checkpoint was written by {_named_run(found)}, and {out} belongs to "
-            f"{_named_run(run_id)}; move it out of {out}, or resume the run that it belongs to. To "
-            f"start a new run from its weights, pass it as the model with another --out"
+            f"{path}: the checkpoint was written by {_named_run(found)}, and {out}/run.yaml "
+            f"belongs to {_named_run(run_id)}; move it out of {out}, or resume the run that it "
+            f"belongs to. To start a new run from its weights, pass it as the model with another "
+            f"--out"
         )
 
 
