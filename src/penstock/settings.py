@@ -45,6 +45,9 @@ LARGEST_CONTEXT = (1 << 31) - 1
 LARGEST_BATCH = 1 << 16
 """Planning takes time in proportion to the micro-batches; published batches are below 20,000."""
 
+LARGEST_GPUS = 1024
+"""Every GPU needs a micro-batch of each step; published runs of this kind use up to 8."""
+
 LARGEST_WEIGHT = 1000
 """Largest weight of a source of data: its documents are listed as often."""
 
@@ -260,10 +263,13 @@ class ScheduleSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySettings:
-    """The memory budget of each tier, the format of the moments, and the checks of NVMe."""
+    """The GPUs, the memory budget of each tier, the format of the moments, and checks of NVMe."""
 
+    gpus: int = option(
+        "Number of GPUs to train on, with one process each. The result does not depend on it.", 1
+    )
     hbm: str = option(
-        "GPU memory budget, e.g. `22GiB`, or `auto` (free memory less a reserve).", "auto"
+        "Memory budget of each GPU, e.g. `22GiB`, or `auto` (free memory less a reserve).", "auto"
     )
     dram: str = option("DRAM budget, e.g. `40GiB`, or `auto` (free memory less a reserve).", "auto")
     cxl: str = option("CXL memory budget, e.g. `64GiB`, or `auto` (all free CXL memory).", "auto")
@@ -282,6 +288,10 @@ class MemorySettings:
     plan: str | None = option(
         "Plan file written by `penstock plan -o`; replaces the memory budgets.", None
     )
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, gpus=1)
+        _require_at_most(self, gpus=LARGEST_GPUS)
 
     @property
     def budgets(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ FLAGS = {
         },
         *{"--no-deterministic", "--min-lr", "--decay", "--save-best", "--hub-layout"},
         *{"--self-check", "--no-self-check", "--label-smoothing", "--neftune-noise-alpha"},
-        *{"--store-checksums", "--no-store-checksums"},
+        *{"--store-checksums", "--no-store-checksums", "--gpus"},
         *{
             "--seed",
             "--log",

@@ -64,6 +64,8 @@ def _merge_settings(flags: dict[str, Any], *, resume: bool) -> Settings:
         if not settings.data.data:
             source = next(name for name, layer in reversed(layers) if "data" in layer)
             raise SettingsError("data", "must name at least one file", where=source)
+        if settings.memory.gpus > 1:
+            raise SettingsError("gpus", f"must be 1 in this version, got {settings.memory.gpus}")
         return _with_plan(settings, layers)
     except SettingsError as wrong:
         # A usage error (exit code 2) if the value came from the command line.
