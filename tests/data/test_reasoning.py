@@ -36,6 +36,15 @@ ALWAYS_REMOVES = PROMPTS_REASONING.replace("{{ '<think>\n' + reasoning + '\n</th
 """Like DeepSeek-R1: no turn has reasoning, although the generation prompt begins it."""
 
 
+CALLS_TOOLS = KEEPS_LAST.replace(
+    "{{ content + '<|im_end|>\n' }}",
+    "{{ content }}{% for call in message['tool_calls'] or [] %}"
+    "{{ '\n' if content }}{{ '<tool_call>\n' + call['function']['name'] + '\n</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}",
+).replace("message['content'] %}", "message['content'] or '' %}")
+"""Like Qwen3 with tools."""
+
+
 def think(reasoning: str, answer: str) -> str:
     return f"<think>\n{reasoning}\n</think>\n\n{answer}"
 
@@ -85,3 +94,23 @@ def test_one_turn_keeps_its_reasoning_without_a_note(tmp_path: Path) -> None:
 def test_a_template_that_never_renders_what_its_prompt_begins_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(BadLinesError, match="cannot be located"):
         dataset_of(tmp_path, [TALK], small_tokenizer(ALWAYS_REMOVES))
+
+
+@pytest.mark.parametrize("content", ["", None, "<think>\nUse it.\n</think>\n\n", "I look."])
+def test_a_turn_that_calls_a_tool_is_trained_with_the_call(
+    content: str | None, tmp_path: Path
+) -> None:
+    talk: Any = chat("What is two?", "", "2", "It is two.")
+    talk["messages"][1] |= {
+        "content": content,
+        "tool_calls": [{"type": "function", "function": {"name": "count", "arguments": {}}}],
+    }
+    talk["messages"][2]["role"] = "tool"
+
+    dataset = dataset_of(tmp_path, [talk], small_tokenizer(CALLS_TOOLS))
+
+    said = "I look.\n" if content == "I look." else ""
+    assert trained_text(dataset) == [
+        said + "<tool_call>\ncount\n</tool_call><|im_end|>",
+        "<think>\n\n</think>\n\nIt is two.<|im_end|>",
+    ]

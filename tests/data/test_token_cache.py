@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from penstock.data import open_dataset, token_cache
-from penstock.data.errors import CacheError, SourceError
+from penstock.data.errors import BadLinesError, CacheError, SourceError
 from penstock.data.token_cache import ARRAYS, STATE
 from tests.data.helpers import chat, write_lines
 from tests.support.small_tokenizers import MARKED, small_tokenizer
@@ -61,6 +61,22 @@ def test_data_is_tokenized_once(file: Path, caches: Path) -> None:
     assert first[-1][:2] == (file.stat().st_size, file.stat().st_size)
     assert second == []
     assert all((dataset[n].ids == again[n].ids).all() for n in range(200))
+
+
+def test_bad_lines_of_an_earlier_encoding_are_read_again(
+    tmp_path: Path, caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_lines(tmp_path / "data.jsonl", [chat("What is two?", "Two."), {"other": 1}])
+    with monkeypatch.context() as earlier:
+        earlier.setattr(token_cache, "ENCODING", token_cache.ENCODING - 1)
+        with pytest.raises(BadLinesError):
+            open_dataset(file, small_tokenizer(), cache_dir=caches)
+    reports = Reports()
+
+    with pytest.raises(BadLinesError):
+        open_dataset(file, small_tokenizer(), cache_dir=caches, on_progress=reports)
+
+    assert reports  # it was tokenized again
 
 
 def test_another_file_tokenizer_or_template_uses_another_cache(file: Path, caches: Path) -> None:

@@ -134,6 +134,10 @@ class ChatWriter:
             _, found, ending = through[len(before) :].rpartition(answer) if answer else ("", "", "")
             if found and text.startswith(answer + ending, len(before)):
                 return len(before), len(before) + len(answer) + len(ending)
+        if not answer_only.strip():  # a turn that only calls tools
+            for rest in _without_reasoning(through[len(before) :]):
+                if text.startswith(rest, len(before)):
+                    return len(before), len(before) + len(rest)
         raise MaskError(f"message {number + 1} is rendered differently when other turns follow it")
 
     def _strip_blanks_after_end(self, text: str, start: int, end: int) -> int:
@@ -160,6 +164,15 @@ class ChatWriter:
             raise BadRecordError(f"the chat template rejects it: {error}") from None
         texts, marked = rendered
         return str(texts[0]), [(int(start), int(end)) for start, end in marked[0]] if marked else []
+
+
+def _without_reasoning(turn: str) -> list[str]:
+    """Return what follows the reasoning of a rendered turn, with fewer and fewer leading blanks."""
+    _, found, rest = turn.partition(_REASONING_END)
+    bare = rest.lstrip()
+    if not (found and bare):
+        return []
+    return [rest[start:] for start in range(len(rest) - len(bare) + 1)]
 
 
 def _reasoning(message: Mapping[str, Any]) -> str:

@@ -52,6 +52,9 @@ COLUMNS = 3
 """Columns of documents.bin: the end of the document in tokens, its targets, a hash of its
 tokens."""
 
+ENCODING = 2
+"""Raised when the code makes other tokens or other bad lines from the same sources."""
+
 KEPT_LINES = 100
 """Number of bad lines whose text is stored."""
 
@@ -367,7 +370,8 @@ def _map(path: Path) -> mmap.mmap | None:
 
 
 def _key(sources: Sequence[Source], tokens: Tokens, format_: RecordFormat) -> str:
-    parts = [State.FORMAT, tokens.fingerprint(), [source.identity() for source in sources]]
+    parts = [State.FORMAT, ENCODING, tokens.fingerprint()]
+    parts += [[source.identity() for source in sources]]
     parts += format_.identity()
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
