@@ -22,10 +22,12 @@ from penstock.machine.machine import (
     Figure,
     FirmwareFigures,
     Gpu,
+    GpuLink,
     Machine,
     MemoryLimit,
     MemoryNode,
     MemoryRate,
+    Nic,
     NodeCopy,
     Provenance,
     StoragePath,
@@ -73,7 +75,12 @@ def full_machine() -> Machine:
                 matmul_flops=figure(), block_flops=figure(), memory_bandwidth=figure(),
                 compiled_flops=figure(), attention_flops=figure(),
             ),
+            Gpu(index=1),
         ),
+        gpu_links=(GpuLink(gpus=(0, 1), kind="nvlink", bytes_per_second=figure()),),
+        nics=(Nic(name="eth0", bytes_per_second=figure(), latency=figure(1e-5), node=0,
+                  direct=True),),
+        machines=2,
         transfers=(
             Transfer(direction="both", gpus=(0,), node=3, nbytes=MiB, streams=2,
                      bytes_per_second=figure()),
@@ -149,7 +156,18 @@ def test_the_examples_in_the_document_load() -> None:
 
 def test_the_document_names_every_field() -> None:
     text = DOCUMENT.read_text()
-    parts = (Machine, MemoryNode, MemoryRate, FirmwareFigures, NodeCopy, Gpu, Transfer, StoragePath)
+    parts = (
+        Machine,
+        MemoryNode,
+        MemoryRate,
+        FirmwareFigures,
+        NodeCopy,
+        Gpu,
+        Transfer,
+        StoragePath,
+        GpuLink,
+        Nic,
+    )
     for part in (*parts, StorageRate, Figure, Cpu, Provenance):
         for field in dataclasses.fields(part):
             assert f"`{field.name}`" in text, f"{part.__name__}.{field.name}"
@@ -181,7 +199,7 @@ def test_the_document_names_every_field() -> None:
         ("node_copies.0.target", 9, "m.json: node_copies[0].target: there is no node 9"),
         ("gpus.0.node", 9, "m.json: gpus[0].node: there is no node 9; the file lists 0, 3"),
         ("gpus.0.free", "81GiB", "m.json: gpus[0].free: must be at most memory"),
-        ("transfers.0.gpus", [1], "m.json: transfers[0].gpus: there is no GPU 1; the file lists 0"),
+        ("transfers.0.gpus", [2], "m.json: transfers[0].gpus: there is no GPU 2; the file lists"),
         ("transfers.0.gpus", [], "m.json: transfers[0].gpus: must list at least one GPU"),
         ("transfers.0.node", 1, "m.json: transfers[0].node: there is no node 1"),
         ("transfers.0.bytes_per_second.low", 3e9, "bytes_per_second.median: must be between low"),

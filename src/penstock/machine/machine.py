@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
@@ -26,9 +27,11 @@ __all__ = [
     "Figure",
     "FirmwareFigures",
     "Gpu",
+    "GpuLink",
     "Machine",
     "MemoryNode",
     "MemoryRate",
+    "Nic",
     "NodeCopy",
     "Provenance",
     "StoragePath",
@@ -41,6 +44,9 @@ SweepMoments = Literal["fp32", "bf16", "int8"]
 NodeKind = Literal["dram", "cxl"]
 Direction = Literal["h2d", "d2h", "both"]
 StorageOperation = Literal["read", "write", "both"]
+LinkKind = Literal["nvlink", "pcie", "none"]
+
+_SLOWEST_LINKS_FIRST: tuple[LinkKind, ...] = ("none", "pcie", "nvlink")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,6 +308,47 @@ class Transfer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GpuLink:
+    """How some GPUs reach each other: a pair, or a group in which all pairs are alike."""
+
+    gpus: tuple[int, ...]
+    """Indices of the GPUs."""
+
+    kind: LinkKind
+    """`nvlink`, `pcie` for peer access over PCIe, or `none` if copies pass through host memory."""
+
+    bytes_per_second: Figure | None = None
+    """What each of the GPUs sends while it receives as much, and all of them do so."""
+
+    def __post_init__(self) -> None:
+        _check_one_of(self, "kind", LinkKind)
+        if len(set(self.gpus)) < max(2, len(self.gpus)):
+            raise MachineError(
+                "gpus", f"must list at least two GPUs, and each only once, got {self.gpus}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nic:
+    """A network card to other machines."""
+
+    name: str
+    """Name of the interface in the kernel, such as `eth0` or `mlx5_0`."""
+
+    bytes_per_second: Figure | None = None
+    """Bytes per second in one direction."""
+
+    latency: Figure | None = None
+    """Seconds until a small message arrives at another machine."""
+
+    node: int | None = None
+    """Memory node nearest to the card."""
+
+    direct: bool = False
+    """Whether it reads and writes GPU memory without a copy in host memory (GPUDirect RDMA)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StorageRate:
     """Bandwidth of reads and writes on one storage path, bypassing the page cache."""
 
@@ -359,6 +406,11 @@ class StoragePath:
 
     rates: tuple[StorageRate, ...] = ()
     """Measured rates for each operation, request size and queue depth."""
+
+    @property
+    def is_device(self) -> bool:
+        """Whether it is a raw block device, which one store overwrites as a whole."""
+        return self.path.startswith("/dev/") and not self.path.startswith("/dev/shm")
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -455,6 +507,15 @@ class Machine:
     transfers: tuple[Transfer, ...] = ()
     """Measured copies between nodes and GPUs."""
 
+    gpu_links: tuple[GpuLink, ...] = ()
+    """How the GPUs reach each other."""
+
+    nics: tuple[Nic, ...] = ()
+    """Network cards to other machines."""
+
+    machines: int = 1
+    """Number of such machines that train together, connected by their network cards."""
+
     storage: tuple[StoragePath, ...] = ()
     """Directories and devices that Penstock may store data on."""
 
@@ -469,6 +530,7 @@ class Machine:
     def __post_init__(self) -> None:
         if self.version != self.FORMAT:
             raise MachineError("version", f"must be {self.FORMAT}, got {self.version}")
+        _check_at_least(self, 1, "machines")
         self._check_nodes()
         self._check_devices()
 
@@ -497,6 +559,29 @@ class Machine:
     def cxl_nodes(self) -> tuple[MemoryNode, ...]:
         """The nodes of kind `cxl`."""
         return tuple(node for node in self.nodes if node.kind == "cxl")
+
+    def gpu_link(self, gpus: Iterable[int]) -> GpuLink | None:
+        """Return the link over which these GPUs exchange data; None if it is not known.
+
+        It is as slow as the slowest link between two of them. A group's own entry comes first.
+        """
+        wanted = tuple(gpus)
+        covering = [link for link in self.gpu_links if set(wanted) <= set(link.gpus)]
+        if covering:
+            return min(covering, key=lambda link: len(link.gpus))
+        links = [self._pair_link(pair) for pair in combinations(wanted, 2)]
+        known = [link for link in links if link is not None]
+        if not known or len(known) < len(links):
+            return None
+        kind = min((link.kind for link in known), key=_SLOWEST_LINKS_FIRST.index)
+        figures = [link.bytes_per_second for link in known if link.kind == kind]
+        measured = [figure for figure in figures if figure is not None]
+        slowest = min(measured, key=lambda figure: figure.median, default=None)
+        return GpuLink(gpus=wanted, kind=kind, bytes_per_second=slowest)
+
+    def _pair_link(self, pair: tuple[int, int]) -> GpuLink | None:
+        both = [link for link in self.gpu_links if set(pair) <= set(link.gpus)]
+        return min(both, key=lambda link: len(link.gpus), default=None)
 
     def rate(
         self, node: int, operation: MemoryOperation, threads: int | None = None
@@ -545,6 +630,13 @@ class Machine:
             _check_known(f"transfers[{i}].node", "node", transfer.node, ids)
             for index in transfer.gpus:
                 _check_known(f"transfers[{i}].gpus", "GPU", index, indices)
+        for i, link in enumerate(self.gpu_links):
+            for index in link.gpus:
+                _check_known(f"gpu_links[{i}].gpus", "GPU", index, indices)
+        _check_unique("nics", "name", [nic.name for nic in self.nics])
+        for i, nic in enumerate(self.nics):
+            if nic.node is not None:
+                _check_known(f"nics[{i}].node", "node", nic.node, ids)
         _check_unique("storage", "path", [storage.path for storage in self.storage])
 
 

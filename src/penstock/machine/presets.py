@@ -97,7 +97,9 @@ def cpu_machine(machine: Machine) -> Machine:
     name = f"{machine.name or 'this host'} (CPU)"
     # The measured memory of a process includes CUDA if there is a GPU.
     process_memory = None if machine.gpus else machine.process_memory
-    return replace(machine, name=name, gpus=(), transfers=(), process_memory=process_memory)
+    return replace(
+        machine, name=name, gpus=(), transfers=(), gpu_links=(), process_memory=process_memory
+    )
 
 
 def data_sheet(name: str) -> DataSheet | None:

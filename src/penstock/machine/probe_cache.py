@@ -102,7 +102,7 @@ def _same_node(one: MemoryNode, other: MemoryNode) -> bool:
 
 
 def _merge(found: Machine, probed: Machine) -> Machine:
-    """Add the speeds of nodes, GPUs and transfers; everything else is as found now."""
+    """Add the speeds of nodes, GPUs, their links and transfers; everything else is as found now."""
     nodes = tuple(
         replace(node, latency=probed.node(node.id).latency, rates=probed.node(node.id).rates)
         for node in found.nodes
@@ -118,6 +118,7 @@ def _merge(found: Machine, probed: Machine) -> Machine:
         gpus=gpus,
         node_copies=tuple(c for c in probed.node_copies if {c.source, c.target} <= ids),
         transfers=tuple(transfer for transfer in probed.transfers if transfer.node in ids),
+        gpu_links=probed.gpu_links or found.gpu_links,
         process_memory=probed.process_memory,
     )
 

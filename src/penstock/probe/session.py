@@ -14,6 +14,7 @@ from penstock.errors import ProbeError
 from penstock.machine.discovery import discover
 from penstock.machine.machine import (
     Gpu,
+    GpuLink,
     Machine,
     MemoryNode,
     NodeCopy,
@@ -22,7 +23,7 @@ from penstock.machine.machine import (
     Transfer,
 )
 from penstock.machine.sysfs import System
-from penstock.probe import compute, copies, memory, process, storage, sweep
+from penstock.probe import compute, copies, memory, peers, process, storage, sweep
 from penstock.probe.measurement import Effort, OnProgress, Progress
 from penstock.units import GiB, MiB
 
@@ -104,6 +105,7 @@ class Session:
         self._requests = storage.requests(quick=options.quick)
         indices = [g.index for g in machine.gpus] if options.gpus else []
         self._groups = copies.plan(indices, self.effort(1).host_bytes, quick=options.quick)
+        self._links = machine.gpu_links if options.gpus else ()
         self._sweeps = {node.id: self._plan_sweeps(node.id) for node in self._nodes}
 
     def effort(self, num_figures: int) -> Effort:
@@ -118,6 +120,7 @@ class Session:
         transfers = sum(map(len, self._groups)) * len(self._nodes)
         requests = len(self._requests) * len(self._machine.storage)
         figures = nodes + len(self._pairs) + transfers + self._num_gpu_figures + requests
+        figures += peers.figures(self._links)
         return figures + 1  # the memory of a process
 
     @property
@@ -137,6 +140,7 @@ class Session:
             nodes=tuple(measured.get(node.id, node) for node in self._machine.nodes),
             node_copies=self._probe_copies(effort, progress),
             transfers=self._probe_gpus(effort, progress),
+            gpu_links=self._probe_links(effort, progress),
             gpus=self._probe_compute(effort, progress),
             storage=self._probe_storage(effort, progress),
             process_memory=self._probe_process(progress),
@@ -219,6 +223,24 @@ class Session:
             )
         spare = memory.spare_bytes(node, effort.host_bytes, self._system)
         return copies.TorchCopier(node, {index: ordinals[index] for index in gpus}, spare)
+
+    def _probe_links(self, effort: Effort, progress: Progress) -> tuple[GpuLink, ...]:
+        if not peers.figures(self._links):
+            return self._machine.gpu_links
+        find = partial(copies.cuda_ordinals, self._machine.gpus)
+        ordinals = progress.attempt("GPU links", find, figures=peers.figures(self._links))
+        if ordinals is None:
+            return self._machine.gpu_links
+        measured = []
+        for link in self._links:
+            if link.kind != "none":
+                create = partial(peers.TorchPeerCopier, link.gpus, ordinals)
+                copier = progress.attempt(peers.describe(link), create, figures=1)
+                if copier is not None:
+                    link = peers.probe_link(link, copier, effort, progress)
+                del create, copier  # free the buffers before the next link allocates its own
+            measured.append(link)
+        return tuple(measured)
 
     def _probe_compute(self, effort: Effort, progress: Progress) -> tuple[Gpu, ...]:
         if not self._num_gpu_figures:

@@ -26,6 +26,10 @@ def tables(result: ProbeResult) -> RenderableType:
         parts.append(_copies_table(machine))
     if machine.transfers:
         parts.append(_transfers_table(machine))
+    if machine.gpu_links:
+        parts.append(_links_table(machine))
+    if machine.nics:
+        parts.append(_nics_table(machine))
     parts += [_storage_table(path) for path in machine.storage if path.rates]
     parts = [part for table in parts for part in (table, Text())]
     if machine.process_memory is not None:
@@ -93,6 +97,21 @@ def _transfers_table(machine: Machine) -> Table:
         cells = [_rate(rates.get(direction)) for direction in _DIRECTIONS]
         names = ", ".join(map(str, gpus))
         table.add_row(str(node), names, format_bytes(nbytes), str(streams), *cells)
+    return table
+
+
+def _links_table(machine: Machine) -> Table:
+    table = _table("Links between GPUs", "GPU", "kind", "each way, all together")
+    for link in machine.gpu_links:
+        table.add_row(", ".join(map(str, link.gpus)), link.kind, _rate(link.bytes_per_second))
+    return table
+
+
+def _nics_table(machine: Machine) -> Table:
+    table = _table("Network cards, as the kernel reports them", "name", "node", "rate")
+    for nic in machine.nics:
+        node = "-" if nic.node is None else str(nic.node)
+        table.add_row(nic.name, node, _rate(nic.bytes_per_second))
     return table
 
 

@@ -8,7 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from penstock.machine.discovery.cxl import CxlMemory, find_cxl_memory
+from penstock.machine.discovery.gpu_links import find_gpu_links
 from penstock.machine.discovery.gpus import find_gpus
+from penstock.machine.discovery.nics import find_nics
 from penstock.machine.discovery.nodes import find_nodes
 from penstock.machine.discovery.storage import find_storage
 from penstock.machine.limits import memory_limit_for_process
@@ -42,6 +44,8 @@ def discover(system: System = HERE, storage: Sequence[Path | str] = ()) -> Machi
         cpu=_find_cpu(system),
         nodes=nodes,
         gpus=find_gpus(system, nodes),
+        gpu_links=find_gpu_links(system),
+        nics=find_nics(system, nodes),
         storage=tuple(find_storage(system, path) for path in storage),
         memory_limit=limit,
     )
