@@ -1,0 +1,164 @@
+"""The ranks of one run: which of them this process is, and its connection to the others.
+
+`torchrun` and `penstock train --gpus N` start one process per rank and describe it in environment
+variables. `open_rank_group` reads them and connects the processes: this is the only place where a
+process group is created and a transport is chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self
+
+from penstock.engine.transport import SingleRank, Transport
+from penstock.errors import EngineError, PeerLostError
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables that describe a rank. A process without one of them is not a rank."""
+
+TIMEOUT = timedelta(days=30)
+"""How long a collective call may wait. Rank 0 may tokenize data for hours before the others have
+anything to do. A lost rank ends calls by its closed connections, not by this timeout."""
+
+REPORT_SECONDS = 2.0
+"""How long a rank that has lost another one waits for the other's own message."""
+
+_REPORTED = "penstock/reported"
+"""Key of the number of messages that ranks of this run have printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a process is among the ranks of a run."""
+
+    rank: int = 0
+    """Number of the rank, from 0."""
+    world: int = 1
+    """Number of ranks on all machines."""
+    local_rank: int = 0
+    """Number of the rank on its machine, which is also the number of its GPU."""
+    local_world: int = 1
+    """Number of ranks on this machine."""
+    machine: int = 0
+    """Number of the machine, from 0."""
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str] = os.environ) -> RankPlace | None:
+        """Read the place of this process; None if no launcher has started it as a rank."""
+        if not all(name in environment for name in NAMES):
+            return None
+        values: dict[str, int] = {}
+        for name in (*NAMES[:4], "GROUP_RANK"):
+            text = environment.get(name, "0")
+            if not text.isascii() or not text.isdigit():
+                raise EngineError(f"the environment variable {name} must be a number, got {text!r}")
+            values[name] = int(text)
+        return cls(
+            rank=values["RANK"], world=values["WORLD_SIZE"], local_rank=values["LOCAL_RANK"],
+            local_world=values["LOCAL_WORLD_SIZE"], machine=values["GROUP_RANK"],
+        )  # fmt: skip
+
+    @property
+    def machines(self) -> int:
+        """Number of machines, if all of them have equally many ranks."""
+        return -(-self.world // self.local_world)
+
+
+class RankGroup:
+    """This process among the ranks of a run. Use it as a context manager, or call `close`."""
+
+    def __init__(
+        self, place: RankPlace, transport: Transport, device: str | None, store: Any = None
+    ) -> None:
+        self.place, self.transport = place, transport
+        self.device = device
+        """Device that this rank computes on, such as `cuda:1` or `cpu`; None to choose it."""
+        self._store = store
+        """Key-value store of torch.distributed, which outlives a rank that fails."""
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def world(self) -> int:
+        return self.place.world
+
+    @property
+    def talks(self) -> bool:
+        """Whether this rank is the one that prints, and that writes all files but shards."""
+        return self.rank == 0
+
+    def claim_report(self, error: BaseException) -> bool:
+        """Return whether this rank should print its error: one message is enough for all ranks.
+
+        The first rank that fails prints. A rank that only lost another one waits a moment, because
+        the other can say more, unless it was killed.
+        """
+        if self._store is None:
+            return True
+        deadline = time.monotonic() + REPORT_SECONDS
+        with contextlib.suppress(RuntimeError):  # the store is gone with the launcher
+            while isinstance(error, PeerLostError) and time.monotonic() < deadline:
+                if self._store.add(_REPORTED, 0):
+                    return False
+                time.sleep(0.05)
+            return bool(self._store.add(_REPORTED, 1) == 1)
+        return True
+
+    def close(self) -> None:
+        """Leave the group, after all ranks have come to their end."""
+        if self._store is None:
+            return
+        import torch.distributed as dist
+
+        self.transport.meet(b"")
+        self._store = None
+        dist.destroy_process_group()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # after a failure, the others may be anywhere, and never meet this rank
+            self.close()
+
+
+def single_rank() -> RankGroup:
+    """Return the group of a process that is alone."""
+    return RankGroup(RankPlace(), SingleRank(), None)
+
+
+def open_rank_group(place: RankPlace) -> RankGroup:
+    """Connect this process to the other ranks, and choose its device. All ranks call this."""
+    import torch
+    import torch.distributed as dist
+
+    device = "cpu"
+    if torch.cuda.is_available():
+        if torch.cuda.device_count() < place.local_world:
+            raise EngineError(
+                f"there are {place.local_world} ranks on this machine, and each needs a GPU, but "
+                f"torch can use {torch.cuda.device_count()}; start fewer ranks"
+            )
+        device = f"cuda:{place.local_rank}"
+        torch.cuda.set_device(place.local_rank)
+    if place.world == 1:
+        return RankGroup(place, SingleRank(), device)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    store: Any = dist.distributed_c10d._get_default_store()
+    return RankGroup(place, _open_transport(device), device, store)
+
+
+def _open_transport(device: str) -> Transport:
+    """Return the transport for ranks that compute on such a device."""
+    from penstock.distributed.gloo_ranks import GlooTransport
+
+    if device != "cpu":
+        raise EngineError("several GPUs are not supported yet: only CPUs have a transport")
+    return GlooTransport()

@@ -1,0 +1,38 @@
+"""What a process reads about itself from its launcher."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.distributed.rank_group import NAMES, RankPlace, single_rank
+from penstock.errors import EngineError
+
+SECOND_MACHINE = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+    "MASTER_ADDR": "first", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+def test_a_rank_knows_its_machine_and_its_gpu() -> None:
+    place = RankPlace.of(SECOND_MACHINE)
+
+    assert place == RankPlace(rank=5, world=8, local_rank=1, local_world=4, machine=1)
+    assert place.machines == 2
+
+
+@pytest.mark.parametrize("missing", NAMES)
+def test_a_process_without_a_launcher_is_no_rank(missing: str) -> None:
+    without = {name: value for name, value in SECOND_MACHINE.items() if name != missing}
+
+    assert RankPlace.of(without) is None
+
+
+def test_a_variable_that_is_no_number_is_named() -> None:
+    with pytest.raises(EngineError, match="LOCAL_RANK must be a number, got 'one'"):
+        RankPlace.of({**SECOND_MACHINE, "LOCAL_RANK": "one"})
+
+
+def test_a_single_process_talks_and_prints_its_own_errors() -> None:
+    with single_rank() as group:
+        assert (group.rank, group.world, group.talks) == (0, 1, True)
+        assert group.claim_report(ValueError())
