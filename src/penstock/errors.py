@@ -259,12 +259,14 @@ class EngineError(PenstockError):
 class PeerLostError(EngineError):
     """Another rank has failed or does not answer, so this one cannot continue.
 
-    `rank` is the number of that rank; None if it is not known.
+    `rank` is the number of that rank, and `host` the name of its machine; None if they are not
+    known, or if there is only one machine.
     """
 
-    def __init__(self, rank: int | None, problem: str) -> None:
-        self.rank, self.problem = rank, problem
+    def __init__(self, rank: int | None, problem: str, host: str | None = None) -> None:
+        self.rank, self.problem, self.host = rank, problem, host
         who = "another rank" if rank is None else f"rank {rank}"
+        who = who if host is None else f"{who} on {host}"
         super().__init__(
             f"lost {who}: {problem}. Nothing is lost but the work since the last checkpoint: "
             f"resume from it"

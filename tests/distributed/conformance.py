@@ -19,6 +19,7 @@ def check_transport(ranks: Transport) -> None:
             assert values.tolist() == [source + 1] * 3
     messages = ranks.meet(bytes([ranks.rank, 7]))
     assert list(messages) == [bytes([rank, 7]) for rank in range(ranks.world)]
+    assert list(ranks.meet(b"")) == [b""] * ranks.world
 
 
 def check_gather(ranks: Transport, dtype: torch.dtype) -> None:

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.distributed.gloo_ranks import GlooTransport
+from penstock.distributed.peer_sockets import connect_ranks
+from penstock.distributed.peer_watch import PeerWatch, WatchSettings
 from penstock.engine.transport import Transport
 from penstock.errors import PeerLostError
 from tests.distributed.conformance import check_transport
@@ -42,14 +44,18 @@ def digests(folder: Path, ranks: Transport, ways: tuple[Way, ...]) -> dict[str, 
     return {way.name: digest(setup, way, folder, ranks) for way in ways}
 
 
+def watch_ranks(store: dist.Store, rank: int, world: int, **settings: float) -> PeerWatch:
+    peers = connect_ranks(dist.PrefixStore(f"{world} ranks", store), rank, world)
+    return PeerWatch(peers, WatchSettings(**settings))
+
+
 def main(rank: int, world: int, folder: Path, ways: tuple[Way, ...]) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world
-    )
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     groups = {size: dist.new_group(list(range(size))) for size in range(2, world + 1)}
     for size, group in groups.items():
         if rank < size:
-            ranks = GlooTransport(group)
+            ranks = GlooTransport(watch_ranks(store, rank, size), group)
             check_transport(ranks)
             found = digests(folder, ranks, ways)
             (folder / f"{size}.{rank}.json").write_text(json.dumps(found))
@@ -57,7 +63,7 @@ def main(rank: int, world: int, folder: Path, ways: tuple[Way, ...]) -> None:
     if rank == world - 1:
         os._exit(0)  # without a word to the others, as after kill -9
     try:
-        GlooTransport().meet(b"message")
+        ranks.meet(b"message")
     except PeerLostError as error:
         (folder / f"lost.{rank}").write_text(str(error))
     os._exit(0)  # the process group is broken, and its destructor would wait

@@ -41,4 +41,8 @@ def test_processes_give_the_result_of_one_rank(world: int, choice: str, tmp_path
             found = json.loads((tmp_path / f"{size}.{rank}.json").read_text())
             assert found == json.loads(json.dumps(one)), (size, rank)
     for rank in range(world - 1):
-        assert (tmp_path / f"lost.{rank}").read_text().startswith("lost another rank: ")
+        assert (
+            (tmp_path / f"lost.{rank}")
+            .read_text()
+            .startswith(f"lost rank {world - 1}: its process ended")
+        )

@@ -3,6 +3,7 @@
 - `thread_ranks`: ranks in threads of one process, for tests.
 - `gloo_ranks`: ranks in processes, on torch.distributed with gloo, for CPUs.
 - `rank_group`: which rank this process is, and its transport.
+- `peer_watch`: notices when another rank ends, fails or stalls, over `peer_sockets`.
 
 `penstock.engine.transport` defines what a transport does.
 """

@@ -13,10 +13,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from penstock.engine.transport import SingleRank, Transport
 from penstock.errors import EngineError, PeerLostError
+
+if TYPE_CHECKING:
+    from penstock.distributed.peer_watch import PeerWatch
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that describe a rank. A process without one of them is not a rank."""
@@ -73,9 +76,10 @@ class RankGroup:
     """This process among the ranks of a run. Use it as a context manager, or call `close`."""
 
     def __init__(
-        self, place: RankPlace, transport: Transport, device: str | None, store: Any = None
-    ) -> None:
-        self.place, self.transport = place, transport
+        self, place: RankPlace, transport: Transport, device: str | None,
+        store: Any = None, watch: PeerWatch | None = None,
+    ) -> None:  # fmt: skip
+        self.place, self.transport, self.watch = place, transport, watch
         self.device = device
         """Device that this rank computes on, such as `cuda:1` or `cpu`; None to choose it."""
         self._store = store
@@ -119,14 +123,22 @@ class RankGroup:
 
         self.transport.meet(b"")
         self._store = None
+        if self.watch is not None:
+            self.watch.close()
         dist.destroy_process_group()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # after a failure, the others may be anywhere, and never meet this rank
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        if error is None:
             self.close()
+            return
+        # After a failure, the others may be anywhere, and never meet this rank.
+        if not isinstance(error, SystemExit):
+            self.transport.abort(error)
+        if self.watch is not None:
+            self.watch.close()
 
 
 def single_rank() -> RankGroup:
@@ -152,13 +164,27 @@ def open_rank_group(place: RankPlace) -> RankGroup:
         return RankGroup(place, SingleRank(), device)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     store: Any = dist.distributed_c10d._get_default_store()
-    return RankGroup(place, _open_transport(device), device, store)
+    watch = _watch_ranks(place, store)
+    return RankGroup(place, _open_transport(device, watch), device, store, watch)
 
 
-def _open_transport(device: str) -> Transport:
+def _watch_ranks(place: RankPlace, store: Any) -> PeerWatch:
+    """Connect this rank to all others, and watch them from now on."""
+    import torch.distributed as dist
+
+    from penstock.distributed.peer_sockets import connect_ranks
+    from penstock.distributed.peer_watch import PeerWatch
+
+    # A launcher that restarts its workers keeps its store, with what the lost ones wrote.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = dist.PrefixStore(f"penstock/watch/{attempt}", store)
+    return PeerWatch(connect_ranks(prefix, place.rank, place.world))
+
+
+def _open_transport(device: str, watch: PeerWatch) -> Transport:
     """Return the transport for ranks that compute on such a device."""
     from penstock.distributed.gloo_ranks import GlooTransport
 
     if device != "cpu":
         raise EngineError("several GPUs are not supported yet: only CPUs have a transport")
-    return GlooTransport()
+    return GlooTransport(watch)
