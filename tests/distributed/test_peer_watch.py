@@ -256,6 +256,16 @@ def test_waiting_for_a_rank_is_an_error_in_the_end() -> None:
             assert "has not made this call (exchange, " in error.problem
 
 
+def test_a_rank_that_does_not_respond_is_an_error_in_the_end() -> None:
+    with watches(2, lambda line: None, silent_seconds=0.6) as (first, second):
+        second._tell_all = lambda *_: None  # type: ignore[method-assign]
+        with first.call("exchange"), second.call("exchange"):
+            error = loss(first)
+
+        assert error.rank == 1
+        assert "it has not responded for" in error.problem
+
+
 # Processes.
 
 

@@ -170,14 +170,14 @@ def open_rank_group(place: RankPlace) -> RankGroup:
 
 def _watch_ranks(place: RankPlace, store: Any) -> PeerWatch:
     """Connect this rank to all others, and watch them from now on."""
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
 
     from penstock.distributed.peer_sockets import connect_ranks
     from penstock.distributed.peer_watch import PeerWatch
 
     # A launcher that restarts its workers keeps its store, with what the lost ones wrote.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = dist.PrefixStore(f"penstock/watch/{attempt}", store)
+    prefix = PrefixStore(f"penstock/watch/{attempt}", store)
     return PeerWatch(connect_ranks(prefix, place.rank, place.world))
 
 
