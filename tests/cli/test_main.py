@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import typer
 
 from penstock import __version__
+from penstock.checkpoint.errors import CheckpointWarning
 from penstock.cli import main
 from penstock.errors import PenstockError
 from penstock.machine.machine import Figure, Machine, MemoryNode, MemoryRate
@@ -393,3 +395,21 @@ def test_a_probe_writes_the_machine_it_prints_and_a_plot(tmp_path: Path) -> None
     assert machine.made.command.startswith("penstock probe --quick")
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["machine.json", "machine.png"]
+
+
+def test_a_warning_of_penstock_is_one_line_without_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(_: list[str]) -> int:
+        text = warnings.formatwarning("3 tensors are ignored", CheckpointWarning, "a.py", 7)
+        print(text + warnings.formatwarning("other", UserWarning, "a.py", 7, ""), end="")
+        return 0
+
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # restores it
+    monkeypatch.setattr(main, "run", command)
+    with pytest.raises(SystemExit):
+        main.main()
+
+    assert capsys.readouterr().out == (
+        "warning: 3 tensors are ignored\na.py:7: UserWarning: other\n"
+    )

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.settings import TRACKERS as NAMES
 from penstock.settings import Settings
-from penstock.train.errors import MissingTrackerError
+from penstock.train.errors import MissingTrackerError, TrackerStartError
 from penstock.train.events import Listeners
 from penstock.train.trackers import TRACKERS, check_trackers, hf_metrics, open_trackers
 from tests.train.events import STEP
@@ -147,3 +147,18 @@ def test_a_missing_tracker_is_an_error(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(MissingTrackerError, match=f"needs the package {name}: pip install {name}"):
         check_trackers([name])
+
+
+def test_a_tracker_that_cannot_start_is_one_message_and_closes_the_others(
+    tmp_path: Path, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: Any) -> None:
+        raise RuntimeError("No API key configured.\nUse `wandb login` to log in.")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    chosen = Settings.of({"out": str(tmp_path), "log": ("tensorboard", "wandb")})
+
+    with pytest.raises(TrackerStartError, match=r"--log wandb: .*No API key .*log in\. Fix that"):
+        open_trackers(chosen, after=0, note=pytest.fail)
+
+    assert calls[-1][0] == "close"

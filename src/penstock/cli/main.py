@@ -13,6 +13,7 @@ import io
 import os
 import sys
 import traceback
+import warnings
 from typing import Annotated
 
 import typer
@@ -29,6 +30,7 @@ from penstock.cli.output import (
     EXIT_BUG,
     EXIT_ERROR,
     AsJson,
+    format_warning,
     print_errors,
     print_json,
     register_ascii_fallback,
@@ -86,6 +88,7 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         register_ascii_fallback()
         sys.stdout.reconfigure(errors="penstock")
+    warnings.formatwarning = format_warning
     sys.exit(_flush_output(run(sys.argv[1:])))
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -27,6 +28,8 @@ _CONTROL = ("Cc", "Cs")
 _BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 """Characters that reverse the order of the text after them."""
 
+_FORMAT_WARNING = warnings.formatwarning
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 ReportProgress = Callable[[int, int, str], None]
@@ -42,6 +45,19 @@ def print_errors(*lines: str) -> None:
     """Print lines on standard error, where they never mix with JSON."""
     for line in lines:
         print(line, file=sys.stderr)
+
+
+def format_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """Format a warning. One of Penstock needs no line of code: the user did not call that line."""
+    if category.__module__.startswith("penstock."):
+        return f"warning: {message}\n"
+    return _FORMAT_WARNING(message, category, filename, lineno, line)
 
 
 def printable(text: str) -> str:

@@ -215,7 +215,9 @@ class TokenDataset:
         held_out = hashes <= np.sort(hashes)[count - 1]
         if held_out.all():
             raise EmptyDataError(
-                f"{len(hashes)} documents are too few to hold out a fraction of {fraction:g}"
+                f"the data has too few different documents to hold out a fraction of "
+                f"{fraction:g} ({len(hashes)} in all). A text file is one document, unless form "
+                f"feeds separate several; --eval-data names other data to evaluate on"
             )
         part = f"{fraction!r} by seed {seed}"
         train = self._choose(self._chosen[~held_out], f"train {part}")

@@ -17,6 +17,9 @@ from penstock.model.inventory import Inventory
 from penstock.model.rotary import choose_frequencies_by_document
 from penstock.roles import Dtype
 
+_ADVICE = "warn_if_padding_and_no_attention_mask"
+"""Method of transformers models, which some of them call."""
+
 
 def build_model(
     config: Any,
@@ -41,7 +44,19 @@ def build_model(
             attn_implementation=None if own_attention else DOCUMENTS,
             trust_remote_code=trust_remote_code,
         )
+    _remove_advice_about_padding(model)
     return move_buffers(choose_frequencies_by_document(model), device)
+
+
+def _remove_advice_about_padding(model: nn.Module) -> None:
+    """Do not let models recommend an attention mask: padding is a document of its own here."""
+    for module in model.modules():
+        if hasattr(module, _ADVICE):
+            setattr(module, _ADVICE, _give_no_advice)
+
+
+def _give_no_advice(*_: Any) -> None:
+    pass
 
 
 def weight_dtype(dtype: Dtype) -> torch.dtype:

@@ -87,6 +87,17 @@ class MissingTrackerError(TrainError):
         )
 
 
+class TrackerStartError(TrainError):
+    """An experiment tracker could not start or continue its run."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name, self.reason = name, reason
+        super().__init__(
+            f"--log {name}: the tracker could not start: {reason}. Fix that, or leave {name} out of "
+            f"--log (metrics.jsonl is always written); then start again with --resume"
+        )
+
+
 class NoUpdateError(TrainError):
     """The run is over, and none of its steps changed a weight."""
 

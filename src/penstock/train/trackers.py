@@ -21,7 +21,7 @@ from penstock.durable_files import replace_file
 from penstock.errors import RecordError
 from penstock.records import read_json, to_json
 from penstock.settings import Settings
-from penstock.train.errors import MissingTrackerError
+from penstock.train.errors import MissingTrackerError, TrackerStartError
 from penstock.train.events import Event
 
 HF_NAMES = {
@@ -197,11 +197,21 @@ def check_trackers(names: Sequence[str]) -> None:
 def open_trackers(
     settings: Settings, *, after: int, note: Callable[[str], None]
 ) -> list[TrackerListener]:
-    """Start or continue the run in each tracker that the settings name."""
-    out, opened = Path(settings.checkpoint.out), []
+    """Start or continue the run in each tracker that the settings name.
+
+    Raises TrackerStartError if one of them fails, for example because nobody is logged in.
+    """
+    out = Path(settings.checkpoint.out)
+    opened: list[TrackerListener] = []
     ids = _read_ids(out)
     for name in settings.logging.log:
-        tracker = TRACKERS[name](_tracked_run(name, settings, ids.get(name, ""), after))
+        try:
+            tracker = TRACKERS[name](_tracked_run(name, settings, ids.get(name, ""), after))
+        except Exception as problem:  # trackers raise errors of their own kinds
+            for earlier in opened:
+                earlier.close()
+            reason = " ".join(str(problem).split()).rstrip(".") or type(problem).__name__
+            raise TrackerStartError(name, reason) from problem
         opened.append(TrackerListener(name, tracker, note))
         if tracker.run_id:
             ids[name] = tracker.run_id
