@@ -93,8 +93,8 @@ class TrackerStartError(TrainError):
     def __init__(self, name: str, reason: str) -> None:
         self.name, self.reason = name, reason
         super().__init__(
-            f"--log {name}: the tracker could not start: {reason}. Fix that, or leave {name} out of "
-            f"--log (metrics.jsonl is always written); then start again with --resume"
+            f"--log {name}: the tracker could not start: {reason}. Fix that, or leave {name} out "
+            f"of --log (metrics.jsonl is always written); then start again with --resume"
         )
 
 
