@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from penstock.model.inventory import Inventory
 from penstock.plan.placement import Share
 from penstock.plan.schedule import Verb
+from penstock.plan.seats import Ranks
 from penstock.plan.workload import Workload
 from penstock.planner.cost.compute import token_seconds
-from penstock.planner.cost.jobs import Demands
+from penstock.planner.cost.demands import Demands
 from penstock.planner.cost.rates import Rates
 from penstock.planner.cost.simulation import Job, simulate
 from penstock.tiers import Tier
@@ -88,7 +89,7 @@ class ZeroStep:
                 elements = block.parameters() or sum(
                     t.elements for b in blocks for t in b.tensors if t.name in block.borrows
                 )
-                fetch = Demands(self.rates, self.gpus)
+                fetch = Demands(self.rates, Ranks(world=self.gpus))
                 self._copy(fetch.copy_in, "weight", 2 * elements)
                 if backward and block.kind == "layer" and self.offload_activations:
                     self._copy(fetch.copy_in, "activation", self._input_nbytes())
@@ -103,7 +104,7 @@ class ZeroStep:
         return jobs if self.overlaps else [Job("one", job.demands, ()) for job in jobs]
 
     def _drain(self, backward: bool, elements: int, kind: str) -> dict[str, float]:
-        out = Demands(self.rates, self.gpus)
+        out = Demands(self.rates, Ranks(world=self.gpus))
         if backward:
             self._copy(out.copy_out, "gradient", 2 * elements)
             self._copy(out.copy_in, "gradient", 2 * elements)

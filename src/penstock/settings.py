@@ -268,6 +268,11 @@ class MemorySettings:
     gpus: int = option(
         "Number of GPUs to train on, with one process each. The result does not depend on it.", 1
     )
+    transport: Literal["auto", "shared", "collective"] = option(
+        "How several GPUs reach each other's data: through host memory (`shared`), by collective "
+        "calls (`collective`), or `auto` for the faster way.",
+        "auto",
+    )
     hbm: str = option(
         "Memory budget of each GPU, e.g. `22GiB`, or `auto` (free memory less a reserve).", "auto"
     )

@@ -60,7 +60,7 @@ FLAGS = {
         },
         *{"--no-deterministic", "--min-lr", "--decay", "--save-best", "--hub-layout"},
         *{"--self-check", "--no-self-check", "--label-smoothing", "--neftune-noise-alpha"},
-        *{"--store-checksums", "--no-store-checksums", "--gpus"},
+        *{"--store-checksums", "--no-store-checksums", "--gpus", "--transport"},
         *{
             "--seed",
             "--log",

@@ -96,8 +96,10 @@ def test_a_machine_with_too_little_memory_is_rejected(plan: Plan) -> None:
 def test_a_machine_must_have_the_memory_and_the_gpus_of_all_ranks() -> None:
     box = machine()
     workload = work(MODEL, 1024, 4, micro_batch=1, world=2)
-    plan = make_plan(MODEL, workload, Budget(hbm=2200 * MiB, dram=8 * GiB), box, effort=QUICK).plan
     two = replace(box, gpus=(box.gpus[0], replace(box.gpus[0], index=1)))
+    plan = make_plan(MODEL, workload, Budget(hbm=2200 * MiB, dram=8 * GiB), two, effort=QUICK).plan
+    with pytest.raises(PlanError, match=r"^gpus: is 2, but test has 1"):
+        make_plan(MODEL, workload, Budget(hbm=2200 * MiB, dram=8 * GiB), box, effort=QUICK)
 
     plan.check_model(MODEL)
     plan.check(two)

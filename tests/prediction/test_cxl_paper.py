@@ -16,11 +16,12 @@ from penstock.machine.presets import preset
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget
 from penstock.plan.placement import Share, stripe
+from penstock.plan.seats import Ranks
 from penstock.plan.workload import Workload
 from penstock.planner import QUICK, make_plan
 from penstock.planner.candidate import Candidate
 from penstock.planner.cost import Rates, estimate
-from penstock.planner.cost.jobs import Demands
+from penstock.planner.cost.demands import Demands
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.planner.initial_candidates import FillStrategy, undecided
 from penstock.tiers import Tier
@@ -81,7 +82,7 @@ def test_copy_rates_match_the_measured_ones_with_one_and_two_gpus(
     ]
     shares = stripe(64 * GiB, weights)
     for gpus, measured in ((1, one_gpu), (2, two_gpus)):
-        copies_in, copies_out = Demands(rates, gpus), Demands(rates, gpus)
+        copies_in, copies_out = (Demands(rates, Ranks(world=gpus)) for _ in range(2))
         for share in shares:
             copies_in.copy_in(share, share.nbytes)
             copies_out.copy_out(share, share.nbytes)

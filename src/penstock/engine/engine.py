@@ -56,6 +56,7 @@ from penstock.engine.state_io import EngineFiles
 from penstock.engine.state_view import StateView
 from penstock.engine.step_records import Event, timeline
 from penstock.engine.step_state import StepState
+from penstock.engine.sweep_pool import sweep_pool
 from penstock.engine.tensor_access import TensorAccess
 from penstock.engine.tier_memory import StoreSettings
 from penstock.engine.transfer import Mover
@@ -66,7 +67,6 @@ from penstock.model.inventory import Inventory
 from penstock.model.live_model import LiveModel
 from penstock.model.split import SplitModel
 from penstock.optim.norms import GradStats, clip_scale
-from penstock.optim.thread_pool import Pool
 from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.plan import Plan
 from penstock.records import Json
@@ -303,12 +303,14 @@ class Engine:
         ranks = SingleRank() if ranks is None else ranks
         check_ranks(plan.workload, ranks)
         inventory = inventory.sharded(ranks.world)
+        plan = plan.for_rank(ranks.rank)  # the only place that applies the nodes and paths of ranks
         self.plan, self.inventory, self.workload = plan, inventory, plan.workload
         self.settings, self.ranks = settings, ranks
         self.split_model, self.device = split_model, device
         self.optimizer = StreamedAdamW(self, settings.optimizer, settings.grouping)
         self._programs = Programs.of(plan, inventory)
-        pool = Pool(settings.sweep_threads, nice=SWEEP_NICE if self.on_gpu else 0)
+        nice = SWEEP_NICE if self.on_gpu else 0
+        pool = sweep_pool(plan, ranks.rank, settings.sweep_threads, nice=nice)
         store = settings.store
         self._memory = allocate(plan, inventory, self._programs, device, store, pool, ranks)
         self.access = TensorAccess(self._memory)

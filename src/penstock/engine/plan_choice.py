@@ -27,9 +27,11 @@ from penstock.plan.budget import (
     process_memory,
     split_path_budget,
     with_budget_memory,
+    with_gpus,
     with_paths,
 )
 from penstock.plan.buffers import CONTEXT
+from penstock.plan.placement import TransportName
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import NOISE, WorkingMemory, WorkingMemorySource
 from penstock.plan.working_memory_estimate import estimate_working_memory
@@ -91,12 +93,16 @@ class PlanRequest:
     source: WorkingMemorySource = estimate_working_memory
     """Says how much working memory the model needs."""
 
+    transport: TransportName | None = None
+    """How ranks reach each other; None for the faster way."""
+
     def make_plan(self) -> PlanChoice:
         """Make the best plan, or raise InfeasibleError."""
         try:
             planned = make_plan(
-                self.inventory, self.workload, self.budget, self.machine, source=self.source
-            )
+                self.inventory, self.workload, self.budget, self.machine, source=self.source,
+                transport=self.transport,
+            )  # fmt: skip
         except InfeasibleError as error:
             # `auto` budgets are small because of the limit, so more memory does not help.
             if not (limit := describe_limit(self.machine)):
@@ -117,6 +123,7 @@ def plan_request(
     accumulate: bool = False,
     compiled: bool | None = None,
     own_loss: bool = False,
+    machines: int | None = None,
 ) -> PlanRequest:
     """Decide everything that a plan depends on.
 
@@ -130,25 +137,33 @@ def plan_request(
         accumulate: Whether several `forward_backward()` calls add to one step.
         compiled: Whether layers are compiled; None: if the machine runs Penstock's kernels.
         own_loss: Whether the caller brings a loss function.
+        machines: Number of machines like the target; None for as many as its file says.
     """
-    limits = budget_for(target.machine, settings.memory.budgets if budget is None else budget)
+    ranks, machine = settings.memory.gpus, target.machine
+    if machines is not None:
+        machine = replace(machine, machines=machines)
     larger: tuple[str, ...] = ()
+    if not target.is_here:
+        machine, more = with_gpus(machine, ranks)
+        larger = (more,)
+    limits = budget_for(machine, settings.memory.budgets if budget is None else budget, ranks)
     if target.is_here:
         _check_paths_exist(limits)
-        check_budget_memory(target.machine, limits)
-        machine = target.machine
+        check_budget_memory(machine, limits)
     else:
-        machine, larger = with_budget_memory(target.machine, limits)
+        machine, remarks = with_budget_memory(machine, limits)
+        larger += remarks
     machine, disk_remark = with_paths(machine, limits)
     workload = workload_for(
         inventory, settings,
         compiled=target.kernels if compiled is None else compiled,
-        steps=steps, accumulate=accumulate, own_loss=own_loss,
+        steps=steps, accumulate=accumulate, own_loss=own_loss, machines=machine.machines,
     )  # fmt: skip
     remarks = tuple(filter(None, (target.remark, describe_limit(machine), disk_remark, *larger)))
     trust = settings.model.trust_remote_code
     source = working_memory_source(config, machine, own_loss=own_loss, trust_remote_code=trust)
-    return PlanRequest(inventory, workload, limits, machine, remarks, source)
+    transport = None if settings.memory.transport == "auto" else settings.memory.transport
+    return PlanRequest(inventory, workload, limits, machine, remarks, source, transport)
 
 
 def check_plan(plan: Plan, inventory: Inventory, target: TargetMachine, *, path: str) -> PlanChoice:
@@ -240,11 +255,14 @@ def _resident_blocks(plan: Plan) -> int:
     return sum(home is not None and home.shares[0].tier is Tier.HBM for home in homes)
 
 
-def budget_for(machine: Machine, budget: Budget | Mapping[str, Any]) -> Budget:
-    """Resolve sizes such as `auto` or `16GiB` for the machine. A `Budget` stays as it is."""
+def budget_for(machine: Machine, budget: Budget | Mapping[str, Any], ranks: int = 1) -> Budget:
+    """Resolve sizes such as `auto` or `16GiB` for the machine. A `Budget` stays as it is.
+
+    The HBM budget is for each of the `ranks` on the machine, and the others are for all of them.
+    """
     if isinstance(budget, Budget):
         return budget
-    return parse_budget(machine, **_budget_texts(budget))
+    return parse_budget(machine, ranks=ranks, **_budget_texts(budget))
 
 
 def check_budget(budget: Mapping[str, Any]) -> None:
@@ -291,6 +309,7 @@ def workload_for(
     steps: int | None = None,
     accumulate: bool = False,
     own_loss: bool = False,
+    machines: int = 1,
 ) -> Workload:
     """Describe the optimizer step that the settings ask for.
 
@@ -301,6 +320,7 @@ def workload_for(
         steps: Number of steps of the run, if it is known better than from the settings.
         accumulate: Whether several `forward_backward()` calls add to one step.
         own_loss: Whether the caller brings a loss function.
+        machines: Number of machines, each with as many GPUs as the settings say.
     """
     settings = settings.with_assumed_sizes(inventory.max_context)
     schedule = settings.schedule
@@ -322,6 +342,7 @@ def workload_for(
         clip=schedule.clip or None,
         accumulate=accumulate,
         steps=schedule.steps if steps is None else steps,
+        world=settings.memory.gpus * machines,
         numerics=replace(
             numerics,
             deterministic=schedule.deterministic,

@@ -407,11 +407,6 @@ class StoragePath:
     rates: tuple[StorageRate, ...] = ()
     """Measured rates for each operation, request size and queue depth."""
 
-    @property
-    def is_device(self) -> bool:
-        """Whether it is a raw block device, which one store overwrites as a whole."""
-        return self.path.startswith("/dev/") and not self.path.startswith("/dev/shm")
-
     def __post_init__(self) -> None:
         if not self.path:
             raise MachineError(

@@ -105,19 +105,20 @@ class Budget:
 
 def parse_budget(
     machine: Machine, *, hbm: str = "auto", dram: str = "auto", cxl: str = "auto",
-    nvme: tuple[str, ...] = (),
+    nvme: tuple[str, ...] = (), ranks: int = 1,
 ) -> Budget:  # fmt: skip
     """Parse budgets such as `40GiB`, `auto` or, for NVMe, `/mnt/nvme:400GiB`.
 
-    On a machine without a GPU, the HBM budget is a part of DRAM, so an `auto` DRAM budget does not
+    The HBM budget is for each of the `ranks` on the machine, and the others are for all of them. On
+    a machine without a GPU, the HBM budget is a part of DRAM, so an `auto` DRAM budget does not
     include it. A limit on the process's memory bounds the sum of what is on all nodes. Raises
     PlanError naming the tier.
     """
-    hbm_nbytes = _parse_size("hbm", hbm, auto_hbm(machine))
-    in_host = 0 if machine.gpus else hbm_nbytes
-    dram_nbytes = _parse_size("dram", dram, max(0, auto_dram(machine) - in_host))
+    hbm_nbytes = _parse_size("hbm", hbm, auto_hbm(machine, ranks))
+    in_host = 0 if machine.gpus else ranks * hbm_nbytes
+    dram_nbytes = _parse_size("dram", dram, max(0, auto_dram(machine, ranks) - in_host))
     free_cxl = _free_memory(machine.cxl_nodes)
-    if (limited := _free_below_limit(machine)) is not None:
+    if (limited := _free_below_limit(machine, ranks)) is not None:
         free_cxl = max(0, min(free_cxl, limited - in_host - dram_nbytes))
     return Budget(
         hbm=hbm_nbytes,
@@ -137,18 +138,22 @@ def check_budget_texts(
         _parse_size("nvme", _checked_path_budget(text)[1], 0)
 
 
-def auto_hbm(machine: Machine) -> int:
-    """Return the free memory of the first GPU less a reserve; without a GPU, a share of DRAM."""
+def auto_hbm(machine: Machine, ranks: int = 1) -> int:
+    """Return the free memory of a GPU less a reserve; without a GPU, a share of DRAM.
+
+    All ranks follow one plan, so the GPU with the least free memory decides.
+    """
     if not machine.gpus:
-        return int(CPU_SHARE * auto_dram(machine))
+        return int(CPU_SHARE * auto_dram(machine, ranks)) // ranks
+    sizes: list[int] = []
     for gpu in machine.gpus:
-        if gpu.memory is not None:
+        if gpu.memory is not None and len(sizes) < ranks:
             free = gpu.memory if gpu.free is None else _round_down(gpu.free, HBM_GRAIN)
-            return max(0, free - int(HBM_RESERVE * gpu.memory))
-    return 0
+            sizes.append(max(0, free - int(HBM_RESERVE * gpu.memory)))
+    return min(sizes, default=0)
 
 
-def auto_dram(machine: Machine) -> int:
+def auto_dram(machine: Machine, ranks: int = 1) -> int:
     """Return the free memory of all nodes with CPUs, or below a limit, less a reserve."""
     nodes = machine.dram_nodes
     # A budget covers what Penstock allocates for the model. The process itself is outside every
@@ -156,12 +161,12 @@ def auto_dram(machine: Machine) -> int:
     # process is already resident when free memory is read, that part is missing from it too; the
     # error is on the safe side, and at most the size of Python with PyTorch.
     reserve = HOST_RESERVE + int(HOST_SHARE * sum(node.capacity for node in nodes))
-    free = max(0, _free_memory(nodes) - reserve - process_memory(machine))
-    limited = _free_below_limit(machine)
+    free = max(0, _free_memory(nodes) - reserve - ranks * process_memory(machine))
+    limited = _free_below_limit(machine, ranks)
     return free if limited is None else min(free, limited)
 
 
-def _free_below_limit(machine: Machine) -> int | None:
+def _free_below_limit(machine: Machine, ranks: int = 1) -> int | None:
     """Return what budgets may use below the limit on the process's memory; None without a limit.
 
     The reserve is for the page cache and the kernel's own memory, which count as well. There is
@@ -171,7 +176,7 @@ def _free_below_limit(machine: Machine) -> int | None:
     if limit is None:
         return None
     left = _round_down(limit.left, max(1, int(HOST_GRAIN * limit.nbytes)))
-    return max(0, left - int(HOST_SHARE * limit.nbytes) - process_memory(machine))
+    return max(0, left - int(HOST_SHARE * limit.nbytes) - ranks * process_memory(machine))
 
 
 def describe_limit(machine: Machine) -> str:
@@ -268,6 +273,27 @@ def with_budget_memory(machine: Machine, budget: Budget) -> tuple[Machine, tuple
     return machine, tuple(remarks)
 
 
+def with_gpus(machine: Machine, count: int) -> tuple[Machine, str]:
+    """Return a machine like this one that has `count` GPUs, or more, and a sentence if it has less.
+
+    More GPUs are like the first one, and dealt to the sockets in turn.
+    """
+    gpus = machine.gpus
+    if not gpus or len(gpus) >= count:
+        return machine, ""
+    first, unused = gpus[0], max(gpu.index for gpu in gpus) + 1
+    nodes = [node.id for node in machine.dram_nodes]
+    added = tuple(
+        replace(first, index=unused + k, uuid="", node=nodes[(len(gpus) + k) % len(nodes)])
+        for k in range(count - len(gpus))
+    )
+    remark = (
+        f"{machine.name or 'the machine'} has {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: this "
+        f"plan is for a machine like it with {count}, which reach each other through host memory."
+    )
+    return replace(machine, gpus=(*gpus, *added), gpu_links=()), remark
+
+
 def check_budget_memory(machine: Machine, budget: Budget) -> None:
     """Raise PlanError if a budget is larger than what the machine has."""
     for tier in (Tier.HBM, Tier.DRAM, Tier.CXL):
@@ -292,7 +318,7 @@ def check_budget_memory(machine: Machine, budget: Budget) -> None:
 def _enlarge(machine: Machine, tier: Tier, nbytes: int) -> Machine:
     """Return the machine with more memory in one tier; nodes keep their proportions."""
     if tier is Tier.HBM and machine.gpus:
-        return replace(machine, gpus=(replace(machine.gpus[0], memory=nbytes), *machine.gpus[1:]))
+        return replace(machine, gpus=tuple(replace(gpu, memory=nbytes) for gpu in machine.gpus))
     nodes = machine.cxl_nodes if tier is Tier.CXL else machine.dram_nodes
     if not nodes:
         raise PlanError(

@@ -54,6 +54,19 @@ PIPE_UNIT = 64 * KiB
 """Halves of a pipe are multiples of this: the unit of a store."""
 
 
+NCCL = "NCCL buffers"
+"""Name of the pool that stands for NCCL's own memory, which is outside torch's allocator."""
+
+NCCL_NBYTES = 512 * MiB
+"""Bytes of HBM that NCCL's communicator of one group is assumed to need. Not measured."""
+
+MAILBOX = 64 * MiB
+"""Maximum size of one host buffer through which ranks of one machine pass gradients."""
+
+MAILBOXES = 2
+"""Number of such buffers of each rank: one is filled while the other is read."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPool:
     """Memory of one tier that is allocated once and held for the run."""
@@ -98,8 +111,10 @@ def plan_pools(
     )
     staging = _packed_nbytes(staging_lifetimes(inventory, schedule, placement, formats))
     measured = memory_pools(workload, placement.rounds, memory, context_nbytes=context_nbytes)
+    collective = placement.transport == "collective" and context_nbytes > 0
     hbm = {
         CONTEXT: measured.pop(CONTEXT),
+        NCCL: NCCL_NBYTES if collective else 0,
         "weight slots": weights,
         "gradient buffers": gradients,
         "hidden states in flight": hidden_nbytes(inventory, workload, placement.rounds),
@@ -109,6 +124,7 @@ def plan_pools(
     dram = {
         "NVMe staging": staging,
         "NVMe pipes": len(pipes) * pipe_nbytes(inventory, workload, placement),
+        "rank mailboxes": mailboxes_nbytes(inventory, workload, placement),
     }
     pools = [BufferPool(tier=Tier.HBM, what=k, nbytes=v) for k, v in hbm.items()]
     pools += [BufferPool(tier=Tier.DRAM, what=k, nbytes=v) for k, v in dram.items()]
@@ -235,6 +251,17 @@ def pipe_nbytes(inventory: Inventory, workload: Workload, placement: Placement) 
     piece = workload.formats().nbytes(Role.WEIGHT, placement.piece_elements)
     half = min(PIPE_HALF, largest, piece)
     return 2 * round_up(half, PIPE_UNIT)
+
+
+def mailboxes_nbytes(inventory: Inventory, workload: Workload, placement: Placement) -> int:
+    """Return the bytes of host buffers through which a rank passes gradients to the others.
+
+    A buffer is no larger than the largest gradient that passes through it.
+    """
+    if placement.transport != "shared" or workload.world == 1:
+        return 0
+    largest = max(4 * block.flat_elements(True) for block in inventory.blocks)
+    return MAILBOXES * min(MAILBOX, round_up(largest, PIPE_UNIT))
 
 
 def role_nbytes(

@@ -16,6 +16,11 @@ STRIPE_UNIT = 2 * MiB
 
 SweepSide = Literal["cpu", "gpu", "none"]
 
+TransportName = Literal["shared", "collective"]
+"""How ranks reach each other's data. With `shared`, one host's memory is mapped by all ranks, which
+read weights from it and pass gradients through it. With `collective`, each rank reads its own
+shards, and collective calls move them between GPUs and machines."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
@@ -127,6 +132,10 @@ class Placement:
     staging_node: int | None = None
     """The DRAM node of the host buffers between NVMe and the rest, as chosen by
     `staging.choose_staging_node`. Absent in plans of earlier versions: see `host_node`."""
+
+    transport: TransportName | None = None
+    """How ranks reach each other's data; None for one rank, and in plans of earlier versions, whose
+    ranks use collective calls."""
 
     blocks: tuple[BlockPlacement, ...]
     """The blocks, in the order of forward."""

@@ -3,6 +3,9 @@
 A plan is one frozen value, saved as JSON. It allocates and measures nothing. It is all that the
 planner hands to the engine, and the engine allocates memory only as the plan says. Nothing in it
 can change a bit of the result: everything that can is part of its workload.
+
+One plan is for all ranks. Its bytes and its budget are those of one rank, and its nodes and paths
+those of the first seat; `Plan.for_rank` has those of another.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from penstock.plan.activation_overlay import OverlaidActivation, overlaid_activa
 from penstock.plan.budget import Budget
 from penstock.plan.buffers import (
     CONTEXT,
+    NCCL,
     BufferPool,
     activation_nbytes,
     memory_pools,
@@ -28,6 +32,7 @@ from penstock.plan.buffers import (
 )
 from penstock.plan.cuda_allocator import PAGE, SMALL_PAGE
 from penstock.plan.placement import Placement, Share
+from penstock.plan.seats import Ranks, Seat, seated_budget, seated_placement
 from penstock.plan.staging import choose_staging_node
 from penstock.plan.working_memory import WorkingMemory
 from penstock.plan.workload import Workload
@@ -62,10 +67,14 @@ class Plan:
     """What to train."""
 
     budget: Budget
-    """How much of each tier the plan may use."""
+    """How much of each tier a rank may use."""
 
     placement: Placement
     """Where everything is stored, and how it is streamed."""
+
+    seats: tuple[Seat, ...] = ()
+    """What each rank of a machine uses. Without seats there is one rank, or, in plans of earlier
+    versions, all ranks use the same nodes and paths."""
 
     pools: tuple[BufferPool, ...] = ()
     """Memory that is allocated in addition to what is stored."""
@@ -82,6 +91,7 @@ class Plan:
     def __post_init__(self) -> None:
         if self.version != self.FORMAT:
             raise PlanError("version", f"must be {self.FORMAT}, got {self.version}")
+        self._check_seats()
         overlaid = self.overlaid_activations()
         shares = tuple(
             (home.role, share)
@@ -98,6 +108,46 @@ class Plan:
                     f"is {format_bytes(self.budget.of(tier))}, but the plan needs "
                     f"{format_bytes(self.peak(tier))}",
                 )
+
+    # Ranks.
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks, and which of them share nodes and drives."""
+        return Ranks(world=self.workload.world, seats=self.seats)
+
+    def seat(self, rank: int) -> Seat | None:
+        """Return the seat of a rank; None if the plan has no seats."""
+        return self.seats[rank % len(self.seats)] if self.seats else None
+
+    def for_rank(self, rank: int) -> Plan:
+        """Return the plan with the nodes and paths of a rank. That of rank 0 is unchanged."""
+        seat = self.seat(rank)
+        if seat is None or seat is self.seats[0]:
+            return self
+        return replace(
+            self,
+            placement=seated_placement(self.placement, self.seats[0], seat),
+            budget=seated_budget(self.budget, self.seats[0], seat),
+        )
+
+    def _check_seats(self) -> None:
+        """Raise PlanError unless every rank has a seat like the first one."""
+        if not self.seats:
+            return
+        if self.workload.world % len(self.seats):
+            raise PlanError(
+                "seats",
+                f"has {len(self.seats)} for the ranks of a machine, which must divide the number "
+                f"of ranks, {self.workload.world}",
+            )
+        first = self.seats[0]
+        for number, seat in enumerate(self.seats):
+            for name in ("nodes", "paths"):
+                if len(getattr(seat, name)) != len(getattr(first, name)):
+                    raise PlanError(
+                        f"seats[{number}].{name}", f"must be as many as in seats[0].{name}"
+                    )
 
     # Bytes.
 
@@ -144,11 +194,13 @@ class Plan:
     def allocator_nbytes(self) -> int:
         """Bytes of the HBM budget that PyTorch's allocator may use as its limit.
 
-        That is all but the CUDA context, and but the pages by which it may exceed its limit.
+        That is all but the CUDA context, NCCL's own memory, and the pages by which it may exceed
+        its limit.
         """
         context = self.context_nbytes
         pages = PAGE + SMALL_PAGE if context else 0  # without a GPU there is no such allocator
-        return self.budget.of(Tier.HBM) - context - pages
+        nccl = sum(pool.nbytes for pool in self.pools if pool.what == NCCL)
+        return self.budget.of(Tier.HBM) - context - nccl - pages
 
     @property
     def host_nbytes(self) -> int:
@@ -229,40 +281,47 @@ class Plan:
     def check(self, machine: Machine) -> None:
         """Raise PlanError unless the machine has the memory that the plan needs.
 
-        The bytes of a plan are those of one rank. All ranks are assumed to be on this machine, with
-        a GPU each, and the same nodes and drives for all.
+        The bytes of a plan are those of one rank. Without seats, all ranks are assumed to be on
+        this machine, with a GPU each, and the same nodes and drives for all.
         """
-        ranks = self.workload.world
-        if machine.gpus and len(machine.gpus) < ranks:
+        ranks = self.ranks
+        if machine.gpus and len(machine.gpus) < ranks.local:
             raise PlanError(
                 "workload.world",
-                f"is {ranks}, and every rank needs a GPU, but {machine.name or 'this machine'} has "
-                f"{len(machine.gpus)}; make a plan for fewer ranks",
+                f"is {ranks.world}, and every rank needs a GPU, but "
+                f"{machine.name or 'this machine'} has {len(machine.gpus)}; make a plan for fewer "
+                f"ranks",
             )
-        memory = machine.gpus[0].memory if machine.gpus else None
-        if memory is not None:
-            _check_capacity("hbm", "the GPU", self.peak(Tier.HBM), memory)
+        for gpu in machine.gpus[: ranks.local]:
+            if gpu.memory is not None:
+                _check_capacity("hbm", "the GPU", self.peak(Tier.HBM), gpu.memory)
         by_node: Counter[int] = Counter()
         by_path: Counter[str] = Counter()
-        for _, share in self._shares:
-            if share.node is not None:
-                by_node[share.node] += ranks * share.nbytes
-            elif share.path:
-                by_path[share.path] += ranks * share.nbytes
-        host_node = self.placement.host_node
-        if host_node is None:  # the OS decides, most likely on the node that a new plan would name
-            host_node = choose_staging_node(machine)
-        by_node[host_node] += ranks * self.pool_nbytes(Tier.DRAM)
-        if not machine.gpus:  # the CPU computes, and the HBM tier is memory of that node
-            by_node[host_node] += ranks * self.peak(Tier.HBM)
+        for rank in range(ranks.local):
+            plan = self.for_rank(rank)
+            plan._add_host_nbytes(machine, by_node)
+            for _, share in plan._shares:
+                by_path[share.path] += share.nbytes if share.path else 0
         capacities = {node.id: node.capacity for node in machine.nodes}
         for node, wanted in sorted(by_node.items()):
             _check_capacity(f"node {node}", f"node {node}", wanted, capacities.get(node, 0))
         self._check_paths(machine, by_path)
 
+    def _add_host_nbytes(self, machine: Machine, by_node: Counter[int]) -> None:
+        """Add what one rank needs of each node."""
+        for _, share in self._shares:
+            if share.node is not None:
+                by_node[share.node] += share.nbytes
+        host_node = self.placement.host_node
+        if host_node is None:  # the OS decides, most likely on the node that a new plan would name
+            host_node = choose_staging_node(machine)
+        by_node[host_node] += self.pool_nbytes(Tier.DRAM)
+        if not machine.gpus:  # the CPU computes, and the HBM tier is memory of that node
+            by_node[host_node] += self.peak(Tier.HBM)
+
     def _check_paths(self, machine: Machine, by_path: Counter[str]) -> None:
         free = {s.path: s.free if s.free is not None else s.capacity for s in machine.storage}
-        for path, wanted in sorted(by_path.items()):
+        for path, wanted in sorted((+by_path).items()):
             if path not in free:
                 listed = ", ".join(free) or "none"
                 raise PlanError("nvme", f"{path} is not on this machine; it has {listed}")

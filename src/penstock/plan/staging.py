@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.machine.machine import Machine
+from penstock.machine.machine import Gpu, Machine
 
 
 def choose_staging_node(machine: Machine) -> int:
@@ -12,11 +12,15 @@ def choose_staging_node(machine: Machine) -> int:
     not the plan stores anything else there. A plan records the node (`Placement.staging_node`), and
     the engine, the capacity check, the traffic and the cost model read it from there.
     """
+    return nearest_dram_node(machine, machine.gpus[0]) if machine.gpus else machine.dram_nodes[0].id
+
+
+def nearest_dram_node(machine: Machine, gpu: Gpu) -> int:
+    """Return the DRAM node nearest to a GPU; the first one if the machine file does not say."""
     dram = [node.id for node in machine.dram_nodes]
-    gpu_node = machine.gpus[0].node if machine.gpus else None
-    if gpu_node is None:
+    if gpu.node is None:
         return dram[0]
-    if gpu_node in dram:
-        return gpu_node
-    distances = machine.node(gpu_node).distances
+    if gpu.node in dram:
+        return gpu.node
+    distances = machine.node(gpu.node).distances
     return min(dram, key=lambda node: (distances.get(node, float("inf")), node))

@@ -274,7 +274,7 @@ def resized(
     """Return the workload with another context or batch, and all else as the user asked for it.
 
     A micro-batch that has its default size gets the default for the new sizes; one that the user
-    set stays, unless the batch is smaller.
+    set stays, unless the batch is smaller. With several ranks it is small enough that each has one.
     """
     context = workload.context if context is None else context
     batch = workload.batch if batch is None else batch
@@ -284,6 +284,7 @@ def resized(
     )
     micro_batch = workload.numerics.micro_batch
     micro_batch = new if micro_batch == now else min(micro_batch, batch)
+    micro_batch = min(micro_batch, max(1, batch // workload.world))
     numerics = replace(workload.numerics, micro_batch=micro_batch)
     return replace(workload, context=context, batch=batch, numerics=numerics)
 

@@ -76,10 +76,11 @@ class WhatIf:
 
     def tokens_per_second_now(self) -> float:
         """Return the speed of the plan, estimated in the same way."""
-        placement = self.result.plan.placement
+        plan, placement = self.result.plan, self.result.plan.placement
         evaluator = PlanEvaluator(
-            self.inventory, self.workload, self.machine, self.budget,
-            piece_elements=placement.piece_elements, source=self.source,
+            self.inventory, self.workload, self.machine, plan.budget,
+            piece_elements=placement.piece_elements, source=self.source, seats=plan.seats,
+            transport=placement.transport,
         )  # fmt: skip
         return self.workload.tokens / evaluator.placement_seconds(placement)
 
@@ -104,10 +105,10 @@ def _ideas(what_if: WhatIf) -> Iterator[Advice]:
 
 def _changes(what_if: WhatIf) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the changes to try, in words and as fields of `WhatIf`."""
-    budget, work = what_if.budget, what_if.workload
+    budget, work, plan = what_if.budget, what_if.workload, what_if.result.plan
     for tier, more in ((Tier.DRAM, 16 * GiB), (Tier.DRAM, 64 * GiB), (Tier.HBM, 8 * GiB)):
         # More of a tier helps only if the plan uses nearly all of it.
-        if what_if.result.plan.peak(tier) > 0.9 * budget.of(tier):
+        if plan.peak(tier) > 0.9 * plan.budget.of(tier):
             larger_budget = budget.changed(tier, budget.of(tier) + more)
             machine, _ = with_budget_memory(what_if.machine, larger_budget)
             changes: dict[str, object] = {"budget": larger_budget, "machine": machine}

@@ -22,14 +22,24 @@ from penstock.plan.buffers import (
     CUDA_CONTEXT,
     BufferPool,
     activation_nbytes,
+    mailboxes_nbytes,
     pipe_lanes,
     pipe_nbytes,
     plan_pools,
     role_nbytes,
 )
 from penstock.plan.build_schedule import step_schedule
-from penstock.plan.placement import BlockPlacement, Home, Placement, Share, SweepSide, stripe
+from penstock.plan.placement import (
+    BlockPlacement,
+    Home,
+    Placement,
+    Share,
+    SweepSide,
+    TransportName,
+    stripe,
+)
 from penstock.plan.schedule import Schedule
+from penstock.plan.seats import Ranks, Seat
 from penstock.plan.working_memory import WorkingMemory, WorkingMemorySource
 from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.plan.workload import Workload
@@ -99,6 +109,12 @@ class PlanEvaluator:
     """Weight of each NVMe path in a stripe. By default the budgets, so that all of them can be
     used."""
 
+    seats: tuple[Seat, ...] = ()
+    """What each rank of a machine uses; see `Plan.seats`. The budget is that of one rank."""
+
+    transport: TransportName | None = None
+    """See `Placement.transport`."""
+
     memory: WorkingMemory = field(init=False)
     """The model's working memory, from the source."""
 
@@ -129,16 +145,23 @@ class PlanEvaluator:
     def __post_init__(self) -> None:
         self.inventory = self.inventory.sharded(self.workload.world)
         work, compiled = self.workload, self.workload.numerics.compiled
-        self.rates = Rates.of(self.machine, work.moments, dtype=work.dtype, compiled=compiled)
+        self.rates = Rates.of(
+            self.machine, work.moments, dtype=work.dtype, compiled=compiled, ranks=self.ranks
+        )
         if self.drives is None:
             self.drives = {path.path: float(path.nbytes) for path in self.budget.nvme}
-        self._stripe_weights = stripe_weights(self.machine, self.rates, self.drives)
+        self._stripe_weights = stripe_weights(self.machine, self.rates, self.drives, self.ranks)
         self._capacities = {tier: self._capacity(tier) for tier in Tier}
         args = (self.inventory, self.workload)
         self.memory = self.source(*args)
         self._sizer = QuickSizer(*args, self.memory, self.context_nbytes, self.placement)
-        self._timer = StepTimer(*args, self.rates, issued=self.piece_elements)
+        self._timer = StepTimer(*args, self.rates, self.piece_elements, self.ranks)
         self._coarse_elements = coarse_piece_elements(self.inventory, self.piece_elements)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks, and which of them share nodes and drives."""
+        return Ranks(world=self.workload.world, seats=self.seats)
 
     # Bytes.
 
@@ -178,11 +201,12 @@ class PlanEvaluator:
             return min(limit, capacity_of(self.budget, self.drives or {}))
         location = {Tier.CXL: Location.CXL, Tier.DRAM: Location.DRAM}.get(tier)
         if location is not None and not self.unbounded:
-            places = self._stripe_weights[location]
+            places, ranks = self._stripe_weights[location], self.ranks
             total = sum(weight for _, weight in places)
             for share, weight in places:
                 assert share.node is not None
-                limit = min(limit, int(self.machine.node(share.node).capacity * total / weight))
+                capacity = ranks.node_capacity(self.machine, share.node)
+                limit = min(limit, int(capacity * total / weight))
             return limit if places else 0
         return limit
 
@@ -370,7 +394,10 @@ class PlanEvaluator:
     def cost(self, candidate: Candidate) -> Cost:
         """Return the full cost estimate, with pieces of the planned size."""
         placement, schedule = self.placement(candidate), self._schedule(candidate)
-        return estimate(self.inventory, self.workload, placement, self.rates, schedule=schedule)
+        return estimate(
+            self.inventory, self.workload, placement, self.rates,
+            schedule=schedule, ranks=self.ranks,
+        )  # fmt: skip
 
     def exact_score(self, candidate: Candidate) -> float:
         """Return the score with pieces of the planned size."""
@@ -387,6 +414,7 @@ class PlanEvaluator:
             ahead=candidate.ahead,
             piece_elements=self.piece_elements,
             staging_node=self.rates.staging_node,
+            transport=self.transport,
             blocks=self._block_placements(candidate),
         )
 
@@ -440,20 +468,22 @@ class PlanEvaluator:
         return self._role_sizes[key]
 
 
-def stripe_weights(machine: Machine, rates: Rates, drives: DriveWeights) -> StripeWeights:
-    """Return the nodes or paths of each location, with their weights in a stripe."""
-    dram = [
-        (Share(tier=Tier.DRAM, nbytes=0, node=n.id), rates.nodes[n.id]) for n in machine.dram_nodes
-    ]
-    cxl = [
-        (Share(tier=Tier.CXL, nbytes=0, node=n.id), rates.nodes[n.id]) for n in machine.cxl_nodes
-    ]
+def stripe_weights(
+    machine: Machine, rates: Rates, drives: DriveWeights, ranks: Ranks
+) -> StripeWeights:
+    """Return the nodes or paths of each location of a rank, with their weights in a stripe."""
+    dram, cxl = (
+        [(Share(tier=node.tier, nbytes=0, node=node.id), node.id) for node in ranks.nodes(nodes)]
+        for nodes in (machine.dram_nodes, machine.cxl_nodes)
+    )
+    # A node that fewer ranks share is faster for each of them.
+    sweep = {id: rates.nodes[id].sweep / ranks.on_node(id) for _, id in [*dram, *cxl]}
     paths = [(Share(tier=Tier.NVME, nbytes=0, path=path), w) for path, w in drives.items()]
     return {
         Location.HBM: ((Share(tier=Tier.HBM, nbytes=0), 1.0),),
-        Location.DRAM: tuple((share, node.sweep) for share, node in dram),
-        Location.MIX: tuple((share, node.sweep) for share, node in [*dram, *cxl]),
-        Location.CXL: tuple((share, node.to_gpu) for share, node in cxl),
+        Location.DRAM: tuple((share, sweep[id]) for share, id in dram),
+        Location.MIX: tuple((share, sweep[id]) for share, id in [*dram, *cxl]),
+        Location.CXL: tuple((share, rates.nodes[id].to_gpu) for share, id in cxl),
         Location.NVME: tuple(paths),
     }
 
@@ -506,6 +536,7 @@ class QuickSizer:
         pipes = len(pipe_lanes(self.workload, placement))
         dram = pipes * pipe_nbytes(self.inventory, self.workload, placement)
         dram += self._staging_nbytes(candidate, placement)
+        dram += mailboxes_nbytes(self.inventory, self.workload, placement)
         return {Tier.HBM: self.hbm_nbytes(candidate), Tier.DRAM: dram}
 
     def hbm_nbytes(self, candidate: Candidate) -> int:

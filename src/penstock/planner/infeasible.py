@@ -45,7 +45,8 @@ def infeasible_error(
     capacities = {tier: tier_capacity(machine, budget, tier) for tier in Tier}
     name = machine.name or "this machine"
     problem = (
-        f"{inventory.model} at {workload.batch} x {workload.context} tokens does not fit in "
+        f"{inventory.model} at {workload.batch} x {workload.context} tokens"
+        f"{_on_ranks(workload.world, machine)} does not fit in "
         + ", ".join(_budget_text(tier, budget, capacities[tier], name) for tier in Tier)
     )
     helpful: list[str] = []
@@ -70,6 +71,13 @@ def infeasible_error(
     return InfeasibleError(problem, least=least, advice="; ".join(advice + too_small))
 
 
+def _on_ranks(world: int, machine: Machine) -> str:
+    if world == 1:
+        return ""
+    each = f" on each of {machine.machines} machines" if machine.machines > 1 else ""
+    return f" on {world // machine.machines} GPUs{each}"
+
+
 def _budget_text(tier: Tier, budget: Budget, capacity: int | None, machine: str) -> str:
     """Return a tier's budget, and what the machine has if that is less."""
     text = f"{format_bytes(budget.of(tier))} {tier}"
@@ -88,7 +96,7 @@ def _size(tier: Tier, nbytes: int, budget: Budget, machine: Machine) -> str:
 
 def _whole_machine(workload: Workload, machine: Machine, fits: Fits) -> list[str]:
     """Return the flags of the largest budgets that the machine has, if they are enough."""
-    whole = parse_budget(machine)
+    whole = parse_budget(machine, ranks=workload.world // machine.machines)
     drive = replace(whole, nvme=(_new_path(machine),))
     if fits(workload, whole, machine):
         return ["--hbm auto --dram auto"]

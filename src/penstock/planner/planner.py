@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +12,9 @@ from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget, PathBudget, check_paths, process_memory
 from penstock.plan.memory_interpolation import interpolated
+from penstock.plan.placement import TransportName
 from penstock.plan.plan import Plan
+from penstock.plan.seats import rank_budget, seat_ranks
 from penstock.plan.traffic import step_disk_writes
 from penstock.plan.working_memory import WorkingMemory, WorkingMemorySource
 from penstock.plan.working_memory_estimate import estimate_working_memory
@@ -31,6 +34,7 @@ from penstock.planner.search import (
     search_drives,
 )
 from penstock.planner.staging_pieces import piece_sizes
+from penstock.planner.transports import check_transport, usable_transports
 from penstock.tiers import Tier
 from penstock.units import KiB, MiB, format_bytes
 
@@ -80,13 +84,18 @@ def make_plan(
     *,
     effort: SearchEffort = THOROUGH,
     source: WorkingMemorySource = estimate_working_memory,
+    transport: TransportName | None = None,
 ) -> PlanResult:
     """Return the best plan found.
 
-    `source` says how much working memory the model needs. Raises InfeasibleError if nothing fits.
-    The error contains the smallest budgets that would be enough.
+    The budget is that of one machine, except that HBM is per GPU. `transport` says how ranks reach
+    each other; by default, in the faster way. `source` says how much working memory the model
+    needs. Raises InfeasibleError if nothing fits. The error contains the smallest budgets that
+    would be enough.
     """
-    result = find_plan(inventory, workload, budget, machine, effort=effort, source=source)
+    result = find_plan(
+        inventory, workload, budget, machine, effort=effort, source=source, transport=transport
+    )
     if result is None:
         args = (inventory, workload, budget, machine)
         # Suggestions try many other workloads. Trace a workload only if the quick estimate fits.
@@ -113,6 +122,7 @@ def find_plan(
     effort: SearchEffort = THOROUGH,
     cache: PlannerCache | None = None,
     source: WorkingMemorySource = estimate_working_memory,
+    transport: TransportName | None = None,
 ) -> PlanResult | None:
     """Return the best plan found, or None if nothing fits.
 
@@ -120,12 +130,33 @@ def find_plan(
     """
     args = (inventory, workload, budget, machine)
     with _collector_paused():
-        for make in _makers(*args, cache=cache, source=source):
+        chosen = _fastest_transport(*args, cache=cache, source=source, wanted=transport)
+        for make in _makers(*args, cache=cache, source=source, transport=chosen):
             found = search_drives(make, effort)
             if found is not None:
                 return plan_result(*found)
-        fit = _any_fit(*args, source=source)
+        fit = _any_fit(*args, source=source, transport=chosen)
     return None if fit is None else plan_result(*fit)
+
+
+def _fastest_transport(
+    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
+    *, cache: PlannerCache | None, source: WorkingMemorySource, wanted: TransportName | None,
+) -> TransportName | None:  # fmt: skip
+    """Return the transport with which a quick search finds the fastest plan."""
+    usable = usable_transports(machine, workload.world)
+    if wanted is not None and usable:
+        check_transport(machine, wanted)
+        return wanted
+    if len(usable) < 2:
+        return usable[0] if usable else None
+
+    def seconds(transport: TransportName) -> float:
+        args = (inventory, workload, budget, machine)
+        quick = _quick_seconds(*args, cache=cache, source=source, transport=transport)
+        return math.inf if quick is None else quick
+
+    return min(usable, key=seconds)
 
 
 def quick_step_seconds(
@@ -143,31 +174,45 @@ def quick_step_seconds(
     """
     args = (inventory, workload, budget, machine)
     with _collector_paused():
-        for make in _makers(*args, cache=cache, source=source):
-            found = search_drives(make, QUICK, exact=False)
-            if found is not None:
-                evaluator, candidate = found
-                return evaluator.seconds(candidate)
-        fit = _any_fit(*args, source=source)
+        times = [
+            _quick_seconds(*args, cache=cache, source=source, transport=transport)
+            for transport in usable_transports(machine, workload.world) or (None,)
+        ]
+    return min((seconds for seconds in times if seconds is not None), default=None)
+
+
+def _quick_seconds(
+    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
+    *, cache: PlannerCache | None, source: WorkingMemorySource, transport: TransportName | None,
+) -> float | None:  # fmt: skip
+    args = (inventory, workload, budget, machine)
+    for make in _makers(*args, cache=cache, source=source, transport=transport):
+        found = search_drives(make, QUICK, exact=False)
+        if found is not None:
+            evaluator, candidate = found
+            return evaluator.seconds(candidate)
+    fit = _any_fit(*args, source=source, transport=transport)
     return None if fit is None else fit[0].seconds(fit[1])
 
 
 def _makers(
     inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
-    *, cache: PlannerCache | None, source: WorkingMemorySource,
+    *, cache: PlannerCache | None, source: WorkingMemorySource, transport: TransportName | None,
 ) -> Iterator[MakeEvaluator]:  # fmt: skip
     """Yield, for each size of pieces to try, a function that makes evaluators."""
     workload.check(inventory)
     check_paths(machine, budget)
+    seats = seat_ranks(machine, workload.world, [path.path for path in budget.nvme])
+    budget = rank_budget(budget, seats)
     for piece in piece_sizes(inventory, workload, budget):
 
         def make(drives: DriveWeights | None, piece: int = piece) -> PlanEvaluator:
             evaluator = PlanEvaluator(
-                inventory, workload, machine, budget,
-                piece_elements=piece, source=source, drives=drives,
+                inventory, workload, machine, budget, piece_elements=piece, source=source,
+                drives=drives, seats=seats, transport=transport,
             )  # fmt: skip
             if cache is not None:
-                key = (workload, piece, evaluator.context_nbytes, evaluator.memory)
+                key = (workload, piece, evaluator.context_nbytes, evaluator.memory, transport)
                 evaluator.use_hbm_cache(cache.setdefault(key, {}))
             return evaluator
 
@@ -195,16 +240,22 @@ def fits(
     *, source: WorkingMemorySource = estimate_working_memory,
 ) -> bool:  # fmt: skip
     """Return whether any placement fits, without timing it."""
+    args = (inventory, workload, budget, machine)
     with _collector_paused():
-        return _any_fit(inventory, workload, budget, machine, source=source) is not None
+        return any(
+            _any_fit(*args, source=source, transport=transport) is not None
+            for transport in usable_transports(machine, workload.world) or (None,)
+        )
 
 
 def _any_fit(
     inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
-    *, source: WorkingMemorySource,
+    *, source: WorkingMemorySource, transport: TransportName | None,
 ) -> Found | None:  # fmt: skip
     """Return a candidate that fits, and its evaluator, or None."""
-    evaluator = _smallest_pieces_evaluator(inventory, workload, budget, machine, source=source)
+    evaluator = _smallest_pieces_evaluator(
+        inventory, workload, budget, machine, source=source, transport=transport
+    )
     candidate = first_fit(evaluator)
     return None if candidate is None else (evaluator, candidate)
 
@@ -219,6 +270,7 @@ def plan_result(evaluator: PlanEvaluator, candidate: Candidate) -> PlanResult:
         workload=evaluator.workload,
         budget=evaluator.budget,
         placement=evaluator.placement(candidate),
+        seats=evaluator.seats,
         pools=evaluator.pools(candidate),
         process_memory=process_memory(evaluator.machine),
         note=evaluator.inventory.not_trainable,
@@ -249,30 +301,41 @@ def least_budget(
     """Return, for each tier, the smallest budget that is enough, found by bisection.
 
     The other budgets stay as they are, as far as the machine has that much host memory. None means
-    that no budget of that tier alone is enough.
+    that no budget of that tier alone is enough. As the budget, they are those of one machine.
     """
-    bounded = _smallest_pieces_evaluator(inventory, workload, budget, machine, source=source)
+    transport = next(iter(usable_transports(machine, workload.world)), None)
+    bounded = _smallest_pieces_evaluator(
+        inventory, workload, budget, machine, source=source, transport=transport
+    )
+    budget = bounded.budget
     budget = replace(budget, dram=bounded.capacity(Tier.DRAM), cxl=bounded.capacity(Tier.CXL))
     # Only the tier in question may be larger than the machine's.
     evaluator = replace(bounded, budget=budget, unbounded=True)
     cache: HbmChoices = {}
     with _collector_paused():
-        return {
-            tier.value: _least(evaluator, _offer_nvme(budget, machine, tier), tier, cache)
+        least = {
+            tier: _least(evaluator, _offer_nvme(budget, machine, tier), tier, cache)
             for tier in Tier
             if tier is not Tier.CXL or machine.cxl_nodes
         }
+    times = {tier: 1 if tier is Tier.HBM else bounded.ranks.local for tier in Tier}
+    return {
+        tier.value: None if nbytes is None else times[tier] * nbytes
+        for tier, nbytes in least.items()
+    }
 
 
 def _smallest_pieces_evaluator(
     inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
-    *, source: WorkingMemorySource,
+    *, source: WorkingMemorySource, transport: TransportName | None,
 ) -> PlanEvaluator:  # fmt: skip
     """Return an evaluator with the smallest pieces, which need the least staging memory."""
+    seats = seat_ranks(machine, workload.world, [path.path for path in budget.nvme])
+    budget = rank_budget(budget, seats)
     piece = piece_sizes(inventory, workload, budget)[-1]
     return PlanEvaluator(
-        inventory, workload, machine, budget,
-        piece_elements=piece, source=source,
+        inventory, workload, machine, budget, piece_elements=piece, source=source, seats=seats,
+        transport=transport,
     )  # fmt: skip
 
 

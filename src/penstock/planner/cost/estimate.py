@@ -12,6 +12,7 @@ from penstock.model.inventory import Inventory
 from penstock.plan.build_schedule import step_schedule
 from penstock.plan.placement import Placement
 from penstock.plan.schedule import Operation, Schedule, Verb
+from penstock.plan.seats import ALONE, Ranks
 from penstock.plan.workload import Workload
 from penstock.planner.cost.jobs import DemandCache, JobBuilder
 from penstock.planner.cost.rates import Rates
@@ -65,7 +66,7 @@ def estimate(
     rates: Rates,
     *,
     schedule: Schedule | None = None,
-    gpus: int = 1,
+    ranks: Ranks | None = None,
 ) -> Cost:
     """Estimate the cost of one step. The result depends on nothing but the arguments.
 
@@ -75,14 +76,15 @@ def estimate(
         placement: Where everything is stored.
         rates: Speeds of the machine.
         schedule: The schedule of the placement, if it has been built already.
-        gpus: Number of GPUs that share the host and do the same.
+        ranks: The ranks, and what they share; by default, they share everything but their GPUs.
     """
     inventory = inventory.sharded(workload.world)
     schedule = schedule or step_schedule(inventory, placement)
     node = placement.host_node
     if node is not None and node in rates.nodes:  # a plan file may name another node than `rates`
         rates = replace(rates, staging_node=node)
-    jobs = JobBuilder(inventory, workload, placement, rates, gpus).jobs(schedule)
+    ranks = ranks or Ranks(world=workload.world)
+    jobs = JobBuilder(inventory, workload, placement, rates, ranks).jobs(schedule)
     spans = simulate(jobs)
     seconds = max(span.end for span in spans)
     forward_end = max(
@@ -142,6 +144,9 @@ class StepTimer:
 
     issued: int = 0
     """See `JobBuilder.issued`."""
+
+    ranks: Ranks = ALONE
+    """The ranks, and what they share."""
 
     _demands: DemandCache = field(init=False, default_factory=dict)
     _home_kinds: dict[tuple[int, ...], int] = field(init=False, default_factory=dict)
@@ -209,7 +214,7 @@ class StepTimer:
         return max(self._builder(placement).totals(chain.from_iterable(parts)).values())
 
     def _builder(self, placement: Placement) -> JobBuilder:
-        parts = (self.inventory, self.workload, placement, self.rates)
+        parts = (self.inventory, self.workload, placement, self.rates, self.ranks)
         return JobBuilder(*parts, issued=self.issued, known=self._demands, kinds=self._home_kinds)
 
 
@@ -284,14 +289,21 @@ def _required_work(builder: JobBuilder, block: int) -> _RequiredWork:
         write.append(Operation(Verb.WRITE, block, back, "forward"))
     if at.home(Role.WEIGHT):
         before.append(Operation(Verb.FETCH, block, (Role.WEIGHT,), "forward"))
-    if model.kind == "layer" and not at.all_on(Role.WEIGHT, Tier.HBM):
+    streamed, several = not at.all_on(Role.WEIGHT, Tier.HBM), builder.ranks.world > 1
+    if several and at.home(Role.WEIGHT) and (streamed or at.sweep != "none"):
+        before.append(Operation(Verb.GATHER, block, (Role.WEIGHT,), "forward"))
+    if model.kind == "layer" and streamed:
         again.append(Operation(Verb.FETCH, block, (Role.WEIGHT,), "backward"))
+        if several:
+            again.append(Operation(Verb.GATHER, block, (Role.WEIGHT,), "backward"))
         if Role.WEIGHT in staged:
             again.append(Operation(Verb.READ, block, (Role.WEIGHT,), "backward"))
     for operation in _compute_operations(inventory, block, builder.placement.rounds):
         first_forward = operation.verb is Verb.FORWARD and operation.round == 0
         (before if first_forward else after).append(operation)
     for round in range(builder.placement.rounds):
+        if at.home(Role.GRADIENT) and several:
+            after.append(Operation(Verb.EXCHANGE, block, (Role.GRADIENT,), "backward", round))
         if at.home(Role.GRADIENT):
             after.append(Operation(Verb.OFFLOAD, block, (Role.GRADIENT,), "backward", round))
         if at.home(Role.ACTIVATION):

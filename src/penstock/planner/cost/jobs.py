@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from penstock.model.inventory import Inventory
 from penstock.plan.buffers import micro_batches_by_round
 from penstock.plan.lifetimes import piece_span
-from penstock.plan.placement import Placement, Share
+from penstock.plan.placement import Placement
 from penstock.plan.schedule import COLLECTIVE, COMPUTE, Operation, Schedule, Verb
+from penstock.plan.seats import ALONE, Ranks
 from penstock.plan.traffic import Traffic
 from penstock.plan.workload import Workload
 from penstock.planner.cost.compute import ComputeTime
+from penstock.planner.cost.demands import Demands, in_staging
+from penstock.planner.cost.rank_demands import rank_demands
 from penstock.planner.cost.rates import Rates
 from penstock.planner.cost.simulation import Job
 from penstock.roles import Role
-from penstock.tiers import Tier
 
 DemandCache = dict[object, dict[str, float]]
 """Demands of operations computed before, by what they depend on."""
@@ -29,99 +31,6 @@ interpreter's lock. Measured: 0.9 ms for a piece that is read, swept and written
 LAUNCHING = {Verb.FORWARD: 2e-3, Verb.BACKWARD: 6e-3, Verb.LOSS: 4e-3}
 """Host seconds to launch the kernels of a layer, or of the loss, for one micro-batch. They limit
 models that are too small to keep a GPU busy."""
-
-
-class Demands:
-    """Adds up the seconds that an operation needs of each resource.
-
-    Resources are `gpu`, `host`, `h2d`, `d2h`, `link` (both directions of PCIe together), and, by
-    NUMA node or path, `read@`, `write@`, `memory@`, `h2d@`, `d2h@`, `sweep@`, `disk@`, `reads@`
-    and `writes@`.
-    """
-
-    def __init__(self, rates: Rates, gpus: int = 1, ranks: int = 1) -> None:
-        self.rates = rates
-        self.gpus = gpus * ranks
-        """Number of GPUs that do the same at the same time and share the host's memory."""
-        self.ranks = ranks
-        """Number of ranks on the host. Each sweeps and stores its own shard, and they share the
-        CPUs and the drives."""
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def memory(self, node: int, *, read: float = 0.0, write: float = 0.0, times: int = 1) -> None:
-        """Add reads and writes of a memory node, in bytes."""
-        rates = self.rates.nodes[node]
-        self.seconds[f"read@{node}"] += times * read / rates.read
-        self.seconds[f"write@{node}"] += times * write / rates.write
-        self.seconds[f"memory@{node}"] += times * (read + write) / rates.total
-
-    def copy_in(self, share: Share, nbytes: float) -> None:
-        """Add a copy from a share to the GPU; from NVMe, through host memory."""
-        if share.tier is Tier.HBM:
-            return
-        node = share.node
-        if node is None:
-            self.disk_read(share.path, nbytes)
-            node = self.rates.staging_node
-        self.seconds["h2d"] += nbytes / self.rates.h2d
-        self.seconds["link"] += nbytes / self.rates.both
-        self.seconds[f"h2d@{node}"] += nbytes / self.rates.nodes[node].to_gpu
-        self.memory(node, read=nbytes, times=self.gpus)
-
-    def copy_out(self, share: Share, nbytes: float) -> None:
-        """Add a copy from the GPU to a share; to NVMe, through host memory."""
-        if share.tier is Tier.HBM:
-            return
-        node = share.node if share.node is not None else self.rates.staging_node
-        self.seconds["d2h"] += nbytes / self.rates.d2h
-        self.seconds["link"] += nbytes / self.rates.both
-        self.seconds[f"d2h@{node}"] += nbytes / self.rates.nodes[node].from_gpu
-        self.memory(node, write=nbytes, times=self.gpus)
-        if share.path:
-            self.disk_write(share.path, nbytes)
-
-    def disk_read(self, path: str, nbytes: float) -> None:
-        """Add a read from NVMe into host memory."""
-        disk = self.rates.disks[path]
-        self._disk(path, "reads", nbytes * self.ranks, disk.read)
-        self.memory(self.rates.staging_node, write=nbytes, times=self.ranks)
-
-    def disk_write(self, path: str, nbytes: float) -> None:
-        """Add a write from host memory to NVMe."""
-        disk = self.rates.disks[path]
-        self._disk(path, "writes", nbytes * self.ranks, disk.write)
-        self.memory(self.rates.staging_node, read=nbytes, times=self.ranks)
-
-    def _disk(self, path: str, direction: str, nbytes: float, alone: float) -> None:
-        """Add disk traffic. Reads and writes share a drive.
-
-        If their combined rate was measured, they share that; otherwise they take turns.
-        """
-        both = self.rates.disks[path].both
-        self.seconds[f"disk@{path}"] += nbytes / (both or alone)
-        if both is not None:
-            self.seconds[f"{direction}@{path}"] += nbytes / alone
-
-    def sweep(self, share: Share, *, read: float, write: float) -> None:
-        """Add a CPU sweep over bytes of one share. What is stored on NVMe is in staging by now."""
-        node = share.node if share.node is not None else self.rates.staging_node
-        swept = self.ranks * (read + write)
-        self.seconds[f"sweep@{node}"] += swept / self.rates.nodes[node].sweep
-        self.memory(node, read=read, write=write, times=self.ranks)
-
-    def peers(self, nbytes: float) -> None:
-        """Add a collective in which each GPU sends and receives so many bytes.
-
-        Links between GPUs are not described by a machine yet, so they are assumed to be as fast as
-        PCIe, and to share it with copies from and to the host.
-        """
-        self.seconds["h2d"] += nbytes / self.rates.h2d
-        self.seconds["d2h"] += nbytes / self.rates.d2h
-        self.seconds["link"] += 2 * nbytes / self.rates.both
-
-    def total(self) -> dict[str, float]:
-        """Return the seconds of each resource that is needed at all."""
-        return {resource: s for resource, s in self.seconds.items() if s > 0}
 
 
 _WEIGHT, _GRADIENT = (Role.WEIGHT,), (Role.GRADIENT,)
@@ -174,8 +83,8 @@ class JobBuilder:
     rates: Rates
     """Speeds of the machine."""
 
-    gpus: int = 1
-    """Number of GPUs that share the host and do the same."""
+    ranks: Ranks = ALONE
+    """The ranks, and what they share. All of them do the same at the same time."""
 
     issued: int = 0
     """Number of elements per piece that the engine issues, if the placement's pieces stand for
@@ -195,13 +104,17 @@ class JobBuilder:
         known = self.known
         rounds = self.placement.rounds
         kinds, lengths = self._block_kinds(), self._piece_lengths()
+        counts = micro_batches_by_round(self.workload, rounds)
+        head = len(kinds) - 1
         lanes: dict[object, str] = {}
         buffers = _BufferWaits()
         jobs = []
         for at, operation in enumerate(schedule.operations):
             verb, block, roles, _, round, piece, gpu, after = operation
             key: object
-            if roles and verb not in COLLECTIVE:
+            if verb in COLLECTIVE:
+                key = (verb, kinds[block], block == head, counts[round])
+            elif roles:
                 length = None if piece is None else lengths[block][piece]
                 key = (verb, roles, gpu, length, kinds[block])
             else:
@@ -282,19 +195,23 @@ class JobBuilder:
     def _traffic_demands(self, operation: Operation) -> dict[str, float]:
         if operation.verb in (Verb.DROP, Verb.RELEASE):
             return {}
+        if operation.verb is Verb.MEET:
+            return {"host": ISSUING}
         if operation.verb in COLLECTIVE:
-            return self._collective_demands(operation)
+            return rank_demands(
+                operation, self.inventory, self.workload, self.placement, self.rates, self.ranks
+            )
         traffic = Traffic.of(self.inventory, self.workload, self.placement)
         if operation.verb is Verb.SWEEP and operation.gpu:
             return {"gpu": traffic.gpu_sweep_nbytes(operation) / self.rates.hbm}
-        demands = Demands(self.rates, self.gpus, self.workload.world)
+        demands = Demands(self.rates, self.ranks)
         for role, share, nbytes in traffic.stored_parts(operation):
             match operation.verb:
                 case Verb.SWEEP:
                     written = 0.0 if role is Role.GRADIENT else nbytes
                     demands.sweep(share, read=nbytes, write=written)
                 case Verb.FETCH if operation.piece is not None or role is Role.WEIGHT:
-                    demands.copy_in(self._in_staging(share), nbytes)
+                    demands.copy_in(in_staging(share, self.rates), nbytes)
                 case Verb.FETCH:
                     demands.copy_in(share, nbytes)
                 case Verb.OFFLOAD:
@@ -304,31 +221,3 @@ class JobBuilder:
                 case Verb.WRITE if share.path:
                     demands.disk_write(share.path, nbytes)
         return demands.total()
-
-    def _collective_demands(self, operation: Operation) -> dict[str, float]:
-        """Return the demands of what all ranks do together."""
-        if operation.verb is Verb.MEET:
-            return {"host": ISSUING}
-        demands, world = Demands(self.rates, self.gpus), self.workload.world
-        block, formats = self.inventory.blocks[operation.block], self.workload.formats()
-        if operation.verb is Verb.GATHER:
-            resident = self.placement.blocks[operation.block].all_on(Role.WEIGHT, Tier.HBM)
-            elements = block.flat_elements(True) + (0 if resident else block.flat_elements(False))
-            nbytes = formats.nbytes(Role.WEIGHT, elements)
-        else:
-            # The head's gradients are sums over chunks of the loss, in fp32, and it adds to a tied
-            # embedding as well.
-            head = block.kind == "head"
-            lends = head and self.inventory.tied
-            tied = self.inventory.blocks[0].flat_elements(True) if lends else 0
-            width = 4 if head else formats.weight_format.weight
-            waves = micro_batches_by_round(self.workload, self.placement.rounds)[operation.round]
-            nbytes = waves * width * (block.flat_elements(True) + tied)
-        demands.peers(nbytes * (world - 1) / world)
-        return demands.total()
-
-    def _in_staging(self, share: Share) -> Share:
-        """Return where a fetch finds a weight: a read, or the sweep, has put it into staging."""
-        if not share.path:
-            return share
-        return Share(tier=Tier.DRAM, nbytes=share.nbytes, node=self.rates.staging_node)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.errors import MachineError
 from penstock.machine.machine import Gpu, Machine, MemoryNode, StoragePath
 from penstock.machine.presets import BLOCK_SHARE, COMPILED_GAIN, MATMUL_SHARE, data_sheet
+from penstock.plan.seats import ALONE, Ranks
 from penstock.plan.staging import choose_staging_node
 from penstock.planner.cost.flops import ATTENTION_BACKWARD
 from penstock.roles import WEIGHT_FORMATS, Dtype, Moments
@@ -47,6 +48,16 @@ CPU_PASSES, CPU_MEMORY_RATE = 1200.0, 20e9
 """`Rates.passes` and `Rates.hbm` on a machine without a GPU. A layer runs hundreds of small
 operations, each of which wakes threads and waits for them. They are half the step of a model with
 hidden size 192, and a small part of a wide one's."""
+
+NVLINK_RATE = 50e9
+"""Bytes per second each way of an NVLink that was not measured: a bridge between two cards. That
+is low on purpose: links of servers are several times as fast."""
+
+NIC_SHARE = 0.5
+"""Network cards that are at least this fast, relative to the fastest one, are used together."""
+
+NIC_LATENCY = 20e-6
+"""Seconds until a small message arrives at another machine, assumed for unmeasured cards."""
 
 FP32_SHARE = 1 / 16
 """FLOP/s in fp32 relative to 16-bit tensor operations, for a GPU without a data sheet: the lowest
@@ -133,6 +144,25 @@ class Rates:
     disks: Mapping[str, DiskRates]
     """Speeds of each directory or device."""
 
+    peer: float | None = None
+    """Bytes per second that each GPU of a machine sends to the others while it receives as much;
+    None if they reach each other through host memory only."""
+
+    peer_has_own_link: bool = False
+    """Whether GPUs reach each other over links of their own, and not over PCIe."""
+
+    sockets: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """Bytes per second from one DRAM node to another, by their numbers, as far as measured."""
+
+    nic: float | None = None
+    """Bytes per second of a machine's network cards together, each way; None for one machine."""
+
+    nic_latency: float = 0.0
+    """Seconds until a small message arrives at another machine."""
+
+    nic_direct: bool = False
+    """Whether network cards read and write GPU memory without a copy in host memory."""
+
     launched: bool
     """Whether the host launches compute kernel by kernel, as it does on a GPU."""
 
@@ -145,12 +175,13 @@ class Rates:
     @classmethod
     def of(
         cls, machine: Machine, moments: Moments = "fp32", *, dtype: Dtype = "bf16",
-        compiled: bool = False,
+        compiled: bool = False, ranks: Ranks = ALONE,
     ) -> Rates:  # fmt: skip
         """Read the speeds of a machine.
 
         The rate of an optimizer sweep depends on the format of the moments, and the rate of a layer
-        on its data type and on whether it is compiled. Raises MachineError naming a required field
+        on its data type and on whether it is compiled. `ranks` says which GPUs compute; by default,
+        the first one. Raises MachineError naming a required field
         that is missing.
         """
         assumed: list[str] = []
@@ -161,12 +192,14 @@ class Rates:
             layer, attention = min(layer, fp32), min(attention, fp32)
         link = _assumed_link_rate(machine, gpu, assumed)
         nodes = {
-            node.id: _node_rates(machine, i, moments, link, assumed)
+            node.id: _node_rates(machine, i, moments, link, ranks, assumed)
             for i, node in enumerate(machine.nodes)
         }
         h2d = max(node.to_gpu for node in nodes.values())
         d2h = max(node.from_gpu for node in nodes.values())
         both = _transfer(machine, "both", None)
+        peer, peer_has_own_link = _peer_rate(machine, ranks, min(h2d, d2h), assumed)
+        nic, nic_latency, nic_direct = _nic_rates(machine, ranks, assumed)
         return cls(
             block_flops=layer,
             attention_flops=attention,
@@ -178,6 +211,12 @@ class Rates:
             both=both or BOTH_WAYS * (h2d + d2h),
             nodes=nodes,
             disks={s.path: _disk(i, s) for i, s in enumerate(machine.storage)},
+            peer=peer,
+            peer_has_own_link=peer_has_own_link,
+            sockets=_socket_rates(machine, ranks, assumed),
+            nic=nic,
+            nic_latency=nic_latency,
+            nic_direct=nic_direct,
             launched=gpu is not None,
             staging_node=choose_staging_node(machine),
             assumed=tuple(assumed),
@@ -279,8 +318,64 @@ def _assumed_link_rate(machine: Machine, gpu: Gpu | None, assumed: list[str]) ->
     return 0.0
 
 
+def _peer_rate(
+    machine: Machine, ranks: Ranks, pcie: float, assumed: list[str]
+) -> tuple[float | None, bool]:
+    """Return `peer` and `peer_has_own_link`; `pcie` is the rate of copies from the host."""
+    gpus = [gpu.index for gpu in machine.gpus[: ranks.local]]
+    if len(gpus) < 2:
+        return None, False
+    link = machine.gpu_link(gpus)
+    if link is None:
+        assumed.append("GPUs reach each other through host memory only")
+    if link is None or link.kind == "none":
+        return None, False
+    if link.bytes_per_second is not None:
+        return link.bytes_per_second.median, link.kind == "nvlink"
+    rate = NVLINK_RATE if link.kind == "nvlink" else pcie
+    assumed.append(f"GPU links: {rate / 1e9:.0f} GB/s each way; `penstock probe` measures them")
+    return rate, link.kind == "nvlink"
+
+
+def _socket_rates(
+    machine: Machine, ranks: Ranks, assumed: list[str]
+) -> dict[tuple[int, int], float]:
+    dram = {node.id for node in machine.dram_nodes}
+    used = {seat.nodes[0] for seat in ranks.seats}
+    best: dict[tuple[int, int], float] = {}
+    for copy in machine.node_copies:
+        if {copy.source, copy.target} <= dram:
+            key = (copy.source, copy.target)
+            best[key] = max(best.get(key, 0.0), copy.bytes_per_second.median)
+    if len(used) > 1 and not best:
+        assumed.append("links between sockets are no limit; `penstock probe` measures them")
+    return best
+
+
+def _nic_rates(
+    machine: Machine, ranks: Ranks, assumed: list[str]
+) -> tuple[float | None, float, bool]:
+    """Return `nic`, `nic_latency` and `nic_direct`."""
+    if ranks.machines == 1:
+        return None, 0.0, False
+    known = [(nic.bytes_per_second.median, nic) for nic in machine.nics if nic.bytes_per_second]
+    if not known:
+        raise MachineError(
+            "nics",
+            "is missing, and several machines exchange data over their network cards; add a card "
+            "with its name and bytes_per_second",
+        )
+    fastest = max(rate for rate, _ in known)
+    used = [(rate, nic) for rate, nic in known if rate >= NIC_SHARE * fastest]
+    latencies = [nic.latency.median for _, nic in used if nic.latency]
+    if not latencies:
+        assumed.append(f"network: {NIC_LATENCY * 1e6:.0f} us of latency")
+    direct = all(nic.direct for _, nic in used)
+    return sum(rate for rate, _ in used), max(latencies, default=NIC_LATENCY), direct
+
+
 def _node_rates(
-    machine: Machine, i: int, moments: Moments, link: float, assumed: list[str]
+    machine: Machine, i: int, moments: Moments, link: float, ranks: Ranks, assumed: list[str]
 ) -> NodeRates:
     """Return the rates of node `i`; `link` is the rate of unmeasured copies to and from the GPU."""
     node = machine.nodes[i]
@@ -305,8 +400,8 @@ def _node_rates(
         assumed.append(
             f"node {node.id}: optimizer sweep at {sweep / 1e9:.0f} GB/s, from the copy rate"
         )
-    to_gpu = _transfer(machine, "h2d", node.id)
-    from_gpu = _transfer(machine, "d2h", node.id)
+    to_gpu = _rank_transfer(machine, "h2d", node.id, ranks)
+    from_gpu = _rank_transfer(machine, "d2h", node.id, ranks)
     return NodeRates(
         read=max(read or total, _transfer(machine, "h2d", node.id, all_gpus=True) or 0.0),
         write=max(write or total, _transfer(machine, "d2h", node.id, all_gpus=True) or 0.0),
@@ -323,9 +418,27 @@ def _only_short_sweeps(node: MemoryNode) -> bool:
     return all(parameters is not None and parameters < LONG_SWEEP for parameters in sweeps)
 
 
+def _rank_transfer(machine: Machine, direction: str, node: int, ranks: Ranks) -> float | None:
+    """Return the measured rate of one of the GPUs that share a node.
+
+    That is the first GPU's own rate if it was measured, and no more than its part of what as many
+    GPUs reached together.
+    """
+    first = machine.gpus[0].index if machine.gpus else None
+    alone = _transfer(machine, direction, node, gpu=first) or _transfer(machine, direction, node)
+    sharing = ranks.on_node(node)
+    together = [
+        t.bytes_per_second.median / sharing
+        for t in machine.transfers
+        if t.direction == direction and t.node == node and len(t.gpus) == sharing > 1
+    ]
+    return min([alone, *together]) if alone is not None else max(together, default=None)
+
+
 def _transfer(
-    machine: Machine, direction: str, node: int | None, *, all_gpus: bool = False
-) -> float | None:
+    machine: Machine, direction: str, node: int | None, *, all_gpus: bool = False,
+    gpu: int | None = None,
+) -> float | None:  # fmt: skip
     """Return the best measured transfer rate; with `all_gpus`, also of several GPUs together."""
     rates = [
         t.bytes_per_second.median
@@ -333,6 +446,7 @@ def _transfer(
         if t.direction == direction
         and node in (None, t.node)
         and (all_gpus or len(t.gpus) == 1)
+        and (gpu is None or t.gpus == (gpu,))
     ]  # fmt: skip
     return max(rates, default=None)
 
