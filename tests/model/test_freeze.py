@@ -10,6 +10,7 @@ from penstock.engine.prepare import prepare
 from penstock.errors import SettingsError
 from penstock.model.freeze import check_freeze
 from penstock.model.survey import survey
+from tests.support.engines import plain_model, tiny_config
 from tests.train.runs import RESIDENT, make_model, run_command
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -48,3 +49,24 @@ def test_all_commands_refuse_it(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     with pytest.raises(SettingsError, match="matches no tensor"):
         prepare(model, context=32, batch=2, freeze=["embed"], device="cpu")
+
+
+def test_a_model_with_all_tensors_frozen_is_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    sizes = ["--context", "32", "--batch", "2", *RESIDENT, "--freeze", "*"]
+    data = tmp_path / "texts.txt"
+    data.write_text("Water runs down.")
+    live = plain_model(tiny_config("llama"))
+    live.requires_grad_(False)
+
+    plan = run_command(["plan", str(model), *sizes, "--machine", "this"])
+    train = run_command(
+        ["train", str(model), *sizes, "--data", str(data), "--out", str(tmp_path / "out")]
+    )
+
+    for refused in (plan, train):
+        assert refused.code == 1
+        assert "freeze: leaves nothing to train: all " in refused.errors
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SettingsError, match="nothing to train"):
+        prepare(live, context=32, batch=2, device="cpu")

@@ -11,11 +11,18 @@ from penstock.model.inventory import Inventory
 
 
 def check_freeze(inventory: Inventory, patterns: Sequence[str]) -> None:
-    """Raise SettingsError if a pattern matches no tensor: it would be trained after all."""
-    names = [tensor.name for block in inventory.blocks for tensor in block.tensors]
+    """Raise SettingsError if a pattern matches no tensor, or if none is left to train."""
+    tensors = [tensor for block in inventory.blocks for tensor in block.tensors]
+    names = [tensor.name for tensor in tensors]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise SettingsError("freeze", f"{pattern!r} matches no tensor; {_hint(names, pattern)}")
+    if not any(tensor.trainable for tensor in tensors):
+        raise SettingsError(
+            "freeze",
+            f"leaves nothing to train: all {len(tensors)} tensors are frozen, by a pattern or by "
+            f"requires_grad=False",
+        )
 
 
 def _hint(names: Sequence[str], pattern: str) -> str:
