@@ -15,6 +15,7 @@ LAYERS: list[set[str]] = [
     {"_native", "version", "units", "tiers", "io_retries"},
     {"errors", "roles", "ticket", "durable_files"},
     {"records"},
+    {"lora_options"},
     {"settings"},
     {"machine"},
     {"memory"},

@@ -20,6 +20,7 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from penstock.durable_files import replace_file
 from penstock.errors import RecordError, SettingsError
+from penstock.lora_options import LoraOptions
 from penstock.records import Json, from_json, to_json
 from penstock.roles import Dtype, Moments
 
@@ -80,6 +81,12 @@ class ModelSettings:
         "Repeatable.",
         (),
     )
+    lora: tuple[str, ...] = option(
+        "Train a LoRA adapter instead of the weights, e.g. `r=16,alpha=32,targets=all-linear`. "
+        "Also exclude=, layers=, save=, dropout=, bias=, init=, rslora and dora; names are joined "
+        "by +. Needs the package peft.",
+        (),
+    )
     blocks: str | None = option(
         "Module that holds the transformer layers, e.g. `model.layers`, if it is not found "
         "automatically.",
@@ -96,6 +103,15 @@ class ModelSettings:
             raise SettingsError(
                 "model_config", f"must map names to values, got {self.model_config!r}"
             )
+        if self.lora_options is not None and self.freeze:
+            raise SettingsError(
+                "freeze", "cannot be combined with lora, which trains nothing but the adapter"
+            )
+
+    @property
+    def lora_options(self) -> LoraOptions | None:
+        """The options of the adapter; None to train the weights."""
+        return LoraOptions.parse(self.lora) if self.lora else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -466,7 +482,7 @@ AFFECTS_RESULT = (
     *("context", "batch", "moments", "lr", "min_lr", "schedule", "decay", "warmup", "betas"),
     *("weight_decay", "clip", "label_smoothing", "neftune_noise_alpha"),
     *("dtype", "freeze", "model_config", "deterministic", "seed", "overlong", "on_nonfinite"),
-    *("columns", "data_weights"),
+    *("columns", "data_weights", "lora"),
 )
 """Settings that can change the trained weights. A resume reports those that differ."""
 
@@ -704,7 +720,7 @@ def _convert(name: str, value: Any) -> Any:
 _OFF: Mapping[str, Any] = {"micro_batch": "auto", "clip": 0.0, "neftune_noise_alpha": 0.0}
 """What None means for fields that have another word for it: Python callers write `clip=None`."""
 
-COMMA_SEPARATED = ("betas", "columns", "data_weights", "log")
+COMMA_SEPARATED = ("betas", "columns", "data_weights", "log", "lora")
 """Tuples that are written as one text with commas."""
 
 

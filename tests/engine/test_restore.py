@@ -148,7 +148,7 @@ def test_a_model_that_does_not_fit_is_a_shell_that_says_how_to_load_the_weights(
 def test_a_model_whose_engine_could_not_be_built_works_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError("no space")
 
     model = plain_model(tiny_config("llama"))

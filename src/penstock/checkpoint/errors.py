@@ -224,6 +224,19 @@ class ForeignCheckpointError(CheckpointError, ValueError):
         )
 
 
+class BaseModelError(CheckpointError, ValueError):
+    """An adapter was trained with other frozen weights than those that were loaded."""
+
+    def __init__(self, path: str, *, base: str, found: str) -> None:
+        self.path, self.base, self.found = path, base, found
+        name = base or "a model that was in memory"
+        super().__init__(
+            f"{path}: the adapter was trained with the weights of {name}, and those of "
+            f"{found or 'the model in memory'} differ from them; use the weights that it was "
+            f"trained with"
+        )
+
+
 class CheckpointExistsError(CheckpointError, FileExistsError):
     """There is already a complete checkpoint of this step. It was not changed."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from penstock.checkpoint.adapter_files import BASE, AdapterFiles
+from penstock.checkpoint.adapter_files import CONFIG as ADAPTER_CONFIG
 from penstock.checkpoint.errors import IncompleteModelFileError, NoModelFilesError
 from penstock.durable_files import copy_file, replace_file
 
@@ -31,7 +33,12 @@ _PATTERNS = (
     "*.tiktoken",
     "chat_template*",
     "additional_chat_templates/*.jinja",
+    ADAPTER_CONFIG,
+    BASE,
 )
+_OF_WHOLE_MODELS = ("config.json", "generation_config.json", ADAPTER_CONFIG, BASE)
+"""Files that a directory with an adapter does not have, or not those of another model."""
+
 _CODE_PATTERN = "*.py"
 
 _PROBED_NBYTES = 256
@@ -60,6 +67,9 @@ class ModelFiles:
     trust_remote_code: bool = False
     """Whether the model's own code is copied."""
 
+    adapter: AdapterFiles | None = None
+    """The adapter that is saved instead of a whole model; None for a model."""
+
     contents: Mapping[str, bytes] = field(default_factory=dict)
     """Small files in memory, by relative path. `keep_contents` puts them in the place of a source,
     because the source may be removed during a run that takes days."""
@@ -67,24 +77,37 @@ class ModelFiles:
     @property
     def names(self) -> tuple[str, ...]:
         """Relative paths of the files that `write` writes, as far as no other file decides them."""
-        return ("config.json", *self.contents)
+        return (*self._written, *self.contents)
+
+    @property
+    def _written(self) -> tuple[str, ...]:
+        """Names of the files that are made here, and not copied."""
+        return ("config.json",) if self.adapter is None else (ADAPTER_CONFIG, BASE)
 
     def keep_contents(self, folder: str | Path) -> ModelFiles:
         """Return the files that `write` wrote to a directory, to be written from memory."""
         paths = _small_files(Path(folder), trust_remote_code=self.trust_remote_code)
         contents = {name: path.read_bytes() for name, path in paths.items()}
-        contents.pop("config.json", None)
+        for name in ("config.json", *self._written):
+            contents.pop(name, None)
         return replace(self, source=None, generation_config=None, contents=contents)
 
     def write(self, folder: str | Path, *, tokenizer: Any = None) -> None:
         """Write them into an existing directory; `tokenizer` replaces that of the source."""
         if tokenizer is not None:
             _save_pretrained(tokenizer, Path(folder))
-        write_config(self.config, folder, dtype=self.dtype, architecture=self.architecture)
-        if self.generation_config is not None:
+        if self.adapter is not None:
+            # transformers takes a directory with a config for a whole model.
+            self.adapter.write(folder)
+        else:
+            write_config(self.config, folder, dtype=self.dtype, architecture=self.architecture)
+        if self.generation_config is not None and self.adapter is None:
             _save_pretrained(self.generation_config, Path(folder))
         if self.source is not None:
-            copy_model_files(self.source, folder, trust_remote_code=self.trust_remote_code)
+            excluded = () if self.adapter is None else _OF_WHOLE_MODELS
+            copy_model_files(
+                self.source, folder, trust_remote_code=self.trust_remote_code, exclude=excluded
+            )
         for name, content in self.contents.items():
             target = Path(folder, name)
             if not target.is_file() or target.read_bytes() != content:
@@ -93,10 +116,15 @@ class ModelFiles:
 
 
 def copy_model_files(
-    source: str | Path, folder: str | Path, *, trust_remote_code: bool = False
+    source: str | Path,
+    folder: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    exclude: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Copy config, tokenizer and chat templates of a model, and return the names copied.
 
+    Files with a name in `exclude` are not copied.
     Existing files are not overwritten, unless a power cut left them without their content. The
     model's own code is copied only if it is trusted. Symbolic links, such as those of a download
     cache, are followed. Raises IncompleteModelFileError if a file of the source is incomplete, and
@@ -107,7 +135,7 @@ def copy_model_files(
     copied = []
     for name, path in _small_files(Path(source), trust_remote_code=trust_remote_code).items():
         target = Path(folder, name)
-        if not _is_whole(target):
+        if name not in exclude and not _is_whole(target):
             if not _is_whole(path):
                 raise IncompleteModelFileError(str(path))
             target.parent.mkdir(exist_ok=True)

@@ -28,14 +28,14 @@ _thread = threading.local()
 """Per thread: a buffer for a part of a tensor."""
 
 
-def check_weights(folder: Path) -> None:
+def check_weights(folder: Path, stem: str = "model") -> None:
     """Raise an error if the weights of a model are not what was written, or cannot be read.
 
     Call this before a program reads the files by itself; they stay in the page cache for it.
     Without checksums only the headers are checked, with clearer errors than those of transformers.
     """
     manifest = find_manifest(folder)
-    with ShardReader(folder, keep_cached=True) as reader:
+    with ShardReader(folder, stem, keep_cached=True) as reader:
         if manifest is not None and manifest.has_checksums:
             for error in find_damage(reader):
                 raise error

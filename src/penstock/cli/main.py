@@ -26,6 +26,7 @@ from penstock.cli.doctor import doctor_command
 from penstock.cli.fit import fit_command
 from penstock.cli.generate import generate_command
 from penstock.cli.machines import machines_command
+from penstock.cli.merge import merge_command
 from penstock.cli.output import (
     EXIT_BUG,
     EXIT_ERROR,
@@ -58,6 +59,7 @@ app.command("fit", rich_help_panel=TRAIN)(fit_command)
 app.command("plan", rich_help_panel=TRAIN)(plan_command)
 app.command("train", rich_help_panel=TRAIN)(train_command)
 app.command("generate", rich_help_panel=TRAIN)(generate_command)
+app.command("merge", rich_help_panel=TRAIN)(merge_command)
 app.command("check", rich_help_panel=TRAIN)(check_command)
 app.add_typer(data_app, name="data", rich_help_panel=TRAIN)
 app.command("doctor", rich_help_panel=MACHINE)(doctor_command)

@@ -44,7 +44,8 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 """Formats of the plot of --vary."""
 
 SETTINGS = (
-    *("model", "revision", "trust_remote_code", "model_config", "dtype", "freeze", "blocks"),
+    *("model", "revision", "trust_remote_code", "model_config", "dtype", "freeze", "lora"),
+    *("blocks",),
     *("data", "data_weights", "columns", "streaming", "skip_bad_lines", "cache"),
     *("context", "overlong", "eval_split"),
     *("batch", "micro_batch", "epochs", "steps", "clip", "deterministic", "seed"),
@@ -117,7 +118,7 @@ def _with_sizes(
 
 def _inspect_model(settings: Settings, machine: str | None) -> tuple[Any, Inventory]:
     """Return the model's config and inventory, if possible without importing transformers."""
-    from penstock.engine.prepare import inspect_model
+    from penstock.engine.prepare import adapter_of, inspect_model
     from penstock.model.survey_cache import cached_survey
 
     if machine in (None, THIS) and "auto" in settings.memory.budgets.values():
@@ -131,6 +132,7 @@ def _inspect_model(settings: Settings, machine: str | None) -> tuple[Any, Invent
         blocks=chosen.blocks,
         freeze=chosen.freeze,
         trust_remote_code=chosen.trust_remote_code,
+        adapter=adapter_of(chosen.model, settings),
     )
 
 
@@ -144,9 +146,9 @@ def _check_files(settings: Settings, inventory: Inventory) -> None:
         return
     folder = Path(settings.model.model)
     if settings.model.init == "pretrained" and any(folder.glob("model*.safetensors*")):
-        from penstock.engine.prepare import check_weights
+        from penstock.engine.prepare import adapter_of, check_weights
 
-        check_weights(folder, inventory)
+        check_weights(folder, inventory, adapter_of(folder, settings))
 
 
 def _merge_settings(flags: dict[str, Any]) -> Settings:

@@ -692,8 +692,9 @@ class Engine:
         Raises ModelRestoreError if there is too little host memory.
         """
         self.finish()
-        if self.live_model is not None and model is self.live_model.model:
-            restore_live(self.live_model, self.state)
+        live = self.live_model
+        if live is not None and model in (live.owned, live.model):
+            restore_live(live, self.state)
         else:
             load_into(model, self.state)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.checkpoint.adapter_files import WeightDigest
 from penstock.engine.bounded_executor import BoundedExecutor
 from penstock.engine.tensor_access import Source, TensorAccess
 from penstock.errors import UnsupportedModelError
+from penstock.model.adapters import Adapter
 from penstock.model.inventory import Block, Inventory, TensorSpec
+from penstock.model.meta_model import build_model
 from penstock.model.split import SplitModel
 from penstock.optim import formats
 from penstock.optim.rules import draw_key
@@ -24,18 +28,25 @@ Types = Callable[[TensorSpec], torch.dtype]
 
 def set_master(
     access: TensorAccess, block: int, inventory: Inventory, source: Source, types: Types,
-    *, executor: BoundedExecutor | None = None,
+    *, executor: BoundedExecutor | None = None, digest: WeightDigest | None = None,
+    trainable: bool | None = None,
 ) -> None:  # fmt: skip
     """Set a block's weights and master weights from `source`, and its moments to zero.
 
     The source delivers fp32 or the type of the weights. With an executor, its threads call
-    `source`, and the block is complete only after `executor.wait_all`.
+    `source`, and the block is complete only after `executor.wait_all`. The digest, if given, notes
+    all frozen weights. `trainable` selects tensors as in `TensorAccess.fill`; if it is False,
+    master weights and moments stay as they are.
     """
     dtype = access.weight_dtype
 
     def weight(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         values = source(tensor, low, high)
-        return values if values.dtype == dtype else formats.store_master(values.float(), dtype)[0]
+        if values.dtype != dtype:
+            values = formats.store_master(values.float(), dtype)[0]
+        if digest is not None:
+            digest.note(tensor, low, values)
+        return values
 
     def rest(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         if dtype == torch.bfloat16 == types(tensor):  # the weight is the whole master
@@ -44,9 +55,10 @@ def set_master(
         assert values is not None
         return values
 
-    access.fill(block, Role.WEIGHT, weight, executor=executor)
-    if inventory.blocks[block].parameters(True):
-        source_types = {types(tensor) for tensor in inventory.blocks[block].tensors}
+    access.fill(block, Role.WEIGHT, weight, executor=executor, trainable=trainable)
+    if inventory.blocks[block].parameters(True) and trainable is not False:
+        trained = (tensor for tensor in inventory.blocks[block].tensors if tensor.trainable)
+        source_types = {types(tensor) for tensor in trained}
         if dtype == torch.bfloat16 and source_types == {dtype}:
             access.clear(block, Role.MASTER)
         elif access.formats.has(Role.MASTER):
@@ -61,11 +73,15 @@ def clear_moments(access: TensorAccess, block: int) -> None:
 
 
 def set_weights(
-    access: TensorAccess, inventory: Inventory, state: Mapping[str, torch.Tensor]
+    access: TensorAccess,
+    inventory: Inventory,
+    state: Mapping[str, torch.Tensor],
+    *,
+    digest: WeightDigest | None = None,
 ) -> None:
     """Set all weights from tensors by name."""
     for index in range(len(inventory.blocks)):
-        set_master(access, index, inventory, *_from_tensors(state))
+        set_master(access, index, inventory, *_from_tensors(state), digest=digest)
 
 
 def _from_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[Source, Types]:
@@ -85,6 +101,34 @@ def draw_weights(
     for index, block in enumerate(inventory.blocks):
         drawn = _draw_block(split_model, block, draw_key(seed, 0, index) & ((1 << 63) - 1))
         set_master(access, index, inventory, *_from_tensors(drawn))
+
+
+def draw_adapter(
+    adapter: Adapter, config: Any, dtype: torch.dtype, seed: int
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a new adapter, as `get_peft_model` draws them after `manual_seed`.
+
+    PEFT draws them on the device of the weights, one module after the other. The weights are zeros
+    that take no memory.
+    """
+    from peft import get_peft_model
+
+    model: Any = build_model(config, dtype, torch.device("cpu"))
+    zero = torch.zeros((), dtype=dtype)
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                zeros = zero.expand(parameter.shape)
+                module._parameters[leaf] = nn.Parameter(zeros, requires_grad=False)
+    settings = copy.deepcopy(adapter.config)
+    settings.modules_to_save = None  # copies of weights: nothing is drawn
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # Warnings about the model were given when the adapter was put into it.
+        warnings.simplefilter("ignore")
+        torch.default_generator.manual_seed(seed)
+        found: Any = get_peft_model(model, settings, adapter_name=adapter.name)
+    named = found.get_base_model().named_parameters()
+    return {name: tensor.detach() for name, tensor in named if adapter.is_own(name)}
 
 
 def _draw_block(split_model: SplitModel, block: Block, seed: int) -> dict[str, torch.Tensor]:

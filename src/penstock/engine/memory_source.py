@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.machine.machine import Machine
+from penstock.model.adapters import Adapter
 from penstock.model.inventory import Inventory
 from penstock.model.survey_cache import loaded_config
 from penstock.plan.memory_cache import load_memory, memory_key, save_memory
@@ -28,7 +29,12 @@ ANY_GPU = "any GPU"
 
 
 def working_memory_source(
-    config: Any, machine: Machine, *, own_loss: bool = False, trust_remote_code: bool = False
+    config: Any,
+    machine: Machine,
+    *,
+    own_loss: bool = False,
+    trust_remote_code: bool = False,
+    adapter: Adapter | None = None,
 ) -> WorkingMemorySource:
     """Return the source for a model on a machine.
 
@@ -38,6 +44,7 @@ def working_memory_source(
         own_loss: Whether the user brings a loss function. It may need any amount of memory, so
             nothing that was measured without it is used.
         trust_remote_code: Whether to run code from the model's repository.
+        adapter: The adapter that is trained, if any.
     """
     if config is None or not machine.gpus:
         return estimate_working_memory
@@ -45,18 +52,23 @@ def working_memory_source(
 
     def find(inventory: Inventory, workload: Workload) -> WorkingMemory:
         if gpu:
-            measured = load_memory(memory_key(config, inventory, workload, gpu), "measured")
+            key = memory_key(config, inventory, workload, gpu, adapter)
+            measured = load_memory(key, "measured")
             if measured is not None:
                 return measured
-        return _trace_or_estimate(config, inventory, workload, trust_remote_code)
+        return _trace_or_estimate(config, inventory, workload, trust_remote_code, adapter)
 
     return _remembered(find)
 
 
 def _trace_or_estimate(
-    config: Any, inventory: Inventory, workload: Workload, trust_remote_code: bool
+    config: Any,
+    inventory: Inventory,
+    workload: Workload,
+    trust_remote_code: bool,
+    adapter: Adapter | None,
 ) -> WorkingMemory:
-    key = memory_key(config, inventory, workload, ANY_GPU)
+    key = memory_key(config, inventory, workload, ANY_GPU, adapter)
     # Code from a model's repository may change without its config, and is traced every time.
     traced = None if trust_remote_code else load_memory(key, "traced")
     if traced is not None:
@@ -72,6 +84,7 @@ def _trace_or_estimate(
                 workload,
                 on_gpu=True,
                 trust_remote_code=trust_remote_code,
+                adapter=adapter,
             )
     except Exception as problem:
         # The model's code, or torch's compiler, may raise anything. A plan can still be made.

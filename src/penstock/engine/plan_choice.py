@@ -17,6 +17,7 @@ from penstock.engine.memory_source import working_memory_source
 from penstock.errors import InfeasibleError, PlanError, SettingsError
 from penstock.machine.machine import Machine
 from penstock.machine.probe_cache import probed_paths
+from penstock.model.adapters import Adapter, lora_adapter
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import (
     Budget,
@@ -124,6 +125,7 @@ def plan_request(
     compiled: bool | None = None,
     own_loss: bool = False,
     machines: int | None = None,
+    adapter: Adapter | None = None,
 ) -> PlanRequest:
     """Decide everything that a plan depends on.
 
@@ -138,7 +140,10 @@ def plan_request(
         compiled: Whether layers are compiled; None: if the machine runs Penstock's kernels.
         own_loss: Whether the caller brings a loss function.
         machines: Number of machines like the target; None for as many as its file says.
+        adapter: The adapter that is trained; None for that of the settings, if there is one.
     """
+    if adapter is None and settings.model.lora_options is not None:
+        adapter = lora_adapter(settings.model.lora_options)
     ranks, machine = settings.memory.gpus, target.machine
     if machines is not None:
         machine = replace(machine, machines=machines)
@@ -161,7 +166,9 @@ def plan_request(
     )  # fmt: skip
     remarks = tuple(filter(None, (target.remark, describe_limit(machine), disk_remark, *larger)))
     trust = settings.model.trust_remote_code
-    source = working_memory_source(config, machine, own_loss=own_loss, trust_remote_code=trust)
+    source = working_memory_source(
+        config, machine, own_loss=own_loss, trust_remote_code=trust, adapter=adapter
+    )
     transport = None if settings.memory.transport == "auto" else settings.memory.transport
     return PlanRequest(inventory, workload, limits, machine, remarks, source, transport)
 

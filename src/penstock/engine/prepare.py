@@ -19,7 +19,7 @@ from penstock.engine.plan_choice import (
     fit_plan,
     plan_request,
 )
-from penstock.errors import PlanError
+from penstock.errors import PlanError, SettingsError, UnsupportedModelError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
 from penstock.plan.budget import Budget
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from penstock.checkpoint.adapter_files import AdapterFiles
     from penstock.checkpoint.model_files import ModelFiles
     from penstock.engine.device import Device
     from penstock.engine.engine import Engine, EngineSettings
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from penstock.engine.optimizer import Grouping
     from penstock.engine.rehearsal import Progress
     from penstock.engine.tier_memory import StoreSettings
+    from penstock.model.adapters import Adapter
     from penstock.model.live_model import LiveModel
     from penstock.model.split import SplitModel
 
@@ -62,6 +64,9 @@ class PrepareSettings(TypedDict, total=False):
     """Maximum gradient norm; None or 0 for no clipping."""
     steps: int | None
     """Number of steps of the run, which makes the estimate of drive wear complete."""
+    lora: str | Sequence[str]
+    """Options of a LoRA adapter that is trained instead of the weights, such as
+    `r=16,alpha=32,targets=all-linear`."""
     freeze: str | Sequence[str]
     """Patterns of names of tensors that are not trained."""
     blocks: str | None
@@ -147,7 +152,7 @@ def prepare(
         progress: Called with work done, the total and a description while the engine is prepared.
         settings: Settings to start from. By default, every setting has its default.
         **arguments: Settings by name, as `PrepareSettings` describes them: context, batch,
-            micro_batch, dtype, moments, clip, steps, freeze, blocks, deterministic, seed,
+            micro_batch, dtype, moments, clip, steps, lora, freeze, blocks, deterministic, seed,
             label_smoothing, neftune_noise_alpha, init, model_config, revision,
             trust_remote_code, lr, betas, weight_decay, store_checksums and
             self_check.
@@ -176,15 +181,16 @@ def prepare(
     if live is not None:
         live.check_memory()
     config, inventory = inspect_model(model, chosen)
+    adapter = adapter_of(model, chosen)
     check_trainable(inventory)  # first: its reasons say more than those about files
     if load_weights:  # a resumed run freezes what it froze before
         check_freeze(inventory, chosen.model.freeze)
     if load_weights and isinstance(model, str | Path) and chosen.model.init == "pretrained":
-        check_weights(model_directory(model, chosen.model.revision), inventory)
+        check_weights(model_directory(model, chosen.model.revision), inventory, adapter)
     if plan is None:
         plan = choose_plan(
             inventory, chosen, config=config, budget=budget, machine=machine, accumulate=accumulate,
-            compiled=compiled, own_loss=loss is not None, device=device,
+            compiled=compiled, own_loss=loss is not None, device=device, adapter=adapter,
         )  # fmt: skip
     # A plan that was made for budgets may be made again; one that the caller brings may not.
     plan, request = (plan, None) if isinstance(plan, Plan) else (plan.plan, plan.request)
@@ -254,6 +260,7 @@ def choose_plan(
     compiled: bool | None = None,
     own_loss: bool = False,
     device: str | None = None,
+    adapter: Adapter | None = None,
 ) -> PlanChoice:
     """Make the plan that `prepare` makes, or load the one that the settings name."""
     path = settings.memory.plan if budget is None else None
@@ -269,6 +276,7 @@ def choose_plan(
     request = plan_request(
         inventory, settings, target, config=config,
         budget=limits, accumulate=accumulate, compiled=compiled, own_loss=own_loss,
+        adapter=adapter,
     )  # fmt: skip
     return request.make_plan()
 
@@ -281,6 +289,7 @@ def inspect_model(
     `name` is the model's name in the inventory, if it differs from `model`.
     """
     from penstock.checkpoint.manifest import check_small_files
+    from penstock.model.adapters import without_wrapper
     from penstock.model.config import load_config, refuse_multimodal
     from penstock.model.quantization import refuse_quantized
     from penstock.model.self_check import check_model
@@ -306,18 +315,35 @@ def inspect_model(
             blocks=chosen.blocks,
             freeze=chosen.freeze,
             trust_remote_code=chosen.trust_remote_code,
+            adapter=adapter_of(model, settings),
             check=check_model,
         )
-    config, name = model.config, name or type(model).__name__
+    name, model = name or type(model).__name__, without_wrapper(model)
+    config = model.config
     refuse_quantized(model, name)
     return config, survey_model(
         model, config, name=name, blocks=chosen.blocks, freeze=chosen.freeze, check=check_model
     )
 
 
-def check_weights(folder: Path, inventory: Inventory) -> None:
+def adapter_of(model: str | Path | nn.Module, settings: Settings) -> Adapter | None:
+    """Return the adapter that is trained: that of the settings, or the one in a live model."""
+    from penstock.model.adapters import find_adapter, lora_adapter, without_wrapper
+
+    options = settings.model.lora_options
+    if isinstance(model, str | Path):
+        return None if options is None else lora_adapter(options)
+    if options is not None:
+        raise SettingsError(
+            "lora", "is for models that are loaded from files; pass peft.get_peft_model(model, ...)"
+        )
+    return find_adapter(without_wrapper(model))
+
+
+def check_weights(folder: Path, inventory: Inventory, adapter: Adapter | None = None) -> None:
     """Raise an error if the weights in a directory are not those of the model.
 
+    With an adapter, these are the weights of the model without it.
     Only the headers of the files are read. Tensors that the model does not have, and buffers that
     the files lack, are no error, but a CheckpointWarning names them.
     """
@@ -326,6 +352,10 @@ def check_weights(folder: Path, inventory: Inventory) -> None:
     from penstock.checkpoint.errors import CheckpointWarning
     from penstock.checkpoint.model_weights import ModelWeights
 
+    if adapter is not None:
+        from penstock.engine.state_io import base_inventory
+
+        inventory = base_inventory(inventory, adapter)
     with ModelWeights(folder, inventory, torch.bfloat16) as weights:
         if weights.unexpected:
             warnings.warn(
@@ -453,8 +483,10 @@ def _build_engine(
     check_free_memory(device, plan)
     dtype, numerics = weight_dtype(plan.workload.dtype), plan.workload.numerics
     with explain_out_of_memory(device, plan, "the engine"):
-        key = memory_key(config, inventory, plan.workload, device.name)
+        adapter = adapter_of(origin, settings)
+        key = memory_key(config, inventory, plan.workload, device.name, adapter)
         bare = _bare_model(model, config, inventory, settings, dtype, device)
+        adapter_files = _adapter_files(bare, model, inventory, settings)
         if settings.model.self_check:
             # Before the layers are taken out of the model, and before anything large is allocated.
             self_check(bare, inventory, plan, device, progress=options.progress)
@@ -473,12 +505,16 @@ def _build_engine(
         check_free_memory(device, plan)
         engine = Engine(plan, inventory, split_model, device, _engine_settings(settings, options))
         engine.plan_change = plan_change
-        engine.model_files = model_files
+        engine.files.adapter = adapter_files
         try:
-            if options.load_weights:
+            # Checkpoints have no frozen weights of a model with an adapter.
+            from_files = adapter_files is not None and isinstance(model, str | Path)
+            if options.load_weights or from_files:
                 if options.progress is not None:
                     options.progress(0, 0, "loading weights")
-                _load_weights(engine, model, settings)
+                _load_weights(engine, model, config, settings, draw=options.load_weights)
+            # Loading has found out which weights the adapter belongs to.
+            engine.model_files = replace(model_files, adapter=engine.files.adapter)
         except BaseException:
             engine.close()
             raise
@@ -497,10 +533,41 @@ def _bare_model(
     own_attention = inventory.own_attention
     if not isinstance(model, str | Path):
         return model.copy_without_weights(device.torch_device, dtype, own_attention=own_attention)
-    return build_model(
+    bare = build_model(
         config, dtype, device.torch_device, own_attention=own_attention,
         trust_remote_code=settings.model.trust_remote_code,
     )  # fmt: skip
+    adapter = adapter_of(model, settings)
+    return bare if adapter is None else adapter.attach(bare)
+
+
+def _adapter_files(
+    bare: nn.Module, model: str | Path | LiveModel, inventory: Inventory, settings: Settings
+) -> AdapterFiles | None:
+    """Find out how the adapter in a model is saved; None if the model has none."""
+    from penstock.checkpoint.adapter_files import AdapterFiles, BaseModel
+    from penstock.model.adapters import find_adapter
+
+    adapter = find_adapter(bare)  # with the modules that it was put into
+    if adapter is None:
+        return None
+    names = adapter.file_names(bare)
+    trained = (t.name for block in inventory.blocks for t in block.tensors if t.trainable)
+    for name in trained:
+        if name not in names:
+            raise UnsupportedModelError(
+                f"{name} is trained, but is not part of the adapter, so that PEFT does not save "
+                f"it; freeze it, or name its module in modules_to_save"
+            )
+    chosen = settings.model
+    if isinstance(model, str | Path):
+        path, revision = str(model), chosen.revision or ""
+        path = str(Path(model).resolve()) if Path(model).is_dir() else path
+    else:
+        path = adapter.config.base_model_name_or_path or getattr(bare, "name_or_path", "") or ""
+        revision = adapter.config.revision or ""
+    base = BaseModel(path=path, revision=revision, dtype=chosen.dtype)
+    return AdapterFiles(adapter=adapter, names=names, base=base)
 
 
 def _take_over(live: LiveModel, engine: Engine, dtype: torch.dtype) -> None:
@@ -509,8 +576,10 @@ def _take_over(live: LiveModel, engine: Engine, dtype: torch.dtype) -> None:
 
     # The engine computes in `dtype`. Frozen weights of another type are kept: they come back as
     # they were, not rounded.
-    frozen = (t for block in engine.inventory.blocks for t in block.tensors if not t.trainable)
-    live.forget_weights(keep=[t.name for t in frozen if live.weights[t.name].dtype != dtype])
+    # So are weights that the engine does not have: PEFT keeps the original of a trained copy.
+    tensors = {t.name: t for block in engine.inventory.blocks for t in block.tensors}
+    rounded = (n for n, t in tensors.items() if not t.trainable and live.weights[n].dtype != dtype)
+    live.forget_weights(keep=[*rounded, *(n for n in live.weights if n not in tensors)])
     live.guard(TRAINING)
     engine.live_model = live
 
@@ -559,13 +628,33 @@ def _engine_settings(settings: Settings, options: _EngineOptions) -> EngineSetti
     )
 
 
-def _load_weights(engine: Engine, model: str | Path | LiveModel, settings: Settings) -> None:
-    from penstock.engine.initial_weights import draw_weights, set_weights
+def _load_weights(
+    engine: Engine, model: str | Path | LiveModel, config: Any, settings: Settings, *, draw: bool
+) -> None:
+    """Set all weights, or, without `draw`, only the frozen ones of a model with an adapter."""
+    from penstock.checkpoint.adapter_files import WeightDigest
+    from penstock.engine.initial_weights import draw_adapter, draw_weights, set_weights
 
+    adapter = engine.files.adapter
     if not isinstance(model, str | Path):
         weights = {name: tensor.detach() for name, tensor in model.weights.items()}
-        set_weights(engine.access, engine.inventory, weights)
+        digest = WeightDigest()
+        set_weights(engine.access, engine.inventory, weights, digest=digest)
+        _note_base(engine, digest.value)
+    elif adapter is not None:
+        dtype, drawn = engine.access.weight_dtype, None
+        if draw:
+            drawn = draw_adapter(adapter.adapter, config, dtype, settings.schedule.seed)
+        folder = model_directory(model, settings.model.revision)
+        _note_base(engine, engine.files.read_base(folder, drawn, dtype))
     elif settings.model.init == "random":
         draw_weights(engine.access, engine.inventory, engine.split_model, settings.schedule.seed)
     else:
         engine.files.read_weights(model_directory(model, settings.model.revision))
+
+
+def _note_base(engine: Engine, digest: str) -> None:
+    """Note with which weights an adapter is trained. With several ranks, none has read them all."""
+    adapter = engine.files.adapter
+    if adapter is not None and engine.ranks.world == 1:
+        engine.files.adapter = replace(adapter, base=replace(adapter.base, digest=digest))

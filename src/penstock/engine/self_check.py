@@ -33,6 +33,7 @@ from penstock.engine.twin_training import (
 )
 from penstock.errors import PenstockError, SelfCheckError
 from penstock.machine.user_cache import cache_directory, load_entry, save_entry
+from penstock.model.adapters import Adapter, find_adapter
 from penstock.model.attention import DOCUMENTS
 from penstock.model.document_attention import register_document_attention
 from penstock.model.inventory import Inventory
@@ -103,12 +104,14 @@ def self_check(
     the same config, code, versions and GPU, is not repeated.
     """
     path = inventory.layers[0].name.rpartition(".")[0]
-    twin = _Twin(type(model), twin_config_of(model, path), path, inventory)
+    adapter = find_adapter(model)
+    twin = _Twin(type(model), twin_config_of(model, path), path, inventory, adapter)
     checks = _checks(plan, device)
     key = twin_key(
         twin.model_class, twin.config, path,
         twin.freeze, twin.mixes_documents, twin.own_attention,
         [(each.where, each.device.name, asdict(each.workload), each.rounds) for each in checks],
+        *([adapter.key] if adapter else []),
     )  # fmt: skip
     file = cache_directory() / "self_checks" / f"{key}.json"
     if is_known_code(twin.model_class) and load_entry(Passed, file) is not None:
@@ -223,8 +226,12 @@ def _reduced(workload: Workload) -> Workload:
 class _Twin:
     """The twin of a model, and what of it is trained."""
 
-    def __init__(self, model_class: type, config: Any, path: str, inventory: Inventory) -> None:
+    def __init__(
+        self, model_class: type, config: Any, path: str, inventory: Inventory,
+        adapter: Adapter | None,
+    ) -> None:  # fmt: skip
         self.model_class, self.config, self.path = model_class, config, path
+        self.adapter = adapter
         self.mixes_documents = inventory.mixes_documents
         self.own_attention = inventory.own_attention
         self.freeze = _frozen(inventory, path)
@@ -232,7 +239,7 @@ class _Twin:
     def build(self, attention: str, dtype: torch.dtype) -> nn.Module:
         """Build the twin with an attention function, unless it has its own attention code."""
         name = None if self.own_attention else attention
-        return build_twin(self.model_class, self.config, name, dtype)
+        return build_twin(self.model_class, self.config, name, dtype, self.adapter)
 
     def survey(self, model: nn.Module) -> Inventory:
         found = survey_model(model, self.config, name="twin", blocks=self.path, freeze=self.freeze)

@@ -7,12 +7,16 @@ that was written under one plan can be read under another.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from penstock.checkpoint.adapter_files import STEM as ADAPTER
+from penstock.checkpoint.adapter_files import AdapterFiles, BaseModel, WeightDigest
 from penstock.checkpoint.errors import TensorMismatchError
 from penstock.checkpoint.manifest import FileRecord
 from penstock.checkpoint.model_weights import ModelWeights, thread_buffer
@@ -22,8 +26,9 @@ from penstock.engine.bounded_executor import BoundedExecutor
 from penstock.engine.initial_weights import set_master
 from penstock.engine.spans import role_dtype
 from penstock.engine.tensor_access import Source, TensorAccess
+from penstock.model.adapters import Adapter, base_name
 from penstock.model.inventory import Inventory, TensorSpec
-from penstock.optim.formats import num_blocks
+from penstock.optim.formats import num_blocks, read_master
 from penstock.roles import STATE, Role
 
 OPTIMIZER = "optimizer"
@@ -42,6 +47,9 @@ class EngineFiles:
         self, access: TensorAccess, inventory: Inventory, buffers: Mapping[str, torch.Tensor]
     ) -> None:
         self._access, self._inventory, self._buffers = access, inventory, buffers
+        self.adapter: AdapterFiles | None = None
+        """The adapter that is trained: only its tensors are saved, and the others are those of the
+        base model. None if the weights themselves are trained."""
         self._source: ModelWeights | None = None
         """The files of a multimodal model, whose other tensors are copied when it is saved."""
 
@@ -56,7 +64,12 @@ class EngineFiles:
 
         They know the sizes of their files before they write, so that free space can be checked.
         """
-        writers = [ShardWriter(list(self._weights()))]
+        if self.adapter is None:
+            writers = [ShardWriter(list(self._weights()))]
+        else:
+            # PEFT reads one file.
+            tensors = list(self._adapter_tensors(self.adapter))
+            writers = [ShardWriter(tensors, stem=ADAPTER, max_shard_nbytes=sys.maxsize)]
         if optimizer:
             writers.append(ShardWriter(list(self._states()), stem=OPTIMIZER, private=True))
         return writers
@@ -88,19 +101,64 @@ class EngineFiles:
 
     def read(self, folder: Path) -> None:
         """Read what `write` wrote, bit for bit."""
+        if self.adapter is not None:
+            self._read_adapter(folder, self.adapter)
+            return
         with (
             self._open(folder) as model,
             ShardReader(folder, OPTIMIZER) as states,
             BoundedExecutor(READERS) as executor,
         ):
-            for index, block in enumerate(self._inventory.blocks):
+            for index in range(len(self._inventory.blocks)):
                 self._access.fill(index, Role.WEIGHT, model.read, executor=executor)
-                if not block.parameters(True):
-                    continue
-                for role in self._state_roles():
-                    bases = _base_reader(states, role) if self._has_bases(role) else None
-                    source = _reader(states, _SUFFIX[role])
-                    self._access.fill(index, role, source, bases=bases, executor=executor)
+                self._read_states(index, states, executor)
+
+    def _read_adapter(self, folder: Path, adapter: AdapterFiles) -> None:
+        """Read an adapter and its states. The frozen weights stay as they are."""
+        BaseModel.load(folder).check(folder, adapter.base)
+        with (
+            ShardReader(folder, ADAPTER) as tensors,
+            ShardReader(folder, OPTIMIZER) as states,
+            BoundedExecutor(READERS) as executor,
+        ):
+            read = _adapter_reader(tensors, adapter)
+            for index in range(len(self._inventory.blocks)):
+                # The file has master weights. Their other part is in the file of the states.
+                set_master(
+                    self._access, index, self._inventory, read, lambda _: torch.float32,
+                    executor=executor, trainable=True,
+                )  # fmt: skip
+                executor.wait_all()
+                self._read_states(index, states, executor)
+            read_buffers(tensors, adapter, self._buffers)
+
+    def _read_states(self, index: int, states: ShardReader, executor: BoundedExecutor) -> None:
+        if not self._inventory.blocks[index].parameters(True):
+            return
+        for role in self._state_roles():
+            bases = _base_reader(states, role) if self._has_bases(role) else None
+            source = _reader(states, _SUFFIX[role])
+            self._access.fill(index, role, source, bases=bases, executor=executor)
+
+    def read_base(
+        self, folder: Path, drawn: Mapping[str, torch.Tensor] | None, dtype: torch.dtype
+    ) -> str:
+        """Read the weights of the base model of an adapter; return their digest.
+
+        `drawn` are the tensors of the adapter. Without it, only frozen weights are set.
+        """
+        assert self.adapter is not None
+        adapter, digest = self.adapter.adapter, WeightDigest()
+        base = base_inventory(self._inventory, adapter)
+        with ModelWeights(folder, base, dtype) as model, BoundedExecutor(READERS) as executor:
+            source = _BaseSource(model, drawn or {})
+            model.read_buffers(self._buffers)
+            for index in range(len(self._inventory.blocks)):
+                set_master(
+                    self._access, index, self._inventory, source.read, source.dtype,
+                    executor=executor, digest=digest, trainable=None if drawn else False,
+                )  # fmt: skip
+        return digest.value
 
     def read_weights(self, folder: Path) -> None:
         """Read any model's weights: they become the master weights, and moments start at zero."""
@@ -146,6 +204,39 @@ class EngineFiles:
             spec, parts = source.kept_spec(name), partial(source.kept_parts, name)
             yield TensorOut(name=name, dtype=spec.dtype, shape=spec.shape, parts=parts)
 
+    def _adapter_tensors(self, adapter: AdapterFiles) -> Iterator[TensorOut]:
+        """Yield the tensors of PEFT's file; those that are trained, as fp32 master weights."""
+        for block in self._inventory.blocks:
+            for tensor in block.tensors:
+                if tensor.name not in adapter.names:
+                    continue
+                name = adapter.names[tensor.name]
+                if not tensor.trainable:
+                    yield self._out(tensor, Role.WEIGHT, name, tensor.shape)
+                    continue
+                yield TensorOut(
+                    name=name, dtype=torch.float32, shape=tensor.shape,
+                    parts=partial(self._master_parts, tensor.name),
+                )  # fmt: skip
+        for own, buffer in self._buffers.items():
+            if own in adapter.names:
+                yield TensorOut(
+                    name=adapter.names[own], dtype=buffer.dtype, shape=tuple(buffer.shape),
+                    parts=partial(_whole, buffer),
+                )  # fmt: skip
+
+    def _master_parts(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the fp32 master weights of a tensor part by part."""
+        if not self._access.formats.has(Role.MASTER):
+            yield from self._access.parts(name, Role.WEIGHT)
+            return
+        # Two roles cannot be read in turn: both may pass through the same staging memory.
+        weight = torch.cat([p.clone() for p in self._access.parts(name, Role.WEIGHT)])
+        start = 0
+        for rest in self._access.parts(name, Role.MASTER):
+            yield read_master(weight[start : start + rest.numel()], rest)
+            start += rest.numel()
+
     def _states(self) -> Iterator[TensorOut]:
         trained = (t for block in self._inventory.blocks for t in block.tensors if t.trainable)
         for tensor in trained:
@@ -175,17 +266,80 @@ def _whole(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     yield tensor.detach().cpu().reshape(-1)
 
 
+def base_inventory(inventory: Inventory, adapter: Adapter) -> Inventory:
+    """Return the inventory of the model without the adapter, as far as its weights are needed."""
+    seen: set[str] = set()
+    blocks = []
+    for block in inventory.blocks:
+        tensors = {
+            base_name(t.name): replace(t, name=base_name(t.name))
+            for t in block.tensors
+            if not adapter.is_own(t.name) and base_name(t.name) not in seen
+        }
+        seen |= tensors.keys()
+        blocks.append(replace(block, tensors=tuple(tensors.values()), borrows=()))
+    return replace(inventory, blocks=tuple(blocks))
+
+
 # Sources that read from files.
+
+
+class _BaseSource:
+    """The weights of a base model, and the tensors of a new adapter."""
+
+    def __init__(self, model: ModelWeights, drawn: Mapping[str, torch.Tensor]) -> None:
+        self._model, self._drawn = model, drawn
+
+    def read(self, tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
+        if tensor.name in self._drawn:
+            return self._drawn[tensor.name].reshape(-1)[low:high]
+        return self._model.read(self._in_base(tensor), low, high)
+
+    def dtype(self, tensor: TensorSpec) -> torch.dtype:
+        if tensor.name in self._drawn:
+            return self._drawn[tensor.name].dtype
+        return self._model.dtype(self._in_base(tensor))
+
+    @staticmethod
+    def _in_base(tensor: TensorSpec) -> TensorSpec:
+        return replace(tensor, name=base_name(tensor.name))
+
+
+def _adapter_reader(shards: ShardReader, adapter: AdapterFiles) -> Source:
+    def read(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
+        name = adapter.names[tensor.name]
+        _check_shape(shards, name, tensor.shape)
+        out = thread_buffer(high - low, shards.spec(name).dtype)
+        shards.read_into(name, out, low)
+        return out
+
+    return read
+
+
+def read_buffers(
+    shards: ShardReader, adapter: AdapterFiles, buffers: Mapping[str, torch.Tensor]
+) -> None:
+    """Set the buffers of an adapter."""
+    for own, buffer in buffers.items():
+        if own in adapter.names:
+            name = adapter.names[own]
+            out = torch.empty(buffer.numel(), dtype=shards.spec(name).dtype)
+            shards.read_into(name, out, 0)
+            buffer.copy_(out.view(buffer.shape))
+
+
+def _check_shape(shards: ShardReader, name: str, shape: tuple[int, ...]) -> None:
+    spec = shards.spec(name)
+    if spec.shape != shape:
+        wanted, had = f"shape {shape}", f"shape {spec.shape}"
+        raise TensorMismatchError(shards.file_of(name), name, wanted=wanted, had=had)
 
 
 def _reader(shards: ShardReader, suffix: str) -> Source:
     def read(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         name = f"{tensor.name}.{suffix}"
-        spec = shards.spec(name)
-        if spec.shape != tensor.shape:
-            wanted, had = f"shape {tensor.shape}", f"shape {spec.shape}"
-            raise TensorMismatchError(shards.file_of(name), name, wanted=wanted, had=had)
-        out = thread_buffer(high - low, spec.dtype)
+        _check_shape(shards, name, tensor.shape)
+        out = thread_buffer(high - low, shards.spec(name).dtype)
         shards.read_into(name, out, low)
         return out
 

@@ -100,16 +100,19 @@ class TensorAccess:
 
     def fill(
         self, block: int, role: Role, source: Source, *, bases: Source | None = None,
-        executor: BoundedExecutor | None = None,
+        executor: BoundedExecutor | None = None, trainable: bool | None = None,
     ) -> None:  # fmt: skip
         """Write this rank's elements of a block's role from `source`, with bases of 8-bit moments.
 
-        With an executor, its threads call `source`, and the block is complete only after
+        `trainable` selects trainable (True) or frozen (False) tensors; None writes both. With an
+        executor, its threads call `source`, and the block is complete only after
         `executor.wait_all`.
         """
         for stored in self._own_ranges(block, role):
+            if stored.piece is not None and not self._has_any(block, stored.piece, trainable):
+                continue
             with self._opened(block, role, stored, write=True) as span:
-                for part in self._parts_of(span, block, role):
+                for part in self._parts_of(span, block, role, trainable):
                     call = partial(_fill_part, span, part, source, bases)
                     call() if executor is None else executor.submit(call)
                 if executor is not None and stored.piece is not None:
@@ -121,10 +124,18 @@ class TensorAccess:
             with self._opened(block, role, stored, write=True) as span:
                 span.data.zero_()
 
-    def _parts_of(self, span: Span, block: int, role: Role) -> Iterator[TensorPart]:
+    def _has_any(self, block: int, piece: int, trainable: bool | None) -> bool:
+        """Return whether a piece on NVMe has such tensors: a piece is trainable, or frozen."""
+        return trainable in (None, self._tiers.piece_span(block, piece)[2])
+
+    def _parts_of(
+        self, span: Span, block: int, role: Role, trainable: bool | None
+    ) -> Iterator[TensorPart]:
         """Yield the parts of tensors that lie in a span."""
         for tensor in self._tiers.inventory.blocks[block].tensors:
             if role is not Role.WEIGHT and not tensor.trainable:
+                continue
+            if trainable not in (None, tensor.trainable):
                 continue
             offset = self._offset(block, tensor)
             low = max(span.first, offset)

@@ -27,6 +27,7 @@ from penstock.engine.step_parts import (
     input_nbytes,
     step_parts,
 )
+from penstock.model.adapters import Adapter
 from penstock.model.compiled_graphs import (
     capture_inference,
     capture_training,
@@ -52,6 +53,7 @@ def trace_working_memory(
     *,
     on_gpu: bool,
     trust_remote_code: bool = False,
+    adapter: Adapter | None = None,
 ) -> WorkingMemory:
     """Trace the working memory of a model with a workload.
 
@@ -61,6 +63,7 @@ def trace_working_memory(
         workload: What to train.
         on_gpu: Whether a GPU computes: kernels may need memory of their own.
         trust_remote_code: Whether to run code from the model's repository.
+        adapter: The adapter that is trained, if any.
     """
     dtype, cpu = weight_dtype(workload.dtype), torch.device("cpu")
     bare = build_model(
@@ -70,6 +73,8 @@ def trace_working_memory(
         own_attention=inventory.own_attention,
         trust_remote_code=trust_remote_code,
     )
+    if adapter is not None:
+        adapter.attach(bare)
     return trace_model(bare, inventory, workload, on_gpu=on_gpu)
 
 

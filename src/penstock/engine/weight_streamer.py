@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
+from penstock.checkpoint.merged_weights import MergedWeights
 from penstock.checkpoint.model_weights import ModelWeights
 from penstock.engine.bounded_executor import BoundedExecutor
 from penstock.engine.device import Device
@@ -45,7 +46,8 @@ class WeightSource(Protocol):
 class HostWeights:
     """All weights of a model in host memory, read once from its files.
 
-    `buffers` are those of the model on the device. They are set from the same files.
+    `buffers` are those of the model on the device. They are set from the same files. An `adapter`
+    in another directory is merged into the weights.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class HostWeights:
         dtype: torch.dtype,
         progress: Progress,
         buffers: Mapping[str, torch.Tensor],
+        adapter: Path | None = None,
     ) -> None:
         tensors = [tensor for block in inventory.blocks for tensor in block.tensors]
         sizes = [round_up(tensor.elements * dtype.itemsize, ALIGNMENT) for tensor in tensors]
@@ -63,7 +66,7 @@ class HostWeights:
         self._device = device
         self._weights = {t.name: arena.tensor(t.elements, dtype, name=t.name) for t in tensors}
         with (
-            ModelWeights(folder, inventory, dtype) as weights,
+            _open_weights(folder, inventory, dtype, adapter) as weights,
             BoundedExecutor(READERS) as executor,
         ):
             weights.read_buffers(buffers)
@@ -71,7 +74,7 @@ class HostWeights:
                 progress(done, len(tensors), f"reading {tensor.name}")
                 executor.submit(partial(self._read, weights, tensor))
 
-    def _read(self, source: ModelWeights, tensor: TensorSpec) -> None:
+    def _read(self, source: ModelWeights | MergedWeights, tensor: TensorSpec) -> None:
         weights = self._weights[tensor.name]
         # In parts: if the file has another type, the conversion needs little memory.
         for low in range(0, tensor.elements, PART):
@@ -80,6 +83,14 @@ class HostWeights:
 
     def copy(self, tensor: TensorSpec, into: torch.Tensor) -> None:
         self._device.copy(into, self._weights[tensor.name])
+
+
+def _open_weights(
+    folder: Path, inventory: Inventory, dtype: torch.dtype, adapter: Path | None
+) -> ModelWeights | MergedWeights:
+    if adapter is None:
+        return ModelWeights(folder, inventory, dtype)
+    return MergedWeights(adapter, folder, dtype=dtype)
 
 
 class EngineWeights:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.checkpoint.adapter_files import BASE, BaseModel, is_adapter
+from penstock.checkpoint.adapter_files import STEM as ADAPTER
 from penstock.errors import PenstockError, SurveyError
 from penstock.model.config_check import describe
 from penstock.model.inventory import Inventory
@@ -101,8 +103,8 @@ def load(settings: GenerateSettings, progress: Progress) -> LoadedModel:
     source = find_weights(settings.model)
     if Path(source).is_dir():
         check_small_files(source)
-    trust = settings.trust
-    revision = None if Path(source).is_dir() else settings.revision
+    trust, tokens = settings.trust, source
+    source, revision, adapter = base_of(source, settings.revision)
     config = load_config(source, trust_remote_code=trust, revision=revision, trained=False)
     inventory = survey_config(
         config, name=settings.model, blocks=settings.blocks, trust_remote_code=trust
@@ -111,16 +113,20 @@ def load(settings: GenerateSettings, progress: Progress) -> LoadedModel:
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     hbm = find_budget(settings.hbm, inventory, dtype, device)
     memory = split_memory(inventory, dtype, hbm, device)
-    tokenizer = load_tokenizer(source, revision=revision, trust_remote_code=trust)
+    # An adapter's directory has the tokenizer that it was trained with.
+    own = adapter is None or not any(adapter.glob("tokenizer*"))
+    tokenizer = load_tokenizer(
+        source if own else tokens, revision=revision if own else None, trust_remote_code=trust
+    )
     folder = model_directory(source, revision)
     if not memory.streamed:
-        model = load_resident(folder, inventory, dtype, device, trust)
+        model = load_resident(folder, inventory, dtype, device, trust, adapter)
         return LoadedModel(forward=model, tokenizer=tokenizer, memory=memory, notes=())
     from penstock.generate.streamed_forward import stream_model
 
     forward = stream_model(
         config, inventory, folder, dtype=dtype, keep=memory.keep, device=device, progress=progress,
-        trust_remote_code=trust,
+        trust_remote_code=trust, adapter=adapter,
     )  # fmt: skip
     note = streaming_note(memory, forward.weights.streamed_nbytes)
     return LoadedModel(forward=forward, tokenizer=tokenizer, memory=memory, notes=(note,))
@@ -129,14 +135,32 @@ def load(settings: GenerateSettings, progress: Progress) -> LoadedModel:
 def find_weights(model: str) -> str:
     """Return the newest checkpoint of a run that has not ended, or else `model` itself."""
     folder = Path(model)
-    if not folder.is_dir() or any(folder.glob("model*.safetensors*")):
+    if not folder.is_dir() or _has_weights(folder):
         return model
-    if any((folder / HUB_MODEL).glob("model*.safetensors*")):
+    if _has_weights(folder / HUB_MODEL):
         return str(folder / HUB_MODEL)
     from penstock.checkpoint.run_directory import latest_checkpoint
 
     checkpoint = latest_checkpoint(folder)
     return model if checkpoint is None else str(checkpoint.path)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("model*.safetensors*")) or is_adapter(folder)
+
+
+def base_of(source: str, revision: str | None) -> tuple[str, str | None, Path | None]:
+    """Return the model to load, its revision, and the directory of its adapter, if it has one."""
+    folder = Path(source)
+    if not is_adapter(folder):
+        return source, None if folder.is_dir() else revision, None
+    base = BaseModel.load(folder)
+    if not base.path:
+        raise SurveyError(
+            f"{folder / BASE} does not say which model the adapter belongs to; merge it with "
+            f"`penstock merge {folder} --base MODEL --into DIRECTORY`"
+        )
+    return base.path, base.revision or None, folder
 
 
 def pick_dtype(name: str, config: Any) -> torch.dtype:
@@ -240,9 +264,14 @@ def _min_budget(fixed: int, page: int) -> int:
 
 
 def load_resident(
-    folder: Path, inventory: Inventory, dtype: torch.dtype, device: str, trust: bool
+    folder: Path,
+    inventory: Inventory,
+    dtype: torch.dtype,
+    device: str,
+    trust: bool,
+    adapter: Path | None = None,
 ) -> Any:
-    """Load a transformers model onto the device."""
+    """Load a transformers model onto the device, with an adapter merged into its weights."""
     import torch
     import transformers
 
@@ -263,6 +292,11 @@ def load_resident(
         raise SurveyError(
             f"{folder}/config.json: transformers cannot load the model: {describe(problem)}"
         ) from problem
+    if adapter is not None:
+        from penstock.checkpoint.merged_weights import merge_in_memory
+
+        check_weights(adapter, stem=ADAPTER)
+        model = merge_in_memory(model, adapter, folder)
     return model.to(torch.device(device)).eval()
 
 

@@ -101,14 +101,17 @@ class StreamedForward:
 def stream_model(
     config: Any, inventory: Inventory, folder: Path, *, dtype: torch.dtype, keep: int,
     device: str | None = None, progress: Progress = lambda *_: None,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool = False, adapter: Path | None = None,
 ) -> StreamedForward:  # fmt: skip
-    """Load a model's weights from files into host memory, `keep` bytes of them onto the device."""
+    """Load a model's weights from files into host memory, `keep` bytes of them onto the device.
+
+    An `adapter` in another directory is merged into them.
+    """
     _refuse_own_attention(inventory)  # before weights are read
     target = pick_device(device)
     model = build_model(config, dtype, target.torch_device, trust_remote_code=trust_remote_code)
     split_model = SplitModel(model, inventory, mlp_tile=NO_TILES)
-    source = HostWeights(inventory, folder, target, dtype, progress, split_model.buffers)
+    source = HostWeights(inventory, folder, target, dtype, progress, split_model.buffers, adapter)
     return StreamedForward(
         split_model, WeightStreamer(inventory, source, target, dtype, keep), target, dtype
     )

@@ -178,16 +178,31 @@ def layer_kinds(layers: Sequence[nn.Module]) -> list[Kind]:
 
 
 def _kind(layer: nn.Module) -> Kind:
-    plain = (int, float, str, bool, type(None))
     parts: list[Any] = [repr(layer)]
     for path, module in layer.named_modules():
         attributes = {
             name: value
-            for name, value in vars(module).items()
-            if isinstance(value, plain) and name not in ("layer_idx", "layer_id", "training")
+            for name, each in vars(module).items()
+            if (value := _plain(each)) is not _OTHER
+            and name not in ("layer_idx", "layer_id", "training")
         }
         parts.append((path, tuple(sorted(attributes.items()))))
     return tuple(parts)
+
+
+_OTHER = object()
+"""Stands for a value that is no number, no text, and no collection of these."""
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, a text or a collection of these in a form that can be compared.
+
+    Adapters keep the factor of their product in a dictionary.
+    """
+    if isinstance(value, dict) and value:
+        items = [(key, _plain(each)) for key, each in value.items()]
+        return _OTHER if any(each is _OTHER for _, each in items) else repr(items)
+    return value if isinstance(value, int | float | str | bool | type(None)) else _OTHER
 
 
 def raise_recompile_limit() -> None:

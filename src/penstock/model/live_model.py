@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from penstock.errors import EngineError, UnsupportedModelError
+from penstock.model.adapters import without_wrapper
 from penstock.model.attention import DOCUMENTS, set_attention
 from penstock.model.meta_model import check_own_attention, move_buffers, on_meta
 from penstock.model.rotary import choose_frequencies_by_document
@@ -31,7 +32,10 @@ class LiveModel:
     """The owner's model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.owned = model
+        """What the owner passed: the transformers model, or a PEFT model around it."""
+        self.model = model = without_wrapper(model)
+        """The transformers model."""
         self._holders = find_holders(model)
         self.weights = {name: self._parameter(name) for name in self._holders}
         """The owner's parameters, until `forget_weights`."""
@@ -117,8 +121,9 @@ class LiveModel:
         def refuse(*_: Any, **__: Any) -> NoReturn:
             raise EngineError(f"this {type(self.model).__name__} {message}")
 
+        outer = (self.owned, getattr(self.owned, "base_model", self.owned))
         base = getattr(self.model, "base_model", self.model)
-        for module in {id(m): m for m in (self.model, base)}.values():
+        for module in {id(m): m for m in (*outer, self.model, base)}.values():
             own = {name: vars(module)[name] for name in GUARDED if name in vars(module)}
             self._guarded.append((module, own))
             vars(module).update({name: refuse for name in GUARDED if hasattr(module, name)})

@@ -22,6 +22,7 @@ from torch import nn
 
 from penstock.errors import UnsupportedModelError
 from penstock.machine.user_cache import cache_directory, load_entry, save_entry
+from penstock.model.adapters import Adapter, find_adapter
 from penstock.model.attention import register
 from penstock.model.document_attention import attend
 from penstock.model.inventory import Inventory
@@ -97,18 +98,18 @@ def _check(model: nn.Module, layers_path: str) -> Verdict:
             )
     model_class: type = type(model)
     try:
-        twin = twin_config_of(model, layers_path)
-        key = twin_key(model_class, twin, layers_path)
+        twin, adapter = twin_config_of(model, layers_path), find_adapter(model)
+        key = twin_key(model_class, twin, layers_path, *([adapter.key] if adapter else []))
     except Exception as problem:  # a config's own checks may raise any exception
         return Verdict(_no_twin(model_class, problem))
-    return _check_twin(model_class, _Config(twin, key), layers_path)
+    return _check_twin(model_class, _Config(twin, key, adapter), layers_path)
 
 
 class _Config:
-    """A twin's config that compares by its fields, so that verdicts can be cached."""
+    """A twin's config and adapter; they compare by their fields, so that verdicts can be cached."""
 
-    def __init__(self, config: Any, key: str) -> None:
-        self.config, self.key = config, key
+    def __init__(self, config: Any, key: str, adapter: Adapter | None) -> None:
+        self.config, self.key, self.adapter = config, key, adapter
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Config) and other.key == self.key
@@ -125,7 +126,7 @@ def _check_twin(model_class: type, twin: _Config, path: str) -> Verdict:
     if known is not None:
         return known
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        verdict = _Check(model_class, twin.config, path).verdict()
+        verdict = _Check(model_class, twin.config, path, twin.adapter).verdict()
     if is_known_code(model_class):
         save_entry(verdict, file)
     return verdict
@@ -146,8 +147,9 @@ def _describe(problem: Exception) -> str:
 class _Check:
     """Compares one model class with itself: as transformers runs it, and as Penstock does."""
 
-    def __init__(self, model_class: type, config: Any, path: str) -> None:
+    def __init__(self, model_class: type, config: Any, path: str, adapter: Adapter | None) -> None:
         self.model_class, self.config, self.path = model_class, config, path
+        self.adapter = adapter
         generator = torch.Generator().manual_seed(2)
         self.ids, self.others = torch.randint(1, VOCABULARY, (2, 1, LENGTH), generator=generator)
         self.positions = torch.arange(LENGTH)[None]
@@ -161,17 +163,20 @@ class _Check:
             return found if own.not_trainable else own
         return found
 
+    def _build(self, attention: str | None) -> nn.Module:
+        return build_twin(self.model_class, self.config, attention, adapter=self.adapter)
+
     def _verdict_with(self, *, own_attention: bool) -> Verdict:
         """Run all comparisons, the cheapest first, and stop at the first that fails."""
         try:
-            plain = build_twin(self.model_class, self.config, None if own_attention else "eager")
+            plain = self._build(None if own_attention else "eager")
             expected = _Results.of(plain, self.ids)
         except Exception as problem:  # the model's own code may raise any exception for these sizes
             return Verdict(_no_twin(self.model_class, problem))
         register(_RECORDING, _attend_recording)
         try:
             attention = None if own_attention else _RECORDING
-            model = build_twin(self.model_class, self.config, attention)
+            model = self._build(attention)
         except Exception:  # its class looks up its own attention code by name
             return Verdict(self._own_attention(plain))
         _calls.clear()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import SurveyError
+from penstock.model.adapters import ORIGINAL, Adapter
 from penstock.model.config import load_config
 from penstock.model.config_check import describe, describe_short_lists
 from penstock.model.inventory import Block, Inventory, TensorSpec
@@ -72,10 +73,16 @@ def survey_config(
     blocks: str | None = None,
     freeze: Sequence[str] = (),
     trust_remote_code: bool = False,
+    adapter: Adapter | None = None,
     check: Check | None = None,
 ) -> Inventory:
-    """Return the inventory of a model with the given config; see `survey_model` for `check`."""
+    """Return the inventory of a model with the given config; see `survey_model` for `check`.
+
+    An `adapter` is put into the model first.
+    """
     body = _build_on_meta(config, trust_remote_code)
+    if adapter is not None:
+        adapter.attach(body)
     return survey_model(body, config, name=name, blocks=blocks, freeze=freeze, check=check)
 
 
@@ -219,6 +226,8 @@ class _TensorsByBlock:
                 self._shared.append((self.first_name[id(tensor)], name))
                 continue
             self.first_name[id(tensor)] = name
+            if flow is not None and ORIGINAL in name and name in flow.without_gradient:
+                continue  # PEFT trains a copy of it, and the model computes with that
             if name.startswith(f"{path}."):
                 in_layers[int(name[len(path) + 1 :].split(".")[0])][name] = tensor
             else:

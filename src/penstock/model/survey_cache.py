@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.machine.user_cache import cache_directory, code_fingerprint, load_entry, save_entry
+from penstock.model.adapters import Adapter
 from penstock.model.config import load_config
 from penstock.model.head_in_files import files_lack_head
 from penstock.model.inventory import Inventory
@@ -24,7 +25,7 @@ from penstock.records import Json
 if TYPE_CHECKING:
     from torch import nn
 
-PACKAGES = ("torch", "transformers")
+PACKAGES = ("torch", "transformers", "peft")
 """Packages whose version may change the survey of a model."""
 
 
@@ -67,6 +68,7 @@ def cached_survey(
     blocks: str | None = None,
     freeze: Sequence[str] = (),
     trust_remote_code: bool = False,
+    adapter: Adapter | None = None,
 ) -> tuple[DeferredConfig, Inventory]:
     """Return the config and the inventory of a model; see `load_config` and `survey_config`.
 
@@ -79,7 +81,8 @@ def cached_survey(
         )
 
     text = None if trust_remote_code else _config_text(model, revision)
-    path = cache_directory() / "surveys" / f"{_key(text, model, changes, blocks, freeze)}.json"
+    key = _key(text, model, changes, blocks, freeze, adapter)
+    path = cache_directory() / "surveys" / f"{key}.json"
     entry = load_entry(_Entry, path) if text is not None else None
     if entry is None:
         config = load()
@@ -87,7 +90,7 @@ def cached_survey(
             config=json.loads(json.dumps(config.to_dict(), default=str)),
             inventory=survey_config(
                 config, name=str(model), blocks=blocks, freeze=freeze,
-                trust_remote_code=trust_remote_code, check=_check_model,
+                trust_remote_code=trust_remote_code, adapter=adapter, check=_check_model,
             ),
         )  # fmt: skip
         if text is not None:
@@ -122,10 +125,25 @@ def _key(
     changes: Mapping[str, Any] | None,
     blocks: str | None,
     freeze: Sequence[str],
+    adapter: Adapter | None,
 ) -> str:
     """Return the name of an entry: a hash of everything that a survey depends on."""
     digest = hashlib.sha256(text or b"")
-    options = [sorted((changes or {}).items()), blocks, list(freeze), files_lack_head(model)]
-    versions = [importlib.metadata.version(package) for package in PACKAGES]
+    options: list[Any] = [
+        sorted((changes or {}).items()),
+        blocks,
+        list(freeze),
+        files_lack_head(model),
+    ]
+    if adapter is not None:
+        options.append(adapter.key)
+    versions = [_version(package) for package in PACKAGES]
     digest.update(json.dumps([options, versions, code_fingerprint()], default=str).encode())
     return digest.hexdigest()[:32]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from penstock.machine.user_cache import code_fingerprint
+from penstock.model.adapters import Adapter
 from penstock.model.compile import layer_kinds
 
 LAYERS = 2
@@ -87,7 +88,7 @@ DROPOUTS = (
 )
 
 
-PACKAGES = ("torch", "transformers", "triton")
+PACKAGES = ("torch", "transformers", "triton", "peft")
 """Packages whose version may change what a twin computes."""
 
 NOT_COMPUTED = ("transformers_version", "torch_dtype", "dtype", "architectures", "use_cache")
@@ -239,13 +240,17 @@ def _width(config: Any) -> int:
 
 
 def build_twin(
-    model_class: type, config: Any, attention: str | None, dtype: torch.dtype = torch.float32
+    model_class: type,
+    config: Any,
+    attention: str | None,
+    dtype: torch.dtype = torch.float32,
+    adapter: Adapter | None = None,
 ) -> nn.Module:
     """Build a twin from its config on the CPU; the same weights every time.
 
     Weights are larger than transformers draws them, so that everything that a layer computes shows
     in its output. `attention` is the name of the attention function, None for the one that
-    transformers chooses for the class.
+    transformers chooses for the class. `adapter` is put into the twin's layers.
     """
     make: Any = model_class
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
@@ -254,6 +259,8 @@ def build_twin(
         model: nn.Module = make._from_config(
             copy.deepcopy(config), dtype=dtype, attn_implementation=attention
         )
+        if adapter is not None:
+            adapter.attach_to_twin(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad(), torch.device("cpu"):
         for parameter in model.parameters():

@@ -14,18 +14,21 @@ from typing import Any
 
 from penstock import records
 from penstock.machine.user_cache import cache_directory, code_fingerprint, load_entry, save_entry
+from penstock.model.adapters import Adapter
 from penstock.model.inventory import Inventory
 from penstock.plan.working_memory import MemoryOrigin, WorkingMemory
 from penstock.plan.workload import Workload
 
-PACKAGES = ("torch", "triton", "transformers")
+PACKAGES = ("torch", "triton", "transformers", "peft")
 """Packages whose version may change how much memory a step needs."""
 
 _NOT_SHAPE = ("transformers_version", "torch_dtype", "dtype", "attn_implementation", "use_cache")
 """Fields of a config that do not describe the model, or that Penstock sets itself."""
 
 
-def memory_key(config: Any, inventory: Inventory, workload: Workload, gpu: str) -> str:
+def memory_key(
+    config: Any, inventory: Inventory, workload: Workload, gpu: str, adapter: Adapter | None = None
+) -> str:
     """Return the key of a model kind with a workload on a GPU, named as the driver names it.
 
     The number of sequences per step is part of it only as far as it decides whether the head has a
@@ -46,6 +49,7 @@ def memory_key(config: Any, inventory: Inventory, workload: Workload, gpu: str) 
         "head_sum": workload.has_head_sum,  # only in steps of several micro-batches
         "gpu": gpu,
         "code": code_fingerprint(),
+        "adapter": None if adapter is None else adapter.key,
         "versions": {name: _version(name) for name in PACKAGES},
     }
     text = json.dumps(parts, sort_keys=True, default=str)

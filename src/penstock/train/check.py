@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.adapter_files import STEM as ADAPTER
+from penstock.checkpoint.adapter_files import BaseModel, is_adapter
 from penstock.checkpoint.checksums import checksum_file, to_hex
 from penstock.checkpoint.errors import ForeignCheckpointError, NoWeightsError
 from penstock.checkpoint.manifest import (
@@ -27,7 +29,7 @@ from penstock.checkpoint.model_files import list_model_files
 from penstock.checkpoint.reader import ShardReader
 from penstock.checkpoint.training_state import TrainingState
 from penstock.checkpoint.verify import find_damage
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, SettingsError, SurveyError, UnsupportedModelError
 from penstock.settings import HUB_MODEL, RUN_FILE, read_run_id, read_yaml
 from penstock.train.best_model import BEST
 
@@ -151,7 +153,10 @@ def _check_file(
 def _check_content(folder: Path, part: Part) -> None:
     """Check that the config, the tokenizer and the states can be loaded, and fit the weights."""
     add = partial(_collect, part)
-    if _has_weights(folder):
+    if is_adapter(folder):
+        with add():
+            _check_adapter(folder, part)
+    elif _has_weights(folder):
         with add():
             _check_model(folder, part)
     if part.resumable:
@@ -169,10 +174,29 @@ def _check_content(folder: Path, part: Part) -> None:
         (part.problems if has_files else part.notes).append(str(problem))
 
 
+def _check_adapter(folder: Path, part: Part) -> None:
+    """Compare the headers of an adapter with its base model, if that is on this machine."""
+    from penstock.checkpoint.merged_weights import MergedWeights
+
+    base = BaseModel.load(folder)
+    if not Path(base.path).is_dir():
+        name = base.path or "not recorded"
+        part.notes.append(
+            f"the adapter is not compared with its base model ({name}), which is not a directory "
+            f"on this machine"
+        )
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            MergedWeights(folder, Path(base.path)).close()
+    except (SurveyError, UnsupportedModelError, SettingsError) as problem:
+        part.notes.append(f"the adapter is not compared with its base model: {problem}")
+
+
 def _check_model(folder: Path, part: Part) -> None:
     """Compare the headers of the weights with the config."""
     from penstock.engine.prepare import check_weights
-    from penstock.errors import SurveyError, UnsupportedModelError
     from penstock.model.config import load_config
     from penstock.model.survey import survey_config
 
@@ -240,11 +264,13 @@ def _checkpoint_folders(folder: Path) -> list[Path]:
 
 
 def _has_weights(folder: Path) -> bool:
-    return any(folder.glob(f"model*{SHARD_SUFFIX}")) or any(folder.glob("model*.index.json"))
+    patterns = (f"model*{SHARD_SUFFIX}", "model*.index.json", f"{ADAPTER}{SHARD_SUFFIX}")
+    return any(any(folder.glob(pattern)) for pattern in patterns)
 
 
 def _shards(folder: Path) -> Iterator[Path]:
     yield from folder.glob(f"model*{SHARD_SUFFIX}")
+    yield from folder.glob(f"{ADAPTER}{SHARD_SUFFIX}")
     yield from folder.glob(f"{OPTIMIZER}*{SHARD_SUFFIX}")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.checkpoint.adapter_files import STEM as ADAPTER
 from penstock.checkpoint.disk import check_room, free_nbytes
 from penstock.checkpoint.errors import (
     CheckpointError,
@@ -203,7 +204,7 @@ class CheckpointSaver:
         # The manifest of an earlier model goes first, and that of this one comes last.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(target / COMPLETE)
-        names = sorted(n for n in os.listdir(folder) if n.startswith("model"))
+        names = sorted(n for n in os.listdir(folder) if n.startswith(("model", ADAPTER)))
         # Link the index last: a reader that finds it finds all shards.
         for name in sorted(names, key=lambda n: n.endswith(".json")):
             link_file(folder / name, target / name)

@@ -60,19 +60,21 @@ class TrainingData:
 def load_model(settings: Settings, checkpoint: Path | None) -> ModelSource:
     """Load the config of the model, and survey its blocks.
 
-    A resumed run reads them from its checkpoint: the original model may be gone.
+    A resumed run reads them from its checkpoint: the original model may be gone. The checkpoints of
+    an adapter have no frozen weights, and no config: both are those of the original model.
     """
     from penstock.engine.prepare import inspect_model
     from penstock.model.freeze import check_freeze
     from penstock.model.meta_model import check_trainable
 
     name, context = settings.model.model, settings.data.context
-    source = str(checkpoint or name)
-    chosen = settings if checkpoint is None else settings.replace({"revision": None})
+    whole = checkpoint if not settings.model.lora else None
+    source = str(whole or name)
+    chosen = settings if whole is None else settings.replace({"revision": None})
     config, inventory = inspect_model(source, chosen, name=name)
     limit = inventory.max_context
     if limit is not None and context is not None and context > limit:
-        where = name if checkpoint is None else str(checkpoint / "config.json")
+        where = name if whole is None else str(whole / "config.json")
         raise ContextTooLongError(where, wanted=context, limit=limit)
     check_trainable(inventory)
     if checkpoint is None:  # a resumed run freezes what it froze before

@@ -16,7 +16,7 @@ MARK = "<!-- This card was written by Penstock; remove this line to keep your ch
 
 SHOWN = (
     *("context", "batch", "lr", "min_lr", "schedule", "warmup", "betas", "weight_decay", "clip"),
-    *("dtype", "moments", "freeze", "seed"),
+    *("dtype", "moments", "freeze", "lora", "seed"),
 )
 """Settings that the card lists."""
 
@@ -48,21 +48,32 @@ def model_card(settings: Settings, result: TrainingResult) -> str:
     base = settings.model.model
     is_local = Path(base).exists()
     shown = Path(base).name if is_local else base
-    front = ["library_name: transformers", "tags:", "- penstock"]
+    lora = bool(settings.model.lora)
+    front = [f"library_name: {'peft' if lora else 'transformers'}", "tags:", "- penstock"]
+    front += ["- lora"] if lora else []
     front += [] if is_local else [f"base_model: {base}"]
     origin = "from random weights of" if settings.model.init == "random" else "from"
     return "\n".join([
         "---", *front, "---", "", MARK, "",
         f"# {name}", "",
-        f"All parameters were fine-tuned {origin} {shown} with Penstock {__version__}, on "
-        f"{_data_names(settings)}.", "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
-        'model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")',
-        'tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")',
-        "```", "",
+        f"{'A LoRA adapter was trained' if lora else 'All parameters were fine-tuned'} {origin} "
+        f"{shown} with Penstock {__version__}, on {_data_names(settings)}.", "",
+        "```python", *_example(lora), "```", "",
         "| | |", "|---|---|", *_rows(settings, result), "",
     ])  # fmt: skip
+
+
+def _example(lora: bool) -> list[str]:
+    """Return the lines that load the model."""
+    factory = "AutoPeftModelForCausalLM" if lora else "AutoModelForCausalLM"
+    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    if lora:
+        imports = [f"from peft import {factory}", "from transformers import AutoTokenizer"]
+    return [
+        *imports, "",
+        f'model = {factory}.from_pretrained("path/to/this/directory")',
+        'tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")',
+    ]  # fmt: skip
 
 
 def _rows(settings: Settings, result: TrainingResult) -> list[str]:

@@ -250,7 +250,9 @@ def _prepare_engine(
     from penstock.engine.prepare import prepare
 
     # A resumed run reads config and weights from the checkpoint, which has no revision.
-    arguments: dict[str, Any] = {} if resume is None else {"init": "none", "revision": None}
+    arguments: dict[str, Any] = {} if resume is None else {"init": "none"}
+    if resume is not None and not settings.model.lora:
+        arguments["revision"] = None
     with explain_host_out_of_memory(), named_by(settings.memory.plan or "", PlanError):
         engine = prepare(
             model.source, plan=choice, settings=settings, progress=view.show_work, **arguments
