@@ -35,8 +35,9 @@ FLAGS = {
         *{"--revision", "--trust-remote-code", "--model-config", "--deterministic"},
         *{"--no-deterministic", "--config", "--data", "--overlong", "--skip-bad-lines", "--cache"},
         *{"--eval-split", "--epochs", "--seed", "--data-weights", "--columns", "--streaming"},
-        *{"--label-smoothing", "--neftune-noise-alpha"},
+        *{"--label-smoothing", "--neftune-noise-alpha", "--lora"},
     },
+    "merge": {"directory", "--into", "--base", "--trust-remote-code", "--json", "--help"},
     "check": {"directory", "--json", "--help"},
     "machines": {"--json", "--help"},
     "fit": {
@@ -60,7 +61,7 @@ FLAGS = {
         },
         *{"--no-deterministic", "--min-lr", "--decay", "--save-best", "--hub-layout"},
         *{"--self-check", "--no-self-check", "--label-smoothing", "--neftune-noise-alpha"},
-        *{"--store-checksums", "--no-store-checksums", "--gpus", "--transport"},
+        *{"--store-checksums", "--no-store-checksums", "--gpus", "--transport", "--lora"},
         *{
             "--seed",
             "--log",

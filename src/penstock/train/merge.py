@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -52,8 +53,10 @@ def merge(
     directory = model_directory(name, None if base else recorded.revision or None)
     chosen = Settings.of({"trust_remote_code": trust_remote_code})
     with MergedWeights(folder, directory, trust_remote_code=trust_remote_code) as weights:
-        writer = ShardWriter(list(_tensors(weights)))
+        tensors = _tensors(weights)
+        writer = ShardWriter(tensors)
         files = model_files_of(directory, weights.config, weights.inventory, chosen)
+        files = replace(files, dtype=max(tensors, key=lambda tensor: tensor.nbytes).dtype)
         with translate_write_errors(into, writer.nbytes):
             into.mkdir(parents=True, exist_ok=True)
             check_room(into, writer.nbytes)

@@ -1,0 +1,228 @@
+"""`penstock train --lora`: adapters are drawn, saved, resumed, merged and checked as PEFT's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from penstock.checkpoint.adapter_files import BASE, BaseModel
+from penstock.settings import read_yaml
+from tests.train.runs import RESIDENT, RunResult, Runs, run_command, wait_for_exit
+
+LORA = "r=4,alpha=8,dropout=0.1,save=lm_head"
+STEPS = ("--steps", "6", "--save-every", "2")
+Whole = tuple[Path, RunResult]
+
+
+@pytest.fixture(scope="module")
+def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """An undisturbed run of six steps."""
+    out = tmp_path_factory.mktemp("lora") / "out"
+    torch.set_num_threads(1)
+    result = runs.run(out, *RESIDENT, *STEPS, "--lora", LORA)
+    assert result.code == 0, result.errors
+    return out, result
+
+
+def load(out: Path, model: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    return peft.PeftModel.from_pretrained(base, out)
+
+
+def tensors(folder: Path, name: str = "adapter_model") -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / f"{name}.safetensors")
+
+
+def test_the_output_is_an_adapter_of_peft(whole: Whole, runs: Runs) -> None:
+    out, result = whole
+    assert result.losses[6] < result.losses[1]
+    names = {path.name for path in out.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", BASE, "tokenizer.json"} <= names
+    assert not names & {"config.json", "model.safetensors"}, "it is not a whole model"
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(runs.model.resolve())
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 8, 0.1)
+    assert read_yaml(out / "run.yaml")["lora"] == LORA.split(",")
+    model = load(out, runs.model)
+    found = dict(model.named_parameters())
+    for name, tensor in tensors(out).items():
+        kind = ".modules_to_save.default." if "lm_head" in name else ".default."
+        own = f"{name.removesuffix('.weight')}{kind.rstrip('.')}.weight"
+        assert torch.equal(found[own].float(), tensor.to(found[own].dtype).float())
+
+
+def test_the_initial_adapter_is_the_one_that_peft_draws(runs: Runs, tmp_path: Path) -> None:
+    import penstock
+
+    with penstock.prepare(
+        runs.model, lora=LORA, context=32, batch=2, seed=11, dtype="fp32", device="cpu",
+        self_check=False,
+    ) as engine:  # fmt: skip
+        engine.write(tmp_path / "first", optimizer=False)
+    base = transformers.AutoModelForCausalLM.from_pretrained(runs.model, dtype=torch.float32)
+    torch.manual_seed(11)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", modules_to_save=["lm_head"]
+    )
+    expected = peft.get_peft_model(base, config)
+    expected.save_pretrained(tmp_path / "theirs")
+    ours, theirs = tensors(tmp_path / "first"), tensors(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_killed_run_resumes_bit_for_bit_under_other_budgets(
+    whole: Whole, runs: Runs, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    child = runs.start(out, *RESIDENT, *STEPS, "--lora", LORA)
+    assert child.stdout is not None
+    for line in child.stdout:
+        event = json.loads(line)
+        if event["event"] == "step" and event["step"] >= 5:
+            break
+    child.send_signal(signal.SIGKILL)
+    wait_for_exit(child)
+    assert not (out / "adapter_model.safetensors").exists()
+    small = ("--hbm", "900KiB", "--dram", "200KiB", "--nvme", f"{runs.disk}:64MiB")
+    resumed = runs.run(out, "--resume", *small)
+    assert resumed.code == 0, resumed.errors
+    expected, found = tensors(whole[0]), tensors(out)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    last = "checkpoint-000006"
+    states = (tensors(each / last, "optimizer") for each in (whole[0], out))
+    first, second = states
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_resume_with_other_base_weights_is_refused(
+    whole: Whole, runs: Runs, tmp_path: Path
+) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    shutil.copytree(whole[0], out)
+    shutil.copytree(runs.model, other)
+    weights = tensors(other, "model")
+    weights["model.layers.2.mlp.up_proj.weight"] += 0.01
+    safetensors.torch.save_file(weights, other / "model.safetensors", {"format": "pt"})
+    command = runs.flags(out, "--resume", "--steps", "8")
+    command[1] = str(other)
+    result = run_command(command)
+    assert result.code == 1
+    assert "trained with the weights of" in result.errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merge_gives_what_peft_merges(
+    whole: Whole, runs: Runs, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model = runs.model
+    if dtype == torch.float32:
+        model = tmp_path / "model"
+        wide = transformers.AutoModelForCausalLM.from_pretrained(runs.model, dtype=dtype)
+        wide.save_pretrained(model)
+    result = run_command(
+        ["merge", str(whole[0]), "--into", str(tmp_path / "merged"), "--base", str(model), "--json"]
+    )
+    assert result.code == 0, result.errors
+    expected = load(whole[0], model, dtype).merge_and_unload().state_dict()
+    found = tensors(tmp_path / "merged", "model")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, expected[name].to(dtype)), name
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert loaded.dtype == dtype
+    assert run_command(["check", str(tmp_path / "merged")]).code == 0
+    again = ["merge", str(whole[0]), "--into", str(tmp_path / "merged")]
+    assert "not empty" in run_command(again).errors
+
+
+def test_generate_uses_the_adapter(whole: Whole, runs: Runs, tmp_path: Path) -> None:
+    merged = tmp_path / "merged"
+    assert run_command(["merge", str(whole[0]), "--into", str(merged), "--json"]).code == 0
+    ask = ("--prompt", "the capital of", "--max-new", "8", "--json")
+    answers = [
+        run_command(["generate", str(folder), *ask, *more])
+        for folder in (merged, whole[0], whole[0] / "checkpoint-000006")
+        for more in ((), ("--hbm", "300KiB"))
+    ]
+    assert {answer.code for answer in answers} == {0}, answers[-1].errors
+    texts = {json.dumps(json.loads(answer.output.splitlines()[0])["text"]) for answer in answers}
+    assert len(texts) == 1
+
+
+def test_check_reads_adapters(whole: Whole, tmp_path: Path) -> None:
+    result = run_command(["check", str(whole[0]), "--json"])
+    report = json.loads(result.output)
+    assert result.code == 0, report
+    assert len(report["parts"]) == 3
+    assert not report["notes"]
+    out = tmp_path / "out"
+    shutil.copytree(whole[0], out)
+    path = out / "checkpoint-000006" / "adapter_model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-5] ^= 1
+    path.unlink()
+    path.write_bytes(raw)
+    damaged = run_command(["check", str(out), "--json"])
+    assert damaged.code == 1
+    assert "adapter_model.safetensors" in json.loads(damaged.output)["problems"][0]
+
+
+def test_a_merge_with_other_weights_is_refused(whole: Whole, runs: Runs, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(runs.model, other)
+    weights = tensors(other, "model")
+    weights["model.norm.weight"] += 0.5
+    safetensors.torch.save_file(weights, other / "model.safetensors", {"format": "pt"})
+    into = tmp_path / "merged"
+    result = run_command(["merge", str(whole[0]), "--into", str(into), "--base", str(other)])
+    assert result.code == 1
+    assert "trained with the weights of" in result.errors
+    assert not into.exists()
+    assert BaseModel.load(whole[0]).path == str(runs.model.resolve())
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("rank=4", "no option 'rank'"),
+        ("r=0", "must have a rank r from 1"),
+        ("r=4,r=8", "the option r twice"),
+        ("alpha=x", "must have a number for alpha"),
+        ("dropout=1", "below 1"),
+        ("targets=", "needs a value for targets"),
+        ("bias=some", "must have one of none, all, lora_only"),
+        ("layers=0-2", "names of modules in targets="),
+    ],
+)
+def test_wrong_options_are_usage_errors(text: str, problem: str, runs: Runs) -> None:
+    result = runs.run(runs.folder / "never", "--lora", text)
+    assert result.code == 2
+    assert problem in " ".join(result.errors.replace("│", " ").split())
+
+
+def test_a_target_that_no_module_has_is_an_error(runs: Runs, tmp_path: Path) -> None:
+    result = runs.run(tmp_path / "out", "--lora", "targets=query")
+    assert result.code == 1
+    assert "cannot be used with this model" in result.errors
+    assert "query" in result.errors
+
+
+def test_without_peft_the_message_names_the_package(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    result = runs.run(tmp_path / "out", "--lora", LORA)
+    assert result.code == 1
+    assert "pip install peft" in result.errors
