@@ -43,6 +43,9 @@ _MAY_BE_ZERO = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
+_PROBABILITIES = ("dropout", "pdrop")
+"""Parts of the names of fields that are probabilities."""
+
 
 def check_config_file(path: Path) -> None:
     """Raise SurveyError, which names the file and the field, if a config file is invalid."""
@@ -71,6 +74,10 @@ def check_fields(fields: Mapping[str, Any], where: str, *, least: int = 1) -> No
             check_fields(value, where, least=0)
         elif name == "rope_theta" and isinstance(value, int | float) and not value > 0:
             raise SurveyError(f"{where}: {name} must be above 0, got {_show(value)}")
+        elif any(part in name for part in _PROBABILITIES) and isinstance(value, int | float):
+            # The model may not notice before its first training step.
+            if not 0 <= value <= 1:
+                raise SurveyError(f"{where}: {name} must be from 0 to 1, got {_show(value)}")
         elif isinstance(value, int) and abs(value) >= 1 << 63:
             raise SurveyError(f"{where}: {name} must fit into 64 bits, got {_show(value)}")
     width = next((fields[name] for name in _WIDTHS if fields.get(name)), 1)

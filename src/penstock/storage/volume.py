@@ -45,6 +45,9 @@ DIRECTORY_PREFIX = "penstock-"
 DATA_NAME = "data"
 """Name of the file that holds a store's bytes."""
 
+_LARGEST_FILE = (1 << 63) - 1
+"""Offsets in files are signed 64-bit numbers."""
+
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
 
@@ -84,13 +87,19 @@ class Volume:
             available = os.lseek(self.fd, 0, os.SEEK_END) - DATA_OFFSET
             if nbytes > available:
                 raise DiskFullError(path=self.path, wanted=nbytes, free=max(0, available))
-        elif code := _native.allocate_space(self.fd, DATA_OFFSET + nbytes):
+        elif code := self._allocate(DATA_OFFSET + nbytes):
             if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 usage = os.statvfs(self.path)
                 free = usage.f_bavail * usage.f_frsize
                 raise DiskFullError(path=self.path, wanted=nbytes, free=free)
             raise PathError(self.path, f"could not allocate {nbytes} B: {os.strerror(code)}")
         self.reserved = nbytes
+
+    def _allocate(self, nbytes: int) -> int:
+        """Allocate the file's space. Return an errno, or 0."""
+        if nbytes > _LARGEST_FILE:  # the kernel cannot be asked for more
+            return errno.EFBIG
+        return _native.allocate_space(self.fd, nbytes)
 
     def write_block(self, offset: int, block: bytes) -> None:
         """Write whole blocks to stable storage. For headers; data goes through the engine."""
