@@ -28,6 +28,7 @@ LAYERS: list[set[str]] = [
     {"distributed"},
     {"generate", "observe"},
     {"train"},
+    {"integrations"},
     {"cli"},
     {"__init__", "__main__"},
 ]
@@ -45,6 +46,7 @@ MAY_IMPORT_TORCH = {
     "engine",
     "distributed",
     "generate",
+    "integrations",
 }
 """Packages that import torch at module level. Elsewhere torch is imported inside the function that
 needs it, so that planning works, and the command line starts quickly, without it."""

@@ -38,7 +38,7 @@ from penstock.checkpoint.record_files import record_checkpoint
 from penstock.durable_files import sync, try_lock
 from penstock.errors import RecordError
 
-_DRAFT_NAME = re.compile(r"\.(?:checkpoint-[0-9]{6,18}|best)\.tmp-([0-9]{1,10})-[0-9a-f]{8}")
+_DRAFT_NAME = re.compile(r"\.(?:checkpoint-[0-9]{1,18}|best)\.tmp-([0-9]{1,10})-[0-9a-f]{8}")
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 

@@ -16,7 +16,7 @@ from penstock.engine.allocate import EngineMemory
 from penstock.engine.gradient_buffers import GradientBuffers
 from penstock.engine.gradients import differentiate
 from penstock.engine.hidden_states import EXTRA_SLOTS
-from penstock.engine.loss import ChunkedLoss, GradientSink
+from penstock.engine.loss import ChunkedLoss, GradientSink, TokenValues
 from penstock.engine.pending_update import make_segments
 from penstock.engine.step_state import StepState
 from penstock.engine.transfer import Mover
@@ -166,6 +166,7 @@ class Computer:
         for index, micro in enumerate(micros):
             states = hidden.slot(hidden.gradient_slot(index), *micro.shape)
             flat, targets = states.view(-1, states.shape[-1]), micro.targets.view(-1)
+            values = self._token_values(step, micro)
             if with_backward:
                 sums = self._memory.gradients
                 self._open_sent(step, at, index)
@@ -173,15 +174,28 @@ class Computer:
                 if self._has_head_sum and not (self._begins_sums(step, at) and index == 0):
                     sums.start_micro_batch()
                 sink = GradientSink(parameters, sums.add)
-                total = self._loss.backward(flat, targets, sink, step.num_items, step.loss_scale)
+                total = self._loss.backward(
+                    flat, targets, sink, step.num_items, step.loss_scale, values
+                )
                 sums.end_micro_batch()
                 self._close_sent(step, at)
+            elif step.logits is not None:
+                step.logits[micro.number] = self._loss.logits(flat).view(*micro.shape, -1)
+                continue
             else:
-                total = self._loss.forward(flat, targets)
+                total = self._loss.forward(flat, targets, values)
             step.losses.append((micro.number, total))
             if at in step.program.exchange_of:
                 step.tickets.post((at, index), self._device.record())
         self._close_sums(step, at)
+
+    def _token_values(self, step: StepState, micro: MicroBatch) -> TokenValues | None:
+        """Allocate what the loss turn says about each token of a micro-batch, if it is asked."""
+        if step.token_values is None:
+            return None
+        tokens = micro.targets.numel()
+        values = step.token_values[micro.number] = TokenValues.empty(tokens, micro.targets.device)
+        return values
 
     # Backward.
 

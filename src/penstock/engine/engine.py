@@ -39,7 +39,7 @@ from penstock.engine.device import Device
 from penstock.engine.device_memory import explain_out_of_memory
 from penstock.engine.gradient_buffers import GradientBuffers
 from penstock.engine.gradients import round_gradients
-from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale
+from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale, TokenValues
 from penstock.engine.optimizer import Grouping, StreamedAdamW
 from penstock.engine.pending_update import PendingUpdate, draw_keys
 from penstock.engine.rank_exchange import RankExchange, own_report
@@ -349,6 +349,12 @@ class Engine:
         """Whether the last `apply` skipped the update."""
         self.scale = LossScale.of(self.workload.dtype)
         """The loss scale: adapted to overflows with fp16, otherwise 1."""
+        self.keeps_token_values = False
+        """Whether `forward_backward` and `evaluate` fill `token_values`."""
+        self.token_values: list[TokenValues] = []
+        """Of the last `forward_backward`, or of each batch of the last `evaluate`: what the model
+        predicted for each token, in host tensors of the batch's shape. Tokens without a target have
+        values, too."""
         self._pending: PendingUpdate | None = None
         self._stats: GradStats | None = None  # of the gradients that wait for `apply`, if any
         self._items = _ItemCount(1, 1, counted=True)  # of the batches behind those gradients
@@ -421,11 +427,13 @@ class Engine:
         self.split_model.train(True)
         step = self._next_step(split, divisor, accumulating=accumulating)
         step.weight = weight
+        self._ask_for_token_values(step)
         self._stats = None  # if the step fails, half-summed gradients must not be applied
         self._run(step)
         self.batches += 1
         report = self._report(step)
         self._stats = report.stats
+        self.token_values = self._token_values([step])
         before = self._items.total if accumulating else 0
         self._items = _ItemCount(first, before + split.num_items, counted=num_items is None)
         # NaN without items: `apply` skips the step.
@@ -453,7 +461,7 @@ class Engine:
         if self.skipped:
             self.scale.note_overflow()
             return
-        unscale = self._items.correction / self._items.reduction / self.scale.value
+        unscale = self._unscale
         self.grad_norm = stats.norm * unscale
         clip = self.workload.clip
         factor = unscale if clip is None else unscale * clip_scale(self.grad_norm, clip)
@@ -465,6 +473,26 @@ class Engine:
             draw_keys(self.inventory, self.settings.seed, self.steps),
         )
         self.scale.note_good_step()
+
+    @property
+    def _unscale(self) -> float:
+        """The factor that makes the gradients those of the mean loss."""
+        return self._items.correction / self._items.reduction / self.scale.value
+
+    @property
+    def waiting_grad_norm(self) -> float:
+        """Norm of the gradients that wait for `apply`, before clipping and without the loss scale.
+
+        It is infinite if a gradient is not finite. With `accumulate=True`, the gradients are
+        complete only in `apply`: use `grad_norm` after it.
+        """
+        if self._stats is None or self.workload.accumulate:
+            raise EngineError(
+                "no norm is known: with accumulate=True, read grad_norm after apply()"
+                if self.workload.accumulate
+                else "there are no gradients; call forward_backward() first"
+            )
+        return self._stats.norm * self._unscale if self._stats.finite else math.inf
 
     def finish(self) -> None:
         """Run the pending optimizer sweeps now."""
@@ -483,22 +511,70 @@ class Engine:
         self.finish()
         self.split_model.train(False)
         total, tokens = 0.0, 0
+        values: list[TokenValues] = []
         for batch in batches:
             with self._explaining("an evaluation"):
-                loss, count = self._evaluate_batch(batch)
+                loss, count = self._evaluate_batch(batch, values)
             total, tokens = total + loss, tokens + count
+        self.token_values = values
         if not tokens:
             raise BatchError(NO_LABELS)
         return Evaluation(total / tokens, tokens)
 
-    def _evaluate_batch(self, batch: Mapping[str, torch.Tensor]) -> tuple[float, int]:
-        split, total = self._split(batch), 0.0
+    def _evaluate_batch(
+        self, batch: Mapping[str, torch.Tensor], values: list[TokenValues]
+    ) -> tuple[float, int]:
+        split, total, steps = self._split(batch), 0.0, []
         for micros, size in zip(split.rounds, split.sizes, strict=True):
             if size:
                 step = StepState(self._programs.evaluate, [micros], [size], None, self.batches)
+                self._ask_for_token_values(step)
                 self._runner.run(step)
+                steps.append(step)
                 total += self._report(step).loss
+        values += self._token_values(steps)
         return total, split.num_items
+
+    def logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logits of a batch, as `[sequences, tokens, vocabulary]` on the host.
+
+        Pending sweeps are finished first. The logits of a batch are large: one sequence of 4,096
+        tokens has 1.2 GB of them with a vocabulary of 150,000 in bf16.
+        """
+        self._check_one_rank("logits")
+        self.finish()
+        self.split_model.train(False)
+        found: dict[int, torch.Tensor] = {}
+        with self._explaining("a prediction"):
+            split = self._split(batch)
+            for micros, size in zip(split.rounds, split.sizes, strict=True):
+                if size:
+                    step = StepState(self._programs.evaluate, [micros], [size], None, self.batches)
+                    step.logits = found
+                    self._runner.run(step)
+        return torch.cat([found[number] for number in sorted(found)])
+
+    def _ask_for_token_values(self, step: StepState) -> None:
+        if self.keeps_token_values:
+            self._check_one_rank("token_values")
+            step.token_values = {}
+
+    def _token_values(self, steps: Sequence[StepState]) -> list[TokenValues]:
+        """Copy the values of one batch to the host: one entry, or none if nobody asked."""
+        found = {n: v for step in steps for n, v in (step.token_values or {}).items()}
+        if not found:
+            return []
+        shapes = {m.number: m.shape for step in steps for each in step.rounds for m in each}
+        parts = [
+            [tensor.cpu().view(shapes[n]) for tensor in (found[n].entropy, found[n].is_top)]
+            for n in sorted(found)
+        ]
+        entropy, is_top = (torch.cat(side) for side in zip(*parts, strict=True))
+        return [TokenValues(entropy, is_top)]
+
+    def _check_one_rank(self, what: str) -> None:
+        if self.ranks.world > 1:
+            raise EngineError(f"{what} are available with one rank only, not {self.ranks.world}")
 
     def gradient_buffers_released(self) -> AbstractContextManager[int]:
         """Free device memory that only training steps need, inside a `with` block.

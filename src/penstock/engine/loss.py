@@ -44,6 +44,35 @@ def next_targets(labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tens
     return targets
 
 
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """What a step says about each token of a micro-batch besides its loss, on the device."""
+
+    entropy: torch.Tensor
+    """Entropy of the predicted distribution, in nats."""
+    is_top: torch.Tensor
+    """1 if the target is the most likely token, otherwise 0."""
+
+    @classmethod
+    def empty(cls, tokens: int, device: torch.device) -> TokenValues:
+        """Allocate the values of so many tokens: eight bytes each."""
+        values = torch.empty(2, tokens, dtype=torch.float32, device=device)
+        return cls(values[0], values[1])
+
+    def fill(self, rows: slice, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        """Compute the values of a chunk from its logits, a few tokens at a time."""
+        few = max(1, _VALUES_NBYTES // (4 * logits.shape[1]))
+        for low in range(0, logits.shape[0], few):
+            part = logits[low : low + few].detach()
+            into = slice(rows.start + low, rows.start + low + part.shape[0])
+            self.is_top[into] = part.argmax(-1) == targets[low : low + few]
+            self.entropy[into] = torch.special.entr(part.float().softmax(-1)).sum(-1)
+
+
+_VALUES_NBYTES = 16 << 20
+"""Maximum size of a tensor that `TokenValues.fill` allocates, unless one token needs more."""
+
+
 class GradientSink(NamedTuple):
     """The head's parameters, and the function that receives their gradients.
 
@@ -70,13 +99,23 @@ class ChunkedLoss:
         self._logits, self._chunk, self._function, self._fused = logits, chunk, function, fused
         self._smoothing = label_smoothing
 
-    def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the loss over tokens that have a target, in fp64."""
+    def forward(
+        self, hidden: torch.Tensor, targets: torch.Tensor, values: TokenValues | None = None
+    ) -> torch.Tensor:
+        """Return the sum of the loss over tokens that have a target, in fp64.
+
+        `values`, if given, are filled in.
+        """
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with torch.no_grad():
             for rows in self._chunks(hidden):
-                total += self._loss_sum(hidden[rows], targets[rows])
+                total += self._loss_sum(hidden[rows], targets[rows], rows, values)
         return total
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all tokens on the host, moved there one chunk at a time."""
+        with torch.no_grad():
+            return torch.cat([self._logits(hidden[rows]).cpu() for rows in self._chunks(hidden)])
 
     def backward(
         self,
@@ -85,24 +124,41 @@ class ChunkedLoss:
         sink: GradientSink,
         num_items: int,
         scale: float,
+        values: TokenValues | None = None,
     ) -> torch.Tensor:
         """Return the sum of the loss, and replace the hidden states by their gradient.
 
         The gradient is that of `scale * sum / num_items`. It is written in place, chunk by chunk: a
-        chunk's hidden states are not needed after its gradient exists.
+        chunk's hidden states are not needed after its gradient exists. `values`, if given, are
+        filled in.
         """
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for rows in self._chunks(hidden):
-            total += self._differentiate(hidden[rows], targets[rows], sink, num_items, scale)
+            total += self._differentiate(
+                hidden[rows], targets[rows], sink, num_items, scale, rows, values
+            )
         return total
 
     # Each chunk is a call of its own. In a loop, variables such as the logits would keep a chunk's
     # memory until the next chunk's logits replace them, and two chunks would exist at the peak.
 
-    def _loss_sum(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _loss_sum(
+        self, hidden: torch.Tensor, targets: torch.Tensor, rows: slice, values: TokenValues | None
+    ) -> torch.Tensor:
         if self._fused:
-            return fused_loss(self._logits(hidden), targets, None, self._smoothing)
-        return self._torch_loss(self._logits(hidden), targets).double()
+            logits = self._logits_of(hidden, targets, rows, values)
+            return fused_loss(logits, targets, None, self._smoothing)
+        return self._torch_loss(self._logits_of(hidden, targets, rows, values), targets).double()
+
+    def _logits_of(
+        self, hidden: torch.Tensor, targets: torch.Tensor, rows: slice, values: TokenValues | None
+    ) -> torch.Tensor:
+        """Return a chunk's logits, after the values of its tokens were filled in."""
+        logits = self._logits(hidden)
+        if values is not None:
+            # The head's backward, which follows, needs more memory than this.
+            values.fill(rows, logits, targets)
+        return logits
 
     def _differentiate(
         self,
@@ -111,6 +167,8 @@ class ChunkedLoss:
         sink: GradientSink,
         num_items: int,
         scale: float,
+        rows: slice,
+        values: TokenValues | None,
     ) -> torch.Tensor:
         """Return the sum of one chunk's loss, and replace its hidden states by their gradient."""
         x = hidden.detach().requires_grad_()
@@ -121,11 +179,11 @@ class ChunkedLoss:
                 # through the head. `data`, not `detach()`, which shares the version counter: the
                 # logits may be a view, and autograd differentiates a view that was changed in
                 # place through a tensor of zeros as large as the logits.
-                out = self._logits(x)
+                out = self._logits_of(x, targets, rows, values)
                 gradient = out.data
                 loss_sum = fused_loss(gradient, targets, scale / num_items, self._smoothing)
             else:
-                loss_sum = self._torch_loss(self._logits(x), targets)
+                loss_sum = self._torch_loss(self._logits_of(x, targets, rows, values), targets)
                 out = loss_sum / num_items
                 out = out * scale if scale != 1.0 else out
         differentiate(out, gradient, x, sink.parameters, sink.add, into=hidden)

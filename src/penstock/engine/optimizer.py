@@ -58,6 +58,7 @@ class Updates(Protocol):
 
     inventory: Inventory
     steps: int
+    skipped: bool
 
     @property
     def state(self) -> StateView: ...
@@ -127,6 +128,11 @@ class StreamedAdamW(torch.optim.Optimizer):
         loss = None if closure is None else closure()
         self._engine.apply()
         return loss
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last `step` changed nothing, under the name that accelerate uses."""
+        return self._engine.skipped
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of torch's AdamW, in fp32 on the host.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from penstock.engine.loss import TokenValues
 from penstock.engine.pending_update import PendingUpdate
 from penstock.engine.program import Program
 from penstock.engine.report import StepReport
@@ -65,6 +66,12 @@ class StepState:
     losses: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     """Number of each micro-batch in the batch, and the sum of its loss over tokens that have a
     target. Written by the computing thread, read by the lane of the ranks."""
+    token_values: dict[int, TokenValues] | None = None
+    """By number of the micro-batch: what the loss turn says about each token; None if nobody
+    asks."""
+    logits: dict[int, torch.Tensor] | None = None
+    """By number of the micro-batch: its logits on the host, in place of its loss; None if nobody
+    asks."""
     unused: dict[int, set[str]] = field(default_factory=dict)
     """With several ranks, by block: tensors without a gradient in all micro-batches of this rank.
     Written by the computing thread, read by the lane of the ranks."""

@@ -1,0 +1,163 @@
+"""Make the engine of a trainer from the trainer's arguments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from penstock.checkpoint.manifest import Checkpoint
+from penstock.engine.engine import Engine
+from penstock.engine.loss import LossFunction
+from penstock.engine.plan_choice import (
+    PlanChoice,
+    budget_paths,
+    clear_budget_paths,
+    plan_request,
+)
+from penstock.engine.prepare import inspect_model, prepare
+from penstock.errors import SettingsError
+from penstock.integrations.config import PenstockConfig
+from penstock.model.inventory import Inventory
+from penstock.probe.machine_choice import this_machine
+from penstock.roles import Dtype
+from penstock.settings import Settings
+from penstock.train.progress import print_plan
+from penstock.train.resume import ResumePoint, load_resume_point, resumed_numerics
+
+_DTYPES: dict[torch.dtype, Dtype] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """What a trainer asks an engine for."""
+
+    model: nn.Module
+    args: Any
+    """The trainer's arguments."""
+    config: PenstockConfig
+    rows: int
+    """Sequences per optimizer step."""
+    length: Callable[[int | None], tuple[int, str]]
+    """Returns the longest sequence, and where it comes from, given the model's limit."""
+    steps: int | None
+    """Optimizer steps of the run, if known."""
+    optimizer: dict[str, Any]
+    """Options of AdamW."""
+    decayed: frozenset[str]
+    """Names of parameters with weight decay."""
+    loss: LossFunction | None = None
+    resume: Checkpoint | None = None
+    """Checkpoint whose numerics the run keeps."""
+
+
+def open_engine(request: EngineRequest, *, show: bool) -> Engine:
+    """Plan memory for a trainer, and build the engine."""
+    settings = _settings(request)
+    config, inventory = inspect_model(request.model, settings)
+    length, source = request.length(inventory.max_context)
+    settings = settings.replace({"context": length})
+    resume = None if request.resume is None else load_resume_point(request.resume)
+    if resume is not None:
+        resume.check_formats(settings)
+    choice = _choose_plan(request, settings, config, inventory, resume)
+    if show and request.config.show_plan:
+        console = Console(file=sys.stdout, width=120, highlight=False)
+        console.print(f"Penstock plans for sequences of {length} tokens ({source}).")
+        print_plan(console, choice)
+    options = dict(request.config.engine or {})
+    options.pop("machine", None)
+    return prepare(
+        request.model, plan=choice, settings=settings, optimizer=request.optimizer,
+        param_groups=_grouping(request), loss=request.loss, device=_device(request.args), **options,
+    )  # fmt: skip
+
+
+def _choose_plan(
+    request: EngineRequest,
+    settings: Settings,
+    config: Any,
+    inventory: Inventory,
+    resume: ResumePoint | None,
+) -> PlanChoice:
+    """Make the best plan for the budgets; a resumed run keeps the numerics of its checkpoint."""
+    budget = request.config.budget
+    clear_budget_paths(budget)
+    target = this_machine(_device(request.args), budget_paths(budget))
+    machine = (request.config.engine or {}).get("machine")
+    if machine is not None:
+        target = replace(target, machine=machine)
+    made = plan_request(
+        inventory, settings, target,
+        config=config, budget=budget, steps=request.steps, own_loss=request.loss is not None,
+    )  # fmt: skip
+    numerics = resumed_numerics(made.workload.numerics, resume, settings)
+    return replace(made, workload=replace(made.workload, numerics=numerics)).make_plan()
+
+
+def _settings(request: EngineRequest) -> Settings:
+    args, config = request.args, request.config
+    return Settings.of(
+        {
+            "batch": request.rows,
+            "micro_batch": str(config.micro_batch),
+            "dtype": config.dtype or compute_dtype(args, request.model),
+            "moments": config.moments,
+            "clip": max(0.0, float(args.max_grad_norm or 0.0)),
+            "freeze": (config.freeze,) if isinstance(config.freeze, str) else tuple(config.freeze),
+            "deterministic": config.deterministic,
+            "seed": args.seed,
+            "label_smoothing": args.label_smoothing_factor,
+            "neftune_noise_alpha": args.neftune_noise_alpha or 0.0,
+            "on_nonfinite": config.on_nonfinite,
+            "self_check": config.self_check,
+        }
+    )
+
+
+def compute_dtype(args: Any, model: nn.Module) -> Dtype:
+    """Return the type that the arguments ask for, or else that of the model's weights."""
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    kinds = {_DTYPES[dtype] for dtype in found if dtype in _DTYPES}
+    if len(kinds) != 1:
+        names = ", ".join(sorted(map(str, found)))
+        raise SettingsError(
+            "dtype", f"cannot be taken from weights of type {names}; set bf16 or fp16"
+        )
+    return kinds.pop()
+
+
+def _device(args: Any) -> str:
+    kind = str(args.device.type)
+    if kind not in ("cpu", "cuda"):
+        raise SettingsError("device", f"is {kind}; Penstock computes on cuda or cpu: set use_cpu")
+    return kind
+
+
+def _grouping(request: EngineRequest) -> Callable[..., list[dict[str, Any]]]:
+    """Return the function that groups parameters as Trainer does, in the order of the model."""
+    order = {name: number for number, (name, _) in enumerate(request.model.named_parameters())}
+    decay = request.optimizer.get("weight_decay", request.args.weight_decay)
+
+    def group(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        listed = sorted(named, key=lambda each: order[each[0]])
+        return [
+            {
+                "params": [p for name, p in listed if (name in request.decayed) == decayed],
+                "weight_decay": decay if decayed else 0.0,
+            }
+            for decayed in (True, False)
+        ]
+
+    return group

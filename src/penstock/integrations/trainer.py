@@ -1,0 +1,425 @@
+"""transformers' Trainer, with Penstock's engine in place of model and optimizer.
+
+Trainer takes all micro-batches of an optimizer step from the data first, passes each one to
+`training_step`, and calls `optimizer.step()` after the last. Here, `training_step` collects them
+and computes the gradients of all of them at the last one, and `optimizer.step()` is the engine's
+`apply`. Batches, learning rates, callbacks, logs, evaluation and checkpoints remain Trainer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from torch import nn
+
+from penstock.checkpoint.errors import CheckpointError
+from penstock.checkpoint.manifest import Checkpoint, check_small_files
+from penstock.checkpoint.run_directory import remove_leftovers
+from penstock.engine.engine import Engine
+from penstock.engine.loss import LossFunction, TokenValues
+from penstock.errors import BatchError, EngineError, SettingsError
+from penstock.integrations import checkpoint_folder
+from penstock.integrations.argument_checks import (
+    PATH_B,
+    adamw_options,
+    check_before_init,
+    check_devices,
+    check_training_arguments,
+    switch_off_checkpointing,
+)
+from penstock.integrations.config import PenstockConfig
+from penstock.integrations.engine_setup import EngineRequest, open_engine
+from penstock.integrations.sequence_length import sequence_length
+from penstock.integrations.window import TOO_MANY, Window, make_window
+
+logger = logging.getLogger(__name__)
+
+MISCOUNTED = (
+    "Trainer counts {trainer} trained tokens in this step, the engine {engine}. Labels of padding, "
+    "and of the first token of each document in a packed row, must be -100"
+)
+
+
+class StreamedModel(nn.Module):
+    """Stands for the model in Trainer's loop: accelerate must not move or wrap the weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to compute: the engine does."""
+        raise EngineError(
+            "the model of a trainer with Penstock cannot be called: its weights are in the engine. "
+            f"For losses of your own, use {PATH_B}"
+        )
+
+    def to(self, *_: Any, **__: Any) -> StreamedModel:
+        """Do nothing: the plan decides where the weights are."""
+        return self
+
+
+class PenstockTrainerMixin:
+    """Lets a subclass of transformers' Trainer train with Penstock's engine.
+
+    Put it before the trainer's class: `class MyTrainer(PenstockTrainerMixin, Trainer)`. The new
+    argument `penstock` takes a `PenstockConfig`.
+    """
+
+    # Attributes of Trainer that this class uses.
+    args: Any
+    model: Any
+    model_wrapped: Any
+    accelerator: Any
+    optimizer: Any
+    state: Any
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, penstock: PenstockConfig | None = None, **kwargs: Any) -> None:
+        self.penstock = penstock or PenstockConfig()
+        """The settings of Penstock."""
+        self.engine: Engine | None = None
+        """The engine, while it trains or evaluates; otherwise the model has the weights."""
+        self._micro_batches: list[Mapping[str, Any]] = []
+        self._window_items: Any = None
+        self._resume: Checkpoint | None = None
+        self._saves_checkpoint = False
+        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        check_before_init(type(self), given)
+        if given.get("args") is not None:
+            check_devices(given["args"])
+            switch_off_checkpointing(given["args"])
+        super().__init__(*args, **kwargs)
+        check_training_arguments(self.args)
+        check_devices(self.args)
+        switch_off_checkpointing(self.args)
+        trainer: Any = self
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            raise SettingsError("launcher", "asks for DeepSpeed or FSDP; start the script with "
+                                "python instead of accelerate launch")  # fmt: skip
+        # The engine adds the noise itself. Trainer would hook it into the model's embedding.
+        trainer.neftune_noise_alpha = None
+
+    # What Trainer must leave alone.
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the weights where they are: the engine copies them to the tiers of the plan."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Let accelerate leave batches on the host, and losses unscaled."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator.device_placement = False
+        self.accelerator.scaler = None
+
+    def _wrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        return model if isinstance(model, StreamedModel) else StreamedModel(model)
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: a search builds many models, and memory is planned for one."""
+        raise SettingsError("hyperparameter_search", "is not supported with Penstock: train each "
+                            "candidate with a trainer of its own")  # fmt: skip
+
+    # Training.
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, and give the model the trained weights.
+
+        `resume_from_checkpoint` is a folder, or True for the newest complete checkpoint in the
+        output directory.
+        """
+        self._resume = None
+        self._micro_batches = []
+        out = Path(self.args.output_dir)
+        remove_leftovers(out)
+        if resume_from_checkpoint is True:
+            found = checkpoint_folder.last_checkpoint(out)
+            if found is None:
+                raise ValueError(f"No valid checkpoint found in output directory ({out})")
+            resume_from_checkpoint = str(found)
+        trainer: Any = super()
+        try:
+            return trainer.train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._close_engine()
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Make the engine, whose optimizer applies the updates."""
+        if self.engine is None:
+            self.engine = self._open_engine(show=True)
+        # accelerate would copy the optimizer's states to place them on a device.
+        optimizer: Any = self.engine.optimizer
+        optimizer._is_accelerate_prepared = True
+        self.optimizer = optimizer
+        return self.engine.optimizer
+
+    def training_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Collect a micro-batch, and compute the gradients of all of them at the last one.
+
+        Returns the loss of the whole step at the last micro-batch, and 0 before, since Trainer
+        adds the losses up.
+        """
+        assert self.engine is not None
+        model.train()
+        if self._micro_batches and num_items_in_batch is not self._window_items:
+            logger.warning(
+                "%d micro-batches at the end of the data are left out: they are fewer than "
+                "gradient_accumulation_steps, and Trainer made no step with them",
+                len(self._micro_batches),
+            )
+            self._micro_batches = []
+        self._micro_batches.append(inputs)
+        self._window_items = num_items_in_batch
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        micro_batches, self._micro_batches = self._micro_batches, []
+        window = self._make_window(micro_batches)
+        rows = window.owners.shape[0]
+        if rows > self.engine.workload.batch:
+            raise BatchError(TOO_MANY.format(rows=rows, batch=self.engine.workload.batch))
+        num_items = _count_items(window, num_items_in_batch)
+        loss = self.engine.forward_backward(window.batch, num_items=num_items)
+        self._note_tokens(micro_batches, window, self.engine.token_values, training=True)
+        return loss.to(self.args.device)
+
+    def _clip_grad_norm(self, model: nn.Module) -> float:
+        """Return the norm before clipping. The update clips: it costs no pass of its own."""
+        assert self.engine is not None
+        return self.engine.waiting_grad_norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
+        return self._clip_grad_norm(model) if grad_norm is None else grad_norm
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        # First, so that the best model can be loaded, and callbacks at the end have the weights.
+        self._close_engine()
+        trainer: Any = super()
+        return trainer._finalize_training(*args, **kwargs)
+
+    def _note_tokens(
+        self,
+        micro_batches: list[Mapping[str, Any]],
+        window: Window,
+        values: list[TokenValues],
+        *,
+        training: bool,
+    ) -> None:
+        """Note what the model predicted. Trainer logs nothing of it; TRL does."""
+
+    # The engine.
+
+    def _loss_function(self) -> LossFunction | None:
+        """Return a loss in place of cross-entropy, from log-probabilities of targets."""
+        return None
+
+    def _open_engine(self, *, show: bool) -> Engine:
+        trainer: Any = self
+        args = self.args
+        accumulation = args.gradient_accumulation_steps
+        if accumulation > 1 and not trainer.model_accepts_loss_kwargs:
+            raise SettingsError(
+                "gradient_accumulation_steps",
+                f"is {accumulation}, but {type(self.model).__name__} takes no num_items_in_batch: "
+                f"Trainer would average the means of micro-batches. Use 1 and a larger "
+                f"per_device_train_batch_size",
+            )
+        if getattr(self.model, "is_gradient_checkpointing", False):
+            self.model.gradient_checkpointing_disable()
+        chosen = trainer.optimizer_cls_and_kwargs
+        kind, options = chosen or trainer.get_optimizer_cls_and_kwargs(args, self.model)
+        steps = self.state.max_steps
+        request = EngineRequest(
+            model=self.model,
+            args=args,
+            config=self.penstock,
+            rows=trainer._train_batch_size * accumulation,
+            length=lambda limit: sequence_length(
+                self.penstock.context, args, self._datasets(), limit=limit
+            ),
+            steps=steps if steps and steps > 0 else None,
+            optimizer=adamw_options(kind, options),
+            decayed=frozenset(trainer.get_decay_parameter_names(self.model)),
+            loss=self._loss_function(),
+            resume=self._resume,
+        )
+        # Planning and the self-check draw numbers; the order of the data must not depend on them.
+        with torch.random.fork_rng(devices=[]):
+            engine = open_engine(request, show=show)
+        if engine.plan_change:
+            logger.warning(engine.plan_change)
+        return engine
+
+    def _datasets(self) -> list[Any]:
+        trainer: Any = self
+        held_out = trainer.eval_dataset
+        several = list(held_out.values()) if isinstance(held_out, Mapping) else [held_out]
+        return [data for data in (trainer.train_dataset, *several) if data is not None]
+
+    def _close_engine(self) -> None:
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.close()
+
+    @contextlib.contextmanager
+    def _engine_open(self) -> Iterator[Engine]:
+        """Yield the engine that trains, or one for this block alone."""
+        if self.engine is not None:
+            yield self.engine
+            return
+        self.engine = self._open_engine(show=False)
+        try:
+            yield self.engine
+        finally:
+            self._close_engine()
+
+    def _make_window(
+        self, micro_batches: list[Mapping[str, Any]], *, needs_labels: bool = True
+    ) -> Window:
+        assert self.engine is not None
+        workload, inventory = self.engine.workload, self.engine.inventory
+        # Compiled layers are compiled for each shape: rows of one length need one compilation.
+        compiled = workload.numerics.compiled
+        pack = compiled if self.penstock.pack is None else self.penstock.pack
+        return make_window(
+            micro_batches,
+            context=workload.context,
+            pack=pack and not inventory.mixes_documents,
+            full_rows=compiled,
+            needs_labels=needs_labels,
+        )
+
+    # Evaluation.
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict with the engine, which is opened for it unless it trains."""
+        trainer: Any = super()
+        with self._engine_open() as engine:
+            engine.finish()
+            return trainer.evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Return the loss and, unless only that is asked for, logits and labels, on the host."""
+        labels = inputs.get("labels")
+        loss = None if labels is None else self._evaluation_loss(inputs)
+        if prediction_loss_only:
+            return loss, None, None
+        return loss, self._logits(inputs), labels
+
+    def _evaluation_loss(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        assert self.engine is not None
+        window = self._make_window([inputs])
+        if not bool(window.targets.any()):
+            return torch.tensor(self._loss_without_targets, device=self.args.device)
+        result = self.engine.evaluate(window.split(self.engine.workload.batch))
+        self._note_tokens([inputs], window, self.engine.token_values, training=False)
+        return torch.tensor(result.loss, device=self.args.device)
+
+    _loss_without_targets = float("nan")
+    """Loss of an evaluation batch in which no token counts: 0/0."""
+
+    def _logits(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        assert self.engine is not None
+        names = ("input_ids", "attention_mask", "position_ids")
+        batch = {name: inputs[name] for name in names if inputs.get(name) is not None}
+        rows, count = self.engine.workload.batch, batch["input_ids"].shape[0]
+        parts = [
+            self.engine.logits({name: tensor[low : low + rows] for name, tensor in batch.items()})
+            for low in range(0, count, rows)
+        ]
+        return torch.cat(parts)
+
+    # Saving.
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the model from the engine, tensor by tensor, as `save_pretrained` lays it out."""
+        trainer: Any = super()
+        if self.engine is None:
+            trainer._save(output_dir, state_dict)
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        if self._saves_checkpoint:
+            checkpoint_folder.remove_earlier(folder)
+        checkpoint_folder.write_model(
+            self.engine, folder, tokenizer=self._tokenizer_to_save(),
+            optimizer=self._saves_checkpoint and not self.args.save_only_model,
+        )  # fmt: skip
+        torch.save(self.args, folder / transformers.trainer.TRAINING_ARGS_NAME)
+
+    def _tokenizer_to_save(self) -> Any:
+        trainer: Any = self
+        collator = getattr(trainer.data_collator, "tokenizer", None)
+        return trainer.processing_class if trainer.processing_class is not None else collator
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        trainer: Any = super()
+        self._saves_checkpoint = True
+        try:
+            trainer._save_checkpoint(*args, **kwargs)
+        finally:
+            self._saves_checkpoint = False
+        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        if folder.is_dir():
+            checkpoint_folder.seal(folder, self.state.global_step)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # `_save` has written the optimizer's states next to the weights.
+        torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    # Resuming.
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Check a checkpoint of Penstock, whose weights the engine reads; load any other."""
+        folder = Path(resume_from_checkpoint)
+        self._resume = checkpoint_folder.find_checkpoint(folder) if folder.is_dir() else None
+        if self._resume is None:
+            trainer: Any = super()
+            trainer._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        check_small_files(folder)
+        if not self._resume.resumable:
+            raise CheckpointError(
+                f"{folder} has weights only, because it was saved with save_only_model=True: it "
+                f"can be loaded as a model, but training cannot continue from it"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer: Any = super()
+        if checkpoint is None or self._resume is None:
+            trainer._load_optimizer_and_scheduler(checkpoint)
+            return
+        assert self.engine is not None
+        self.engine.read(checkpoint)
+        saved = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
+        self.lr_scheduler.load_state_dict(saved)
+
+
+SCHEDULER_NAME = "scheduler.pt"
+"""File that Trainer keeps the learning-rate schedule in."""
+
+
+def _count_items(window: Window, num_items_in_batch: Any) -> int | None:
+    """Return the number of trained tokens by which the loss is divided."""
+    if num_items_in_batch is None:
+        return None
+    counted, wanted = int(window.targets.sum()), int(num_items_in_batch)
+    if counted != wanted:
+        raise BatchError(MISCOUNTED.format(trainer=wanted, engine=counted))
+    return wanted
+
+
+class PenstockTrainer(PenstockTrainerMixin, transformers.Trainer):
+    """transformers' Trainer, with Penstock's engine in place of model and optimizer."""
