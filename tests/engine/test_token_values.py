@@ -33,7 +33,7 @@ def engine(model: Any) -> Iterator[Engine]:
 
 def batch() -> dict[str, torch.Tensor]:
     ids = torch.randint(3, 260, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids}
+    return {"input_ids": ids, "labels": ids.clone()}
 
 
 def expected_logits() -> torch.Tensor:

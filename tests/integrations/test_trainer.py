@@ -70,12 +70,24 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+BY_DEFAULT = 4
+"""Number of cases that are not marked `long`."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.long] if number >= BY_DEFAULT else [])
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_losses_and_weights_are_those_of_trainer(case: str, tmp_path: Path) -> None:
     check_equal(*trainers(tmp_path, **CASES[case]))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen3", "gemma3"))]
+)
 def test_families_and_packed_rows(family: str, tmp_path: Path) -> None:
     check_equal(*trainers(tmp_path, family, replace(SMALL, pack=True)))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,12 @@ TIMES = ("runtime", "per_second", "preparation_time")
 """Parts of names of logged values that are times."""
 
 
-@functools.cache
-def _base(family: str, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    config = tiny_config(family)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model
-
-
-def tiny_model(family: str = "llama", seed: int = 0) -> Any:
+def tiny_model(family: str = "llama", **changes: Any) -> Any:
     """Return a new model in fp32, with the same weights in every call."""
-    return copy.deepcopy(_base(family, seed))
+    config = tiny_config(family, **changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def examples(count: int, seed: int = 1, longest: int = 40) -> list[dict[str, list[int]]]:

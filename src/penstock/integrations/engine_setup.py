@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +21,10 @@ from penstock.engine.plan_choice import (
     clear_budget_paths,
     plan_request,
 )
-from penstock.engine.prepare import inspect_model, prepare
+from penstock.engine.prepare import adapter_of, inspect_model, prepare
 from penstock.errors import SettingsError
 from penstock.integrations.config import PenstockConfig
+from penstock.model.adapters import without_wrapper
 from penstock.model.inventory import Inventory
 from penstock.probe.machine_choice import this_machine
 from penstock.roles import Dtype
@@ -42,6 +44,7 @@ class EngineRequest:
     """What a trainer asks an engine for."""
 
     model: nn.Module
+    """A transformers model, or a PEFT model around one."""
     args: Any
     """The trainer's arguments."""
     config: PenstockConfig
@@ -54,7 +57,7 @@ class EngineRequest:
     optimizer: dict[str, Any]
     """Options of AdamW."""
     decayed: frozenset[str]
-    """Names of parameters with weight decay."""
+    """Names of the transformers model's parameters with weight decay."""
     loss: LossFunction | None = None
     resume: Checkpoint | None = None
     """Checkpoint whose numerics the run keeps."""
@@ -99,6 +102,7 @@ def _choose_plan(
     made = plan_request(
         inventory, settings, target,
         config=config, budget=budget, steps=request.steps, own_loss=request.loss is not None,
+        adapter=adapter_of(request.model, settings),
     )  # fmt: skip
     numerics = resumed_numerics(made.workload.numerics, resume, settings)
     return replace(made, workload=replace(made.workload, numerics=numerics)).make_plan()
@@ -125,17 +129,19 @@ def _settings(request: EngineRequest) -> Settings:
 
 
 def compute_dtype(args: Any, model: nn.Module) -> Dtype:
-    """Return the type that the arguments ask for, or else that of the model's weights."""
+    """Return the type that the arguments ask for, or else that of most of the model's weights.
+
+    Adapters of PEFT have other types than the weights that they are added to.
+    """
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
-    found = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    kinds = {_DTYPES[dtype] for dtype in found if dtype in _DTYPES}
-    if len(kinds) != 1:
-        names = ", ".join(sorted(map(str, found)))
-        raise SettingsError(
-            "dtype", f"cannot be taken from weights of type {names}; set bf16 or fp16"
-        )
-    return kinds.pop()
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        elements[parameter.dtype] += parameter.numel()
+    dtype = elements.most_common(1)[0][0]
+    if dtype not in _DTYPES:
+        raise SettingsError("dtype", f"cannot be {dtype}, as the weights are; set bf16 or fp16")
+    return _DTYPES[dtype]
 
 
 def _device(args: Any) -> str:
@@ -147,7 +153,8 @@ def _device(args: Any) -> str:
 
 def _grouping(request: EngineRequest) -> Callable[..., list[dict[str, Any]]]:
     """Return the function that groups parameters as Trainer does, in the order of the model."""
-    order = {name: number for number, (name, _) in enumerate(request.model.named_parameters())}
+    named_parameters = without_wrapper(request.model).named_parameters()
+    order = {name: number for number, (name, _) in enumerate(named_parameters)}
     decay = request.optimizer.get("weight_decay", request.args.weight_decay)
 
     def group(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from penstock.engine.loss import LossFunction, TokenValues
 from penstock.errors import SettingsError
 from penstock.integrations.trainer import PenstockTrainerMixin
 from penstock.integrations.window import Window
+from penstock.model.adapters import without_wrapper
 
 
 def _sft_trainer() -> Any:
@@ -54,7 +55,7 @@ class PenstockSFTTrainer(PenstockTrainerMixin, _SFTTrainer):  # type: ignore[mis
     def _open_engine(self, *, show: bool) -> Engine:
         # TRL replaces `forward` of the model by a function that keeps the original model. The
         # engine's copy of the model must not call it.
-        self._own_forward = vars(self.model).pop("forward", None)
+        self._own_forward = vars(without_wrapper(self.model)).pop("forward", None)
         try:
             engine = super()._open_engine(show=show)
         except BaseException:
@@ -71,7 +72,7 @@ class PenstockSFTTrainer(PenstockTrainerMixin, _SFTTrainer):  # type: ignore[mis
 
     def _put_forward_back(self) -> None:
         if self._own_forward is not None:
-            self.model.forward = self._own_forward
+            without_wrapper(self.model).forward = self._own_forward
 
     def _note_tokens(
         self,

@@ -38,6 +38,7 @@ from penstock.integrations.config import PenstockConfig
 from penstock.integrations.engine_setup import EngineRequest, open_engine
 from penstock.integrations.sequence_length import sequence_length
 from penstock.integrations.window import TOO_MANY, Window, make_window
+from penstock.model.adapters import without_wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +247,7 @@ class PenstockTrainerMixin:
             ),
             steps=steps if steps and steps > 0 else None,
             optimizer=adamw_options(kind, options),
-            decayed=frozenset(trainer.get_decay_parameter_names(self.model)),
+            decayed=frozenset(trainer.get_decay_parameter_names(without_wrapper(self.model))),
             loss=self._loss_function(),
             resume=self._resume,
         )
