@@ -51,9 +51,6 @@ class LoraOptions:
     rslora: bool = False
     """Whether to divide by the square root of the rank (`use_rslora`)."""
 
-    dora: bool = False
-    """Whether to train magnitudes separately (`use_dora`)."""
-
     @property
     def scale(self) -> float:
         """The factor of the adapters, before it is divided by the rank."""
@@ -72,7 +69,7 @@ class LoraOptions:
                 _refuse(f"has no option {name!r}{_hint(name, cls)}")
             if name in values:
                 _refuse(f"has the option {name} twice")
-            if name in ("rslora", "dora"):
+            if name == "rslora":
                 values[name] = _flag(name, text if sign else "true")
             elif not sign or not text:
                 _refuse(f"needs a value for {name}, as in {EXAMPLE}")

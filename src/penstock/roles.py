@@ -40,6 +40,10 @@ class Role(StrEnum):
     """The weights that the GPU computes with: the fp32 master weights, rounded to nearest where the
     data type has 16 bits."""
 
+    FROZEN = "frozen"
+    """The frozen weights, if they are stored apart from the trained ones: an adapter is in HBM, and
+    the weights that it adapts are not. Otherwise `WEIGHT` contains both."""
+
     MASTER = "master"
     """The part of the fp32 master weights that `WEIGHT` lacks.
 

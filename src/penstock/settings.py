@@ -83,8 +83,8 @@ class ModelSettings:
     )
     lora: tuple[str, ...] = option(
         "Train a LoRA adapter instead of the weights, e.g. `r=16,alpha=32,targets=all-linear`. "
-        "Also exclude=, layers=, save=, dropout=, bias=, init=, rslora and dora; names are joined "
-        "by +. Needs the package peft.",
+        "Also exclude=, layers=, save=, dropout=, bias=, init= and rslora; names are joined by +. "
+        "Needs the package peft.",
         (),
     )
     blocks: str | None = option(

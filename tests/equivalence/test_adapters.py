@@ -12,11 +12,13 @@ import torch
 
 import penstock
 from penstock.engine.prepare import inspect_model
+from penstock.model.compile import layer_kinds
 from penstock.plan.plan import Plan
 from penstock.settings import Settings
 from tests.equivalence.runs import DISK, DRAM, RESIDENT, WAYS, Way
 from tests.support import engines
 from tests.support.adapters import FUSED, adapted, lora, trained
+from tests.support.dropout_seeds import seed_like_the_engine
 from tests.support.torch_loop import TorchLoop
 
 STEPS = 20
@@ -49,6 +51,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "qwen3", {"lora_bias": True, "target_modules": ["q_proj", "v_proj"]},
         {"attention_bias": True}),
 }  # fmt: skip
+IN_HBM = Way("adapters in HBM, weights in DRAM", ("hhhdd",), {"slots": 3, "ahead": 2})
+ON_DISK = Way("adapters in HBM, weights on disk", ("hhhnn",), {"piece": 4096, "rounds": 2})
+MIXED = Way("adapters in HBM or not", ("hhhhn", "dddd", "hhhdd", "nnnn", "hhhh"))
+SAMPLE = (
+    *("llama", "gpt2 with Conv1D", "phi3, fused queries, keys and values", "llama, DoRA"),
+    *("gemma3, ranks by layer", "qwen3, tied, one copy of embedding and head"),
+    *("llama, copies of embedding and head", "gpt_neox, fused, with biases"),
+)
+"""Cases that every run of the tests has; the others are for `make test-long`."""
+
 MANY = ("llama", "gemma3, ranks by layer", "gpt2 with Conv1D")
 """Cases that run under several plans; the others run under one."""
 
@@ -92,7 +104,10 @@ def assert_close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [case if case in SAMPLE else pytest.param(case, marks=pytest.mark.long) for case in CASES],
+)
 def test_20_steps_are_those_of_peft_in_plain_torch(
     case: str, tmp_path: Path, one_thread: None
 ) -> None:
@@ -109,6 +124,28 @@ def test_20_steps_are_those_of_peft_in_plain_torch(
     assert all(torch.equal(frozen[name], now[name]) for name in frozen), "nothing else is"
 
 
+def test_dropout_of_adapters_is_that_of_torch_with_the_same_seeds(
+    tmp_path: Path, one_thread: None
+) -> None:
+    model = adapted("gpt2", lora(lora_dropout=0.3, fan_in_fan_out=True))
+    plain = copy.deepcopy(model).train()
+    seeds = seed_like_the_engine(plain.get_base_model(), 7)
+    losses = train(model, WAYS[3], tmp_path, seed=7)
+    assert losses == pytest.approx(train_plainly(plain, before_micro_batch=seeds), rel=1e-5)
+    assert_close(trained(model), trained(plain))
+
+
+def test_layers_whose_adapters_differ_in_their_factor_run_separate_code() -> None:
+    """Code that is compiled for one layer serves all of its kind, with the factor in it."""
+    factors = {r"layers\.1\..*": 5}
+    kinds = [
+        layer_kinds(adapted("llama", config).get_base_model().model.layers)
+        for config in (lora(), lora(alpha_pattern=factors))
+    ]
+    assert [len(set(each)) for each in kinds] == [1, 2]
+    assert kinds[0][0] == kinds[1][0] != kinds[1][1]
+
+
 def untrained(model: Any) -> dict[str, torch.Tensor]:
     named = model.get_base_model().named_parameters()
     return {name: p.detach().clone() for name, p in named if not p.requires_grad}
@@ -118,7 +155,7 @@ def untrained(model: Any) -> dict[str, torch.Tensor]:
 def test_plans_give_equal_bits(case: str, tmp_path: Path) -> None:
     family, fields, changes = CASES[case]
     models = []
-    for way in (RESIDENT, DRAM, DISK, WAYS[8]):
+    for way in (RESIDENT, DRAM, DISK, WAYS[8], IN_HBM, ON_DISK, MIXED):
         model = adapted(family, lora(**fields), **changes)
         losses = train(model, way, tmp_path, steps=4)
         models.append((losses, trained(model)))

@@ -123,6 +123,7 @@ def make_plan_of(
 
     `locations` has four letters for each block, or four for all blocks: where weight, state,
     gradient and activation are stored. d is DRAM, n NVMe, h HBM, c CXL and m a mix of DRAM and CXL.
+    A fifth letter says where the frozen weights of a block are that also has trained ones.
     """
     if machine is None:
         machine = cpu_machine(discover())
@@ -146,14 +147,16 @@ _LETTERS = {
 
 
 def _locations_of(model: Inventory, index: int, row: str) -> BlockLocations:
-    weight, state, gradient, hidden = (_LETTERS[letter] for letter in row)
+    weight, state, gradient, hidden, *frozen = (_LETTERS[letter] for letter in row)
     block = model.blocks[index]
     trained = bool(block.parameters(True))
+    both = trained and bool(block.parameters(False))
     return BlockLocations(
         weight=weight if block.tensors else None,
         state=state if trained else None,
         gradient=gradient if trained else None,
         activation=hidden if block.kind == "layer" else None,
+        frozen=frozen[0] if frozen and both else None,
     )
 
 

@@ -92,10 +92,14 @@ def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Candidate]:
 
 @st.composite
 def locations_of(draw: st.DrawFn, block: Block) -> BlockLocations:
-    """Draw the locations of one block: entirely in HBM, or streamed from any mix of tiers."""
-    resident = draw(st.booleans())
+    """Draw the locations of one block: entirely in HBM, or streamed from any mix of tiers.
+
+    Of a block with an adapter, HBM may have what is trained.
+    """
     trained = bool(block.parameters(True))
     host = st.sampled_from(HOST)
+    split = trained and bool(block.parameters(False)) and block.shards == 1 and draw(st.booleans())
+    resident = split or draw(st.booleans())
     state = Location.HBM if resident else draw(st.sampled_from((*HOST, Location.MIX)))
     gradient = Location.HBM if resident else draw(host)
     return BlockLocations(
@@ -103,6 +107,7 @@ def locations_of(draw: st.DrawFn, block: Block) -> BlockLocations:
         state=state if trained else None,
         gradient=gradient if trained else None,
         activation=draw(st.sampled_from((*HOST, Location.HBM))) if block.kind == "layer" else None,
+        frozen=draw(host) if split else None,
     )
 
 
@@ -196,7 +201,7 @@ class ScheduleChecker:
         if op.piece is not None and not self._fetch_piece(op):
             return
         assert (op.block, role) not in self.hbm, "nothing is fetched twice"
-        if role is Role.WEIGHT:
+        if role is Role.WEIGHT and not self.facts.is_split(op.block):
             assert self.sweeps_of(op.block) <= self.swept, (
                 "weights are fetched only after the sweep"
             )
@@ -218,7 +223,8 @@ class ScheduleChecker:
         fetched = self.parts.setdefault(op.block, set())
         assert op.piece not in fetched, "no piece is fetched twice"
         fetched.add(op.piece)
-        return len(fetched) == self.facts.pieces[op.block] + self.facts.frozen_pieces[op.block]
+        trained = 0 if self.facts.is_split(op.block) else self.facts.pieces[op.block]
+        return len(fetched) == trained + self.facts.frozen_pieces[op.block]
 
     def drop(self, op: Operation) -> None:
         if not op.roles:
@@ -260,9 +266,9 @@ class ScheduleChecker:
         backward = op.verb is Verb.BACKWARD
         owners = self.facts.owned_in_backward if backward else self.facts.owned
         for owner in owners[op.block]:
-            if self.facts.weight_in_hbm(owner):
+            if self.facts.weight_in_hbm(owner) or self.facts.is_split(owner):
                 assert self.sweeps_of(owner) <= self.swept, "a resident block is swept first"
-            else:
+            if not self.facts.weight_in_hbm(owner):
                 assert (owner, Role.WEIGHT) in self.hbm, (
                     "weights are in HBM before a block computes"
                 )

@@ -169,7 +169,12 @@ def allocate(
             ranks=ranks,
             tiers=tiers,
             hidden=HiddenStates(tiers),
-            weights=WeightSlots(inventory, tiers.formats, weights),
+            weights=WeightSlots(
+                inventory,
+                tiers.formats,
+                weights,
+                [i for i in range(len(inventory.blocks)) if tiers.is_split(i)],
+            ),
             gradients=gradients,
             gradient_pool=device.empty(programs.nbytes("gradients"), "gradient buffers"),
             staging=staging,

@@ -287,11 +287,11 @@ class Computer:
             self._model.bind(self._parameters(owner))
 
     def _parameters(self, owner: int) -> dict[str, torch.nn.Parameter]:
-        if self._tiers.on_device(owner, Role.WEIGHT):
-            span = self._tiers.span(owner, Role.WEIGHT)
-        else:
-            span = self._memory.weights.span(owner, self._weight_offsets[owner])
-        return self._memory.weights.parameters(owner, span)
+        slots, split = self._memory.weights, self._tiers.is_split(owner)
+        if self._tiers.on_device(owner, Role.WEIGHT) and not split:
+            return slots.parameters(owner, self._tiers.span(owner, Role.WEIGHT))
+        trained = self._tiers.span(owner, Role.WEIGHT) if split else None
+        return slots.parameters(owner, slots.span(owner, self._weight_offsets[owner]), trained)
 
     def _block_input(
         self, block: int, index: int, micro: MicroBatch, slot: int | None

@@ -669,8 +669,9 @@ class Engine:
     ) -> None:
         """Save the model to a folder, which is created if it does not exist.
 
-        `AutoModelForCausalLM.from_pretrained(folder)` loads it. An earlier model in the folder is
-        not overwritten: CheckpointWriteError.
+        `AutoModelForCausalLM.from_pretrained(folder)` loads it. Of a model with an adapter, only
+        the adapter is saved, and `PeftModel.from_pretrained(base, folder)` loads it. An earlier
+        model in the folder is not overwritten: CheckpointWriteError.
 
         All ranks must call this. Rank 0 writes the files, which do not depend on the number of
         ranks; the others return when they are complete.

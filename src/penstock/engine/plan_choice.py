@@ -41,7 +41,6 @@ from penstock.planner import PlanResult, make_plan
 from penstock.planner.resource_names import long_name
 from penstock.probe.machine_choice import TargetMachine
 from penstock.records import named_by
-from penstock.roles import Role
 from penstock.settings import Settings
 from penstock.storage.leftovers import clear_leftovers
 from penstock.tiers import Tier
@@ -258,7 +257,7 @@ def _pool(plan: Plan, what: str) -> int:
 
 def _resident_blocks(plan: Plan) -> int:
     """Return the number of blocks whose weights stay in HBM."""
-    homes = (block.home(Role.WEIGHT) for block in plan.placement.blocks)
+    homes = (block.streamed for block in plan.placement.blocks)
     return sum(home is not None and home.shares[0].tier is Tier.HBM for home in homes)
 
 

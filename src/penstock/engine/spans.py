@@ -7,6 +7,7 @@ device into the parameters that modules compute with.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -83,8 +84,15 @@ class WeightSlots:
     Parameters are created once for each place in which a block ever lies, and then reused.
     """
 
-    def __init__(self, inventory: Inventory, formats: Formats, pool: torch.Tensor) -> None:
+    def __init__(
+        self,
+        inventory: Inventory,
+        formats: Formats,
+        pool: torch.Tensor,
+        split: Collection[int] = (),
+    ) -> None:
         self._inventory, self._formats, self._pool = inventory, formats, pool
+        self._split = frozenset(split)  # blocks whose slots have frozen weights only
         # By block and address; address -1 holds the zeros of `stand_ins`.
         self._parameters: dict[tuple[int, int], dict[str, nn.Parameter]] = {}
 
@@ -95,15 +103,22 @@ class WeightSlots:
     def span(self, block: int, offset: int) -> Span:
         """Return the block's weights at an offset of the pool."""
         spec = self._inventory.blocks[block]
-        count = spec.flat_elements(True) + spec.flat_elements(False)
+        first = spec.flat_elements(True) if block in self._split else 0
+        count = spec.flat_elements(True) + spec.flat_elements(False) - first
         nbytes = count * role_dtype(Role.WEIGHT, self._formats).itemsize
-        return Span(Role.WEIGHT, self._pool[offset : offset + nbytes], 0, count, self._formats)
+        data = self._pool[offset : offset + nbytes]
+        return Span(Role.WEIGHT, data, first, count, self._formats)
 
-    def parameters(self, block: int, weights: Span) -> dict[str, nn.Parameter]:
-        """Return the block's parameters by name, as views of `weights`."""
+    def parameters(
+        self, block: int, weights: Span, trained: Span | None = None
+    ) -> dict[str, nn.Parameter]:
+        """Return the block's parameters by name, as views of `weights`.
+
+        Of a split block, `weights` are the frozen ones, and `trained` never moves.
+        """
         key = (block, weights.data.data_ptr())
         if key not in self._parameters:
-            self._parameters[key] = self._view_parameters(block, weights)
+            self._parameters[key] = self._view_parameters(block, weights, trained or weights)
         return self._parameters[key]
 
     def stand_ins(self, block: int) -> dict[str, nn.Parameter]:
@@ -122,14 +137,15 @@ class WeightSlots:
             }
         return self._parameters[key]
 
-    def _view_parameters(self, block: int, weights: Span) -> dict[str, nn.Parameter]:
+    def _view_parameters(self, block: int, weights: Span, trained: Span) -> dict[str, nn.Parameter]:
         spec = self._inventory.blocks[block]
         parameters = {}
         for tensor in spec.tensors:
             # Frozen tensors follow the trainable ones.
             shift = 0 if tensor.trainable else spec.flat_elements(True)
             start = shift + spec.offsets(tensor.trainable)[tensor.name]
-            flat = weights.values(start, start + tensor.elements)
+            stored = trained if tensor.trainable else weights
+            flat = stored.values(start, start + tensor.elements)
             parameters[tensor.name] = _parameter(tensor, flat.view(tensor.shape))
         return parameters
 

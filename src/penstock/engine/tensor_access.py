@@ -154,6 +154,9 @@ class TensorAccess:
         if not self._tiers.has(block, role):
             return  # a head that is tied, after a norm without weights, has no tensor of its own
         rank, spec = self._ranks.rank, self._tiers.inventory.blocks[block]
+        if role is Role.WEIGHT and self._tiers.is_split(block):
+            yield from self._split_ranges(block)
+            return
         if role is Role.WEIGHT and self._tiers.on_device(block, role):
             count = spec.flat_elements(True) + spec.flat_elements(False)
             yield _StoredRange(None, 0, count, None)
@@ -170,6 +173,18 @@ class TensorAccess:
                     low, high, trained = self._tiers.piece_span(block, piece)
                     if trained == trainable:
                         yield _StoredRange(owner, first + low, high - low, piece)
+
+    def _split_ranges(self, block: int) -> Iterator[_StoredRange]:
+        """Yield the ranges of a block whose frozen weights are not on the device."""
+        spec = self._tiers.inventory.blocks[block]
+        first = spec.flat_elements(True)
+        yield _StoredRange(None, 0, first, None)
+        if not self._tiers.on_disk(block, Role.FROZEN):
+            yield _StoredRange(None, first, spec.flat_elements(False), None)
+            return
+        for piece in self._tiers.pieces(block, Role.FROZEN):
+            low, high, _ = self._tiers.piece_span(block, piece)
+            yield _StoredRange(None, first + low, high - low, piece)
 
     def _own_ranges(self, block: int, role: Role) -> list[_StoredRange]:
         own = (None, self._ranks.rank)

@@ -94,6 +94,15 @@ class TierMemory:
         """Return the trainable elements of a role that this rank stores."""
         return self.spans(block, role)[0]
 
+    def is_split(self, block: int) -> bool:
+        """Return whether trained tensors are on the device, and frozen ones are elsewhere."""
+        return self.plan.placement.blocks[block].is_split
+
+    def streamed_spans(self, block: int) -> tuple[Span, ...]:
+        """Return the weights in host memory that are fetched: of a split block, the frozen ones."""
+        spans = self.spans(block, Role.WEIGHT)
+        return spans[1:] if self.is_split(block) else spans
+
     def spans(self, block: int, role: Role) -> tuple[Span, ...]:
         """Return all elements of a role that this rank stores, in host or device memory.
 
@@ -101,6 +110,13 @@ class TierMemory:
         they are whole, else as a shard of each.
         """
         spec, data = self.inventory.blocks[block], self._data[block, role]
+        if role is Role.WEIGHT and self.is_split(block):
+            first = spec.flat_elements(True)
+            trained = Span(role, data, 0, first, self.formats)
+            if self._is_in(block, Role.FROZEN, Tier.NVME):
+                return (trained,)
+            frozen = self._data[block, Role.FROZEN]
+            return trained, Span(role, frozen, first, spec.flat_elements(False), self.formats)
         if role is Role.WEIGHT and self.on_device(block, role):
             count = spec.flat_elements(True) + spec.flat_elements(False)
             return (Span(role, data, 0, count, self.formats),)
@@ -128,8 +144,10 @@ class TierMemory:
     def pieces(self, block: int, role: Role) -> range:
         """Return the pieces into which a role is cut; those of frozen weights come last."""
         step, spec = self.plan.placement.piece_elements, self.inventory.blocks[block]
-        frozen = len(spec.pieces(step, trainable=False)) if role is Role.WEIGHT else 0
-        return range(len(spec.pieces(step)) + frozen)
+        trained, frozen = (len(spec.pieces(step, trainable=each)) for each in (True, False))
+        if role is Role.FROZEN:
+            return range(trained, trained + frozen)
+        return range(trained + (frozen if role is Role.WEIGHT else 0))
 
     def piece_span(self, block: int, piece: int) -> tuple[int, int, bool]:
         """Return a piece's first element in the shard, its end, and whether it is trainable."""
@@ -249,9 +267,11 @@ class TierMemory:
                 for micro in range(micro_batches_per_round(plan.workload, plan.placement.rounds)):
                     yield (block, role, micro), nbytes
                 continue
+            # Pieces of frozen weights have one number, wherever the trained ones are.
+            kept = Role.WEIGHT if role is Role.FROZEN else role
             for piece in self.pieces(block, role):
                 start, stop, _ = self.piece_span(block, piece)
-                yield (block, role, piece), self.formats.at_rest(role, stop - start)
+                yield (block, kept, piece), self.formats.at_rest(role, stop - start)
 
     def _homes(self) -> Iterator[tuple[Key, Home]]:
         """Yield every home that takes memory or disk space of its own."""

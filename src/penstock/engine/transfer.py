@@ -180,7 +180,7 @@ class Mover:
         key = BufferKey(BufferKind.WEIGHT, op.block, step.program.buffer_start[at])
         into = self._memory.weights.span(op.block, step.program.weights.offset(key))
         if op.piece is None:
-            sources = self._tiers.spans(op.block, Role.WEIGHT)
+            sources = self._tiers.streamed_spans(op.block)
         else:
             sources = (self._spans_read_for(step.program, at)[Role.WEIGHT],)
         for source in sources:

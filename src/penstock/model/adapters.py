@@ -152,7 +152,6 @@ def lora_adapter(options: LoraOptions) -> Adapter:
         bias=options.bias,
         init_lora_weights=True if options.init == "default" else options.init,
         use_rslora=options.rslora,
-        use_dora=options.dora,
     )
     return Adapter("default", config)
 

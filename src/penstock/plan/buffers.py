@@ -265,15 +265,22 @@ def mailboxes_nbytes(inventory: Inventory, workload: Workload, placement: Placem
 
 
 def role_nbytes(
-    block: Block, role: Role, formats: Formats, step: int, *, in_hbm: bool = False
+    block: Block,
+    role: Role,
+    formats: Formats,
+    step: int,
+    *,
+    in_hbm: bool = False,
+    split: bool = False,
 ) -> int:
     """Return the bytes of a role of a block at rest on a rank, in pieces of `step` elements.
 
     Each piece occupies whole pages, because a disk requires it. A rank stores its own shard, except
-    that weights in HBM are whole on every rank: each of them computes with all of them.
+    that weights in HBM are whole on every rank: each of them computes with all of them. Weights are
+    both trained and frozen, unless the block is `split` and the frozen ones have another home.
     """
-    spans = block.pieces(step)
-    if role is Role.WEIGHT:
+    spans = block.pieces(step, trainable=role is not Role.FROZEN)
+    if role is Role.WEIGHT and not split:
         spans += block.pieces(step, trainable=False)
     nbytes = sum(formats.at_rest(role, stop - start) for start, stop in spans)
     return block.shards * nbytes if role is Role.WEIGHT and in_hbm else nbytes

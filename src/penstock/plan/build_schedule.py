@@ -172,7 +172,14 @@ class _ScheduleBuilder:
             return
         for evicted in self.window.evict(owner, self.use, self.fetched):
             self.drop(evicted, Role.WEIGHT, phase, round)
-        if not self.index.weight_on_nvme(owner):
+        if self.index.is_split(owner):
+            # The GPU sweeps what is resident. What is fetched is frozen and waits for nothing.
+            self.sweep(owner)
+            if self.index.weight_on_nvme(owner):
+                self.fetch_staged_weight(owner, phase, round, first=self.index.pieces[owner])
+            else:
+                self.fetch(owner, Role.WEIGHT, phase, round, after=())
+        elif not self.index.weight_on_nvme(owner):
             self.sweep(owner)
             self.fetch(owner, Role.WEIGHT, phase, round, after=self.swept.get(owner, ()))
         elif self.sweep(owner):
@@ -226,7 +233,7 @@ class _ScheduleBuilder:
         else:
             swept = self.emit(Verb.SWEEP, block, TRAINED, "forward", gpu=side == "gpu")
             self.swept[block] = (swept,)
-        if self.index.weight_in_hbm(block):
+        if self.index.weight_in_hbm(block) or self.index.is_split(block):
             # A rank has swept its own shard of the weights, and computes with all of them.
             self.updated[block] = self.swept[block]
             if self.index.ranks > 1:

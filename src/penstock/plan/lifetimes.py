@@ -70,7 +70,7 @@ def weight_lifetimes(schedule: Schedule, placement: Placement) -> list[BufferLif
             # A weight that is fetched in pieces has one buffer, which the first piece begins.
             fetched_at.setdefault(operation.block, at)
         elif operation.verb is Verb.DROP:
-            home = placement.blocks[operation.block].home(Role.WEIGHT)
+            home = placement.blocks[operation.block].streamed
             assert home is not None
             key = BufferKey(BufferKind.WEIGHT, operation.block, fetched_at.pop(operation.block))
             # A rank stores its shard and computes with those of all ranks.

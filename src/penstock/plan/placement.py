@@ -99,6 +99,16 @@ class BlockPlacement:
         """Return where a role is stored, or None if the block does not have it."""
         return self._homes.get(role)
 
+    @property
+    def is_split(self) -> bool:
+        """Whether trained tensors are resident in HBM, and frozen ones are streamed."""
+        return Role.FROZEN in self._homes
+
+    @property
+    def streamed(self) -> Home | None:
+        """Home of the weights that are fetched; of a resident block, that of its weights."""
+        return self._homes.get(Role.FROZEN, self._homes.get(Role.WEIGHT))
+
     def all_on(self, role: Role, tier: Tier) -> bool:
         """Return whether the block has the role and stores all of it in the tier."""
         return role in self._tiers and self._tiers[role] <= {tier}

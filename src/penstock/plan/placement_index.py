@@ -38,6 +38,7 @@ class PlacementIndex:
 
     # The schedule asks these many times for each block.
     _users: tuple[tuple[int, ...], ...]
+    _split: tuple[bool, ...]
     _weight_in_hbm: tuple[bool, ...]
     _weight_on_nvme: tuple[bool, ...]
     _offloads_activation: tuple[bool, ...]
@@ -54,8 +55,11 @@ class PlacementIndex:
         return cls(
             placement, owned, inventory.backward_owners, pieces, frozen, inventory.shards,
             _users(owned),
-            tuple(at.all_on(weight, hbm) for at in blocks),
-            tuple(at.touches(weight, Tier.NVME) for at in blocks),
+            tuple(at.is_split for at in blocks),
+            tuple(at.all_on(weight, hbm) and not at.is_split for at in blocks),
+            tuple(
+                at.touches(Role.FROZEN if at.is_split else weight, Tier.NVME) for at in blocks
+            ),
             *(
                 tuple(at.home(role) is not None and not at.all_on(role, hbm) for at in blocks)
                 for role in (Role.ACTIVATION, Role.GRADIENT)
@@ -79,8 +83,12 @@ class PlacementIndex:
         """Return whether the block is a layer, not the embedding or the head."""
         return 0 < block < len(self.owned) - 1
 
+    def is_split(self, block: int) -> bool:
+        """Return whether trained tensors are resident in HBM, and frozen ones are streamed."""
+        return self._split[block]
+
     def weight_in_hbm(self, block: int) -> bool:
-        """Return whether the block's weights are resident in HBM."""
+        """Return whether all of the block's weights are resident in HBM."""
         return self._weight_in_hbm[block]
 
     def weight_on_nvme(self, block: int) -> bool:

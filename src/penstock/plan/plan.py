@@ -19,7 +19,7 @@ from typing import ClassVar
 from penstock import records
 from penstock.errors import PlanError
 from penstock.machine.machine import Machine
-from penstock.model.inventory import Inventory
+from penstock.model.inventory import Block, Inventory
 from penstock.plan.activation_overlay import OverlaidActivation, overlaid_activations
 from penstock.plan.budget import Budget
 from penstock.plan.buffers import (
@@ -31,13 +31,13 @@ from penstock.plan.buffers import (
     role_nbytes,
 )
 from penstock.plan.cuda_allocator import PAGE, SMALL_PAGE
-from penstock.plan.placement import Placement, Share
+from penstock.plan.placement import BlockPlacement, Placement, Share
 from penstock.plan.seats import Ranks, Seat, seated_budget, seated_placement
 from penstock.plan.staging import choose_staging_node
 from penstock.plan.working_memory import WorkingMemory
 from penstock.plan.workload import Workload
 from penstock.records import Bytes
-from penstock.roles import EXTENT, STATE, Role
+from penstock.roles import EXTENT, STATE, TRAINED, Role
 from penstock.tiers import Tier
 from penstock.units import format_bytes
 
@@ -257,10 +257,16 @@ class Plan:
         rounds, step = self.placement.rounds, self.placement.piece_elements
         spec, formats = inventory.blocks[number], self.workload.formats(rounds)
         placed = self.placement.blocks[number]
-        required = (Role.WEIGHT, *STATE) if spec.flat_elements(True) else (Role.WEIGHT,)
-        where = f"placement.blocks[{number}].homes"
+        required: tuple[Role, ...] = (Role.WEIGHT,)
+        required += STATE if spec.flat_elements(True) else ()
+        where, split = f"placement.blocks[{number}].homes", placed.is_split
+        if split:
+            self._check_split(spec, placed, where)
+            required += (Role.FROZEN,)
         sizes = {
-            role: role_nbytes(spec, role, formats, step, in_hbm=placed.all_on(role, Tier.HBM))
+            role: role_nbytes(
+                spec, role, formats, step, in_hbm=placed.all_on(role, Tier.HBM), split=split
+            )
             for role in required
         }
         if spec.kind == "layer":
@@ -277,6 +283,17 @@ class Plan:
                     where,
                     f"has {home.nbytes} B for {home.role}, but {spec.name} needs {needed} B",
                 )
+
+    def _check_split(self, spec: Block, placed: BlockPlacement, where: str) -> None:
+        """Raise PlanError unless all that is trained of a split block is in HBM."""
+        trained = (home for home in placed.homes if home.role in TRAINED)
+        in_hbm = all(placed.all_on(home.role, Tier.HBM) for home in trained)
+        if not (in_hbm and placed.sweep == "gpu" and spec.flat_elements(False)):
+            raise PlanError(
+                where, f"has a home for {Role.FROZEN}: all that is trained must be in HBM"
+            )
+        if self.workload.world > 1:
+            raise PlanError(where, f"has a home for {Role.FROZEN}, which needs a single rank")
 
     def check(self, machine: Machine) -> None:
         """Raise PlanError unless the machine has the memory that the plan needs.

@@ -105,7 +105,7 @@ class Traffic:
         link, ends = ("h2d", _H2D) if fetches else ("d2h", _D2H)
         yield LinkTransfer(link, nbytes, *ends)
         (role,) = operation.roles
-        shares = self._shares(operation.block, role)
+        shares = self._moved_shares(operation.block, role)
         through_disk = any(share.path for share in shares)
         # Weights on disk have a READ operation of their own, which counts their disk traffic.
         if through_disk and role is not Role.WEIGHT:
@@ -129,7 +129,7 @@ class Traffic:
                 spans = ((0, block.shard_elements(True)),)
             return [self.formats.nbytes(role, stop - start) for start, stop in spans]
         if operation.piece is None:
-            elements = block.shard_elements(True) + block.shard_elements(False)
+            elements = self._streamed_elements(operation.block)
         else:
             start, stop, _ = piece_span(block, operation.piece, self.placement)
             elements = stop - start
@@ -144,7 +144,7 @@ class Traffic:
         by_link: Counter[str] = Counter()
         for role in operation.roles:
             moved = self.formats.at_rest(role, stop - start)
-            shares = self._shares(operation.block, role)
+            shares = self._moved_shares(operation.block, role)
             for transfer in _disk_transfers(shares, moved, reads=reads):
                 by_link[transfer.link] += transfer.nbytes
             nbytes += moved
@@ -189,14 +189,15 @@ class Traffic:
         """
         fraction = self._piece_fraction(operation)
         block = self.inventory.blocks[operation.block]
-        trained = block.shard_elements(True)
-        whole = trained + block.shard_elements(False)
+        trained, split = block.shard_elements(True), self.placement.blocks[operation.block].is_split
+        whole = trained if split else trained + block.shard_elements(False)
         sweeps = operation.verb is Verb.SWEEP
+        shares_of = self._shares if sweeps else self._moved_shares
         for role in TRAINED if sweeps else operation.roles:
             # A sweep touches the trainable part of the weights only, and of those that are whole in
             # HBM only the rank's shard.
             scale = trained / whole if sweeps and role is Role.WEIGHT else 1.0
-            for share in self._shares(operation.block, role):
+            for share in shares_of(operation.block, role):
                 copies = block.shards if role is Role.WEIGHT and share.tier is Tier.HBM else 1
                 yield StoredPart(role, share, fraction * scale * share.nbytes / copies)
 
@@ -212,9 +213,20 @@ class Traffic:
         block = self.inventory.blocks[operation.block]
         start, stop, trained = piece_span(block, operation.piece, self.placement)
         if operation.roles == (Role.WEIGHT,):  # the stored weights include frozen tensors
-            return (stop - start) / (block.shard_elements(True) + block.shard_elements(False))
+            return (stop - start) / self._streamed_elements(operation.block)
         assert trained
         return (stop - start) / block.shard_elements(True)
+
+    def _streamed_elements(self, block: int) -> int:
+        """Return the number of weights of a block that are fetched, in this rank's shard."""
+        model = self.inventory.blocks[block]
+        split = self.placement.blocks[block].is_split
+        return (0 if split else model.shard_elements(True)) + model.shard_elements(False)
+
+    def _moved_shares(self, block: int, role: Role) -> tuple[Share, ...]:
+        """Return where that is stored of a role which is fetched or offloaded."""
+        is_split = role is Role.WEIGHT and self.placement.blocks[block].is_split
+        return self._shares(block, Role.FROZEN if is_split else role)
 
     def _shares(self, block: int, role: Role) -> tuple[Share, ...]:
         home = self.placement.blocks[block].home(role)

@@ -46,10 +46,19 @@ class BlockLocations(NamedTuple):
     activation: Location | None
     """Location of the activation, the saved block input."""
 
+    frozen: Location | None = None
+    """Location of the frozen weights, if all that is trained is in HBM and they are not. Otherwise
+    None, and they are part of `weight`."""
+
     @property
     def resident(self) -> bool:
         """Whether the whole block is in HBM: nothing is fetched, and the GPU sweeps it."""
-        return self.weight is Location.HBM
+        return self.weight is Location.HBM and self.frozen is None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether trained tensors are in HBM, and frozen ones are streamed."""
+        return self.frozen is not None
 
 
 GROUPS: dict[str, tuple[Role, ...]] = {
@@ -57,6 +66,7 @@ GROUPS: dict[str, tuple[Role, ...]] = {
     "state": STATE,
     "gradient": (Role.GRADIENT,),
     "activation": (Role.ACTIVATION,),
+    "frozen": (Role.FROZEN,),
 }
 """Roles that are stored in the same location."""
 

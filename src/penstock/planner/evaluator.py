@@ -65,6 +65,9 @@ class HbmKey(NamedTuple):
     resident: tuple[int, ...]
     """Blocks that are stored in HBM."""
 
+    split: tuple[int, ...]
+    """Blocks of which only what is trained is stored in HBM."""
+
     rounds: int
     """See `Placement.rounds`."""
 
@@ -136,8 +139,10 @@ class PlanEvaluator:
     _block_nbytes: dict[tuple[int, BlockLocations, int], Mapping[Tier, int]] = field(
         init=False, default_factory=dict
     )
-    _homes: dict[tuple[int, Role, Location, int], Home] = field(init=False, default_factory=dict)
-    _role_sizes: dict[tuple[int, Role, int], int] = field(init=False, default_factory=dict)
+    _homes: dict[tuple[int, Role, Location, int, bool], Home] = field(
+        init=False, default_factory=dict
+    )
+    _role_sizes: dict[tuple[int, Role, int, bool], int] = field(init=False, default_factory=dict)
     _group_sizes: dict[tuple[int, str, int], int] = field(init=False, default_factory=dict)
     _equal_homes: dict[tuple[int, Role, Location], Home] = field(init=False, default_factory=dict)
     _stripe_weights: StripeWeights = field(init=False)
@@ -189,7 +194,7 @@ class PlanEvaluator:
 
     def could_fit(self, rounds: int) -> bool:
         """Return whether all tiers together are large enough for what is stored between steps."""
-        groups = [g for g in GROUPS if g != "activation"]
+        groups = [g for g in GROUPS if g not in ("activation", "frozen")]
         blocks = range(len(self.inventory.blocks))
         wanted = sum(self.group_nbytes(i, group, rounds) for i in blocks for group in groups)
         return wanted <= sum(self._capacities.values())
@@ -434,21 +439,25 @@ class PlanEvaluator:
         for group, location in locations._asdict().items():
             if location is not None:
                 roles = filter(formats.has, GROUPS[group])
-                homes += [self.home(index, role, location, rounds) for role in roles]
-        side: SweepSide = "gpu" if locations.resident else "cpu"
+                split = locations.is_split
+                homes += [self.home(index, role, location, rounds, split=split) for role in roles]
+        side: SweepSide = "gpu" if locations.weight is Location.HBM else "cpu"
         if locations.state is None:
             side = "none"
         name = self.inventory.blocks[index].name
         return BlockPlacement(block=name, homes=tuple(homes), sweep=side)
 
-    def home(self, block: int, role: Role, location: Location, rounds: int) -> Home:
+    def home(
+        self, block: int, role: Role, location: Location, rounds: int, *, split: bool = False
+    ) -> Home:
         """Return the home of a role in a location.
 
+        Without `split`, the weights include those that are frozen.
         Equal homes are one object, because the cost model's caches identify homes by `id`.
         """
-        key = (block, role, location, rounds)
+        key = (block, role, location, rounds, split)
         if key not in self._homes:
-            nbytes = self._role_nbytes(block, role, rounds)
+            nbytes = self._role_nbytes(block, role, rounds, split=split)
             if role is Role.WEIGHT and location is Location.HBM:
                 nbytes *= self.inventory.shards  # whole on every rank: see `role_nbytes`
             value = (nbytes, role, location)
@@ -458,13 +467,14 @@ class PlanEvaluator:
             self._homes[key] = self._equal_homes[value]
         return self._homes[key]
 
-    def _role_nbytes(self, block: int, role: Role, rounds: int) -> int:
+    def _role_nbytes(self, block: int, role: Role, rounds: int, *, split: bool = False) -> int:
         if role is Role.ACTIVATION:
             return activation_nbytes(self.inventory, self.workload, rounds)
-        key = (self.inventory.kinds[block], role, rounds)
+        key = (self.inventory.kinds[block], role, rounds, split)
         if key not in self._role_sizes:
             model, formats = self.inventory.blocks[block], self.workload.formats(rounds)
-            self._role_sizes[key] = role_nbytes(model, role, formats, self.piece_elements)
+            nbytes = role_nbytes(model, role, formats, self.piece_elements, split=split)
+            self._role_sizes[key] = nbytes
         return self._role_sizes[key]
 
 
@@ -545,7 +555,8 @@ class QuickSizer:
         Activations have buffers of a fixed size, so it does not matter where they are stored.
         """
         resident = tuple(i for i, each in enumerate(candidate.locations) if each.resident)
-        key = HbmKey(resident, candidate.rounds, candidate.slots, candidate.ahead)
+        split = tuple(i for i, each in enumerate(candidate.locations) if each.is_split)
+        key = HbmKey(resident, split, candidate.rounds, candidate.slots, candidate.ahead)
         if key not in self.hbm_cache:
             locations = tuple(map(_in_hbm_or_dram, candidate.locations))
             placement = self.placement(replace(candidate, locations=locations))
@@ -579,8 +590,9 @@ class QuickSizer:
         if key not in self._runs:
             model = self.inventory.blocks[block]
             step, window = placement.piece_elements, placement.pieces_staged
-            trained = model.pieces(step)
-            frozen = model.pieces(step, trainable=False) if Role.WEIGHT in roles else ()
+            trained = model.pieces(step) if roles != (Role.FROZEN,) else ()
+            streamed = Role.WEIGHT in roles or Role.FROZEN in roles
+            frozen = model.pieces(step, trainable=False) if streamed else ()
             sizes = [_piece_nbytes(formats, roles, piece) for piece in trained]
             sizes += [_piece_nbytes(formats, (Role.WEIGHT,), piece) for piece in frozen]
             head, tail = tuple(sizes[: window - 1]), tuple(sizes[1 - window :])
@@ -592,6 +604,7 @@ def _reads(candidate: Candidate) -> Iterator[tuple[int, tuple[Role, ...]]]:
     """Yield what is read from NVMe into staging, by block, approximately in step order."""
     for block, locations in enumerate(candidate.locations):
         roles: tuple[Role, ...] = (Role.WEIGHT,) if locations.weight is Location.NVME else ()
+        roles += (Role.FROZEN,) if locations.frozen is Location.NVME else ()
         roles += STATE if locations.state is Location.NVME else ()
         roles += (Role.GRADIENT,) if locations.gradient is Location.NVME else ()
         if roles:
@@ -599,17 +612,20 @@ def _reads(candidate: Candidate) -> Iterator[tuple[int, tuple[Role, ...]]]:
     for block in range(len(candidate.locations) - 1, -1, -1):
         if candidate.locations[block].weight is Location.NVME:
             yield block, (Role.WEIGHT,)
+        elif candidate.locations[block].frozen is Location.NVME:
+            yield block, (Role.FROZEN,)
 
 
 def _in_hbm_or_dram(locations: BlockLocations) -> BlockLocations:
     """Replace every location outside HBM by DRAM, and keep the activation in HBM."""
-    place = Location.HBM if locations.resident else Location.DRAM
-    weight, state, gradient, activation = locations
+    place = Location.HBM if locations.weight is Location.HBM else Location.DRAM
+    weight, state, gradient, activation, frozen = locations
     return BlockLocations(
         weight=weight and place,
         state=state and place,
         gradient=gradient and place,
         activation=activation and Location.HBM,
+        frozen=frozen and Location.DRAM,
     )
 
 

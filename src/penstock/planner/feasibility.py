@@ -22,6 +22,7 @@ from penstock.planner.initial_candidates import (
     FillStrategy,
     most_resident,
     nbytes_by_tier,
+    split_choices,
     undecided,
 )
 from penstock.tiers import Tier
@@ -135,8 +136,11 @@ def _hbm_choices(evaluator: PlanEvaluator, rounds: int) -> Iterator[FillStrategy
     seen: set[FillStrategy] = set()
     back = layers[::-1]
     orders: tuple[list[int], ...] = ([], [*back, *outer], [*outer, *back], [*outer, *layers])
-    for order, all_activations in product(orders, (False, True)):
-        start = FillStrategy(rounds=rounds, hbm_activations=all_activations * len(layers))
+    splits = split_choices(evaluator)
+    for order, all_activations, split in product(orders, (False, True), splits):
+        start = FillStrategy(
+            rounds=rounds, hbm_activations=all_activations * len(layers), split=split
+        )
         most = most_resident(evaluator, start, order)
         for number in (most, max(0, most - 1), len(order)):
             strategy = replace(start, resident=tuple(sorted(order[:number])))
@@ -195,7 +199,8 @@ class _Limits(NamedTuple):
     def allow(self, groups: Groups, place: Location) -> bool:
         if place is not Location.NVME:
             return True
-        return groups.group in self.on_nvme and groups not in self.off_nvme
+        name = "weight" if groups.group == "frozen" else groups.group
+        return name in self.on_nvme and groups not in self.off_nvme
 
 
 def _large_states(groups: Sequence[Groups]) -> list[frozenset[Groups]]:

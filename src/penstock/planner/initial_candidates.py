@@ -43,6 +43,9 @@ PREFERENCES: tuple[dict[str, tuple[Location, ...]], ...] = (
 """Locations to try for each group, in order. The last two entries differ only on machines with
 CXL memory."""
 
+ADAPTER = 8
+"""A block has an adapter if it has at least so many frozen weights for each that is trained."""
+
 DEFAULT_PREFERENCE = (Location.DRAM, Location.CXL, Location.NVME)
 """Locations to try for groups that `PREFERENCES` does not list."""
 
@@ -66,6 +69,9 @@ class FillStrategy:
 
     rounds: int = 1
     """See `Placement.rounds`."""
+
+    split: bool = False
+    """Whether HBM stores all that is trained of blocks that have frozen weights, too."""
 
     slots: int = 2
     """See `Placement.slots`."""
@@ -101,7 +107,9 @@ def _fill_once(
     blocks = range(len(evaluator.inventory.blocks))
     locations = [undecided(evaluator, strategy, i) for i in blocks]
     for groups, turn in _turns(strategy, locations):
-        preference = PREFERENCES[strategy.preference].get("+".join(groups), DEFAULT_PREFERENCE)
+        # Frozen weights are moved like any others.
+        name = "weight" if groups == ("frozen",) else "+".join(groups)
+        preference = PREFERENCES[strategy.preference].get(name, DEFAULT_PREFERENCE)
         open_blocks = [i for i in turn if getattr(locations[i], groups[0]) is Location.DRAM]
         if groups == ("activation",):  # overlaid activations need no memory of their own
             overlaid = evaluator.overlaid_blocks(locations, strategy.rounds)
@@ -129,6 +137,8 @@ def _turns(
             yield ("weight",), frozen
         else:
             yield (group,), range(len(locations))
+        if group in (BLOCK, "weight"):
+            yield ("frozen",), range(len(locations))
 
 
 def undecided(evaluator: PlanEvaluator, strategy: FillStrategy, index: int) -> BlockLocations:
@@ -141,12 +151,35 @@ def undecided(evaluator: PlanEvaluator, strategy: FillStrategy, index: int) -> B
     location = Location.HBM if index in strategy.resident else Location.DRAM
     last_layer = len(evaluator.inventory.blocks) - 2
     keeps_activation = index > last_layer - strategy.hbm_activations
+    split = strategy.split and can_split(evaluator, index) and location is Location.DRAM
+    location = Location.HBM if split else location
     return BlockLocations(
         weight=location if block.tensors else None,
         state=location if trained else None,
         gradient=location if trained else None,
         activation=(Location.HBM if keeps_activation else Location.DRAM) if layer else None,
+        frozen=Location.DRAM if split else None,
     )
+
+
+def can_split(evaluator: PlanEvaluator, index: int) -> bool:
+    """Return whether HBM may store what is trained of a block without what is frozen.
+
+    That is so for a block with an adapter. With several ranks, all weights of a block are together.
+    """
+    block = evaluator.inventory.blocks[index]
+    trained, frozen = (block.flat_elements(trainable=each) for each in (True, False))
+    return 0 < trained * ADAPTER <= frozen and evaluator.inventory.shards == 1
+
+
+def split_choices(evaluator: PlanEvaluator) -> tuple[bool, ...]:
+    """Return whether to split blocks, the better choice first.
+
+    Adapters are small: they cost little HBM, and then neither they nor their gradients are moved,
+    and the CPU sweeps nothing.
+    """
+    blocks = range(len(evaluator.inventory.blocks))
+    return (True, False) if any(can_split(evaluator, i) for i in blocks) else (False,)
 
 
 def _place_blocks(
@@ -189,7 +222,9 @@ def spread(layers: Sequence[int]) -> list[int]:
     return sorted(layers, key=lambda i: ((i * golden_ratio) % 1.0, i))
 
 
-def resident_sets(evaluator: PlanEvaluator, rounds: int) -> list[tuple[int, ...]]:
+def resident_sets(
+    evaluator: PlanEvaluator, rounds: int, *, split: bool = False
+) -> list[tuple[int, ...]]:
     """Return sets of blocks to store in HBM: as many as fit, in two orders; half of them; none.
 
     The first layers are preferred, because the step would wait for their sweeps. If disks are in
@@ -201,7 +236,7 @@ def resident_sets(evaluator: PlanEvaluator, rounds: int) -> list[tuple[int, ...]
     layers = list(range(1, count - 1))
     sets: list[tuple[int, ...]] = []
     for order in ([*outer, *layers], [*layers, *outer]):
-        most = most_resident(evaluator, FillStrategy(rounds=rounds), order)
+        most = most_resident(evaluator, FillStrategy(rounds=rounds, split=split), order)
         sets += [tuple(sorted(order[:number])) for number in (most, most // 2)]
     if evaluator.capacity(Tier.NVME):
         number = max(0, len(sets[0]) - len(outer))

@@ -279,11 +279,13 @@ def _gigabytes(nbytes: int) -> str:
 
 
 def _residents(plan: Plan) -> str:
-    sides = [block.sweep for block in plan.placement.blocks if block.homes]
-    resident = sides.count("gpu")
-    if resident == len(sides):
+    blocks = [block for block in plan.placement.blocks if block.homes]
+    resident = sum(block.sweep == "gpu" and not block.is_split for block in blocks)
+    if resident == len(blocks):
         return "everything in HBM"
-    return f"{resident} of {len(sides)} blocks resident in HBM"
+    text = f"{resident} of {len(blocks)} blocks resident in HBM"
+    split = sum(block.is_split for block in blocks)
+    return f"{text}, and what is trained of {split} others" if split else text
 
 
 def explain(result: PlanResult, inventory: Inventory, name: str) -> RenderableType:

@@ -19,6 +19,7 @@ _SHORT_NAMES = {
 
 ROLE_NAMES = {
     "weight": "weights",
+    "frozen": "frozen weights",
     "master": "master weights",
     "first": "first moments",
     "second": "second moments",

@@ -19,8 +19,10 @@ from penstock.planner.initial_candidates import (
     ORDERS,
     PREFERENCES,
     FillStrategy,
+    can_split,
     fill,
     resident_sets,
+    split_choices,
     spread,
 )
 from penstock.tiers import Tier
@@ -214,28 +216,41 @@ def _initial(evaluator: PlanEvaluator, effort: SearchEffort) -> Iterator[Candida
 
     Those have few rounds, a full HBM and optimizer states in DRAM.
     """
-    preferences = range(len(PREFERENCES) if evaluator.capacity(Tier.CXL) else 1)
-    hbm_activations = (0, len(evaluator.inventory.layers))
     seen: set[Candidate] = set()
     counts = 0  # numbers of rounds that fit
     for rounds in filter(evaluator.could_fit, round_counts(evaluator)):
         before = len(seen)
-        for resident in resident_sets(evaluator, rounds):
-            for order, preference, activations in product(
-                ORDERS[: effort.orders], preferences, hbm_activations
-            ):
-                strategy = FillStrategy(
-                    order, preference, resident, hbm_activations=activations, rounds=rounds
-                )
-                candidate = fill(evaluator, strategy)
-                if candidate is not None and candidate not in seen:
+        for split in split_choices(evaluator):
+            for candidate in _filled(evaluator, effort, rounds, split=split):
+                if candidate not in seen:
                     seen.add(candidate)
                     yield candidate
+            if len(seen) > before:  # adapters fit in HBM: no other place is better
+                break
         counts += len(seen) > before
         if counts >= effort.rounds:
             return
     if not seen:  # little more than the least memory: whatever fits
         yield from islice(fitting(evaluator, {}), 1)
+
+
+def _filled(
+    evaluator: PlanEvaluator, effort: SearchEffort, rounds: int, *, split: bool
+) -> Iterator[Candidate]:
+    """Yield candidates that fit, from all orders in which tiers are filled."""
+    preferences = range(len(PREFERENCES) if evaluator.capacity(Tier.CXL) else 1)
+    hbm_activations = (0, len(evaluator.inventory.layers))
+    for resident in resident_sets(evaluator, rounds, split=split):
+        for order, preference, activations in product(
+            ORDERS[: effort.orders], preferences, hbm_activations
+        ):
+            strategy = FillStrategy(
+                order, preference, resident,
+                hbm_activations=activations, rounds=rounds, split=split,
+            )  # fmt: skip
+            candidate = fill(evaluator, strategy)
+            if candidate is not None:
+                yield candidate
 
 
 # Hill climbing.
@@ -289,7 +304,7 @@ def _change_slots(candidate: Candidate) -> Iterator[Candidate]:
 
 def _move_groups(evaluator: PlanEvaluator, candidate: Candidate, size: int) -> Iterator[Candidate]:
     """Yield candidates with one group of some blocks in another location."""
-    for group in ("state", "weight", "gradient", "activation"):
+    for group in BlockLocations._fields:
         for source in Location:
             blocks = _blocks_at(candidate, group, source)
             for target in _targets(evaluator, group):
@@ -298,14 +313,14 @@ def _move_groups(evaluator: PlanEvaluator, candidate: Candidate, size: int) -> I
                     patterns = (spread(blocks)[:size], ordered[:size], ordered[-size:])
                     for some in dict.fromkeys(map(tuple, patterns)):
                         yield _put(candidate, group, some, target)
-    yield from _change_residents(candidate, size)
+    yield from _change_residents(evaluator, candidate, size)
 
 
 def _swap_groups(evaluator: PlanEvaluator, candidate: Candidate, size: int) -> Iterator[Candidate]:
     """Yield candidates in which two groups exchange about as many bytes."""
     locations = (Location.DRAM, Location.CXL, Location.NVME)
     rounds = candidate.rounds
-    for group, other_group in permutations(("state", "weight", "gradient", "activation"), 2):
+    for group, other_group in permutations(BlockLocations._fields, 2):
         for a, b in combinations(locations, 2):
             blocks = _blocks_at(candidate, group, a)
             other_blocks = _blocks_at(candidate, other_group, b)
@@ -318,16 +333,27 @@ def _swap_groups(evaluator: PlanEvaluator, candidate: Candidate, size: int) -> I
             yield _put(_put(candidate, group, some, b), other_group, back, a)
 
 
-def _change_residents(candidate: Candidate, size: int) -> Iterator[Candidate]:
+def _change_residents(
+    evaluator: PlanEvaluator, candidate: Candidate, size: int
+) -> Iterator[Candidate]:
     """Yield candidates with whole blocks moved into HBM, out of it, or exchanged."""
+    splits = any(each.is_split for each in candidate.locations)
+
+    def put_out(some: list[int], change: Candidate) -> Candidate:
+        if not splits:
+            return _put_blocks(change, some, Location.DRAM)
+        split = [i for i in some if can_split(evaluator, i)]
+        others = [i for i in some if i not in split]
+        return _put(_put_blocks(change, others, Location.DRAM), "frozen", split, Location.DRAM)
+
     inside = [i for i, each in enumerate(candidate.locations) if each.resident]
     outside = [i for i, each in enumerate(candidate.locations) if each.weight and not each.resident]
     enter = [outside[:size], outside[-size:]]
     leave = [inside[:size], inside[-size:]]
     yield from (_put_blocks(candidate, some, Location.HBM) for some in enter)
-    yield from (_put_blocks(candidate, some, Location.DRAM) for some in leave)
+    yield from (put_out(some, candidate) for some in leave)
     for entering, leaving in product(enter, leave):
-        without = _put_blocks(candidate, leaving, Location.DRAM)
+        without = put_out(leaving, candidate)
         yield _put_blocks(without, entering, Location.HBM)
 
 
@@ -336,7 +362,7 @@ def _put_blocks(candidate: Candidate, blocks: list[int], location: Location) -> 
 
     def moved(locations: BlockLocations) -> BlockLocations:
         trained = location if locations.state else None
-        return locations._replace(weight=location, state=trained, gradient=trained)
+        return locations._replace(weight=location, state=trained, gradient=trained, frozen=None)
 
     return candidate.moved({i: moved(candidate.locations[i]) for i in blocks})
 
@@ -365,5 +391,6 @@ def _blocks_at(candidate: Candidate, group: str, location: Location) -> list[int
     return [
         i
         for i, each in enumerate(candidate.locations)
-        if getattr(each, group) is location and (group == "activation" or not each.resident)
+        if getattr(each, group) is location
+        and (group in ("activation", "frozen") or each.weight is not Location.HBM)
     ]

@@ -289,14 +289,15 @@ def _required_work(builder: JobBuilder, block: int) -> _RequiredWork:
         write.append(Operation(Verb.WRITE, block, back, "forward"))
     if at.home(Role.WEIGHT):
         before.append(Operation(Verb.FETCH, block, (Role.WEIGHT,), "forward"))
-    streamed, several = not at.all_on(Role.WEIGHT, Tier.HBM), builder.ranks.world > 1
+    streamed = not at.all_on(Role.WEIGHT, Tier.HBM) or at.is_split
+    several = builder.ranks.world > 1
     if several and at.home(Role.WEIGHT) and (streamed or at.sweep != "none"):
         before.append(Operation(Verb.GATHER, block, (Role.WEIGHT,), "forward"))
     if model.kind == "layer" and streamed:
         again.append(Operation(Verb.FETCH, block, (Role.WEIGHT,), "backward"))
         if several:
             again.append(Operation(Verb.GATHER, block, (Role.WEIGHT,), "backward"))
-        if Role.WEIGHT in staged:
+        if Role.WEIGHT in staged or at.touches(Role.FROZEN, Tier.NVME):
             again.append(Operation(Verb.READ, block, (Role.WEIGHT,), "backward"))
     for operation in _compute_operations(inventory, block, builder.placement.rounds):
         first_forward = operation.verb is Verb.FORWARD and operation.round == 0
@@ -315,6 +316,7 @@ def _required_work(builder: JobBuilder, block: int) -> _RequiredWork:
             (before if inner and round == 0 else either).append(offload)
             (after if inner else either).append(fetch)
     frozen = Role.WEIGHT in staged and model.shard_elements(False) > 0
+    frozen |= at.touches(Role.FROZEN, Tier.NVME)
     by_resource: dict[str, _Seconds] = defaultdict(_Seconds)
     lists = {"before": before, "after": after, "either": either, "write": write, "again": again}
     for name, operations in lists.items():

@@ -22,9 +22,21 @@ def operations(block: Block, context: int, verb: Verb) -> tuple[float, float]:
     attention = 4.0 * block.query_width * mean_visible(context, block.window)
     if verb is Verb.FORWARD:
         return dense, attention
-    trained = bool(block.parameters(trainable=True)) or block.kind == "head"
-    back = dense * (2 if trained else 1)
+    back = dense * (1 + trained_share(block))
     return dense + back, (1 + ATTENTION_BACKWARD) * attention
+
+
+def trained_share(block: Block) -> float:
+    """Return the share of a block's matrices whose gradient backward computes.
+
+    The gradient of the input is computed for all of them. A head that borrows the embedding's table
+    counts as trained.
+    """
+    if block.borrows:
+        return 1.0
+    matrices = [tensor for tensor in block.tensors if len(tensor.shape) > 1]
+    trained = sum(tensor.elements for tensor in matrices if tensor.trainable)
+    return trained / max(1, sum(tensor.elements for tensor in matrices))
 
 
 def mean_visible(context: int, window: int | None) -> float:
