@@ -16,6 +16,7 @@ from penstock.engine import self_check as module
 from penstock.engine import step_records, transfer
 from penstock.engine.gradients import GradientSums
 from penstock.engine.loss import ChunkedLoss
+from penstock.engine.twin_training import clip_gradients
 from penstock.errors import SelfCheckError
 from penstock.model import document_attention, twin
 from penstock.model.split import Calls, MicroBatch, SplitModel
@@ -302,7 +303,7 @@ def test_another_version_model_or_path_is_checked_again(monkeypatch: Patch) -> N
     monkeypatch.setattr(twin, "code_fingerprint", lambda: "other code")
     check("llama")
 
-    assert len(set(keys)) == len(keys) == 10
+    assert len(set(keys)) == len(keys) == 7 + len(twin.PACKAGES)
 
 
 def test_a_class_of_the_users_own_is_checked_every_time(monkeypatch: Patch, cache: Path) -> None:
@@ -429,3 +430,18 @@ def test_prepare_without_a_self_check_says_so_in_checkpoints_and_after_a_resume(
         engine.read(tmp_path)
         assert not engine.self_checked
         assert engine.result_record()["self_checked"] is False
+
+
+def test_the_reference_clips_by_an_exact_norm() -> None:
+    """torch's norm in fp32 of this many elements is wrong by more than the check allows."""
+    parameter = torch.nn.Parameter(torch.zeros(2_000_000))
+    gradient = torch.rand(2_000_000, generator=torch.Generator().manual_seed(0)) ** 8
+    parameter.grad = gradient.clone()
+    exact = float(gradient.double().square().sum().sqrt())
+
+    assert clip_gradients([parameter], 0.5) == pytest.approx(exact, rel=1e-9)
+    expected = gradient.double() * (0.5 / (exact + 1e-6))
+    torch.testing.assert_close(parameter.grad.double(), expected, rtol=1e-6, atol=1e-30)
+    parameter.grad = gradient.clone()
+    clip_gradients([parameter], 2 * exact)
+    assert torch.equal(parameter.grad, gradient)

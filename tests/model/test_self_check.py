@@ -157,6 +157,15 @@ def test_models_that_see_later_tokens_are_refused(monkeypatch: pytest.MonkeyPatc
     assert "is not causal" in inventory.not_trainable
 
 
+@pytest.mark.parametrize("family", ["bloom", "falcon", "gpt2", "lfm2", "llama", "mpt", "opt"])
+def test_every_size_of_a_published_config_is_tiny_in_its_twin(family: str) -> None:
+    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]()
+    with torch.device("meta"):
+        twin = transformers.AutoModelForCausalLM.from_config(twin_config(config, 2))
+
+    assert sum(parameter.numel() for parameter in twin.parameters()) < 200_000
+
+
 def test_a_twin_has_tiny_sizes_and_every_kind_of_layer() -> None:
     config = transformers.AutoConfig.for_model("gemma3_text", num_hidden_layers=26)
 

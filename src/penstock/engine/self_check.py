@@ -3,7 +3,7 @@
 `penstock.model.self_check` decides whether a model's layers can be run one by one. Here the engine
 itself trains the twin for three steps: weights are streamed, layers run compiled and with the
 attention, the loss kernel and the type of the run, on the run's device. The same steps are made by
-the unmodified transformers model with torch's AdamW and `clip_grad_norm_`, on the CPU in fp32. The
+the unmodified transformers model with torch's AdamW and clipping, on the CPU in fp32. The
 first tensor that differs by more than rounding ends `prepare` with a SelfCheckError.
 """
 

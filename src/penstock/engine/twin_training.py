@@ -1,7 +1,7 @@
 """Train a small model for a few steps with the engine, and plainly, and return all results.
 
 `penstock.engine.self_check` compares them. Plain training is independent of the engine: it uses the
-unmodified transformers model, torch's autograd, AdamW and `clip_grad_norm_`.
+unmodified transformers model, and torch's autograd, AdamW and clipping.
 """
 
 from __future__ import annotations
@@ -112,6 +112,18 @@ def draw_batches(rows: int, packs: bool, seed: int) -> list[Batch]:
     return batches
 
 
+def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> float:
+    """Clip gradients as torch's `clip_grad_norm_` does, and return their norm.
+
+    The norm is computed in fp64: on a CPU, torch's sum of a million squares in fp32 is wrong by
+    some 1e-5, which is as much as the engine may differ by.
+    """
+    gradients = [p.grad.double() for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return float(norm)
+
+
 class PlainTraining:
     """Train the unmodified model, one document after another, with torch's AdamW and clipping.
 
@@ -160,7 +172,7 @@ class PlainTraining:
             assert master.grad is not None
             master.grad = master.grad.to(self._weights[name].dtype).float() / self._scale
         limit = math.inf if self._clip is None else self._clip
-        self._norm = float(torch.nn.utils.clip_grad_norm_(self._trained.values(), limit))
+        self._norm = clip_gradients(list(self._trained.values()), limit)
         self._adamw.step()
         self._adamw.zero_grad()
         with torch.no_grad():

@@ -43,6 +43,7 @@ SIZES: Mapping[str, int] = {
     "ffn_dim": 96,
     "dff": 96,
     "decoder_ffn_dim": 96,
+    "ffn_hidden_size": 96,
     "num_attention_heads": HEADS,
     "attention_heads": HEADS,
     "num_heads": HEADS,
