@@ -94,15 +94,15 @@ void bind_memory(nb::module_& m) {
 
   nb::class_<Region>(m, "Region")
       .def(nb::new_([](std::size_t nbytes, Placement placement, Huge huge, bool prefault,
-                       unsigned threads, NodeCpus cpus) {
+                       unsigned threads, NodeCpus cpus, int fd) {
              const nb::gil_scoped_release no_gil;
              return std::shared_ptr<Region>{new Region{{nbytes, std::move(placement), huge,
-                                                        prefault, threads, std::move(cpus)},
+                                                        prefault, threads, std::move(cpus), fd},
                                                        linux_os()},
                                             free_without_gil};
            }),
            nb::arg("nbytes"), nb::arg("placement"), nb::arg("huge"), nb::arg("prefault"),
-           nb::arg("threads"), nb::arg("cpus"))
+           nb::arg("threads"), nb::arg("cpus"), nb::arg("fd") = -1)
       .def_static(
           "at", [](std::uintptr_t at) { return Region::at(reinterpret_cast<const void*>(at)); },
           nb::arg("address"))

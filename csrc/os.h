@@ -35,7 +35,9 @@ struct Os {
 
   // Except for the noexcept functions, all of these throw std::system_error with the name of the
   // failing call.
-  virtual Mapping map(std::size_t bytes, std::size_t align, Huge huge) = 0;
+  // With a file descriptor, the range shows the memory of that file from its start, and shares it
+  // with every process that maps it. Without one (-1) the memory is private.
+  virtual Mapping map(std::size_t bytes, std::size_t align, Huge huge, int fd) = 0;
   virtual void unmap(const Mapping& mapping) noexcept = 0;
 
   // Sets the policy for pages that are touched later. With `move`, existing pages are migrated too,
@@ -46,6 +48,10 @@ struct Os {
   // Allocates memory for every page of the range, zero-filled, as if the calling thread had written
   // to it.
   virtual void populate(void* at, std::size_t bytes) = 0;
+
+  // Replaces the pages of a shared range by huge pages. Best effort: such a range has small pages
+  // unless the administrator allows more, whatever it was advised.
+  virtual void collapse(void* at, std::size_t bytes) noexcept = 0;
 
   virtual void lock(void* at, std::size_t bytes) = 0;
   virtual void unlock(void* at, std::size_t bytes) noexcept = 0;

@@ -20,6 +20,7 @@ namespace penstock {
 namespace {
 
 constexpr int kPopulateWrite = 23;    // MADV_POPULATE_WRITE, Linux 5.14; missing in older headers
+constexpr int kCollapse = 25;         // MADV_COLLAPSE, Linux 6.1; missing in older headers
 constexpr int kHugeShift = 21 << 26;  // MAP_HUGE_2MB; missing in older headers
 constexpr std::size_t kHugeBytes = std::size_t{2} << 20;
 constexpr int kMaxNodes = 1024;  // CONFIG_NODES_SHIFT is at most 10
@@ -73,7 +74,7 @@ void touch_by_hand(void* at, std::size_t bytes, std::size_t page) {
 
 class LinuxOs final : public Os {
  public:
-  Mapping map(std::size_t bytes, std::size_t align, Huge huge) override {
+  Mapping map(std::size_t bytes, std::size_t align, Huge huge, int fd) override {
     const std::size_t page = page_bytes();
     const std::size_t unit = huge == Huge::reserved ? kHugeBytes : page;
     bytes = round_up(bytes, unit);
@@ -82,9 +83,10 @@ class LinuxOs final : public Os {
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (reserved == MAP_FAILED) fail("mmap");
     const auto start = round_up(reinterpret_cast<std::uintptr_t>(reserved) + page, align);
-    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
-    if (huge == Huge::reserved) flags |= MAP_HUGETLB | kHugeShift;
-    void* at = ::mmap(reinterpret_cast<void*>(start), bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    // Whether a file has reserved huge pages was decided when it was created.
+    int flags = MAP_FIXED | (fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
+    if (huge == Huge::reserved && fd < 0) flags |= MAP_HUGETLB | kHugeShift;
+    void* at = ::mmap(reinterpret_cast<void*>(start), bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
     const Mapping mapping{reinterpret_cast<void*>(start), bytes, reserved, reserved_bytes};
     if (at == MAP_FAILED) {
       const int why = errno;
@@ -121,6 +123,8 @@ class LinuxOs final : public Os {
       return touch_by_hand(at, bytes, page_bytes());
     }
   }
+
+  void collapse(void* at, std::size_t bytes) noexcept override { ::madvise(at, bytes, kCollapse); }
 
   void lock(void* at, std::size_t bytes) override {
     if (::mlock(at, bytes) != 0) fail("mlock");

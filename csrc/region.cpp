@@ -50,7 +50,7 @@ std::shared_ptr<Region> Region::at(const void* address) {
 }
 
 Region::Region(RegionSpec spec, Os& os) : os_{os}, spec_{std::move(spec)}, made_by_{os.process()} {
-  mapping_ = os_.map(spec_.bytes, kUnitBytes, spec_.huge);
+  mapping_ = os_.map(spec_.bytes, kUnitBytes, spec_.huge, spec_.fd);
   try {
     place(0, mapping_.bytes, spec_.placement, /*move=*/false);
   } catch (...) {
@@ -123,7 +123,11 @@ void Region::touch(std::size_t offset, std::size_t bytes, const Placement& place
     teams.push_back({pieces.size(), spec_.threads,
                      cpus == spec_.cpus.end() ? std::vector<int>{} : cpus->second,
                      [this, &list = pieces](std::size_t i) {
-                       os_.populate(data() + list[i].offset, list[i].bytes);
+                       std::byte* at = data() + list[i].offset;
+                       os_.populate(at, list[i].bytes);
+                       if (spec_.fd >= 0 && spec_.huge == Huge::transparent) {
+                         os_.collapse(at, list[i].bytes);
+                       }
                      }});
   }
   run_teams(os_, teams);

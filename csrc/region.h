@@ -28,6 +28,7 @@ struct RegionSpec {
   bool prefault = true;
   unsigned threads = 1;  // threads per node for the first touch
   NodeCpus cpus;
+  int fd = -1;  // file whose memory is mapped and shared, for as long as the region is constructed
 };
 
 class Region : public std::enable_shared_from_this<Region> {

@@ -36,6 +36,7 @@ class Region:
         prefault: bool,
         threads: int,
         cpus: Mapping[int, Sequence[int]],
+        fd: int = -1,
     ) -> None: ...
     @staticmethod
     def at(address: int) -> Region | None: ...

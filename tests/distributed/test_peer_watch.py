@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -21,26 +20,11 @@ from penstock.distributed import peer_sockets
 from penstock.distributed.peer_sockets import PeerSockets, connect_ranks
 from penstock.distributed.peer_watch import PeerWatch, WatchSettings
 from penstock.errors import PeerLostError
+from tests.support.ranks import connect
 
 FAST: dict[str, float] = {"heartbeat_seconds": 0.05, "name_after_seconds": 0.2}
 PATIENCE = 60.0
 """Seconds after which a test gives up."""
-
-
-def connect(world: int, store: Any = None) -> list[PeerSockets]:
-    """Connect ranks in threads of this process."""
-    store = dist.HashStore() if store is None else store
-    found: dict[int, PeerSockets] = {}
-
-    def work(rank: int) -> None:
-        found[rank] = connect_ranks(store, rank, world, seconds=PATIENCE)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[rank] for rank in range(world)]
 
 
 @contextmanager

@@ -41,6 +41,8 @@ class FakeOs final : public Os {
 
   std::size_t mapped = 0;
   std::size_t locked = 0;
+  int mapped_fd = -1;         // of the last call of map
+  std::size_t collapsed = 0;  // bytes
   std::vector<Bound> bound;
   std::map<std::size_t, int> touched_under;  // page offset -> node it was bound to when touched
   std::map<std::size_t, std::vector<int>>
@@ -53,8 +55,9 @@ class FakeOs final : public Os {
   std::function<void()> when_confined;   // called by each such thread
   long process_id = 100;
 
-  Mapping map(std::size_t bytes, std::size_t align, Huge huge) override {
+  Mapping map(std::size_t bytes, std::size_t align, Huge huge, int fd) override {
     maybe_fail("map");
+    mapped_fd = fd;
     const std::size_t unit = huge == Huge::reserved ? kUnit : page_bytes();
     bytes = (bytes + unit - 1) / unit * unit;
     void* at = std::aligned_alloc(align, (bytes + align - 1) / align * align);
@@ -68,6 +71,10 @@ class FakeOs final : public Os {
     const auto at = reinterpret_cast<std::uintptr_t>(mapping.at);
     pages.erase(pages.lower_bound(at), pages.lower_bound(at + mapping.bytes));
     std::free(mapping.at);
+  }
+  void collapse(void*, std::size_t bytes) noexcept override {
+    const std::lock_guard hold{state_};
+    collapsed += bytes;
   }
   void bind(void* at, std::size_t bytes, Policy policy, std::span<const int> nodes,
             bool move) override {

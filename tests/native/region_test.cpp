@@ -260,6 +260,20 @@ TEST_CASE("a page that does not move to its node is an error") {
   CHECK_THROWS_AS(region.move(0, kUnit, {Policy::interleave, {1, 2}, {}}), std::system_error);
 }
 
+TEST_CASE("a shared region maps its file and gets huge pages after the first touch") {
+  FakeOs os;
+  RegionSpec spec = on_node(1, 3 * kUnit);
+  spec.huge = Huge::transparent;
+  const Region alone{spec, os};
+  CHECK(os.mapped_fd == -1 && os.collapsed == 0);
+  spec.fd = 7;
+  const Region shared{spec, os};
+  CHECK(os.mapped_fd == 7 && os.collapsed == 3 * kUnit);
+  spec.huge = Huge::none;
+  const Region small{spec, os};
+  CHECK(os.collapsed == 3 * kUnit);
+}
+
 TEST_CASE("a forked child's move does not register with its parent's driver") {
   FakeOs os;
   FakeRegistrar cuda;

@@ -18,6 +18,8 @@ class GlooTransport:
     and `watch` watches the same ranks.
     """
 
+    memory = None
+
     def __init__(self, watch: PeerWatch, group: dist.ProcessGroup | None = None) -> None:
         self._group = dist.group.WORLD if group is None else group
         assert self._group is not None, "call torch.distributed.init_process_group first"

@@ -40,6 +40,8 @@ class ThreadRanks:
 class ThreadTransport:
     """The transport of one rank (a `penstock.engine.transport.Transport`)."""
 
+    memory = None
+
     def __init__(self, group: ThreadRanks, rank: int, world: int) -> None:
         self._group, self.rank, self.world = group, rank, world
 

@@ -160,7 +160,7 @@ def allocate(
     return_freed_memory()
     tiers: TierMemory | None = None
     try:
-        tiers = TierMemory(plan, inventory, device, store, ranks.rank)
+        tiers = TierMemory(plan, inventory, device, store, ranks)
         gradients = GradientSums(inventory, tiers.formats, device)
         weights = device.empty(programs.nbytes("weights"), "weight slots")
         staging, pipes = _allocate_staging(plan, inventory, programs, tiers)

@@ -48,9 +48,29 @@ class RankExchange:
         for need in step.program.needs[at]:
             step.tickets.order_after(need, self._device)
         step.started[at] = self._device.record()
-        for shards in self._shared_weights(step, at, op.block):
-            self._ranks.gather(shards)
+        stored = self._tiers.peer_weights(op.block)
+        if stored is None:
+            for shards in self._shared_weights(step, at, op.block):
+                self._ranks.gather(shards)
+        else:
+            self._read_peer_weights(self._slot(step, at, op.block), stored)
         step.tickets.post(at, self._device.record())
+
+    def _read_peer_weights(self, slot: Span, stored: tuple[Span, ...]) -> None:
+        """Copy the shards of all other ranks from where they are stored, in shared host memory.
+
+        This rank has fetched its own shard, so its sweep of the block has ended. Once all ranks
+        have come here, all shards are up to date. They stay so until all ranks have met at the end
+        of the program: a block is swept once, before it is gathered for the first time.
+        """
+        assert self._ranks.memory is not None
+        self._ranks.memory.arrive()
+        for span in stored:
+            self._device.copy(slot.values(span.first, span.first + span.count), span.all())
+
+    def _slot(self, step: StepState, at: int, block: int) -> Span:
+        key = BufferKey(BufferKind.WEIGHT, block, step.program.buffer_start[at])
+        return self._memory.weights.span(block, step.program.weights.offset(key))
 
     def _shared_weights(self, step: StepState, at: int, block: int) -> list[torch.Tensor]:
         """Return the flat buffers of which this rank has only its own shard."""
@@ -58,8 +78,7 @@ class RankExchange:
         trained = spec.flat_elements(True)
         if self._tiers.on_device(block, Role.WEIGHT):  # frozen weights are whole, and stay so
             return [self._tiers.span(block, Role.WEIGHT).values(0, trained)]
-        key = BufferKey(BufferKind.WEIGHT, block, step.program.buffer_start[at])
-        slot: Span = self._memory.weights.span(block, step.program.weights.offset(key))
+        slot = self._slot(step, at, block)
         ends = (0, trained, trained + spec.flat_elements(False))
         return [slot.values(low, high) for low, high in pairwise(ends) if low < high]
 
@@ -121,6 +140,9 @@ class RankExchange:
         for need in step.program.needs[at]:
             step.tickets.order_after(need, self._device)
         step.started[at] = self._device.record()
+        if self._ranks.memory is not None:
+            # After the meeting, other ranks may update the weights that this one has read.
+            self._device.record().wait()
         report = own_report(self._memory, step)
         step.report = share(report, self._ranks, self._most_losses)
         step.tickets.post(at, self._device.record())

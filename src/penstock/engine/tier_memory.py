@@ -19,8 +19,9 @@ import torch
 from penstock.engine.device import Device
 from penstock.engine.memory_usage import MemoryUsage
 from penstock.engine.spans import Span
+from penstock.engine.transport import Transport
 from penstock.memory.arena import Arena
-from penstock.memory.placement import Node, Stripe
+from penstock.memory.placement import Node, Place, Stripe
 from penstock.model.inventory import Inventory
 from penstock.plan.buffers import micro_batches_per_round, micro_nbytes
 from penstock.plan.lifetimes import piece_span
@@ -56,12 +57,15 @@ class TierMemory:
     """The memory of every role of every block."""
 
     def __init__(
-        self, plan: Plan, inventory: Inventory, device: Device, settings: StoreSettings, rank: int
-    ) -> None:
+        self, plan: Plan, inventory: Inventory, device: Device, settings: StoreSettings,
+        ranks: Transport,
+    ) -> None:  # fmt: skip
         self.plan, self.inventory, self.device = plan, inventory, device
-        self.rank = rank
+        self.rank, self._common = ranks.rank, ranks.memory
         self.formats = plan.workload.formats(plan.placement.rounds)
         self._data: dict[Key, torch.Tensor] = {}
+        self._shared: list[tuple[Arena, list[Key]]] = []  # arenas that all ranks map
+        self._peer_weights: dict[int, list[torch.Tensor]] = {}  # by block, then by rank
         self._extents: dict[tuple[int, Role, int], Extent] = {}
         self.store: Store | None = None
         self.usage = MemoryUsage(device, plan.context_nbytes)
@@ -70,6 +74,7 @@ class TierMemory:
         self._allocate_host()
         try:
             self._allocate_disk(settings)
+            self._open_peer_weights()
         except BaseException:
             self.close()
             raise
@@ -120,22 +125,42 @@ class TierMemory:
         if role is Role.WEIGHT and self.on_device(block, role):
             count = spec.flat_elements(True) + spec.flat_elements(False)
             return (Span(role, data, 0, count, self.formats),)
-        trained = Span(
-            role, data, self.first_element(block, True), spec.shard_elements(True), self.formats
+        return self._shards(block, role, data, self.rank)
+
+    def peer_weights(self, block: int) -> tuple[Span, ...] | None:
+        """Return the weights of a block that other ranks store, in memory that this rank maps too.
+
+        None if they are elsewhere. The other ranks may be updating them.
+        """
+        if block not in self._peer_weights:
+            return None
+        by_rank = enumerate(self._peer_weights[block])
+        return tuple(
+            span
+            for rank, data in by_rank
+            if rank != self.rank
+            for span in self._shards(block, Role.WEIGHT, data, rank)
         )
-        if role is not Role.WEIGHT or not spec.shard_elements(False):
+
+    def _shards(self, block: int, role: Role, data: torch.Tensor, rank: int) -> tuple[Span, ...]:
+        spec, first = self.inventory.blocks[block], self.first_element
+        count = spec.shard_elements(True)
+        trained = Span(role, data, first(block, True, rank), count, self.formats)
+        count = spec.shard_elements(False)
+        if role is not Role.WEIGHT or not count:
             return (trained,)
-        first, count = self.first_element(block, False), spec.shard_elements(False)
-        return trained, Span(role, data[trained.nbytes :], first, count, self.formats)
+        frozen = data[trained.nbytes :]
+        return trained, Span(role, frozen, first(block, False, rank), count, self.formats)
 
-    def first_element(self, block: int, trainable: bool) -> int:
-        """Return the index of the first element of this rank's shard in the block's flat buffers.
+    def first_element(self, block: int, trainable: bool, rank: int | None = None) -> int:
+        """Return the index of the first element of a rank's shard in the block's flat buffers.
 
-        The flat buffer of frozen tensors follows that of trainable ones.
+        By default that of this rank. The flat buffer of frozen tensors follows that of trainable
+        ones.
         """
         spec = self.inventory.blocks[block]
         before = 0 if trainable else spec.flat_elements(True)
-        return before + self.rank * spec.shard_elements(trainable)
+        return before + (self.rank if rank is None else rank) * spec.shard_elements(trainable)
 
     def extent(self, block: int, role: Role, part: int) -> Extent:
         """Return the place on disk of a piece of the block, or of a micro-batch of its input."""
@@ -158,6 +183,8 @@ class TierMemory:
         if self.store is not None:
             self.store.close()
         self._data.clear()
+        self._peer_weights.clear()
+        self._shared.clear()
         self.usage.clear()
 
     # Allocation.
@@ -173,26 +200,53 @@ class TierMemory:
     def _allocate_host(self) -> None:
         """Allocate one arena per memory node, and a separate range for every striped home.
 
-        A stripe distributes pages from the start of its range, so it cannot share an arena.
+        A stripe distributes pages from the start of its range, so it cannot share an arena. Weights
+        that other ranks read have an arena of their own, which all ranks map.
         """
-        by_node: dict[int, list[tuple[Key, Home]]] = {}
+        by_node: dict[tuple[int, bool], list[tuple[Key, Home]]] = {}
         for key, home in self._homes():
             nodes = [s.node for s in home.shares if s.node is not None]
+            shared = self._common is not None and key[1] is Role.WEIGHT
             if len(nodes) > 1:
-                arena = Arena(home.nbytes, _stripe(home), self.device.pinned)
-                self.usage.add_arena(arena, _bytes_by_tier(home))
+                arena = self._arena([(key, home)], _stripe(home), shared)
                 self._data[key] = self._tensor(arena, key, home)
             elif nodes:
-                by_node.setdefault(nodes[0], []).append((key, home))
-        for node, members in by_node.items():
-            arena = Arena(sum(h.nbytes for _, h in members), Node(node), self.device.pinned)
-            self.usage.add_arena(arena, _bytes_by_tier(members[0][1]))
+                by_node.setdefault((nodes[0], shared), []).append((key, home))
+        for (node, shared), members in by_node.items():
+            arena = self._arena(members, Node(node), shared)
             gradients = [member for member in members if member[0][1] is Role.GRADIENT]
             if gradients:
                 self._overlay_activations(node, self._allocate_gradients(arena, gradients))
             for key, home in members:
                 if key not in self._data:
                     self._data[key] = self._tensor(arena, key, home)
+
+    def _arena(self, members: list[tuple[Key, Home]], place: Place, shared: bool) -> Arena:
+        nbytes, pinned = sum(home.nbytes for _, home in members), self.device.pinned
+        if shared:
+            arena = Arena.shared(nbytes, place, pinned)
+            self._shared.append((arena, [key for key, _ in members]))
+        else:
+            arena = Arena(nbytes, place, pinned)
+        self.usage.add_arena(arena, _bytes_by_tier(members[0][1]))
+        return arena
+
+    def _open_peer_weights(self) -> None:
+        """Map the weights of all other ranks, which are laid out like those of this one."""
+        if self._common is None:
+            return
+        arenas = [arena for arena, _ in self._shared]
+        by_rank = self._common.open_arenas(arenas)
+        for index, (_, keys) in enumerate(self._shared):
+            for block, role in keys:
+                home = self.plan.placement.blocks[block].home(role)
+                assert home is not None
+                self._peer_weights[block] = [
+                    self._data[block, role]
+                    if rank == self.rank
+                    else self._tensor(theirs[index], (block, role), home)
+                    for rank, theirs in enumerate(by_rank)
+                ]
 
     def _allocate_gradients(self, arena: Arena, members: list[tuple[Key, Home]]) -> torch.Tensor:
         """Allocate gradients contiguously in the order of blocks, so activations can overlay them.

@@ -17,7 +17,22 @@ from typing import Protocol
 import torch
 
 from penstock.errors import EngineError
+from penstock.memory.arena import Arena
 from penstock.plan.workload import Workload
+
+
+class SharedMemory(Protocol):
+    """Host memory that all ranks map. They read each other's weights where these are stored."""
+
+    def open_arenas(self, own: Sequence[Arena]) -> Sequence[Sequence[Arena]]:
+        """Return the arenas of all ranks, by rank, in the order in which each passes its own.
+
+        `own` has been allocated with `Arena.shared`. All ranks make this call, with equally many
+        arenas of the same sizes.
+        """
+
+    def arrive(self) -> None:
+        """Wait until all ranks have made this call. Work of their devices may still be running."""
 
 
 class Transport(Protocol):
@@ -27,6 +42,10 @@ class Transport(Protocol):
     """Number of this rank, from 0."""
     world: int
     """Number of ranks."""
+
+    @property
+    def memory(self) -> SharedMemory | None:
+        """Memory that the ranks have in common; None if each has only its own."""
 
     def gather(self, shards: torch.Tensor) -> None:
         """Fill a flat buffer of `world` equal shards, of which the rank's own is filled already."""
@@ -62,6 +81,7 @@ class SingleRank:
 
     rank = 0
     world = 1
+    memory = None
 
     def gather(self, shards: torch.Tensor) -> None:
         """Do nothing."""

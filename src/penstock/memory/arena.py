@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,7 +12,13 @@ from typing import TYPE_CHECKING
 from penstock import _native
 from penstock.errors import ArenaBusyError, ArenaFullError, SizeError
 from penstock.memory.placement import Place
-from penstock.memory.region import Huge, RegionOptions, allocate_region, check_nbytes
+from penstock.memory.region import (
+    Huge,
+    RegionOptions,
+    allocate_region,
+    check_nbytes,
+    create_memory_file,
+)
 from penstock.memory.residency import Residency, residency
 from penstock.units import format_bytes, parse_bytes
 
@@ -63,7 +71,41 @@ class Arena:
         prefault: bool = True,
     ) -> None:
         options = RegionOptions(pinned=pinned, huge=huge, prefault=prefault)
-        self._native = _native.Arena(allocate_region(parse_bytes(nbytes), place, options))
+        self._allocate(parse_bytes(nbytes), place, options, None)
+
+    @classmethod
+    def shared(cls, nbytes: int, place: Place | None = None, pinned: bool = False) -> Arena:
+        """Allocate an arena that other processes can open by its file descriptor `fd`."""
+        fd = create_memory_file(nbytes)
+        try:
+            arena = cls.__new__(cls)
+            arena._allocate(nbytes, place, RegionOptions(pinned=pinned), fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        weakref.finalize(arena, os.close, fd)
+        return arena
+
+    @classmethod
+    def open(cls, fd: int, pinned: bool = False) -> Arena:
+        """Open an arena that another process has allocated with `shared`.
+
+        The caller may close `fd` afterwards.
+        """
+        arena = cls.__new__(cls)
+        # The owner has touched all pages already, on the nodes of its choice.
+        options = RegionOptions(pinned=pinned, huge="thp", prefault=False)
+        arena._allocate(os.fstat(fd).st_size, None, options, fd)
+        arena.fd = None
+        return arena
+
+    def _allocate(
+        self, nbytes: int, place: Place | None, options: RegionOptions, fd: int | None
+    ) -> None:
+        region = allocate_region(nbytes, place, options, fd=-1 if fd is None else fd)
+        self._native = _native.Arena(region)
+        self.fd = fd
+        """File descriptor of memory that can be shared; None if it is private."""
 
     def take(self, nbytes: int, *, align: int = ALIGNMENT, name: str = "a block") -> _native.Block:
         """Allocate `nbytes` at a multiple of `align`. The block keeps the arena's memory mapped.

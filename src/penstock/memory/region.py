@@ -8,6 +8,7 @@ reports errno values; this module turns them into errors with numbers and advice
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import os
 import resource
@@ -86,11 +87,14 @@ def allocate_region(
     place: Place | None,
     options: RegionOptions,
     system: System | None = None,
+    *,
+    fd: int = -1,
 ) -> _native.Region:
     """Allocate a range of at least `nbytes`, in whole pages.
 
-    Without a `place`, use the one set by `placing`, or else the OS's choice. If this raises,
-    nothing stays mapped.
+    Without a `place`, use the one set by `placing`, or else the OS's choice. With `fd`, the range
+    is the memory of that file (`create_memory_file`), shared with every process that maps it. If
+    this raises, nothing stays mapped.
     """
     system = system or System()
     check_place(place)
@@ -107,12 +111,33 @@ def allocate_region(
             prefault=options.prefault,
             threads=MAX_TOUCHERS,
             cpus=_cpus_for(place, system),
+            fd=fd,
         )
     except OSError as error:
         raise _explain(error, wanted, options.huge, system) from None
     if options.pinned:
         _pin(region)
     return region
+
+
+def create_memory_file(nbytes: int, huge: Huge = "thp") -> int:
+    """Create a file in memory, of whole pages, and return its file descriptor.
+
+    It has no name, and disappears with the last process that has it open or mapped. Nobody can
+    change its size: a process that maps it would crash.
+    """
+    page = _page_bytes(huge)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if huge == "2M":
+        flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
+    fd = os.memfd_create("penstock", flags)
+    try:
+        os.ftruncate(fd, round_up(nbytes, page))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def move_region(

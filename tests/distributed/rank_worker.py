@@ -1,4 +1,6 @@
-"""One process of a group of ranks: `python -m tests.distributed.gloo_worker RANK WORLD FOLDER`.
+"""One process of a group of ranks.
+
+    python -m tests.distributed.rank_worker RANK WORLD FOLDER TRANSPORT WAYS
 
 The group is also divided into smaller groups, each of its first ranks. Every group trains, and its
 ranks write the digest of the result to `FOLDER/<ranks>.<rank>.json`. Then the last rank dies, and
@@ -21,10 +23,18 @@ import torch.distributed as dist
 from penstock.distributed.gloo_ranks import GlooTransport
 from penstock.distributed.peer_sockets import connect_ranks
 from penstock.distributed.peer_watch import PeerWatch, WatchSettings
+from penstock.distributed.shared_ranks import SharedTransport
+from penstock.engine.device import CpuDevice
 from penstock.engine.transport import Transport
 from penstock.errors import PeerLostError
 from tests.distributed.conformance import check_transport
-from tests.equivalence.runs import DRAM, FEW, Setup, Way, follow, state_of
+from tests.equivalence.runs import DRAM, FEW, WAYS, Setup, Way, follow, state_of
+
+CHOICES = {"some": (DRAM, *FEW[1:]), "few": FEW} | {way.name: (way,) for way in WAYS}
+"""Ways to train: which to choose, by name."""
+
+MAILBOX_NBYTES = 256 * 1024
+"""Small, so that most messages need several pieces."""
 
 
 def digest(setup: Setup, way: Way, folder: Path, ranks: Transport) -> dict[str, Any]:
@@ -49,13 +59,22 @@ def watch_ranks(store: dist.Store, rank: int, world: int, **settings: float) -> 
     return PeerWatch(peers, WatchSettings(**settings))
 
 
-def main(rank: int, world: int, folder: Path, ways: tuple[Way, ...]) -> None:
+def make_transport(name: str, store: dist.Store, rank: int, world: int) -> Transport:
+    watch = watch_ranks(store, rank, world)
+    if name == "gloo":
+        return GlooTransport(
+            watch, dist.new_group(list(range(world)), use_local_synchronization=True)
+        )
+    peers = connect_ranks(dist.PrefixStore(f"{world} ranks, memory", store), rank, world)
+    return SharedTransport(peers, watch, CpuDevice(), mailbox_nbytes=MAILBOX_NBYTES)
+
+
+def main(rank: int, world: int, folder: Path, transport: str, ways: tuple[Way, ...]) -> None:
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    groups = {size: dist.new_group(list(range(size))) for size in range(2, world + 1)}
-    for size, group in groups.items():
+    for size in range(2, world + 1):
         if rank < size:
-            ranks = GlooTransport(watch_ranks(store, rank, size), group)
+            ranks = make_transport(transport, store, rank, size)
             check_transport(ranks)
             found = digests(folder, ranks, ways)
             (folder / f"{size}.{rank}.json").write_text(json.dumps(found))
@@ -71,5 +90,5 @@ def main(rank: int, world: int, folder: Path, ways: tuple[Way, ...]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    number, count, where, choice = sys.argv[1:]
-    main(int(number), int(count), Path(where), (DRAM,) if choice == "one" else FEW)
+    number, count, where, transport, choice = sys.argv[1:]
+    main(int(number), int(count), Path(where), transport, CHOICES[choice])

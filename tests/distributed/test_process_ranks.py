@@ -1,4 +1,4 @@
-"""Ranks in processes, over gloo."""
+"""Ranks in processes: any number of them, over any transport, gives the result of one."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ import pytest
 import torch
 
 from penstock.engine.transport import SingleRank
-from tests.distributed.gloo_worker import digests
-from tests.equivalence.runs import DRAM, FEW
+from tests.distributed.rank_worker import CHOICES, digests
+from tests.equivalence.runs import DRAM, WAYS
 
 
 @pytest.mark.parametrize(
-    ("world", "choice"), [(2, "one"), pytest.param(4, "few", marks=pytest.mark.long)]
+    ("transport", "world", "choice"),
+    [
+        ("gloo", 2, DRAM.name),
+        ("shared", 2, "some"),
+        pytest.param("gloo", 4, "few", marks=pytest.mark.long),
+        *(pytest.param("shared", 4, way.name, marks=pytest.mark.long) for way in WAYS),
+    ],
 )
-def test_processes_give_the_result_of_one_rank(world: int, choice: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.distributed.gloo_worker"]
+def test_processes_give_the_result_of_one_rank(
+    transport: str, world: int, choice: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.distributed.rank_worker"]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(world), str(tmp_path), choice],
+            [*command, str(rank), str(world), str(tmp_path), transport, choice],
             stderr=subprocess.PIPE, text=True,
         )
         for rank in range(world)
@@ -30,7 +38,7 @@ def test_processes_give_the_result_of_one_rank(world: int, choice: str, tmp_path
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        one = digests(tmp_path, SingleRank(), (DRAM,) if choice == "one" else FEW)
+        one = digests(tmp_path, SingleRank(), CHOICES[choice])
     finally:
         torch.set_num_threads(threads)
     errors = [process.communicate(timeout=300)[1] for process in processes]
