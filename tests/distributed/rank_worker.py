@@ -72,9 +72,10 @@ def make_transport(name: str, store: dist.Store, rank: int, world: int) -> Trans
 def main(rank: int, world: int, folder: Path, transport: str, ways: tuple[Way, ...]) -> None:
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    for size in range(2, world + 1):
+    groups = {size: dist.new_group(list(range(size))) for size in range(2, world + 1)}
+    for size, group in groups.items():
         if rank < size:
-            ranks = make_transport(transport, store, rank, size)
+            ranks = make_transport(transport, store, rank, group)
             check_transport(ranks)
             found = digests(folder, ranks, ways)
             (folder / f"{size}.{rank}.json").write_text(json.dumps(found))
