@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.distributed.gloo_ranks import GlooTransport
+from penstock.distributed.nccl_ranks import NcclTransport
 from penstock.distributed.peer_sockets import connect_ranks
 from penstock.distributed.peer_watch import PeerWatch, WatchSettings
 from penstock.distributed.shared_ranks import SharedTransport
@@ -59,12 +60,12 @@ def watch_ranks(store: dist.Store, rank: int, world: int, **settings: float) -> 
     return PeerWatch(peers, WatchSettings(**settings))
 
 
-def make_transport(name: str, store: dist.Store, rank: int, world: int) -> Transport:
+def make_transport(name: str, store: dist.Store, rank: int, group: dist.ProcessGroup) -> Transport:
+    world = group.size()
     watch = watch_ranks(store, rank, world)
-    if name == "gloo":
-        return GlooTransport(
-            watch, dist.new_group(list(range(world)), use_local_synchronization=True)
-        )
+    if name != "shared":
+        gloo = GlooTransport(watch, group)
+        return gloo if name == "gloo" else NcclTransport(gloo, CpuDevice(), backend="gloo")
     peers = connect_ranks(dist.PrefixStore(f"{world} ranks, memory", store), rank, world)
     return SharedTransport(peers, watch, CpuDevice(), mailbox_nbytes=MAILBOX_NBYTES)
 

@@ -20,6 +20,7 @@ from tests.equivalence.runs import DRAM, WAYS
     [
         ("gloo", 2, DRAM.name),
         ("shared", 2, "some"),
+        ("calls of NCCL", 2, DRAM.name),
         pytest.param("gloo", 4, "few", marks=pytest.mark.long),
         *(pytest.param("shared", 4, way.name, marks=pytest.mark.long) for way in WAYS),
     ],

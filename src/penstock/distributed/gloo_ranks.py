@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.distributed.peer_watch import PeerWatch
+from penstock.engine.device import Device
+from penstock.memory.placement import Place
+from penstock.plan.placement import TransportName
 
 
 class GlooTransport:
@@ -25,7 +28,14 @@ class GlooTransport:
         assert self._group is not None, "call torch.distributed.init_process_group first"
         self.rank, self.world = dist.get_rank(self._group), dist.get_world_size(self._group)
         assert (self.rank, self.world) == (watch.rank, watch.world)
+        self.global_ranks = dist.get_process_group_ranks(self._group)
+        """The ranks of the group, as torch.distributed numbers all processes."""
         self.watch = watch
+
+    def open(
+        self, device: Device, wanted: TransportName | None, mailbox_nbytes: int, place: Place | None
+    ) -> None:
+        """Do nothing: the group is connected."""
 
     def gather(self, shards: torch.Tensor) -> None:
         parts = list(_as_bytes(shards).view(self.world, -1))

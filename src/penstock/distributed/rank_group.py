@@ -165,26 +165,31 @@ def open_rank_group(place: RankPlace) -> RankGroup:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     store: Any = dist.distributed_c10d._get_default_store()
     watch = _watch_ranks(place, store)
-    return RankGroup(place, _open_transport(device, watch), device, store, watch)
+    return RankGroup(place, _open_transport(watch, store), device, store, watch)
 
 
 def _watch_ranks(place: RankPlace, store: Any) -> PeerWatch:
     """Connect this rank to all others, and watch them from now on."""
-    from torch._C._distributed_c10d import PrefixStore
-
     from penstock.distributed.peer_sockets import connect_ranks
     from penstock.distributed.peer_watch import PeerWatch
 
-    # A launcher that restarts its workers keeps its store, with what the lost ones wrote.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = PrefixStore(f"penstock/watch/{attempt}", store)
-    return PeerWatch(connect_ranks(prefix, place.rank, place.world))
+    return PeerWatch(connect_ranks(_part_of("watch", store), place.rank, place.world))
 
 
-def _open_transport(device: str, watch: PeerWatch) -> Transport:
-    """Return the transport for ranks that compute on such a device."""
+def _open_transport(watch: PeerWatch, store: Any) -> Transport:
+    """Return the transport of this rank, which follows the plan once there is one."""
     from penstock.distributed.gloo_ranks import GlooTransport
+    from penstock.distributed.rank_transport import RankTransport
 
-    if device != "cpu":
-        raise EngineError("several GPUs are not supported yet: only CPUs have a transport")
-    return GlooTransport(watch)
+    return RankTransport(GlooTransport(watch), _part_of("data", store))
+
+
+def _part_of(name: str, store: Any) -> Any:
+    """Return a part of the store, for one purpose and one attempt.
+
+    A launcher that restarts its workers keeps its store, with what the lost ones wrote.
+    """
+    from torch._C._distributed_c10d import PrefixStore
+
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"penstock/{name}/{attempt}", store)

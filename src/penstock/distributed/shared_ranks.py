@@ -34,6 +34,7 @@ from penstock.engine.device import Device
 from penstock.errors import EngineError, PeerLostError
 from penstock.memory.arena import Arena
 from penstock.memory.placement import Place
+from penstock.plan.placement import TransportName
 from penstock.ticket import Ticket
 from penstock.units import MiB
 
@@ -157,7 +158,7 @@ class SharedTransport:
         # Receives whose copies may still run: their slots are released when they have ended.
         self._receiving: deque[tuple[Ticket[None], _Inbox]] = deque()
         self._fds: list[int] = []
-        self._mailbox = Arena.shared(mailbox_nbytes, place, device.pinned)
+        self.mailbox = Arena.shared(mailbox_nbytes, place, device.pinned)
         self._open_rings(mailbox_nbytes)
 
     # The calls of a transport.
@@ -165,6 +166,11 @@ class SharedTransport:
     @property
     def memory(self) -> SharedTransport:
         return self
+
+    def open(
+        self, device: Device, wanted: TransportName | None, mailbox_nbytes: int, place: Place | None
+    ) -> None:
+        """Do nothing: the mailboxes are open."""
 
     def gather(self, shards: torch.Tensor) -> None:
         parts = _as_bytes(shards).view(self.world, -1)
@@ -336,12 +342,12 @@ class SharedTransport:
     def _open_rings(self, nbytes: int) -> None:
         """Create this rank's rings, and open those of the others."""
         common_nbytes, own_nbytes = self._slot_nbytes(nbytes)
-        common = self._mailbox_slots(self._mailbox, common_nbytes)
-        rings = [self._mailbox_slots(self._mailbox, own_nbytes) for _ in range(self.world - 1)]
+        common = self._mailbox_slots(self.mailbox, common_nbytes)
+        rings = [self._mailbox_slots(self.mailbox, own_nbytes) for _ in range(self.world - 1)]
         events = {rank: [self._eventfd() for _ in range(5)] for rank in self._sockets}
         for rank, fds in events.items():
-            assert self._mailbox.fd is not None
-            self._send_fds(rank, [self._mailbox.fd, *fds])
+            assert self.mailbox.fd is not None
+            self._send_fds(rank, [self.mailbox.fd, *fds])
         received = {rank: self._receive_fds(rank, 6) for rank in self._sockets}
         self._common = _Outbox(
             common, [fds[0] for fds in events.values()], [fds[1] for fds in events.values()]
@@ -351,7 +357,7 @@ class SharedTransport:
             mailbox = Arena.open(mailbox_fd, self._device.pinned)
             os.close(mailbox_fd)
             self._fds += theirs
-            if mailbox.stats.capacity != self._mailbox.stats.capacity:
+            if mailbox.stats.capacity != self.mailbox.stats.capacity:
                 raise EngineError(f"rank {rank} has a mailbox of another size")
             their_common = self._mailbox_slots(mailbox, common_nbytes)
             their_rings = [

@@ -11,7 +11,10 @@ from contextlib import suppress
 
 import torch
 
+from penstock.engine.device import Device
 from penstock.errors import PeerLostError
+from penstock.memory.placement import Place
+from penstock.plan.placement import TransportName
 
 WAIT_SECONDS = 120.0
 """How long a rank waits for the others before it gives up."""
@@ -44,6 +47,11 @@ class ThreadTransport:
 
     def __init__(self, group: ThreadRanks, rank: int, world: int) -> None:
         self._group, self.rank, self.world = group, rank, world
+
+    def open(
+        self, device: Device, wanted: TransportName | None, mailbox_nbytes: int, place: Place | None
+    ) -> None:
+        """Do nothing: threads have all memory in common already."""
 
     def gather(self, shards: torch.Tensor) -> None:
         tensors = self._show("gather", shards)

@@ -160,6 +160,7 @@ def allocate(
     return_freed_memory()
     tiers: TierMemory | None = None
     try:
+        _open_transport(plan, device, ranks)
         tiers = TierMemory(plan, inventory, device, store, ranks)
         gradients = GradientSums(inventory, tiers.formats, device)
         weights = device.empty(programs.nbytes("weights"), "weight slots")
@@ -186,6 +187,13 @@ def allocate(
             tiers.close()
         device.limit_memory(None)
         raise
+
+
+def _open_transport(plan: Plan, device: Device, ranks: Transport) -> None:
+    """Connect the ranks in the way that the plan has chosen."""
+    node = plan.placement.host_node
+    mailboxes = sum(pool.nbytes for pool in plan.pools if pool.what == "rank mailboxes")
+    ranks.open(device, plan.placement.transport, mailboxes, None if node is None else Node(node))
 
 
 def _allocate_staging(

@@ -235,6 +235,8 @@ class TierMemory:
         """Map the weights of all other ranks, which are laid out like those of this one."""
         if self._common is None:
             return
+        mailbox = self._common.mailbox
+        self.usage.add_arena(mailbox, {Tier.DRAM: mailbox.stats.capacity})
         arenas = [arena for arena, _ in self._shared]
         by_rank = self._common.open_arenas(arenas)
         for index, (_, keys) in enumerate(self._shared):

@@ -16,13 +16,19 @@ from typing import Protocol
 
 import torch
 
+from penstock.engine.device import Device
 from penstock.errors import EngineError
 from penstock.memory.arena import Arena
+from penstock.memory.placement import Place
+from penstock.plan.placement import TransportName
 from penstock.plan.workload import Workload
 
 
 class SharedMemory(Protocol):
     """Host memory that all ranks map. They read each other's weights where these are stored."""
+
+    mailbox: Arena
+    """Host buffers of this rank through which data passes to the others."""
 
     def open_arenas(self, own: Sequence[Arena]) -> Sequence[Sequence[Arena]]:
         """Return the arenas of all ranks, by rank, in the order in which each passes its own.
@@ -46,6 +52,15 @@ class Transport(Protocol):
     @property
     def memory(self) -> SharedMemory | None:
         """Memory that the ranks have in common; None if each has only its own."""
+
+    def open(
+        self, device: Device, wanted: TransportName | None, mailbox_nbytes: int, place: Place | None
+    ) -> None:
+        """Connect the ranks as a plan wants it. All of them call this before they allocate memory.
+
+        `mailbox_nbytes` and `place` are the size and the nodes of the host buffers through which
+        data passes if ranks share memory. A transport of one kind only ignores all of it.
+        """
 
     def gather(self, shards: torch.Tensor) -> None:
         """Fill a flat buffer of `world` equal shards, of which the rank's own is filled already."""
@@ -82,6 +97,11 @@ class SingleRank:
     rank = 0
     world = 1
     memory = None
+
+    def open(
+        self, device: Device, wanted: TransportName | None, mailbox_nbytes: int, place: Place | None
+    ) -> None:
+        """Do nothing."""
 
     def gather(self, shards: torch.Tensor) -> None:
         """Do nothing."""
