@@ -273,6 +273,14 @@ class PeerLostError(EngineError):
         )
 
 
+class RankFailedError(EngineError):
+    """Another rank could not do its part, so no rank continues."""
+
+    def __init__(self, rank: int, problem: str) -> None:
+        self.rank, self.problem = rank, problem
+        super().__init__(f"rank {rank}: {problem}")
+
+
 class DeviceMemoryError(EngineError, MemoryError):
     """The GPU has too little free memory, or the plan allows too little of it.
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.checkpoint.errors import CheckpointWriteError, SaveOnRankError
+from penstock.checkpoint.writer import ShardWriter
 from penstock.distributed.thread_ranks import ThreadRanks
-from penstock.engine import compute, rank_exchange
+from penstock.engine import compute, rank_exchange, state_io
 from penstock.engine.compute import Computer
 from penstock.engine.engine import Engine
 from penstock.engine.gradients import add_in_order
@@ -193,22 +195,71 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert differing(resumed.state, whole.state) == []
 
 
-def test_a_rank_that_cannot_write_ends_the_others(tmp_path: Path) -> None:
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let checkpoints have many files."""
+    small = partial(ShardWriter, max_shard_nbytes=40_000)
+    monkeypatch.setattr(state_io, "ShardWriter", small)
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_every_rank_writes_some_of_the_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     setup = Setup.of("llama", batch=7)
-    (tmp_path / "file").write_text("not a directory")
-    errors: dict[int, BaseException] = {}
+    batches, written, write = setup.batches(1), {}, ShardWriter.write
 
-    def work(engine: Engine) -> None:
-        try:
-            engine.write(tmp_path / "file")
-        except BaseException as error:
-            errors[engine.ranks.rank] = error
+    def note(self: ShardWriter, *args: Any, rank: int, world: int) -> Any:
+        found = write(self, *args, rank=rank, world=world)
+        written.setdefault((world, rank), []).extend(found)
+        return found
 
-    run_on_ranks(setup, DRAM, tmp_path, 2, work)
+    monkeypatch.setattr(ShardWriter, "write", note)
+    for world in (1, 3):
+        continue_on_ranks(setup, DRAM, tmp_path, world, batches, write=str(world))
 
-    assert not isinstance(errors[0], PeerLostError)
-    assert isinstance(errors[1], PeerLostError)
-    assert errors[1].rank == 0
+    one, three = (
+        {path.name: path.read_bytes() for path in (tmp_path / str(world)).iterdir()}
+        for world in (1, 3)
+    )
+    assert one == three
+    shards = [name for name in written[1, 0] if name.endswith(".safetensors")]
+    assert len(shards) > 6
+    for rank in range(3):
+        own = [name for name in written[3, rank] if name.endswith(".safetensors")]
+        assert own == [name for name in shards if (int(name.split("-")[1]) - 1) % 3 == rank]
+    indices = [name for name in written[1, 0] if name.endswith(".json")]
+    assert [name for name in written[3, 0] if name.endswith(".json")] == indices
+
+
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize("bad", ["file", "model-00002", "optimizer-00003"])
+def test_a_rank_that_cannot_write_fails_the_save_on_all(bad: str, tmp_path: Path) -> None:
+    setup = Setup.of("llama", batch=7)
+    folder = tmp_path / "first"
+    rank = {"file": 0, "model-00002": 1, "optimizer-00003": 2}[bad]
+    continue_on_ranks(setup, DRAM, tmp_path, 1, setup.batches(1), write="names")
+    if bad == "file":
+        folder.write_text("not a directory")
+    else:
+        folder.mkdir()
+        (name,) = [path.name for path in (tmp_path / "names").glob(f"{bad}*")]
+        (folder / name).write_text("in the way")
+
+    def work(engine: Engine) -> str:
+        engine.step(setup.batches(1)[0])
+        with pytest.raises((CheckpointWriteError, SaveOnRankError)) as failed:
+            engine.write(folder)
+        engine.write(tmp_path / "second")  # as after a full disk that has room again
+        return str(failed.value)
+
+    texts = run_on_ranks(setup, DRAM, tmp_path, 3, work)
+
+    assert "File exists" in texts[rank]
+    for each, text in enumerate(texts):
+        assert text == texts[rank] if each == rank else text == f"rank {rank}: {texts[rank]}"
+    for path in (tmp_path / "names").iterdir():
+        assert (tmp_path / "second" / path.name).read_bytes() == path.read_bytes()
 
 
 # The order of the sum.

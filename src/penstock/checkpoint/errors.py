@@ -267,6 +267,30 @@ class IncompleteCheckpointError(CheckpointError):
         )
 
 
+class DamagedOnRankError(CheckpointError):
+    """Another rank found that a checkpoint is damaged: every rank reads only a part of it."""
+
+    def __init__(self, rank: int, problem: str) -> None:
+        self.rank, self.problem = rank, problem
+        super().__init__(f"rank {rank}: {problem}")
+
+
+class SaveOnRankError(CheckpointError):
+    """Another rank could not write its part of a checkpoint, which was removed."""
+
+    def __init__(self, rank: int, problem: str) -> None:
+        self.rank, self.problem = rank, problem
+        super().__init__(f"rank {rank}: {problem}")
+
+
+SAVE_FAILURES = (
+    CheckpointSpaceError,
+    CheckpointWriteError,
+    IncompleteCheckpointError,
+    SaveOnRankError,
+)
+"""Errors of a save after which training can continue: the next save may succeed."""
+
 UNREADABLE = (
     ChecksumError,
     CorruptShardError,
@@ -275,6 +299,7 @@ UNREADABLE = (
     NoWeightsError,
     CheckpointReadError,
     DamagedCheckpointError,
+    DamagedOnRankError,
 )
 """Errors that say that a checkpoint is damaged. An older one may be intact."""
 

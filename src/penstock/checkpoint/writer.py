@@ -98,38 +98,52 @@ class ShardWriter:
         return (*shards, self._index_name) if self._index else shards
 
     def write(
-        self, directory: str | Path, progress: Progress | None = None
+        self,
+        directory: str | Path,
+        progress: Progress | None = None,
+        *,
+        rank: int = 0,
+        world: int = 1,
     ) -> dict[str, FileRecord]:
-        """Write and sync all files in an existing directory. A failure leaves none behind.
+        """Write and sync files in an existing directory. A failure leaves none of them behind.
+
+        Of `world` ranks, each writes every `world`-th shard and requests the parts of all others,
+        which may come from several ranks. If it cannot write, it requests what is left before it
+        raises the error, because the others do; if it cannot read, it raises PartsError
+        immediately. Rank 0 writes the index.
 
         Returns what the manifest needs: sizes and checksums of the files, summed while writing.
         """
         folder, counter = Path(directory), _ProgressCounter(self.nbytes, progress)
         written: dict[str, FileRecord] = {}
-        with translate_write_errors(folder, self.nbytes), contextlib.ExitStack() as undo:
-            for shard in self._shards:
-                with _new_file(folder / shard.name, self.mode, undo) as file:
-                    written[shard.name] = _write_shard(shard, file, counter)
-            if self._index:
-                with _new_file(folder / self._index_name, self.mode, undo) as file:
-                    file.write(memoryview(self._index))
-                    counter.add(len(self._index), "")
-                written[self._index_name] = FileRecord(
-                    nbytes=len(self._index), crc32c=to_hex(crc32c(self._index))
-                )
-            sync(folder)
-            undo.pop_all()
+        unread = [_ShardParts(shard, alone=world == 1) for shard in self._shards]
+        try:
+            with translate_write_errors(folder, self.nbytes), contextlib.ExitStack() as undo:
+                for number, parts in enumerate(unread):
+                    if number % world != rank:
+                        counter.add(parts.read_rest(), "")
+                        continue
+                    with _new_file(folder / parts.shard.name, self.mode, undo) as file:
+                        written[parts.shard.name] = _write_shard(parts, file, counter)
+                if self._index and rank == 0:
+                    written[self._index_name] = self._write_index(folder, undo, counter)
+                sync(folder)
+                undo.pop_all()
+        except PartsError:
+            raise
+        except Exception:
+            for parts in unread if world > 1 else ():
+                parts.read_rest()
+            raise
         return written
 
-    def read_all(self) -> None:
-        """Request all parts that `write` requests, in the same order, and write nothing.
-
-        Parts may come from several ranks, all of which must request them, and one writes.
-        """
-        for shard in self._shards:
-            for tensor in shard.tensors:
-                for _ in tensor.parts():
-                    pass
+    def _write_index(
+        self, folder: Path, undo: contextlib.ExitStack, counter: _ProgressCounter
+    ) -> FileRecord:
+        with _new_file(folder / self._index_name, self.mode, undo) as file:
+            file.write(memoryview(self._index))
+            counter.add(len(self._index), "")
+        return FileRecord(nbytes=len(self._index), crc32c=to_hex(crc32c(self._index)))
 
 
 def _split(tensors: Sequence[TensorOut], limit: int) -> list[list[TensorOut]]:
@@ -201,35 +215,71 @@ def _remove(path: Path) -> None:
         os.unlink(path)
 
 
-def _write_shard(shard: _Shard, file: DirectWriter, counter: _ProgressCounter) -> FileRecord:
+class PartsError(Exception):
+    """A part could not be read, and other ranks wait for it: none of them can continue."""
+
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+        super().__init__(str(cause))
+
+
+class _ShardParts:
+    """The parts of a shard's tensors, of which some may have been requested already."""
+
+    def __init__(self, shard: _Shard, *, alone: bool) -> None:
+        self.shard, self._alone = shard, alone
+        self._left = ((tensor, part) for tensor in shard.tensors for part in tensor.parts())
+
+    def __iter__(self) -> Iterator[tuple[TensorOut, torch.Tensor]]:
+        while True:
+            try:
+                item = next(self._left, None)
+            except Exception as error:
+                if self._alone:
+                    raise
+                raise PartsError(error) from error
+            if item is None:
+                return
+            yield item
+
+    def read_rest(self) -> int:
+        """Request the parts that are left, and return their size."""
+        return sum(part.nbytes for _, part in self)
+
+
+def _write_shard(parts: _ShardParts, file: DirectWriter, counter: _ProgressCounter) -> FileRecord:
+    shard = parts.shard
     file.write(memoryview(shard.header))
     counter.add(len(shard.header), "")
+    crcs = {tensor.name: 0 for tensor in shard.tensors}
+    left = {tensor.name: tensor.nbytes for tensor in shard.tensors}
+    for tensor, part in parts:
+        name = tensor.name
+        assert part.device.type == "cpu", f"{name}: a part is on {part.device}"
+        assert part.is_contiguous(), f"{name}: a part is not contiguous"
+        assert part.nbytes <= left[name], f"{name}: parts have more than {tensor.nbytes} B"
+        crcs[name] = _write_part(part, file, crcs[name])
+        left[name] -= part.nbytes
+        counter.add(part.nbytes, name)
     whole = header = crc32c(shard.header)
-    tensors = {}
     for tensor in shard.tensors:
-        crc = _write_tensor(tensor, file, counter)
-        tensors[tensor.name] = to_hex(crc)
-        whole = combine(whole, crc, tensor.nbytes)
+        missing = left[tensor.name]
+        had = tensor.nbytes - missing
+        assert not missing, f"{tensor.name}: parts have {had} of {tensor.nbytes} B"
+        whole = combine(whole, crcs[tensor.name], tensor.nbytes)
+    tensors = {name: to_hex(crc) for name, crc in crcs.items()}
     return FileRecord(
         nbytes=shard.nbytes, crc32c=to_hex(whole), header=to_hex(header), tensors=tensors
     )
 
 
-def _write_tensor(tensor: TensorOut, file: DirectWriter, counter: _ProgressCounter) -> int:
-    """Write a tensor and return its checksum."""
-    left, crc = tensor.nbytes, 0
-    for part in tensor.parts():
-        assert part.device.type == "cpu", f"{tensor.name}: a part is on {part.device}"
-        assert part.is_contiguous(), f"{tensor.name}: a part is not contiguous"
-        assert part.nbytes <= left, f"{tensor.name}: parts have more than {tensor.nbytes} B"
-        data = bytes_of(part)
-        for start in range(0, len(data), PIECE_NBYTES):
-            piece = data[start : start + PIECE_NBYTES]
-            # Sum the caller's bytes, not the writer's copy of them: a copy that goes wrong is then
-            # found as well.
-            crc = crc32c(piece, crc)
-            file.write(piece)
-        left -= part.nbytes
-        counter.add(part.nbytes, tensor.name)
-    assert left == 0, f"{tensor.name}: parts have {tensor.nbytes - left} of {tensor.nbytes} B"
+def _write_part(part: torch.Tensor, file: DirectWriter, crc: int) -> int:
+    """Write a part of a tensor, and return the checksum of the tensor so far."""
+    data = bytes_of(part)
+    for start in range(0, len(data), PIECE_NBYTES):
+        piece = data[start : start + PIECE_NBYTES]
+        # Sum the caller's bytes, not the writer's copy of them: a copy that goes wrong is then
+        # found as well.
+        crc = crc32c(piece, crc)
+        file.write(piece)
     return crc

@@ -22,7 +22,7 @@ from torch import nn
 from penstock import records
 from penstock.checkpoint.disk import translate_write_errors
 from penstock.checkpoint.errors import StateError
-from penstock.checkpoint.manifest import check_small_files
+from penstock.checkpoint.manifest import FileRecord, check_small_files
 from penstock.checkpoint.model_files import ModelFiles
 from penstock.checkpoint.record_files import record_model
 from penstock.checkpoint.training_state import (
@@ -31,6 +31,7 @@ from penstock.checkpoint.training_state import (
     engine_state_file,
     read_engine_state,
 )
+from penstock.checkpoint.writer import PartsError
 from penstock.checkpoint.writer import Progress as WriteProgress
 from penstock.engine.allocate import Programs, allocate
 from penstock.engine.batches import SplitBatch, check_documents, split_batch
@@ -42,6 +43,7 @@ from penstock.engine.gradients import round_gradients
 from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale, TokenValues
 from penstock.engine.optimizer import Grouping, StreamedAdamW
 from penstock.engine.pending_update import PendingUpdate, draw_keys
+from penstock.engine.rank_agreement import all_or_none
 from penstock.engine.rank_exchange import RankExchange, own_report
 from penstock.engine.report import StepReport, share
 from penstock.engine.restore import give_back, load_into, move_back, restore_live
@@ -673,8 +675,9 @@ class Engine:
         the adapter is saved, and `PeftModel.from_pretrained(base, folder)` loads it. An earlier
         model in the folder is not overwritten: CheckpointWriteError.
 
-        All ranks must call this. Rank 0 writes the files, which do not depend on the number of
-        ranks; the others return when they are complete.
+        All ranks must call this. Each writes some of the files with tensors, and rank 0 all others;
+        the files do not depend on the number of ranks. If one rank cannot write, all raise an
+        error, and the engine can be used as before.
 
         Args:
             folder: Where to save.
@@ -687,34 +690,37 @@ class Engine:
         self.finish()
         folder = Path(folder)
         try:
-            if self.ranks.rank == 0:
-                self._write(folder, optimizer, tokenizer, progress)
-            else:
-                self.files.send(optimizer=optimizer)
-            self.ranks.meet(b"")  # the files are complete
-            if self.ranks.rank > 0:
-                self.files.move_source(folder)
-        except BaseException as error:
-            self.ranks.abort(error)  # the others wait for this one
-            raise
+            self._write(folder, optimizer, tokenizer, progress)
+        except PartsError as error:
+            self.ranks.abort(error.cause)  # the others wait for this one
+            raise error.cause from None
+        self.files.move_source(folder)
 
     def _write(
         self, folder: Path, optimizer: bool, tokenizer: Any, progress: WriteProgress | None
     ) -> None:
         nbytes = sum(writer.nbytes for writer in self.files.writers(optimizer=optimizer))
-        with translate_write_errors(folder, nbytes):
-            folder.mkdir(parents=True, exist_ok=True)
-            shards = self.files.write(folder, optimizer=optimizer, progress=progress)
-            if self.model_files is not None:
-                self.model_files.write(folder, tokenizer=tokenizer)
-            if optimizer:
-                TrainingState(
-                    engine=self.state_record(),
-                    software=Software.here(gpu=self.on_gpu),
-                    numerics=self.result_record(),
-                ).save(folder)
-            record_model(folder, shards, step=self.steps)
-            self.files.move_source(folder)
+        leads = self.ranks.rank == 0
+        with all_or_none(self.ranks), translate_write_errors(folder, nbytes):
+            if leads:
+                folder.mkdir(parents=True, exist_ok=True)
+        shards = self.files.write(folder, self.ranks, optimizer=optimizer, progress=progress)
+        with all_or_none(self.ranks), translate_write_errors(folder, nbytes):
+            if leads:
+                self._write_small_files(folder, shards, optimizer, tokenizer)
+
+    def _write_small_files(
+        self, folder: Path, shards: Mapping[str, FileRecord], optimizer: bool, tokenizer: Any
+    ) -> None:
+        if self.model_files is not None:
+            self.model_files.write(folder, tokenizer=tokenizer)
+        if optimizer:
+            TrainingState(
+                engine=self.state_record(),
+                software=Software.here(gpu=self.on_gpu),
+                numerics=self.result_record(),
+            ).save(folder)
+        record_model(folder, shards, step=self.steps)
 
     def take_io_retries(self) -> dict[str, int]:
         """Return how many requests of the NVMe tier were repeated since the last call, by path."""

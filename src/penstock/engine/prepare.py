@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from penstock.plan.memory_cache import keep_measured, memory_key
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import WorkingMemory
 from penstock.probe.machine_choice import this_machine
+from penstock.records import from_json, to_json
 from penstock.roles import Dtype, Moments
 from penstock.settings import Settings
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.engine.optimizer import Grouping
     from penstock.engine.rehearsal import Progress
     from penstock.engine.tier_memory import StoreSettings
+    from penstock.engine.transport import Transport
     from penstock.model.adapters import Adapter
     from penstock.model.live_model import LiveModel
     from penstock.model.split import SplitModel
@@ -124,6 +127,7 @@ def prepare(
     store: StoreSettings | None = None,
     rehearse: bool | None = None,
     progress: Progress | None = None,
+    ranks: Transport | None = None,
     settings: Settings | None = None,
     **arguments: Unpack[PrepareSettings],
 ) -> Engine:
@@ -150,6 +154,8 @@ def prepare(
         rehearse: Run every kind of layer once before memory is allocated, to measure what a step
             needs and to compile. By default, on a GPU.
         progress: Called with work done, the total and a description while the engine is prepared.
+        ranks: Connection to the other ranks, if this process is one of several. All ranks must call
+            this with the same arguments, except for the device. The plan is that of rank 0.
         settings: Settings to start from. By default, every setting has its default.
         **arguments: Settings by name, as `PrepareSettings` describes them: context, batch,
             micro_batch, dtype, moments, clip, steps, lora, freeze, blocks, deterministic, seed,
@@ -160,10 +166,9 @@ def prepare(
     Returns:
         The engine. Use it as a context manager, or call `close`.
     """
+    from penstock.engine.rank_agreement import all_or_none
     from penstock.engine.transport import SingleRank, check_ranks
-    from penstock.model.freeze import check_freeze
     from penstock.model.live_model import LiveModel
-    from penstock.model.meta_model import check_trainable
 
     if plan is not None and budget is not None:
         raise PlanError(
@@ -172,31 +177,35 @@ def prepare(
             "of them out",
         )
     chosen, load_weights = _settings_with(settings or Settings(), arguments, nonfinite)
+    ranks = SingleRank() if ranks is None else ranks
+    chosen = chosen.replace({"gpus": ranks.world})
     options = _EngineOptions(
         optimizer=chosen.schedule.adamw | dict(optimizer or {}), param_groups=param_groups,
         loss=loss, store=store, device=device, sweep_threads=sweep_threads,
-        load_weights=load_weights, rehearse=rehearse, progress=progress,
+        load_weights=load_weights, rehearse=rehearse, progress=progress, ranks=ranks,
     )  # fmt: skip
-    live = None if isinstance(model, str | Path) else LiveModel(model)
-    if live is not None:
-        live.check_memory()
-    config, inventory = inspect_model(model, chosen)
-    adapter = adapter_of(model, chosen)
-    check_trainable(inventory)  # first: its reasons say more than those about files
-    if load_weights:  # a resumed run freezes what it froze before
-        check_freeze(inventory, chosen.model.freeze)
-    if load_weights and isinstance(model, str | Path) and chosen.model.init == "pretrained":
-        check_weights(model_directory(model, chosen.model.revision), inventory, adapter)
-    if plan is None:
-        plan = choose_plan(
-            inventory, chosen, config=config, budget=budget, machine=machine, accumulate=accumulate,
-            compiled=compiled, own_loss=loss is not None, device=device, adapter=adapter,
-        )  # fmt: skip
-    # A plan that was made for budgets may be made again; one that the caller brings may not.
-    plan, request = (plan, None) if isinstance(plan, Plan) else (plan.plan, plan.request)
-    check_ranks(plan.workload, SingleRank())
-    plan.check_model(inventory)
-    _check_loss(plan, loss, arguments)
+    request = None
+    with all_or_none(ranks):
+        live = None if isinstance(model, str | Path) else LiveModel(model)
+        if live is not None:
+            live.check_memory()
+        adapter = adapter_of(model, chosen)
+        config, inventory = _inspect_and_check(model, chosen, adapter, load_weights=load_weights)
+        # One rank plans for all: free memory differs between them.
+        if plan is None and ranks.rank == 0:
+            plan = choose_plan(
+                inventory, chosen, config=config, budget=budget, machine=machine,
+                accumulate=accumulate, compiled=compiled, own_loss=loss is not None, device=device,
+                adapter=adapter,
+            )  # fmt: skip
+        # A plan that was made for budgets may be made again; one that the caller brings may not.
+        if isinstance(plan, PlanChoice):
+            request, plan = plan.request, plan.plan
+        if plan is not None:
+            check_ranks(plan.workload, ranks)
+            plan.check_model(inventory)
+            _check_loss(plan, loss, arguments)
+    plan = _share_plan(ranks, plan)
     if isinstance(model, str | Path):
         return _build_engine(model, config, inventory, plan, request, chosen, options)
     assert live is not None
@@ -205,6 +214,40 @@ def prepare(
     except BaseException:
         live.put_back()  # the caller may try again with other budgets
         raise
+
+
+def _inspect_and_check(
+    model: str | Path | nn.Module,
+    settings: Settings,
+    adapter: Adapter | None,
+    *,
+    load_weights: bool,
+) -> tuple[Any, Inventory]:
+    """Inspect the model, and raise an error if it cannot be trained or its weights are not there.
+
+    `load_weights` is False for a resumed run, which freezes what it froze before.
+    """
+    from penstock.model.freeze import check_freeze
+    from penstock.model.meta_model import check_trainable
+
+    config, inventory = inspect_model(model, settings)
+    check_trainable(inventory)  # first: its reasons say more than those about files
+    if load_weights:
+        check_freeze(inventory, settings.model.freeze)
+    if load_weights and isinstance(model, str | Path) and settings.model.init == "pretrained":
+        check_weights(model_directory(model, settings.model.revision), inventory, adapter)
+    return config, inventory
+
+
+def _share_plan(ranks: Transport, plan: Plan | None) -> Plan:
+    """Return the plan of rank 0 on all ranks."""
+    from penstock.engine.rank_agreement import share_bytes
+
+    if ranks.world == 1:
+        assert plan is not None
+        return plan
+    text = json.dumps(to_json(plan)) if ranks.rank == 0 else ""
+    return from_json(Plan, json.loads(share_bytes(ranks, text.encode())))
 
 
 def _check_loss(plan: Plan, loss: LossFunction | None, arguments: Mapping[str, Any]) -> None:
@@ -454,6 +497,7 @@ class _EngineOptions:
     load_weights: bool
     rehearse: bool | None
     progress: Progress | None
+    ranks: Transport
 
 
 def _build_engine(
@@ -472,41 +516,38 @@ def _build_engine(
         use_expandable_segments,
     )
     from penstock.engine.engine import Engine
+    from penstock.engine.rank_agreement import all_or_none
     from penstock.engine.self_check import self_check
     from penstock.model.meta_model import weight_dtype
-    from penstock.model.split import SplitModel
 
     use_expandable_segments()
-    origin = model if isinstance(model, str | Path) else model.model
-    model_files = model_files_of(origin, config, inventory, settings)
-    device = pick_device(options.device)
-    check_free_memory(device, plan)
-    dtype, numerics = weight_dtype(plan.workload.dtype), plan.workload.numerics
-    with explain_out_of_memory(device, plan, "the engine"):
-        adapter = adapter_of(origin, settings)
-        key = memory_key(config, inventory, plan.workload, device.name, adapter)
-        bare = _bare_model(model, config, inventory, settings, dtype, device)
-        adapter_files = _adapter_files(bare, model, inventory, settings)
-        if settings.model.self_check:
-            # Before the layers are taken out of the model, and before anything large is allocated.
-            self_check(bare, inventory, plan, device, progress=options.progress)
-        split_model = SplitModel(
-            bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
-            deterministic=numerics.deterministic, noise_alpha=numerics.neftune_noise_alpha,
-        )  # fmt: skip
-        split_model.check_noise(device.torch_device)
-        measured = _rehearse(plan, inventory, split_model, device, options)
-    plan_change = ""
-    if measured is not None:
-        if options.loss is None:
-            measured = keep_measured(key, measured)
-        plan, plan_change = fit_plan(plan, request, measured)
-    with explain_out_of_memory(device, plan, "the engine"):
+    ranks = options.ranks
+    with all_or_none(ranks):
+        origin = model if isinstance(model, str | Path) else model.model
+        model_files = model_files_of(origin, config, inventory, settings)
+        device = pick_device(options.device)
         check_free_memory(device, plan)
-        engine = Engine(plan, inventory, split_model, device, _engine_settings(settings, options))
-        engine.plan_change = plan_change
-        engine.files.adapter = adapter_files
-        try:
+        dtype = weight_dtype(plan.workload.dtype)
+        with explain_out_of_memory(device, plan, "the engine"):
+            adapter = adapter_of(origin, settings)
+            bare = _bare_model(model, config, inventory, settings, dtype, device)
+            adapter_files = _adapter_files(bare, model, inventory, settings)
+            # Before the layers are taken out of the model, and before anything large is allocated.
+            # One rank is enough: all have the same model, software and kind of device.
+            if settings.model.self_check and ranks.rank == 0:
+                self_check(bare, inventory, plan, device, progress=options.progress)
+            split_model = _split_model(bare, inventory, plan, device)
+            measured = _rehearse(plan, inventory, split_model, device, options)
+    key = memory_key(config, inventory, plan.workload, device.name, adapter)
+    plan, plan_change = _fit_plan(plan, request, measured, key, options)
+    engine = None
+    try:
+        with all_or_none(ranks), explain_out_of_memory(device, plan, "the engine"):
+            check_free_memory(device, plan)
+            engine_settings = _engine_settings(settings, options)
+            engine = Engine(plan, inventory, split_model, device, engine_settings, ranks)
+            engine.plan_change = plan_change
+            engine.files.adapter = adapter_files
             # Checkpoints have no frozen weights of a model with an adapter.
             from_files = adapter_files is not None and isinstance(model, str | Path)
             if options.load_weights or from_files:
@@ -515,12 +556,42 @@ def _build_engine(
                 _load_weights(engine, model, config, settings, draw=options.load_weights)
             # Loading has found out which weights the adapter belongs to.
             engine.model_files = replace(model_files, adapter=engine.files.adapter)
-        except BaseException:
+    except BaseException:
+        if engine is not None:
             engine.close()
-            raise
+        raise
     if not isinstance(model, str | Path):
         _take_over(model, engine, dtype)
     return engine
+
+
+def _split_model(bare: nn.Module, inventory: Inventory, plan: Plan, device: Device) -> SplitModel:
+    from penstock.model.split import SplitModel
+
+    numerics = plan.workload.numerics
+    split_model = SplitModel(
+        bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
+        deterministic=numerics.deterministic, noise_alpha=numerics.neftune_noise_alpha,
+    )  # fmt: skip
+    split_model.check_noise(device.torch_device)
+    return split_model
+
+
+def _fit_plan(
+    plan: Plan, request: PlanRequest | None, measured: WorkingMemory | None, key: str,
+    options: _EngineOptions,
+) -> tuple[Plan, str]:  # fmt: skip
+    """Return a plan for what rank 0 measured, on all ranks, and what changed in it."""
+    from penstock.engine.rank_agreement import all_or_none, share_bytes
+
+    ranks, change = options.ranks, ""
+    with all_or_none(ranks):
+        if measured is not None and ranks.rank == 0:
+            if options.loss is None:
+                measured = keep_measured(key, measured)
+            plan, change = fit_plan(plan, request, measured)
+    change = share_bytes(ranks, change.encode()).decode()
+    return (_share_plan(ranks, plan), change) if change else (plan, change)
 
 
 def _bare_model(

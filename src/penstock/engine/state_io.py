@@ -7,6 +7,7 @@ that was written under one plan can be read under another.
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -24,11 +25,14 @@ from penstock.checkpoint.reader import ShardReader
 from penstock.checkpoint.writer import Progress, ShardWriter, TensorOut
 from penstock.engine.bounded_executor import BoundedExecutor
 from penstock.engine.initial_weights import set_master
+from penstock.engine.rank_agreement import all_or_none, share_bytes
 from penstock.engine.spans import role_dtype
 from penstock.engine.tensor_access import Source, TensorAccess
+from penstock.engine.transport import Transport
 from penstock.model.adapters import Adapter, base_name
 from penstock.model.inventory import Inventory, TensorSpec
 from penstock.optim.formats import num_blocks, read_master
+from penstock.records import from_json, to_json
 from penstock.roles import STATE, Role
 
 OPTIMIZER = "optimizer"
@@ -75,21 +79,22 @@ class EngineFiles:
         return writers
 
     def write(
-        self, folder: Path, *, optimizer: bool = True, progress: Progress | None = None
-    ) -> dict[str, FileRecord]:
-        """Write the weights and, with `optimizer`, the optimizer states.
+        self, folder: Path, ranks: Transport, *, optimizer: bool = True,
+        progress: Progress | None = None,
+    ) -> dict[str, FileRecord]:  # fmt: skip
+        """Write the weights and, with `optimizer`, the optimizer states: every rank some files.
 
-        Returns the sizes and checksums of the files, for the manifest.
+        Returns the sizes and checksums of all files, for the manifest. If a rank cannot write,
+        every rank raises an error.
         """
         written: dict[str, FileRecord] = {}
-        for writer in self.writers(optimizer=optimizer):
-            written |= writer.write(folder, progress)
-        return written
-
-    def send(self, *, optimizer: bool = True) -> None:
-        """Send the rank that writes what this one stores: all others call this, and one `write`."""
-        for writer in self.writers(optimizer=optimizer):
-            writer.read_all()
+        writers = self.writers(optimizer=optimizer)
+        for writer in writers:
+            with all_or_none(ranks):
+                written |= writer.write(folder, progress, rank=ranks.rank, world=ranks.world)
+        found = _gather_records(ranks, written)
+        # The order in the manifest must not depend on who wrote what.
+        return {name: found[name] for writer in writers for name in writer.names}
 
     def move_source(self, folder: Path) -> None:
         """Read the other tensors of a multimodal model from a folder that was just written.
@@ -260,6 +265,18 @@ class EngineFiles:
 
     def _has_bases(self, role: Role) -> bool:
         return self._access.has_bases and role in (Role.FIRST, Role.SECOND)
+
+
+def _gather_records(ranks: Transport, own: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    """Return what all ranks have written."""
+    if ranks.world == 1:
+        return own
+    found: dict[str, FileRecord] = {}
+    sent = json.dumps({name: to_json(record) for name, record in own.items()}).encode()
+    for rank in range(ranks.world):
+        records = json.loads(share_bytes(ranks, sent, rank))
+        found |= {name: from_json(FileRecord, record) for name, record in records.items()}
+    return found
 
 
 def _whole(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -7,12 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.checkpoint.errors import (
-    CheckpointExistsError,
-    CheckpointSpaceError,
-    CheckpointWriteError,
-    IncompleteCheckpointError,
-)
+from penstock.checkpoint import errors as checkpoint_errors
+from penstock.checkpoint.errors import CheckpointExistsError
 from penstock.durable_files import name_file
 from penstock.errors import BatchError, NonFiniteLossError, PenstockError
 from penstock.io_retries import take_counts
@@ -40,12 +36,7 @@ if TYPE_CHECKING:
     from penstock.data.batches import Batches
     from penstock.engine.engine import Engine
 
-SAVE_FAILURES = (
-    CheckpointSpaceError,
-    CheckpointWriteError,
-    IncompleteCheckpointError,
-    OutLostError,
-)
+SAVE_FAILURES = (*checkpoint_errors.SAVE_FAILURES, OutLostError)
 """Errors of a save after which training continues: the next save may succeed."""
 
 
