@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src/penstock"
 LAYERS: list[set[str]] = [
     {"_native", "version", "units", "tiers", "io_retries"},
     {"errors", "roles", "ticket", "durable_files"},
-    {"records"},
+    {"records", "rank_place"},
     {"lora_options"},
     {"settings"},
     {"machine"},

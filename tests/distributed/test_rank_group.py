@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.distributed.rank_group import NAMES, RankPlace, single_rank
+from penstock.distributed.rank_group import single_rank
 from penstock.errors import EngineError
+from penstock.rank_place import NAMES, RankPlace
 
 SECOND_MACHINE = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -30,6 +31,11 @@ def test_a_process_without_a_launcher_is_no_rank(missing: str) -> None:
 def test_a_variable_that_is_no_number_is_named() -> None:
     with pytest.raises(EngineError, match="LOCAL_RANK must be a number, got 'one'"):
         RankPlace.of({**SECOND_MACHINE, "LOCAL_RANK": "one"})
+
+
+def test_machines_with_different_numbers_of_ranks_are_refused() -> None:
+    with pytest.raises(EngineError, match="has 3 of 8 ranks, but all machines must have equally"):
+        RankPlace.of({**SECOND_MACHINE, "LOCAL_WORLD_SIZE": "3"})
 
 
 def test_a_single_process_talks_and_prints_its_own_errors() -> None:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from penstock.checkpoint.run_directory import list_checkpoints
+from penstock.engine.transport import SingleRank
 from penstock.settings import Settings
 from penstock.train import checkpoints
 from penstock.train import loop as loop_module
 from penstock.train.loop import TrainingLoop
+from penstock.train.rank_commands import RankLeader
+from penstock.train.signals import StopRequest
 from penstock.units import GiB
 from tests.checkpoint.saves import save
 
@@ -124,6 +127,7 @@ def test_an_evaluation_is_reported_once_with_its_seconds(monkeypatch: pytest.Mon
             workload=SimpleNamespace(numerics=SimpleNamespace(label_smoothing=0.0)),
         ),
         _listeners=SimpleNamespace(emit=lambda kind, **fields: events.append({kind: fields})),
+        _leader=RankLeader(SingleRank(), StopRequest()),
         _until_stopped=lambda batches: batches,
         _evaluated_step=None,
         _best=None,

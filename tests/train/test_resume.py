@@ -11,6 +11,8 @@ import pytest
 
 from penstock.checkpoint.manifest import Checkpoint, Manifest
 from penstock.checkpoint.training_state import TrainingState
+from penstock.distributed.rank_group import single_rank
+from penstock.engine.transport import SingleRank
 from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.workload import Numerics
 from penstock.records import to_json
@@ -18,7 +20,9 @@ from penstock.settings import Settings
 from penstock.storage.leftovers import find_stores
 from penstock.storage.store import Store
 from penstock.train import plan_choice, session
+from penstock.train.rank_commands import RankLeader
 from penstock.train.resume import ResumePoint, resumed_numerics
+from penstock.train.signals import StopRequest
 
 SAVED = Numerics(
     micro_batch=3, loss_chunk=1000, mlp_tile=2000, attention="varlen", loss_kernel="fused",
@@ -69,9 +73,11 @@ def test_an_engine_whose_checkpoint_cannot_be_read_is_closed(
     engine = SimpleNamespace(read=read, close=lambda: closed.append(True))
     monkeypatch.setattr("penstock.engine.prepare.prepare", lambda *_, **__: engine)
     any_of: Any = SimpleNamespace(source="model", show_work=lambda *_: None)
+    leader = RankLeader(SingleRank(), StopRequest())
+    run = session._Session(any_of, any_of, any_of, single_rank(), leader)
 
     with pytest.raises(OSError, match="cannot be read"):
-        session._prepare_engine(Settings(), any_of, any_of, resume_point(), any_of, [])
+        session._prepare_engine(Settings(), any_of, any_of, resume_point(), run, [])
     assert closed == [True]
 
 

@@ -12,7 +12,6 @@ import errno
 import io
 import os
 import sys
-import traceback
 import warnings
 from typing import Annotated
 
@@ -23,12 +22,12 @@ from penstock.cli.check import check_command
 from penstock.cli.compare import compare_command
 from penstock.cli.data import data_app
 from penstock.cli.doctor import doctor_command
+from penstock.cli.failures import report_failure
 from penstock.cli.fit import fit_command
 from penstock.cli.generate import generate_command
 from penstock.cli.machines import machines_command
 from penstock.cli.merge import merge_command
 from penstock.cli.output import (
-    EXIT_BUG,
     EXIT_ERROR,
     AsJson,
     format_warning,
@@ -102,48 +101,9 @@ def run(arguments: list[str]) -> int:
         app(args=arguments, prog_name="penstock")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
-    except PenstockError as problem:
-        print_errors(f"error: {problem}")
-        print_errors(*(f"also: {note}" for note in getattr(problem, "__notes__", ())))
-        return EXIT_ERROR
     except Exception as problem:
-        if isinstance(problem, OSError) and _is_users(problem):
-            print_errors(f"error: {describe_os_error(problem)}")
-            return EXIT_ERROR
-        print_errors(
-            f"{traceback.format_exc()}This is a bug in Penstock {__version__}; please report it."
-        )
-        return EXIT_BUG
+        return report_failure(problem)
     return 0
-
-
-_ADVICE = {
-    errno.EIO: "the drive or the network failed; look at `dmesg`, or use another directory",
-    errno.ESTALE: "the network file system lost it; mount it again, or use another directory",
-    errno.ENOSPC: "free some space, or use another directory",
-    errno.EDQUOT: "free some space, or use another directory",
-    errno.EROFS: "mount it writable, or use another directory",
-    errno.EACCES: "check its owner and permissions, or use another directory",
-    errno.EPERM: "check its owner and permissions, or use another directory",
-    errno.EMFILE: "raise the limit of open files, for example with `ulimit -n 65536`",
-}
-"""What the user can do about errors of the operating system."""
-
-
-def describe_os_error(problem: OSError) -> str:
-    """Name the files of an error, what went wrong, and what to do."""
-    names = [problem.filename, problem.filename2]
-    where = " -> ".join(os.fsdecode(name) for name in names if isinstance(name, str | bytes))
-    # Without a name it is standard output, to which advice about directories does not apply.
-    advice = _ADVICE.get(problem.errno or 0, "") if where or problem.errno == errno.EMFILE else ""
-    parts = (f"{where}: " if where else "", problem.strerror or str(problem))
-    return "".join(parts) + (f"; {advice}" if advice else "")
-
-
-def _is_users(problem: OSError) -> bool:
-    """Return whether the user can fix the error: it names a file, or a file system has failed."""
-    failed = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOTCONN)
-    return problem.filename is not None or problem.errno in failed
 
 
 def _check_current_directory() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,11 +18,16 @@ from penstock.cli.flags import (
     settings_parameters,
     usage_error,
 )
-from penstock.cli.output import EXIT_INTERRUPTED
+from penstock.cli.output import EXIT_INTERRUPTED, print_errors
+from penstock.cli.rank import INTERRUPTED, begin_rank, end_process, run_rank
 from penstock.errors import SettingsError
 from penstock.machine.limits import check_import_memory
 from penstock.machine.sysfs import System
+from penstock.rank_place import RankPlace
 from penstock.settings import Layer, Settings, merge_layers, read_yaml
+
+if TYPE_CHECKING:
+    from penstock.distributed.rank_group import RankGroup
 
 
 def train_command(**flags: Any) -> None:
@@ -30,22 +35,51 @@ def train_command(**flags: Any) -> None:
 
     Press Ctrl-C once to save a checkpoint and stop; continue later with --resume.
     """
+    place = RankPlace.of()
+    try:
+        _train(flags, place)
+    except KeyboardInterrupt:
+        if place is None:
+            print_errors(INTERRUPTED)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        end_process(EXIT_INTERRUPTED)  # one rank says so, if they are connected already
+
+
+def _train(flags: dict[str, Any], place: RankPlace | None) -> None:
+    """Train in this process, which may be a rank, or start the ranks."""
+    if place is not None:
+        begin_rank(place)
     if "torch" not in sys.modules:  # the next import loads it
         check_import_memory(System())
+    from penstock.train.progress import SilentView
     from penstock.train.session import pick_view, train
 
     resume, as_json, profile = (flags.pop(name) for name in ("resume", "as_json", "profile"))
-    settings = _merge_settings(flags, resume=resume)
-    view = pick_view(as_json)
-    try:
-        code = train(settings, resume=resume, view=view, as_json=as_json, profile=profile)
-    except KeyboardInterrupt:
-        typer.echo("interrupted before the first step; no progress was lost", err=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    raise typer.Exit(code)
+    settings = _merge_settings(flags, resume=resume, place=place)
+    if place is None and settings.memory.gpus > 1:
+        from penstock.train.launch import launch
+
+        raise typer.Exit(launch(settings, _rank_flags(resume, as_json, profile)))
+
+    def work(group: RankGroup | None) -> int:
+        view = pick_view(as_json) if group is None or group.talks else SilentView()
+        return train(
+            settings, resume=resume, view=view, as_json=as_json, profile=profile, group=group
+        )
+
+    if place is not None:
+        raise typer.Exit(run_rank(place, work))
+    raise typer.Exit(work(None))
 
 
-def _merge_settings(flags: dict[str, Any], *, resume: bool) -> Settings:
+def _rank_flags(resume: bool, as_json: bool, profile: int | None) -> list[str]:
+    """Return the flags of this command that are not settings, for the processes of all ranks."""
+    flags = ["--resume"] if resume else []
+    flags += ["--json"] if as_json else []
+    return [*flags, "--profile", str(profile)] if profile is not None else flags
+
+
+def _merge_settings(flags: dict[str, Any], *, resume: bool, place: RankPlace | None) -> Settings:
     """Merge, weakest first: defaults, run.yaml of the resumed run, --config, the command line."""
     config = flags.pop("config")
     try:
@@ -56,6 +90,8 @@ def _merge_settings(flags: dict[str, Any], *, resume: bool) -> Settings:
         layers: list[tuple[str, Layer]] = [("", given)]
         if config is not None:
             layers.insert(0, (str(config), read_yaml(config)))
+        if place is not None:
+            layers.append(("", _ranks_layer(layers, place)))
         if resume and (out := _find_out(layers)) is not None:
             layers = [*_saved_layers(out), *layers]
             _check_trust(layers, out)
@@ -64,14 +100,29 @@ def _merge_settings(flags: dict[str, Any], *, resume: bool) -> Settings:
         if not settings.data.data:
             source = next(name for name, layer in reversed(layers) if "data" in layer)
             raise SettingsError("data", "must name at least one file", where=source)
-        if settings.memory.gpus > 1:
-            raise SettingsError("gpus", f"must be 1 in this version, got {settings.memory.gpus}")
         return _with_plan(settings, layers)
     except SettingsError as wrong:
         # A usage error (exit code 2) if the value came from the command line.
         if wrong.field in given or (not wrong.where and config is None and not resume):
             raise usage_error(wrong) from None
         raise
+
+
+def _ranks_layer(layers: list[tuple[str, Layer]], place: RankPlace) -> Layer:
+    """Return the number of ranks on this machine, unless the user wants another than there are.
+
+    The run.yaml of a resumed run may have another one.
+    """
+    here = place.local_world
+    for source, layer in layers:
+        if layer.get("gpus", here) != here:
+            raise SettingsError(
+                "gpus",
+                f"is {layer['gpus']}, but the launcher has started {here} processes on this "
+                f"machine; leave --gpus out under torchrun, or start as many processes",
+                where=source,
+            )
+    return {"gpus": here}
 
 
 def _with_plan(settings: Settings, layers: list[tuple[str, Layer]]) -> Settings:

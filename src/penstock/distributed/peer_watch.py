@@ -103,6 +103,9 @@ class PeerWatch:
         """Called once, from the thread of the watch, when a rank is lost."""
         self.before_exit: list[Callable[[], None]] = []
         """Called before the process is ended: they remove files that would stay."""
+        self.idle = False
+        """Whether this rank has nothing to do until another one makes a call. It then waits as long
+        as that takes, and names only ranks that do not respond."""
         self._notify = notify or _print_line
         self._one_machine = peers.one_machine
         now = time.monotonic()
@@ -329,7 +332,7 @@ class PeerWatch:
             for p in self._peers.values()
             if not p.left and now - p.heard_at > 5 * self.settings.heartbeat_seconds
         }
-        if silent:
+        if silent or self.idle:
             return silent, self.settings.silent_seconds
         behind = {
             p.rank: "its process responds, but has not made this call"

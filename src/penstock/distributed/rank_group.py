@@ -10,19 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.engine.transport import SingleRank, Transport
 from penstock.errors import EngineError, PeerLostError
+from penstock.rank_place import LAUNCH, LOST, REPORTED, RankPlace
 
 if TYPE_CHECKING:
     from penstock.distributed.peer_watch import PeerWatch
-
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables that describe a rank. A process without one of them is not a rank."""
 
 TIMEOUT = timedelta(days=30)
 """How long a collective call may wait. Rank 0 may tokenize data for hours before the others have
@@ -33,43 +31,6 @@ REPORT_SECONDS = 2.0
 
 _REPORTED = "penstock/reported"
 """Key of the number of messages that ranks of this run have printed."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where a process is among the ranks of a run."""
-
-    rank: int = 0
-    """Number of the rank, from 0."""
-    world: int = 1
-    """Number of ranks on all machines."""
-    local_rank: int = 0
-    """Number of the rank on its machine, which is also the number of its GPU."""
-    local_world: int = 1
-    """Number of ranks on this machine."""
-    machine: int = 0
-    """Number of the machine, from 0."""
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str] = os.environ) -> RankPlace | None:
-        """Read the place of this process; None if no launcher has started it as a rank."""
-        if not all(name in environment for name in NAMES):
-            return None
-        values: dict[str, int] = {}
-        for name in (*NAMES[:4], "GROUP_RANK"):
-            text = environment.get(name, "0")
-            if not text.isascii() or not text.isdigit():
-                raise EngineError(f"the environment variable {name} must be a number, got {text!r}")
-            values[name] = int(text)
-        return cls(
-            rank=values["RANK"], world=values["WORLD_SIZE"], local_rank=values["LOCAL_RANK"],
-            local_world=values["LOCAL_WORLD_SIZE"], machine=values["GROUP_RANK"],
-        )  # fmt: skip
-
-    @property
-    def machines(self) -> int:
-        """Number of machines, if all of them have equally many ranks."""
-        return -(-self.world // self.local_world)
 
 
 class RankGroup:
@@ -84,6 +45,7 @@ class RankGroup:
         """Device that this rank computes on, such as `cuda:1` or `cpu`; None to choose it."""
         self._store = store
         """Key-value store of torch.distributed, which outlives a rank that fails."""
+        self._launch = os.environ.get(LAUNCH)
 
     @property
     def rank(self) -> int:
@@ -98,17 +60,49 @@ class RankGroup:
         """Whether this rank is the one that prints, and that writes all files but shards."""
         return self.rank == 0
 
+    @property
+    def launched(self) -> bool:
+        """Whether Penstock's own launcher has started this process."""
+        return self._launch is not None
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        """Let another rank take its time before the collective call in the block."""
+        if self.watch is None:
+            yield
+            return
+        self.watch.idle = True
+        try:
+            yield
+        finally:
+            self.watch.idle = False
+
+    def tell_launcher(self, name: str, text: str = "") -> None:
+        """Leave a message for Penstock's launcher, if that has started this process."""
+        if self._launch is not None:
+            with contextlib.suppress(OSError):  # the launcher may be gone
+                Path(self._launch, name).write_text(text)
+
     def claim_report(self, error: BaseException) -> bool:
         """Return whether this rank should print its error: one message is enough for all ranks.
 
         The first rank that fails prints. A rank that only lost another one waits a moment, because
-        the other can say more, unless it was killed.
+        the other can say more, unless it was killed. Penstock's launcher knows that: it prints the
+        message of a rank that was lost if there is none from that rank itself.
         """
-        if self._store is None:
-            return True
-        deadline = time.monotonic() + REPORT_SECONDS
+        lost = isinstance(error, PeerLostError)
+        if lost and self.launched:
+            self.tell_launcher(LOST, str(error))
+            return False
+        claimed = self._store is None or self._claim(REPORT_SECONDS if lost else 0.0)
+        if claimed:
+            self.tell_launcher(REPORTED)
+        return claimed
+
+    def _claim(self, patience: float) -> bool:
+        deadline = time.monotonic() + patience
         with contextlib.suppress(RuntimeError):  # the store is gone with the launcher
-            while isinstance(error, PeerLostError) and time.monotonic() < deadline:
+            while time.monotonic() < deadline:
                 if self._store.add(_REPORTED, 0):
                     return False
                 time.sleep(0.05)
@@ -121,7 +115,7 @@ class RankGroup:
             return
         import torch.distributed as dist
 
-        self.transport.meet(b"")
+        self.transport.meet(b"\0")
         self._store = None
         if self.watch is not None:
             self.watch.close()

@@ -189,8 +189,7 @@ def prepare(
         live = None if isinstance(model, str | Path) else LiveModel(model)
         if live is not None:
             live.check_memory()
-        adapter = adapter_of(model, chosen)
-        config, inventory = _inspect_and_check(model, chosen, adapter, load_weights=load_weights)
+        config, inventory, adapter = _inspect_and_check(model, chosen, load_weights=load_weights)
         # One rank plans for all: free memory differs between them.
         if plan is None and ranks.rank == 0:
             plan = choose_plan(
@@ -217,12 +216,8 @@ def prepare(
 
 
 def _inspect_and_check(
-    model: str | Path | nn.Module,
-    settings: Settings,
-    adapter: Adapter | None,
-    *,
-    load_weights: bool,
-) -> tuple[Any, Inventory]:
+    model: str | Path | nn.Module, settings: Settings, *, load_weights: bool
+) -> tuple[Any, Inventory, Adapter | None]:
     """Inspect the model, and raise an error if it cannot be trained or its weights are not there.
 
     `load_weights` is False for a resumed run, which freezes what it froze before.
@@ -231,12 +226,13 @@ def _inspect_and_check(
     from penstock.model.meta_model import check_trainable
 
     config, inventory = inspect_model(model, settings)
+    adapter = adapter_of(model, settings)
     check_trainable(inventory)  # first: its reasons say more than those about files
     if load_weights:
         check_freeze(inventory, settings.model.freeze)
     if load_weights and isinstance(model, str | Path) and settings.model.init == "pretrained":
         check_weights(model_directory(model, settings.model.revision), inventory, adapter)
-    return config, inventory
+    return config, inventory, adapter
 
 
 def _share_plan(ranks: Transport, plan: Plan | None) -> Plan:

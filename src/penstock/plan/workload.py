@@ -160,9 +160,10 @@ class Workload:
             raise WorkloadError(
                 "batch",
                 f"is {self.micro_batches} micro-batches of {size}, but there are {self.world} "
-                f"ranks, and each needs one; use a batch of {self.world * size} or more, "
-                + (f"a micro-batch of {smaller}, " if smaller else "")
-                + "or fewer ranks",
+                f"ranks, and each needs one; use a batch of {self.world * size} or more (--batch "
+                f"{self.world * size}), "
+                + (f"a micro-batch of {smaller} (--micro-batch {smaller}), " if smaller else "")
+                + f"or {self.micro_batches} ranks (--gpus {self.micro_batches})",
             )
         if self.numerics.head_sum == "chunk" and self._has_chunks:
             raise WorkloadError(

@@ -16,7 +16,6 @@ from penstock.durable_files import replace_file, sync
 from penstock.errors import RecordError
 
 if TYPE_CHECKING:
-    from penstock.engine.engine import Engine
     from penstock.train.checkpoints import CheckpointSaver
 
 BEST = "best"
@@ -32,8 +31,8 @@ class BestModel:
     A resumed run compares with the loss that the directory states.
     """
 
-    def __init__(self, engine: Engine, saver: CheckpointSaver) -> None:
-        self._engine, self._saver = engine, saver
+    def __init__(self, saver: CheckpointSaver) -> None:
+        self._saver = saver
         self.loss = _read_loss(self._path)
         """The lowest evaluation loss so far; infinity before the first."""
 
@@ -51,7 +50,7 @@ class BestModel:
         self._saver.find_directory()
         nbytes = self._saver.model_nbytes
         with translate_write_errors(self._path, nbytes), draft_of(self._path) as folder:
-            self._engine.write(folder, optimizer=False)
+            self._saver.write_tensors(folder, optimizer=False)
             record = json.dumps({"step": step, "loss": loss})
             replace_file(folder / BEST_FILE, record + "\n")
             sync_tree(folder)

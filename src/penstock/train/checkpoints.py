@@ -32,6 +32,7 @@ from penstock.settings import AFFECTS_RESULT, RUN_FILE, Settings, write_yaml
 from penstock.train.events import ReportProgress
 from penstock.train.model_card import TrainingResult, write_model_card
 from penstock.train.output_directory import OutputDirectory
+from penstock.train.rank_commands import RankLeader
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
@@ -64,8 +65,10 @@ class CheckpointSaver:
         directory: OutputDirectory,
         note: Callable[[str], None],
         run_id: str = "",
+        leader: RankLeader | None = None,
     ) -> None:
         self._engine, self._directory, self._note = engine, directory, note
+        self._leader = leader
         self.settings = settings
         """Settings of the run. If the output directory is moved, its new path is in them."""
         directory.on_change.append(self._follow)
@@ -189,11 +192,19 @@ class CheckpointSaver:
             # `find` has created it. If it was removed since, its other files must be restored, too.
             create=False,
         ) as folder:
-            self._engine.write(folder, optimizer=self._with_optimizer, progress=report)
+            self.write_tensors(folder, optimizer=self._with_optimizer, report=report)
             # Replaces the state that the engine wrote, which has only the engine's part.
             self._training_state(position).save(folder)
             # A resume uses this copy if the run's own is lost or damaged.
             write_yaml(self.settings, folder / RUN_FILE, run_id=self.run_id)
+
+    def write_tensors(
+        self, folder: Path, *, optimizer: bool, report: ReportProgress | None = None
+    ) -> None:
+        """Write the model and, with `optimizer`, its states, together with all other ranks."""
+        if self._leader is not None:
+            self._leader.write(str(folder), optimizer=optimizer)
+        self._engine.write(folder, optimizer=optimizer, progress=report)
 
     def publish(self, result: TrainingResult) -> None:
         """Put the newest checkpoint's weights and a model card next to the config."""

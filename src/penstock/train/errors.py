@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,44 @@ class OutLostError(TrainError):
             f"wherever that directory is. While the run lasts, put the directory back or remove "
             f"what has its name: the next save tries again"
         )
+
+
+class OutNotSharedError(TrainError):
+    """The ranks of a run do not have the same output directory."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        self.path, self.rank = path, rank
+        super().__init__(
+            f"{path} on rank {rank} is not the directory of rank 0: a file that rank 0 wrote there "
+            f"does not appear. Every rank writes a part of each checkpoint, so several machines "
+            f"need an --out on a file system that all of them mount at the same path"
+        )
+
+
+class RanksLostError(TrainError):
+    """Processes of a run ended without a message of their own.
+
+    `exit_codes` has the exit code of each, negative for a signal, by rank. `problem` is what other
+    ranks noticed, or "".
+    """
+
+    def __init__(self, exit_codes: Mapping[int, int], problem: str) -> None:
+        self.exit_codes, self.problem = dict(exit_codes), problem
+        killed = [
+            f"rank {rank} was killed by {signal.Signals(-code).name}"
+            for rank, code in exit_codes.items()
+            if code < 0
+        ]
+        ended = [f"rank {rank} ended with exit code {code}" for rank, code in exit_codes.items()]
+        advice = "Continue from the last checkpoint with --resume"
+        text = problem or f"{', '.join(ended) or 'the ranks ended'} without a message. {advice}"
+        if killed:
+            text = (
+                f"{', '.join(killed)}, so the other ranks have ended, too. The kernel sends "
+                f"SIGKILL when host memory runs out (see `dmesg`): lower --dram in that case. "
+                f"{advice}"
+            )
+        super().__init__(text)
 
 
 class NotResumableError(TrainError):

@@ -82,6 +82,15 @@ def load_model(settings: Settings, checkpoint: Path | None) -> ModelSource:
     return ModelSource(source, config, inventory)
 
 
+def prepare_arguments(settings: Settings, *, resumed: bool) -> dict[str, Any]:
+    """Return the arguments of `prepare` that differ for a resumed run.
+
+    It reads config and weights from the checkpoint, which has no revision.
+    """
+    arguments: dict[str, Any] = {"init": "none"} if resumed else {}
+    return arguments | {"revision": None} if resumed and not settings.model.lora else arguments
+
+
 def load_data(
     settings: Settings, model: ModelSource, note: Note, report: ReportProgress
 ) -> tuple[Settings, TrainingData]:

@@ -28,6 +28,7 @@ from penstock.train.inputs import TrainingData
 from penstock.train.learning_rate import LearningRateSchedule
 from penstock.train.model_card import TrainingResult
 from penstock.train.progress import View
+from penstock.train.rank_commands import RankLeader
 from penstock.train.signals import StopRequest
 from penstock.train.watchdog import Watchdog
 from penstock.units import format_bytes
@@ -51,6 +52,8 @@ class TrainingRun:
     saver: CheckpointSaver
     rate: LearningRateSchedule
     resumed: bool
+    leader: RankLeader
+    """Sends the other ranks, if there are any, what this one does."""
 
 
 class TrainingLoop:
@@ -61,6 +64,7 @@ class TrainingLoop:
     ) -> None:
         self._run, self._listeners, self._view, self._stop = run, listeners, view, stop
         self._engine, self._batches, self._saver = run.engine, run.batches, run.saver
+        self._leader = run.leader
         self._rate = run.rate
         self._scheduler = self._rate.scheduler(
             run.engine.optimizer, taken=run.engine.steps, peak=run.settings.schedule.lr
@@ -71,7 +75,7 @@ class TrainingLoop:
         self._eval_loss: float | None = None
         self._last_loss: float | None = None
         save_best = run.settings.evaluation.save_best
-        self._best = BestModel(run.engine, run.saver) if save_best else None
+        self._best = BestModel(run.saver) if save_best else None
         self._sampled_step: int | None = None
         self._is_evaluating = False
         # A resumed run has had its first steps already.
@@ -92,7 +96,7 @@ class TrainingLoop:
             self._engine.on_progress = self._report_step_progress
             if not self._run.resumed:
                 self._evaluate_and_sample()
-            while not self._at_end and not self._stop.requested:
+            while not self._at_end and not self._leader.stop_requested:
                 self._take_step()
                 self._save_if_due()
                 self._evaluate_if_due()
@@ -114,6 +118,7 @@ class TrainingLoop:
         position = self._batches.position
         batch = next(self._batches)
         rate = self._scheduler.get_last_lr()[0]
+        self._leader.step(batch, [group["lr"] for group in self._engine.optimizer.param_groups])
         try:
             loss = self._engine.step(batch)
         except (BatchError, NonFiniteLossError):
@@ -250,6 +255,7 @@ class TrainingLoop:
         started = time.monotonic()
         batches = held_out.batches(self._run.settings.schedule.chosen_batch, shuffle=False)
         self._is_evaluating = True
+        self._leader.evaluate()
         try:
             result = self._engine.evaluate(self._until_stopped(batches))
         except _StoppedError:
@@ -282,9 +288,12 @@ class TrainingLoop:
 
     def _until_stopped(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
-            if self._stop.requested:
+            if self._leader.stop_requested:
+                self._leader.last_batch()
                 raise _StoppedError
+            self._leader.batch(batch)
             yield batch
+        self._leader.last_batch()
 
     def _sample(self) -> None:
         """Answer the sample prompts. Training continues if there is too little memory for it."""

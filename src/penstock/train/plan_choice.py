@@ -23,12 +23,16 @@ from penstock.units import format_bytes_up
 
 
 def choose_plan(
-    settings: Settings, model: ModelSource, steps: int, resume: ResumePoint | None
+    settings: Settings,
+    model: ModelSource,
+    steps: int,
+    resume: ResumePoint | None,
+    machines: int = 1,
 ) -> tuple[PlanChoice, tuple[str, ...]]:
     """Make the best plan for the budgets, or load and check the plan that the settings name.
 
-    A resumed run keeps the numerics of its checkpoint, even with other budgets. Returns the plan
-    and remarks for the user.
+    A resumed run keeps the numerics of its checkpoint, even with other budgets. The run has as many
+    `machines` like this one. Returns the plan and remarks for the user.
     """
     path = settings.memory.plan
     plan = None if path is None else Plan.load(path)
@@ -39,7 +43,10 @@ def choose_plan(
         choice = check_plan(plan, model.inventory, target, path=path)
         _check_settings(settings, path)
         return choice, notes
-    request = plan_request(model.inventory, settings, target, config=model.config, steps=steps)
+    request = plan_request(
+        model.inventory, settings, target, config=model.config, steps=steps,
+        machines=machines,
+    )  # fmt: skip
     numerics = resumed_numerics(request.workload.numerics, resume, settings)
     request = replace(request, workload=replace(request.workload, numerics=numerics))
     return request.make_plan(), (*request.remarks, *notes)
@@ -47,8 +54,10 @@ def choose_plan(
 
 def plan_layer(path: str) -> dict[str, object]:
     """Return the settings that a plan file fixes, by field name."""
-    workload = Plan.load(path).workload
+    plan = Plan.load(path)
+    workload = plan.workload
     return {
+        "gpus": len(plan.seats) or workload.world,
         "context": workload.context,
         "batch": workload.batch,
         "moments": workload.moments,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +23,29 @@ from penstock.durable_files import name_file
 from penstock.engine.plan_choice import PlanChoice, check_budget
 from penstock.errors import PlanError, SettingsError
 from penstock.planner.plan_view import plan_json
-from penstock.records import named_by
+from penstock.rank_place import STARTED
+from penstock.records import named_by, to_json
 from penstock.settings import RUN_FILE, Settings, write_yaml
 from penstock.tiers import Tier
 from penstock.train.checkpoints import CheckpointSaver
 from penstock.train.errors import explain_host_out_of_memory
 from penstock.train.events import JsonLines, Listeners
-from penstock.train.inputs import ModelSource, TrainingData, load_data, load_model
+from penstock.train.follower import follow
+from penstock.train.inputs import (
+    ModelSource,
+    TrainingData,
+    load_data,
+    load_model,
+    prepare_arguments,
+)
+from penstock.train.launch import check_several_ranks
 from penstock.train.learning_rate import LearningRateSchedule
 from penstock.train.loop import TrainingLoop, TrainingRun
 from penstock.train.metrics_file import MetricsFile
 from penstock.train.output_directory import OutputDirectory
 from penstock.train.plan_choice import choose_plan, describe_budget
 from penstock.train.progress import LineView, LiveView, SilentView, View
+from penstock.train.rank_commands import RankLeader
 from penstock.train.resume import ResumePoint, find_resumable, load_resume_point
 from penstock.train.run_id import find_run_id, new_run_id
 from penstock.train.signals import StopRequest, guard_output
@@ -42,6 +54,7 @@ from penstock.version import __version__
 
 if TYPE_CHECKING:
     from penstock.data.batches import Batches
+    from penstock.distributed.rank_group import RankGroup
     from penstock.engine.engine import Engine
 
 PLAN_FILE = "plan.json"
@@ -62,8 +75,11 @@ def train(
     view: View,
     as_json: bool = False,
     profile: int | None = None,
+    group: RankGroup | None = None,
 ) -> int:
     """Train, and return the exit code: 0 at the end, or 128 plus the number of a signal.
+
+    With several ranks, every rank calls this. Rank 0 leads, and the others follow.
 
     Args:
         settings: Settings of the run.
@@ -71,10 +87,19 @@ def train(
         view: What the user sees.
         as_json: Whether to print events as JSON lines on standard output.
         profile: Number of steps to record, from the first one on.
+        group: This process among the ranks of the run; None if it is alone.
     """
-    stop = StopRequest()
+    from penstock.distributed.rank_group import single_rank
+
+    group = group or single_rank()
+    stop = StopRequest(quiet=not group.talks or group.launched)
     with guard_output(stop):
-        return _train(settings, resume, view, as_json, profile, stop)
+        if not group.talks:
+            return follow(settings, group, stop)
+        leader = RankLeader(group.transport, stop)
+        code = _train(settings, resume, view, as_json, profile, stop, group, leader)
+        leader.end(code)
+        return code
 
 
 def _train(
@@ -84,10 +109,13 @@ def _train(
     as_json: bool,
     profile: int | None,
     stop: StopRequest,
+    group: RankGroup,
+    leader: RankLeader,
 ) -> int:
     check_trackers(settings.logging.log)
     if settings.schedule.lr == 0:
         raise SettingsError("lr", "must be greater than 0: no step would change a weight, got 0")
+    _check_ranks(settings, group)
     if settings.memory.plan is None:
         check_budget(settings.memory.budgets)  # before the data is tokenized, which may take hours
     listeners = Listeners([view])
@@ -95,15 +123,17 @@ def _train(
         listeners.add(JsonLines())
     with name_file(settings.checkpoint.out):
         directory = OutputDirectory(settings.checkpoint.out, resume=resume)
+    context = _Session(directory, listeners, view, group, leader)
     try:
         with contextlib.ExitStack() as opened:
+            _check_shared(settings, directory.path, leader)
             if resume:
-                run = _resume_run(settings, directory, listeners, view, opened)
+                run = _resume_run(settings, context, opened)
             else:
-                new = _open_run(settings, directory, None, listeners, view, new_run_id())
-                run = opened.enter_context(new)
+                run = opened.enter_context(_open_run(settings, context, None, new_run_id()))
             opened.enter_context(stop)
             stop.before_exit = view.close
+            group.tell_launcher(STARTED)
             if profile is not None:
                 from penstock.train.profile import StepProfiler
 
@@ -115,28 +145,61 @@ def _train(
         directory.close()
 
 
-def _resume_run(
-    settings: Settings,
-    directory: OutputDirectory,
-    listeners: Listeners,
-    view: View,
-    opened: contextlib.ExitStack,
-) -> TrainingRun:
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """What a run has from its start to its end, whichever checkpoint it continues from."""
+
+    directory: OutputDirectory
+    listeners: Listeners
+    view: View
+    group: RankGroup
+    leader: RankLeader
+
+
+def _check_ranks(settings: Settings, group: RankGroup) -> None:
+    """Raise SettingsError if the ranks are not those that the settings ask for."""
+    gpus, here = settings.memory.gpus, group.place.local_world
+    if gpus != here:
+        raise SettingsError("gpus", f"is {gpus}, but this machine has {here} ranks")
+    if group.world > 1:
+        check_several_ranks(settings)
+
+
+def _check_shared(settings: Settings, out: Path, leader: RankLeader) -> None:
+    """Raise an error unless all ranks have this output directory and these settings."""
+    from penstock.engine.rank_agreement import all_or_none
+
+    if leader.ranks.world == 1:
+        return
+    path = out / f".ranks-{secrets.token_hex(8)}"
+    path.touch()
+    try:
+        leader.check_out(str(path), _plain(settings))
+        with all_or_none(leader.ranks):
+            pass
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    return {name: to_json(value) for name, value in settings.flat().items()}
+
+
+def _resume_run(settings: Settings, session: _Session, opened: contextlib.ExitStack) -> TrainingRun:
     """Open a run at its newest checkpoint that is not damaged, or from scratch without any."""
+    directory, listeners = session.directory, session.listeners
     found = list_checkpoints(directory.path)
     run_id = find_run_id(directory.path, found.whole)
     candidates = find_resumable(directory.path, found)
     if not candidates:
         listeners.note(f"{settings.checkpoint.out} has no checkpoint: training starts from scratch")
-        new = _open_run(settings, directory, None, listeners, view, run_id)
-        return opened.enter_context(new)
+        return opened.enter_context(_open_run(settings, session, None, run_id))
     damaged: list[tuple[Checkpoint, Exception]] = []
     for checkpoint in candidates:
         _note_start(checkpoint, found, listeners)
         try:
             point = load_resume_point(checkpoint)
-            resumed = _open_run(settings, directory, point, listeners, view, run_id)
-            run = opened.enter_context(resumed)
+            run = opened.enter_context(_open_run(settings, session, point, run_id))
         except UNREADABLE as error:
             damaged.append((checkpoint, error.with_traceback(None)))
             listeners.note(f"warning: {checkpoint.path} is damaged. {error}")
@@ -178,14 +241,10 @@ def pick_view(as_json: bool) -> View:
 
 @contextlib.contextmanager
 def _open_run(
-    settings: Settings,
-    directory: OutputDirectory,
-    resume: ResumePoint | None,
-    listeners: Listeners,
-    view: View,
-    run_id: str,
+    settings: Settings, session: _Session, resume: ResumePoint | None, run_id: str
 ) -> Iterator[TrainingRun]:
     """Load the inputs, choose the plan and prepare the engine, which is closed at the end."""
+    directory, listeners, view = session.directory, session.listeners, session.view
     if resume is not None:
         resume.check_formats(settings)
         settings = resume.with_recorded_sizes(settings)
@@ -197,12 +256,15 @@ def _open_run(
     )
     if resume is not None and batches.step >= batches.steps:
         listeners.note(_describe_finished(settings, batches.steps))
-    choice, remarks = choose_plan(settings, model, batches.steps, resume)
+    if session.group.world > 1:
+        listeners.note(describe_ranks(session.group))
+    machines = session.group.place.machines
+    choice, remarks = choose_plan(settings, model, batches.steps, resume, machines)
     _report_plan(choice, batches.steps, listeners, view)
     for remark in (*remarks, *_describe_short_run(settings, batches.steps)):
         listeners.note(remark)
     changes: list[str] = []
-    engine = _prepare_engine(settings, model, choice, resume, view, changes)
+    engine = _prepare_engine(settings, model, choice, resume, session, changes)
     try:
         if engine.plan_change:
             listeners.note(engine.plan_change)
@@ -211,7 +273,8 @@ def _open_run(
         if resume is not None:
             changes += resume.differences(settings, steps=batches.steps)
             _report_differences(changes, listeners)
-        saver = CheckpointSaver(engine, settings, directory, listeners.note, run_id)
+        leader = session.leader
+        saver = CheckpointSaver(engine, settings, directory, listeners.note, run_id, leader)
         saver.saved_step = resume.checkpoint.step if resume else None
         saver.check_space()
         with name_file(settings.checkpoint.out):
@@ -233,7 +296,8 @@ def _open_run(
         ]
         for tracker in open_trackers(settings, after=after, note=note):
             listeners.add(tracker)
-        yield TrainingRun(settings, engine, data, batches, saver, rate, resume is not None)
+        resumed = resume is not None
+        yield TrainingRun(settings, engine, data, batches, saver, rate, resumed, leader)
     finally:
         engine.close()
 
@@ -243,28 +307,48 @@ def _prepare_engine(
     model: ModelSource,
     choice: PlanChoice,
     resume: ResumePoint | None,
-    view: View,
+    session: _Session,
     changes: list[str],
 ) -> Engine:
-    """Prepare the engine. On a resume, add what differs from the checkpoint to `changes`."""
-    from penstock.engine.prepare import prepare
+    """Prepare the engine. On a resume, add what differs from the checkpoint to `changes`.
 
-    # A resumed run reads config and weights from the checkpoint, which has no revision.
-    arguments: dict[str, Any] = {} if resume is None else {"init": "none"}
-    if resume is not None and not settings.model.lora:
-        arguments["revision"] = None
+    The other ranks make the same calls (`follower.prepare_on_rank`).
+    """
+    from penstock.engine.prepare import prepare
+    from penstock.engine.rank_agreement import all_or_none
+
+    group, view = session.group, session.view
+    checkpoint = None if resume is None else str(resume.checkpoint.path)
+    session.leader.prepare(_plain(settings), checkpoint)
+    with all_or_none(group.transport):
+        pass  # the others load the model's config, as this rank has done
+    arguments = prepare_arguments(settings, resumed=resume is not None)
     with explain_host_out_of_memory(), named_by(settings.memory.plan or "", PlanError):
         engine = prepare(
-            model.source, plan=choice, settings=settings, progress=view.show_work, **arguments
-        )
-        if resume is not None:
-            try:
-                view.show_work(0, 0, "loading weights")
-                engine.read(resume.checkpoint.path, on_difference=changes.extend)
-            except BaseException:
-                engine.close()
-                raise
+            model.source, plan=choice, settings=settings, progress=view.show_work,
+            ranks=group.transport, device=group.device, **arguments,
+        )  # fmt: skip
+        try:
+            with all_or_none(group.transport):
+                if resume is not None:
+                    view.show_work(0, 0, "loading weights")
+                    engine.read(resume.checkpoint.path, on_difference=changes.extend)
+        except BaseException:
+            engine.close()
+            raise
     return engine
+
+
+def describe_ranks(group: RankGroup) -> str:
+    """Say which processes train together."""
+    place = group.place
+    where = f" on {place.machines} machines" if place.machines > 1 else ""
+    if group.device == "cpu":
+        return (
+            f"note: {place.world} ranks compute{where} on CPUs, connected by gloo: there is no GPU "
+            f"that torch can use"
+        )
+    return f"{place.world} ranks compute{where}, each on a GPU"
 
 
 def _report_plan(choice: PlanChoice, steps: int, listeners: Listeners, view: View) -> None:

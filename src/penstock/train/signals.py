@@ -26,8 +26,11 @@ STOPPED = "stopped immediately; continue from the last checkpoint with --resume"
 class StopRequest:
     """Handles the signals while it is entered as a context."""
 
-    def __init__(self, exit_process: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, exit_process: Callable[[int], None] | None = None, *, quiet: bool = False
+    ) -> None:
         self._exit = exit_process or _exit_process
+        self._quiet = quiet  # where a launcher or another rank tells the user what happens
         self._previous: dict[int, object] = {}
         self.signal: int | None = None
         self.before_exit: Callable[[], None] = lambda: None
@@ -36,6 +39,11 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         return self.signal is not None
+
+    @property
+    def entered(self) -> bool:
+        """Whether signals are handled here."""
+        return bool(self._previous)
 
     @property
     def exit_code(self) -> int:
@@ -61,12 +69,13 @@ class StopRequest:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous.clear()
 
     def request(self, number: int) -> None:
         """Stop after the current step, as at the first signal."""
         if not self.requested:
             self.signal = number
-            _write_error(STOPPING)
+            self._tell(STOPPING)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.requested:
@@ -74,10 +83,14 @@ class StopRequest:
             if number == signal.SIGHUP:
                 return
             self.before_exit()
-            _write_error(STOPPED)
+            self._tell(STOPPED)
             self._exit(128 + number)
             return
         self.request(number)
+
+    def _tell(self, text: str) -> None:
+        if not self._quiet:
+            write_error(text)
 
 
 class GuardedStream:
@@ -124,7 +137,7 @@ def guard_output(stop: StopRequest) -> Iterator[None]:
         yield
 
 
-def _write_error(text: str) -> None:
+def write_error(text: str) -> None:
     """Write to standard error without Python's buffer, whose lock the interrupted code may hold."""
     with contextlib.suppress(OSError):  # the terminal may be closed
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())
