@@ -151,5 +151,8 @@ def test_the_error_without_trl_names_the_package(monkeypatch: pytest.MonkeyPatch
 
 
 def test_offloading_of_activations_is_refused(tmp_path: Path) -> None:
+    from penstock.integrations import PenstockSFTTrainer
+
+    args = trl.SFTConfig(str(tmp_path), activation_offloading=True, use_cpu=True, bf16=False)
     with pytest.raises(SettingsError, match="activation_offloading"):
-        trainers(tmp_path, activation_offloading=True)
+        PenstockSFTTrainer(tiny_model(), args, train_dataset=chats(4, 0))
