@@ -536,26 +536,30 @@ def _build_engine(
             measured = _rehearse(plan, inventory, split_model, device, options)
     key = memory_key(config, inventory, plan.workload, device.name, adapter)
     plan, plan_change = _fit_plan(plan, request, measured, key, options)
-    engine = None
-    try:
-        with all_or_none(ranks), explain_out_of_memory(device, plan, "the engine"):
-            check_free_memory(device, plan)
+    with all_or_none(ranks):
+        check_free_memory(device, plan)
+    with explain_out_of_memory(device, plan, "the engine"):
+        try:
             engine_settings = _engine_settings(settings, options)
             engine = Engine(plan, inventory, split_model, device, engine_settings, ranks)
-            engine.plan_change = plan_change
-            engine.files.adapter = adapter_files
-            # Checkpoints have no frozen weights of a model with an adapter.
-            from_files = adapter_files is not None and isinstance(model, str | Path)
-            if options.load_weights or from_files:
-                if options.progress is not None:
-                    options.progress(0, 0, "loading weights")
-                _load_weights(engine, model, config, settings, draw=options.load_weights)
-            # Loading has found out which weights the adapter belongs to.
-            engine.model_files = replace(model_files, adapter=engine.files.adapter)
-    except BaseException:
-        if engine is not None:
+        except BaseException as error:
+            ranks.abort(error)  # ranks connect while they allocate: the others wait for this one
+            raise
+        engine.plan_change = plan_change
+        engine.files.adapter = adapter_files
+        try:
+            with all_or_none(ranks):
+                # Checkpoints have no frozen weights of a model with an adapter.
+                from_files = adapter_files is not None and isinstance(model, str | Path)
+                if options.load_weights or from_files:
+                    if options.progress is not None:
+                        options.progress(0, 0, "loading weights")
+                    _load_weights(engine, model, config, settings, draw=options.load_weights)
+                # Loading has found out which weights the adapter belongs to.
+                engine.model_files = replace(model_files, adapter=engine.files.adapter)
+        except BaseException:
             engine.close()
-        raise
+            raise
     if not isinstance(model, str | Path):
         _take_over(model, engine, dtype)
     return engine
