@@ -32,6 +32,7 @@ FLAGS = {
         *{"model", "--context", "--batch", "--hbm", "--dram", "--cxl", "--nvme", "--machine"},
         *{"--output", "-o", "--moments", "--dtype", "--micro-batch", "--clip", "--steps"},
         *{"--freeze", "--blocks", "--vary", "--explain", "--json", "--help"},
+        *{"--gpus", "--machines", "--transport"},
         *{"--revision", "--trust-remote-code", "--model-config", "--deterministic"},
         *{"--no-deterministic", "--config", "--data", "--overlong", "--skip-bad-lines", "--cache"},
         *{"--eval-split", "--epochs", "--seed", "--data-weights", "--columns", "--streaming"},
@@ -42,7 +43,7 @@ FLAGS = {
     "machines": {"--json", "--help"},
     "fit": {
         *{"models", "--context", "--batch", "--micro-batch", "--dtype", "--hbm", "--dram", "--cxl"},
-        *{"--nvme", "--moments", "--machine", "--json", "--help"},
+        *{"--nvme", "--moments", "--machine", "--json", "--help", "--gpus", "--transport"},
     },
     "train": {
         *{"model", "--data", "--out", "--context", "--batch", "--epochs", "--steps"},

@@ -23,14 +23,17 @@ from penstock.units import GiB, format_seconds
 if TYPE_CHECKING:
     from penstock.engine.plan_choice import PlanRequest
 
-SETTINGS = ("batch", "micro_batch", "dtype", "hbm", "dram", "cxl", "nvme", "moments")
+SETTINGS = (
+    *("batch", "micro_batch", "dtype", "gpus", "transport"),
+    *("hbm", "dram", "cxl", "nvme", "moments"),
+)
 """Settings that the command takes."""
 
 CONTEXTS = (4096, 32768)
 """Contexts of the table, unless others are given."""
 
 TOKENS = 32768
-"""Tokens per step of the table, unless a batch is given."""
+"""Tokens per step and GPU of the table, unless a batch is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ def find_rows(
                 continue
             sizes: dict[str, Any] = {"context": context}
             if not fixed_batch:
-                sizes["batch"] = max(1, TOKENS // context)
+                sizes["batch"] = settings.memory.gpus * max(1, TOKENS // context)
             request = plan_request(inventory, settings.replace(sizes), target)
             yield FitRow(name, context, request, _find_plan(request, cache))
 
@@ -167,9 +170,11 @@ def fit_table(rows: Sequence[FitRow], target: TargetMachine) -> Table:
 
 def _explanation(rows: Sequence[FitRow], settings: Settings, *, fixed_batch: bool) -> str:
     """Say what the figures are, and what to try if something does not fit."""
-    batch = "" if fixed_batch else f", {TOKENS:,} tokens per step"
+    gpus = settings.memory.gpus
+    batch = "" if fixed_batch else f", {gpus * TOKENS:,} tokens per step"
     text = (
-        f"Full fine-tuning with AdamW{batch}. Peak memory, in GiB, and step times are predictions; "
+        f"Full fine-tuning with AdamW{batch}. Peak memory{' of one rank' if gpus > 1 else ''}, in "
+        f"GiB, and step times are predictions; "
         f"docs/planner.md states their error. `penstock plan MODEL` plans one model exactly."
     )
     if any(row.request is not None and row.result is None for row in rows):

@@ -22,6 +22,7 @@ from penstock.cli.flags import (
     settings_parameters,
 )
 from penstock.cli.output import AsJson, print_errors, progress_bar
+from penstock.cli.scaling import ScalingRow, scaling_note, scaling_rows, scaling_table
 from penstock.errors import InfeasibleError, PlanError, SettingsError
 from penstock.model.freeze import check_freeze
 from penstock.plan.budget import tier_capacity
@@ -50,21 +51,22 @@ SETTINGS = (
     *("context", "overlong", "eval_split"),
     *("batch", "micro_batch", "epochs", "steps", "clip", "deterministic", "seed"),
     *("label_smoothing", "neftune_noise_alpha"),
-    *("hbm", "dram", "cxl", "nvme", "moments"),
+    *("hbm", "dram", "cxl", "nvme", "moments", "transport"),
 )
-"""Settings that a plan depends on."""
+"""Settings that a plan depends on. `--gpus` is a flag of its own: it takes several numbers."""
 
 
 def plan_command(**flags: Any) -> None:
     """Show where everything is stored, the time of a step and its bottleneck. Needs no GPU."""
     from penstock.engine.plan_choice import budget_paths, plan_request
 
-    name = flags.pop("machine")
+    name, machines = flags.pop("machine"), flags.pop("machines")
+    counts = parse_gpus(flags.pop("gpus"))
     output = _Output(*(flags.pop(flag) for flag in ("output", "explain_", "vary_", "as_json")))
-    output.check()
+    output.check(several=len(counts) > 1)
     console = Console()
     reads_data = bool(flags.get("data"))
-    settings = _merge_settings(flags)
+    settings = _merge_settings(flags | ({"gpus": counts[0]} if len(counts) == 1 else {}))
     config, inventory = _inspect_model(settings, name)
     check_freeze(inventory, settings.model.freeze)
     _check_files(settings, inventory)
@@ -78,12 +80,58 @@ def plan_command(**flags: Any) -> None:
     settings, steps = _with_sizes(settings, config, inventory, note, reads_data=reads_data)
     # After the model is inspected, as in training: the imports have used memory by then.
     target = machine_to_plan_for(name, budget_paths(settings.memory.budgets))
-    request = plan_request(inventory, settings, target, config=config, steps=steps)
-    for remark in request.remarks:
-        note(remark)
-    output.show(console, request)
+
+    def request_for(chosen: Settings, of: int | None = machines) -> PlanRequest:
+        return plan_request(inventory, chosen, target, config=config, steps=steps, machines=of)
+
+    if len(counts) > 1:
+        output.show_rows(console, _scaling_rows(settings, counts, request_for, machines, note))
+    else:
+        request = request_for(settings)
+        for remark in request.remarks:
+            note(remark)
+        output.show(console, request)
     if inventory.not_trainable:  # after the plan, which says so
         raise typer.Exit(1)
+
+
+def parse_gpus(text: str | None) -> list[int]:
+    """Parse `2,4,8`; return no number if none is given."""
+    if text is None:
+        return []
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise typer.BadParameter(
+            f"must be a number of GPUs, or several such as 2,4,8, got {text}", param_hint="--gpus"
+        )
+    return counts
+
+
+def _scaling_rows(
+    settings: Settings,
+    counts: list[int],
+    request_for: Callable[[Settings, int | None], PlanRequest],
+    machines: int | None,
+    note: Callable[[str], None],
+) -> list[ScalingRow]:
+    """Plan for several numbers of GPUs, with as many tokens per GPU."""
+    batch = settings.schedule.chosen_batch
+    remarks: list[str] = []
+
+    def request(count: int) -> PlanRequest:
+        several = 1 if count == 1 else machines or 1
+        sizes = {"gpus": count, "batch": batch * count * several}
+        made = request_for(settings.replace(sizes), several)
+        remarks.extend(made.remarks)
+        return made
+
+    rows = list(scaling_rows(counts, request))
+    for remark in dict.fromkeys(remarks):
+        note(remark)
+    return rows
 
 
 def _with_sizes(
@@ -186,8 +234,16 @@ class _Output:
     as_json: bool
     """Whether to print JSON only."""
 
-    def check(self) -> None:
-        """Refuse wrong options before the model is inspected and planned for."""
+    def check(self, *, several: bool) -> None:
+        """Refuse wrong options before the model is inspected and planned for.
+
+        `several` says whether there are several plans, which are shown as a table.
+        """
+        for flag, value in (("-o", self.path), ("--explain", self.block), ("--vary", self.curve)):
+            if several and value:
+                raise typer.BadParameter(
+                    "takes one number of GPUs; give --gpus only one", param_hint=flag
+                )
         if self.curve is not None:
             parse_vary(self.curve)
             if self.path is not None and self.path.suffix not in PLOT_SUFFIXES:
@@ -199,6 +255,16 @@ class _Output:
         names = [name for name, value in chosen if value]
         if len(names) > 1:
             raise typer.BadParameter("choose one of them", param_hint=" and ".join(names))
+
+    def show_rows(self, console: Console, rows: list[ScalingRow]) -> None:
+        """Show plans for several numbers of GPUs. Exit with code 1 if nothing fits any of them."""
+        if self.as_json:
+            print(json.dumps([row.to_json() for row in rows]))
+        else:
+            console.print(scaling_table(rows))
+            console.print(scaling_note(rows), highlight=False)
+        if all(row.result is None for row in rows):
+            raise typer.Exit(1)
 
     def show(self, console: Console, request: PlanRequest) -> None:
         """Make the plan and show it. Exit with code 1 if nothing fits the budgets."""
@@ -319,8 +385,16 @@ def _parameters() -> list[inspect.Parameter]:
         "--vary", help="Plan for a range of budgets of one tier, e.g. dram=16GiB..128GiB."
     )
     explain_ = typer.Option("--explain", help="Show one block of the model in detail.")
+    gpus = typer.Option(
+        "--gpus", metavar="N[,N...]",
+        help="Number of GPUs of a machine. Several numbers, e.g. 2,4,8, give a table with "
+        "N times --batch for N GPUs.",
+    )  # fmt: skip
+    machines = typer.Option(min=1, help="Number of such machines (default: as its file says).")
     return [
         *settings_parameters(SETTINGS, check_choices=False),
+        keyword("gpus", Annotated[str | None, gpus], None),
+        keyword("machines", Annotated[int | None, machines], None),
         keyword("config", Annotated[Path | None, config], None),
         keyword("machine", Annotated[str | None, machine], None),
         keyword("output", Annotated[Path | None, output], None),

@@ -29,7 +29,7 @@ from penstock.memory.heap import return_freed_memory
 from penstock.memory.placement import Node
 from penstock.model.inventory import Inventory
 from penstock.optim.thread_pool import Pool
-from penstock.plan.buffers import pipe_lanes, pipe_nbytes
+from penstock.plan.buffers import MAILBOXES, pipe_lanes, pipe_nbytes
 from penstock.plan.build_schedule import evaluation_schedule, step_schedule, sweep_schedule
 from penstock.plan.placement import Placement
 from penstock.plan.plan import Plan
@@ -192,7 +192,7 @@ def allocate(
 def _open_transport(plan: Plan, device: Device, ranks: Transport) -> None:
     """Connect the ranks in the way that the plan has chosen."""
     node = plan.placement.host_node
-    mailboxes = sum(pool.nbytes for pool in plan.pools if pool.what == "rank mailboxes")
+    mailboxes = sum(pool.nbytes for pool in plan.pools if pool.what == MAILBOXES)
     ranks.open(device, plan.placement.transport, mailboxes, None if node is None else Node(node))
 
 

@@ -60,11 +60,12 @@ NCCL = "NCCL buffers"
 NCCL_NBYTES = 512 * MiB
 """Bytes of HBM that NCCL's communicator of one group is assumed to need. Not measured."""
 
-MAILBOX = 64 * MiB
-"""Maximum size of one host buffer through which ranks of one machine pass gradients."""
+MAILBOXES = "rank mailboxes"
+"""Name of the pool of shared host memory through which a rank passes gradients to the others of its
+machine (`penstock.distributed.shared_ranks`)."""
 
-MAILBOXES = 2
-"""Number of such buffers of each rank: one is filled while the other is read."""
+MAILBOX = 64 * MiB
+"""Maximum size of that pool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +125,7 @@ def plan_pools(
     dram = {
         "NVMe staging": staging,
         "NVMe pipes": len(pipes) * pipe_nbytes(inventory, workload, placement),
-        "rank mailboxes": mailboxes_nbytes(inventory, workload, placement),
+        MAILBOXES: mailboxes_nbytes(inventory, workload, placement),
     }
     pools = [BufferPool(tier=Tier.HBM, what=k, nbytes=v) for k, v in hbm.items()]
     pools += [BufferPool(tier=Tier.DRAM, what=k, nbytes=v) for k, v in dram.items()]
@@ -254,14 +255,14 @@ def pipe_nbytes(inventory: Inventory, workload: Workload, placement: Placement) 
 
 
 def mailboxes_nbytes(inventory: Inventory, workload: Workload, placement: Placement) -> int:
-    """Return the bytes of host buffers through which a rank passes gradients to the others.
+    """Return the bytes of shared host memory through which a rank passes gradients to the others.
 
-    A buffer is no larger than the largest gradient that passes through it.
+    They are no more than the largest gradient needs, but enough for a few pages of each rank.
     """
-    if placement.transport != "shared" or workload.world == 1:
+    if placement.transport != "shared":
         return 0
     largest = max(4 * block.flat_elements(True) for block in inventory.blocks)
-    return MAILBOXES * min(MAILBOX, round_up(largest, PIPE_UNIT))
+    return max(workload.world * PIPE_UNIT, min(MAILBOX, round_up(largest, PIPE_UNIT)))
 
 
 def role_nbytes(

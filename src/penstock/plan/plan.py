@@ -213,8 +213,11 @@ class Plan:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes per parameter at rest, over all tiers: 14 with fp32 moments."""
-        return sum(self.at_rest(tier) for tier in Tier) / self.parameters
+        """Bytes per parameter at rest, over all tiers and ranks: 14 with fp32 moments.
+
+        With several ranks, weights in HBM count on each of them.
+        """
+        return self.workload.world * sum(self.at_rest(tier) for tier in Tier) / self.parameters
 
     def memory_pools(self, memory: WorkingMemory) -> dict[str, int]:
         """Return the sizes of pools in HBM that follow from working memory, by name."""

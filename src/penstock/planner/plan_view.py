@@ -74,7 +74,20 @@ def plan_json(result: PlanResult) -> dict[str, Any]:
             },
         },
         "host": {"process": plan.process_memory, "peak": plan.host_nbytes},
+        "ranks": _ranks_json(plan),
         "not_trainable": plan.note or None,
+    }
+
+
+def _ranks_json(plan: Plan) -> dict[str, Any]:
+    """Return the number of ranks, and the bytes of all ranks of a machine; tiers are per rank."""
+    ranks = plan.ranks
+    return {
+        "gpus": ranks.local,
+        "machines": ranks.machines,
+        "transport": plan.placement.transport,
+        "machine_peak": {tier.value: ranks.local * plan.peak(tier) for tier in Tier},
+        "machine_host_peak": ranks.local * plan.host_nbytes,
     }
 
 
@@ -104,6 +117,7 @@ def infeasible_json(
         "phases": None,
         "working_memory": None,
         "host": None,
+        "ranks": None,
         "not_trainable": not_trainable or None,
     }
 
@@ -117,7 +131,7 @@ def plan_view(result: PlanResult, machine: Machine) -> RenderableType:
     work = plan.workload
     title = (
         f"{plan.model} ({_count(plan.parameters)} parameters) on {plan.machine or 'a machine'}"
-        f": {work.batch} x {work.context:,} tokens per step"
+        f"{_on_ranks(plan)}: {work.batch} x {work.context:,} tokens per step"
     )
     parts: list[RenderableType] = [Text(title, style="bold"), tier_table(plan), Text()]
     parts += [_FittedTimeline(cost, machine), Text(), Text(summary(result, machine))]
@@ -132,13 +146,22 @@ def plan_view(result: PlanResult, machine: Machine) -> RenderableType:
     return Group(*parts)
 
 
+def _on_ranks(plan: Plan) -> str:
+    """Say how many GPUs and machines there are, if there are several."""
+    ranks = plan.ranks
+    if ranks.world == 1:
+        return ""
+    machines = f", {ranks.machines} machines" if ranks.machines > 1 else ""
+    return f", {ranks.local} GPU{'s' if ranks.local > 1 else ''}{machines}"
+
+
 def _host_shortage(plan: Plan, machine: Machine) -> str:
     """Say that the machine has less DRAM than the plan and the process need; "" if it has enough.
 
     It is no error: the memory of the process may be assumed.
     """
     capacity = sum(node.capacity for node in machine.dram_nodes)
-    needed = plan.host_nbytes - plan.peak(Tier.CXL)
+    needed = plan.ranks.local * (plan.host_nbytes - plan.peak(Tier.CXL))
     if needed <= capacity:
         return ""
     return (
@@ -230,9 +253,32 @@ def summary(result: PlanResult, machine: Machine) -> str:
         f"{plan.bytes_per_parameter:.2f} bytes per parameter at rest; "
         f"{plan.placement.rounds} round{'s' if plan.placement.rounds > 1 else ''}, "
         f"micro-batch {plan.workload.numerics.micro_batch}, {_residents(plan)}",
+        *rank_lines(plan),
         *not_reproducible(plan),
     ]
     return "\n".join([*lines, *wear(result, machine)])
+
+
+TRANSPORTS = {"shared": "shared host memory", "collective": "collective calls"}
+"""Names of transports for people."""
+
+
+def rank_lines(plan: Plan) -> list[str]:
+    """Return what all ranks of a machine need together; nothing for one rank."""
+    ranks = plan.ranks
+    if ranks.world == 1:
+        return []
+    used = ", ".join(
+        f"{format_bytes(ranks.local * plan.peak(tier))} of {tier.value}"
+        for tier in Tier
+        if tier is not Tier.HBM and plan.peak(tier)
+    )
+    how = TRANSPORTS.get(plan.placement.transport or "collective")
+    host = format_bytes(ranks.local * plan.host_nbytes)
+    return [
+        f"{ranks.world} ranks, connected by {how}; bytes above are those of one rank",
+        f"per machine: {used or 'no host memory'}; host memory in all {host}",
+    ]
 
 
 def not_reproducible(plan: Plan) -> list[str]:

@@ -15,6 +15,9 @@ _SHORT_NAMES = {
     "link": "pcie",
     "h2d": "pcie",
     "d2h": "pcie",
+    "peer": "links",
+    "socket": "sockets",
+    "nic": "network",
 }
 
 ROLE_NAMES = {
@@ -33,7 +36,10 @@ VERB_NAMES = {"sweep": "optimizer sweep", "drain": "offload"}
 
 
 def short_name(resource: str) -> str:
-    """Return the name for programs: `gpu`, `host`, `sweep`, `pcie`, `memory` or `nvme`."""
+    """Return the name for programs: `gpu`, `host`, `sweep`, `pcie`, `memory` or `nvme`.
+
+    With several GPUs also `links` (between GPUs), `sockets` and `network`.
+    """
     kind = resource.split("@", maxsplit=1)[0]
     return _SHORT_NAMES.get(kind, kind)
 
@@ -53,6 +59,12 @@ def long_name(resource: str, machine: Machine) -> str:
             return "PCIe copies from the GPU"
         case "link":
             return "PCIe copies in both directions"
+        case "peer":
+            return "links between GPUs"
+        case "socket":
+            return "links between sockets"
+        case "nic":
+            return "the network between machines"
         case "host":
             return "host time to launch kernels and issue copies"
         case "disk":

@@ -10,12 +10,13 @@ from penstock.plan.placement import TransportName
 def usable_transports(machine: Machine, world: int) -> tuple[TransportName, ...]:
     """Return the transports that are worth planning for; none for a single rank.
 
-    Ranks on several machines share no memory. Ranks on one machine use collective calls only if
-    their GPUs reach each other: otherwise those pass through host memory as well, with more copies.
+    Ranks on several machines share no memory. GPUs on one machine use collective calls only if they
+    reach each other: otherwise those pass through host memory as well, with more copies. Ranks that
+    compute on CPUs use collective calls, which need no memory of their own.
     """
     if world == 1:
         return ()
-    if machine.machines > 1:
+    if machine.machines > 1 or not machine.gpus:
         return ("collective",)
     link = machine.gpu_link([gpu.index for gpu in machine.gpus[:world]])
     if link is None or link.kind == "none":

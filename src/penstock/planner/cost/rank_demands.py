@@ -15,7 +15,7 @@ from penstock.plan.placement import Placement, Share
 from penstock.plan.schedule import Operation, Verb
 from penstock.plan.seats import Ranks
 from penstock.plan.workload import Workload
-from penstock.planner.cost.demands import Demands, in_staging
+from penstock.planner.cost.demands import Demands
 from penstock.planner.cost.rates import Rates
 from penstock.roles import Role
 from penstock.tiers import Tier
@@ -43,7 +43,7 @@ def rank_demands(
         assert home is not None
         for share in home.shares:
             part = share.nbytes / home.nbytes * nbytes / ranks.world
-            transfers.read_shards(in_staging(share, rates), part)
+            transfers.read_shards(share, part)
     else:
         transfers.gather_shards(nbytes)
     return transfers.demands.total()
@@ -87,16 +87,16 @@ class _Transfers:
         """Read the shards of all other ranks, of `nbytes` each, from where they are stored."""
         demands, others = self.demands, self.demands.ranks.local - 1
         staging = demands.rates.staging_node
-        if share.tier is Tier.HBM:  # the owner puts it into host memory first
+        node = share.node
+        if node is None:  # from HBM or NVMe: the owner copies it from its GPU to the others
             self._out(nbytes)
-            share = Share(tier=Tier.DRAM, nbytes=share.nbytes, node=staging)
-        assert share.node is not None
+            node = staging
         demands.pcie_in(others * nbytes)
-        for node in demands.ranks.of_node(share.node)[1:]:
-            demands.seconds[f"h2d@{node}"] += nbytes / demands.rates.nodes[node].to_gpu
+        for other in demands.ranks.of_node(node)[1:]:
+            demands.seconds[f"h2d@{other}"] += nbytes / demands.rates.nodes[other].to_gpu
         # As many bytes are read of this rank's shard by the others.
-        demands.memory(share.node, read=others * nbytes)
-        self._between_sockets(share.node, nbytes)
+        demands.memory(node, read=others * nbytes)
+        self._between_sockets(node, nbytes)
 
     def pass_gradients(self, nbytes: float) -> None:
         """Send the other owners their parts of `nbytes`, and receive as much, through the host."""
