@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.engine.memory_source import working_memory_source
 from penstock.errors import InfeasibleError, PlanError, SettingsError
-from penstock.machine.machine import Machine
+from penstock.machine.machine import Figure, Machine, Nic
 from penstock.machine.probe_cache import probed_paths
 from penstock.model.adapters import Adapter, lora_adapter
 from penstock.model.inventory import Inventory
@@ -45,6 +45,9 @@ from penstock.settings import Settings
 from penstock.storage.leftovers import clear_leftovers
 from penstock.tiers import Tier
 from penstock.units import format_bytes
+
+ASSUMED_NIC = 1.25e9
+"""Bytes per second of a network card whose speed is not known: 10 Gb/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,8 @@ def plan_request(
         larger = (more,)
     limits = budget_for(machine, settings.memory.budgets if budget is None else budget, ranks)
     if target.is_here:
+        machine, network = _with_nic(machine)
+        larger += (network,)
         _check_paths_exist(limits)
         check_budget_memory(machine, limits)
     else:
@@ -170,6 +175,20 @@ def plan_request(
     )
     transport = None if settings.memory.transport == "auto" else settings.memory.transport
     return PlanRequest(inventory, workload, limits, machine, remarks, source, transport)
+
+
+def _with_nic(machine: Machine) -> tuple[Machine, str]:
+    """Return the machine with a network card if it is one of several; say so if that is assumed.
+
+    The kernel does not report the speed of the cards of many virtual machines.
+    """
+    if machine.machines == 1 or any(nic.bytes_per_second for nic in machine.nics):
+        return machine, ""
+    assumed = Nic(name="assumed", bytes_per_second=Figure.from_number(ASSUMED_NIC))
+    return replace(machine, nics=(assumed,)), (
+        f"The speed of this machine's network cards is not known: assumed to be "
+        f"{ASSUMED_NIC / 1e9:g} GB/s. It does not change the result."
+    )
 
 
 def check_plan(plan: Plan, inventory: Inventory, target: TargetMachine, *, path: str) -> PlanChoice:
