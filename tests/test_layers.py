@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
     {"engine"},
     {"distributed"},
     {"generate", "observe"},
-    {"train"},
+    {"autograd", "train"},
     {"integrations"},
     {"cli"},
     {"__init__", "__main__"},
@@ -47,6 +47,7 @@ MAY_IMPORT_TORCH = {
     "distributed",
     "generate",
     "integrations",
+    "autograd",
 }
 """Packages that import torch at module level. Elsewhere torch is imported inside the function that
 needs it, so that planning works, and the command line starts quickly, without it."""

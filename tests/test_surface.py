@@ -41,6 +41,7 @@ PUBLIC = [
     "optim",
     "placing",
     "prepare",
+    "stream",
     "survey",
     "where",
     "zeros",

@@ -13,6 +13,7 @@ from penstock.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from penstock import generate, kv, optim
+    from penstock.autograd.stream import stream
     from penstock.engine.prepare import prepare
     from penstock.errors import PenstockError
     from penstock.machine.discovery import discover
@@ -65,6 +66,7 @@ __all__ = [
     "make_plan",
     # training
     "prepare",
+    "stream",
     "Settings",
     # profiling
     "observe",
@@ -95,6 +97,7 @@ _MODULES = {
     "Plan": "plan.plan",
     "make_plan": "planner",
     "prepare": "engine.prepare",
+    "stream": "autograd.stream",
     "Settings": "settings",
     "PenstockError": "errors",
     "StorageError": "storage.errors",

@@ -146,7 +146,7 @@ def test_the_timeline_has_every_operation_once_from_its_start_to_its_end(
         for batch in setup.batches(2):
             engine.step(batch)
         events = engine.timeline()
-        program = engine._programs.step
+        program = engine._programs["step"]
         rounds = engine.plan.placement.rounds
 
     shown: dict[Any, int] = defaultdict(int)
@@ -166,7 +166,7 @@ def test_every_computation_is_reported_as_progress(tmp_path: Path) -> None:
     with setup.engine(WAYS[3], tmp_path) as engine:
         engine.on_progress = lambda *given: reported.append(given)
         engine.step(setup.batches(1)[0])
-        operations = engine._programs.first.operations
+        operations = engine._programs["first"].operations
         names = [block.name for block in engine.inventory.blocks]
 
     expected = [

@@ -42,7 +42,7 @@ def test_sweeps_alone_use_all_of_a_steps_staging() -> None:
     programs = Programs.of(plan, evaluator.inventory)
 
     assert plan.placement.pieces_staged > 1
-    for program in (programs.step, programs.sweep):
+    for program in (programs["step"], programs["sweep"]):
         held = most = 0
         for op in program.operations:
             held += (op.verb is Verb.READ) - (op.verb is Verb.RELEASE)
@@ -59,9 +59,9 @@ def test_live_buffers_never_share_bytes_whatever_order_lanes_take(
     plan = plan_result(evaluator, candidate).plan
     programs = Programs.of(plan, evaluator.inventory)
     index = PlacementIndex.of(evaluator.inventory, plan.placement)
-    kinds = [programs.step, programs.first, programs.sweep, programs.evaluate]
+    kinds = [programs["step"], programs["first"], programs["sweep"], programs["evaluate"]]
     if evaluator.workload.accumulate:
-        kinds.append(programs.accumulate)
+        kinds.append(programs["accumulate"])
     for program in kinds:
         uses = list(all_uses(program, index))
         for run in range(2):

@@ -29,7 +29,7 @@ def test_ranks_do_not_wait_in_a_circle(case: tuple[PlanEvaluator, Candidate], se
     evaluator, candidate = case
     assume(evaluator.workload.world > 1)
     programs = Programs.of(plan_result(evaluator, candidate).plan, evaluator.inventory)
-    for program in (programs.step, programs.first, programs.sweep, programs.evaluate):
+    for program in (programs["step"], programs["first"], programs["sweep"], programs["evaluate"]):
         replay(program, evaluator.workload, candidate.rounds, random.Random(seed))
 
 

@@ -42,7 +42,7 @@ def test_the_next_sweep_starts_while_one_runs(
     setup = Setup.of("llama")
     with setup.engine(WAYS[1], tmp_path) as engine:
         engine.step(setup.batches(1)[0])
-        count = sum(op.verb is Verb.SWEEP for op in engine._programs.sweep.operations)
+        count = sum(op.verb is Verb.SWEEP for op in engine._programs["sweep"].operations)
         all_started, started = threading.Event(), []
 
         def start(*args: Any, **kwargs: Any) -> Any:

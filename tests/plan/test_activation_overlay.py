@@ -79,7 +79,7 @@ def test_an_activation_is_written_after_the_sweep_and_read_before_the_next_gradi
     gradients, activations = ranges(evaluator, candidate)
     plan = plan_result(evaluator, candidate).plan
     programs = Programs.of(plan, evaluator.inventory)
-    for program in (programs.step, programs.first):
+    for program in (programs["step"], programs["first"]):
         for block, activation in activations.items():
             underlying = {j for j, gradient in gradients.items() if overlap(activation, gradient)}
             assert_disjoint_in_time(program, block, underlying, random.Random(seed))

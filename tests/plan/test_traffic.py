@@ -109,7 +109,7 @@ def test_a_sweep_that_ran_before_a_failure_is_not_recorded_again(way: Way, tmp_p
     setup = Setup.of("llama")
     with setup.engine(way, tmp_path) as engine:
         engine.step(setup.batches(1)[0])
-        sweeps = [op for op in engine._programs.sweep.operations if op.verb is Verb.SWEEP]
+        sweeps = [op for op in engine._programs["sweep"].operations if op.verb is Verb.SWEEP]
         assert engine._pending is not None
         # This is the state that a failure leaves behind.
         engine._pending.done.add((sweeps[0].block, sweeps[0].piece))

@@ -18,6 +18,7 @@ import torch
 from penstock.engine.device import Device
 from penstock.engine.disk_pipe import DiskPipe
 from penstock.engine.gradients import GradientSums
+from penstock.engine.held_blocks import HeldBlocks
 from penstock.engine.hidden_states import HiddenStates
 from penstock.engine.program import Buffers, Program, compile_program
 from penstock.engine.spans import WeightSlots
@@ -30,7 +31,15 @@ from penstock.memory.placement import Node
 from penstock.model.inventory import Inventory
 from penstock.optim.thread_pool import Pool
 from penstock.plan.buffers import MAILBOXES, pipe_lanes, pipe_nbytes
-from penstock.plan.build_schedule import evaluation_schedule, step_schedule, sweep_schedule
+from penstock.plan.build_schedule import (
+    backward_schedule,
+    evaluation_schedule,
+    fetch_held_schedule,
+    forward_schedule,
+    offload_held_schedule,
+    step_schedule,
+    sweep_schedule,
+)
 from penstock.plan.placement import Placement
 from penstock.plan.plan import Plan
 from penstock.plan.schedule import Schedule
@@ -53,6 +62,8 @@ class EngineMemory:
     """Weights, optimizer states, gradients and activations where the plan places them."""
     hidden: HiddenStates
     weights: WeightSlots
+    held: HeldBlocks
+    """Weights and gradient sums that a caller's own loss computes with."""
     gradients: GradientSums
     gradient_pool: torch.Tensor
     """Device memory for gradient sums, and for gradients that are being offloaded."""
@@ -81,6 +92,7 @@ class EngineMemory:
         """Release all memory and close the store, which removes its files."""
         self.tiers.close()
         self.weights.release()
+        self.held.release()
         self.hidden.release()
         self.gradients.start_step()
         self.gradient_pool = self.staging = torch.empty(0, dtype=torch.uint8)
@@ -95,40 +107,84 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The programs of an engine, compiled once from the plan's placement."""
+    """The programs of an engine by name, compiled once from the plan's placement.
 
-    step: Program
-    """Forward and backward, with the sweeps of the previous step."""
-    first: Program
-    """Forward and backward with nothing to sweep."""
-    sweep: Program
-    """The pending sweeps alone."""
-    evaluate: Program
-    """Forward and the loss."""
-    accumulate: Program
-    """Forward and backward, adding to the gradients of an earlier call."""
+    If the engine computes the loss:
+
+    - `step`: forward and backward, with the sweeps of the previous step
+    - `first`: forward and backward with nothing to sweep
+    - `accumulate`: forward and backward, adding to the gradients of an earlier call
+    - `evaluate`: forward and the loss
+
+    If the caller computes it (`Workload.caller_loss`):
+
+    - `forward`: forward through the layers, with the sweeps of the previous step
+    - `forward again`: the same with nothing to sweep
+    - `infer`, `infer again`: the same two without keeping activations
+    - `backward`, `backward adding`: backward through the layers, to new or to earlier gradients
+    - `offload held`: store the gradient sums of held blocks
+    - `sweep held`, `fetch held`: update held blocks and fetch their weights, or only fetch
+
+    In both cases, `sweep`: the pending sweeps alone.
+    """
+
+    by_name: Mapping[str, Program]
 
     @classmethod
     def of(cls, plan: Plan, inventory: Inventory) -> Programs:
+        placement = plan.placement
+        formats = plan.workload.formats(placement.rounds)
+        makers = _caller_loss_makers() if plan.workload.caller_loss else _step_makers(plan)
+
         def compiled(make: MakeSchedule, placement: Placement) -> Program:
             return compile_program(inventory, placement, formats, make(inventory, placement))
 
-        placement = plan.placement
-        formats = plan.workload.formats(placement.rounds)
-        step = compiled(step_schedule, placement)
-        first = partial(step_schedule, pending=False)
-        accumulate = partial(step_schedule, pending=False, adds=plan.workload.accumulate)
-        others = (
-            _fit_staging(step.staging.nbytes, placement, partial(compiled, make))
-            for make in (first, sweep_schedule, evaluation_schedule, accumulate)
-        )
-        return cls(step, *others)
+        # These read the most from NVMe, and decide the size of the staging memory.
+        largest = {"step", "forward", "sweep held"} & makers.keys()
+        programs = {name: compiled(makers[name], placement) for name in largest}
+        staging = max(program.staging.nbytes for program in programs.values())
+        for name in makers.keys() - largest:
+            programs[name] = _fit_staging(staging, placement, partial(compiled, makers[name]))
+        return cls(programs)
+
+    def __getitem__(self, name: str) -> Program:
+        return self.by_name[name]
+
+    @property
+    def held(self) -> frozenset[int]:
+        """The blocks whose weights a caller's own loss computes with."""
+        return frozenset[int]().union(*(program.held for program in self.by_name.values()))
 
     def nbytes(self, pool: str) -> int:
         """Return the most bytes that any of the programs needs of a pool of buffers."""
-        programs = (self.step, self.first, self.sweep, self.evaluate, self.accumulate)
-        buffers: list[Buffers] = [getattr(program, pool) for program in programs]
+        buffers: list[Buffers] = [getattr(program, pool) for program in self.by_name.values()]
         return max(each.nbytes for each in buffers)
+
+
+def _step_makers(plan: Plan) -> dict[str, MakeSchedule]:
+    adds = plan.workload.accumulate
+    return {
+        "step": step_schedule,
+        "first": partial(step_schedule, pending=False),
+        "sweep": sweep_schedule,
+        "evaluate": evaluation_schedule,
+        "accumulate": partial(step_schedule, pending=False, adds=adds),
+    }
+
+
+def _caller_loss_makers() -> dict[str, MakeSchedule]:
+    return {
+        "forward": forward_schedule,
+        "forward again": partial(forward_schedule, pending=False),
+        "infer": partial(forward_schedule, keeps=False),
+        "infer again": partial(forward_schedule, pending=False, keeps=False),
+        "backward": partial(backward_schedule, adds=False),
+        "backward adding": partial(backward_schedule, adds=True),
+        "offload held": offload_held_schedule,
+        "sweep held": partial(fetch_held_schedule, pending=True),
+        "fetch held": partial(fetch_held_schedule, pending=False),
+        "sweep": sweep_schedule,
+    }
 
 
 def _fit_staging(
@@ -153,6 +209,8 @@ def allocate(
     """Allocate all memory and disk space of the run, or raise and leave nothing behind."""
     if plan.placement.rounds > 1 and not inventory.may_have_rounds:
         raise PlanError("placement.rounds", "must be 1 for a model with tied embeddings")
+    if plan.placement.rounds > 1 and plan.workload.caller_loss is not None:
+        raise PlanError("placement.rounds", "must be 1 if the caller computes the loss")
     _check_pool_sizes(plan, programs)
     # Before anything is allocated: torch then fails instead of exceeding the plan's HBM, and the C
     # library gives large freed blocks back instead of letting the heap outgrow the plan's DRAM.
@@ -176,6 +234,7 @@ def allocate(
                 weights,
                 [i for i in range(len(inventory.blocks)) if tiers.is_split(i)],
             ),
+            held=HeldBlocks(tiers, programs.held),
             gradients=gradients,
             gradient_pool=device.empty(programs.nbytes("gradients"), "gradient buffers"),
             staging=staging,

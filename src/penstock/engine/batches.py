@@ -133,7 +133,7 @@ def _check_batch(
         labels = torch.where(mask, labels, IGNORE_INDEX)
         if "position_ids" in batch:
             positions = _continue_positions(positions, mask, inventory.max_context)
-    _check_tokens(ids, labels, inventory.vocabulary)
+    check_tokens(ids, labels, inventory.vocabulary)
     if "position_ids" in batch:
         _check_positions(positions, inventory.max_context)
     return ids, labels, positions, mask
@@ -167,7 +167,7 @@ def _check_mask(given: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     _check_tensor("attention_mask", given, ids)
     values = given.cpu()
     mask = values.bool()
-    _refuse(
+    refuse(
         "attention_mask",
         values,
         values != mask,
@@ -176,7 +176,7 @@ def _check_mask(given: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     )
     hidden = torch.zeros_like(mask)
     hidden[:, :-1] = mask[:, 1:] & ~mask[:, :-1]
-    _refuse(
+    refuse(
         "attention_mask",
         values,
         hidden,
@@ -202,16 +202,16 @@ def _continue_positions(
     return torch.where(mask, positions, following)
 
 
-def _check_tokens(ids: torch.Tensor, labels: torch.Tensor, vocabulary: int) -> None:
+def check_tokens(ids: torch.Tensor, labels: torch.Tensor, vocabulary: int) -> None:
     inside = f"a token from 0 to {vocabulary - 1}: the model's embedding has {vocabulary} rows"
-    _refuse(
+    refuse(
         "input_ids",
         ids,
         (ids < 0) | (ids >= vocabulary),
         f"it must be {inside}. Does the tokenizer match the model?",
     )
     if labels is not ids:
-        _refuse(
+        refuse(
             "labels",
             labels,
             ((labels < 0) | (labels >= vocabulary)) & (labels != IGNORE_INDEX),
@@ -228,11 +228,11 @@ def _check_positions(positions: torch.Tensor, limit: int | None) -> None:
     if limit is not None:
         outside |= positions >= limit
     rule = "of 0 or more" if limit is None else f"from 0 to {limit - 1}"
-    _refuse("position_ids", positions, outside, f"the model has positions {rule}")
+    refuse("position_ids", positions, outside, f"the model has positions {rule}")
     jumps = torch.zeros_like(outside)
     before, here = positions[:, :-1], positions[:, 1:]
     jumps[:, 1:] = (here != 0) & (here != before + 1)
-    _refuse(
+    refuse(
         "position_ids",
         positions,
         jumps,
@@ -240,7 +240,7 @@ def _check_positions(positions: torch.Tensor, limit: int | None) -> None:
     )
 
 
-def _refuse(name: str, values: torch.Tensor, bad: torch.Tensor, rule: str) -> None:
+def refuse(name: str, values: torch.Tensor, bad: torch.Tensor, rule: str) -> None:
     """Raise BatchError with the first bad value, if there is one."""
     if bool(bad.any()):
         row, column = bad.nonzero()[0].tolist()

@@ -65,7 +65,8 @@ class Computer:
         The computing thread passes over all operations in the order of the schedule, so the notes
         are right for the computations that follow, however far the other lane has come.
         """
-        if op.verb is Verb.FETCH and op.roles == (Role.WEIGHT,):
+        fetches = op.verb is Verb.FETCH and op.roles == (Role.WEIGHT,)
+        if fetches and op.block not in step.program.held:
             key = BufferKey(BufferKind.WEIGHT, op.block, step.program.buffer_start[at])
             self._weight_offsets[op.block] = step.program.weights.offset(key)
 
@@ -105,7 +106,7 @@ class Computer:
     def _forward(self, step: StepState, at: int, op: Operation) -> None:
         hidden = self._memory.hidden
         if op.block == 0:
-            hidden.start_round()
+            hidden.start_round(keeps=step.keeps_activations)
             # The plan has memory for the arguments of layers, rotary tables for example, of one
             # round.
             for done in step.rounds[: op.round]:
@@ -118,7 +119,7 @@ class Computer:
                 out = self._output(step, op.block, index, micro)
             slot, previous = hidden.next_slot(op.block + 1, index)
             if slot is None:
-                into = hidden.home(op.block + 1, index, *micro.shape)
+                into = hidden.home(op.block + 1, step.first_home + index, *micro.shape)
             else:
                 step.hidden_slots[op.round, op.block + 1, index] = slot
                 if previous is not None:
@@ -143,7 +144,7 @@ class Computer:
             hidden, micro.calls = self._model.embed(micro)
             return hidden
         slot = self._memory.hidden.slot_of(block, index)
-        source = self._block_input(block, index, micro, slot)
+        source = self._block_input(block, step.first_home + index, micro, slot)
         assert micro.calls is not None
         return self._model.layer(block - 1, source, micro.calls)
 
@@ -233,7 +234,8 @@ class Computer:
         with torch.enable_grad():
             if block == 0:
                 return self._model.embed(micro)[0], None
-            source = self._block_input(block, index, micro, slot).detach().requires_grad_()
+            kept = self._block_input(block, step.first_home + index, micro, slot)
+            source = kept.detach().requires_grad_()
             assert micro.calls is not None
             return self._model.layer(block - 1, source, micro.calls), source
 
@@ -244,7 +246,9 @@ class Computer:
         for part in step.program.sums.get(at, ()):
             if not self._memory.gradients.is_open(part.block):  # as a tied embedding's may be
                 flat = self._buffers.sum(step, part)
-                self._memory.gradients.open(part.block, flat, fresh=self._begins_sums(step, at))
+                held = self._memory.held.untouched.get(part.block)
+                fresh = held is None and self._begins_sums(step, at)
+                self._memory.gradients.open(part.block, flat, fresh=fresh, untouched=held)
 
     def _close_sums(self, step: StepState, at: int) -> None:
         """End the sums that are complete, and leave them where the next lane finds them."""
@@ -288,9 +292,11 @@ class Computer:
 
     def _parameters(self, owner: int) -> dict[str, torch.nn.Parameter]:
         slots, split = self._memory.weights, self._tiers.is_split(owner)
+        trained = self._tiers.span(owner, Role.WEIGHT) if split else None
+        if owner in self._memory.held.blocks:
+            return slots.parameters(owner, self._memory.held.span(owner), trained)
         if self._tiers.on_device(owner, Role.WEIGHT) and not split:
             return slots.parameters(owner, self._tiers.span(owner, Role.WEIGHT))
-        trained = self._tiers.span(owner, Role.WEIGHT) if split else None
         return slots.parameters(owner, slots.span(owner, self._weight_offsets[owner]), trained)
 
     def _block_input(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -35,11 +35,12 @@ from penstock.checkpoint.writer import PartsError
 from penstock.checkpoint.writer import Progress as WriteProgress
 from penstock.engine.allocate import Programs, allocate
 from penstock.engine.batches import SplitBatch, check_documents, split_batch
+from penstock.engine.caller_passes import SPENT, UPDATED, CallerPasses, LiveForward
 from penstock.engine.compute import Computer
 from penstock.engine.device import Device
 from penstock.engine.device_memory import explain_out_of_memory
 from penstock.engine.gradient_buffers import GradientBuffers
-from penstock.engine.gradients import round_gradients
+from penstock.engine.gradients import NO_GRADIENT, round_gradients
 from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale, TokenValues
 from penstock.engine.optimizer import Grouping, StreamedAdamW
 from penstock.engine.pending_update import PendingUpdate, draw_keys
@@ -67,7 +68,7 @@ from penstock.errors import BatchError, EngineError, EngineStateError, NonFinite
 from penstock.memory.process import peak_resident_nbytes, resident_nbytes
 from penstock.model.inventory import Inventory
 from penstock.model.live_model import LiveModel
-from penstock.model.split import SplitModel
+from penstock.model.split import MicroBatch, SplitModel
 from penstock.optim.norms import GradStats, clip_scale
 from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.plan import Plan
@@ -112,6 +113,15 @@ class EngineSettings:
     `trust` does not check, and none of them skips a step."""
     self_checked: bool = False
     """Whether the model has passed the self-check (`penstock.engine.self_check`)."""
+
+
+class ForwardOutput(NamedTuple):
+    """The result of a forward pass whose loss the caller computes."""
+
+    hidden: torch.Tensor
+    """Output of the last layer."""
+    live: LiveForward
+    """What the backward pass needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +342,8 @@ class Engine:
         self._computer.seed = settings.seed
         exchange = RankExchange(self._memory, buffers)
         self._runner = Runner(self._memory, self._computer, mover, exchange)
+        self.passes = CallerPasses(self._memory, self._programs, split_model, self._run)
+        """Forward and backward as separate passes, if the workload has a loss of the caller's."""
         self.plan_change = ""
         """What the rehearsal changed in the plan, in a sentence for the user; "" if nothing."""
         self.live_model: LiveModel | None = None
@@ -361,6 +373,8 @@ class Engine:
         self._stats: GradStats | None = None  # of the gradients that wait for `apply`, if any
         self._items = _ItemCount(1, 1, counted=True)  # of the batches behind those gradients
         self._loss_not_finite = False  # of any of these batches
+        self._tensor_stats: dict[str, GradStats] | None = None  # of rounded gradients, by name
+        self._weights_version = 0  # changes with every update, and with every checkpoint read
         self._io_retries = 0
         self._closed = False
 
@@ -392,6 +406,7 @@ class Engine:
         tokens in all batches of the update.
         """
         self._check_open()
+        self._check_computes_loss("step() and forward_backward()")
         accumulating = self._stats is not None
         if accumulating and not self.workload.accumulate:
             raise EngineError(
@@ -441,23 +456,24 @@ class Engine:
         # NaN without items: `apply` skips the step.
         return (torch.tensor(report.loss, dtype=torch.float64) / items).float()
 
-    def apply(self) -> None:
+    def apply(self, tensor_scales: Mapping[str, float] | None = None) -> None:
         """Apply an optimizer update with the gradients that were computed.
 
         Learning rate, betas, weight decay, step number and clipping scale are fixed now. The sweeps
         that carry the update out run during the next forward pass, or in `finish`. Raises
         LossScaleError if fp16 overflows in every step, although the loss scale is at its minimum.
+        `tensor_scales` are factors of the gradients of single tensors, by name.
         """
         if self._stats is None:
-            raise EngineError("there are no gradients to apply; call forward_backward() first")
-        stats, self._stats = self._stats, None
+            raise EngineError(
+                "there are no gradients to apply; call "
+                + ("forward_backward() first" if self._computes_loss else "loss.backward() first")
+            )
+        stats = self._stats
         if self.workload.accumulate:
-            memory = self._memory
-            with self._explaining("rounding of gradients"):
-                stats = round_gradients(
-                    memory.tiers, memory.staging, memory.sweep_pool, self._items.reduction
-                )
-                stats = share(StepReport(stats, ()), self.ranks, 0).stats
+            stats = sum(self.round_gradients().values(), NO_GRADIENT)
+            stats = share(StepReport(stats, ()), self.ranks, 0).stats
+        self._stats = self._tensor_stats = None
         self.optimizer.note_step()
         self.skipped = self._loss_not_finite or not stats.finite
         if self.skipped:
@@ -468,13 +484,122 @@ class Engine:
         clip = self.workload.clip
         factor = unscale if clip is None else unscale * clip_scale(self.grad_norm, clip)
         self.steps += 1
+        self._weights_version += 1
         # The sweeps multiply gradients by `factor`, so clipping costs no pass of its own.
         self._pending = PendingUpdate(
             "adamw",
-            self.optimizer.coefficients(self.steps, factor),
+            self.optimizer.coefficients(self.steps, factor, tensor_scales),
             draw_keys(self.inventory, self.settings.seed, self.steps),
         )
         self.scale.note_good_step()
+        if not self._computes_loss:  # the caller may look at the head's weights right away
+            self.passes.update_held(self._pending, self.batches)
+
+    def round_gradients(self) -> dict[str, GradStats]:
+        """Round the accumulated gradients to the model's type; return their norms by tensor.
+
+        No more gradients can be added to them afterwards, until `apply` or `clear_gradients`.
+        """
+        if self._tensor_stats is None:
+            memory = self._memory
+            with self._explaining("rounding of gradients"):
+                if not self._computes_loss:
+                    self.passes.store_held_gradients(self.batches)
+                self._tensor_stats = round_gradients(
+                    memory.tiers, memory.staging, memory.sweep_pool, self._items.reduction
+                )
+        return self._tensor_stats
+
+    # Training with a loss that the caller computes.
+
+    def forward_pass(self, micros: Sequence[MicroBatch], *, training: bool) -> ForwardOutput:
+        """Run the embedding and the layers, and keep what the backward pass needs.
+
+        EngineError if more forward passes await their backward pass than the plan has memory for.
+        """
+        self._check_open()
+        live = self.passes.start_live(
+            micros, self.batches, self._weights_version, training=training
+        )
+        try:
+            with self._explaining("a forward pass"):
+                self.passes.ensure_held(self._pending, self.batches)
+                hidden = self.passes.forward(live, self._pending)
+        except BaseException:
+            live.release()
+            raise
+        self.batches += 1
+        return ForwardOutput(hidden, live)
+
+    def inference_pass(self, micros: Sequence[MicroBatch], *, training: bool) -> torch.Tensor:
+        """Run the embedding and the layers without keeping anything; return the last output."""
+        self._check_open()
+        with self._explaining("a forward pass"):
+            self.passes.ensure_held(self._pending, self.batches)
+            return self.passes.infer(micros, self.batches, self._pending, training=training)
+
+    def backward_pass(self, live: LiveForward, gradient: torch.Tensor) -> None:
+        """Add the gradients of a forward pass, given that of its output, to those of the update."""
+        self._check_open()
+        if live.spent:
+            raise EngineError(SPENT)
+        if live.version != self._weights_version:
+            live.release()
+            raise EngineError(UPDATED)
+        self.check_gradients_open()
+        adds, self._stats = self._stats is not None, None
+        try:
+            with self._explaining("a backward pass"):
+                self.passes.backward(live, gradient, adds=adds)
+        except BaseException:
+            # Half-summed gradients must not be applied.
+            self.clear_gradients()
+            raise
+        finally:
+            live.release()
+        self._stats, self._items = NO_GRADIENT, _ItemCount(1, 1, counted=False)
+
+    def add_head_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Add the gradient of a held tensor, which autograd has computed."""
+        self.check_gradients_open()
+        self._memory.held.add(name, gradient)
+        if not self.trains_layers:
+            self._stats, self._items = NO_GRADIENT, _ItemCount(1, 1, counted=False)
+
+    @property
+    def trains_layers(self) -> bool:
+        """Whether anything before the head is trained, so that backward passes are needed."""
+        return any(block.parameters(True) for block in self.inventory.blocks[:-1])
+
+    def check_gradients_open(self) -> None:
+        """Raise EngineError if gradients were rounded, so that none can be added to them."""
+        if self._tensor_stats is not None:
+            raise EngineError(
+                "the gradients of this update were rounded when their norm was taken, so no more "
+                "can be added. Call backward() for all batches of an update first, then "
+                "clip_grad_norm_, then optimizer.step() or optimizer.zero_grad()"
+            )
+
+    def head_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the weights that a caller's loss computes with, in device memory, by name."""
+        return self._memory.held.parameters()
+
+    def replace_weights(self, write: Callable[[Engine], None]) -> None:
+        """Let `write` set weights in the tiers, for a model whose loss the caller computes."""
+        self.finish()
+        write(self)
+        self._weights_version += 1
+        self.passes.update_held(None, self.batches)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients to apply."""
+        return self._stats is not None
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients that were computed."""
+        self._stats = self._tensor_stats = None
+        self._memory.held.forget_gradients()
 
     @property
     def _unscale(self) -> float:
@@ -501,7 +626,7 @@ class Engine:
         self._check_open()
         if self._pending is not None:
             with self._explaining("the optimizer sweep"):
-                self._run(StepState(self._programs.sweep, (), (), self._pending, self.batches))
+                self._run(StepState(self._programs["sweep"], (), (), self._pending, self.batches))
 
     # Evaluation and inspection.
 
@@ -510,6 +635,7 @@ class Engine:
 
         Pending sweeps are finished first. Raises BatchError if no batch has such a token.
         """
+        self._check_computes_loss("evaluate()")
         self.finish()
         self.split_model.train(False)
         total, tokens = 0.0, 0
@@ -529,13 +655,19 @@ class Engine:
         split, total, steps = self._split(batch), 0.0, []
         for micros, size in zip(split.rounds, split.sizes, strict=True):
             if size:
-                step = StepState(self._programs.evaluate, [micros], [size], None, self.batches)
+                step = self._evaluation_step(micros, size)
                 self._ask_for_token_values(step)
                 self._runner.run(step)
                 steps.append(step)
                 total += self._report(step).loss
         values += self._token_values(steps)
         return total, split.num_items
+
+    def _evaluation_step(self, micros: Sequence[MicroBatch], size: int) -> StepState:
+        return StepState(
+            self._programs["evaluate"], [micros], [size], None, self.batches,
+            keeps_activations=False,
+        )  # fmt: skip
 
     def logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the logits of a batch, as `[sequences, tokens, vocabulary]` on the host.
@@ -544,6 +676,7 @@ class Engine:
         tokens has 1.2 GB of them with a vocabulary of 150,000 in bf16.
         """
         self._check_one_rank("logits")
+        self._check_computes_loss("logits()")
         self.finish()
         self.split_model.train(False)
         found: dict[int, torch.Tensor] = {}
@@ -551,7 +684,7 @@ class Engine:
             split = self._split(batch)
             for micros, size in zip(split.rounds, split.sizes, strict=True):
                 if size:
-                    step = StepState(self._programs.evaluate, [micros], [size], None, self.batches)
+                    step = self._evaluation_step(micros, size)
                     step.logits = found
                     self._runner.run(step)
         return torch.cat([found[number] for number in sorted(found)])
@@ -758,10 +891,14 @@ class Engine:
             state.check(self)
         if found := find_differences(Path(folder), self.workload, on_gpu=self.on_gpu):
             on_difference(found)
-        self._pending = self._stats = None
+        self._pending = None
+        self.clear_gradients()
+        self._weights_version += 1
         self.self_checked = self.self_checked and was_self_checked(Path(folder))
         self.files.read(Path(folder))
         state.restore(self)
+        if not self._computes_loss:
+            self.passes.update_held(None, self.batches)
 
     def restore(self, model: nn.Module) -> None:
         """Give a model the trained weights as they are now, in the types of its parameters.
@@ -812,11 +949,9 @@ class Engine:
 
     def _next_step(self, split: SplitBatch, num_items: int, *, accumulating: bool) -> StepState:
         pending, programs = self._pending, self._programs
-        program = (
-            programs.accumulate if accumulating else programs.step if pending else programs.first
-        )
+        name = "accumulate" if accumulating else "step" if pending else "first"
         return StepState(
-            program,
+            programs[name],
             split.rounds,
             split.sizes,
             pending,
@@ -867,12 +1002,23 @@ class Engine:
 
     def _is_swept(self, pending: PendingUpdate) -> bool:
         wanted = {
-            (op.block, op.piece) for op in self._programs.sweep.operations if op.verb == "sweep"
+            (op.block, op.piece) for op in self._programs["sweep"].operations if op.verb == "sweep"
         }
         return wanted <= pending.done
 
     def _explaining(self, what: str) -> AbstractContextManager[None]:
         return explain_out_of_memory(self.device, self.plan, what)
+
+    @property
+    def _computes_loss(self) -> bool:
+        return self.workload.caller_loss is None
+
+    def _check_computes_loss(self, what: str) -> None:
+        if not self._computes_loss:
+            raise EngineError(
+                f"{what} of this engine cannot be used: it belongs to a model of penstock.stream, "
+                f"whose loss you compute. Call the model, then loss.backward() and optimizer.step()"
+            )
 
     def _check_open(self) -> None:
         if self._closed:

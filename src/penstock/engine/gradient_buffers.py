@@ -30,6 +30,8 @@ class GradientBuffers:
         It lies in the pool of gradient buffers, or where the gradient is stored if that is on the
         device and in fp32 as well.
         """
+        if part.block in step.program.held:
+            return self._memory.held.sum(part.block)
         nbytes = 4 * self._owned(part.block)
         if self._wide and self._tiers.on_device(part.block, Role.GRADIENT):
             data = self._tiers.data(part.block, Role.GRADIENT)[:nbytes]
@@ -43,6 +45,8 @@ class GradientBuffers:
 
         What leaves the device is noted where the lane that offloads gradients finds it.
         """
+        if part.block in step.program.held:  # it stays where it is until the update
+            return None, False
         block, on_device = part.block, self._tiers.on_device(part.block, Role.GRADIENT)
         last_round = step.program.operations[part.at].round == len(step.rounds) - 1
         last = last_round and not self._accumulates

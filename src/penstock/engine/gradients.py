@@ -33,6 +33,10 @@ ROUND_ELEMENTS = 1 << 22
 """Elements rounded at a time where the sum stays in fp32: a multiple of the norm's leaf size."""
 
 
+NO_GRADIENT = GradStats(0, 0.0, None)
+"""The norm of nothing, to which others are added."""
+
+
 def differentiate(
     out: torch.Tensor,
     gradient: torch.Tensor | None,
@@ -153,14 +157,17 @@ class GradientSums:
 
     def open(
         self, block: int, flat: torch.Tensor, *, fresh: bool,
-        wait: Callable[[], None] | None = None,
+        wait: Callable[[], None] | None = None, untouched: set[str] | None = None,
     ) -> None:  # fmt: skip
         """Sum the block's gradient into `flat`, which holds the sum so far unless `fresh`.
 
-        `wait` is called before `flat` is written.
+        `wait` is called before `flat` is written. `untouched`, if given, names the tensors that are
+        fresh; those that get a gradient are removed from it.
         """
         self._open[block] = self._view_sum(block, flat, fresh=fresh, weight=self._weight)
         self._open[block].wait = wait
+        if untouched is not None:
+            self._open[block].untouched = untouched
 
     def is_open(self, block: int) -> bool:
         return block in self._open
@@ -204,6 +211,7 @@ class GradientSums:
         total = self._open.pop(block)
         for name in total.untouched:  # parameters that no micro-batch used
             total.views[name].zero_()
+        total.untouched.clear()
         self.round_sum(block, total.flat, into, last=last)
 
     def close_micro_batch(self, block: int) -> set[str]:
@@ -263,7 +271,7 @@ class GradientSums:
 
     def gather_stats(self) -> GradStats:
         """Wait for the norms of all blocks; return norm and overflow of the whole gradient."""
-        total = GradStats(0, 0.0, None)
+        total = NO_GRADIENT
         for block, tensor, ticket in self.stats:
             stats = ticket.wait()
             bad = None if stats.first_bad is None else (block, tensor + stats.first_bad[0])
@@ -288,18 +296,18 @@ def round_in_place(flat: torch.Tensor, formats: Formats) -> Iterator[torch.Tenso
 
 def round_gradients(
     tiers: TierMemory, staging: torch.Tensor, pool: Pool, factor: float
-) -> GradStats:
-    """Multiply every accumulated fp32 gradient, round it once; return norm and overflow of all.
+) -> dict[str, GradStats]:
+    """Multiply every accumulated fp32 gradient, round it once; return norm and overflow by tensor.
 
     Gradients on NVMe pass through `staging` piece by piece.
     """
-    total = GradStats(0, 0.0, None)
+    found: dict[str, GradStats] = {}
     for block in range(len(tiers.inventory.blocks)):
         if not tiers.has(block, Role.GRADIENT):
             continue
         if not tiers.on_disk(block, Role.GRADIENT):
             span = tiers.span(block, Role.GRADIENT)
-            total = total + _round_span(tiers, block, span, pool, factor)
+            _round_span(tiers, block, span, pool, factor, found)
             continue
         assert tiers.store is not None
         for piece in tiers.pieces(block, Role.GRADIENT):
@@ -309,13 +317,17 @@ def round_gradients(
             tiers.store.start_read(extent, data.numpy()).wait()
             first = tiers.first_element(block, True) + start
             span = Span(Role.GRADIENT, data, first, stop - start, tiers.formats)
-            total = total + _round_span(tiers, block, span, pool, factor)
+            _round_span(tiers, block, span, pool, factor, found)
             tiers.store.start_write(extent, data.numpy()).wait()
-    return total
+    return found
 
 
-def _round_span(tiers: TierMemory, block: int, span: Span, pool: Pool, factor: float) -> GradStats:
-    spec, total = tiers.inventory.blocks[block], GradStats(0, 0.0, None)
+def _round_span(
+    tiers: TierMemory, block: int, span: Span, pool: Pool, factor: float,
+    found: dict[str, GradStats],
+) -> None:  # fmt: skip
+    """Round one span of a block's gradient, and add its norm and overflow to what was found."""
+    spec = tiers.inventory.blocks[block]
     for number, tensor in enumerate(t for t in spec.tensors if t.trainable):
         offset = spec.offsets(True)[tensor.name]
         low = max(span.first, offset)
@@ -328,8 +340,8 @@ def _round_span(tiers: TierMemory, block: int, span: Span, pool: Pool, factor: f
         for part in round_in_place(values, tiers.formats):
             stats = _grad_stats(tiers.device, part, pool)
             bad = None if stats.first_bad is None else (block, number)
-            total = total + GradStats(stats.units, stats.max_abs, bad)
-    return total
+            before = found.get(tensor.name, NO_GRADIENT)
+            found[tensor.name] = before + GradStats(stats.units, stats.max_abs, bad)
 
 
 def _grad_stats(device: Device, part: torch.Tensor, pool: Pool) -> GradStats:

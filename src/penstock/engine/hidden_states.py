@@ -36,6 +36,7 @@ class HiddenStates:
         self.per_round = micro_batches_per_round(plan.workload, plan.placement.rounds)
         self.slots = self.per_round + EXTRA_SLOTS
         self._ring = tiers.device.empty(self.slots * self.micro_nbytes, "hidden states in flight")
+        self._keeps = True
         self._written = 0  # micro-batches written in this round
         self._head_input = 0  # how many were written before the head's input
         self._occupants: dict[int, tuple[int, int]] = {}  # slot -> (block, micro-batch)
@@ -44,7 +45,13 @@ class HiddenStates:
     def release(self) -> None:
         self._ring = self._ring.new_empty(0)
 
-    def start_round(self) -> None:
+    def start_round(self, *, keeps: bool = True) -> None:
+        """Start a forward pass. Without `keeps`, all hidden states stay in the ring.
+
+        Block inputs in device memory are not overwritten then: a forward pass that has not had its
+        backward pass yet may need them.
+        """
+        self._keeps = keeps
         self._written = 0
         self._occupants.clear()
         self._slot_of.clear()
@@ -56,7 +63,7 @@ class HiddenStates:
 
         The slot is None if the plan keeps the block's input on the device.
         """
-        if self._tiers.on_device(block, Role.ACTIVATION):
+        if self._stays(block):
             return None, None
         slot = self._written % self.slots
         self._written += 1
@@ -67,15 +74,20 @@ class HiddenStates:
 
     def slot_of(self, block: int, micro: int) -> int | None:
         """Return the slot of an input of `block` during forward; None if it is not in the ring."""
-        return (
-            None if self._tiers.on_device(block, Role.ACTIVATION) else self._slot_of[block, micro]
-        )
+        return None if self._stays(block) else self._slot_of[block, micro]
+
+    def _stays(self, block: int) -> bool:
+        return self._keeps and self._tiers.on_device(block, Role.ACTIVATION)
 
     # Backward.
 
     def start_backward(self, micro_batches: int) -> None:
         """Let gradients take the slots of the head's input, which was written last."""
         self._head_input = self._written - micro_batches
+
+    def start_separate_backward(self) -> None:
+        """Let gradients take the first slots: a backward pass finds nothing in the ring."""
+        self._head_input = 0
 
     def gradient_slot(self, micro: int) -> int:
         return (self._head_input + micro) % self.slots
@@ -92,7 +104,10 @@ class HiddenStates:
         return self._view(data, rows, length)
 
     def home(self, block: int, micro: int, rows: int, length: int) -> torch.Tensor:
-        """Return a micro-batch of the block's input where it lives, in host or device memory."""
+        """Return a micro-batch of the block's input where it lives, in host or device memory.
+
+        `micro` counts the micro-batches of all forward passes whose inputs are kept.
+        """
         data = self._tiers.data(block, Role.ACTIVATION)
         start = micro * self.micro_nbytes
         return self._view(data[start : start + self.micro_nbytes], rows, length)

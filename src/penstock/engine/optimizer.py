@@ -74,6 +74,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         engine: Updates,
         settings: Mapping[str, Any],
         grouping: Grouping,
+        named: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         unknown = set(settings) - set(DEFAULTS)
         if unknown:
@@ -82,7 +83,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                 f"has no option {', '.join(sorted(unknown))}; its options are "
                 f"{', '.join(DEFAULTS)}",
             )
-        named = {
+        named = named or {
             t.name: nn.Parameter(torch.empty(t.shape, device="meta"))
             for block in engine.inventory.blocks
             for t in block.tensors
@@ -105,22 +106,26 @@ class StreamedAdamW(torch.optim.Optimizer):
     def name_of(self, parameter: torch.Tensor) -> str:
         return self._names[id(parameter)]
 
-    def coefficients(self, step: int, scale: float) -> dict[str, Coefficients]:
+    def coefficients(
+        self, step: int, scale: float, tensor_scales: Mapping[str, float] | None = None
+    ) -> dict[str, Coefficients]:
         """Return each tensor's coefficients for optimizer step number `step`.
 
+        `scale` multiplies all gradients, and `tensor_scales` those of single tensors in addition.
         They are copies: later changes to the param groups do not affect a pending update.
         """
         coefficients = {}
         for group in self.param_groups:
-            by = rules.adamw(
-                step=step,
-                lr=float(group["lr"]),
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                scale=scale,
-            )
-            coefficients.update({self._names[id(p)]: by for p in group["params"]})
+            for parameter in group["params"]:
+                name = self._names[id(parameter)]
+                coefficients[name] = rules.adamw(
+                    step=step,
+                    lr=float(group["lr"]),
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    scale=scale * (tensor_scales or {}).get(name, 1.0),
+                )
         return coefficients
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -35,8 +35,11 @@ from penstock.plan.buffers import CONTEXT
 from penstock.plan.placement import TransportName
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import NOISE, WorkingMemory, WorkingMemorySource
-from penstock.plan.working_memory_estimate import estimate_working_memory
-from penstock.plan.workload import Workload, default_numerics
+from penstock.plan.working_memory_estimate import (
+    estimate_caller_loss,
+    estimate_working_memory,
+)
+from penstock.plan.workload import CallerLoss, Workload, default_numerics
 from penstock.planner import PlanResult, make_plan
 from penstock.planner.resource_names import long_name
 from penstock.probe.machine_choice import TargetMachine
@@ -128,6 +131,7 @@ def plan_request(
     own_loss: bool = False,
     machines: int | None = None,
     adapter: Adapter | None = None,
+    caller_loss: CallerLoss | None = None,
 ) -> PlanRequest:
     """Decide everything that a plan depends on.
 
@@ -143,6 +147,7 @@ def plan_request(
         own_loss: Whether the caller brings a loss function.
         machines: Number of machines like the target; None for as many as its file says.
         adapter: The adapter that is trained; None for that of the settings, if there is one.
+        caller_loss: Set if the caller's code computes the loss; see `workload_for`.
     """
     if adapter is None and settings.model.lora_options is not None:
         adapter = lora_adapter(settings.model.lora_options)
@@ -167,6 +172,7 @@ def plan_request(
         inventory, settings,
         compiled=target.kernels if compiled is None else compiled,
         steps=steps, accumulate=accumulate, own_loss=own_loss, machines=machine.machines,
+        caller_loss=caller_loss,
     )  # fmt: skip
     remarks = tuple(filter(None, (target.remark, describe_limit(machine), disk_remark, *larger)))
     trust = settings.model.trust_remote_code
@@ -335,6 +341,7 @@ def workload_for(
     accumulate: bool = False,
     own_loss: bool = False,
     machines: int = 1,
+    caller_loss: CallerLoss | None = None,
 ) -> Workload:
     """Describe the optimizer step that the settings ask for.
 
@@ -346,10 +353,16 @@ def workload_for(
         accumulate: Whether several `forward_backward()` calls add to one step.
         own_loss: Whether the caller brings a loss function.
         machines: Number of machines, each with as many GPUs as the settings say.
+        caller_loss: Set if the caller's code computes the loss. If it has no bytes, there will be
+            enough for the logits of all tokens.
     """
     settings = settings.with_assumed_sizes(inventory.max_context)
     schedule = settings.schedule
     context, batch = settings.data.chosen_context, schedule.chosen_batch
+    if caller_loss is not None and not caller_loss.nbytes:
+        tokens, dtype = context * batch, settings.model.dtype
+        nbytes = estimate_caller_loss(inventory, tokens=tokens, dtype=dtype)
+        caller_loss = replace(caller_loss, nbytes=nbytes)
     numerics = default_numerics(
         inventory,
         context=context,
@@ -357,7 +370,7 @@ def workload_for(
         dtype=settings.model.dtype,
         micro_batch=schedule.micro_batch_size,
         kernels=compiled,
-        own_loss=own_loss,
+        own_loss=own_loss or caller_loss is not None,
     )
     return Workload(
         context=context,
@@ -368,6 +381,7 @@ def workload_for(
         accumulate=accumulate,
         steps=schedule.steps if steps is None else steps,
         world=settings.memory.gpus * machines,
+        caller_loss=caller_loss,
         numerics=replace(
             numerics,
             deterministic=schedule.deterministic,

@@ -27,6 +27,7 @@ from penstock.plan.budget import Budget
 from penstock.plan.memory_cache import keep_measured, memory_key
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import WorkingMemory
+from penstock.plan.workload import CallerLoss
 from penstock.probe.machine_choice import this_machine
 from penstock.records import from_json, to_json
 from penstock.roles import Dtype, Moments
@@ -129,6 +130,7 @@ def prepare(
     progress: Progress | None = None,
     ranks: Transport | None = None,
     settings: Settings | None = None,
+    caller_loss: CallerLoss | None = None,
     **arguments: Unpack[PrepareSettings],
 ) -> Engine:
     """Build an engine for `model`, and allocate all its memory.
@@ -157,6 +159,7 @@ def prepare(
         ranks: Connection to the other ranks, if this process is one of several. All ranks must call
             this with the same arguments, except for the device. The plan is that of rank 0.
         settings: Settings to start from. By default, every setting has its default.
+        caller_loss: For `penstock.stream`, which computes the loss outside of the engine.
         **arguments: Settings by name, as `PrepareSettings` describes them: context, batch,
             micro_batch, dtype, moments, clip, steps, lora, freeze, blocks, deterministic, seed,
             label_smoothing, neftune_noise_alpha, init, model_config, revision,
@@ -190,12 +193,14 @@ def prepare(
         if live is not None:
             live.check_memory()
         config, inventory, adapter = _inspect_and_check(model, chosen, load_weights=load_weights)
+        if caller_loss is None:
+            _check_head(live)
         # One rank plans for all: free memory differs between them.
         if plan is None and ranks.rank == 0:
             plan = choose_plan(
                 inventory, chosen, config=config, budget=budget, machine=machine,
                 accumulate=accumulate, compiled=compiled, own_loss=loss is not None, device=device,
-                adapter=adapter,
+                adapter=adapter, caller_loss=caller_loss,
             )  # fmt: skip
         # A plan that was made for budgets may be made again; one that the caller brings may not.
         if isinstance(plan, PlanChoice):
@@ -233,6 +238,18 @@ def _inspect_and_check(
     if load_weights and isinstance(model, str | Path) and settings.model.init == "pretrained":
         check_weights(model_directory(model, settings.model.revision), inventory, adapter)
     return config, inventory, adapter
+
+
+def _check_head(live: LiveModel | None) -> None:
+    """Raise UnsupportedModelError if a model has no head for the loss that the engine computes."""
+    from penstock.model.output_weight import output_weight
+
+    if live is not None and output_weight(live.model) is None:
+        raise UnsupportedModelError(
+            f"{type(live.model).__name__} has no head that predicts tokens, and prepare() trains "
+            f"with the loss of the next token. Use penstock.stream(model, ...) and compute the "
+            f"loss from what the model returns"
+        )
 
 
 def _share_plan(ranks: Transport, plan: Plan | None) -> Plan:
@@ -300,6 +317,7 @@ def choose_plan(
     own_loss: bool = False,
     device: str | None = None,
     adapter: Adapter | None = None,
+    caller_loss: CallerLoss | None = None,
 ) -> PlanChoice:
     """Make the plan that `prepare` makes, or load the one that the settings name."""
     path = settings.memory.plan if budget is None else None
@@ -316,6 +334,7 @@ def choose_plan(
         inventory, settings, target, config=config,
         budget=limits, accumulate=accumulate, compiled=compiled, own_loss=own_loss,
         adapter=adapter,
+        caller_loss=caller_loss,
     )  # fmt: skip
     return request.make_plan()
 

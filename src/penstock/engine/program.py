@@ -82,6 +82,9 @@ class Program:
     at: Mapping[tuple[Verb, int, int, Role | None], int]
     """Index of an operation by verb, block, round and, if it has only one, role."""
 
+    held: frozenset[int] = frozenset()
+    """See `Schedule.held`."""
+
     def is_chunked(self, part: SumPart) -> bool:
         """Return whether gradients that are exchanged are in fp32; see `lifetimes.is_chunked`."""
         return is_chunked(self.operations, part)
@@ -116,6 +119,7 @@ def compile_program(
             (op.verb, op.block, op.round, op.roles[0] if len(op.roles) == 1 else None): at
             for at, op in enumerate(schedule.operations)
         },
+        held=schedule.held,
     )
 
 

@@ -34,10 +34,15 @@ class ModelNotRestoredWarning(UserWarning):
 
 def restore_live(live: LiveModel, state: StateView) -> None:
     """Give a model its weights back, in host memory. Raise ModelRestoreError if they do not fit."""
-    needed, free = live.nbytes, host_memory(System()).free
-    if needed > free:
-        raise ModelRestoreError(type(live.model).__name__, wanted=needed, free=free)
+    check_host_memory(type(live.model).__name__, live.nbytes)
     live.load(state.weight)
+
+
+def check_host_memory(name: str, needed: int) -> None:
+    """Raise ModelRestoreError if a copy of the weights does not fit in host memory."""
+    free = host_memory(System()).free
+    if needed > free:
+        raise ModelRestoreError(name, wanted=needed, free=free)
 
 
 def load_into(model: nn.Module, state: StateView) -> None:

@@ -39,7 +39,13 @@ from penstock.model.document_attention import register_document_attention
 from penstock.model.inventory import Inventory
 from penstock.model.meta_model import weight_dtype
 from penstock.model.survey import survey_model
-from penstock.model.twin import build_twin, is_known_code, twin_config_of, twin_key
+from penstock.model.twin import (
+    build_twin,
+    is_known_code,
+    twin_class,
+    twin_config_of,
+    twin_key,
+)
 from penstock.plan.plan import Plan
 from penstock.plan.workload import Workload
 from penstock.roles import Dtype
@@ -105,7 +111,7 @@ def self_check(
     """
     path = inventory.layers[0].name.rpartition(".")[0]
     adapter = find_adapter(model)
-    twin = _Twin(type(model), twin_config_of(model, path), path, inventory, adapter)
+    twin = _Twin(twin_class(model), twin_config_of(model, path), path, inventory, adapter)
     checks = _checks(plan, device)
     key = twin_key(
         twin.model_class, twin.config, path,
@@ -220,6 +226,7 @@ def _reduced(workload: Workload) -> Workload:
         moments="fp32",
         clip=None if workload.clip is None else CLIP,
         steps=None,
+        caller_loss=None,
         numerics=reduced,
     )
 

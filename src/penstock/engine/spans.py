@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from penstock.model.inventory import Inventory, TensorSpec
+from penstock.model.inventory import Block, Inventory, TensorSpec
 from penstock.model.meta_model import weight_dtype
 from penstock.optim.formats import rest_dtype
 from penstock.roles import SCALE_BLOCK, Formats, Role
@@ -118,7 +118,8 @@ class WeightSlots:
         """
         key = (block, weights.data.data_ptr())
         if key not in self._parameters:
-            self._parameters[key] = self._view_parameters(block, weights, trained or weights)
+            spec = self._inventory.blocks[block]
+            self._parameters[key] = view_parameters(spec, weights, trained)
         return self._parameters[key]
 
     def stand_ins(self, block: int) -> dict[str, nn.Parameter]:
@@ -137,17 +138,23 @@ class WeightSlots:
             }
         return self._parameters[key]
 
-    def _view_parameters(self, block: int, weights: Span, trained: Span) -> dict[str, nn.Parameter]:
-        spec = self._inventory.blocks[block]
-        parameters = {}
-        for tensor in spec.tensors:
-            # Frozen tensors follow the trainable ones.
-            shift = 0 if tensor.trainable else spec.flat_elements(True)
-            start = shift + spec.offsets(tensor.trainable)[tensor.name]
-            stored = trained if tensor.trainable else weights
-            flat = stored.values(start, start + tensor.elements)
-            parameters[tensor.name] = _parameter(tensor, flat.view(tensor.shape))
-        return parameters
+
+def view_parameters(
+    block: Block, weights: Span, trained: Span | None = None
+) -> dict[str, nn.Parameter]:
+    """Return the parameters of a block by name, as views of its weights.
+
+    Of a split block, `weights` are the frozen ones, and `trained` the others.
+    """
+    parameters = {}
+    for tensor in block.tensors:
+        # Frozen tensors follow the trainable ones.
+        shift = 0 if tensor.trainable else block.flat_elements(True)
+        start = shift + block.offsets(tensor.trainable)[tensor.name]
+        stored = trained if tensor.trainable and trained is not None else weights
+        flat = stored.values(start, start + tensor.elements)
+        parameters[tensor.name] = _parameter(tensor, flat.view(tensor.shape))
+    return parameters
 
 
 def _parameter(tensor: TensorSpec, data: torch.Tensor) -> nn.Parameter:

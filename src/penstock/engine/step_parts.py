@@ -333,7 +333,8 @@ def step_parts(
     for block in first_blocks(split_model):
         for micro in micros:
             parts += [LayerForward(step, block, micro), LayerBackward(step, block, micro)]
-    parts += [HeadForward(step, head, micros[0]), HeadBackward(step, head, micros[0])]
+    if workload.caller_loss is None:  # otherwise the caller computes the head
+        parts += [HeadForward(step, head, micros[0]), HeadBackward(step, head, micros[0])]
     return parts
 
 

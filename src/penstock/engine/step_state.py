@@ -47,6 +47,11 @@ class StepState:
     """Whether gradients start from zero."""
     weight: float = 1.0
     """Factor of the gradients, relative to those of the update's first batch."""
+    keeps_activations: bool = True
+    """Whether block inputs are kept for a backward pass."""
+    first_home: int = 0
+    """Where the inputs of the first micro-batch are kept, counted in micro-batches: several forward
+    passes may await their backward passes."""
     tickets: TicketBoard = field(default_factory=TicketBoard)
     """Tickets of operations and of their micro-batches. Shared by all threads."""
     origin: Ticket[None] | None = None

@@ -23,7 +23,7 @@ from penstock.engine.transport import Transport
 from penstock.memory.arena import Arena
 from penstock.memory.placement import Node, Place, Stripe
 from penstock.model.inventory import Inventory
-from penstock.plan.buffers import micro_batches_per_round, micro_nbytes
+from penstock.plan.buffers import activation_slots, micro_nbytes
 from penstock.plan.lifetimes import piece_span
 from penstock.plan.placement import STRIPE_UNIT, Home
 from penstock.plan.plan import Plan
@@ -320,7 +320,7 @@ class TierMemory:
                 continue
             if role is Role.ACTIVATION:
                 nbytes = micro_nbytes(self.inventory, plan.workload)
-                for micro in range(micro_batches_per_round(plan.workload, plan.placement.rounds)):
+                for micro in range(activation_slots(plan.workload, plan.placement.rounds)):
                     yield (block, role, micro), nbytes
                 continue
             # Pieces of frozen weights have one number, wherever the trained ones are.

@@ -192,7 +192,7 @@ def _parts(peaks: Mapping[tuple[str, str], int]) -> tuple[PartMemory, ...]:
 def _make_fake(micro: MicroBatch, fake: FakeTensorMode) -> MicroBatch:
     bounds = micro.bounds
     if isinstance(bounds, DocumentSpans):
-        bounds = DocumentSpans(*map(fake.from_tensor, bounds))
+        bounds = DocumentSpans(fake.from_tensor(bounds.spans))
     return replace(
         micro,
         input_ids=fake.from_tensor(micro.input_ids),

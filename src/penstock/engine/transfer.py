@@ -177,8 +177,11 @@ class Mover:
             self._fetch_gradient(step, at, op)
             return
         self._order_on_stream(step, at)
-        key = BufferKey(BufferKind.WEIGHT, op.block, step.program.buffer_start[at])
-        into = self._memory.weights.span(op.block, step.program.weights.offset(key))
+        if op.block in step.program.held:
+            into = self._memory.held.span(op.block)
+        else:
+            key = BufferKey(BufferKind.WEIGHT, op.block, step.program.buffer_start[at])
+            into = self._memory.weights.span(op.block, step.program.weights.offset(key))
         if op.piece is None:
             sources = self._tiers.streamed_spans(op.block)
         else:
@@ -210,8 +213,9 @@ class Mover:
         backward = step.program.at[Verb.BACKWARD, op.block, op.round, None]
         # The computing thread sets `activation_slots` before it posts this ticket.
         last_layer = len(self._tiers.inventory.blocks) - 2
-        last_forward = step.program.at[Verb.FORWARD, last_layer, op.round, None]
-        step.tickets.order_after(last_forward, self._device)
+        last_forward = step.program.at.get((Verb.FORWARD, last_layer, op.round, None))
+        if last_forward is not None:  # a separate backward pass begins with slots that are set
+            step.tickets.order_after(last_forward, self._device)
         for micro, (rows, length) in enumerate(step.shapes(op.round)):
             slot, previous_user = step.reserve_activation_slot(op.round, (backward, micro))
             if previous_user is not None:
@@ -219,10 +223,11 @@ class Mover:
             step.started[at, micro] = self._device.record()
             into = self._memory.hidden.slot(slot, rows, length)
             if self._tiers.on_disk(op.block, Role.ACTIVATION):
-                extent = self._tiers.extent(op.block, Role.ACTIVATION, micro)
+                extent = self._tiers.extent(op.block, Role.ACTIVATION, step.first_home + micro)
                 self._pipes["fetch inputs"].read(extent, _as_bytes(into))
             else:
-                source = self._memory.hidden.home(op.block, micro, rows, length)
+                home = step.first_home + micro
+                source = self._memory.hidden.home(op.block, home, rows, length)
                 self._device.copy(into, source)
             step.tickets.post((at, micro), self._device.record())
         step.tickets.post(at, self._device.record())
@@ -254,10 +259,11 @@ class Mover:
             slot = step.hidden_slots[op.round, op.block, micro]
             source = self._memory.hidden.slot(slot, rows, length)
             if on_disk:
-                extent = self._tiers.extent(op.block, Role.ACTIVATION, micro)
+                extent = self._tiers.extent(op.block, Role.ACTIVATION, step.first_home + micro)
                 self._pipes["drain inputs"].write(extent, _as_bytes(source))
             else:
-                into = self._memory.hidden.home(op.block, micro, rows, length)
+                home = step.first_home + micro
+                into = self._memory.hidden.home(op.block, home, rows, length)
                 self._device.copy(into, source)
             # The slot may be overwritten after this ticket; the disk may still be writing.
             step.tickets.post((at, micro), self._device.record())

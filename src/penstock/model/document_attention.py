@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,24 @@ from penstock.model.varlen_attention import DocumentSpans, attend_packed
 Bounds = Sequence[Sequence[int]]
 """For each row, where its documents begin, followed by the row's length."""
 
-Documents = Bounds | DocumentSpans
+
+class PaddedRows(NamedTuple):
+    """Rows that are one document each, with padding before some of them."""
+
+    starts: Sequence[int]
+    """For each row, its first token that counts. Attention returns zeros for those before it, as
+    PyTorch's does with a mask that hides all keys from them."""
+
+    length: int
+    """Number of tokens of a row, padding included."""
+
+    @property
+    def bounds(self) -> Bounds:
+        """Where documents begin, if the padding of a row is a document of its own."""
+        return [[0, s, self.length] if s else [0, self.length] for s in self.starts]
+
+
+Documents = Bounds | PaddedRows | DocumentSpans
 """Documents: for one call of PyTorch's attention each, or for one call of Penstock's for all."""
 
 BAND = 1024
@@ -62,10 +79,15 @@ def _attend_documents(
     if isinstance(documents, DocumentSpans):
         assert not options.dropout, "the attention kernels do not support dropout"
         assert options.sinks is None, "the attention kernels do not support sinks"
-        return attend_packed(
+        out = attend_packed(
             query, key, value, documents,
             scale=options.scaling, window=options.window, softcap=options.softcap,
         )  # fmt: skip
+        if documents.padding is not None:
+            out = out.masked_fill(documents.padding[:, :, None, None], 0.0)
+        return out
+    if isinstance(documents, PaddedRows):
+        return _attend_padded(causal, query, key, value, documents)
     rows = []
     for row, bounds in enumerate(documents):
         outputs = [
@@ -73,6 +95,17 @@ def _attend_documents(
             for start, end in itertools.pairwise(bounds)
         ]
         rows.append(torch.cat(outputs, dim=1))
+    return torch.cat(rows)
+
+
+def _attend_padded(
+    causal: _CausalAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    padded: PaddedRows,
+) -> torch.Tensor:  # fmt: skip
+    rows = []
+    for row, start in enumerate(padded.starts):
+        out = causal(*(t[row : row + 1, :, start:] for t in (query, key, value)))
+        rows.append(torch.nn.functional.pad(out, (0, 0, 0, 0, start, 0)))
     return torch.cat(rows)
 
 

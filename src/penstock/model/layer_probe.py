@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -105,6 +105,16 @@ class LayerProbes:
     def install(self) -> None:
         """Take the layers out of the model."""
         setattr(self.base, self._list_name, self._head_only)
+
+    @contextlib.contextmanager
+    def head_installed(self) -> Iterator[None]:
+        """Take the layers out of the model inside the block."""
+        layers = getattr(self.base, self._list_name)
+        self.install()
+        try:
+            yield
+        finally:
+            setattr(self.base, self._list_name, layers)
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor]:
         """Return hidden states in the form in which the layers of the model return them."""

@@ -33,6 +33,7 @@ from penstock.model.twin import (
     VOCABULARY,
     build_twin,
     is_known_code,
+    twin_class,
     twin_config_of,
     twin_key,
 )
@@ -96,7 +97,7 @@ def _check(model: nn.Module, layers_path: str) -> Verdict:
                 f"{name} is {getattr(config, name)}, so the model skips layers at random, which "
                 f"Penstock does not; set it to 0 with --model-config {name}=0.0"
             )
-    model_class: type = type(model)
+    model_class = twin_class(model)
     try:
         twin, adapter = twin_config_of(model, layers_path), find_adapter(model)
         key = twin_key(model_class, twin, layers_path, *([adapter.key] if adapter else []))

@@ -21,7 +21,11 @@ from torch import nn
 
 from penstock.model.attention import attending_over
 from penstock.model.compile import Body, CompiledLayers, Kind, layer_kinds
-from penstock.model.document_attention import Documents, register_document_attention
+from penstock.model.document_attention import (
+    Documents,
+    PaddedRows,
+    register_document_attention,
+)
 from penstock.model.embedding_noise import EmbeddingNoise
 from penstock.model.inventory import Inventory
 from penstock.model.layer_probe import Arguments, LayerProbes
@@ -101,7 +105,7 @@ class SplitModel:
         self._shapes = {t.name: t.shape for block in inventory.blocks for t in block.tensors}
         # Narrower than the hidden states in models that project the embedding, such as OPT-350m.
         table = f"{inventory.blocks[0].name}.weight"
-        self._embedding_width = self._shapes.get(table, (inventory.hidden,))[-1]
+        self.embedding_width = self._shapes.get(table, (inventory.hidden,))[-1]
         self.layer_kinds: list[Kind] = layer_kinds(self.layers)
         """The kind of each layer: equal for layers that run the same code."""
         tile_mlps(self.layers, mlp_tile)
@@ -216,7 +220,8 @@ class SplitModel:
         if calls.bounds is None:
             return self.plain_layer(index, hidden, self._make_arguments(index, *calls.tokens))
         assert not isinstance(calls.bounds, DocumentSpans), "own attention code takes no spans"
-        lengths = [e - s for marks in calls.bounds for s, e in itertools.pairwise(marks)]
+        bounds = calls.bounds.bounds if isinstance(calls.bounds, PaddedRows) else calls.bounds
+        lengths = [e - s for marks in bounds for s, e in itertools.pairwise(marks)]
         # Split and joined by one operation each: slices would each get a gradient of full size.
         parts = zip(
             *(torch.split(t.flatten(0, 1), lengths) for t in (hidden, *calls.tokens)), strict=True
@@ -286,13 +291,18 @@ class SplitModel:
         # code makes a mask for the embeddings, of all pairs of them, so it gets a single one.
         tokens = 1 if self.inventory.own_attention else hidden.shape[0]
         positions = torch.zeros(1, tokens, dtype=torch.int64, device=hidden.device)
-        embeddings = hidden.new_zeros(1, tokens, self._embedding_width)
+        embeddings = hidden.new_zeros(1, tokens, self.embedding_width)
         inputs = {"inputs_embeds": embeddings, "position_ids": positions, "use_cache": False}
         if self.inventory.own_attention:
             inputs["attention_mask"] = _all_tokens(positions)
         out = self._probes.run_head(hidden[None], lambda: self.model(**inputs))
         logits: torch.Tensor = out.logits.flatten(0, 1)
         return logits
+
+    @property
+    def layers_return_tuples(self) -> bool:
+        """Whether the model's layers return tuples; known after `embed`."""
+        return self._probes.return_tuples
 
     def bind_head(self, tensors: Mapping[str, nn.Parameter]) -> None:
         """Bind the head's weights, and zeros in place of weights that only the embedding uses."""

@@ -17,6 +17,7 @@ from penstock.model.adapters import ORIGINAL, Adapter
 from penstock.model.config import load_config
 from penstock.model.config_check import describe, describe_short_lists
 from penstock.model.inventory import Block, Inventory, TensorSpec
+from penstock.model.output_weight import output_weight
 
 if TYPE_CHECKING:
     from torch import nn
@@ -113,7 +114,7 @@ def survey_model(
         architecture=type(body).__name__,
         hidden=int(config.hidden_size),
         vocabulary=int(config.vocab_size),
-        max_context=_max_context(config),
+        max_context=max_context(config),
         blocks=found,
         linear_embedding=flow is not None and flow.linear,
         caps_logits=bool(getattr(config, "final_logit_softcapping", None)),
@@ -269,18 +270,30 @@ class _TensorsByBlock:
 
     def head(self) -> Block:
         """Return the head, which borrows the embedding's table if the two are tied."""
-        table = self.body.get_output_embeddings()  # type: ignore[operator]
-        weight = getattr(table, "weight", None)
-        if weight is None:
-            raise SurveyError(f"{type(self.body).__name__} has no output embedding for logits")
-        owner = self.first_name[id(weight)]
         names = [name for name in self.outside if name in self._head_names()]
+        weight = output_weight(self.body)
+        if weight is None:
+            return self._other_head(names)
+        owner = self.first_name[id(weight)]
         return Block(
             name="lm_head" if owner not in names else owner.removesuffix(".weight"),
             kind="head",
             tensors=self._specs(names),
             borrows=self._borrowed(owner, names),
             matmul_elements=weight.numel(),
+        )
+
+    def _other_head(self, names: list[str]) -> Block:
+        """Return a head that computes no logits of tokens, such as that of a reward model."""
+        if self.flow is None:
+            raise SurveyError(f"{type(self.body).__name__} has no output embedding for logits")
+        matrices = [name for name in names if self.outside[name].dim() > 1]
+        return Block(
+            name=matrices[-1].removesuffix(".weight") if matrices else "head",
+            kind="head",
+            tensors=self._specs(names),
+            borrows=self._borrowed("", names),
+            matmul_elements=sum(self.outside[name].numel() for name in matrices),
         )
 
     def _borrowed(self, table: str, own: list[str]) -> tuple[str, ...]:
@@ -338,7 +351,7 @@ def _attention_heads(config: Any) -> tuple[int, int]:
     return heads, int(size or int(config.hidden_size) // max(heads, 1))
 
 
-def _max_context(config: Any) -> int | None:
+def max_context(config: Any) -> int | None:
     """Return the largest number of positions, or None if the config has no limit."""
     names = ("max_position_embeddings", "max_seq_len")  # MPT: the length of its position bias
     return next((limit for n in names if (limit := getattr(config, n, None)) is not None), None)

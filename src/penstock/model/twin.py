@@ -21,6 +21,7 @@ from torch import nn
 from penstock.machine.user_cache import code_fingerprint
 from penstock.model.adapters import Adapter
 from penstock.model.compile import layer_kinds
+from penstock.model.output_weight import output_weight
 
 LAYERS = 2
 """Smallest number of layers of a twin."""
@@ -106,6 +107,20 @@ def twin_config_of(model: nn.Module, layers_path: str) -> Any:
     firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     count = min(len(kinds), max(LAYERS, *(index + 1 for index in firsts.values()), 0))
     return twin_config(model.config, count)
+
+
+def twin_class(model: nn.Module) -> type:
+    """Return the class of a model's twin: its own, or the causal language model of its family.
+
+    A model for classification has the layers of the causal language model, and a head that the
+    caller's own code computes.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if output_weight(model) is None and type(model.config) in known:
+        return known[type(model.config)]  # type: ignore[no-any-return]
+    return type(model)
 
 
 def twin_key(model_class: type, twin: Any, *others: object) -> str:

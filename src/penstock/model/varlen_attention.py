@@ -28,6 +28,9 @@ class DocumentSpans(NamedTuple):
 
     spans: torch.Tensor
     """The first and last token of each token's document: int32, `[2, padded tokens]`."""
+    padding: torch.Tensor | None = None
+    """True for tokens before the first one of their row that counts, `[rows, tokens]`; None if
+    there are none. They are documents of their own, for which attention returns zeros."""
 
 
 def flatten_bounds(bounds: Sequence[Sequence[int]], device: torch.device) -> DocumentSpans:

@@ -11,7 +11,13 @@ from typing import NamedTuple, TypeVar
 
 from penstock.errors import PlanError
 from penstock.model.inventory import Block, Inventory
-from penstock.plan.build_schedule import step_schedule
+from penstock.plan.build_schedule import (
+    backward_schedule,
+    fetch_held_schedule,
+    forward_schedule,
+    held_blocks,
+    step_schedule,
+)
 from penstock.plan.cuda_allocator import PAGE, SMALL_PAGE
 from penstock.plan.lifetimes import (
     BufferLifetime,
@@ -102,15 +108,15 @@ def plan_pools(
     """
     inventory = inventory.sharded(workload.world)
     formats = workload.formats(placement.rounds)
-    schedules = [schedule]
-    if workload.accumulate:
-        schedules.append(step_schedule(inventory, placement, pending=False, adds=True))
-    weights = _packed_nbytes(weight_lifetimes(schedule, placement))
+    schedules, staged = _sizing_schedules(inventory, workload, placement, schedule)
+    weights = max(_packed_nbytes(weight_lifetimes(each, placement)) for each in schedules)
     gradients = max(
         _packed_nbytes(gradient_lifetimes(inventory, each, placement, formats))
         for each in schedules
     )
-    staging = _packed_nbytes(staging_lifetimes(inventory, schedule, placement, formats))
+    staging = max(
+        _packed_nbytes(staging_lifetimes(inventory, each, placement, formats)) for each in staged
+    )
     measured = memory_pools(workload, placement.rounds, memory, context_nbytes=context_nbytes)
     collective = placement.transport == "collective" and context_nbytes > 0
     hbm = {
@@ -119,6 +125,7 @@ def plan_pools(
         "weight slots": weights,
         "gradient buffers": gradients,
         "hidden states in flight": hidden_nbytes(inventory, workload, placement.rounds),
+        **_caller_loss_pools(inventory, workload, placement),
         **measured,
     }
     pipes = pipe_lanes(workload, placement)
@@ -130,6 +137,49 @@ def plan_pools(
     pools = [BufferPool(tier=Tier.HBM, what=k, nbytes=v) for k, v in hbm.items()]
     pools += [BufferPool(tier=Tier.DRAM, what=k, nbytes=v) for k, v in dram.items()]
     return tuple(pool for pool in pools if pool.nbytes)
+
+
+def _sizing_schedules(
+    inventory: Inventory, workload: Workload, placement: Placement, schedule: Schedule
+) -> tuple[list[Schedule], list[Schedule]]:
+    """Return the schedules that need the most buffers, and those that need the most staging."""
+    if workload.caller_loss is not None:
+        forward = forward_schedule(inventory, placement)
+        backward = [backward_schedule(inventory, placement, adds=adds) for adds in (False, True)]
+        held = fetch_held_schedule(inventory, placement, pending=True)
+        return [forward, *backward], [forward, held]
+    if workload.accumulate:
+        adding = step_schedule(inventory, placement, pending=False, adds=True)
+        return [schedule, adding], [schedule]
+    return [schedule], [schedule]
+
+
+def _caller_loss_pools(
+    inventory: Inventory, workload: Workload, placement: Placement
+) -> dict[str, int]:
+    """Return the pools in HBM for a loss that the caller computes, by name."""
+    if workload.caller_loss is None:
+        return {}
+    held = held_blocks(inventory)
+    return {
+        "head weights": sum(held_weight_nbytes(placement, block) for block in held),
+        "head gradients": sum(held_sum_nbytes(inventory, placement, block) for block in held),
+        "your loss": workload.caller_loss.nbytes,
+    }
+
+
+def held_weight_nbytes(placement: Placement, block: int) -> int:
+    """Return the bytes of a held block's weights in HBM; 0 if they are stored there anyway."""
+    at = placement.blocks[block]
+    assert at.streamed is not None
+    return 0 if at.all_on(Role.WEIGHT, Tier.HBM) and not at.is_split else at.streamed.nbytes
+
+
+def held_sum_nbytes(inventory: Inventory, placement: Placement, block: int) -> int:
+    """Return the bytes of a held block's gradient sum in HBM; 0 if it is stored there anyway."""
+    stored_there = placement.blocks[block].all_on(Role.GRADIENT, Tier.HBM)
+    elements = inventory.blocks[block].flat_elements(True)
+    return 0 if stored_there else round_up(4 * elements, EXTENT)
 
 
 def memory_pools(
@@ -196,8 +246,16 @@ def micro_nbytes(inventory: Inventory, workload: Workload) -> int:
 
 
 def activation_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
-    """Return the bytes of one block's activations for all micro-batches of a round."""
-    return micro_batches_per_round(workload, rounds) * micro_nbytes(inventory, workload)
+    """Return the bytes of one block's activations for all micro-batches that it is kept for.
+
+    They are those of a round, and those of every forward pass that may await its backward pass.
+    """
+    return activation_slots(workload, rounds) * micro_nbytes(inventory, workload)
+
+
+def activation_slots(workload: Workload, rounds: int) -> int:
+    """Return the number of micro-batches for which a block's activation has memory."""
+    return workload.live_forwards * micro_batches_per_round(workload, rounds)
 
 
 def hidden_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:
@@ -216,8 +274,9 @@ def arguments_nbytes(workload: Workload, rounds: int, memory: WorkingMemory) -> 
     All micro-batches of the rank are copied to the device before the step. The arguments of layers
     exist for the micro-batches of one round.
     """
-    by_round = micro_batches_by_round(workload, rounds)
-    return round_up(sum(by_round) * memory.inputs + by_round[0] * memory.arguments, EXTENT)
+    by_round, live = micro_batches_by_round(workload, rounds), workload.live_forwards
+    nbytes = sum(by_round) * memory.inputs + by_round[0] * memory.arguments
+    return round_up(live * nbytes, EXTENT)
 
 
 def _packed_nbytes(lifetimes: list[BufferLifetime]) -> int:

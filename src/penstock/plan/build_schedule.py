@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from penstock.model.inventory import Inventory
 from penstock.plan.placement import Placement
-from penstock.plan.placement_index import PlacementIndex, WeightWindow
+from penstock.plan.placement_index import Passes, PlacementIndex, WeightWindow
 from penstock.plan.schedule import Operation, Phase, Schedule, Verb
 from penstock.roles import TRAINED, Role
 
@@ -39,11 +39,64 @@ def evaluation_schedule(inventory: Inventory, placement: Placement) -> Schedule:
     Pending optimizer sweeps must have run before.
     """
     index = PlacementIndex.of(inventory, placement)
-    builder = _ScheduleBuilder(index, pending=False, backward=False)
+    builder = _ScheduleBuilder(index, pending=False, passes="evaluation")
     builder.pass_forward(0)
     builder.head(0)
     builder.meet()
     return builder.finished()
+
+
+def forward_schedule(
+    inventory: Inventory, placement: Placement, *, pending: bool = True, keeps: bool = True
+) -> Schedule:
+    """Build the schedule of a forward pass through the embedding and the layers, without the head.
+
+    The caller computes the head and the loss from what it leaves.
+
+    Args:
+        inventory: The model.
+        placement: Where everything is stored. It must have one round.
+        pending: Whether optimizer sweeps of streamed blocks are still to run.
+        keeps: Whether activations are kept for a backward pass.
+    """
+    builder = _caller_loss_builder(inventory, placement, "forward", pending=pending)
+    builder.keeps_activations = keeps
+    builder.pass_forward(0)
+    return builder.finished()
+
+
+def backward_schedule(inventory: Inventory, placement: Placement, *, adds: bool) -> Schedule:
+    """Build the schedule of a backward pass from the output of the last layer to the embedding.
+
+    With `adds`, gradients of earlier passes exist, to which this one adds.
+    """
+    builder = _caller_loss_builder(inventory, placement, "backward", pending=False, adds=adds)
+    builder.layers_backward(0)
+    return builder.finished()
+
+
+def offload_held_schedule(inventory: Inventory, placement: Placement) -> Schedule:
+    """Build a schedule that moves the gradient sums of held blocks to where they are stored."""
+    builder = _caller_loss_builder(inventory, placement, "backward", pending=False)
+    for block in sorted(builder.held):
+        if builder.index.gradient_leaves(block):
+            builder.emit(Verb.OFFLOAD, block, (Role.GRADIENT,), "backward")
+    return builder.finished()
+
+
+def fetch_held_schedule(inventory: Inventory, placement: Placement, *, pending: bool) -> Schedule:
+    """Build a schedule that brings the weights of held blocks up to date: sweep, then fetch."""
+    builder = _caller_loss_builder(inventory, placement, "forward", pending=pending)
+    held, builder.held = builder.held, frozenset()
+    for block in sorted(held):
+        builder.fetch_weight(block, "forward", 0)
+    builder.held = held
+    return builder.finished()
+
+
+def held_blocks(inventory: Inventory) -> frozenset[int]:
+    """Return the blocks with whose weights a caller's own loss computes: those of the head."""
+    return frozenset(inventory.weight_owners[-1])
 
 
 def sweep_schedule(inventory: Inventory, placement: Placement) -> Schedule:
@@ -57,6 +110,18 @@ def sweep_schedule(inventory: Inventory, placement: Placement) -> Schedule:
     return builder.finished()
 
 
+def _caller_loss_builder(
+    inventory: Inventory, placement: Placement, passes: Passes, *,
+    pending: bool, adds: bool = False,
+) -> _ScheduleBuilder:  # fmt: skip
+    """Return a builder of one of the passes around a loss that the caller computes."""
+    assert placement.rounds == 1, "the caller's forward and backward are one round"
+    index = PlacementIndex.of(inventory, placement)
+    builder = _ScheduleBuilder(index, pending=pending, passes=passes, adds=adds)
+    builder.held = held_blocks(inventory)
+    return builder
+
+
 class _ScheduleBuilder:
     """Appends operations, and keeps track of what later ones must wait for."""
 
@@ -65,14 +130,19 @@ class _ScheduleBuilder:
         index: PlacementIndex,
         *,
         pending: bool = True,
-        backward: bool = True,
+        passes: Passes = "step",
         fetches: bool = True,
         adds: bool = False,
     ) -> None:
         self.index = index
-        self.pending, self.backward, self.fetches, self.adds = pending, backward, fetches, adds
+        self.pending, self.fetches, self.adds = pending, fetches, adds
+        self.backward = passes in ("step", "backward")
+        self.keeps_activations = passes == "step"
+        """Whether the forward pass stores activations for a backward pass."""
+        self.held: frozenset[int] = frozenset()
+        """See `Schedule.held`."""
         self.operations: list[Operation] = []
-        self.window = WeightWindow(index, backward=backward)
+        self.window = WeightWindow(index, passes=passes)
         self.use = 0
         # All of these hold indices of operations.
         self.computed: dict[int, int] = {}
@@ -109,7 +179,7 @@ class _ScheduleBuilder:
                 () if offloaded is None else (offloaded,)
             )
             self.compute(Verb.FORWARD, i, "forward", round, waits)
-            if self.backward and self.index.offloads_activation(i + 1):
+            if self.keeps_activations and self.index.offloads_activation(i + 1):
                 self.offload(i + 1, Role.ACTIVATION, "forward", round, after=self.computed[i])
 
     def head(self, round: int) -> None:
@@ -124,10 +194,13 @@ class _ScheduleBuilder:
 
     def pass_backward(self, round: int) -> None:
         """Append the head and backward through all other blocks."""
-        last = self.index.count - 1
         self.head(round)
-        self.offload_gradient(last, round)
-        for i in range(last - 1, -1, -1):
+        self.offload_gradient(self.index.count - 1, round)
+        self.layers_backward(round)
+
+    def layers_backward(self, round: int) -> None:
+        """Append backward through all blocks but the head."""
+        for i in range(self.index.count - 2, -1, -1):
             self.prefetch("backward", round)
             # One gradient may still be leaving while the next is computed.
             self.drop_gradients(round, keep=1)
@@ -149,7 +222,7 @@ class _ScheduleBuilder:
         for block, role in list(self.fetched):
             self.drop(block, role, phase, round)
         self.release(phase, round, keep=0)
-        return Schedule(operations=tuple(self.operations), ranks=self.index.ranks)
+        return Schedule(tuple(self.operations), self.index.ranks, self.held)
 
     # Fetches, as far ahead as the placement says.
 
@@ -165,6 +238,8 @@ class _ScheduleBuilder:
 
     def fetch_weight(self, owner: int, phase: Phase, round: int) -> None:
         """Append what makes a block's updated weights available in HBM."""
+        if owner in self.held:  # up to date before the schedule begins (`fetch_held_schedule`)
+            return
         if self.index.weight_in_hbm(owner):
             self.sweep(owner)
             return
@@ -207,7 +282,7 @@ class _ScheduleBuilder:
         """Append fetches of the activations and the gradient sums that a backward needs."""
         wanted = [(block, Role.ACTIVATION)] if self.index.offloads_activation(block) else []
         if round > 0 or self.adds:
-            added = (b for b in self.index.adds_to(block) if self.index.gradient_leaves(b))
+            added = (b for b in self.index.adds_to(block) if self.gradient_leaves(b))
             wanted += [(b, Role.GRADIENT) for b in added]
         for key in wanted:
             if key not in self.fetched:
@@ -319,10 +394,14 @@ class _ScheduleBuilder:
 
     def offload_gradient(self, block: int, round: int) -> None:
         """Append the offload of a block's gradient, unless it is stored in HBM."""
-        if self.index.gradient_leaves(block):
+        if self.gradient_leaves(block):
             self.offload(block, Role.GRADIENT, "backward", round, after=self.summed[block])
             self.fetched.pop((block, Role.GRADIENT), None)  # the offload now owns its buffer
             self.leaving.append((block, self.offloaded[block, Role.GRADIENT]))
+
+    def gradient_leaves(self, block: int) -> bool:
+        """Return whether the schedule itself moves the block's gradient out of HBM."""
+        return self.index.gradient_leaves(block) and block not in self.held
 
     def drop_gradients(self, round: int, keep: int) -> None:
         """Drop the oldest gradient buffers until `keep` are left."""

@@ -64,7 +64,7 @@ def weight_lifetimes(schedule: Schedule, placement: Placement) -> list[BufferLif
     fetched_at: dict[int, int] = {}
     lifetimes = []
     for at, operation in enumerate(schedule.operations):
-        if operation.roles != (Role.WEIGHT,):
+        if operation.roles != (Role.WEIGHT,) or operation.block in schedule.held:
             continue
         if operation.verb is Verb.FETCH:
             # A weight that is fetched in pieces has one buffer, which the first piece begins.
@@ -144,6 +144,8 @@ def gradient_lifetimes(
     lifetimes: list[BufferLifetime] = []
     for at, operation in enumerate(schedule.operations):
         for part in sums.get(at, ()):
+            if part.block in schedule.held:
+                continue
             if schedule.ranks > 1:
                 nbytes = exchanged_nbytes(inventory, schedule.operations, formats, part)
                 nbytes = round_up(nbytes, EXTENT)

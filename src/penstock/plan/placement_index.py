@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from penstock.model.inventory import Inventory
 from penstock.plan.placement import BlockPlacement, Placement
@@ -125,6 +125,11 @@ class PlacementIndex:
         return self.placement.blocks[block]
 
 
+Passes = Literal["step", "evaluation", "forward", "backward"]
+"""What a schedule computes: a training step; forward and the loss; forward without the head, or
+backward without it, for a loss that the caller computes in between."""
+
+
 class WeightUse(NamedTuple):
     """One computation that needs weights."""
 
@@ -149,10 +154,10 @@ class WeightWindow:
     block whose next use is furthest in the future goes first.
     """
 
-    def __init__(self, index: PlacementIndex, *, backward: bool = True) -> None:
+    def __init__(self, index: PlacementIndex, *, passes: Passes = "step") -> None:
         self.index = index
-        rounds = index.placement.rounds if backward else 1
-        self.uses, self._used_at = _uses(index.owned, index.owned_in_backward, rounds, backward)
+        rounds = index.placement.rounds if passes == "step" else 1
+        self.uses, self._used_at = _uses(index.owned, index.owned_in_backward, rounds, passes)
 
     def next_uses(self, at: int) -> tuple[WeightUse, ...]:
         """Return use `at` and the uses to prefetch for while it computes."""
@@ -206,7 +211,7 @@ def _uses(
     owned: tuple[tuple[int, ...], ...],
     owned_in_backward: tuple[tuple[int, ...], ...],
     rounds: int,
-    backward: bool,
+    passes: Passes,
 ) -> tuple[tuple[WeightUse, ...], Mapping[int, Sequence[int]]]:
     """Return the uses of a step, and for each block the indices of the uses that need its weights.
 
@@ -215,7 +220,7 @@ def _uses(
     uses = tuple(
         use
         for round in range(rounds)
-        for use in _uses_of_round(owned, owned_in_backward, round, backward)
+        for use in _uses_of_round(owned, owned_in_backward, round, passes)
     )
     used_at: dict[int, list[int]] = {}
     for k, use in enumerate(uses):
@@ -228,15 +233,19 @@ def _uses_of_round(
     owned: tuple[tuple[int, ...], ...],
     owned_in_backward: tuple[tuple[int, ...], ...],
     round: int,
-    backward: bool,
+    passes: Passes,
 ) -> list[WeightUse]:
-    """Return the uses of one round: forward, the head and, in training, backward."""
+    """Return the uses of one round: forward, the head and backward, as far as they are computed."""
     last = len(owned) - 1
     forward_uses = [WeightUse(i, False, round, owned[i]) for i in range(last)]
-    head_use = [WeightUse(last, backward, round, owned[last])]
-    if not backward:
-        return [*forward_uses, *head_use]
+    head_use = [WeightUse(last, passes == "step", round, owned[last])]
     backward_uses = [
         WeightUse(i, True, round, owned_in_backward[i]) for i in range(last - 1, -1, -1)
     ]
-    return [*forward_uses, *head_use, *backward_uses]
+    parts = {
+        "step": [*forward_uses, *head_use, *backward_uses],
+        "evaluation": [*forward_uses, *head_use],
+        "forward": forward_uses,
+        "backward": backward_uses,
+    }
+    return parts[passes]

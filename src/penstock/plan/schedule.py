@@ -147,6 +147,10 @@ class Schedule:
     ranks: int = 1
     """Number of ranks, each of which runs this list."""
 
+    held: frozenset[int] = frozenset()
+    """Blocks whose weights and gradient sums have memory of their own in HBM for the whole run,
+    because the caller's code computes with them. They need no buffers of the schedule."""
+
     def __post_init__(self) -> None:
         for i, operation in enumerate(self.operations):
             for j in operation.after:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from penstock.model.inventory import Block, Inventory
 from penstock.plan.working_memory import PartMemory, WorkingMemory
 from penstock.plan.workload import Workload
-from penstock.roles import EXTENT
+from penstock.roles import EXTENT, WEIGHT_FORMATS, Dtype
 from penstock.units import round_up
 
 # Elements alive at the same time per token in addition to the layer's input, as multiples of the
@@ -25,6 +25,10 @@ TORCH_LOGIT_NBYTES = 12
 """Bytes per logit of a chunk if PyTorch computes the loss: the 16-bit logit, its fp32 copy and the
 gradients of both; in fp32, the logit, its log-probability and the gradient. The fused kernel works
 in place."""
+
+CALLER_HIDDEN = 6
+"""Tensors as large as the hidden states of a batch that a caller's loss needs: the output of the
+last layer, what the final norm saves, its output, and their gradients."""
 
 INPUT_NBYTES = 3 * 8 + 2 * 4
 """Bytes per token of token ids, targets and positions (int64), and the bounds of documents
@@ -52,6 +56,8 @@ def estimate_working_memory(inventory: Inventory, workload: Workload) -> Working
     tables = inventory.vocabulary * inventory.hidden
     # The head's gradient of one chunk, and the fp32 sum of one micro-batch's.
     head_gradients = (element + 4 if workload.has_head_sum else element) * tables
+    if workload.caller_loss is not None:  # `CallerLoss.nbytes` is for the head and the loss
+        head = head_gradients = 0
     hidden = tokens * inventory.hidden
     names = [block.name for block in inventory.blocks]
     return WorkingMemory(
@@ -73,6 +79,20 @@ def estimate_working_memory(inventory: Inventory, workload: Workload) -> Working
         arguments=round_up(element * ARGUMENTS * tokens, EXTENT),
         origin="estimated",
     )
+
+
+def estimate_caller_loss(inventory: Inventory, *, tokens: int, dtype: Dtype) -> int:
+    """Estimate the device memory of a loss that the caller computes from all logits of a batch.
+
+    That is the output of the last layer and of the norm, the logits, their fp32 copy, the gradients
+    of all of these, and the gradients of the head's parameters.
+    """
+    head, element = inventory.blocks[-1], WEIGHT_FORMATS[dtype].weight
+    outputs = -(-head.matmul_elements // inventory.hidden)  # the vocabulary, or a class per label
+    by_token = outputs * TORCH_LOGIT_NBYTES + CALLER_HIDDEN * element * inventory.hidden
+    held = [inventory.blocks[block] for block in inventory.weight_owners[-1]]
+    parameters = sum(block.parameters(True) for block in held)
+    return round_up(tokens * by_token + element * parameters, EXTENT)
 
 
 def _largest_parameters(blocks: Iterable[Block]) -> int:

@@ -94,6 +94,29 @@ class Numerics:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CallerLoss:
+    """What a workload needs if the caller's own code computes the head and the loss.
+
+    The engine then runs forward and backward through the embedding and the layers as two separate
+    passes, and the caller decides what happens in between (`penstock.stream`).
+    """
+
+    live_forwards: int = 1
+    """Number of forward passes whose backward passes may be outstanding at the same time. Each of
+    them stores its own activations."""
+
+    nbytes: int = 0
+    """Device memory in bytes for what the caller computes: the output of the last layer, logits,
+    the loss and their gradients."""
+
+    def __post_init__(self) -> None:
+        if self.live_forwards < 1:
+            raise WorkloadError("live_forwards", f"must be 1 or more, got {self.live_forwards}")
+        if self.nbytes < 0:
+            raise WorkloadError("nbytes", f"must be 0 or more, got {self.nbytes}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """One optimizer step, as the user requests it."""
 
@@ -130,6 +153,10 @@ class Workload:
     """Number of ranks, each with a GPU. They share the micro-batches of a step, and the result does
     not depend on their number."""
 
+    caller_loss: CallerLoss | None = None
+    """Set if the caller's own code computes the loss; None if the engine does. `batch` is then the
+    number of sequences of one forward pass."""
+
     numerics: Numerics
     """Every other setting that can change a bit of the result."""
 
@@ -145,6 +172,8 @@ class Workload:
             raise WorkloadError("rank", f"must be 0 to {self.world - 1}, got {self.rank}")
         if self.world > 1:
             self._check_ranks()
+        if self.caller_loss is not None:
+            self._check_caller_loss()
         if self.numerics.micro_batch > self.batch:
             raise WorkloadError(
                 "numerics.micro_batch",
@@ -172,6 +201,24 @@ class Workload:
                 'or start a run with "micro"',
             )
 
+    def _check_caller_loss(self) -> None:
+        """Raise WorkloadError if the workload cannot be combined with a loss of the caller's."""
+        if self.world > 1:
+            raise WorkloadError("world", f"must be 1 if the caller computes the loss: {self.world}")
+        if not self.accumulate:
+            raise WorkloadError("accumulate", "must be true if the caller computes the loss")
+        if self.dtype == "fp16":
+            raise WorkloadError(
+                "dtype",
+                "is fp16, for which the engine scales the loss, but the caller computes the loss; "
+                "use bf16 or fp32",
+            )
+
+    @property
+    def live_forwards(self) -> int:
+        """Number of forward passes whose activations are stored at the same time."""
+        return 1 if self.caller_loss is None else self.caller_loss.live_forwards
+
     @property
     def _has_chunks(self) -> bool:
         """Whether the loss of a micro-batch is computed in several chunks."""
@@ -194,7 +241,7 @@ class Workload:
         The first micro-batch of a step begins the step's sum, and a micro-batch of one chunk is
         added to it as it is.
         """
-        several = self.micro_batches > 1 or self.accumulate
+        several = (self.micro_batches > 1 or self.accumulate) and self.caller_loss is None
         return self.numerics.head_sum == "micro" and self._has_chunks and several
 
     def formats(self, rounds: int = 1) -> Formats:

@@ -118,7 +118,10 @@ def fitting(evaluator: PlanEvaluator, cache: HbmChoices) -> Iterator[Candidate]:
 
 def round_counts(evaluator: PlanEvaluator) -> list[int]:
     """Return the numbers of rounds to try: powers of two, and one micro-batch per round."""
-    most = evaluator.workload.micro_batches if evaluator.inventory.may_have_rounds else 1
+    work = evaluator.workload
+    # A forward pass whose loss the caller computes is one round.
+    divisible = evaluator.inventory.may_have_rounds and work.caller_loss is None
+    most = work.micro_batches if divisible else 1
     counts = [1]
     while counts[-1] * 2 <= most:
         counts.append(counts[-1] * 2)

@@ -1,0 +1,1 @@
+"""A model whose weights stream from the tiers, with a forward pass that autograd differentiates."""

@@ -1,0 +1,108 @@
+"""A loss of the caller's own gives the bits of the engine's, under every plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import penstock as ps
+from penstock.plan.workload import CallerLoss
+from tests.support.engines import (
+    batches,
+    inventory,
+    make_engine,
+    make_plan_of,
+    plain_model,
+    tiny_config,
+    workload,
+)
+
+ROWS, STEPS = 2, 3
+
+
+def work(dtype: str, clip: float | None, **changes: Any) -> Any:
+    return workload(context=16, batch=ROWS, dtype=dtype, clip=clip, accumulate=True, **changes)
+
+
+def states(engine: Any) -> dict[str, torch.Tensor]:
+    return {f"{n} {k}": t for n, s in engine.state.items() for k, t in s.items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def train_with_engine(config: Any, dtype: str, clip: float | None) -> tuple[Any, float]:
+    model, job = inventory(config), work(dtype, clip)
+    plan = make_plan_of(model, job, "dddd")
+    source = plain_model(config, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    with make_engine(config, plan, model, source) as engine:
+        for batch in batches(2 * STEPS, job, config.vocab_size):
+            items = int((batch["labels"][:, 1:] != -100).sum())
+            engine.forward_backward(batch, num_items=2 * items)
+            if engine.batches % 2 == 0:
+                engine.apply()
+        return states(engine), engine.grad_norm
+
+
+def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return half of the mean loss, as the engine computes it: from all positions of a row."""
+    labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    items = int((labels != -100).sum())
+    logits = model(input_ids=batch["input_ids"]).logits.flatten(0, 1).float()
+    return functional.cross_entropy(logits, labels.flatten(), reduction="sum") / (2 * items)
+
+
+def train_streamed(
+    config: Any, dtype: str, clip: float | None, places: str, disk: Path | None = None
+) -> tuple[Any, float]:
+    job = replace(work(dtype, clip), caller_loss=CallerLoss(nbytes=1 << 20))
+    plan = make_plan_of(inventory(config), job, places, disk=disk, piece=1 << 12)
+    source = plain_model(config, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    model, optimizer = ps.stream(
+        source, tokens=job.tokens, plan=plan, device="cpu", self_check=False, lr=1e-2
+    )
+    with model:
+        for number, batch in enumerate(batches(2 * STEPS, job, config.vocab_size)):
+            loss_of(model, batch).backward()
+            if number % 2:
+                optimizer.step()
+        return states(model.engine), model.engine.grad_norm
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_two_backward_passes_per_step_give_the_bits_of_the_engines_loss(
+    dtype: str, tied: bool
+) -> None:
+    config = tiny_config("llama", tie_word_embeddings=tied)
+    expected, norm = train_with_engine(config, dtype, 0.5)
+    found, found_norm = train_streamed(config, dtype, 0.5, "dddd")
+    assert found_norm == norm
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
+def test_other_families_give_the_bits_of_the_engines_loss(family: str) -> None:
+    config = tiny_config(family, tie_word_embeddings=family == "gpt2")
+    expected, norm = train_with_engine(config, "bf16", 0.5)
+    found, found_norm = train_streamed(config, "bf16", 0.5, "dddd")
+    assert found_norm == norm
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("places", ["hhhh", "dddh", "nddd", "nnnn", "dndn"])
+def test_every_plan_gives_the_same_bits(places: str, tied: bool, tmp_path: Path) -> None:
+    config = tiny_config("llama", tie_word_embeddings=tied)
+    expected, norm = train_streamed(config, "bf16", 0.5, "dddd")
+    found, found_norm = train_streamed(config, "bf16", 0.5, places, tmp_path)
+    assert found_norm == norm
+    assert_equal(found, expected)
