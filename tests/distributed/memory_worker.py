@@ -16,7 +16,7 @@ import torch.distributed as dist
 from penstock.distributed.peer_sockets import connect_ranks
 from penstock.distributed.peer_watch import PeerWatch
 from penstock.distributed.shared_ranks import SharedTransport
-from penstock.engine.device import CpuDevice
+from penstock.engine.device import pick_device
 from penstock.engine.transport import SingleRank, Transport
 from tests.equivalence.runs import DRAM, Setup
 
@@ -57,7 +57,7 @@ def main(path: str, rank: int, world: int) -> None:
     store = dist.FileStore(path, world)
     watch = PeerWatch(connect_ranks(dist.PrefixStore("watch", store), rank, world))
     peers = connect_ranks(dist.PrefixStore("memory", store), rank, world)
-    ranks = SharedTransport(peers, watch, CpuDevice(), mailbox_nbytes=MAILBOX_NBYTES)
+    ranks = SharedTransport(peers, watch, pick_device(), mailbox_nbytes=MAILBOX_NBYTES)
     print(json.dumps(measure(ranks)))
     watch.close()
 

@@ -25,7 +25,7 @@ from penstock.distributed.nccl_ranks import NcclTransport
 from penstock.distributed.peer_sockets import connect_ranks
 from penstock.distributed.peer_watch import PeerWatch, WatchSettings
 from penstock.distributed.shared_ranks import SharedTransport
-from penstock.engine.device import CpuDevice
+from penstock.engine.device import CpuDevice, pick_device
 from penstock.engine.transport import Transport
 from penstock.errors import PeerLostError
 from tests.distributed.conformance import check_transport
@@ -67,7 +67,7 @@ def make_transport(name: str, store: dist.Store, rank: int, group: dist.ProcessG
         gloo = GlooTransport(watch, group)
         return gloo if name == "gloo" else NcclTransport(gloo, CpuDevice(), backend="gloo")
     peers = connect_ranks(dist.PrefixStore(f"{world} ranks, memory", store), rank, world)
-    return SharedTransport(peers, watch, CpuDevice(), mailbox_nbytes=MAILBOX_NBYTES)
+    return SharedTransport(peers, watch, pick_device(), mailbox_nbytes=MAILBOX_NBYTES)
 
 
 def main(rank: int, world: int, folder: Path, transport: str, ways: tuple[Way, ...]) -> None:
@@ -77,7 +77,7 @@ def main(rank: int, world: int, folder: Path, transport: str, ways: tuple[Way, .
     for size, group in groups.items():
         if rank < size:
             ranks = make_transport(transport, store, rank, group)
-            check_transport(ranks)
+            check_transport(ranks, pick_device().torch_device.type)
             found = digests(folder, ranks, ways)
             (folder / f"{size}.{rank}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -28,6 +28,10 @@ from tests.equivalence.runs import DRAM, WAYS
 def test_processes_give_the_result_of_one_rank(
     transport: str, world: int, choice: str, tmp_path: Path
 ) -> None:
+    check_processes(transport, world, choice, tmp_path)
+
+
+def check_processes(transport: str, world: int, choice: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.distributed.rank_worker"]
     processes = [
         subprocess.Popen(

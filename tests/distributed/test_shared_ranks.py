@@ -156,8 +156,10 @@ def test_closed_transports_leave_no_file_descriptors() -> None:
     assert count() <= before
 
 
-def test_weights_of_ranks_are_in_host_memory_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_weights_of_ranks_are_in_host_memory_once(device: str, tmp_path: Path) -> None:
     """Every process maps the weights of all ranks, and no page of them exists twice."""
+    assert device == "cpu" or torch.cuda.is_available()
     command = [sys.executable, "-m", "tests.distributed.memory_worker", str(tmp_path / "store")]
     processes = [
         subprocess.Popen([*command, str(rank), "2"], stdout=subprocess.PIPE, text=True)

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,10 @@ from penstock.plan.placement import TransportName
 
 TIMEOUT = timedelta(days=30)
 """Torch ends a process when a call takes longer. A lost rank is noticed by `peer_watch` instead."""
+
+
+# Torch 2.13 has a new name for it, and warns about the old one.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class NcclTransport:
@@ -59,7 +64,7 @@ class NcclTransport:
     def gather(self, shards: torch.Tensor) -> None:
         flat = _as_bytes(shards)
         own = flat.view(self.world, -1)[self.rank]  # in place: NCCL allows it, and copies nothing
-        self._issue("gather", lambda: dist.all_gather_into_tensor(flat, own, group=self._group))
+        self._issue("gather", lambda: _all_gather(flat, own, group=self._group))
 
     def exchange(self, parts: torch.Tensor, into: torch.Tensor, senders: int) -> None:
         part = _as_bytes(parts).numel() // self.world
