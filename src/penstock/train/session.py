@@ -345,8 +345,7 @@ def describe_ranks(group: RankGroup) -> str:
     where = f" on {place.machines} machines" if place.machines > 1 else ""
     if group.device == "cpu":
         return (
-            f"note: {place.world} ranks compute{where} on CPUs, connected by gloo: there is no GPU "
-            f"that torch can use"
+            f"note: {place.world} ranks compute{where} on CPUs: there is no GPU that torch can use"
         )
     return f"{place.world} ranks compute{where}, each on a GPU"
 
