@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 import torch
 import transformers
 
-from penstock.engine import engine as engine_module
 from penstock.engine import initial_weights, restore
 from penstock.engine.engine import Engine
 from penstock.engine.prepare import prepare
@@ -199,18 +199,48 @@ def test_a_closed_engine_moves_its_model_back_if_it_got_its_weights(
     restored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(engine_module, "give_back", lambda live, state: restored)
-    monkeypatch.setattr(engine_module, "move_back", lambda live: done.append(f"move {live}"))
+
+    def load(live: Any, read: Any) -> None:
+        if not restored:
+            raise OSError("unreadable")
+
+    monkeypatch.setattr(restore, "restore_live", load)
+    monkeypatch.setattr(restore, "move_back", lambda live: done.append("move the model"))
 
     def part(name: str, method: str) -> Any:
         return SimpleNamespace(**{method: lambda: done.append(name)})
 
     engine: Any = SimpleNamespace(
-        _closed=False, live_model="the model", state=None, _runner=part("runner", "close"),
+        _closed=False, live_model=SimpleNamespace(guard=lambda _: done.append("guard")),
+        state=SimpleNamespace(weight=None), _runner=part("runner", "close"),
         files=part("files", "close"), split_model=part("model", "release"),
         _memory=part("memory", "release"),
     )  # fmt: skip
-    Engine.close(engine)
+    with contextlib.nullcontext() if restored else pytest.warns(ModelNotRestoredWarning):
+        Engine.close(engine)
     Engine.close(engine)
 
-    assert done == ["runner", "files", "model", "memory", *(["move the model"] * restored)]
+    last = "move the model" if restored else "guard"
+    assert done == ["runner", "files", "model", "memory", last]
+
+
+def test_weights_that_do_not_fit_next_to_the_engine_wait_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = plain_model(tiny_config("llama"), torch.float32)
+    engine = prepare(model, lr=1e-2, freeze=("model.embed_tokens.*",), **SMALL)
+    engine.step(BATCH)
+    trained = engine.state["lm_head.weight"]["master"]
+    seen: list[int] = []
+
+    def memory(_: Any) -> HostMemory:
+        seen.append(len(list(tmp_path.glob(".penstock-weights-*/*"))))
+        free = 1 << 30 if engine._closed else 1000
+        return HostMemory(free, free, None)
+
+    monkeypatch.setattr(restore, "host_memory", memory)
+    engine.close(spill=tmp_path)
+    assert seen == [0, len(list(model.parameters())) - 1]  # the frozen one was kept in memory
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(model.lm_head.weight, trained)
+    assert model(IDS).logits.shape == (2, 32, 260)

@@ -8,6 +8,7 @@ overlap with computation, or in `finish`, which everything that looks at the par
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,7 +48,7 @@ from penstock.engine.pending_update import PendingUpdate, draw_keys
 from penstock.engine.rank_agreement import all_or_none
 from penstock.engine.rank_exchange import RankExchange, own_report
 from penstock.engine.report import StepReport, share
-from penstock.engine.restore import give_back, load_into, move_back, restore_live
+from penstock.engine.restore import giving_back, load_into, restore_live
 from penstock.engine.result_record import (
     find_differences,
     result_record,
@@ -914,30 +915,30 @@ class Engine:
         self.finish()
         live = self.live_model
         if live is not None and model in (live.owned, live.model):
-            restore_live(live, self.state)
+            restore_live(live, self.state.weight)
         else:
             load_into(model, self.state)
 
     # Lifetime.
 
-    def close(self) -> None:
+    def close(self, *, spill: str | Path | None = None) -> None:
         """Release everything.
 
         The model that was passed to `prepare` gets the trained weights, on the devices where it
         was. If they do not fit, a warning says so, and its methods raise an error that says how to
-        load them. Without such a model, pending sweeps are dropped: call `finish` to keep them.
+        load them. With `spill`, a directory, weights that do not fit next to the engine are written
+        there, and read again when the engine's memory is free. Without such a model, pending sweeps
+        are dropped: call `finish` to keep them.
         """
         if self._closed:
             return
         live = self.live_model
-        restored = live is not None and give_back(live, self.state)
-        self._closed = True
-        self._runner.close()
-        self.files.close()
-        self.split_model.release()
-        self._memory.release()
-        if live is not None and restored:
-            move_back(live)
+        with contextlib.nullcontext() if live is None else giving_back(live, self.state, spill):
+            self._closed = True
+            self._runner.close()
+            self.files.close()
+            self.split_model.release()
+            self._memory.release()
 
     def __enter__(self) -> Self:
         return self

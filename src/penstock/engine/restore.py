@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from penstock.checkpoint.disk import check_room
 from penstock.engine.state_view import StateView
 from penstock.errors import EngineError, ModelRestoreError
 from penstock.machine.limits import host_memory
 from penstock.machine.sysfs import System
-from penstock.model.live_model import LiveModel
+from penstock.model.live_model import LiveModel, ReadWeight
 from penstock.model.split import find_holders
 
 TRAINING = (
@@ -32,10 +37,26 @@ class ModelNotRestoredWarning(UserWarning):
     """A model that was passed to `prepare` has no weights after `close`, or on another device."""
 
 
-def restore_live(live: LiveModel, state: StateView) -> None:
+def restore_live(live: LiveModel, read: ReadWeight) -> None:
     """Give a model its weights back, in host memory. Raise ModelRestoreError if they do not fit."""
     check_host_memory(type(live.model).__name__, live.nbytes)
-    live.load(state.weight)
+    live.load(read)
+
+
+class SpilledWeights:
+    """Weights on disk, one file per tensor, while an engine releases the memory they need."""
+
+    def __init__(self, live: LiveModel, state: StateView, folder: str | Path) -> None:
+        check_room(folder, live.nbytes)
+        self._folder = tempfile.TemporaryDirectory(dir=folder, prefix=".penstock-weights-")
+        self._paths = {n: Path(self._folder.name, str(i)) for i, n in enumerate(live.missing)}
+        for name, dtype in live.missing.items():
+            save_file({"weight": state.weight(name, dtype)}, self._paths[name])
+
+    def load(self, live: LiveModel) -> None:
+        """Give the weights back, and remove the files."""
+        with self._folder:
+            restore_live(live, lambda name, _: load_file(self._paths[name])["weight"])
 
 
 def check_host_memory(name: str, needed: int) -> None:
@@ -71,16 +92,33 @@ def _check_same(targets: Mapping[str, nn.Parameter | None], state: StateView) ->
             )
 
 
-def give_back(live: LiveModel, state: StateView) -> bool:
-    """Give a model its weights back before its engine is closed; warn if that is not possible."""
+@contextlib.contextmanager
+def giving_back(live: LiveModel, state: StateView, spill: str | Path | None) -> Iterator[None]:
+    """Give a model its weights back; the engine releases its memory inside the block.
+
+    Without enough memory next to the engine, the weights wait in the directory `spill`. If they
+    cannot be given back, a warning says so, and the engine still releases its memory.
+    """
+    spilled, problem = None, None
     try:
-        restore_live(live, state)
-    except Exception as problem:  # also an I/O error: the engine must release its memory
-        live.guard(SHELL)
-        text = f"the model that was passed to prepare has no weights now: {problem}"
-        warnings.warn(text, ModelNotRestoredWarning, stacklevel=3)
-        return False
-    return True
+        if spill is not None and live.nbytes > host_memory(System()).free:
+            spilled = SpilledWeights(live, state, spill)
+        else:
+            restore_live(live, state.weight)
+    except Exception as error:  # also an I/O error
+        problem = error
+    yield
+    try:
+        if spilled is not None:
+            spilled.load(live)
+    except Exception as error:
+        problem = error
+    if problem is None:
+        move_back(live)
+        return
+    live.guard(SHELL)
+    text = f"the model that was passed to prepare has no weights now: {problem}"
+    warnings.warn(text, ModelNotRestoredWarning, stacklevel=4)
 
 
 def move_back(live: LiveModel) -> None:

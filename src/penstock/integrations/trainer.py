@@ -267,7 +267,7 @@ class PenstockTrainerMixin:
     def _close_engine(self) -> None:
         engine, self.engine = self.engine, None
         if engine is not None:
-            engine.close()
+            engine.close(spill=self.args.output_dir)
 
     @contextlib.contextmanager
     def _engine_open(self) -> Iterator[Engine]:

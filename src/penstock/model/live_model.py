@@ -51,6 +51,11 @@ class LiveModel:
         shapes = ((n, self._parameter(n)) for n in self._holders if n not in self.weights)
         return sum(p.numel() * self._specs[n][0].itemsize for n, p in shapes if p.is_meta)
 
+    @property
+    def missing(self) -> dict[str, torch.dtype]:
+        """Names and types of the weights that `load` reads."""
+        return {n: dtype for n, (dtype, *_) in self._specs.items() if n not in self.weights}
+
     def copy_without_weights(
         self, device: torch.device, dtype: torch.dtype, *, own_attention: bool = False
     ) -> nn.Module:
