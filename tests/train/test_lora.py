@@ -17,7 +17,14 @@ import transformers
 
 from penstock.checkpoint.adapter_files import BASE, BaseModel
 from penstock.settings import read_yaml
-from tests.train.runs import RESIDENT, RunResult, Runs, run_command, wait_for_exit
+from tests.train.runs import (
+    RESIDENT,
+    RunResult,
+    Runs,
+    make_model,
+    run_command,
+    wait_for_exit,
+)
 
 LORA = "r=4,alpha=8,dropout=0.1,save=lm_head"
 STEPS = ("--steps", "6", "--save-every", "2")
@@ -145,6 +152,22 @@ def test_merge_gives_what_peft_merges(
     assert run_command(["check", str(tmp_path / "merged")]).code == 0
     again = ["merge", str(whole[0]), "--into", str(tmp_path / "merged")]
     assert "not empty" in run_command(again).errors
+
+
+def test_a_tied_embedding_and_the_head_have_one_trained_copy(runs: Runs, tmp_path: Path) -> None:
+    model, out, merged = (tmp_path / name for name in ("model", "out", "merged"))
+    make_model(model, tie_word_embeddings=True)
+    command = runs.flags(out, *RESIDENT, "--steps", "2", "--lora", "r=2,save=embed_tokens")
+    command[1] = str(model)
+    assert run_command(command).code == 0
+    assert run_command(["merge", str(out), "--into", str(merged), "--json"]).code == 0
+    expected = load(out, model).merge_and_unload()
+    found = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.bfloat16)
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    theirs, ours = expected.state_dict(), found.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    before = tensors(model, "model")["model.embed_tokens.weight"]
+    assert not torch.equal(ours["model.embed_tokens.weight"], before)
 
 
 def test_generate_uses_the_adapter(whole: Whole, runs: Runs, tmp_path: Path) -> None:

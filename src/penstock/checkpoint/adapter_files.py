@@ -12,7 +12,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -108,6 +108,8 @@ class AdapterFiles:
     names: Mapping[str, str]
     """The name in PEFT's file of each tensor that it has."""
     base: BaseModel
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Further names in PEFT's file, and the tensor of the model that each is a copy of."""
 
     def write(self, folder: str | Path) -> None:
         """Write the small files into an existing directory."""

@@ -122,6 +122,8 @@ def draw_adapter(
                 module._parameters[leaf] = nn.Parameter(zeros, requires_grad=False)
     settings = copy.deepcopy(adapter.config)
     settings.modules_to_save = None  # copies of weights: nothing is drawn
+    if getattr(settings, "modules_to_tie", None):
+        settings.modules_to_tie, settings.ensure_weight_tying = None, False
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # Warnings about the model were given when the adapter was put into it.
         warnings.simplefilter("ignore")

@@ -657,7 +657,14 @@ def _adapter_files(
         path = adapter.config.base_model_name_or_path or getattr(bare, "name_or_path", "") or ""
         revision = adapter.config.revision or ""
     base = BaseModel(path=path, revision=revision, dtype=chosen.dtype)
-    return AdapterFiles(adapter=adapter, names=names, base=base)
+    first: dict[int, str] = {}
+    owners = {
+        name: first.setdefault(id(tensor), name)
+        for name, tensor in bare.named_parameters(remove_duplicate=False)
+    }
+    tied = {names[n]: owner for n, owner in owners.items() if n in names and n != owner}
+    own = {name: saved for name, saved in names.items() if saved not in tied}
+    return AdapterFiles(adapter=adapter, names=own, base=base, tied=tied)
 
 
 def _take_over(live: LiveModel, engine: Engine, dtype: torch.dtype) -> None:

@@ -211,18 +211,17 @@ class EngineFiles:
 
     def _adapter_tensors(self, adapter: AdapterFiles) -> Iterator[TensorOut]:
         """Yield the tensors of PEFT's file; those that are trained, as fp32 master weights."""
-        for block in self._inventory.blocks:
-            for tensor in block.tensors:
-                if tensor.name not in adapter.names:
-                    continue
-                name = adapter.names[tensor.name]
-                if not tensor.trainable:
-                    yield self._out(tensor, Role.WEIGHT, name, tensor.shape)
-                    continue
-                yield TensorOut(
-                    name=name, dtype=torch.float32, shape=tensor.shape,
-                    parts=partial(self._master_parts, tensor.name),
-                )  # fmt: skip
+        tensors = {t.name: t for block in self._inventory.blocks for t in block.tensors}
+        named = [(own, name) for own, name in adapter.names.items() if own in tensors]
+        for own, name in [*named, *((own, name) for name, own in adapter.tied.items())]:
+            tensor = tensors[own]
+            if not tensor.trainable:
+                yield self._out(tensor, Role.WEIGHT, name, tensor.shape)
+                continue
+            yield TensorOut(
+                name=name, dtype=torch.float32, shape=tensor.shape,
+                parts=partial(self._master_parts, tensor.name),
+            )  # fmt: skip
         for own, buffer in self._buffers.items():
             if own in adapter.names:
                 yield TensorOut(

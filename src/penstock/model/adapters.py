@@ -64,19 +64,21 @@ class Adapter:
 
         Returns the model, in which only the adapter is trained.
         """
-        from peft import inject_adapter_in_model
-
         try:
-            with warnings.catch_warnings():
-                # GPT-2's linear layers have transposed weights: PEFT corrects the setting itself.
-                warnings.filterwarnings("ignore", ".*fan_in_fan_out is set to False.*")
-                inject_adapter_in_model(
-                    copy.deepcopy(self.config), model, adapter_name=self.name,
-                    low_cpu_mem_usage=True,
-                )  # fmt: skip
+            self._inject(copy.deepcopy(self.config), model, low_cpu_mem_usage=True)
         except ValueError as problem:  # for example, no module has the name of a target
             raise SettingsError("lora", f"cannot be used with this model: {problem}") from None
         return model
+
+    def _inject(self, config: Any, model: nn.Module, **options: Any) -> None:
+        from peft import inject_adapter_in_model
+
+        with warnings.catch_warnings():
+            # GPT-2's linear layers have transposed weights: PEFT corrects the setting itself.
+            warnings.filterwarnings("ignore", ".*fan_in_fan_out is set to False.*")
+            # `lora_adapter` asks for it whether the model has tied weights or not.
+            warnings.filterwarnings("ignore", "You have requested `ensure_weight_tying`.*")
+            inject_adapter_in_model(config, model, adapter_name=self.name, **options)
 
     def is_own(self, name: str) -> bool:
         """Return whether a tensor exists only in the adapter, not in the model without it."""
@@ -90,13 +92,11 @@ class Adapter:
 
         Which of them the run trains is decided by the inventory's list of frozen tensors.
         """
-        from peft import inject_adapter_in_model
-
         config = copy.deepcopy(self.config)
         config.inference_mode = False
         if hasattr(config, "init_lora_weights"):
             config.init_lora_weights = True  # others need the weights or the data of the run
-        inject_adapter_in_model(config, twin, adapter_name=self.name)
+        self._inject(config, twin)
         for name, parameter in twin.named_parameters():
             parameter.requires_grad_(ORIGINAL not in name)
 
@@ -152,6 +152,8 @@ def lora_adapter(options: LoraOptions) -> Adapter:
         bias=options.bias,
         init_lora_weights=True if options.init == "default" else options.init,
         use_rslora=options.rslora,
+        # A copy of an embedding that is tied to the head is one for both, as in the model.
+        ensure_weight_tying=bool(options.save),
     )
     return Adapter("default", config)
 
