@@ -120,6 +120,8 @@ class AdapterFiles:
         config = copy.deepcopy(self.adapter.config)
         config.inference_mode = True  # as PEFT saves it: loaded adapters are frozen by default
         config.base_model_name_or_path = self.base.path or config.base_model_name_or_path
+        if getattr(config, "ensure_weight_tying", False) and not self.tied:
+            config.ensure_weight_tying = False  # PEFT would warn that nothing is tied
         if self.base.revision:
             config.revision = self.base.revision
         with tempfile.TemporaryDirectory(prefix="penstock-") as saved:
