@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -288,6 +289,47 @@ def test_checkpoints_have_the_names_that_trainer_gives_them(tmp_path: Path) -> N
     assert ours - theirs == {"optimizer.safetensors", "training_state.json", "complete.json"}
     state = json.loads(Path(both[1].args.output_dir, "checkpoint-6/trainer_state.json").read_text())
     assert state["global_step"] == 6
+
+
+def test_the_folder_that_is_pushed_to_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: dict[str, list[str]] = {}
+
+    def upload(*, folder_path: str, **_: Any) -> Any:
+        pushed[folder_path] = sorted(path.name for path in Path(folder_path).iterdir())
+        return SimpleNamespace(is_done=lambda: True, done=lambda: True, result=lambda: None)
+
+    hub = SimpleNamespace(
+        create_repo=lambda *_, **__: SimpleNamespace(repo_id="me/model"), upload_folder=upload
+    )
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
+    both = trainers(
+        tmp_path, max_steps=2, save_strategy="steps", save_steps=2, push_to_hub=True,
+        hub_model_id="me/model",
+    )  # fmt: skip
+    for trainer in both:
+        trainer.train()
+    theirs, ours = (pushed[trainer.args.output_dir] for trainer in both)
+    assert ours == theirs
+    assert "model.safetensors" in ours
+
+
+def test_a_skipped_step_leaves_the_learning_rate(tmp_path: Path) -> None:
+    rates = []
+
+    class Overflow(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            rates.append((ours.engine.skipped, kwargs["optimizer"].param_groups[0]["lr"]))
+            ours.engine.scale.value = 2.0**40  # no gradient in fp16 survives it
+
+    _, ours = trainers(
+        tmp_path, penstock=replace(SMALL, dtype="fp16"), max_steps=3, warmup_steps=0,
+        more={"callbacks": [Overflow()]},
+    )  # fmt: skip
+    ours.train()
+    assert [skipped for skipped, _ in rates] == [False, True, True]
+    assert rates[0][1] == rates[1][1] == rates[2][1] < ours.args.learning_rate
 
 
 # Arguments that cannot be followed.
