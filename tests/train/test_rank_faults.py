@@ -44,9 +44,10 @@ def test_a_rank_killed_at_any_moment_is_named_and_nothing_is_lost(
     seed: int, runs: Runs, alone: dict[str, dict[str, bytes]], tmp_path: Path
 ) -> None:
     chance = random.Random(seed)
-    world = chance.choice([2, 3])
+    world, transport = chance.choice([2, 3]), "collective" if seed < 10 else "shared"
     out = tmp_path / "out"
-    child = start(command_of(runs, out, "--gpus", str(world), *OFTEN))
+    more = ("--gpus", str(world), "--transport", transport, *OFTEN)
+    child = start(command_of(runs, out, *more))
     step = chance.randrange(1, STEPS - 15)
     wait_for_line(child, '"step"', f'"step": {step},')
     time.sleep(chance.random() * 0.3)
@@ -65,7 +66,8 @@ def test_a_rank_killed_at_any_moment_is_named_and_nothing_is_lost(
     assert f"rank {killed} was killed by SIGKILL" in error
     assert "Traceback" not in ended.errors
     last = max((int(path.name[-6:]) for path in out.glob("checkpoint-*")), default=0)
-    print(f"rank {killed} of {world} killed after step {step}, checkpoint {last}: {seconds:.2f} s")
+    when = f"rank {killed} of {world} killed after step {step}, checkpoint {last}"
+    print(f"{transport}: {when}: the others ended after {seconds:.2f} s")
     assert last >= step - 2
     resumed = run_command(runs.flags(out, *RESIDENT, *BATCH, *OFTEN, "--resume", "--gpus", "1"))
     assert resumed.code == 0, resumed.errors
