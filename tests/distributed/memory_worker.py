@@ -39,12 +39,15 @@ def mapped_nbytes() -> dict[str, int]:
 def measure(ranks: Transport) -> dict[str, int]:
     setup = Setup.of("llama", batch=4, config=CONFIG, freeze=())
     shared = replace(setup, work=replace(setup.work, world=ranks.world))
+    gather, gathers = ranks.gather, []
+    ranks.gather = lambda shards: gathers.append(gather(shards))  # type: ignore[method-assign]
     with shared.engine(DRAM, Path(), ranks=ranks) as engine:
         for batch in setup.batches(2):
             engine.step(batch)
         elements = sum(t.elements for b in engine.inventory.blocks for t in b.tensors)
         ranks.meet(b"")  # all have read all weights, and none has ended
         found = {"arenas": engine.tiers()["dram"]["used"], "parameters": elements}
+        found["gathers"] = len(gathers)
         found |= {name.lower(): nbytes for name, nbytes in mapped_nbytes().items()}
         ranks.meet(b"")
     return found

@@ -171,7 +171,8 @@ def test_weights_of_ranks_are_in_host_memory_once(device: str, tmp_path: Path) -
 
     # Exact training takes 14 bytes per parameter, and activations. Shards are padded.
     assert one["arenas"] > 14 * parameters
-    assert first["arenas"] + second["arenas"] < 1.05 * one["arenas"]
+    assert first["arenas"] + second["arenas"] - mailboxes < 1.05 * one["arenas"]
+    assert first["gathers"] == second["gathers"] == 0  # weights are read where they are stored
     for each in (first, second):  # both shards of the weights, although each stores only one
         assert 2 * parameters < each["size"] - mailboxes < 2.1 * parameters
     assert first["pss"] + second["pss"] <= first["size"]
