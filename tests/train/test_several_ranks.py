@@ -1,6 +1,6 @@
 """`penstock train --gpus N`: the result of one rank, on any number of them.
 
-Ranks are processes that compute on the CPU.
+Ranks are processes that compute on the CPU, connected by gloo or by shared memory.
 """
 
 from __future__ import annotations
@@ -93,15 +93,26 @@ def alone(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "world", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
+    ("world", "transport"),
+    [
+        (2, "collective"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((2, "shared"), (3, "collective"), (4, "collective"), (4, "shared"))
+        ),
+    ],
 )
-def test_ranks_train_to_the_same_bytes(world: int, runs: Runs, alone: Path, tmp_path: Path) -> None:
+def test_ranks_train_to_the_same_bytes(
+    world: int, transport: str, runs: Runs, alone: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
 
-    ended = run_on(world, runs, out, *STEPS, "--eval-every", "2", "--save-best")
+    more = ("--eval-every", "2", "--save-best", "--transport", transport)
+    ended = run_on(world, runs, out, *STEPS, *more)
 
     assert ended.code == 0, ended.errors
-    assert f"note: {world} ranks compute on CPUs: there is no GPU" in ended.errors
+    assert f"note: {world} ranks compute on CPUs" in ended.errors
+    assert json.loads((out / "plan.json").read_text())["placement"]["transport"] == transport
     assert checkpoints_of(out) == checkpoints_of(alone)
     assert list(checkpoints_of(out)) == [f"checkpoint-{step:06d}" for step in (2, 4, 5)]
     assert metrics_of(out) == metrics_of(alone)
