@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from penstock.autograd.module_modes import Modes, apply_modes
 from penstock.engine.engine import Engine
+from penstock.errors import EngineError
 from penstock.model.split import MicroBatch
+
+CREATE_GRAPH = (
+    "gradients of gradients (create_graph=True) are not supported for a streamed model: the "
+    "gradients of its layers are summed outside of autograd"
+)
 
 
 class _StreamedLayers(torch.autograd.Function):
@@ -32,8 +37,11 @@ class _StreamedLayers(torch.autograd.Function):
         return output.hidden
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
+        if torch.is_grad_enabled():  # only with create_graph=True
+            ctx.live.release()
+            ctx.engine.clear_gradients()
+            raise EngineError(CREATE_GRAPH)
         apply_modes(ctx.modes)  # the caller may have changed its modules since
         ctx.engine.backward_pass(ctx.live, gradient)
         return None, None, None, None, None

@@ -233,6 +233,7 @@ class _Stream:
         self._holders = find_holders(model)
         self._check_hooks()
         self._modes = self._find_modes()
+        self._modules = self._streamed_names()
         self.parameters = self._make_parameters()
         """The model's parameters by name, tied ones once."""
         self._probes = LayerProbes(model, self._path)
@@ -259,6 +260,20 @@ class _Stream:
         for name, module in self.model.named_modules():
             if name.startswith(f"{self._path}.") or module is table:
                 yield name, module
+
+    def _streamed_names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self._streamed_modules())
+
+    def _check_structure(self) -> None:
+        """Raise EngineError if modules were added or replaced, which the engine does not run."""
+        changed = sorted(self._streamed_names() ^ self._modules)
+        if changed:
+            raise EngineError(
+                f"{changed[0]} was added to or removed from the streamed model, whose layers the "
+                f"engine computes with a copy. Change the model before penstock.stream: call "
+                f"get_peft_model first and pass no peft_config to a trainer. For DPO with LoRA, "
+                f"pass ref_model to DPOTrainer, which else adds a copy of the adapter"
+            )
 
     def _find_modes(self) -> ModuleModes:
         """Pair the model's modules with those of the copy with which the engine computes."""
@@ -342,6 +357,7 @@ class _Stream:
         """Compute what the module that owns the layers computes."""
         bound = self._signature.bind(*args, **kwargs).arguments
         given = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get("kwargs", {})
+        self._check_structure()
         engine = self.engine
         micros = split_inputs(given, engine.workload, engine.inventory, engine.device.torch_device)
         hidden = run_layers(engine, micros, self._modes.current(), training=self.model.training)

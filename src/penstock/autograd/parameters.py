@@ -156,7 +156,7 @@ def _give_to_engine(parameter: Any) -> None:
     stored: Any = torch.Tensor.grad
     gradient = stored.__get__(parameter)
     stored.__set__(parameter, None)
-    parameter._gradients.engine.add_head_gradient(parameter._name, gradient)
+    parameter._gradients.engine.add_head_gradient(parameter._name, gradient.detach())
 
 
 class StreamedGradient(torch.Tensor):

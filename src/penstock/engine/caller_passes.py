@@ -34,6 +34,12 @@ SPENT = (
     "supported. Call the model again"
 )
 
+ROUNDED = (
+    "the gradients of this update were rounded when their norm was taken, so no more can be added. "
+    "Call backward() for all batches of an update first, then clip_grad_norm_, then "
+    "optimizer.step() or optimizer.zero_grad()"
+)
+
 UPDATED = (
     "the weights were updated after this forward pass, so its backward pass would be wrong. Call "
     "backward() before optimizer.step(), or call the model again"

@@ -36,7 +36,13 @@ from penstock.checkpoint.writer import PartsError
 from penstock.checkpoint.writer import Progress as WriteProgress
 from penstock.engine.allocate import Programs, allocate
 from penstock.engine.batches import SplitBatch, check_documents, split_batch
-from penstock.engine.caller_passes import SPENT, UPDATED, CallerPasses, LiveForward
+from penstock.engine.caller_passes import (
+    ROUNDED,
+    SPENT,
+    UPDATED,
+    CallerPasses,
+    LiveForward,
+)
 from penstock.engine.compute import Computer
 from penstock.engine.device import Device
 from penstock.engine.device_memory import explain_out_of_memory
@@ -375,6 +381,7 @@ class Engine:
         self._items = _ItemCount(1, 1, counted=True)  # of the batches behind those gradients
         self._loss_not_finite = False  # of any of these batches
         self._tensor_stats: dict[str, GradStats] | None = None  # of rounded gradients, by name
+        self._late_gradient = False  # whether the head got one after they were rounded
         self._weights_version = 0  # changes with every update, and with every checkpoint read
         self._io_retries = 0
         self._closed = False
@@ -470,6 +477,8 @@ class Engine:
                 "there are no gradients to apply; call "
                 + ("forward_backward() first" if self._computes_loss else "loss.backward() first")
             )
+        if self._late_gradient:
+            raise EngineError(ROUNDED)
         stats = self._stats
         if self.workload.accumulate:
             stats = sum(self.round_gradients().values(), NO_GRADIENT)
@@ -544,10 +553,12 @@ class Engine:
         self._check_open()
         if live.spent:
             raise EngineError(SPENT)
-        if live.version != self._weights_version:
+        problem = ROUNDED if self._tensor_stats is not None else ""
+        problem = UPDATED if live.version != self._weights_version else problem
+        if problem:
+            # torch keeps the graph of a backward pass that failed until the next one.
             live.release()
-            raise EngineError(UPDATED)
-        self.check_gradients_open()
+            raise EngineError(problem)
         adds, self._stats = self._stats is not None, None
         try:
             with self._explaining("a backward pass"):
@@ -561,8 +572,14 @@ class Engine:
         self._stats, self._items = NO_GRADIENT, _ItemCount(1, 1, counted=False)
 
     def add_head_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Add the gradient of a held tensor, which autograd has computed."""
-        self.check_gradients_open()
+        """Add the gradient of a held tensor, which autograd has computed.
+
+        A gradient that comes too late raises no error here, inside of autograd, but in the backward
+        pass that follows, or in `apply`.
+        """
+        if self._tensor_stats is not None:
+            self._late_gradient = True
+            return
         self._memory.held.add(name, gradient)
         if not self.trains_layers:
             self._stats, self._items = NO_GRADIENT, _ItemCount(1, 1, counted=False)
@@ -571,15 +588,6 @@ class Engine:
     def trains_layers(self) -> bool:
         """Whether anything before the head is trained, so that backward passes are needed."""
         return any(block.parameters(True) for block in self.inventory.blocks[:-1])
-
-    def check_gradients_open(self) -> None:
-        """Raise EngineError if gradients were rounded, so that none can be added to them."""
-        if self._tensor_stats is not None:
-            raise EngineError(
-                "the gradients of this update were rounded when their norm was taken, so no more "
-                "can be added. Call backward() for all batches of an update first, then "
-                "clip_grad_norm_, then optimizer.step() or optimizer.zero_grad()"
-            )
 
     def head_parameters(self) -> dict[str, nn.Parameter]:
         """Return the weights that a caller's loss computes with, in device memory, by name."""
@@ -600,6 +608,7 @@ class Engine:
     def clear_gradients(self) -> None:
         """Forget the gradients that were computed."""
         self._stats = self._tensor_stats = None
+        self._late_gradient = False
         self._memory.held.forget_gradients()
 
     @property

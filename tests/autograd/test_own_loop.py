@@ -1,0 +1,335 @@
+"""A streamed model in a loop of the caller's own: any loss, and what a loop can do wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+
+import penstock as ps
+from penstock.errors import BatchError, EngineError, UnsupportedModelError
+from tests.support.engines import plain_model, tiny_config
+
+SMALL: dict[str, Any] = {
+    "tokens": 64, "budget": {"hbm": "64MiB", "dram": "64MiB"}, "device": "cpu",
+    "self_check": False, "lr": 1e-3, "weight_decay": 0.01, "betas": (0.9, 0.999),
+}  # fmt: skip
+
+
+def one_group(named: Any) -> list[dict[str, Any]]:
+    return [{"params": [p for _, p in named]}]
+
+
+def streamed(family: str = "llama", **changes: Any) -> tuple[Any, Any]:
+    config = tiny_config(family)
+    model = plain_model(config, torch.float32)
+    return ps.stream(model, **(SMALL | {"param_groups": one_group} | changes))
+
+
+def padded_batch(step: int) -> dict[str, torch.Tensor]:
+    """Return rows with padding on the left, on the right, on both sides and on none."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, 260, (4, 13), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = mask[1, 9:] = mask[2, :2] = mask[2, 11:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def log_probs(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(**batch).logits[:, :-1].float().log_softmax(-1)
+    found = logits.gather(2, batch["input_ids"][:, 1:, None])[..., 0]
+    return (found * batch["attention_mask"][:, 1:]).sum(1)
+
+
+def z_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(**batch).logits
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return loss + 1e-2 * (logits.logsumexp(-1).square() * batch["attention_mask"]).mean()
+
+
+def dpo_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    chosen, rejected = log_probs(model, batch).chunk(2)
+    return -functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def kl_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    reference = torch.linspace(-1, 1, 260).log_softmax(-1)
+    logits = model(**batch).logits.log_softmax(-1)
+    kl = functional.kl_div(logits, reference.expand_as(logits), log_target=True, reduction="none")
+    return (kl.sum(-1) * batch["attention_mask"]).mean()
+
+
+@pytest.mark.parametrize("loss_of", [z_loss, dpo_loss, kl_loss])
+def test_twenty_steps_of_a_custom_loss_equal_plain_torch(loss_of: Callable[..., Any]) -> None:
+    plain = plain_model(tiny_config("llama"), torch.float32)
+    torch_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01)
+    model, optimizer = streamed()
+    with model:
+        for step in range(20):
+            batch, both = padded_batch(step), []
+            for one, updates in ((model, optimizer), (plain, torch_optimizer)):
+                loss = loss_of(one, batch)
+                loss.backward()
+                norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+                updates.step()
+                updates.zero_grad()
+                both.append((loss.item(), norm.item()))
+            assert both[0] == pytest.approx(both[1], rel=1e-5), step
+        expected = plain.state_dict()
+        found = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert max(float((found[n] - expected[n]).abs().max()) for n in expected) < 2e-5
+
+
+def test_the_norm_is_that_of_the_engine_and_scales_the_update() -> None:
+    model, optimizer = streamed(clip=0.25)
+    with model:
+        z_loss(model, padded_batch(0)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        again = torch.nn.utils.clip_grad_norm_(model.parameters(), float(norm) / 2)
+        halved = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        optimizer.step()
+        assert again == norm
+        assert float(halved) == pytest.approx(float(norm) / 2, rel=1e-5)
+        assert float(norm) == torch.tensor(model.engine.grad_norm).item()
+
+
+def test_what_a_gradient_cannot_do_is_refused() -> None:
+    model, optimizer = streamed()
+    with model:
+        z_loss(model, padded_batch(0)).backward()
+        weight = model.model.layers[0].self_attn.q_proj.weight
+        with pytest.raises(EngineError, match="clip_grad_norm_"):
+            weight.grad + 1
+        with pytest.raises(EngineError, match=r"optimizer\.zero_grad"):
+            weight.grad = torch.zeros(weight.shape)
+        with pytest.raises(EngineError, match=r"engine\.state"):
+            weight.sum()
+        with pytest.raises(EngineError, match="clip_grad_norm_"):
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        float(weight.grad.norm())
+        with pytest.raises(EngineError, match="no more can be added"):
+            z_loss(model, padded_batch(1)).backward()
+        optimizer.zero_grad()
+        assert weight.grad is None
+        z_loss(model, padded_batch(1)).backward()
+
+
+def test_parameters_have_names_shapes_and_a_device() -> None:
+    plain = plain_model(tiny_config("llama"), torch.float32)
+    shapes = {n: (p.shape, p.dtype, p.requires_grad) for n, p in plain.named_parameters()}
+    model, optimizer = streamed()
+    with model:
+        found = {n: (p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()}
+        assert found == shapes
+        assert all(isinstance(p, torch.nn.Parameter) for p in model.parameters())
+        assert model.device.type == "cpu"
+        assert model.dtype == torch.float32
+        grouped = [p for group in optimizer.param_groups for p in group["params"]]
+        assert {id(p) for p in grouped} == {id(p) for p in model.parameters()}
+        assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
+    assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
+    assert type(model) is type(plain)
+
+
+def test_the_heads_weights_are_new_right_after_the_step() -> None:
+    model, optimizer = streamed()
+    with model:
+        before = model.lm_head.weight.detach().clone()
+        z_loss(model, padded_batch(0)).backward()
+        optimizer.step()
+        assert not torch.equal(model.lm_head.weight, before)
+        assert torch.equal(model.lm_head.weight, model.state_dict()["lm_head.weight"])
+
+
+def test_a_second_live_forward_is_refused_unless_planned() -> None:
+    model, _ = streamed()
+    with model:
+        first = model(**padded_batch(0)).logits
+        with pytest.raises(EngineError, match="live_forwards=2"):
+            model(**padded_batch(1))
+        with torch.no_grad():
+            model(**padded_batch(1))  # needs no memory of its own
+        first.sum().backward()
+        model(**padded_batch(1))
+
+
+def test_two_live_forwards_give_the_gradients_of_one_large_batch() -> None:
+    batch = padded_batch(0)
+    halves = [{n: t[rows] for n, t in batch.items()} for rows in (slice(2), slice(2, 4))]
+    norms = []
+    for parts, places in (([batch], 1), (halves, 2)):
+        model, _ = streamed(live_forwards=places)
+        with model:
+            found = torch.cat([log_probs(model, part) for part in parts])
+            with torch.no_grad():
+                log_probs(model, padded_batch(3))
+            (found.square().sum() * 1e-4).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_dropped_graphs_and_failures_leave_nothing_behind() -> None:
+    model, optimizer = streamed()
+    with model:
+        for _ in range(3):
+            loss = z_loss(model, padded_batch(0))
+            del loss
+            gc.collect()
+        with pytest.raises(ZeroDivisionError):
+            _fail(z_loss(model, padded_batch(0)))
+        z_loss(model, padded_batch(0)).backward()
+        optimizer.zero_grad()
+        with pytest.raises(EngineError, match=r"loss\.backward\(\) first"):
+            optimizer.step()
+        z_loss(model, padded_batch(1)).backward()
+        found = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    fresh, _ = streamed()
+    with fresh:
+        z_loss(fresh, padded_batch(1)).backward()
+        assert found == float(torch.nn.utils.clip_grad_norm_(fresh.parameters(), 1e9))
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_second_backward_and_one_after_the_step_are_refused() -> None:
+    model, optimizer = streamed()
+    with model:
+        loss = z_loss(model, padded_batch(0))
+        loss.backward(retain_graph=True)
+        with pytest.raises(EngineError, match="retain_graph"):
+            loss.backward()
+        optimizer.zero_grad()
+        late = z_loss(model, padded_batch(0))
+        model.engine._weights_version += 1
+        with pytest.raises(EngineError, match="updated after this forward"):
+            late.backward()
+        with pytest.raises(EngineError, match="gradients of gradients"):
+            z_loss(model, padded_batch(0)).backward(create_graph=True)
+        z_loss(model, padded_batch(0)).backward()
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda m: m.to(torch.float16), "cannot be moved or converted"),
+        (lambda m: m.resize_token_embeddings(300), "before penstock.stream"),
+        (copy.deepcopy, "cannot be copied"),
+        (lambda m: m.model.layers[0].register_forward_hook(print), "would not run"),
+        (lambda m: m.model.layers[0](torch.zeros(1, 2, 32)), r"engine\.state"),
+        (lambda m: m.engine.step({}), "loss you compute"),
+        (lambda m: m.push_to_hub("x"), "save_pretrained"),
+    ],
+)
+def test_what_a_streamed_model_cannot_do_is_refused(call: Any, problem: str) -> None:
+    model, _ = streamed()
+    with model, pytest.raises(EngineError, match=problem):
+        call(model)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "problem"),
+    [
+        ({"input_ids": torch.full((2, 40), 5)}, "tokens=128"),
+        ({"input_ids": torch.full((1, 65), 5)}, "context=65"),
+        ({"input_ids": torch.full((1, 4), 260)}, "from 0 to 259"),
+        ({"inputs_embeds": torch.zeros(1, 4, 32)}, "needs input_ids"),
+        (
+            {"input_ids": torch.full((1, 4), 5), "attention_mask": torch.tensor([[1, 0, 1, 1]])},
+            "between others",
+        ),
+        ({"input_ids": torch.full((1, 4), 5), "output_hidden_states": True}, "does not return"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(inputs: Any, problem: str) -> None:
+    model, _ = streamed()
+    with model, pytest.raises(BatchError, match=problem):
+        model(**inputs)
+
+
+def test_left_padding_is_refused_for_models_with_attention_code_of_their_own() -> None:
+    model, _ = streamed("bloom")
+    with model, pytest.raises(UnsupportedModelError, match="pad on the right"):
+        model(**padded_batch(0))
+
+
+def test_save_pretrained_and_a_checkpoint_continue_the_run(tmp_path: Path) -> None:
+    model, optimizer = streamed()
+    with model:
+        _train(model, optimizer, 0, 2)
+        model.save_checkpoint(tmp_path / "checkpoint")
+        model.save_pretrained(tmp_path / "model")
+        model.save_pretrained(tmp_path / "model")  # replaces the first
+        saved = copy.deepcopy(optimizer.state_dict())
+        _train(model, optimizer, 2, 4)
+        expected = model.state_dict()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for way in ("checkpoint", "state dict"):
+        model, optimizer = streamed(budget={"hbm": "8MiB", "dram": "64MiB"})
+        with model:
+            if way == "checkpoint":
+                model.load_checkpoint(tmp_path / "checkpoint")
+            else:
+                model.load_state_dict(again.state_dict())
+                optimizer.load_state_dict(saved)
+            _train(model, optimizer, 2, 4)
+            found = model.state_dict()
+        assert all(torch.equal(found[name], expected[name]) for name in expected), way
+
+
+def _train(model: Any, optimizer: Any, start: int, stop: int) -> None:
+    for step in range(start, stop):
+        z_loss(model, padded_batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_generate_gives_the_tokens_of_plain_transformers() -> None:
+    plain = plain_model(tiny_config("llama"), torch.float32).eval()
+    batch = padded_batch(0)
+    batch["attention_mask"][1:] = 1
+    expected = plain.generate(**batch, max_new_tokens=3, do_sample=False)
+    model, _ = streamed()
+    with model:
+        model.eval()
+        assert torch.equal(model.generate(**batch, max_new_tokens=3, do_sample=False), expected)
+
+
+def test_dropout_is_repeated_in_backward_and_switched_off_by_eval() -> None:
+    config = tiny_config("gpt2", resid_pdrop=0.5)
+    model, _ = ps.stream(plain_model(config, torch.float32), **SMALL)
+    ids = {"input_ids": torch.full((2, 8), 7)}
+    with model, torch.no_grad():
+        model.train()
+        assert not torch.equal(model(**ids).logits, model.eval()(**ids).logits)
+        assert torch.equal(model(**ids).logits, model(**ids).logits)
+        model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0  # as TRL does it
+        assert torch.equal(model(**ids).logits, model.eval()(**ids).logits)
+
+
+def test_a_directory_is_streamed_without_a_model_in_memory(tmp_path: Path) -> None:
+    plain = plain_model(tiny_config("llama"), torch.float32)
+    plain.save_pretrained(tmp_path)
+    model, optimizer = ps.stream(str(tmp_path), **SMALL)
+    batch = padded_batch(0)
+    with model:
+        # Outputs at padding on the right differ.
+        both = [each(**batch).logits[batch["attention_mask"] == 1] for each in (model, plain)]
+        assert torch.allclose(*both, atol=1e-5)
+        del both
+        _train(model, optimizer, 0, 1)
+    with pytest.raises(EngineError, match="is closed"):
+        model(**batch)
