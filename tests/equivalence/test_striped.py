@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import penstock as ps
+from penstock.distributed.thread_ranks import ThreadRanks
+from penstock.engine.engine import Engine
 from penstock.machine.discovery import discover
+from penstock.machine.presets import cpu_machine
+from penstock.plan.budget import Budget
+from penstock.plan.plan import Plan
+from penstock.plan.seats import seat_ranks
+from penstock.planner.candidate import BlockLocations, Candidate, Location
+from penstock.planner.evaluator import PlanEvaluator
+from penstock.planner.planner import plan_result
 from penstock.roles import Role
-from tests.equivalence.runs import DRAM, Setup, Way, differing, train
+from penstock.units import GiB
+from tests.equivalence.runs import DRAM, OPTIMIZER, Setup, Way, differing, follow, train
+from tests.support import engines
+from tests.support.ranks import on_each_rank
 
 pytestmark = pytest.mark.vm
 
@@ -50,3 +63,58 @@ def test_striped_states_are_on_the_nodes_of_the_plan(tmp_path: Path) -> None:
 
         assert planned & cards
         assert found == planned
+
+
+def seated_plan(setup: Setup) -> Plan:
+    """Return a plan for two ranks of this machine that stores everything on CXL cards.
+
+    The ranks have the seats that the planner gives them.
+    """
+    machine = cpu_machine(discover())
+    shared = replace(setup.work, world=2)
+    budget = Budget(hbm=8 * GiB, dram=8 * GiB, cxl=GiB)
+    evaluator = PlanEvaluator(
+        setup.model, shared, machine, budget, piece_elements=1 << 26, unbounded=True,
+        seats=seat_ranks(machine, 2), transport="collective",
+    )  # fmt: skip
+    last = len(setup.model.blocks) - 1
+    place = Location.CXL
+    rows = [
+        BlockLocations(place, place, place, place if 0 < i < last else None)
+        for i in range(last + 1)
+    ]
+    return plan_result(evaluator, Candidate(tuple(rows))).plan
+
+
+def nodes_of(engine: Engine) -> set[int]:
+    """Return the nodes on which the kernel counts pages of what an engine stores."""
+    tiers, found = engine._memory.tiers, set()
+    for index, block in enumerate(engine.plan.placement.blocks):
+        for home in block.homes:
+            if home.nbytes:
+                data = tiers.data(index, home.role)
+                found |= {node for node, pages in ps.where(data).pages.items() if pages}
+    return found
+
+
+def test_two_ranks_have_a_card_each_and_the_bits_of_one(tmp_path: Path) -> None:
+    setup = Setup.of("llama", batch=4, micro_batch=2, context=4)
+    expected = train(setup, DRAM, tmp_path, steps=2)
+    plan = seated_plan(setup)
+    cards = sorted(node.id for node in discover().cxl_nodes)
+    assert [seat.nodes for seat in plan.seats] == [(0, card) for card in cards]
+    group = ThreadRanks(2)
+    ranks = [
+        engines.make_engine(
+            setup.config, plan, setup.model, setup.source, optimizer=OPTIMIZER, ranks=each
+        )
+        for each in group.transports
+    ]
+    try:
+        for rank, engine in enumerate(ranks):
+            assert nodes_of(engine) == {cards[rank]}, f"rank {rank}"
+        found = on_each_rank(group, lambda each: follow(ranks[each.rank], setup.batches(2)))
+    finally:
+        for engine in ranks:
+            engine.close()
+    assert found == [(expected.losses, expected.norms)] * 2

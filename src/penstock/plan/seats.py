@@ -17,8 +17,9 @@ from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.placement import BlockPlacement, Home, Placement, Share
 from penstock.plan.staging import nearest_dram_node
 
-ALIKE = 0.02
-"""Relative difference in capacity up to which two CXL cards count as alike."""
+ALIKE = 0.05
+"""Relative difference in capacity up to which two CXL cards count as alike. The kernel keeps up to a
+few percent of each for itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
